@@ -16,7 +16,12 @@ import ppfunc as pp
 
 Params = dict[str, Tensor]
 TEMPERATURE = 0.8  # of sampled text: below 1 prefers likely bytes
-CUT = {"qkv": 1, "attention_out": 1, "hidden": 0, "hidden_out": 1}  # by leaf, the axis that tensor parallel ranks divide
+CUT = {
+    "qkv": 1,
+    "attention_out": 1,
+    "hidden": 0,
+    "hidden_out": 1,
+}  # by leaf, the axis that tensor parallel ranks divide
 
 
 class Config(NamedTuple):
@@ -64,10 +69,10 @@ def block(config: Config, mesh: DeviceMesh | None = None) -> Layer:
     d = config.width
 
     def given(x: Tensor) -> Tensor:
-        return x if mesh is None else pp.pvary(x, mesh)
+        return x if mesh is None else pp.collectives.pvary(x, mesh)
 
     def summed(x: Tensor) -> Tensor:
-        return x if mesh is None else pp.psum(x, mesh)
+        return x if mesh is None else pp.collectives.psum(x, mesh)
 
     def init(generator: Generator) -> Params:
         # What is added to the residual stream starts small, so that depth does not matter at first.
@@ -111,12 +116,14 @@ def head(config: Config) -> Layer:
 def layers(config: Config, mesh: DeviceMesh | None = None) -> list[Layer]:
     """The whole model in order: the embedding, the blocks, the head."""
     if config.width % config.heads:
-        raise ValueError(f"width must be a multiple of heads, got width {config.width} and {config.heads} heads")
+        raise ValueError(
+            f"width must be a multiple of heads, got width {config.width} and {config.heads} heads"
+        )
     return [embedding(config), *(block(config, mesh) for _ in range(config.layers)), head(config)]
 
 
 def placement(name: str, leaf: Tensor) -> Placement | None:
-    """How a leaf lies over tensor parallel ranks, a rule for ``pp.shard``."""
+    """How a leaf lies over tensor parallel ranks, a rule for ``pp.stage.shard``."""
     axis = CUT.get(name.rpartition(".")[2])
     return None if axis is None else Shard(axis)
 
@@ -138,7 +145,9 @@ def multiplications(config: Config) -> list[int]:
     return [d, *[12 * d * d + 2 * config.context * d] * config.layers, config.vocabulary * d]
 
 
-def initialise(model: Sequence[Layer], numbers: Sequence[int], seed: int, device: torch.device | str = "cpu") -> list[Params]:
+def initialise(
+    model: Sequence[Layer], numbers: Sequence[int], seed: int, device: torch.device | str = "cpu"
+) -> list[Params]:
     """Parameters of the layers ``numbers`` of the model.
 
     Every layer has a random generator of its own, so that its values depend on the seed and on

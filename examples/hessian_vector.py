@@ -1,4 +1,5 @@
-"""Second derivatives: the sharpness of a minimum, and a Newton step, by Hessian-vector products in one pass each.
+"""Second derivatives: the sharpness of a minimum, and a Newton step, by Hessian-vector products in one pass
+each.
 
     python examples/hessian_vector.py
 
@@ -42,24 +43,28 @@ def main() -> float:
     direction = parameters(seed=1)
     for _ in range(20):
         direction = scaled(direction, inner(direction, direction).rsqrt())
-        (loss, slope, grads), products = hvp(params, direction, inputs, targets)
-        sharpness, direction = inner(direction, products), products
-    print(f"loss {loss:.4f}, largest curvature {sharpness:.3f}")
+        result = hvp(params, direction, inputs, targets)
+        sharpness, direction = inner(direction, result.products), result.products
+    print(f"loss {result.loss:.4f}, largest curvature {sharpness:.3f}")
 
     # A Newton step by conjugate gradients on the Gauss-Newton matrix, which has no negative curvature.
-    newton, residual = scaled(params, 0), scaled(grads, -1)
+    newton, residual = scaled(params, 0), scaled(result.grads, -1)
     search = residual
     for _ in range(15):
-        _, product = gnvp(params, search, inputs, targets)
+        product = gnvp(params, search, inputs, targets).products
         product = plus(product, scaled(search, 1e-3))
         length = inner(residual, residual) / inner(search, product)
         newton, left = plus(newton, scaled(search, length)), plus(residual, scaled(product, -length))
         search, residual = plus(left, scaled(search, inner(left, left) / inner(residual, residual))), left
     moved = plus(params, newton)
-    print(f"loss after one Newton step {pp.evaluate([stage] * STAGES, loss_fn, schedule)(moved, inputs, targets):.4f}")
+    print(
+        "loss after one Newton step"
+        f" {pp.evaluate([stage] * STAGES, loss_fn, schedule)(moved, inputs, targets):.4f}"
+    )
 
     vector = parameters(seed=2)
-    (_, slope, grads), products = hvp(params, vector, inputs, targets)
+    result = hvp(params, vector, inputs, targets)
+    slope, grads, products = result.slope, result.grads, result.products
     gradient = torch.func.grad(total_loss(inputs, targets))
     want = torch.func.jvp(gradient, (params,), (vector,))
     error = disagreement((grads, products, slope), (*want, inner(want[0], vector)))

@@ -1,4 +1,5 @@
-"""Forward mode: how fast does the loss fall along a direction? One forward pipeline tells, without any backward.
+"""Forward mode: how fast does the loss fall along a direction? One forward pipeline tells, without any
+backward.
 
     python examples/jvp.py
 
@@ -32,10 +33,15 @@ def main() -> float:
     evaluate = pp.evaluate(stages, loss_fn, schedule)
     for length in (0.01, 0.1, 1.0):
         moved = optree.tree_map(lambda p, d: p + length * d, params, down)  # noqa: B023
-        print(f"a step of {length:<4}: predicted {loss + length * slope:.4f}, measured {evaluate(moved, inputs, targets):.4f}")
+        print(
+            f"a step of {length:<4}: predicted {loss + length * slope:.4f}, measured"
+            f" {evaluate(moved, inputs, targets):.4f}"
+        )
 
     # Without a loss, the outputs are differentiated; here, in the inputs: params stay where they are.
-    y, ty = pp.jvp(stages, None, schedule)(params, dict.fromkeys(params), inputs, input_tangents=torch.ones_like(inputs))
+    y, ty = pp.jvp(stages, None, schedule)(
+        params, dict.fromkeys(params), inputs, input_tangents=torch.ones_like(inputs)
+    )
     print(f"outputs {list(y.shape)} and their derivatives {list(ty.shape)}")
 
     want = torch.func.jvp(total_loss(inputs, targets), (params,), (down,))

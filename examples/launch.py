@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import ppfunc as pp
 
 AXES = pp.Axes(pipe="pp", data="dp", model="tp")
-Sizes = tuple[int, int, int]  # ranks of a pipeline, pipelines that run other batches, ranks that compute parts of a stage
+Sizes = tuple[
+    int, int, int
+]  # ranks of a pipeline, pipelines that run other batches, ranks that compute parts of a stage
 
 
 class Place(NamedTuple):
@@ -30,14 +32,20 @@ class Place(NamedTuple):
         mesh: all processes, over ``AXES``; None where there is only one.
     """
 
-    transport: pp.Transport
+    transport: pp.runtime.Transport
     device: torch.device
     rank: int = 0
     mesh: DeviceMesh | None = None
 
     def held(self, schedule: pp.Schedule) -> list[int]:
         """The stages of the model whose parameters this process holds, those that it runs."""
-        return sorted({stage for rank in self.transport.local_ranks(schedule.ranks) for stage in schedule.model_stages_of(rank)})
+        return sorted(
+            {
+                stage
+                for rank in self.transport.local_ranks(schedule.ranks)
+                for stage in schedule.model_stages_of(rank)
+            }
+        )
 
     def along(self, axis: str) -> int:
         """The place of this process along an axis."""
@@ -57,7 +65,7 @@ def run(job: Callable[[Any, Place], None], options: Any, sizes: Sizes, in_proces
     """
     gpus, one_pipeline = torch.cuda.device_count(), prod(sizes[1:]) == 1
     if processes_given() is not None:
-        with joined(sizes) as place:
+        with joined(sizes, options) as place:
             job(options, place)
     elif in_process or prod(sizes) == 1 or (one_pipeline and 0 < gpus < sizes[0]):
         one_thread()
@@ -73,7 +81,7 @@ def one_thread() -> None:
 
 
 @contextmanager
-def joined(sizes: Sizes) -> Iterator[Place]:
+def joined(sizes: Sizes, options: Any) -> Iterator[Place]:
     """This process as the rank that the environment says: NCCL with a GPU per rank, else gloo."""
     one_thread()
     rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", 0))
@@ -81,14 +89,18 @@ def joined(sizes: Sizes) -> Iterator[Place]:
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    # torchrun starts processes anew on the store of those that have died: what these have left there must not be found.
+    # torchrun starts processes anew on the store of those that have died: what these have left there must not
+    # be found.
     store, _, size = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     backend = "nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device if on_gpu else None)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, device_id=device if on_gpu else None
+    )
     try:
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-        with pp.P2P(mesh=mesh, axes=AXES) as transport:
+        shard = getattr(options, "shard", "none")
+        with pp.P2P(mesh=mesh, axes=AXES, shard=shard) as transport:
             yield Place(transport, device, rank, mesh)
     except pp.PipelineError as error:
         # The rank that failed tells; its peers leave in silence, so that the reason stands once.
@@ -99,13 +111,17 @@ def joined(sizes: Sizes) -> Iterator[Place]:
 
 
 def start(job: Callable[[Any, Place], None], options: Any, sizes: Sizes) -> None:
-    """Run the job in new processes; the first failure ends all of them, and this one; an interrupt ends all of them."""
+    """Run the job in new processes; the first failure ends all of them, and this one; an interrupt ends all
+    of them.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # A server that has imported everything once forks the processes, where there is such a thing.
     method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
     mp.set_forkserver_preload(["__main__", "torch._dynamo"])
     arguments = job, options, sizes, store.port
-    context = mp.start_processes(enter, arguments, nprocs=prod(sizes), join=False, daemon=True, start_method=method)
+    context = mp.start_processes(
+        enter, arguments, nprocs=prod(sizes), join=False, daemon=True, start_method=method
+    )
     try:
         while not context.join(grace_period=5):
             pass
@@ -129,5 +145,5 @@ def enter(rank: int, job: Callable[[Any, Place], None], options: Any, sizes: Siz
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    with joined(sizes) as place:
+    with joined(sizes, options) as place:
         job(options, place)

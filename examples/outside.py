@@ -21,8 +21,8 @@ def main() -> float:
     torch.set_num_threads(1)
     params, (inputs, targets) = parameters(), batch()
     schedule = pp.zb_h1(ranks=STAGES, microbatches=MICROBATCHES)
-    step = pp.value_and_grad([stage] * STAGES, loss_fn, schedule, engine=pp.functional)
-    outputs = pp.evaluate([stage] * STAGES, None, schedule, engine=pp.functional, return_outputs=True)
+    step = pp.value_and_grad([stage] * STAGES, loss_fn, schedule, engine=pp.engines.functional)
+    outputs = pp.evaluate([stage] * STAGES, None, schedule, engine=pp.engines.functional, return_outputs=True)
     direct = total_loss(inputs, targets)
     found = {}
 
@@ -41,7 +41,9 @@ def main() -> float:
         return {**params, 0: {**params[0], "b": b}}
 
     got = jacrev(lambda b: step(with_bias(b), inputs, targets)[1][0]["b"])(params[0]["b"])
-    found["jacrev of the gradients"] = disagreement(got, hessian(lambda b: direct(with_bias(b)))(params[0]["b"]))
+    found["jacrev of the gradients"] = disagreement(
+        got, hessian(lambda b: direct(with_bias(b)))(params[0]["b"])
+    )
     got = jacrev(lambda x: outputs(params, x).sum(0))(inputs)
     found["jacrev of the outputs"] = disagreement(got, jacrev(lambda x: model(params, x).sum(0))(inputs))
 

@@ -32,10 +32,10 @@ def main() -> float:
 
     for number in range(STEPS):
         loss, grads = step(params, inputs, targets)  # grads: [m, b, ...] for every parameter
-        square = pp.square_norms(grads)  # [m, b]: over the stages of this process ...
+        square = pp.transforms.square_norms(grads)  # [m, b]: over the stages of this process ...
         if dist.is_initialized():
             dist.all_reduce(square)  # ... and over those of the others
-        clipped = pp.clipped_sum(grads, square, BOUND)
+        clipped = pp.transforms.clipped_sum(grads, square, BOUND)
         params = optree.tree_map(lambda p, g: p - RATE * noisy(g), params, clipped)
         if number % 10 == 0:
             over = (square.sqrt() > BOUND).double().mean()

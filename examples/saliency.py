@@ -29,11 +29,15 @@ def main() -> float:
     noise = torch.randn(inputs.shape, generator=torch.Generator().manual_seed(1), dtype=inputs.dtype)
     for size in (0.01, 0.1, 0.3):
         hurt, shaken = (evaluate(params, inputs + size * d.sign(), targets) for d in (saliency, noise))
-        print(f"inputs changed by {size:<4}: loss {hurt:.4f} against the gradient's signs, {shaken:.4f} at random")
+        print(
+            f"inputs changed by {size:<4}: loss {hurt:.4f} against the gradient's signs, {shaken:.4f} at"
+            " random"
+        )
 
     # Both gradients in one step, as adversarial training wants them.
     both = pp.value_and_grad([stage] * STAGES, loss_fn, schedule, argnums=(0, 1))
-    _, (grads, again) = both(params, inputs, targets)
+    result = both(params, inputs, targets)
+    grads, again = result.grads, result.input_grads
 
     want = torch.func.grad(lambda p, x: total_loss(x, targets)(p), (0, 1))(params, inputs)
     error = max(disagreement((grads, again), want), disagreement(saliency, want[1]))

@@ -1,4 +1,6 @@
-"""A small model for the examples of transforms: a residual network in four stages, float64, and its loss without a pipeline."""
+"""A small model for the examples of transforms: a residual network in four stages, float64, and its loss
+without a pipeline.
+"""
 
 from __future__ import annotations
 

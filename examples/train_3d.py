@@ -1,4 +1,7 @@
-"""Train ordinary modules over three axes of processes: OMP_NUM_THREADS=1 torchrun --nproc-per-node 8 examples/train_3d.py"""
+"""Train ordinary modules over three axes of processes.
+
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 8 examples/train_3d.py
+"""
 
 import torch
 import torch.distributed as dist
@@ -14,7 +17,11 @@ WIDTH, ROWS, STEPS = 32, 64, 40
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
 
     def forward(self, x):
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -26,9 +33,11 @@ torch.manual_seed(0)  # the same parameters and the same data on every rank
 plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
 stages = [pp.parallelize(nn.Sequential(Block(), Block()), mesh["tp"], plan) for _ in range(2)]
 schedule = pp.one_f_one_b(ranks=2, microbatches=4)
-optimizer = pp.adamw(pp.warmup_cosine(peak=1e-2, warmup=5, steps=STEPS))
-options = {"axes": pp.Axes(pipe="pp", data="dp", model="tp"), "clip": 1.0, "shard": "optimizer"}
-with pp.train_step([stage.fn for stage in stages], nn.functional.mse_loss, schedule, optimizer, mesh, **options) as trainer:
+rate = pp.optim.warmup_cosine(peak=1e-2, warmup=5, steps=STEPS)
+optimizer = pp.optim.chain(pp.optim.clip_by_global_norm(1.0), pp.optim.adamw(rate))
+transport = pp.P2P(mesh=mesh, axes=pp.Axes(pipe="pp", data="dp", model="tp"), shard="optimizer")
+functions = [stage.fn for stage in stages]
+with pp.Trainer(functions, nn.functional.mse_loss, schedule, optimizer, transport) as trainer:
     state = trainer.init({s: stages[s].params for s in schedule.model_stages_of(mesh.get_local_rank("pp"))})
     for step in range(STEPS):
         x = torch.randn(2, ROWS, WIDTH)[mesh.get_local_rank("dp")]

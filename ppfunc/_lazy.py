@@ -1,20 +1,26 @@
-"""Load the public names of a package when they are first used, so that schedules can be studied without torch."""
+"""Load the public names of a package when they are first used, so that schedules can be studied without
+torch.
+"""
 
 import ast
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-from ._text import suggestion
+from ppfunc._text import suggestion
 
 
-def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package from its imports under ``if TYPE_CHECKING``.
+def attach(
+    package: str, look_in: Sequence[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package from its imports under
+    ``if TYPE_CHECKING``.
 
-    So its names are listed once, for type checkers, for editors and for the program. ``from . import module as module``
-    makes a module an attribute, which is in ``dir()`` and not in ``__all__``. A module that has the name of
-    one of its exports is loaded at once: importing it later would hide that export.
+    So its names are listed once, for type checkers, for editors and for the program.
+    ``from . import module as module`` makes a module an attribute, which is in ``dir()`` and not in
+    ``__all__``. A module that has the name of one of its exports is loaded at once: importing it later would
+    hide that export.
 
     >>> import ppfunc.parallel
     >>> __getattr__, __dir__, __all__ = attach("ppfunc.parallel")
@@ -24,12 +30,18 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
     spec = sys.modules[package].__spec__
     assert spec is not None and spec.loader is not None
     (block,) = (node for node in ast.parse(spec.loader.get_source(package)).body if isinstance(node, ast.If))  # type: ignore[attr-defined]
-    module_of = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    module_of = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     exports = sorted(name for name, module in module_of.items() if module)
 
     def load(name: str) -> Any:
         if name not in module_of:
-            raise _unknown(package, name, sorted(module_of))
+            homes = [] if name.startswith("_") else [home for home in look_in if hasattr(load(home), name)]
+            raise _unknown(package, name, sorted(module_of), homes)
         module = module_of[name]
         if module is None:
             return import_module(f"{package}.{name}")
@@ -59,7 +71,10 @@ def late(module: str, name: str) -> Callable[..., Any]:
     return call
 
 
-def _unknown(package: str, name: str, names: list[str]) -> AttributeError:
-    mend = suggestion(name.replace("1f1b", "one_f_one_b"), names) or f"; dir({package}) lists its names"
+def _unknown(package: str, name: str, names: list[str], homes: list[str]) -> AttributeError:
+    if homes:
+        mend = f"; it is {package}.{homes[0]}.{name}"
+    else:
+        mend = suggestion(name.replace("1f1b", "one_f_one_b"), names) or f"; dir({package}) lists its names"
     # The name without the object: with both, Python's traceback would add a suggestion of its own.
     return AttributeError(f"module {package!r} has no attribute {name!r}{mend}", name=name)

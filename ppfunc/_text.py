@@ -1,24 +1,32 @@
 """Write names, values and foreign texts for errors."""
 
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
-    """Return ``; did you mean ...?`` for the most similar of ``names``, nothing where none is similar.
+    """Return ``; did you mean ...?`` for the most similar of ``names``, or an empty text.
 
     >>> suggestion("shwo", ["show", "check"])
     "; did you mean 'show'?"
     """
     import difflib  # here, because it is needed for errors only
 
-    similar = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {similar[0]!r}?" if similar else ""
+    by_letters = {other.lower(): other for other in names}
+    similar = difflib.get_close_matches(name.lower(), by_letters, n=1)
+    return f"; did you mean {by_letters[similar[0]]!r}?" if similar else ""
+
+
+def require_one_of(name: str, got: Any, known: Sequence[str]) -> None:
+    """Raise ValueError with the nearest name where an option is none of those that are known."""
+    if got not in known:
+        near = suggestion(got, known) if isinstance(got, str) else ""
+        raise ValueError(f"{name}: got {got!r}, expected {' or '.join(map(repr, known))}{near}")
 
 
 def shown(thing: Any) -> str:
-    """A value, abridged and in one line, and its type.
+    """Write a value, abridged and in one line, with its type.
 
     >>> shown(2.5)
     '2.5 of type float'
@@ -27,7 +35,7 @@ def shown(thing: Any) -> str:
 
 
 def limited(text: str, most: int = 2000) -> str:
-    """A text of somebody else's, which may be very long, up to so many characters.
+    """Cut a foreign text, which may be very long, to ``most`` characters.
 
     >>> limited("x" * 20_000_000, 3)
     'xxx... (19999997 more characters)'

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from ppfunc.making import Stages
+from ppfunc._step_factory import Stages
 from ppfunc.parallel.counts import require_counts
 from ppfunc.pipeline import value_and_grad
-from ppfunc.runtime.arguments import RawArguments, read_arguments
-from ppfunc.runtime.compile import CompiledStep
-from ppfunc.runtime.execute import fill
-from ppfunc.runtime.rng import preserve_rng
-from ppfunc.runtime.ties import TiedPlaces
+from ppfunc.runtime.agreement.ties import TiedPlaces
+from ppfunc.runtime.call.arguments import RawArguments, read_arguments
+from ppfunc.runtime.execution.fill import fill
+from ppfunc.runtime.execution.torch_state import preserve_rng
+from ppfunc.runtime.lowering.compile import CompiledStep
 from ppfunc.schedule import Costs, Op, Timeline, looped_bfs, split_backward
 from ppfunc.schedule.arguments import require_type
 from ppfunc.splitter import Split
@@ -46,23 +46,28 @@ def measure(
         stages: one function per stage of the model, or a split model.
         params: ``{stage: tree}``, those of all stages.
         example: the inputs of one microbatch.
-        loss_fn: ``loss(y, target) -> scalar``, counted in the last stage; by default the sum of what that returns.
+        loss_fn: ``loss(y, target) -> scalar``, counted in the last stage; by default the sum of what that
+            returns.
         targets: of one microbatch.
         engine: whose programs are measured.
         extras, state: ``{stage: tree}``, of one microbatch, for stages that take some.
         tied: as in :func:`ppfunc.value_and_grad`.
         repeats: how many times each is run.
-        memory: whether to count the bytes that forwards keep; without it they have those of the default costs.
+        memory: whether to count the bytes that forwards keep; without it they have those of the default
+            costs.
 
     Returns:
-        By stage of the model: seconds of F, I and W, which together are B; bytes of the message to the next stage, of what a
-        forward keeps for its backward, the share of it that is held until W, and the parameters with their
-        gradients. Messages have no time of their own: it depends on where ranks are (``step.record`` measures it).
+        By stage of the model: seconds of F, I and W, which together are B; bytes of the message to the next
+        stage, of what a forward keeps for its backward, the share of it that is held until W, and the
+        parameters with their gradients. Messages have no time of their own: it depends on where ranks are
+        (``step.record`` measures it).
 
     Raises:
-        TypeError: no stages; the engine keeps something else than tensors for a backward, whose bytes cannot be known.
+        ValueError: no stages, or targets without a loss function.
+        TypeError: the engine keeps values other than tensors for a backward, whose bytes are unknown.
 
-    >>> costs = measure([torch.mul] * 2, {0: torch.tensor(2.0), 1: torch.tensor(3.0)}, torch.ones(100), repeats=1)
+    >>> params = {0: torch.tensor(2.0), 1: torch.tensor(3.0)}
+    >>> costs = measure([torch.mul] * 2, params, torch.ones(100), repeats=1)
     >>> costs.bytes
     (400, 0)
     """
@@ -73,14 +78,19 @@ def measure(
         raise ValueError("stages: got none")
     if loss_fn is None:
         if targets is not None:
-            raise ValueError("targets: got some, and no loss function that would read them; give the loss function, or no targets")
+            raise ValueError(
+                "targets: got some, and no loss function that would read them; give the loss function, or no"
+                " targets"
+            )
         loss_fn, targets = _total, ()
     raw = RawArguments(params, example, targets, extras, state, None, (0, 0))
     arguments: dict[str, Any] = {"seed": raw.seed, "extras": extras, "state": state}
-    step = value_and_grad(stages, loss_fn, split_backward(looped_bfs(1, 1, count)), engine=engine, has_aux=True, tied=tied)
+    step = value_and_grad(
+        stages, loss_fn, split_backward(looped_bfs(1, 1, count)), engine=engine, has_aux=True, tied=tied
+    )
     step(params, example, targets, **arguments)
     seconds = _medians([step.record(params, example, targets, **arguments)[1] for _ in range(repeats)])
-    compiled = step.lower(params, example, targets, **arguments).compile()
+    compiled = step.lower(params, example, targets, **arguments).compile().step
     stages_of = [compiled.lowered.stages[stage, 0] for stage in range(count)]
     costs = Costs(
         forward=seconds[Op.F],
@@ -92,11 +102,15 @@ def measure(
     if not memory:
         return costs
     kept, held = _residual_bytes(compiled, raw)
-    return replace(costs, activation=kept, weight_share=tuple(min(1.0, h / k) if k else 0.0 for k, h in zip(kept, held, strict=True)))
+    return replace(
+        costs,
+        activation=kept,
+        weight_share=tuple(min(1.0, h / k) if k else 0.0 for k, h in zip(kept, held, strict=True)),
+    )
 
 
 def _medians(timelines: Sequence[Timeline]) -> dict[Op, tuple[float, ...]]:
-    """The median time of every instruction of one rank that has one microbatch, by op and stage."""
+    """Return the median time of every instruction of one rank with one microbatch, by op and stage."""
     schedule = timelines[0].schedule
     found: dict[Op, list[float]] = {op: [0.0] * schedule.stages for op in schedule.ops}
     for n, instruction in enumerate(schedule.instructions(0)):
@@ -105,7 +119,7 @@ def _medians(timelines: Sequence[Timeline]) -> dict[Op, tuple[float, ...]]:
 
 
 def _total(y: Any, target: Any) -> torch.Tensor:
-    """The sum of all floating leaves."""
+    """Add up all floating leaves."""
     sums = [leaf.sum() for leaf in tree_leaves(y) if leaf.is_floating_point()]
     if not sums:
         raise TypeError("the last stage returns nothing to sum; give measure a loss function")
@@ -113,13 +127,16 @@ def _total(y: Any, target: Any) -> torch.Tensor:
 
 
 def _residual_bytes(compiled: CompiledStep, raw: RawArguments) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """By stage, the bytes that a forward keeps, and those that an input gradient leaves for the weight gradient."""
+    """Return by stage the bytes that a forward keeps, and those that an input gradient leaves for W."""
     schedule = compiled.lowered.schedule
     arguments = read_arguments(raw, schedule, range(schedule.stages), True)
     buffers = fill(compiled.lowered, arguments)
     own = {t.untyped_storage().data_ptr() for leaves in arguments.params.values() for t in leaves}
     found: dict[tuple[Op, int], int] = {}
-    with torch.no_grad(), preserve_rng(low.device for low in compiled.lowered.stages.values() if low.device.type == "cuda"):
+    with (
+        torch.no_grad(),
+        preserve_rng(low.device for low in compiled.lowered.stages.values() if low.device.type == "cuda"),
+    ):
         for call, place in zip(compiled.calls, compiled.places, strict=True):
             call(buffers)
             key = place.instruction.stage, 0
@@ -130,13 +147,19 @@ def _residual_bytes(compiled: CompiledStep, raw: RawArguments) -> tuple[tuple[in
 
 
 def _bytes_beside(tensors: Iterable[Any], own: set[int]) -> int:
-    """The bytes of tensors, each storage once, without those in ``own``."""
+    """Count the bytes of tensors, each storage once, without those in ``own``."""
     storages: dict[int, int] = {}
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
-                f"the engine keeps a {type(tensor).__name__} for a backward, whose bytes cannot be known; measure with ppfunc.graph"
+                f"the engine keeps a {type(tensor).__name__} for a backward, whose bytes cannot be known;"
+                " measure with ppfunc.engines.graph"
             )
-        address, size = tensor.untyped_storage().data_ptr(), storages.get(tensor.untyped_storage().data_ptr(), 0)
-        storages[address] = min(tensor.untyped_storage().nbytes(), size + tensor.numel() * tensor.itemsize)  # a part of a batch is no batch
+        address, size = (
+            tensor.untyped_storage().data_ptr(),
+            storages.get(tensor.untyped_storage().data_ptr(), 0),
+        )
+        storages[address] = min(
+            tensor.untyped_storage().nbytes(), size + tensor.numel() * tensor.itemsize
+        )  # a part of a batch is no batch
     return sum(size for address, size in storages.items() if address not in own)

@@ -1,18 +1,19 @@
 """Make a pipeline an ordinary function from parameters and a batch to a loss and gradients."""
 
-from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 
-from ppfunc._text import shown
-from ppfunc.making import Stages, make_step, named_step, require_one_of, told_to_peers, unpacked
-from ppfunc.runtime import StepFunction, StepResult, StepSpec, Transport
-from ppfunc.runtime.arguments import LossWeights, RawArguments, Seed
-from ppfunc.runtime.overlap import Overlapped
-from ppfunc.runtime.ties import TiedPlaces
+from ppfunc._step_factory import Stages, make_step, read_call, told_to_peers, unpacked
+from ppfunc._text import require_one_of, shown
+from ppfunc.runtime import StepFunction, StepSpec, Transport
+from ppfunc.runtime.agreement.ties import TiedPlaces
+from ppfunc.runtime.call.arguments import LossWeights
+from ppfunc.runtime.lowering.overlap import Overlapped
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Loss, graph
+from ppfunc.stage.frozen import FrozenLeaves, Trainable
 
 __all__ = ["evaluate", "value_and_grad"]
 
@@ -34,10 +35,12 @@ def value_and_grad(
     loss_shape: tuple[int, ...] = (),
     overlapped: Overlapped | None = None,
     tied: TiedPlaces = None,
+    trainable: Trainable = None,
     sum_dtype: torch.dtype | None = None,
     on_nonfinite: _OnNonfinite = "ignore",
-) -> StepFunction[..., tuple[Any, Any]]:
-    """Make a function that runs one training step of a pipeline: ``step(params, inputs, targets) -> (loss, grads)``.
+) -> StepFunction[..., Any]:
+    """Make a function that runs one training step of a pipeline:
+    ``step(params, inputs, targets) -> (loss, grads)``.
 
     Equivalent to::
 
@@ -51,78 +54,93 @@ def value_and_grad(
         loss(params), torch.func.grad(loss)(params)
 
     Args:
-        stages: one pure function ``fn(params, x) -> y`` per stage of the model; trees of tensors in and out. None
-            for stages that this process does not run. Or what :func:`ppfunc.split` made of a model, which brings its skip
-            connections and tied parameters. A stage may take extras and a state as further arguments,
-            in this order, if the step is given them, and may return :class:`ppfunc.Output` to give a loss, metrics,
-            a new state or skip connections of its own.
+        stages: one pure function ``fn(params, x) -> y`` per stage of the model; trees of tensors in and out.
+            None for stages that this process does not run. Or what :func:`ppfunc.split` made of a model,
+            which brings its skip connections and tied parameters. A stage may take extras and a state as
+            further arguments, in this order, if the step is given them, and may return :class:`ppfunc.Output`
+            to give a loss, metrics, a new state or skip connections of its own.
         loss_fn: ``loss(y, target) -> scalar``, of one microbatch; runs as part of the last stage.
-        schedule: what every rank does. It is proved before anything runs; communication is placed where it has
-            none. An instruction that a step would not carry out, such as ``STEP``, is refused.
+        schedule: what every rank does. It is proved before anything runs; communication is placed where it
+            has none. An instruction that a step would not carry out, such as ``STEP``, is refused.
         transport: carries the messages: ``InProcess()`` (the default) or ``P2P(group)``.
         engine: how a stage is differentiated.
-        loss_weights: weight of every microbatch in the loss, [m]; ``1/m`` each where none are given. A microbatch of weight 0
-            contributes nothing to loss and gradients, whatever its numbers are: only its forward runs, for metrics and states. Weights
-            on another device than the CPU are not read: there its loss is left out, and 0 times its gradients is added.
+        loss_weights: weight of every microbatch in the loss, [m]; ``1/m`` each where none are given. A
+            microbatch of weight 0 contributes nothing to loss and gradients, whatever its numbers are: only
+            its forward runs, for metrics and states. Weights on another device than the CPU are not read:
+            there its loss is left out, and 0 times its gradients is added.
         argnums: what to differentiate: 0 the parameters, 1 the inputs, or a tuple of both in either order.
         has_aux: whether to return metrics and state too.
-        per_microbatch: whether to keep the gradients of the microbatches apart instead of adding them up: every
-            gradient of a parameter gets a leading axis ``m``.
+        per_microbatch: whether to keep the gradients of the microbatches apart instead of adding them up:
+            every gradient of a parameter gets a leading axis ``m``.
         loss_shape: shape of the loss, where it is not a scalar: several losses, such as those of an ensemble,
             all of which are returned, and the sum of which is differentiated.
-        overlapped: runs the forward and the backward of an ``OVERLAP_F_B`` as one; in turn where none is given.
-            ``interleaved()`` makes them one program, ``two_streams()`` runs them beside each other on CUDA; a
-            function of your own ``overlapped(forward, its arguments, backward, its arguments)`` returns
-            ``(forward(*its arguments), backward(*its arguments))``, both of them pure functions on flat
-            tuples, those of :class:`ppfunc.stage.FlatProgram`.
-        tied: ``{name: [(stage, name of a leaf), ...]}``: leaves of several stages that are one parameter, such as an
-            embedding and the head: ``{"embedding": [(0, "wte.weight"), (3, "lm_head.weight")]}``. A leaf is named by the keys
-            on the way to it, joined by dots. The places have equal values, which is checked at every step, and get
-            the same gradient, the sum over all of them.
-        sum_dtype: ``torch.float32`` or ``torch.float64``, in which the gradients of narrower parameters, such as bfloat16, are
-            added up over microbatches, and returned; that of each parameter where none is given.
-        on_nonfinite: ``"raise"`` on every rank where the loss or a gradient is not finite, with the rank, stage, microbatch and
-            instruction that was first: reads a number of the device in every step, and runs it again where it fails.
+        overlapped: runs the forward and the backward of an ``OVERLAP_F_B`` as one; in turn where none is
+            given. ``interleaved()`` makes them one program, ``two_streams()`` runs them beside each other on
+            CUDA; a function of your own ``overlapped(forward, its arguments, backward, its arguments)``
+            returns ``(forward(*its arguments), backward(*its arguments))``, both of them pure functions on
+            flat tuples, those of :class:`ppfunc.stage.FlatProgram`.
+        tied: ``{name: [(stage, name of a leaf), ...]}``: leaves of several stages that are one parameter,
+            such as an embedding and the head: ``{"embedding": [(0, "wte.weight"), (3, "lm_head.weight")]}``.
+            A leaf is named by the keys on the way to it, joined by dots. The places have equal values, which
+            is checked at every step, and get the same gradient, the sum over all of them.
+        trainable: a mask of what is trained: ``{stage: tree of booleans}`` in the structure of the parameters
+            of each stage, or of whole branches, or functions ``mask(params of a stage) -> tree of booleans``;
+            or one such function for all stages. What is False is frozen, and gets zeros as gradients, as do
+            parameters that the module of a stage has frozen (``requires_grad_(False)``). Both are read once,
+            here: a step after a module has changed its mind raises ``ValueError``, and another set is another
+            step function. A function of yours around that of a module is masked itself, or made with
+            ``functools.wraps``.
+        sum_dtype: ``torch.float32`` or ``torch.float64``, in which the gradients of narrower parameters, such
+            as bfloat16, are added up over microbatches, and returned; that of each parameter where none is
+            given.
+        on_nonfinite: ``"raise"`` on every rank where the loss or a gradient is not finite, with the rank,
+            stage, microbatch and instruction that was first: reads a number of the device in every step, and
+            runs it again where it fails.
 
     Returns:
-        ``step(params, inputs, targets=None, *, loss_weights=None, seed=None, extras=None, state=None)``, which
-        returns ``(loss, grads)``, or ``((loss, aux), grads)`` with ``has_aux``.
+        ``step(params, inputs, targets=None, *, loss_weights=None, seed=None, extras=None, state=None)``,
+        which returns ``(loss, grads)``; with ``has_aux``, or a tuple of ``argnums``, a
+        :class:`ppfunc.StepResult` with ``loss``, ``grads``, ``input_grads`` and ``aux``.
 
-        * ``params``: ``{stage: tree}``, the stages of the model that this process runs (all of them in process);
-          ``schedule.model_stages_of(rank)`` says which. Leaves here, and of all other trees, are tensors or DTensors, of which a
-          stage is given the part of this rank.
-        * ``inputs``, ``targets``: a tree, every leaf of which is cut along axis 0 into the schedule's microbatches,
-          as views; or :class:`ppfunc.Microbatches`, which may differ in shape. They may stay on the host: each microbatch is
-          copied to the device of its stage at its ``LOAD``, before its forward where there is none. A process that does not run the
-          last stage may pass None for the targets; one that does not run the first, None for the inputs.
+        * ``params``: ``{stage: tree}``, the stages of the model that this process runs (all of them in
+          process); ``schedule.model_stages_of(rank)`` says which. Leaves here, and of all other trees, are
+          tensors or DTensors, of which a stage is given the part of this rank.
+        * ``inputs``, ``targets``: a tree, every leaf of which is cut along axis 0 into the schedule's
+          microbatches, as views; or :class:`ppfunc.Microbatches`, which may differ in shape. They may stay on
+          the host: each microbatch is copied to the device of its stage at its ``LOAD``, before its forward
+          where there is none. A process that does not run the last stage may pass None for the targets; one
+          that does not run the first, None for the inputs.
         * ``loss_weights``: those of this step, where they differ from step to step.
-        * ``seed``: ``(seed, step)``, two integers, for stages that draw random numbers; the same on every rank.
+        * ``seed``: ``(seed, step)``, two integers, for stages that draw random numbers; the same on every
+          rank.
         * ``extras``: ``{stage: batch}``, further inputs of stages of this process, as the inputs are given.
-        * ``state``: ``{stage: tree}``; a stage's microbatches pass it on from one to the next, in the order of the
-          schedule. Nothing is differentiated with respect to extras and state.
+        * ``state``: ``{stage: tree}``; a stage's microbatches pass it on from one to the next, in the order
+          of the schedule. Nothing is differentiated with respect to extras and state.
 
-        The loss, a scalar, is returned on every rank; those in float16 or bfloat16 are summed, and returned, in float32.
-        ``grads`` has the structure of ``params``, zeros where there is no dependence, and belongs to the caller; that of a
-        DTensor is one of the same placements. Gradients of the inputs have the form of the inputs, on ranks of first stages,
-        None elsewhere; for a tuple of ``argnums`` there is a tuple of both. ``aux.metrics`` is ``{stage: tree}`` with a
+        The loss, a scalar, is returned on every rank; those in float16 or bfloat16 are summed, and returned,
+        in float32. ``grads`` has the structure of ``params``, zeros where there is no dependence, and belongs
+        to the caller; that of a DTensor is one of the same placements. Gradients of the inputs have the form
+        of the inputs, on ranks of first stages, None elsewhere. ``aux.metrics`` is ``{stage: tree}`` with a
         leading axis of the microbatches that this process ran, ``aux.state`` ``{stage: tree}``.
 
-        A program is traced once for every form (structure, shapes, strides, dtypes, devices) of the arguments, and
-        kept: ``step.cache_info()``, ``step.cache_clear()``. Numbers that a stage reads from elsewhere are those of
-        the trace. ``step.lower(...)`` shows programs, messages, memory and cost without running.
+        A program is traced once for every form (structure, shapes, strides, dtypes, devices) of the
+        arguments, and kept: ``step.cache_info()``, ``step.cache_clear()``. Numbers that a stage reads from
+        elsewhere are those of the trace. ``step.lower(...)`` shows programs, messages, memory and cost
+        without running.
 
-        A step raises ``PipelineError`` where an instruction fails, on this or another rank, ``AgreementError``
-        where the ranks were given different programs, ``StageError`` for a stage that the engine cannot serve, and
-        ``ValueError`` or ``TypeError`` for arguments that do not fit. A step that fails returns nothing and
-        changes nothing, on every rank.
+        A step raises ``PipelineError`` where an instruction fails, on this or another rank,
+        ``AgreementError`` where the ranks were given different programs, ``StageError`` for a stage that the
+        engine cannot serve, and ``ValueError`` or ``TypeError`` for arguments that do not fit. A step that
+        fails returns nothing and changes nothing, on every rank.
 
     Raises:
         ScheduleError: the schedule is wrong.
-        ValueError: the number of stages, ranks or weights does not fit the schedule, or it has an instruction that
-            nothing would honour.
+        ValueError: the number of stages, ranks or weights does not fit the schedule, or it has an instruction
+            that nothing would honour.
 
     >>> from ppfunc import one_f_one_b
-    >>> step = value_and_grad([lambda w, x: w * x] * 2, lambda y, t: ((y - t) ** 2).sum(), one_f_one_b(ranks=2, microbatches=2))
+    >>> stages, schedule = [lambda w, x: w * x] * 2, one_f_one_b(ranks=2, microbatches=2)
+    >>> step = value_and_grad(stages, lambda y, t: ((y - t) ** 2).sum(), schedule)
     >>> params = {0: torch.tensor(2.0), 1: torch.tensor(3.0)}
     >>> loss, grads = step(params, torch.tensor([1.0, 2.0]), torch.tensor([5.0, 10.0]))
     >>> loss, grads[0], grads[1]
@@ -131,23 +149,23 @@ def value_and_grad(
     stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
     wanted = argnums if isinstance(argnums, tuple) else (argnums,)
     if wanted not in ((0,), (1,), (0, 1), (1, 0)):
-        raise ValueError(f"argnums: got {argnums!r}, expected 0 (parameters), 1 (inputs), or a tuple of both, each once")
+        raise ValueError(
+            f"argnums: got {argnums!r}, expected 0 (parameters), 1 (inputs), or a tuple of both, each once"
+        )
     _require_sums(wanted, per_microbatch, sum_dtype)
     require_one_of("on_nonfinite", on_nonfinite, get_args(_OnNonfinite))
-    wants = {"loss", *("input_grads" if n else "grads" for n in wanted), *(["aux"] if has_aux else [])}
-    changes = f"{' of each microbatch' if per_microbatch else ''}{' and inputs' if 1 in wanted else ''}{_of_shape(loss_shape)}"
+    wants = ("loss", *("input_grads" if n else "grads" for n in wanted), *(["aux"] if has_aux else []))
+    changes = " of each microbatch" if per_microbatch else ""
+    changes += f"{' and inputs' if 1 in wanted else ''}{_of_shape(loss_shape)}"
     changes += f" summed in {sum_dtype}" if sum_dtype else ""
     changes += " all finite" if on_nonfinite == "raise" else ""
     spec = StepSpec(
-        f"value_and_grad{changes}", frozenset(wants), per_microbatch, loss_shape, overlapped, ties, sum_dtype,
-        finite=on_nonfinite == "raise",
+        f"value_and_grad{changes}", wants, per_microbatch, loss_shape, overlapped, ties, sum_dtype,
+        finite=on_nonfinite == "raise", frozen=FrozenLeaves(stages, trainable),
     )  # fmt: skip
 
-    def finish(result: StepResult, raw: RawArguments) -> tuple[Any, Any]:
-        made = tuple(result.input_grads if n else result.grads for n in wanted)
-        return (result.loss, result.aux) if has_aux else result.loss, made if isinstance(argnums, tuple) else made[0]
-
-    return make_step(stages, loss_fn, schedule, transport, engine, spec, _arguments(loss_weights), finish, loss_weights)
+    read = partial(read_call, loss_weights)
+    return make_step(stages, loss_fn, schedule, transport, engine, spec, read, loss_weights=loss_weights)
 
 
 @told_to_peers
@@ -174,11 +192,11 @@ def evaluate(
         engine: whose forward is run: the same bits as in a training step.
 
     Returns:
-        ``step(params, inputs, targets=None, *, loss_weights=None, seed=None, extras=None, state=None)``. It returns
-        the loss, on every rank; the outputs, where there is no loss function; ``aux``: or a tuple of those that are
-        asked for, in this order. Outputs have the form of the inputs, joined along axis 0 to one tree or
-        :class:`ppfunc.Microbatches`, on the rank of the last stage, and are None elsewhere; where two chains end
-        in different processes, each has the rows of its own, in their order.
+        ``step(params, inputs, targets=None, *, loss_weights=None, seed=None, extras=None, state=None)``. It
+        returns what is asked for: the loss, on every rank, the outputs, or ``aux``; of several a
+        :class:`ppfunc.StepResult`. Outputs have the form of the inputs, joined along axis 0 to
+        one tree or :class:`ppfunc.Microbatches`, on the rank of the last stage, and are None elsewhere; where
+        two chains end in different processes, each has the rows of its own, in their order.
 
     Raises:
         As :func:`value_and_grad`.
@@ -190,50 +208,36 @@ def evaluate(
     """
     stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, loss_wanted=False)
     if loss_fn is None and not return_outputs and not has_aux:
-        raise ValueError("evaluate got neither a loss function nor return_outputs=True; it would return nothing")
+        raise ValueError(
+            "evaluate got neither a loss function nor return_outputs=True; it would return nothing"
+        )
     if loss_fn is None and loss_shape:
         raise ValueError(f"loss_shape: got {loss_shape}, and no loss function; leave it out")
     chosen = {"loss": loss_fn is not None, "outputs": return_outputs, "aux": has_aux}
-    wants = [name for name, wanted in chosen.items() if wanted]
-    name = f"evaluate{' without a loss' if loss_fn is None else ''}{' with outputs' if return_outputs else ''}{_of_shape(loss_shape)}"
+    wants = tuple(name for name, wanted in chosen.items() if wanted)
+    name = f"evaluate{' without a loss' if loss_fn is None else ''}"
+    name += f"{' with outputs' if return_outputs else ''}{_of_shape(loss_shape)}"
 
-    def finish(result: StepResult, raw: RawArguments) -> Any:
-        made = tuple(getattr(result, name) for name in wants)
-        return made if len(made) > 1 else made[0]
-
-    spec = StepSpec(name, frozenset(wants), loss_shape=loss_shape, tied=ties)
-    prepare = _arguments(loss_weights)
-    return make_step(stages, loss_fn, schedule, transport, engine, spec, prepare, finish, loss_weights, training=False)
+    spec = StepSpec(name, wants, loss_shape=loss_shape, tied=ties)
+    read = partial(read_call, loss_weights)
+    return make_step(
+        stages, loss_fn, schedule, transport, engine, spec, read, loss_weights=loss_weights, training=False
+    )
 
 
 def _require_sums(wanted: tuple[int, ...], per_microbatch: bool, sum_dtype: Any) -> None:
     """Raise where gradients of parameters are to be kept apart, or added up, and are not."""
     if per_microbatch and 0 not in wanted:
         raise ValueError(
-            "per_microbatch=True keeps gradients of parameters apart, and argnums asks for none; leave it out, or take argnums=(0, 1)"
+            "per_microbatch=True keeps gradients of parameters apart, and argnums asks for none; leave it"
+            " out, or take argnums=(0, 1)"
         )
     if sum_dtype not in (None, torch.float32, torch.float64):
         raise TypeError(f"sum_dtype: got {shown(sum_dtype)}, expected torch.float32 or torch.float64")
     if sum_dtype is not None and (per_microbatch or 0 not in wanted):
-        raise ValueError("sum_dtype: got one, and no gradients of parameters are added up over microbatches; leave it out")
-
-
-def _arguments(default: LossWeights) -> Callable[..., RawArguments]:
-    """The arguments of a step, as the caller writes them."""
-
-    def step(
-        params: Mapping[int, Any],
-        inputs: Any,
-        targets: Any = None,
-        *,
-        loss_weights: LossWeights = None,
-        seed: Seed = None,
-        extras: Mapping[int, Any] | None = None,
-        state: Mapping[int, Any] | None = None,
-    ) -> RawArguments:
-        return RawArguments(params, inputs, targets, extras, state, default if loss_weights is None else loss_weights, seed)
-
-    return named_step(step)
+        raise ValueError(
+            "sum_dtype: got one, and no gradients of parameters are added up over microbatches; leave it out"
+        )
 
 
 def _of_shape(loss_shape: tuple[int, ...]) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import shutil
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -14,18 +16,32 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("small", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("large", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("small")
+from tests.clock import busy
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--large", action="store_true", help="run the property tests with 1000 examples each")
+    parser.addoption("--random", action="store_true", help="run the property tests with new examples")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--large"):
-        settings.load_profile("large")
+    """Take the same examples in every run, unless asked for others."""
+    settings.register_profile(
+        "ppfunc",
+        max_examples=1000 if config.getoption("--large") else 25,
+        derandomize=not config.getoption("--random"),
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("ppfunc")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Draw the same numbers in every run, whatever tests this process has run before."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,14 +81,17 @@ class Processes:
 
         # A server that has imported once what all of them need forks the processes.
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["pytest", "hypothesis", "torch._dynamo", "ppfunc.trainer", "ppfunc.pipeline"])
+        context.set_forkserver_preload(
+            ["pytest", "hypothesis", "torch._dynamo", "ppfunc.training.trainer", "ppfunc.pipeline"]
+        )
         self.size = size
         meeting = f"tcp://127.0.0.1:{_free_port()}"
         pipes = [context.Pipe() for _ in range(size)]
         self._ends = [ours for ours, _ in pipes]
         self._job = 0
         self.workers = [
-            context.Process(target=_work, args=(rank, size, meeting, theirs), daemon=True) for rank, (_, theirs) in enumerate(pipes)
+            context.Process(target=_work, args=(rank, size, meeting, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
         ]
         for worker, (_, theirs) in zip(self.workers, pipes, strict=True):
             worker.start()
@@ -90,7 +109,7 @@ class Processes:
 
     def _answer(self, end: Connection, timeout: float) -> Any:
         try:
-            while end.poll(timeout):
+            while end.poll(timeout * busy()):
                 job, answer = end.recv()
                 if job == self._job:  # not a late one to an earlier test
                     return answer
@@ -128,6 +147,7 @@ def _work(rank: int, size: int, meeting: str, end: Connection) -> None:
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
     while True:
         job, path, name, args = end.recv()
+        torch.manual_seed(0)
         try:
             answer = getattr(_module(path), name)(rank, size, *args)
         except Exception as error:
@@ -203,5 +223,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def soon() -> float:
-    """Seconds within which ranks hear of a failure, far less than the timeouts of their transports; more on a busy machine."""
-    return 2.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    """Seconds within which ranks hear of a failure, far less than the timeouts of their transports; more on a
+    busy machine.
+    """
+    return 2 * busy()

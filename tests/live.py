@@ -11,7 +11,9 @@ from ppfunc.stage.purity import tensors_in
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of the storages made within it that live at once: now, at most, and after the last call of each operator."""
+    """Counts the bytes of the storages made within it that live at once: now, at most, and after the last
+    call of each operator.
+    """
 
     def __init__(self) -> None:
         super().__init__()

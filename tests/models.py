@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import optree
@@ -10,6 +12,11 @@ import torch
 import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import ppfunc as pp
+from ppfunc.schedule import Schedule
+from ppfunc.stage.layout import local
+from ppfunc.stage.tree import tree_leaves
 
 Params = dict[str, Tensor]
 
@@ -22,13 +29,56 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
+def new_trainer(
+    stages: Any,
+    loss_fn: Any,
+    schedule: Any,
+    optimizer: Any,
+    mesh: Any = None,
+    *,
+    axes: Any = None,
+    transport: Any = None,
+    clip: float | None = None,
+    norm_type: float | None = None,
+    scale: Any = None,
+    precision: Any = None,
+    shard: str = "none",
+    **options: Any,
+) -> pp.Trainer:
+    """Make a trainer of options by name, as parameters of tests.
+
+    Args:
+        mesh, axes, shard: of a transport, which the trainer closes; without data ranks nothing is cut.
+        clip, norm_type: of a chain with the optimizer.
+        scale: of the precision.
+    """
+    if clip is not None or norm_type is not None:
+        by = pp.optim.clip_by_global_norm(math.inf if clip is None else clip, norm_type or 2.0)
+        optimizer = pp.optim.chain(by, pp.optim.accepting_scale(optimizer))
+    if scale is not None:
+        precision = replace(precision or pp.Precision(), scale=scale)
+    made = None
+    if mesh is not None or axes is not None:
+        cut = shard if getattr(axes, "data", None) else "none"
+        transport = made = pp.P2P(mesh=mesh, axes=axes, shard=cut)
+    try:
+        return pp.Trainer(stages, loss_fn, schedule, optimizer, transport, precision=precision, **options)
+    except BaseException:
+        if made is not None:
+            made.close()
+        raise
+
+
 def mlp(params: Params, x: Tensor) -> Tensor:
     """A residual perceptron with one hidden layer: [..., d] to the same."""
     return x + F.gelu(x @ params["up"] + params["bias"]) @ params["down"]
 
 
 def mlp_params(d: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Params:
-    up, down, bias = (normal(*shape, seed=seed + n, dtype=dtype) for n, shape in enumerate([(d, 2 * d), (2 * d, d), (2 * d,)]))
+    up, down, bias = (
+        normal(*shape, seed=seed + n, dtype=dtype)
+        for n, shape in enumerate([(d, 2 * d), (2 * d, d), (2 * d,)])
+    )
     return {"up": up / d**0.5, "down": down / (2 * d) ** 0.5, "bias": bias}
 
 
@@ -43,8 +93,19 @@ def attention_block(params: Params, x: Tensor, heads: int = 2) -> Tensor:
 
 
 def attention_params(d: int = 8, seed: int = 0, dtype: torch.dtype = torch.float64) -> Params:
-    shapes = {"g": (d,), "b": (d,), "qkv": (d, 3 * d), "o": (d, d), "up": (2 * d, d), "ub": (2 * d,), "down": (2 * d, d)}
-    return {name: normal(*shape, seed=10 * seed + n, dtype=dtype) for n, (name, shape) in enumerate(shapes.items())}
+    shapes = {
+        "g": (d,),
+        "b": (d,),
+        "qkv": (d, 3 * d),
+        "o": (d, d),
+        "up": (2 * d, d),
+        "ub": (2 * d,),
+        "down": (2 * d, d),
+    }
+    return {
+        name: normal(*shape, seed=10 * seed + n, dtype=dtype)
+        for n, (name, shape) in enumerate(shapes.items())
+    }
 
 
 def dropout_stage(params: Params, x: Tensor) -> Tensor:
@@ -58,6 +119,50 @@ class BatchNormed(nn.Sequential):
     def __init__(self, d: int) -> None:
         super().__init__(nn.Linear(d, d), nn.BatchNorm1d(d), nn.Tanh())
         self.double()
+
+
+def dense(params: Params, x: Tensor) -> Tensor:
+    """A layer without a bias: [..., d] to the same."""
+    return torch.tanh(x @ params["w"])
+
+
+def affine(params: Params, x: Tensor) -> Tensor:
+    """A layer: [..., d] to the same."""
+    return torch.tanh(x @ params["w"] + params["b"])
+
+
+def problem(
+    stages: int | Schedule = 2,
+    m: int = 4,
+    seed: int = 0,
+    *,
+    b: int = 3,
+    d: int = 4,
+    leaves: str = "w",
+    dtype: torch.dtype = torch.float64,
+) -> tuple[dict[int, Params], Tensor, Tensor]:
+    """Parameters by stage of :func:`dense`, or with leaves ``"wb"`` of :func:`affine`, inputs and targets.
+
+    Args:
+        stages: of the model; or a schedule, which has as many, and its microbatches.
+        m, b, d: microbatches, rows of each, and their width.
+    """
+    if isinstance(stages, Schedule):
+        stages, m = len(set(stages.model_stages)), stages.microbatches
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype)
+
+    shapes = {"w": (d, d), "b": (d,)}
+    params = {s: {name: draw(*shapes[name]) for name in leaves} for s in range(stages)}
+    return params, draw(m * b, d), draw(m * b, d)
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Tell whether the leaves of two trees that this process holds have the same values."""
+    pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
+    return all(torch.equal(local(a), local(b)) for a, b in pairs)
 
 
 def squared(y: Tensor, target: Tensor) -> Tensor:
@@ -82,7 +187,8 @@ def reference(
         weights: of the losses; ``1 / len(batches)`` each unless given.
 
     Returns:
-        The weighted sum of the losses, and gradients with the structure of ``params``, zeros where there is no dependence.
+        The weighted sum of the losses, and gradients with the structure of ``params``, zeros where there is
+        no dependence.
     """
     weights = weights or [1 / len(batches)] * len(batches)
     leaves, treedef = optree.tree_flatten(dict(params))
@@ -95,4 +201,6 @@ def reference(
         total = total + weight * loss_fn(x, target)
     wanted = [t for t in own if t.requires_grad]
     made = iter(torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True))
-    return total.detach(), treedef.unflatten(next(made) if t.requires_grad else torch.zeros_like(t) for t in own)
+    return total.detach(), treedef.unflatten(
+        next(made) if t.requires_grad else torch.zeros_like(t) for t in own
+    )

@@ -27,6 +27,10 @@ def run_script(rank: int, size: int, port: int, path: Path, *options: str) -> st
     }
     os.environ |= {name: str(value) for name, value in place.items()}
     beside = [str(path.parent), *sys.path]
-    with patch.object(sys, "argv", [str(path), *options]), patch.object(sys, "path", beside), redirect_stdout(io.StringIO()) as printed:
+    with (
+        patch.object(sys, "argv", [str(path), *options]),
+        patch.object(sys, "path", beside),
+        redirect_stdout(io.StringIO()) as printed,
+    ):
         runpy.run_path(str(path), run_name="__main__")
     return printed.getvalue()

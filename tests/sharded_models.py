@@ -36,7 +36,9 @@ class Sharded(NamedTuple):
 
     def params(self, seed: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        return {name: torch.randn(shape, dtype=W, generator=generator) / 2 for name, shape in self.shapes.items()}
+        return {
+            name: torch.randn(shape, dtype=W, generator=generator) / 2 for name, shape in self.shapes.items()
+        }
 
     def parts(self, params: Any, rank: int, size: int) -> Any:
         """The parameters of one rank, or tensors of their shapes."""
@@ -44,7 +46,9 @@ class Sharded(NamedTuple):
 
 
 def part(t: Tensor, placement: Placement | int | None, rank: int, size: int) -> Tensor:
-    axis = placement.dim if isinstance(placement, Shard) else placement if isinstance(placement, int) else None
+    axis = (
+        placement.dim if isinstance(placement, Shard) else placement if isinstance(placement, int) else None
+    )
     return t if axis is None else t.chunk(size, axis)[rank].clone()
 
 
@@ -56,7 +60,10 @@ def rows_and_columns(mesh: Any) -> Callable[[Any, Tensor], Tensor]:
     """A column-parallel layer, then a row-parallel one."""
 
     def stage(p: Any, x: Tensor) -> Tensor:
-        return x + pp.psum(torch.tanh(pp.pvary(x, mesh) @ p["a"]) @ p["b"], mesh) * p["c"]
+        return (
+            x
+            + pp.collectives.psum(torch.tanh(pp.collectives.pvary(x, mesh) @ p["a"]) @ p["b"], mesh) * p["c"]
+        )
 
     return stage
 
@@ -65,9 +72,9 @@ def sequence(mesh: Any) -> Callable[[Any, Tensor], Tensor]:
     """The same with activations that are cut along time, and a gain that every rank applies to its own."""
 
     def stage(p: Any, x: Tensor) -> Tensor:
-        gain = pp.pvary(p["c"], mesh)
-        h = torch.tanh(pp.all_gather(x * gain, mesh, 1) @ p["a"]) @ p["b"]
-        return x + pp.psum_scatter(h, mesh, 1) * gain
+        gain = pp.collectives.pvary(p["c"], mesh)
+        h = torch.tanh(pp.collectives.all_gather(x * gain, mesh, 1) @ p["a"]) @ p["b"]
+        return x + pp.collectives.psum_scatter(h, mesh, 1) * gain
 
     return stage
 
@@ -82,16 +89,18 @@ def heads(mesh: Any) -> Callable[[Any, Tensor], Tensor]:
     """Attention between two exchanges: of time for heads, and back."""
 
     def stage(p: Any, x: Tensor) -> Tensor:
-        q = (x @ pp.pvary(p["w"], mesh)).unflatten(-1, (H, D // H))
-        y = mixed(pp.all_to_all(q, mesh, 2, 1))
-        return x + pp.all_to_all(y, mesh, 1, -2).flatten(-2)
+        q = (x @ pp.collectives.pvary(p["w"], mesh)).unflatten(-1, (H, D // H))
+        y = mixed(pp.collectives.all_to_all(q, mesh, 2, 1))
+        return x + pp.collectives.all_to_all(y, mesh, 1, -2).flatten(-2)
 
     return stage
 
 
 def vocabulary(mesh: Any) -> Callable[[Any, Tensor], Tensor]:
     """A head that is cut over its outputs, of which every rank takes the same softmax."""
-    return lambda p, x: pp.all_gather(pp.pvary(x, mesh) @ p["w"], mesh, -1, replicated=True).log_softmax(-1)
+    return lambda p, x: pp.collectives.all_gather(
+        pp.collectives.pvary(x, mesh) @ p["w"], mesh, -1, replicated=True
+    ).log_softmax(-1)
 
 
 def mlp(p: Any, x: Tensor) -> Tensor:
@@ -103,11 +112,20 @@ _ROWS: dict[str, Placement] = {"a": Shard(1), "b": Shard(0), "c": Replicate()}
 
 MODELS = {
     "rows and columns": Sharded(mlp, rows_and_columns, _MLP, _ROWS),
-    "sequence": Sharded(lambda p, x: x + torch.tanh((x * p["c"]) @ p["a"]) @ p["b"] * p["c"], sequence, _MLP, _ROWS, 1, 1),
-    "heads": Sharded(
-        lambda p, x: x + mixed((x @ p["w"]).unflatten(-1, (H, D // H))).flatten(-2), heads, {"w": (D, D)}, {"w": Replicate()}, 1, 1
+    "sequence": Sharded(
+        lambda p, x: x + torch.tanh((x * p["c"]) @ p["a"]) @ p["b"] * p["c"], sequence, _MLP, _ROWS, 1, 1
     ),
-    "vocabulary": Sharded(lambda p, x: (x @ p["w"]).log_softmax(-1), vocabulary, {"w": (D, 2 * D)}, {"w": Shard(1)}),
+    "heads": Sharded(
+        lambda p, x: x + mixed((x @ p["w"]).unflatten(-1, (H, D // H))).flatten(-2),
+        heads,
+        {"w": (D, D)},
+        {"w": Replicate()},
+        1,
+        1,
+    ),
+    "vocabulary": Sharded(
+        lambda p, x: (x @ p["w"]).log_softmax(-1), vocabulary, {"w": (D, 2 * D)}, {"w": Shard(1)}
+    ),
 }
 
 

@@ -15,7 +15,9 @@ SMALL = ("--rounds", "1", "--steps", "1", "--blocks", "2")
 
 def test_the_time_of_a_step(fresh, free_port):
     printed, _ = fresh(2)(run_script, free_port, FOLDER / "step_time.py", *SMALL)
-    times = re.search(r"ppfunc (\S+) ms, torch (\S+) ms, ratio (\S+); ideal (\S+) ms, measured over ideal (\S+)", printed)
+    times = re.search(
+        r"ppfunc (\S+) ms, torch (\S+) ms, ratio (\S+); ideal (\S+) ms, measured over ideal (\S+)", printed
+    )
     ours, theirs, ratio, ideal, over_ideal = map(float, times.groups())
     assert ratio == pytest.approx(ours / theirs, rel=0.05)
     assert over_ideal == pytest.approx(ours / ideal, rel=0.05)
@@ -37,6 +39,8 @@ def import_all(rank, size, names):
 
 
 def test_all_others_are_imported(fresh):
-    names = [path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("split_")]  # those need transformers
+    names = [
+        path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("split_")
+    ]  # those need transformers
     assert len(names) > 5
     fresh(1)(import_all, names)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -10,9 +12,11 @@ import torch
 from hypothesis import given, strategies as st
 
 import ppfunc as pp
+from tests import models
+from tests.models import affine, same_bits, squared
 
 D = 4
-ENGINES = {"graph": pp.graph, "functional": pp.functional}
+ENGINES = {"graph": pp.engines.graph, "functional": pp.engines.functional}
 
 
 class Boundary(NamedTuple):
@@ -20,10 +24,6 @@ class Boundary(NamedTuple):
 
     hidden: torch.Tensor
     extra: dict[str, Any]
-
-
-def dense(params, x):
-    return torch.tanh(x @ params["w"] + params["b"])
 
 
 def dense_params(generator, dtype=torch.float64):
@@ -34,20 +34,19 @@ def dense_params(generator, dtype=torch.float64):
 
 
 def tree_first(params, x):
-    return Boundary(dense(params, x["value"]), {"ids": x["ids"], "mask": x["ids"] > 2, "scale": x["value"][:, :1], "none": None})
+    return Boundary(
+        affine(params, x["value"]),
+        {"ids": x["ids"], "mask": x["ids"] > 2, "scale": x["value"][:, :1], "none": None},
+    )
 
 
 def tree_middle(params, x):
-    hidden = dense(params, x.hidden) * x.extra["mask"][:, None] + params["table"][x.extra["ids"]]
+    hidden = affine(params, x.hidden) * x.extra["mask"][:, None] + params["table"][x.extra["ids"]]
     return Boundary(hidden, {**x.extra, "scale": x.extra["scale"] * params["b"].sum()})
 
 
 def tree_last(params, x):
-    return dense(params, x.hidden * x.extra["scale"])
-
-
-def squared(y, target):
-    return (y - target).square().mean()
+    return affine(params, x.hidden * x.extra["scale"])
 
 
 def whole(stages, loss_fn, params, inputs, targets, weights):
@@ -67,14 +66,20 @@ def rows(batch, m):
     return [optree.tree_map(lambda t: t.chunk(m)[i], batch) for i in range(m)]  # noqa: B023
 
 
-def compare(stages, loss_fn, schedule, params, inputs, targets, engine=pp.graph, weights=None, tolerance=1e-12):
+def compare(
+    stages, loss_fn, schedule, params, inputs, targets, engine=pp.engines.graph, weights=None, tolerance=1e-12
+):
     """Run the pipeline and the loop; returns what the pipeline returned."""
     m = schedule.microbatches
     step = pp.value_and_grad(stages, loss_fn, schedule, engine=engine, loss_weights=weights)
     loss, grads = step(params, inputs, targets)
     per = [1 / m] * m if weights is None else weights
-    want, want_loss = torch.func.grad_and_value(lambda p: whole(stages, loss_fn, p, rows(inputs, m), rows(targets, m), per))(params)
-    assert_near(loss, want_loss.to(torch.promote_types(want_loss.dtype, torch.float32)), tolerance)  # halves are added up in float32
+    want, want_loss = torch.func.grad_and_value(
+        lambda p: whole(stages, loss_fn, p, rows(inputs, m), rows(targets, m), per)
+    )(params)
+    assert_near(
+        loss, want_loss.to(torch.promote_types(want_loss.dtype, torch.float32)), tolerance
+    )  # halves are added up in float32
     optree.tree_map(lambda a, b: assert_near(a, b, tolerance), grads, want)
     assert optree.tree_structure(grads) == optree.tree_structure(dict(params))
     return loss, grads
@@ -86,12 +91,7 @@ def assert_near(a, b, tolerance):
     assert (a - b).abs().sum() <= tolerance * (1e-30 + b.abs().sum())
 
 
-def problem(stages, m, dtype=torch.float64, b=3):
-    generator = torch.Generator().manual_seed(stages * 100 + m)
-    params = {s: dense_params(generator, dtype) for s in range(stages)}
-    inputs = torch.randn(m * b, D, generator=generator, dtype=torch.float64).to(dtype)
-    targets = torch.randn(m * b, D, generator=generator, dtype=torch.float64).to(dtype)
-    return params, inputs, targets
+problem = partial(models.problem, leaves="wb")
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
@@ -99,7 +99,7 @@ def problem(stages, m, dtype=torch.float64, b=3):
 @given(stages=st.integers(1, 5), m=st.integers(1, 9))
 def test_gradients_are_those_of_the_unpipelined_model(builder, engine, stages, m):
     params, inputs, targets = problem(stages, m)
-    compare([dense] * stages, squared, builder(stages, m), params, inputs, targets, engine)
+    compare([affine] * stages, squared, builder(stages, m), params, inputs, targets, engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
@@ -109,7 +109,10 @@ def test_trees_integers_masks_and_none_pass_the_boundaries(engine):
     params = {s: dense_params(generator) for s in range(4)}
     for s in (1, 2):
         params[s]["table"] = torch.randn(5, D, generator=generator, dtype=torch.float64)
-    inputs = {"value": torch.randn(18, D, generator=generator, dtype=torch.float64), "ids": torch.arange(18) % 5}
+    inputs = {
+        "value": torch.randn(18, D, generator=generator, dtype=torch.float64),
+        "ids": torch.arange(18) % 5,
+    }
     targets = torch.randn(18, D, generator=generator, dtype=torch.float64)
     compare(stages, squared, pp.one_f_one_b(4, 6), params, inputs, targets, engine)
 
@@ -155,17 +158,17 @@ def test_one_tensor_used_twice_gets_both_parts_of_its_gradient(engine, m):
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_low_and_mixed_precision(engine):
-    params, inputs, targets = problem(3, 4, torch.bfloat16)
-    compare([dense] * 3, squared, pp.one_f_one_b(3, 4), params, inputs, targets, engine, tolerance=2e-2)
+    params, inputs, targets = problem(3, 4, dtype=torch.bfloat16)
+    compare([affine] * 3, squared, pp.one_f_one_b(3, 4), params, inputs, targets, engine, tolerance=2e-2)
 
     def down(p, x):
-        return dense(p, x).bfloat16()
+        return affine(p, x).bfloat16()
 
     def up(p, x):
-        return dense(p, x.double())
+        return affine(p, x.double())
 
     params, inputs, targets = problem(3, 4)
-    compare([dense, down, up], squared, pp.gpipe(3, 4), params, inputs, targets, engine, tolerance=1e-6)
+    compare([affine, down, up], squared, pp.gpipe(3, 4), params, inputs, targets, engine, tolerance=1e-6)
 
 
 def test_integer_parameters_get_zeros_of_their_own_dtype():
@@ -184,27 +187,34 @@ def test_microbatches_of_different_shapes_and_weights():
     generator = torch.Generator().manual_seed(3)
     params = {s: dense_params(generator) for s in range(3)}
     sizes = [2, 5, 2, 1]
-    inputs, targets = (pp.Microbatches([torch.randn(n, D, generator=generator, dtype=torch.float64) for n in sizes]) for _ in range(2))
+    inputs, targets = (
+        pp.Microbatches([torch.randn(n, D, generator=generator, dtype=torch.float64) for n in sizes])
+        for _ in range(2)
+    )
     weights = [n / sum(sizes) for n in sizes]
-    loss, grads = compare([dense] * 3, squared, pp.one_f_one_b(3, 4), params, inputs, targets, weights=weights)
-    step = pp.value_and_grad([dense] * 3, squared, pp.one_f_one_b(3, 4))
+    loss, grads = compare(
+        [affine] * 3, squared, pp.one_f_one_b(3, 4), params, inputs, targets, weights=weights
+    )
+    step = pp.value_and_grad([affine] * 3, squared, pp.one_f_one_b(3, 4))
     again, same = step(params, inputs, targets, loss_weights=torch.tensor(weights, dtype=torch.float64))
     assert torch.equal(loss, again)
     assert torch.equal(grads[1]["w"], same[1]["w"])
 
 
 def test_shapes_may_change_from_step_to_step():
-    step = pp.value_and_grad([dense] * 2, squared, pp.one_f_one_b(2, 3))
+    step = pp.value_and_grad([affine] * 2, squared, pp.one_f_one_b(2, 3))
     for b in (3, 7, 3):
         params, inputs, targets = problem(2, 3, b=b)
         loss, _ = step(params, inputs, targets)
-        assert_near(loss, whole([dense] * 2, squared, params, rows(inputs, 3), rows(targets, 3), [1 / 3] * 3), 1e-12)
+        assert_near(
+            loss, whole([affine] * 2, squared, params, rows(inputs, 3), rows(targets, 3), [1 / 3] * 3), 1e-12
+        )
 
 
 def test_parameters_that_require_gradients_leave_no_history():
     params, inputs, targets = problem(2, 3)
     params = {s: {k: torch.nn.Parameter(v) for k, v in tree.items()} for s, tree in params.items()}
-    loss, grads = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, 3))(params, inputs, targets)
+    loss, grads = pp.value_and_grad([affine] * 2, squared, pp.gpipe(2, 3))(params, inputs, targets)
     assert not loss.requires_grad
     assert not any(g.requires_grad for g in optree.tree_leaves(grads))
     assert all(p.grad is None for p in optree.tree_leaves(params))
@@ -230,19 +240,48 @@ def test_gradients_belong_to_the_caller(m):
     assert torch.equal(batch[1], torch.ones(m * 2, D))
 
 
+def files_entered(function):
+    """List the modules of ppfunc in which a call runs a function."""
+    files = set()
+
+    def note(frame, event, argument):
+        if event == "call" and "/ppfunc/" in frame.f_code.co_filename:
+            files.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return files
+
+
+def test_a_call_goes_through_few_files():
+    """A first call went through 63 modules of the package, a second one through 29."""
+    params, inputs, targets = problem(2, 4)
+    pp.value_and_grad([affine] * 2, squared, pp.gpipe(2, 4))(params, inputs, targets)  # loads what is lazy
+    step = pp.value_and_grad([affine] * 2, squared, pp.gpipe(2, 4))
+    assert len(files_entered(lambda: step(params, inputs, targets))) <= 60
+    assert len(files_entered(lambda: step(params, inputs, targets))) <= 28
+
+
 def test_evaluation_returns_loss_and_outputs():
     params, inputs, targets = problem(3, 4)
     schedule = pp.one_f_one_b(3, 4)
-    stages = [dense] * 3
-    loss, outputs = pp.evaluate(stages, squared, schedule, return_outputs=True)(params, inputs, targets)
+    stages = [affine] * 3
+    result = pp.evaluate(stages, squared, schedule, return_outputs=True)(params, inputs, targets)
+    loss, outputs = result.loss, result.outputs
     trained, _ = pp.value_and_grad(stages, squared, schedule)(params, inputs, targets)
     assert torch.equal(loss, trained)
     want = inputs
     for s in range(3):
-        want = dense(params[s], want)
+        want = affine(params[s], want)
     torch.testing.assert_close(outputs, want, rtol=1e-12, atol=0)
     assert torch.equal(pp.evaluate(stages, squared, pp.inference(3, 4))(params, inputs, targets), loss)
-    assert torch.equal(pp.evaluate(stages, None, pp.inference(3, 4), return_outputs=True)(params, inputs), outputs)
+    assert torch.equal(
+        pp.evaluate(stages, None, pp.inference(3, 4), return_outputs=True)(params, inputs), outputs
+    )
     ragged = pp.Microbatches([inputs[:3], inputs[3:5], inputs[5:8], inputs[8:]])
     made = pp.evaluate(stages, None, schedule, return_outputs=True)(params, ragged)
     assert isinstance(made, pp.Microbatches)
@@ -251,25 +290,31 @@ def test_evaluation_returns_loss_and_outputs():
 
 
 def test_every_schedule_that_adds_up_in_the_same_order_gives_the_same_bits():
-    params, inputs, targets = problem(4, 6, torch.float32)
+    params, inputs, targets = problem(4, 6, dtype=torch.float32)
     results = [
-        pp.value_and_grad([dense] * 4, squared, schedule)(params, inputs, targets)
-        for schedule in (pp.gpipe(4, 6), pp.one_f_one_b(4, 6), pp.zb_h1(4, 6), pp.interleaved_one_f_one_b(2, 6, 2), pp.zbv(2, 6))
+        pp.value_and_grad([affine] * 4, squared, schedule)(params, inputs, targets)
+        for schedule in (
+            pp.gpipe(4, 6),
+            pp.one_f_one_b(4, 6),
+            pp.zb_h1(4, 6),
+            pp.interleaved_one_f_one_b(2, 6, 2),
+            pp.zbv(2, 6),
+        )
     ]
     for loss, grads in results[1:]:
         assert torch.equal(loss, results[0][0])
-        assert all(map(torch.equal, optree.tree_leaves(grads), optree.tree_leaves(results[0][1])))
+        assert same_bits(grads, results[0][1])
 
 
 @pytest.mark.parametrize("builder", [pp.dualpipe, pp.schedule.chimera])
 def test_a_bidirectional_schedule_takes_each_stage_of_the_model_once(builder):
     """Its second chain runs replicas of the stages; their gradients are in the sum."""
     params, inputs, targets = problem(4, 10)
-    compare([dense] * 4, squared, builder(4, 10), params, inputs, targets)
+    compare([affine] * 4, squared, builder(4, 10), params, inputs, targets)
 
 
 def dropped(params, x):
-    return torch.nn.functional.dropout(dense(params, x), 0.5)
+    return torch.nn.functional.dropout(affine(params, x), 0.5)
 
 
 def test_random_stages_depend_on_seed_step_stage_and_microbatch_only():
@@ -278,14 +323,16 @@ def test_random_stages_depend_on_seed_step_stage_and_microbatch_only():
         pp.value_and_grad([dropped] * 2, squared, pp.gpipe(2, 4))(params, inputs, targets)
     before = torch.get_rng_state()
     results = [
-        pp.value_and_grad([dropped] * 2, squared, schedule, engine=engine)(params, inputs, targets, seed=(7, 1))
+        pp.value_and_grad([dropped] * 2, squared, schedule, engine=engine)(
+            params, inputs, targets, seed=(7, 1)
+        )
         for schedule in (pp.gpipe(2, 4), pp.one_f_one_b(2, 4), pp.interleaved_one_f_one_b(1, 4, 2))
         for engine in ENGINES.values()
     ]
     assert torch.equal(torch.get_rng_state(), before)
     for loss, grads in results[1:]:
         assert torch.equal(loss, results[0][0])
-        assert all(map(torch.equal, optree.tree_leaves(grads), optree.tree_leaves(results[0][1])))
+        assert same_bits(grads, results[0][1])
     other, _ = pp.value_and_grad([dropped] * 2, squared, pp.gpipe(2, 4))(params, inputs, targets, seed=(7, 2))
     assert other != results[0][0]
 
@@ -310,24 +357,35 @@ def test_parameters_of_any_strides(engine):
 def test_what_the_loss_function_does_wrong_is_told_as_its_own():
     params, inputs, targets = problem(2, 2)
     for loss_fn, told in [
-        (lambda y: y.sum(), r"^the loss: it raised TypeError.*takes 1 positional argument.*called as loss\(y, target\)"),
-        (lambda y, t: 1.0, r"^the loss: it returned 1.0 of type float, expected a tensor. Instead: return a scalar tensor"),
+        (
+            lambda y: y.sum(),
+            r"^the loss: it raised TypeError.*takes 1 positional argument.*called as loss\(y, target\)",
+        ),
+        (
+            lambda y, t: 1.0,
+            r"^the loss: it returned 1.0 of type float, expected a tensor. Instead: return a scalar tensor",
+        ),
         (lambda y, t: (y.sum(), y), r"of type tuple, expected a tensor. .*metrics"),
         (lambda y, t: None, r"^the loss: it returned None"),
     ]:
-        for engine in (pp.graph, pp.functional, pp.eager):
+        for engine in (pp.engines.graph, pp.engines.functional, pp.engines.eager):
             with pytest.raises(pp.StageError, match=told):
-                pp.value_and_grad([dense] * 2, loss_fn, pp.gpipe(2, 2), engine=engine)(params, inputs, targets)
+                pp.value_and_grad([affine] * 2, loss_fn, pp.gpipe(2, 2), engine=engine)(
+                    params, inputs, targets
+                )
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_stage_that_returns_nothing_is_refused_itself(first):
-    stages = [lambda p, x: None, dense] if first else [dense, lambda p, x: None]
-    with pytest.raises(pp.StageError, match=rf"^stage {int(not first)}: it raised TypeError: it returned None, expected its activation"):
+    stages = [lambda p, x: None, affine] if first else [affine, lambda p, x: None]
+    with pytest.raises(
+        pp.StageError,
+        match=rf"^stage {int(not first)}: it raised TypeError: it returned None, expected its activation",
+    ):
         pp.value_and_grad(stages, squared, pp.gpipe(2, 2))(*problem(2, 2))
 
 
-@pytest.mark.parametrize("engine", [pp.graph, pp.functional, pp.eager])
+@pytest.mark.parametrize("engine", [pp.engines.graph, pp.engines.functional, pp.engines.eager])
 @pytest.mark.parametrize(
     ("made", "told"),
     [
@@ -338,34 +396,40 @@ def test_a_stage_that_returns_nothing_is_refused_itself(first):
     ],
 )
 def test_what_is_no_tensor_in_an_output_is_named_as_it_was_returned(engine, made, told):
-    stages = [dense, lambda p, x: made(dense(p, x))]
-    with pytest.raises(pp.StageError, match=f"^stage 1: it raised TypeError: it returned {told}, expected a tensor"):
+    stages = [affine, lambda p, x: made(affine(p, x))]
+    with pytest.raises(
+        pp.StageError, match=f"^stage 1: it raised TypeError: it returned {told}, expected a tensor"
+    ):
         pp.value_and_grad(stages, squared, pp.gpipe(2, 2), engine=engine, has_aux=True)(*problem(2, 2))
 
 
-@pytest.mark.parametrize("engine", [pp.functional, pp.eager])
+@pytest.mark.parametrize("engine", [pp.engines.functional, pp.engines.eager])
 def test_an_engine_without_options_says_how_it_is_used(engine):
     with pytest.raises(
-        TypeError, match=rf"^{engine.__name__} has no options: give the engine itself to a step, engine=pp.{engine.__name__}"
+        TypeError,
+        match=(
+            rf"^{engine.__name__} has no options: give the engine itself to a step,"
+            rf" engine=ppfunc.engines.{engine.__name__}"
+        ),
     ):
         engine()
 
 
 def test_steps_run_in_inference_mode():
     params, inputs, targets = problem(2, 2)
-    stages, schedule = [dense] * 2, pp.gpipe(2, 2)
+    stages, schedule = [affine] * 2, pp.gpipe(2, 2)
     wanted = pp.value_and_grad(stages, squared, schedule)(params, inputs, targets)
     with torch.inference_mode():
         loss = pp.evaluate(stages, squared, schedule)(params, inputs, targets)
         made = pp.value_and_grad(stages, squared, schedule)(params, inputs, targets)
     assert torch.equal(loss, wanted[0])
-    assert all(map(torch.equal, optree.tree_leaves(made), optree.tree_leaves(wanted)))
+    assert same_bits(made, wanted)
     assert not loss.is_inference()
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing depends on")
 def test_autocast_may_change_what_travels():
-    params, inputs, targets = problem(2, 2, torch.float32)
+    params, inputs, targets = problem(2, 2, dtype=torch.float32)
     step = pp.value_and_grad([lambda p, x: x @ p["w"]] * 2, squared, pp.gpipe(2, 2))
     plain, _ = step(params, inputs, targets)
     with torch.autocast("cpu", torch.bfloat16):
@@ -377,4 +441,4 @@ def test_autocast_may_change_what_travels():
 def test_an_overlapped_function_that_is_none_is_refused():
     for wrong in ("interleaved", pp.interleaved, pp.two_streams):
         with pytest.raises(TypeError, match=r"overlapped: got .*ppfunc.(interleaved|two_streams)\(\)"):
-            pp.value_and_grad([dense] * 4, squared, pp.dualpipev(2, 4), overlapped=wrong)
+            pp.value_and_grad([affine] * 4, squared, pp.dualpipev(2, 4), overlapped=wrong)

@@ -1,4 +1,6 @@
-"""What holds for any batch, any schedule and any number of threads: numbers of a plain loop, and memory of one's own."""
+"""What holds for any batch, any schedule and any number of threads: numbers of a plain loop, and memory of
+one's own.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ import ppfunc as pp
 from ppfunc.schedule import BUILDERS, Op, remove_tail
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.testing import schedules
-from tests.models import normal, squared
+from tests.models import normal, same_bits, squared
 
 D = 3
-ENGINES = {"graph": pp.graph, "functional": pp.functional, "eager": pp.eager}
+ENGINES = {"graph": pp.engines.graph, "functional": pp.engines.functional, "eager": pp.engines.eager}
 TRAINING = [name for name, build in BUILDERS.items() if not build(2, 4).forward_only]
 engines = st.sampled_from(list(ENGINES))
 
@@ -103,7 +105,10 @@ def test_ragged_microbatches_are_those_of_a_plain_loop(case):
     state = {} if case.schedule.replicas else {0: normal(1)[0]}
     stages = [stage_of(case, s) for s in range(count)]
     step = pp.value_and_grad(stages, squared, case.schedule, engine=ENGINES[case.engine], has_aux=True)
-    (loss, aux), grads = step(params, pp.Microbatches(inputs), pp.Microbatches(targets), loss_weights=case.weights, state=state)
+    result = step(
+        params, pp.Microbatches(inputs), pp.Microbatches(targets), loss_weights=case.weights, state=state
+    )
+    loss, aux, grads = result.loss, result.aux, result.grads
 
     leaf = tree_map(lambda t: t.clone().requires_grad_(), params)
     value, metrics, after = loop(case, stages, leaf, inputs, targets, state)
@@ -114,7 +119,11 @@ def test_ragged_microbatches_are_those_of_a_plain_loop(case):
     torch.testing.assert_close(aux.state, after, rtol=1e-12, atol=1e-12)
     assert set(aux.metrics) == {s for s in range(count) if any(row is not None for row in metrics[s])}
     for s, found in aux.metrics.items():
-        rows = list(found) if isinstance(found, pp.Microbatches) else [tree_map(lambda t: t[i], found) for i in range(m)]  # noqa: B023
+        rows = (
+            list(found)
+            if isinstance(found, pp.Microbatches)
+            else [tree_map(lambda t, i=i: t[i], found) for i in range(m)]
+        )
         torch.testing.assert_close(rows, metrics[s], rtol=1e-12, atol=1e-12)
 
 
@@ -135,7 +144,9 @@ calls = st.builds(Call, st.integers(0, 3), st.integers(1, 2), st.booleans())
     st.lists(st.lists(calls, min_size=1, max_size=6), min_size=2, max_size=4),
 )
 def test_one_step_function_in_threads_gives_what_it_gives_in_one(engine, schedule, work):
-    """Each thread has its own values and forms; all call at once, with the first call, which traces, among them."""
+    """Each thread has its own values and forms; all call at once, with the first call, which traces, among
+    them.
+    """
     count, m = len(set(schedule.model_stages)), schedule.microbatches
 
     def make():
@@ -155,7 +166,7 @@ def test_one_step_function_in_threads_gives_what_it_gives_in_one(engine, schedul
         try:
             start.wait()
             for call in own:
-                if not all(map(torch.equal, tree_leaves(step(*arguments(call))), tree_leaves(want[call]))):
+                if not same_bits(step(*arguments(call)), want[call]):
                     failed.append(call)
         except Exception as error:
             failed.append(error)
@@ -239,7 +250,9 @@ def test_results_belong_to_the_caller(builder, case):
     params = {s: {"a": zeros[0].clone(), "b": zeros[0].clone()} for s in range(2)}
     inputs, targets = torch.ones(2 * m, D), torch.ones(2 * m, D)
     if case.apart:
-        inputs, targets = (pp.Microbatches([row.clone() for row in batch.chunk(m)]) for batch in (inputs, targets))
+        inputs, targets = (
+            pp.Microbatches([row.clone() for row in batch.chunk(m)]) for batch in (inputs, targets)
+        )
     stages = [KINDS[kind] for kind in case.kinds]
     given: dict[str, Any] = {}
     if case.stateful:  # one part of it changes, one does not, and both are told
@@ -254,9 +267,17 @@ def test_results_belong_to_the_caller(builder, case):
         given["state"] = {0: {"kept": torch.ones(2), "count": torch.zeros(1)}}
     engine = ENGINES[case.engine]
     train = pp.value_and_grad(
-        stages, LOSSES[case.loss], schedule, engine=engine, argnums=(0, 1), has_aux=True, per_microbatch=case.per_microbatch
+        stages,
+        LOSSES[case.loss],
+        schedule,
+        engine=engine,
+        argnums=(0, 1),
+        has_aux=True,
+        per_microbatch=case.per_microbatch,
     )
-    evaluate = pp.evaluate(stages, LOSSES[case.loss], schedule, engine=engine, return_outputs=True, has_aux=True)
+    evaluate = pp.evaluate(
+        stages, LOSSES[case.loss], schedule, engine=engine, return_outputs=True, has_aux=True
+    )
     for step in (train, evaluate):
         for _ in range(2):
             results = step(params, inputs, targets, **given)

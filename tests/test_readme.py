@@ -18,8 +18,12 @@ from torch import nn
 from ppfunc.stage.tree import tree_map
 
 README = Path(__file__).parent.parent / "README.md"
-SCRIPT = re.compile(r"# torchrun --nproc-per-node (\d) (\w+)\.py\n")  # at the beginning of one for several processes
-LIBRARY = re.compile(r"# pip install (\w+)\n")  # at the beginning of a block that uses a library which ppfunc does not need
+SCRIPT = re.compile(
+    r"# torchrun --nproc-per-node (\d) (\w+)\.py\n"
+)  # at the beginning of one for several processes
+LIBRARY = re.compile(
+    r"# pip install (\w+)\n"
+)  # at the beginning of a block that uses a library which ppfunc does not need
 
 
 class Scores(NamedTuple):
@@ -27,13 +31,18 @@ class Scores(NamedTuple):
 
 
 class TiedModel(nn.Module):
-    """In the form of a GPT-2 of transformers: names of modules, the head tied to the embedding, a class of outputs."""
+    """In the form of a GPT-2 of transformers: names of modules, the head tied to the embedding, a class of
+    outputs.
+    """
 
     def __init__(self, config: dict[str, int]) -> None:
         super().__init__()
         width, words = config["n_embd"], config["vocab_size"]
         self.transformer = nn.ModuleDict(
-            {"wte": nn.Embedding(words, width), "h": nn.ModuleList(nn.Linear(width, width) for _ in range(config["n_layer"]))}
+            {
+                "wte": nn.Embedding(words, width),
+                "h": nn.ModuleList(nn.Linear(width, width) for _ in range(config["n_layer"])),
+            }
         )
         self.lm_head = nn.Linear(width, words, bias=False)
         self.lm_head.weight = self.transformer["wte"].weight
@@ -53,7 +62,9 @@ class Descent(NamedTuple):
     def init(self, params: Any) -> tuple[()]:
         return ()
 
-    def update(self, grads: Any, state: tuple[()], *, params: Any = None, inplace: bool = True) -> tuple[Any, tuple[()]]:
+    def update(
+        self, grads: Any, state: tuple[()], *, params: Any = None, inplace: bool = True
+    ) -> tuple[Any, tuple[()]]:
         assert not inplace
         return tree_map(lambda g: -self.lr * g, grads), state
 
@@ -85,7 +96,9 @@ def blocks() -> list[str]:
 
 
 def running(rank: int, size: int, script: str, definitions: list[str]) -> float:
-    """Run a block in a process of a group that is there already, after the blocks that define what it uses; returns its loss."""
+    """Run a block in a process of a group that is there already, after the blocks that define what it uses;
+    returns its loss.
+    """
     names: dict[str, Any] = {"__name__": script}
     torch.manual_seed(0)
     with MonkeyPatch.context() as patches:
@@ -96,12 +109,18 @@ def running(rank: int, size: int, script: str, definitions: list[str]) -> float:
     return float(names["metrics"].loss if "metrics" in names else names["loss"])
 
 
-DEFINITIONS = {"pipeline": ["def stage(params, x):"], "split": ["def stage(params, x):", "split = pp.split(model, inputs"], "mesh": []}
+DEFINITIONS = {
+    "pipeline": ["def stage(params, x):"],
+    "split": ["def stage(params, x):", "split = pp.split(model, inputs"],
+    "mesh": [],
+}
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_its_scripts_run_in_as_many_processes_as_they_say(request, name):
-    ((size, script),) = [(int(found[1]), block) for block in blocks() if (found := SCRIPT.match(block)) and found[2] == name]
+    ((size, script),) = [
+        (int(found[1]), block) for block in blocks() if (found := SCRIPT.match(block)) and found[2] == name
+    ]
     losses = request.getfixturevalue({4: "four", 8: "eight"}[size])(running, script, DEFINITIONS[name])
     assert len(set(losses)) == 1 and losses[0] > 0
 
@@ -127,7 +146,14 @@ def test_a_script_ends_well(tmp_path, free_port):
     path = os.pathsep.join(filter(None, [str(README.parent), os.environ.get("PYTHONPATH")]))
     place = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
     environment = {**os.environ, **place, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "pipeline.py"], cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "pipeline.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -147,5 +173,16 @@ def test_its_python_runs_from_top_to_bottom(capsys, library, monkeypatch, tmp_pa
     for words in ("last_first: proved", "peak activations", "program", "def backward_weight"):
         assert words in shown
     split, model = names["split"], names["model"]
-    assert split.params[3]["7.bias"].data_ptr() == model[7].bias.data_ptr()  # trained in place by torch's optimizer
-    assert {"test_last_first", "moe", "parts", "rates", "trainer", "other", "costs", "program"} <= names.keys()
+    assert (
+        split.params[3]["7.bias"].data_ptr() == model[7].bias.data_ptr()
+    )  # trained in place by torch's optimizer
+    assert {
+        "test_last_first",
+        "moe",
+        "parts",
+        "rates",
+        "trainer",
+        "other",
+        "costs",
+        "program",
+    } <= names.keys()

@@ -19,20 +19,31 @@ PRIVATE = re.compile(r"\btorch\.(_(?!_)|utils\._\w+|fx\.experimental)|\._(schema
 
 def imported() -> list[tuple[str, str]]:
     """The names that the modules ``_torch.py`` import from torch, each with its module."""
-    nodes = [n for home in HOMES for n in ast.walk(ast.parse(home.read_text())) if isinstance(n, ast.ImportFrom)]
-    return [(n.module, alias.name) for n in nodes for alias in n.names if n.module and n.module.startswith("torch")]
+    nodes = [
+        n for home in HOMES for n in ast.walk(ast.parse(home.read_text())) if isinstance(n, ast.ImportFrom)
+    ]
+    return [
+        (n.module, alias.name)
+        for n in nodes
+        for alias in n.names
+        if n.module and n.module.startswith("torch")
+    ]
 
 
 def attributes() -> list[str]:
     """The private attributes of torch that they name."""
-    nodes = [n for home in HOMES for n in ast.walk(ast.parse(home.read_text())) if isinstance(n, ast.Attribute)]
+    nodes = [
+        n for home in HOMES for n in ast.walk(ast.parse(home.read_text())) if isinstance(n, ast.Attribute)
+    ]
     return sorted({text for text in map(ast.unparse, nodes) if text.startswith("torch._")})
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # by torch, as inductor is imported
 @pytest.mark.parametrize(("module", "name"), imported())
 def test_an_imported_name_is_there(module, name):
-    assert hasattr(__import__(module, fromlist=[name]), name), f"torch {torch.__version__} has no {module}.{name}"
+    assert hasattr(__import__(module, fromlist=[name]), name), (
+        f"torch {torch.__version__} has no {module}.{name}"
+    )
 
 
 @pytest.mark.parametrize("path", attributes())

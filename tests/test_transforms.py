@@ -12,7 +12,7 @@ from torch.func import grad, jvp, vjp, vmap
 import ppfunc as pp
 
 D, M, B = 3, 4, 2
-ENGINES = {"graph": pp.graph, "functional": pp.functional}
+ENGINES = {"graph": pp.engines.graph, "functional": pp.engines.functional}
 SCHEDULES = {
     "1f1b": lambda: pp.one_f_one_b(3, M),
     "zb_h1": lambda: pp.zb_h1(2, M),
@@ -54,7 +54,8 @@ def problem(schedule):
 
     count = len(schedule.chains[0].stages)
     params, tangents = (
-        {s: {"w": random(D, D), "b": random(D), "table": random(2, D), "count": None} for s in range(count)} for _ in range(2)
+        {s: {"w": random(D, D), "b": random(D), "table": random(2, D), "count": None} for s in range(count)}
+        for _ in range(2)
     )
     for s in range(count):
         params[s]["count"] = torch.arange(2)
@@ -138,8 +139,12 @@ def test_forward_mode_along_nothing_is_zero(engine):
     schedule = pp.gpipe(3, M)
     given = problem(schedule)
     held = dict.fromkeys(range(3))
-    loss, slope = pp.jvp(given.stages, loss_fn, schedule, engine=engine)(given.params, held, given.inputs, given.targets)
-    assert loss == pp.evaluate(given.stages, loss_fn, schedule, engine=engine)(given.params, given.inputs, given.targets)
+    loss, slope = pp.jvp(given.stages, loss_fn, schedule, engine=engine)(
+        given.params, held, given.inputs, given.targets
+    )
+    assert loss == pp.evaluate(given.stages, loss_fn, schedule, engine=engine)(
+        given.params, given.inputs, given.targets
+    )
     assert slope == 0
 
 
@@ -152,11 +157,19 @@ def check_hvp(schedule, transport, engine, held=None):
     gradient, product = jvp(grad(total(given)), (params,), (tangents,))
     step = pp.hvp(given.stages, loss_fn, schedule, transport, engine=engine)
     for _ in range(2):
-        (loss, slope, grads), products = step(
-            {s: given.params[s] for s in held}, {s: given.tangents[s] for s in held}, given.inputs, given.targets
+        result = step(
+            {s: given.params[s] for s in held},
+            {s: given.tangents[s] for s in held},
+            given.inputs,
+            given.targets,
         )
+        loss, slope, grads, products = result.loss, result.slope, result.grads, result.products
         assert_near(torch.stack([loss, slope]), torch.stack([want, want_slope]))
-        assert optree.tree_structure(grads) == optree.tree_structure(products) == optree.tree_structure({s: given.params[s] for s in held})
+        assert (
+            optree.tree_structure(grads)
+            == optree.tree_structure(products)
+            == optree.tree_structure({s: given.params[s] for s in held})
+        )
         for s in held:
             assert_near(grads[s], gradient[s])
             assert_near(products[s], product[s])
@@ -193,7 +206,10 @@ def test_hessian_vector_products_along_part_of_the_parameters(engine):
     zeros = optree.tree_map(torch.zeros_like, params)
     direction = {0: {**floating(given.tangents)[0], "w": zeros[0]["w"]}, 1: zeros[1]}
     gradient, product = jvp(grad(total(given)), (params,), (direction,))
-    (_, _, grads), products = pp.hvp(given.stages, loss_fn, schedule, engine=engine)(given.params, tangents, given.inputs, given.targets)
+    result = pp.hvp(given.stages, loss_fn, schedule, engine=engine)(
+        given.params, tangents, given.inputs, given.targets
+    )
+    grads, products = result.grads, result.products
     assert_near(grads, gradient)
     assert_near(products, product)
 
@@ -219,25 +235,26 @@ def test_gauss_newton_vector_products(name, engine):
         products = optree.tree_map(lambda a, b: a + b / M, products, product)
         curvature = curvature + (ty * h).sum() / M
     step = pp.gnvp(given.stages, loss_fn, schedule, engine=engine)
-    got, made = step(given.params, given.tangents, given.inputs, given.targets)
-    assert_near(torch.stack(got), torch.stack([total(given)(params), curvature]))
+    result = step(given.params, given.tangents, given.inputs, given.targets)
+    made = result.products
+    assert_near(torch.stack([result.loss, result.curvature]), torch.stack([total(given)(params), curvature]))
     assert_near({s: made[s] for s in params}, products)
     pairs = zip(optree.tree_leaves(floating(made)), optree.tree_leaves(tangents), strict=True)
     assert_near(sum((a * b).sum() for a, b in pairs), curvature)
 
 
 @pytest.mark.parametrize("make", [pp.hvp, pp.gnvp])
-def test_products_come_last_beside_what_was_computed_with_them(make):
+def test_products_come_with_what_was_computed_beside_them(make):
     schedule = pp.zb_h1(3, M)
     given = problem(schedule)
     arguments = given.params, given.tangents, given.inputs, given.targets
-    values, products = make(given.stages, loss_fn, schedule)(*arguments)
-    (again, aux), same = make(given.stages, loss_fn, schedule, has_aux=True)(*arguments)
-    assert optree.tree_structure(products) == optree.tree_structure(given.params)
-    assert_near(values[0], total(given)(floating(given.params)))
-    assert isinstance(aux, pp.Aux) and len(again) == len(values)
-    for got, want in ((again, values), (same, products)):
-        assert all(map(torch.equal, optree.tree_leaves(got), optree.tree_leaves(want)))
+    result = make(given.stages, loss_fn, schedule)(*arguments)
+    again = make(given.stages, loss_fn, schedule, has_aux=True)(*arguments)
+    assert optree.tree_structure(result.products) == optree.tree_structure(given.params)
+    assert_near(result.loss, total(given)(floating(given.params)))
+    assert isinstance(again.aux, pp.runtime.Aux) and result.aux is None
+    pairs = zip(optree.tree_leaves(result), optree.tree_leaves(again._replace(aux=None)), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
 
 
 def biased(params, x):
@@ -278,11 +295,13 @@ def test_auxiliary_losses_and_skip_connections(builder, engine):
     gradient, product = jvp(grad(loss), (params,), (tangents,))
     given = given._replace(stages=[skipping, lambda p, x: biased(p, x)._replace(metrics=None), joining])
     arguments = given.params, given.tangents, given.inputs, given.targets
-    assert_near(torch.stack(pp.jvp(given.stages, loss_fn, schedule, engine=engine)(*arguments)), torch.stack(want))
-    (*values, grads), products = pp.hvp(given.stages, loss_fn, schedule, engine=engine)(*arguments)
-    assert_near(torch.stack(values), torch.stack(want))
-    assert_near(grads, gradient)
-    assert_near(products, product)
+    assert_near(
+        torch.stack(pp.jvp(given.stages, loss_fn, schedule, engine=engine)(*arguments)), torch.stack(want)
+    )
+    result = pp.hvp(given.stages, loss_fn, schedule, engine=engine)(*arguments)
+    assert_near(torch.stack([result.loss, result.slope]), torch.stack(want))
+    assert_near(result.grads, gradient)
+    assert_near(result.products, product)
     with pytest.raises(pp.StageError, match="no Gauss-Newton matrix"):
         pp.gnvp(given.stages, loss_fn, schedule, engine=engine)(*arguments)
 
@@ -324,12 +343,12 @@ def test_gradients_per_sample(name, engine):
     got = floating(grads)
     assert_near(value, vmap(of_sample, (None, 0, 0, 0))(params, *batch).mean())
     assert_near(optree.tree_map(lambda g: g.flatten(0, 1), got), want)
-    square = pp.square_norms(got)
+    square = pp.transforms.square_norms(got)
     norms = torch.stack([g.flatten(1).square().sum(1) for g in optree.tree_leaves(want)]).sum(0).sqrt()
     assert_near(square.sqrt().flatten(), norms)
     bound = norms.median().item()
     clipped = optree.tree_map(lambda g: torch.einsum("i...,i->...", g, (bound / norms).clamp(max=1)), want)
-    assert_near(pp.clipped_sum(got, square, bound), clipped)
+    assert_near(pp.transforms.clipped_sum(got, square, bound), clipped)
     assert grads[0]["count"].shape == (M, B, 2)
 
 
@@ -339,24 +358,24 @@ def stacked_three(tree):
 
 # Each over a transport, with the parameters and the tangents of the stages that a process holds.
 OVER = {
-    "jvp": lambda given, schedule, transport, params, tangents: pp.jvp(given.stages, loss_fn, schedule, transport)(
-        params, tangents, given.inputs, given.targets
-    ),
-    "hvp": lambda given, schedule, transport, params, tangents: pp.hvp(given.stages, loss_fn, schedule, transport)(
-        params, tangents, given.inputs, given.targets
-    ),
-    "gnvp": lambda given, schedule, transport, params, tangents: pp.gnvp(given.stages, loss_fn, schedule, transport)(
-        params, tangents, given.inputs, given.targets
-    ),
+    "jvp": lambda given, schedule, transport, params, tangents: pp.jvp(
+        given.stages, loss_fn, schedule, transport
+    )(params, tangents, given.inputs, given.targets),
+    "hvp": lambda given, schedule, transport, params, tangents: pp.hvp(
+        given.stages, loss_fn, schedule, transport
+    )(params, tangents, given.inputs, given.targets),
+    "gnvp": lambda given, schedule, transport, params, tangents: pp.gnvp(
+        given.stages, loss_fn, schedule, transport
+    )(params, tangents, given.inputs, given.targets),
     "per_sample_grad": lambda given, schedule, transport, params, _: pp.per_sample_grad(
         given.stages, loss_fn, schedule, transport, samples=B
     )(params, given.inputs, given.targets),
     "ensemble": lambda given, schedule, transport, params, _: pp.value_and_grad(
         *pp.ensemble(given.stages, loss_fn), schedule, transport, loss_shape=(3,)
     )(stacked_three(params), given.inputs, given.targets),
-    "saliency": lambda given, schedule, transport, params, _: pp.value_and_grad(given.stages, loss_fn, schedule, transport, argnums=(0, 1))(
-        params, given.inputs, given.targets
-    ),
+    "saliency": lambda given, schedule, transport, params, _: pp.value_and_grad(
+        given.stages, loss_fn, schedule, transport, argnums=(0, 1)
+    )(params, given.inputs, given.targets),
 }
 
 
@@ -370,7 +389,9 @@ def same_as_in_process(rank, ranks, transform, name):
 
 
 def equal_parts(got, want, held):
-    """Every tensor of ``got``, which has the stages of one rank, and nothing of the inputs where that is not the first."""
+    """Every tensor of ``got``, which has the stages of one rank, and nothing of the inputs where that is not
+    the first.
+    """
     if got is None or isinstance(got, torch.Tensor):
         if got is not None:
             assert torch.equal(got, want)
@@ -392,14 +413,20 @@ def test_two_processes_give_the_bits_of_one(two, transform, name):
 
 
 def test_norms_and_clipping_take_any_leaves():
-    grads = {"w": torch.zeros(2, 3, 5, dtype=torch.bfloat16), "z": 2j * torch.ones(2, 3), "n": torch.zeros(2, 3, 4).int()}
-    square = pp.square_norms(grads)
+    grads = {
+        "w": torch.zeros(2, 3, 5, dtype=torch.bfloat16),
+        "z": 2j * torch.ones(2, 3),
+        "n": torch.zeros(2, 3, 4).int(),
+    }
+    square = pp.transforms.square_norms(grads)
     assert torch.equal(square, torch.full((2, 3), 4.0))
-    clipped = pp.clipped_sum(grads, square, 1.0)
-    assert {k: (t.dtype, t.shape) for k, t in clipped.items()} == {k: (t.dtype, t.shape[2:]) for k, t in grads.items()}
+    clipped = pp.transforms.clipped_sum(grads, square, 1.0)
+    assert {k: (t.dtype, t.shape) for k, t in clipped.items()} == {
+        k: (t.dtype, t.shape[2:]) for k, t in grads.items()
+    }
     assert clipped["z"] == 6j
     with pytest.raises(ValueError, match="positive"):
-        pp.clipped_sum(grads, square, 0.0)
+        pp.transforms.clipped_sum(grads, square, 0.0)
 
 
 def test_a_loss_of_another_shape_than_was_said_is_refused():
@@ -417,7 +444,10 @@ def test_tangents_that_do_not_fit_are_refused():
     good = {"w": torch.ones(2), "n": None}
     step(params, {0: good}, torch.ones(1, 2), torch.ones(1, 2))
     for wrong, told in [
-        ({**good, "w": torch.ones(3)}, r"tangent of params\[0\]\['w'\]: got torch.float32\[3\], expected torch.float32\[2\]"),
+        (
+            {**good, "w": torch.ones(3)},
+            r"tangent of params\[0\]\['w'\]: got torch.float32\[3\], expected torch.float32\[2\]",
+        ),
         ({**good, "w": torch.ones(2).double()}, r"got torch.float64\[2\], expected torch.float32\[2\]"),
         ({**good, "n": torch.ones(2).int()}, "expected None: torch.int32 has no tangents"),
         ({"w": torch.ones(2)}, "got the structure"),
@@ -428,10 +458,16 @@ def test_tangents_that_do_not_fit_are_refused():
         step(params, {}, torch.ones(1, 2), torch.ones(1, 2))
 
 
-@pytest.mark.parametrize("make", [pp.jvp, pp.hvp, pp.gnvp, pp.value_and_grad, lambda *given: pp.per_sample_grad(*given, samples=2)])
+@pytest.mark.parametrize(
+    "make", [pp.jvp, pp.hvp, pp.gnvp, pp.value_and_grad, lambda *given: pp.per_sample_grad(*given, samples=2)]
+)
 def test_something_else_in_the_place_of_an_argument_is_refused_by_name(make):
     fns, loss, schedule = [torch.mul] * 2, lambda y, t: y.sum(), pp.gpipe(2, 2)
-    for given, name in (((None, loss, schedule), "stages"), ((fns, 5, schedule), "loss_fn"), ((fns, loss, "gpipe"), "schedule")):
+    for given, name in (
+        ((None, loss, schedule), "stages"),
+        ((fns, 5, schedule), "loss_fn"),
+        ((fns, loss, "gpipe"), "schedule"),
+    ):
         with pytest.raises(TypeError, match=f"{name}: got "):
             make(*given)
 
@@ -439,5 +475,8 @@ def test_something_else_in_the_place_of_an_argument_is_refused_by_name(make):
 def test_an_ensemble_without_the_shape_of_its_loss_is_told_so():
     stages, loss_fn = pp.ensemble([lambda p, x: p * x], lambda y, t: (y - t).square().mean())
     x = torch.ones(4, 3)
-    with pytest.raises(ValueError, match=r"must be a floating scalar, got float32\[5\]; .* an ensemble, pass loss_shape=\(5,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"must be a floating scalar, got float32\[5\]; .* an ensemble, pass loss_shape=\(5,\)",
+    ):
         pp.value_and_grad(stages, loss_fn, pp.gpipe(1, 2))({0: torch.ones(5, 3)}, x, x)

@@ -1,7 +1,7 @@
-"""The command ``ppfunc``: schedules, grids of processes and partitions of layers, without torch.
+"""Run the command ``ppfunc``: schedules, grids of processes and partitions of layers, without torch.
 
-Exit codes: 0 where it worked; 1 where a checked schedule is wrong; 2 where the question itself
-cannot be answered (unknown names, options that do not fit, files that cannot be read or written).
+Exit codes: 0 on success; 1 for a wrong schedule; 2 for a bad command line: unknown names, options that
+do not fit, files that cannot be read or written.
 """
 
 import argparse
@@ -9,8 +9,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ..schedule.collector import collector_paused
-from ..schedule.errors import ScheduleError
+from ppfunc import __version__
+from ppfunc.schedule.collector import collector_paused
+from ppfunc.schedule.errors import ScheduleError
+
 from .compare import add_compare
 from .parallel import add_parallel
 from .parser import CommandParser, printable
@@ -29,22 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     description = "Pipeline schedules, grids of processes and partitions of layers."
-    parser = CommandParser(prog="ppfunc", description=description, example="  ppfunc show 1f1b --ranks 4 --microbatches 8")
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    parser = CommandParser(
+        prog="ppfunc", description=description, example="  ppfunc show 1f1b --ranks 4 --microbatches 8"
+    )
+    parser.add_argument("--version", action="version", version=f"ppfunc {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (add_schedules, add_compare, add_plan, add_parallel):
         add(commands)
     return _run(parser.parse_args(argv))
-
-
-class _Version(argparse.Action):
-    """Prints the version, which takes time to find."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
-
-        print(f"ppfunc {version('ppfunc')}")
-        parser.exit()
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -61,7 +55,11 @@ def _run(arguments: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError) as error:
-        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        told = (
+            f"{error.filename}: {error.strerror}"
+            if isinstance(error, OSError) and error.filename
+            else str(error)
+        )
         print(printable(f"ppfunc {arguments.command}: error: {told}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:

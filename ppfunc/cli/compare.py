@@ -1,4 +1,4 @@
-"""The subcommand ``ppfunc compare``: schedules side by side, for one model."""
+"""Run ``ppfunc compare``: a table of schedules for one model."""
 
 import argparse
 import json
@@ -8,26 +8,31 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from .._text import suggestion
-from ..schedule.builders import BUILDERS
-from ..schedule.config import find_builder
-from ..schedule.costs import Costs
-from ..schedule.formats.scatter import to_scatter
-from ..schedule.overview import Overview, compare_schedules
-from ..schedule.schedule import Schedule
-from ..schedule.simulate import Timeline
+from ppfunc._text import suggestion
+from ppfunc.schedule.builders import BUILDERS
+from ppfunc.schedule.config import find_builder
+from ppfunc.schedule.costs import Costs
+from ppfunc.schedule.formats.scatter import to_scatter
+from ppfunc.schedule.overview import Overview, compare_schedules
+from ppfunc.schedule.schedule import Schedule
+from ppfunc.schedule.simulate import Timeline
+
 from .costs import add_cost_options, read_costs
 from .number import count, number
 from .output import form_of, write
 from .sources import is_file, read_file, require_size
 
 _PLAN = "plan"
-_COLUMNS = """Columns: the makespan in the unit of the costs; the bubble as a share of the makespan, and of the span (the largest time,
-over the ranks, from their first start to their last end); the peak of activations in those of one microbatch in one rank's share
-of the model; messages in a step; parameters held, in shares of one rank; and by how much the makespan is over the lower
-bound of its placement, which no order of its stages beats, a - where no bound is known (several chains)."""
+_COLUMNS = """Columns: the makespan in the unit of the costs; the bubble as a share of the makespan, and of
+the span (the largest time, over the ranks, from their first start to their last end); the peak of
+activations in those of one microbatch in one rank's share of the model; messages in a step; parameters held,
+in shares of one rank; and by how much the makespan is over the lower bound of its placement, which no order
+of its stages beats, a - where no bound is known (several chains)."""
 
-_UNIT = "Costs are those of a rank's share of the model, also where it holds several stages; `ppfunc simulate` takes those of a stage."
+_UNIT = (
+    "Costs are those of a rank's share of the model, also where it holds several stages; `ppfunc simulate`"
+    " takes those of a stage."
+)
 _SUFFIXES = {"table": (".txt",), "svg": (".svg",), "json": (".json",)}
 
 
@@ -37,22 +42,49 @@ def add_compare(commands: Any) -> None:
         "compare",
         help="a table of schedules for the same model part per rank",
         description=_COLUMNS.replace("\n", " "),
-        example="  ppfunc compare --ranks 8 --microbatches 32\n"
-        "  ppfunc compare --ranks 4 --microbatches 8 1f1b zbv dualpipe plan --cap 4 --effort 0.1\n"
-        "  ppfunc compare --ranks 8 --microbatches 32 --format svg --out schedules.svg",
+        example=(
+            "  ppfunc compare --ranks 8 --microbatches 32\n"
+            "  ppfunc compare --ranks 4 --microbatches 8 1f1b zbv dualpipe plan --cap 4 --effort 0.1\n"
+            "  ppfunc compare --ranks 8 --microbatches 32 --format svg --out schedules.svg"
+        ),
     )
-    comparing.add_argument("names", metavar="NAME|FILE", nargs="*", help="names of `ppfunc list`, files, or plan; default: the list")
-    comparing.add_argument("--ranks", type=count, metavar="P", help="number of ranks; default: that of the first file")
-    comparing.add_argument("--microbatches", type=count, metavar="M", help="number of microbatches; default: that of the first file")
-    comparing.add_argument("--chunks", type=count, metavar="V", help="stages per rank, where that is a choice; default: 2")
-    comparing.add_argument("--cap", type=number, metavar="K", help="memory of a rank, in the unit of the costs; default: no limit")
-    comparing.add_argument("--effort", type=number, metavar="N", help="how long a plan is searched for; default: 1, some seconds")
+    comparing.add_argument(
+        "names",
+        metavar="NAME|FILE",
+        nargs="*",
+        help="names of `ppfunc list`, files, or plan; default: the list",
+    )
+    comparing.add_argument(
+        "--ranks", type=count, metavar="P", help="number of ranks; default: that of the first file"
+    )
+    comparing.add_argument(
+        "--microbatches",
+        type=count,
+        metavar="M",
+        help="number of microbatches; default: that of the first file",
+    )
+    comparing.add_argument(
+        "--chunks", type=count, metavar="V", help="stages per rank, where that is a choice; default: 2"
+    )
+    comparing.add_argument(
+        "--cap",
+        type=number,
+        metavar="K",
+        help="memory of a rank, in the unit of the costs; default: no limit",
+    )
+    comparing.add_argument(
+        "--effort", type=number, metavar="N", help="how long a plan is searched for; default: 1, some seconds"
+    )
     add_cost_options(comparing, "one rank's share of the model")
     comparing.add_argument(
-        "--format", choices=tuple(_SUFFIXES), help="svg: bubble against memory; default: as the suffix of --out says, else table"
+        "--format",
+        choices=tuple(_SUFFIXES),
+        help="svg: bubble against memory; default: as the suffix of --out says, else table",
     )
     comparing.add_argument("--width", type=count, metavar="N", help="pixels of an svg")
-    comparing.add_argument("--out", metavar="FILE", type=Path, help="write there instead of to standard output")
+    comparing.add_argument(
+        "--out", metavar="FILE", type=Path, help="write there instead of to standard output"
+    )
     comparing.set_defaults(func=_compare)
 
 
@@ -67,36 +99,42 @@ def _compare(arguments: argparse.Namespace) -> int:
     chunks = 2 if arguments.chunks is None else arguments.chunks
     require_size(ranks, microbatches, chunks)
     schedules = [_planned(arguments, ranks, microbatches, costs) if item == _PLAN else item for item in items]
-    overview = compare_schedules(ranks, microbatches, schedules or None, costs, cap=arguments.cap, chunks=chunks)
+    overview = compare_schedules(
+        ranks, microbatches, schedules or None, costs, cap=arguments.cap, chunks=chunks
+    )
     if form == "svg":
         text = to_scatter(overview, width=arguments.width)
     else:
-        text = f"{overview}\n\n{_UNIT}\n" if form == "table" else json.dumps(_document(overview), default=float) + "\n"
+        text = (
+            f"{overview}\n\n{_UNIT}\n"
+            if form == "table"
+            else json.dumps(_document(overview), default=float) + "\n"
+        )
     write(text, arguments.out)
     return 0
 
 
 def _items(names: list[str]) -> Iterator[str | Schedule]:
-    """The schedules of files, called as the file is; names as they are."""
+    """Read the schedules of files, named after the file; pass names on as they are."""
     for name in names:
         if name != _PLAN and is_file(name):
-            found = read_file(name)
-            schedule = found.schedule if isinstance(found, Timeline) else found
+            content = read_file(name)
+            schedule = content.schedule if isinstance(content, Timeline) else content
             yield replace(schedule, name=schedule.name if name == "-" else Path(name).name)
-        elif name == _PLAN:
-            yield name
         else:
-            _require_builder(name)
+            _require_name(name)
             yield name
 
 
-def _require_builder(name: str) -> None:
+def _require_name(name: str) -> None:
     try:
-        find_builder(name)
+        if name != _PLAN:
+            find_builder(name)
     except ValueError:
         known = [*BUILDERS, _PLAN]
         raise ValueError(
-            f"unknown schedule {name!r}: expected {_PLAN}, a file, or one of {', '.join(BUILDERS)}{suggestion(name, known)}"
+            f"unknown schedule {name!r}: expected {_PLAN}, a file, or one of"
+            f" {', '.join(BUILDERS)}{suggestion(name, known)}"
         ) from None
 
 
@@ -105,27 +143,37 @@ def _require_use(arguments: argparse.Namespace, items: list[str | Schedule]) -> 
     if arguments.effort is not None and _PLAN not in items:
         raise ValueError("--effort is for a plan: leave it out, or name plan")
     built = [item for item in items if isinstance(item, str) and item != _PLAN]
-    if arguments.chunks is not None and items and not any("chunks" in signature(find_builder(name)).parameters for name in built):
+    if (
+        arguments.chunks is not None
+        and items
+        and not any("chunks" in signature(find_builder(name)).parameters for name in built)
+    ):
         raise ValueError("--chunks changes nothing: none of these schedules takes it")
 
 
 def _numbers(arguments: argparse.Namespace, items: list[str | Schedule]) -> tuple[int, int]:
     """Ranks and microbatches, of the first file where the options do not say."""
     first = next((item for item in items if isinstance(item, Schedule)), None)
-    found = []
+    numbers = []
     for name in ("ranks", "microbatches"):
         value = getattr(arguments, name)
         if value is None and first is None:
             raise ValueError(f"--{name} is missing: say how many there are, or name a file")
-        found.append(getattr(first, name) if value is None else value)
-    return found[0], found[1]
+        numbers.append(getattr(first, name) if value is None else value)
+    return numbers[0], numbers[1]
 
 
 def _planned(arguments: argparse.Namespace, ranks: int, microbatches: int, costs: Costs | None) -> Schedule:
-    from ..schedule.planner.plan import plan  # here, because nothing else needs it
+    from ppfunc.schedule.planner.plan import plan  # here, because nothing else needs it
 
-    found = plan(ranks, microbatches, costs or Costs(), cap=arguments.cap, effort=1 if arguments.effort is None else arguments.effort)
-    return replace(found.schedule, name=_PLAN)
+    best = plan(
+        ranks,
+        microbatches,
+        costs or Costs(),
+        cap=arguments.cap,
+        effort=1 if arguments.effort is None else arguments.effort,
+    )
+    return replace(best.schedule, name=_PLAN)
 
 
 def _document(overview: Overview) -> dict[str, Any]:

@@ -1,18 +1,21 @@
-"""The options for costs: times and sizes of stages."""
+"""Declare and read the options for costs: times and sizes of stages."""
 
 import argparse
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ..schedule.costs import Costs
-from ..schedule.schedule import Schedule
+from ppfunc.schedule.costs import Costs
+from ppfunc.schedule.schedule import Schedule
+
 from .number import numbers
 from .sources import text_of_path
 
 _OPTIONS = {
     "forward": "time of a forward; default 1",
-    "backward": "time of a whole backward, in place of its parts; a part not given takes half or what is left",
+    "backward": (
+        "time of a whole backward, in place of its parts; a part not given takes half or what is left"
+    ),
     "backward_input": "time of an input gradient; default 1",
     "backward_weight": "time of a weight gradient; default 1",
     "overlapped": "time of an overlapped pair; default: the sum of its parts",
@@ -20,7 +23,10 @@ _OPTIONS = {
     "bytes": "size of a message; default 0",
     "bandwidth": "bytes of a message per unit of time; default: no limit",
     "activation": "memory that a forward keeps for its backward; default 1",
-    "weight_share": "share of it that is held from the input to the weight gradient; default 0 (zero_bubble, zbv_greedy without costs: 1)",
+    "weight_share": (
+        "share of it that is held from the input to the weight gradient; default 0 (zero_bubble, zbv_greedy"
+        " without costs: 1)"
+    ),
     "parameters": "memory that a stage takes all the time; default 0",
     "unshard": "time of a gather of parameters, beside compute; default 0",
     "reduce_tied": "time of a sum over tied places, beside compute; default 0",
@@ -38,24 +44,29 @@ def add_cost_options(parser: argparse.ArgumentParser, unit: str, without: Collec
         without: arguments that have no meaning there.
     """
     group = parser.add_argument_group("costs", f"one number for {unit}, or one per stage, as in 1,2,1,1")
-    group.add_argument("--costs", metavar="FILE", type=Path, help="JSON as Costs.to_json writes it, such as of pp.measure")
+    group.add_argument(
+        "--costs", metavar="FILE", type=Path, help="JSON as Costs.to_json writes it, such as of pp.measure"
+    )
     for name, meaning in _OPTIONS.items():
         if name not in without:
             group.add_argument(f"--{name.replace('_', '-')}", type=numbers, metavar="X[,X...]", help=meaning)
 
 
 def read_costs(arguments: argparse.Namespace) -> Costs | None:
-    """Read the costs that the options give, None where they give none.
+    """Read the costs of the options; return None without any.
 
     Raises:
-        ValueError: costs in two places, or that make no sense.
+        ValueError: the costs are in two places, or invalid.
         OSError: the file cannot be read.
     """
     given = {name: value for name in _OPTIONS if (value := getattr(arguments, name, None)) is not None}
     if arguments.costs is None:
         return Costs(**_with_parts(given)) if given else None
     if given:
-        raise ValueError(f"--costs {arguments.costs} and --{next(iter(given)).replace('_', '-')}: give the costs in one place")
+        raise ValueError(
+            f"--costs {arguments.costs} and --{next(iter(given)).replace('_', '-')}: give the costs in one"
+            " place"
+        )
     try:
         return Costs.from_json(text_of_path(arguments.costs))
     except ValueError as error:
@@ -70,11 +81,15 @@ def fitted(costs: Costs, schedule: Schedule) -> Costs:
     """
     model = len(set(schedule.model_stages))
     lengths = {len(value) for name in _OPTIONS if isinstance(value := getattr(costs, name), tuple)}
-    return costs.of_stages(schedule.model_stages) if schedule.replicas and lengths == {model} else costs.fitting(schedule.stages)
+    return (
+        costs.of_stages(schedule.model_stages)
+        if schedule.replicas and lengths == {model}
+        else costs.fitting(schedule.stages)
+    )
 
 
 def _with_parts(given: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a whole backward, stage by stage where they are given so."""
+    """Split the cost of a whole backward into its two parts, per stage if any cost is per stage."""
     if "backward" not in given:
         return given
     values = [given.get(name) for name in ("backward", "backward_input", "backward_weight")]
@@ -82,7 +97,10 @@ def _with_parts(given: dict[str, Any]) -> dict[str, Any]:
     if not sizes:
         return given | dict(zip(_HALVES, _parts(*values), strict=True))
     if len(sizes) > 1:
-        raise ValueError(f"--backward and its parts have {' and '.join(map(str, sorted(sizes)))} numbers, expected as many of each")
+        raise ValueError(
+            f"--backward and its parts have {' and '.join(map(str, sorted(sizes)))} numbers, expected as many"
+            " of each"
+        )
     (stages,) = sizes
     rows = zip(*(value if isinstance(value, tuple) else (value,) * stages for value in values), strict=True)
     return given | dict(zip(_HALVES, zip(*(_parts(*row) for row in rows), strict=True), strict=True))
@@ -91,7 +109,9 @@ def _with_parts(given: dict[str, Any]) -> dict[str, Any]:
 def _parts(whole: Any, inputs: Any, weights: Any) -> tuple[Any, Any]:
     for name, part in (("input", inputs), ("weight", weights)):
         if part is not None and part > whole:
-            raise ValueError(f"--backward-{name} {part} is a part of --backward {whole}: expected at most that")
+            raise ValueError(
+                f"--backward-{name} {part} is a part of --backward {whole}: expected at most that"
+            )
     if inputs is None:
         inputs = whole / 2 if weights is None else whole - weights
     return inputs, whole - inputs if weights is None else weights

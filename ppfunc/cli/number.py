@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..schedule.formats.text import shortened
+from ppfunc.schedule.formats.text import shortened
 
 _MOST, _LARGEST = 1_000_000, 1e100
 

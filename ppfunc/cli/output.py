@@ -18,7 +18,7 @@ def write(text: str, path: Path | None = None) -> None:
 
 
 def form_of(path: Path | None, chosen: str | None, suffixes: Mapping[str, tuple[str, ...]]) -> str:
-    """The format of what is written: the chosen one, or the one that the suffix of the file says, or the first.
+    """Return the chosen format, else that of the file's suffix, else the first.
 
     Args:
         path: where it is written; None for standard output.
@@ -36,7 +36,12 @@ def form_of(path: Path | None, chosen: str | None, suffixes: Mapping[str, tuple[
         return chosen or next(iter(suffixes))
     forms = [form for form, own in suffixes.items() if suffix in own]
     if chosen is None and not forms:
-        raise ValueError(f"--out {path}: its suffix says no format, give --format, one of {', '.join(suffixes)}")
+        raise ValueError(
+            f"--out {path}: its suffix says no format, give --format, one of {', '.join(suffixes)}"
+        )
     if chosen is not None and chosen not in forms and (forms or suffix in _OTHER_PICTURES):
-        raise ValueError(f"--out {path}: expected a name that ends in {' or '.join(suffixes[chosen])}, for --format {chosen}")
+        raise ValueError(
+            f"--out {path}: expected a name that ends in {' or '.join(suffixes[chosen])}, for --format"
+            f" {chosen}"
+        )
     return chosen or forms[0]

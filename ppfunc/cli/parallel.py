@@ -1,14 +1,15 @@
-"""The subcommands on ranks and layers: ``ppfunc topology`` and ``partition``."""
+"""Run the subcommands on ranks and layers: ``ppfunc topology`` and ``partition``."""
 
 import argparse
 import json
 from typing import Any
 
-from ..parallel.letters import parse_layout
-from ..parallel.partition import Partition
-from ..parallel.stack import effective_loads, partition_layers
-from ..parallel.topology import Topology
-from ..parallel.weigh import partition_by_weights
+from ppfunc.parallel.letters import parse_layout
+from ppfunc.parallel.partition import Partition
+from ppfunc.parallel.stack import effective_loads, partition_layers
+from ppfunc.parallel.topology import Topology
+from ppfunc.parallel.weigh import partition_by_weights
+
 from .number import count, number
 
 _MOST = 1_000_000
@@ -22,13 +23,17 @@ def add_parallel(commands: Any) -> None:
         description="Print a grid of processes.",
         example="  ppfunc topology --axes pipe=2,data=2,model=2",
     )
-    topology.add_argument("--axes", required=True, help="names and sizes, slowest first, as in pipe=2,data=2,model=2")
+    topology.add_argument(
+        "--axes", required=True, help="names and sizes, slowest first, as in pipe=2,data=2,model=2"
+    )
     topology.set_defaults(func=_topology)
     partition = commands.add_parser(
         "partition",
         help="cut layers into stages",
         description="Print where layers are cut into stages, and the loads.",
-        example="  ppfunc partition --weights 1,2,3,2,1 --stages 3\n  ppfunc partition --layers 32 --stages 4",
+        example=(
+            "  ppfunc partition --weights 1,2,3,2,1 --stages 3\n  ppfunc partition --layers 32 --stages 4"
+        ),
     )
     source = partition.add_mutually_exclusive_group(required=True)
     source.add_argument("--weights", help="the weight of each layer, as in 1,2,3")
@@ -37,8 +42,12 @@ def add_parallel(commands: Any) -> None:
     partition.add_argument("--stages", type=count, help="the number of stages")
     methods = "equal counts, least maximum load (the default for weights), or least maximum minus minimum"
     partition.add_argument("--method", choices=("uniform", "balanced", "min_range"), help=methods)
-    partition.add_argument("--input-weight", type=number, help="cost of the embedding in layers (1 with --layers)")
-    partition.add_argument("--output-weight", type=number, help="cost of norm and head in layers (1 with --layers)")
+    partition.add_argument(
+        "--input-weight", type=number, help="cost of the embedding in layers (1 with --layers)"
+    )
+    partition.add_argument(
+        "--output-weight", type=number, help="cost of norm and head in layers (1 with --layers)"
+    )
     partition.add_argument("--allow-empty", action="store_true", help="accept stages without layers")
     partition.set_defaults(func=_partition)
     for parser in (topology, partition):
@@ -56,7 +65,10 @@ def _topology(arguments: argparse.Namespace) -> int:
         return 0
     print(f"{topology}: {topology.world_size} ranks")
     for rank, coordinate in enumerate(topology.coordinates()):
-        print(f"rank {rank}: {', '.join(f'{axis}={i}' for axis, i in zip(topology.axes, coordinate, strict=True))}")
+        print(
+            f"rank {rank}:"
+            f" {', '.join(f'{axis}={i}' for axis, i in zip(topology.axes, coordinate, strict=True))}"
+        )
     for axis, found in groups.items():
         print(f"groups along {axis}: {' '.join(str(list(group)) for group in found)}")
     return 0
@@ -73,7 +85,9 @@ def _cut(arguments: argparse.Namespace) -> int:
     if arguments.layout is not None:
         partition, loads, more = _from_layout(arguments)
     elif arguments.weights is not None:
-        partition, loads, more = _from_weights(arguments, [number(text) for text in arguments.weights.split(",")])
+        partition, loads, more = _from_weights(
+            arguments, [number(text) for text in arguments.weights.split(",")]
+        )
     else:
         partition, loads, more = _from_layers(arguments)
     if arguments.json:
@@ -92,7 +106,9 @@ _Found = tuple[Partition, tuple[float, ...], dict[str, tuple[Any, ...]]]
 def _from_weights(arguments: argparse.Namespace, weights: list[float]) -> _Found:
     weights[0] += arguments.input_weight or 0
     weights[-1] += arguments.output_weight or 0
-    partition = partition_by_weights(weights, _stages(arguments), arguments.method or "balanced", allow_empty=arguments.allow_empty)
+    partition = partition_by_weights(
+        weights, _stages(arguments), arguments.method or "balanced", allow_empty=arguments.allow_empty
+    )
     return partition, partition.loads(weights), {}
 
 
@@ -102,14 +118,18 @@ def _from_layers(arguments: argparse.Namespace) -> _Found:
     if arguments.method is not None:
         return _from_weights(arguments, [1] * arguments.layers)
     ends = [1 if weight is None else weight for weight in (arguments.input_weight, arguments.output_weight)]
-    partition = partition_layers(arguments.layers, _stages(arguments), *ends, allow_empty=arguments.allow_empty)
+    partition = partition_layers(
+        arguments.layers, _stages(arguments), *ends, allow_empty=arguments.allow_empty
+    )
     return partition, effective_loads(partition, *ends), {"split_points": partition.split_points()}
 
 
 def _from_layout(arguments: argparse.Namespace) -> _Found:
     for option in ("method", "input_weight", "output_weight"):
         if getattr(arguments, option) is not None:
-            raise ValueError(f"--layout says where every layer is: --{option.replace('_', '-')} has no meaning with it")
+            raise ValueError(
+                f"--layout says where every layer is: --{option.replace('_', '-')} has no meaning with it"
+            )
     layout = parse_layout(arguments.layout, allow_empty=arguments.allow_empty)
     if arguments.stages is not None and arguments.stages != len(layout.stages):
         raise ValueError(f"the layout has {len(layout.stages)} stages, but --stages is {arguments.stages}")

@@ -4,13 +4,13 @@ import argparse
 import re
 from typing import Any, NoReturn
 
-from .._text import limited, suggestion
+from ppfunc._text import limited, suggestion
 
 _LONGEST = 4000
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser of ``argparse`` whose errors are short, in the words of the types, and free of control characters.
+    """Parse a command line; errors are short, in the words of the types, without control characters.
 
     Args:
         example: command lines for the end of the help.
@@ -18,13 +18,15 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *, example: str = "", **options: Any) -> None:
-        super().__init__(epilog=f"example:\n{example}" if example else None, formatter_class=_Formatter, **options)
+        super().__init__(
+            epilog=f"example:\n{example}" if example else None, formatter_class=_Formatter, **options
+        )
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{printable(f'{self.prog}: error: {message}')} (see {self.prog} --help)\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the words, and refuse here, and not in the command above, those that are left."""
+        """Parse the words, and refuse unknown ones here rather than in the parent command."""
         found, left = super().parse_known_args(args, namespace)
         if left:
             word = next((w for w in left if w.startswith("-")), left[0])
@@ -42,13 +44,17 @@ class CommandParser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             names = [str(choice) for choice in action.choices]
             near = suggestion(value, names) or _doing(value, action)
-            raise argparse.ArgumentError(action, f"invalid choice {value!r}: expected one of {', '.join(names)}{near}")
+            raise argparse.ArgumentError(
+                action, f"invalid choice {value!r}: expected one of {', '.join(names)}{near}"
+            )
 
 
 def _doing(word: str, action: argparse.Action) -> str:
-    """The command whose help has the word, such as ``convert``."""
+    """Suggest the command whose help has the word, such as ``convert``."""
     commands = getattr(action, "_choices_actions", ())
-    return next((f"; see {c.dest}: {c.help}" for c in commands if word in re.findall(r"\w+", c.help or "")), "")
+    return next(
+        (f"; see {c.dest}: {c.help}" for c in commands if word in re.findall(r"\w+", c.help or "")), ""
+    )
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -59,7 +65,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def printable(text: str) -> str:
-    r"""Return ``text`` for a terminal: control characters but the end of a line are escaped; what is too long is cut.
+    r"""Return ``text`` for a terminal: escape control characters other than newlines, and cut long text.
 
     >>> printable("a\x1b[31m\nb")
     'a\\x1b[31m\nb'
@@ -68,7 +74,7 @@ def printable(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return ``text`` with every control character but the end of a line escaped."""
+    """Return ``text`` with every control character other than newlines escaped."""
     if text.replace("\n", "").isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -1,6 +1,4 @@
-"""The subcommand that searches for schedules: ``ppfunc plan``."""
-
-from __future__ import annotations
+"""Run ``ppfunc plan``: search for a schedule."""
 
 import argparse
 import json
@@ -13,12 +11,13 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from ..schedule.costs import Costs
-from ..schedule.formats.csv import to_csv
-from ..schedule.formats.json import to_json
-from ..schedule.formats.svg import to_svg
-from ..schedule.planner.plan import Plan, plan
-from ..schedule.schedule import Schedule
+from ppfunc.schedule.costs import Costs
+from ppfunc.schedule.formats.csv import to_csv
+from ppfunc.schedule.formats.json import to_json
+from ppfunc.schedule.formats.svg import to_svg
+from ppfunc.schedule.planner.plan import Plan, plan
+from ppfunc.schedule.schedule import Schedule
+
 from .costs import add_cost_options, read_costs
 from .number import count, number
 
@@ -32,26 +31,63 @@ def add_plan(commands: Any) -> None:
     planning = commands.add_parser(
         "plan",
         help="search for the shortest schedule that fits in memory, with a lower bound",
-        description="Times and activations are those of a stage (chunk). With several numbers of chunks they are those of a stage "
-        "for the first of these, and smaller in proportion for the others. Ctrl-C ends the search with the best schedule so far.",
-        example="  ppfunc plan --ranks 4 --microbatches 12 --cap 4 --weight-share 1 --placement v --objective span",
+        description=(
+            "Times and activations are those of a stage (chunk). With several numbers of chunks they are"
+            " those of a stage for the first of these, and smaller in proportion for the others. Ctrl-C ends"
+            " the search with the best schedule so far."
+        ),
+        example=(
+            "  ppfunc plan --ranks 4 --microbatches 12 --cap 4 --weight-share 1 --placement v --objective"
+            " span"
+        ),
     )
     _add_options(planning)
     planning.add_argument("--json", action="store_true", help="print one JSON object")
-    planning.add_argument("--out", metavar="FILE", type=Path, help="write the schedule there, as its suffix says: .csv, .json or .svg")
+    planning.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="write the schedule there, as its suffix says: .csv, .json or .svg",
+    )
     planning.set_defaults(func=_plan)
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=count, metavar="P", required=True, help="number of ranks")
-    parser.add_argument("--microbatches", type=count, metavar="M", required=True, help="number of microbatches")
+    parser.add_argument(
+        "--microbatches", type=count, metavar="M", required=True, help="number of microbatches"
+    )
     add_cost_options(parser, "each stage, or each layer", without=_NOT_PLANNED)
-    parser.add_argument("--layers", type=count, metavar="N", help="costs are those of N layers, which are also cut into stages")
-    parser.add_argument("--cap", type=number, metavar="K", help="memory of a rank, in the unit of an activation; default: no limit")
-    parser.add_argument("--placement", choices=("loop", "v", "wave", "any"), default="any", help="default: any")
-    parser.add_argument("--chunks", type=_range, metavar="V|V..V", help="stages per rank, one number or a range; default 1..4 for any")
-    parser.add_argument("--objective", choices=("makespan", "span"), default="makespan", help="what is to be short; default: makespan")
-    parser.add_argument("--effort", type=number, metavar="N", default=1, help="how long to search; default 1, some seconds")
+    parser.add_argument(
+        "--layers",
+        type=count,
+        metavar="N",
+        help="costs are those of N layers, which are also cut into stages",
+    )
+    parser.add_argument(
+        "--cap",
+        type=number,
+        metavar="K",
+        help="memory of a rank, in the unit of an activation; default: no limit",
+    )
+    parser.add_argument(
+        "--placement", choices=("loop", "v", "wave", "any"), default="any", help="default: any"
+    )
+    parser.add_argument(
+        "--chunks",
+        type=_range,
+        metavar="V|V..V",
+        help="stages per rank, one number or a range; default 1..4 for any",
+    )
+    parser.add_argument(
+        "--objective",
+        choices=("makespan", "span"),
+        default="makespan",
+        help="what is to be short; default: makespan",
+    )
+    parser.add_argument(
+        "--effort", type=number, metavar="N", default=1, help="how long to search; default 1, some seconds"
+    )
 
 
 def _range(text: str) -> Any:
@@ -64,7 +100,7 @@ def _range(text: str) -> Any:
 
 
 def _in_parts(costs: Costs) -> Costs:
-    """The costs without that of a whole backward, where it is that of its two parts together: a plan has these apart."""
+    """Drop the cost of a whole backward if it is the sum of its parts: a plan splits backwards."""
     apart = replace(costs, backward=None)
     values = (costs.backward, costs.backward_input, costs.backward_weight)
     stages = max(len(value) if isinstance(value, Sequence) else 1 for value in values)
@@ -72,13 +108,18 @@ def _in_parts(costs: Costs) -> Costs:
 
 
 def _planned(arguments: argparse.Namespace) -> Plan:
-    """Search; Ctrl-C and the end of the effort both end in the best plan so far."""
+    """Search until the effort is spent or Ctrl-C; return the best plan so far."""
     with _interrupted() as interrupted:
 
         def progress(share: float, value: float, bound: float) -> bool:
             if sys.stderr.isatty():
                 bar = "#" * int(share * _BAR)
-                print(f"\r[{bar:<{_BAR}}] {float(value):.6g} (bound {float(bound):.6g}) ", end="", file=sys.stderr, flush=True)
+                print(
+                    f"\r[{bar:<{_BAR}}] {float(value):.6g} (bound {float(bound):.6g}) ",
+                    end="",
+                    file=sys.stderr,
+                    flush=True,
+                )
             return bool(interrupted)
 
         found = plan(
@@ -100,7 +141,7 @@ def _planned(arguments: argparse.Namespace) -> Plan:
 
 @contextmanager
 def _interrupted() -> Iterator[list[int]]:
-    """Within it, the first Ctrl-C puts a signal into the list; the second one interrupts as usual."""
+    """Yield a list that receives the first Ctrl-C; the second one interrupts as usual."""
     signals: list[int] = []
 
     def note(number: int, frame: object) -> None:
@@ -123,7 +164,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     found = _planned(arguments)
     if out:
         out.write_text(_WRITERS[out.suffix](found.schedule), encoding="utf-8", newline="")
-    print(json.dumps(_figures(found), default=float) if arguments.json else f"{found.placement}: {found}; {found.found}")
+    print(
+        json.dumps(_figures(found), default=float)
+        if arguments.json
+        else f"{found.placement}: {found}; {found.found}"
+    )
     return 0
 
 

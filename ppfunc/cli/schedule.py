@@ -1,4 +1,4 @@
-"""The subcommands on schedules: ``ppfunc list``, ``show``, ``check`` and ``simulate``."""
+"""Run the subcommands on schedules: ``ppfunc list``, ``show``, ``check`` and ``simulate``."""
 
 import argparse
 import inspect
@@ -8,21 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..schedule.builders import BUILDERS
-from ..schedule.check import check
-from ..schedule.compare_timelines import compare
-from ..schedule.costs import Costs
-from ..schedule.formats.csv import to_csv
-from ..schedule.formats.grid import to_grid
-from ..schedule.formats.json import to_json
-from ..schedule.formats.steps import to_steps
-from ..schedule.formats.svg import to_svg
-from ..schedule.formats.torch_csv import to_torch_csv
-from ..schedule.formats.trace import to_trace
-from ..schedule.passes.place_communication import place_communication
-from ..schedule.passes.remove import compute_only, remove_slots
-from ..schedule.schedule import Schedule
-from ..schedule.simulate import Timeline, simulate
+from ppfunc.schedule.builders import BUILDERS
+from ppfunc.schedule.check import check
+from ppfunc.schedule.compare_timelines import compare
+from ppfunc.schedule.costs import Costs
+from ppfunc.schedule.formats.csv import to_csv
+from ppfunc.schedule.formats.grid import to_grid
+from ppfunc.schedule.formats.json import to_json
+from ppfunc.schedule.formats.steps import to_steps
+from ppfunc.schedule.formats.svg import to_svg
+from ppfunc.schedule.formats.torch_csv import to_torch_csv
+from ppfunc.schedule.formats.trace import to_trace
+from ppfunc.schedule.passes.place_communication import place_communication
+from ppfunc.schedule.passes.remove import compute_only, remove_slots
+from ppfunc.schedule.schedule import Schedule
+from ppfunc.schedule.simulate import Timeline, simulate
+
 from .costs import add_cost_options, fitted, read_costs
 from .number import count
 from .output import form_of, write
@@ -49,28 +50,40 @@ _SUFFIXES = {
 }
 _WIDE = 160  # columns of a measured grid where there is no terminal
 _FIGURES = ("makespan", "span", "bubble", "span_bubble", "idle", "peak_activations")
-_SOURCE = "a name of `ppfunc list`, a file (CSV, also of torch.distributed.pipelining, JSON or trace), or - for standard input"
+_SOURCE = (
+    "a name of `ppfunc list`, a file (CSV, also of torch.distributed.pipelining, JSON or trace), or - for"
+    " standard input"
+)
 
 
 def add_schedules(commands: Any) -> None:
     """Add ``list``, ``show``, ``check`` and ``simulate`` to the subparsers of a command line.
 
-    Each sets ``func``, a function from the parsed arguments to the exit code, which raises ValueError where
-    the question cannot be answered.
+    Each sets ``func``, a function from the parsed arguments to the exit code. It raises ValueError for
+    options that do not fit.
     """
-    listing = commands.add_parser("list", help="the schedules that can be built, with their options", example="  ppfunc list")
+    listing = commands.add_parser(
+        "list", help="the schedules that can be built, with their options", example="  ppfunc list"
+    )
     listing.set_defaults(func=_list)
     _add_show(commands)
     checking = commands.add_parser(
         "check",
         help="prove a schedule, or say what is wrong with it",
         description="Exits with 0 where the schedule is right, with 1 where it is wrong.",
-        example="  ppfunc show zb_h1 --ranks 4 --microbatches 8 --lowered --format csv | ppfunc check - --max-activations 4\n"
-        "  ppfunc check 1f1b --ranks 4 --microbatches 8",
+        example=(
+            "  ppfunc show zb_h1 --ranks 4 --microbatches 8 --lowered --format csv | ppfunc check -"
+            " --max-activations 4\n  ppfunc check 1f1b --ranks 4 --microbatches 8"
+        ),
     )
     checking.add_argument("name", metavar="NAME|FILE", help=_SOURCE)
     add_builder_options(checking)
-    checking.add_argument("--max-activations", type=count, metavar="N", help="refuse a rank that holds more activations at one time")
+    checking.add_argument(
+        "--max-activations",
+        type=count,
+        metavar="N",
+        help="refuse a rank that holds more activations at one time",
+    )
     checking.set_defaults(func=_check)
     timing = commands.add_parser(
         "simulate",
@@ -90,18 +103,30 @@ def _add_show(commands: Any) -> None:
         "show",
         help=f"print, draw or convert a schedule: --format {', '.join(_SUFFIXES)}, or the suffix of --out",
         description="Grid, SVG and trace are drawn with the costs, or with the times of a trace.",
-        example="  ppfunc show 1f1b --ranks 4 --microbatches 8\n"
-        "  ppfunc show zbv --ranks 4 --microbatches 8 --forward 1 --backward 2 --format svg --out zbv.svg\n"
-        "  ppfunc show zbv --ranks 4 --microbatches 8 --for torch --out zbv.csv\n"
-        "  ppfunc show zbv.csv --format trace --out trace.json\n"
-        "  ppfunc show trace.json",
+        example=(
+            "  ppfunc show 1f1b --ranks 4 --microbatches 8\n  ppfunc show zbv --ranks 4 --microbatches 8"
+            " --forward 1 --backward 2 --format svg --out zbv.svg\n  ppfunc show zbv --ranks 4 --microbatches"
+            " 8 --for torch --out zbv.csv\n  ppfunc show zbv.csv --format trace --out trace.json\n  ppfunc"
+            " show trace.json"
+        ),
     )
     show.add_argument("name", metavar="NAME|FILE", help=_SOURCE)
     add_builder_options(show)
     add_cost_options(show, "all stages")
-    show.add_argument("--format", choices=tuple(_SUFFIXES), help="default: as the suffix of --out says, else grid; csv for torch")
-    show.add_argument("--for", dest="target", choices=("torch",), help="a csv that torch.distributed.pipelining's runtime runs")
-    show.add_argument("--lowered", action="store_true", help="with communication; csv without it holds compute only")
+    show.add_argument(
+        "--format",
+        choices=tuple(_SUFFIXES),
+        help="default: as the suffix of --out says, else grid; csv for torch",
+    )
+    show.add_argument(
+        "--for",
+        dest="target",
+        choices=("torch",),
+        help="a csv that torch.distributed.pipelining's runtime runs",
+    )
+    show.add_argument(
+        "--lowered", action="store_true", help="with communication; csv without it holds compute only"
+    )
     show.add_argument(
         "--width",
         type=count,
@@ -126,7 +151,11 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _usage(parameter: inspect.Parameter) -> str:
-    text = "--costs FILE, --forward X, ..." if parameter.name == "costs" else f"--{parameter.name} {OPTIONS[parameter.name][0]}"
+    text = (
+        "--costs FILE, --forward X, ..."
+        if parameter.name == "costs"
+        else f"--{parameter.name} {OPTIONS[parameter.name][0]}"
+    )
     if parameter.default is parameter.empty:
         return text
     return f"[{text}]" if parameter.default is None else f"[{text}, else {parameter.default}]"
@@ -154,7 +183,10 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.width is not None and form not in ("grid", "svg"):
         raise ValueError(f"--width is for a grid or an svg: leave it out of --format {form}")
     if costs is not None and form not in _PICTURES and not takes_costs(arguments.name):
-        raise ValueError(f"costs change nothing in --format {form} of {arguments.name}: leave them out, or take grid, svg or trace")
+        raise ValueError(
+            f"costs change nothing in --format {form} of {arguments.name}: leave them out, or take grid, svg"
+            " or trace"
+        )
     found = find_schedule(arguments.name, arguments, costs)
     schedule, timeline = (found.schedule, found) if isinstance(found, Timeline) else (found, None)
     if is_file(arguments.name) and (form != "grid" or timeline or costs):
@@ -164,13 +196,19 @@ def _show(arguments: argparse.Namespace) -> int:
     if arguments.lowered and form == "grid" and timeline is not None:
         raise ValueError("a grid on a scale of time has no messages: leave --lowered out, or the costs")
     measured = found if isinstance(found, Timeline) and timeline is found else None
-    width = shutil.get_terminal_size((_WIDE, 0)).columns if measured and form == "grid" and not arguments.width else arguments.width
+    width = (
+        shutil.get_terminal_size((_WIDE, 0)).columns
+        if measured and form == "grid" and not arguments.width
+        else arguments.width
+    )
     if arguments.target is not None:
         text = to_torch_csv(schedule)
     elif form in _PICTURES:
         text = _PICTURES[form](_lowered(schedule) if arguments.lowered else schedule, timeline, width)
     else:
-        text = _TEXTS[form](_lowered(schedule) if arguments.lowered else compute_only(schedule) if form == "csv" else schedule)
+        text = _TEXTS[form](
+            _lowered(schedule) if arguments.lowered else compute_only(schedule) if form == "csv" else schedule
+        )
     if form == "grid" and measured:
         text += compare(measured, simulate(schedule, measured.costs())).summary + "\n"
     write(text, arguments.out)
@@ -178,12 +216,14 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _lowered(schedule: Schedule) -> Schedule:
-    return schedule if schedule.lowered else place_communication(schedule)
+    return schedule if schedule.has_messages else place_communication(schedule)
 
 
 def _check(arguments: argparse.Namespace) -> int:
     found = find_schedule(arguments.name, arguments, None)
-    certificate = check(found.schedule if isinstance(found, Timeline) else found, max_activations=arguments.max_activations)
+    certificate = check(
+        found.schedule if isinstance(found, Timeline) else found, max_activations=arguments.max_activations
+    )
     write(explain(str(certificate)) + "\n")
     return 0
 
@@ -200,6 +240,16 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(figures, default=float))
         return 0
-    rows = {name.replace("_", " "): value if isinstance(value, tuple) else (value,) for name, value in figures.items()}
-    print(explain("\n".join(f"{name:<17} {' '.join(f'{float(number):g}' for number in numbers)}" for name, numbers in rows.items())))
+    rows = {
+        name.replace("_", " "): value if isinstance(value, tuple) else (value,)
+        for name, value in figures.items()
+    }
+    print(
+        explain(
+            "\n".join(
+                f"{name:<17} {' '.join(f'{float(number):g}' for number in numbers)}"
+                for name, numbers in rows.items()
+            )
+        )
+    )
     return 0

@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .._text import suggestion
-from ..schedule.config import find_builder
-from ..schedule.costs import Costs
-from ..schedule.formats.files import parse, read_text, text_of
-from ..schedule.formats.text import FormatError
-from ..schedule.schedule import Schedule
-from ..schedule.simulate import Timeline
+from ppfunc._text import suggestion
+from ppfunc.schedule.config import find_builder
+from ppfunc.schedule.costs import Costs
+from ppfunc.schedule.formats.files import parse, read_text, text_of
+from ppfunc.schedule.formats.text import FormatError
+from ppfunc.schedule.schedule import Schedule
+from ppfunc.schedule.simulate import Timeline
+
 from .number import count, number
 
 OPTIONS = {
@@ -33,16 +34,18 @@ def add_builder_options(parser: argparse.ArgumentParser) -> None:
         if name == "order":
             parser.add_argument("--order", choices=("source", "head"), help=meaning)
         else:
-            parser.add_argument(f"--{name}", type=number if name == "cap" else count, metavar=metavar, help=meaning)
+            parser.add_argument(
+                f"--{name}", type=number if name == "cap" else count, metavar=metavar, help=meaning
+            )
 
 
 def find_schedule(name: str, arguments: argparse.Namespace, costs: Costs | None) -> Schedule | Timeline:
-    """Build the schedule called ``name``, or read it from the file of this name, where ``-`` is standard input.
+    """Build the schedule called ``name``, or read it from that file; ``-`` is standard input.
 
-    A file is not yet proved. Costs count for the schedules that are made for costs.
+    A file is not checked here. Costs are passed to builders that take them.
 
     Raises:
-        ValueError: an unknown name, options that do not fit, or a file that is none.
+        ValueError: an unknown name, options that do not fit, or no such file.
         OSError: a file that cannot be read.
         ScheduleError: a file that is no schedule.
     """
@@ -52,7 +55,7 @@ def find_schedule(name: str, arguments: argparse.Namespace, costs: Costs | None)
 
 
 def is_file(name: str) -> bool:
-    """Whether a word of the command line is the path of a file and not the name of a schedule."""
+    """Tell if a word of the command line is the path of a file and not the name of a schedule."""
     if name == "-" or os.sep in name:
         return True
     try:
@@ -63,15 +66,17 @@ def is_file(name: str) -> bool:
 
 
 def text_of_path(path: str | Path) -> str:
-    """Read a text file, or standard input where it is called ``-``, up to a limit of size."""
+    """Read a text file, or standard input if the path is ``-``, up to a size limit."""
     return text_of(sys.stdin.buffer, "standard input") if str(path) == "-" else read_text(path)
 
 
 def read_file(path: str) -> Schedule | Timeline:
-    """Read a schedule, or a trace with its times, and say whose errors they are."""
+    """Read a schedule, or a trace with its times; errors name the file."""
     if path != "-" and not Path(path).exists():
         folder = Path(path).parent
-        raise ValueError(f"no such file: {path}{suggestion(path, map(str, folder.iterdir())) if folder.is_dir() else ''}")
+        raise ValueError(
+            f"no such file: {path}{suggestion(path, map(str, folder.iterdir())) if folder.is_dir() else ''}"
+        )
     try:
         return parse(text_of_path(path), "stdin" if path == "-" else Path(path).stem)
     except FormatError as error:
@@ -88,11 +93,13 @@ def require_size(ranks: int, microbatches: int, chunks: int) -> None:
     forwards = ranks * microbatches * chunks
     if min(ranks, microbatches, chunks) > 0 and forwards > _FORWARDS:
         numbers = f"{ranks} x {microbatches} x {chunks}"
-        raise ValueError(f"ranks x microbatches x stages per rank = {numbers}: expected at most {_FORWARDS} forwards")
+        raise ValueError(
+            f"ranks x microbatches x stages per rank = {numbers}: expected at most {_FORWARDS} forwards"
+        )
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of builders that the command line gives."""
+    """Return the builder options on the command line, by name."""
     return {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
 
 
@@ -109,23 +116,27 @@ def _built(name: str, arguments: argparse.Namespace, costs: Costs | None) -> Sch
     for option in given:
         if option not in taken:
             valid = ", ".join(f"--{p}" for p in taken)
-            raise ValueError(f"{name} takes no --{option}: its options are {valid}{suggestion(option, taken)}")
+            raise ValueError(
+                f"{name} takes no --{option}: its options are {valid}{suggestion(option, taken)}"
+            )
     chunks = given.get("chunks", 2) if "chunks" in taken else 1
     require_size(given["ranks"], given["microbatches"], chunks)
     return build(**given, **({"costs": costs} if "costs" in taken and costs is not None else {}))
 
 
 def _read(name: str, arguments: argparse.Namespace) -> Schedule | Timeline:
-    found = read_file(name)
-    schedule = found.schedule if isinstance(found, Timeline) else found
+    content = read_file(name)
+    schedule = content.schedule if isinstance(content, Timeline) else content
     for option, wanted in given_options(arguments).items():
         if option not in ("ranks", "microbatches"):
             raise ValueError(f"--{option} is for building a schedule, and {name} is a file: leave it out")
         if wanted != getattr(schedule, option):
-            raise ValueError(f"--{option} {wanted}, but {name} has {getattr(schedule, option)}: leave the option out")
-    return found
+            raise ValueError(
+                f"--{option} {wanted}, but {name} has {getattr(schedule, option)}: leave the option out"
+            )
+    return content
 
 
 def takes_costs(name: str) -> bool:
-    """Whether a schedule is made for costs."""
+    """Tell if the builder called ``name`` takes costs."""
     return not is_file(name) and "costs" in inspect.signature(find_builder(name)).parameters

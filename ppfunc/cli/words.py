@@ -9,12 +9,21 @@ WORDS = {
     "chunk": "one of the stages of a rank that holds several",
     "microbatch": "a part of the batch, which goes through the stages by itself",
     "chain": "a path of stages that some microbatches take; with several, ranks hold replicas of stages",
-    "instruction": "a thing that a rank does: F forward, B backward, I and W its two parts, the input and the weight gradient, "
-    "(F;B)OVERLAP_F_B a pair as one; SEND and RECV messages, LOAD data, OFFLOAD and FETCH activations, UNSHARD and RESHARD parameters, "
-    "REDUCE_GRAD and REDUCE_TIED sums of gradients over replicas and over tied parameters, STEP the optimizer",
-    "input gradient": "the part I of a backward B, which the stage before waits for; the weight gradient W is the other part",
+    "instruction": (
+        "a thing that a rank does: F forward, B backward, I and W its two parts, the input and the weight"
+        " gradient, (F;B)OVERLAP_F_B a pair as one; SEND and RECV messages, LOAD data, OFFLOAD and FETCH"
+        " activations, UNSHARD and RESHARD parameters, REDUCE_GRAD and REDUCE_TIED sums of gradients over"
+        " replicas and over tied parameters, STEP the optimizer"
+    ),
+    "input gradient": (
+        "the part I of a backward B, which the stage before waits for; the weight gradient W is the other"
+        " part"
+    ),
     "1F1B": "one forward and one backward in turn",
-    "source, head": "the two orders of messages in DeepSpeed: with source a rank receives an activation before it sends a gradient",
+    "source, head": (
+        "the two orders of messages in DeepSpeed: with source a rank receives an activation before it sends a"
+        " gradient"
+    ),
     "warm-up": "the forwards of a rank before its first backward",
     "activation": "what the forward of a microbatch keeps for its backward",
     "peak activations": "the most that a rank holds at one time, per rank",
@@ -25,14 +34,22 @@ WORDS = {
     "bubble": "the share of the makespan in which ranks wait, on average",
     "span bubble": "the same share of the span",
     "idle": "the time of the makespan in which a rank does not compute, per rank",
-    "digest": "SHA-256 of what the ranks do, in which order; two schedules that do the same have the same, whatever their names",
+    "digest": (
+        "SHA-256 of what the ranks do, in which order; two schedules that do the same have the same, whatever"
+        " their names"
+    ),
     "no deadlock": "how it has been proved to run to its end",
     "by data dependencies": "without messages: nothing is computed from what comes later",
     "rendezvous": "even where a send waits until it is received",
-    "one queue per pair of ranks": "even where messages between two ranks move in the order in which they are posted",
+    "one queue per pair of ranks": (
+        "even where messages between two ranks move in the order in which they are posted"
+    ),
     "slot": "a buffer of a stage for a value, named by instructions as @0, @1, ...",
     "step": "instructions of a rank whose messages are posted together",
-    "step-atomic": "whether a barrier may stand between any two steps: none needs anything from a later step of another rank",
+    "step-atomic": (
+        "whether a barrier may stand between any two steps: none needs anything from a later step of another"
+        " rank"
+    ),
     "refused": "numbers for which the schedule is not defined",
 }
 
@@ -48,5 +65,8 @@ def explain(text: str) -> str:
     """
     words = [word for word in WORDS if re.search(rf"(?<![a-z_-]){word.split(',')[0]}", text)]
     width = max(map(len, words)) + 2
-    lines = (fill(WORDS[word], 110, initial_indent=word.ljust(width), subsequent_indent=" " * width) for word in words)
+    lines = (
+        fill(WORDS[word], 110, initial_indent=word.ljust(width), subsequent_indent=" " * width)
+        for word in words
+    )
     return "\n".join([text.rstrip("\n"), "", "words", *lines])

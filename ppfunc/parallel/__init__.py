@@ -2,10 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from .._lazy import attach
+from ppfunc._lazy import attach
 
 if TYPE_CHECKING:
-    from .balance import chunks_balanced as chunks_balanced, chunks_uniform as chunks_uniform, partition_balanced as partition_balanced
+    from .balance import (
+        chunks_balanced as chunks_balanced,
+        chunks_uniform as chunks_uniform,
+        partition_balanced as partition_balanced,
+    )
     from .groups import (
         Membership as Membership,
         NamedGroup as NamedGroup,
@@ -23,7 +27,11 @@ if TYPE_CHECKING:
     )
     from .letters import Layout as Layout, parse_layout as parse_layout
     from .min_range import partition_min_range as partition_min_range
-    from .partition import Partition as Partition, partition_explicit as partition_explicit, partition_uniform as partition_uniform
+    from .partition import (
+        Partition as Partition,
+        partition_explicit as partition_explicit,
+        partition_uniform as partition_uniform,
+    )
     from .placement import (
         Placement as Placement,
         bidirectional as bidirectional,

@@ -1,6 +1,7 @@
-"""Minimise the load of the heaviest stage, which sets the throughput of a pipeline; cut chunks that are dealt round the ranks.
+"""Partition layers with the least maximum load, into stages or into chunks dealt round the ranks.
 
-The partitions into chunks have ``ranks * chunks`` stages, placed by `loop`; `Partition.dealt` lists the intervals of each rank.
+The partitions into chunks have ``ranks * chunks`` stages, placed by `loop`; `Partition.dealt` lists the
+intervals of each rank.
 """
 
 import heapq
@@ -58,18 +59,21 @@ def chunks_uniform(layers: int, ranks: int, chunks: int = 1, *, allow_empty: boo
     require_counts(0, layers=layers)
     if layers % chunks:
         raise ValueError(
-            f"{layers} layers do not divide into {chunks} equal chunks: use a number of chunks that divides {layers}, or chunks_balanced"
+            f"{layers} layers do not divide into {chunks} equal chunks: use a number of chunks that divides"
+            f" {layers}, or chunks_balanced"
         )
     one = partition_uniform(layers // chunks, ranks, remainder="last", allow_empty=True)
     return Partition.from_sizes(one.sizes * chunks, allow_empty)
 
 
-def chunks_balanced(weights: Sequence[float], ranks: int, chunks: int = 1, *, allow_empty: bool = False) -> Partition:
+def chunks_balanced(
+    weights: Sequence[float], ranks: int, chunks: int = 1, *, allow_empty: bool = False
+) -> Partition:
     """Cut layers into chunks of least maximum weight, a weight of zero counted as one.
 
-    Stages are filled in order up to that maximum. Where this takes fewer stages than there are,
-    the heaviest is split at its most even point until there are enough. No more layers than
-    stages are dealt by `chunks_uniform`.
+    Stages are filled in order up to that maximum. If this makes too few stages, the heaviest is split at
+    its most even point until there are enough. At most as many layers as stages are dealt by
+    `chunks_uniform`.
 
     Args:
         weights: one per layer, not negative.
@@ -148,7 +152,10 @@ def _pack(prefix: Sequence[int], stages: int, limit: int) -> tuple[bool, int]:
 
 
 def _even_cuts(prefix: Sequence[int], stages: int, limit: int) -> list[int]:
-    """Choose boundaries with no load above ``limit`` and no empty stage, each load near the average of the layers left."""
+    """Choose boundaries with loads up to ``limit``, each near the average of the layers left.
+
+    No stage is empty.
+    """
     last = len(prefix) - 1
     earliest = [last]
     for _ in range(stages):
@@ -164,7 +171,7 @@ def _even_cuts(prefix: Sequence[int], stages: int, limit: int) -> list[int]:
 
 
 def _nearest(prefix: Sequence[int], start: int, left: int, first: int, final: int) -> int:
-    """Find the cut in ``first..final`` that gives the stage from ``start`` most nearly its share, one of ``left``."""
+    """Find the cut in ``first..final`` whose stage from ``start`` is nearest to one share of ``left``."""
     rest = prefix[-1] - prefix[start]
     below = bisect_right(prefix, prefix[start] + rest // left) - 1
     above = bisect_right(prefix, prefix[min(below + 1, len(prefix) - 1)]) - 1

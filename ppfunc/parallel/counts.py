@@ -13,4 +13,6 @@ def require_counts(least: int = 1, /, **counts: object) -> None:
     """
     for name, got in counts.items():
         if isinstance(got, bool) or not isinstance(got, int) or got < least:
-            raise ValueError(f"{name} = {got!r}, expected an integer of at least {least}: pass {name}={least} or more")
+            raise ValueError(
+                f"{name} = {got!r}, expected an integer of at least {least}: pass {name}={least} or more"
+            )

@@ -14,14 +14,14 @@ Group = tuple[int, ...]
 
 
 class NamedGroup(NamedTuple):
-    """A group of ranks, and its kind: ``"replica"``, ``"data"``, ``"neighbours"``, ``"pipe"`` or ``"slice"``."""
+    """Name the kind of a group: ``"replica"``, ``"data"``, ``"neighbours"``, ``"pipe"`` or ``"slice"``."""
 
     kind: str
     ranks: Group
 
 
 class ParallelSizes(NamedTuple):
-    """The number of ranks that work together in each kind of parallelism, one where a kind is not used."""
+    """Count the ranks of each kind of parallelism; a kind that is not used has one."""
 
     pipe: int
     data: int
@@ -29,12 +29,12 @@ class ParallelSizes(NamedTuple):
 
     @property
     def slices(self) -> int:
-        """The number of tensor slices, which is the size of the ``model`` axis."""
+        """Count the tensor slices: the size of the ``model`` axis."""
         return self.model
 
 
 class Membership(NamedTuple):
-    """The position of one rank in every kind of group.
+    """Locate one rank in every kind of group.
 
     Args:
         rank: the rank itself, in the world.
@@ -60,17 +60,17 @@ class Membership(NamedTuple):
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether the stage is the first of the pipeline."""
+        """Tell if the stage is the first of the pipeline."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the stage is the last of the pipeline."""
+        """Tell if the stage is the last of the pipeline."""
         return self.stage == self.sizes.pipe - 1
 
     @property
     def rank_in_replica(self) -> int:
-        """Its position among all ranks of its replica."""
+        """Return the position of the rank in its replica group."""
         return self.replica_group.index(self.rank)
 
 
@@ -83,11 +83,21 @@ def membership(topology: Topology, rank: int) -> Membership:
     whole = _complete(topology)
     pipe, data, model = (whole.coordinate(rank)[whole.axes.index(axis)] for axis in ParallelSizes._fields)
     pipeline, parallel, sliced = (whole.group_of(rank, axis) for axis in ParallelSizes._fields)
-    return Membership(rank, parallel_sizes(topology), pipe, data, model, pipeline, parallel, sliced, whole.ranks_at("data", data))
+    return Membership(
+        rank,
+        parallel_sizes(topology),
+        pipe,
+        data,
+        model,
+        pipeline,
+        parallel,
+        sliced,
+        whole.ranks_at("data", data),
+    )
 
 
 def parallel_sizes(topology: Topology) -> ParallelSizes:
-    """Read the sizes of the axes pipe, data and model, one for each that is missing.
+    """Read the sizes of the axes pipe, data and model; a missing axis has size one.
 
     >>> parallel_sizes(Topology.of(pipe=4, data=2))
     ParallelSizes(pipe=4, data=2, model=1)
@@ -128,7 +138,11 @@ def neighbour_pairs(topology: Topology) -> Iterator[tuple[int, int]]:
     >>> list(neighbour_pairs(Topology.of(pipe=2, data=2)))
     [(0, 2), (1, 3), (2, 0), (3, 1)]
     """
-    pairs = (pair for group in pipeline_groups(topology) for pair in zip(group, (*group[1:], group[0]), strict=True))
+    pairs = (
+        pair
+        for group in pipeline_groups(topology)
+        for pair in zip(group, (*group[1:], group[0]), strict=True)
+    )
     return iter(sorted(pairs))
 
 

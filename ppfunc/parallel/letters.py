@@ -12,7 +12,7 @@ _DEPTH = 50  # parentheses inside each other
 
 @dataclass(frozen=True)
 class Layout:
-    """The layers of each stage of a pipeline, one letter a layer.
+    """Describe the layers of each stage of a pipeline, one letter a layer.
 
     Args:
         stages: the letters of each stage: ``E`` embedding, ``t`` decoder, ``m`` multi-token
@@ -32,17 +32,17 @@ class Layout:
 
     @property
     def partition(self) -> Partition:
-        """The partition of all layers, with embedding, loss and prediction counted as layers."""
+        """Partition all layers; embedding, loss and prediction count as layers."""
         return Partition.from_sizes(map(len, self.stages), allow_empty=True)
 
     @property
     def decoders(self) -> tuple[int, ...]:
-        """The number of decoder layers of each stage."""
+        """Count the decoder layers of each stage."""
         return tuple(stage.count("t") for stage in self.stages)
 
     @property
     def decoder_partition(self) -> Partition:
-        """The partition of the decoder layers alone; stages that hold other layers only are empty."""
+        """Partition the decoder layers alone. Stages without decoders are empty."""
         return Partition.from_sizes(self.decoders, allow_empty=True)
 
     def placement(self, ranks: int) -> Placement:
@@ -50,7 +50,9 @@ class Layout:
         return place("loop", ranks, len(self.stages))
 
 
-def parse_layout(text: str, *, decoders: int | None = None, ranks: int | None = None, allow_empty: bool = False) -> Layout:
+def parse_layout(
+    text: str, *, decoders: int | None = None, ranks: int | None = None, allow_empty: bool = False
+) -> Layout:
     """Read the layout that a text describes.
 
     Letters are layers, ``|`` ends a stage, ``*n`` repeats the letter or the group in parentheses
@@ -63,9 +65,9 @@ def parse_layout(text: str, *, decoders: int | None = None, ranks: int | None = 
         allow_empty: whether a stage may have no layer.
 
     Raises:
-        ValueError: where the text cannot be read, where it does not begin with its only embedding
-            and end with its only loss, where a decoder stands after ``m``, where a stage is empty
-            without being asked for, or where the counts differ.
+        ValueError: the text cannot be read, does not begin with its only embedding or end with its only
+            loss, has a decoder after ``m``, has an empty stage without ``allow_empty``, or has other
+            counts than asked for.
 
     References:
         Megatron-LM, ``--pipeline-model-parallel-layout``.
@@ -81,14 +83,20 @@ def parse_layout(text: str, *, decoders: int | None = None, ranks: int | None = 
         )
     _require_order(text, unfolded.replace("|", ""))
     if decoders is not None and sum(layout.decoders) != decoders:
-        raise ValueError(f"{text!r} has {sum(layout.decoders)} decoder layers 't', but the model has {decoders}")
+        raise ValueError(
+            f"{text!r} has {sum(layout.decoders)} decoder layers 't', but the model has {decoders}"
+        )
     if ranks is not None:
         layout.placement(ranks)
     return layout
 
 
 def _sequence(text: str, position: int, depth: int = 0) -> tuple[str, int]:
-    """Unfold the text from ``position`` up to an unmatched ``)`` or its end; return the letters and that position."""
+    """Unfold the text from ``position`` up to an unmatched ``)`` or its end.
+
+    Returns:
+        The letters, and the position where they end.
+    """
     if depth > _DEPTH:
         raise _unreadable(text, position, f"more than {_DEPTH} parentheses inside each other")
     parts: list[str] = []
@@ -117,7 +125,11 @@ def _sequence(text: str, position: int, depth: int = 0) -> tuple[str, int]:
 
 
 def _repeats(text: str, position: int) -> tuple[int, int]:
-    """Read the number after a ``*`` at ``position``, else 1; return it and the position after it. Commas are skipped."""
+    """Read the repetitions ``*n`` at ``position``, 1 without a star, and skip commas.
+
+    Returns:
+        The number, and the position after it.
+    """
     star = position
     while star < len(text) and text[star] == ",":
         star += 1
@@ -146,4 +158,6 @@ def _require_order(text: str, letters: str) -> None:
 
 
 def _unreadable(text: str, position: int, why: str) -> ValueError:
-    return ValueError(f"cannot read the layout {text!r} at character {position}, {text[position : position + 10]!r}: {why}")
+    return ValueError(
+        f"cannot read the layout {text!r} at character {position}, {text[position : position + 10]!r}: {why}"
+    )

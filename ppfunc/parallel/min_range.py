@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from .balance import exact_weights, least_maximum, partition_balanced
-from .counts import require_counts
-from .partition import Partition, partition_uniform
+from .partition import Partition
 
 
 def partition_min_range(weights: Sequence[float], stages: int, *, allow_empty: bool = False) -> Partition:
@@ -30,12 +29,11 @@ def partition_min_range(weights: Sequence[float], stages: int, *, allow_empty: b
     >>> partition_min_range([1, 1, 1, 1, 1], 4).boundaries
     (0, 2, 3, 4, 5)
     """
-    require_counts(stages=stages)
+    balanced = partition_balanced(weights, stages, allow_empty=allow_empty)
     if len(weights) <= stages:
-        exact_weights(weights)
-        return partition_uniform(len(weights), stages, allow_empty=allow_empty)
+        return balanced
     prefix = list(accumulate(exact_weights(weights), initial=0))
-    width, (low, high) = _least_range(prefix, stages, partition_balanced(weights, stages))
+    width, (low, high) = _least_range(prefix, stages, balanced)
     return Partition(tuple(_best_of_prefixes(prefix, stages, width) or _within(prefix, stages, low, high)))
 
 
@@ -86,7 +84,8 @@ def _counts(prefix: Sequence[int], stages: int, low: int, high: int) -> list[ran
     of the other, one can go over from the first to the second: the joined stage is between them.)
 
     Returns:
-        One range per prefix, empty where it cannot be cut; None where all layers cannot be cut into ``stages``.
+        One range per prefix, empty where it cannot be cut; None where all layers cannot be cut into
+        ``stages``.
     """
     counts = [range(1)]
     starts: deque[int] = deque()  # where the last stage can start: ends of prefixes that can be cut
@@ -109,12 +108,20 @@ def _within(prefix: Sequence[int], stages: int, low: int, high: int) -> list[int
     boundaries = [len(prefix) - 1]
     for left in reversed(range(stages)):
         end = boundaries[-1]
-        boundaries.append(next(cut for cut in reversed(range(end)) if left in counts[cut] and low <= prefix[end] - prefix[cut] <= high))
+        boundaries.append(
+            next(
+                cut
+                for cut in reversed(range(end))
+                if left in counts[cut] and low <= prefix[end] - prefix[cut] <= high
+            )
+        )
     return boundaries[::-1]
 
 
 def _best_of_prefixes(prefix: Sequence[int], stages: int, width: int) -> list[int] | None:
-    """Find boundaries made of the best partition of every prefix, ties to the later cut; None above ``width``.
+    """Build boundaries from the best partition of every prefix, ties to the later cut.
+
+    Return None if their range is above ``width``.
 
     The heaviest load is at least the least maximum, so the others are within ``width`` of that, and
     none is further above the average.
@@ -125,7 +132,7 @@ def _best_of_prefixes(prefix: Sequence[int], stages: int, width: int) -> list[in
     reached = {0: (0, 0, total)}  # end of a prefix: width, heaviest and lightest load of its partition
     cuts: list[dict[int, int]] = []
     for left in reversed(range(stages)):
-        found: dict[int, tuple[int, int, int]] = {}
+        states: dict[int, tuple[int, int, int]] = {}
         cut_at: dict[int, int] = {}
         for cut, (_, heaviest, lightest) in sorted(reached.items()):
             first = max(cut + 1, bisect_left(prefix, max(prefix[cut] + low, total - left * high), cut))
@@ -133,9 +140,9 @@ def _best_of_prefixes(prefix: Sequence[int], stages: int, width: int) -> list[in
             for end in range(first, final):
                 load = prefix[end] - prefix[cut]
                 up, down = max(heaviest, load), min(lightest, load)
-                if up - down <= min(width, found[end][0] if end in found else width):
-                    found[end], cut_at[end] = (up - down, up, down), cut
-        reached = found
+                if up - down <= min(width, states[end][0] if end in states else width):
+                    states[end], cut_at[end] = (up - down, up, down), cut
+        reached = states
         cuts.append(cut_at)
     if len(prefix) - 1 not in reached:
         return None

@@ -18,17 +18,17 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Partition:
-    """Layers ``0..n-1`` in order, cut into stages: stage ``s`` has ``boundaries[s]`` up to ``boundaries[s + 1]``.
+    """Assign consecutive layers to stages: stage ``s`` has ``range(boundaries[s], boundaries[s + 1])``.
 
-    Because only the boundaries are stored, every layer is in exactly one stage.
+    Every layer is in exactly one stage, since only the boundaries are stored.
 
     Args:
         boundaries: from 0 to the number of layers, ascending; one more than there are stages.
         allow_empty: whether stages without layers are wanted.
 
     Raises:
-        ValueError: where the boundaries do not start at 0 or do not ascend, or where a stage
-            is empty without being asked for.
+        ValueError: the boundaries do not start at 0, do not ascend, or leave a stage empty without
+            ``allow_empty``.
 
     >>> partition = Partition((0, 2, 5))
     >>> partition.sizes, list(partition.layers_of(1)), partition.stage_of(1)
@@ -46,13 +46,15 @@ class Partition:
         if any(isinstance(b, bool) or not isinstance(b, int) for b in boundaries):
             raise ValueError(f"boundaries are whole numbers, got {_abridged(boundaries)}")
         if len(boundaries) < 2 or boundaries[0] != 0:
-            raise ValueError(f"boundaries run from 0 to the number of layers, as in (0, 3, 6); got {_abridged(boundaries)}")
+            raise ValueError(
+                f"boundaries run from 0 to the number of layers, as in (0, 3, 6); got {_abridged(boundaries)}"
+            )
         if min(self.sizes) < 0:
             raise ValueError(f"boundaries have to ascend, got {_abridged(boundaries)}")
         if not allow_empty and 0 in self.sizes:
             raise ValueError(
-                f"stage {self.sizes.index(0)} would be empty: {self.layers} layers in {self.stages} stages of sizes "
-                f"{_abridged(self.sizes)}; use fewer stages, or set allow_empty"
+                f"stage {self.sizes.index(0)} would be empty: {self.layers} layers in {self.stages} stages of"
+                f" sizes {_abridged(self.sizes)}; use fewer stages, or set allow_empty"
             )
 
     @classmethod
@@ -62,22 +64,22 @@ class Partition:
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
+        """Count the stages."""
         return len(self.boundaries) - 1
 
     @property
     def layers(self) -> int:
-        """The number of layers."""
+        """Count the layers."""
         return self.boundaries[-1]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of layers of each stage."""
+        """Count the layers of each stage."""
         return tuple(end - start for start, end in self.intervals)
 
     @property
     def intervals(self) -> tuple[Interval, ...]:
-        """The interval of layers of each stage."""
+        """List the interval of layers of each stage."""
         return tuple(pairwise(self.boundaries))
 
     def layers_of(self, stage: int) -> range:
@@ -117,7 +119,10 @@ class Partition:
         """
         require_counts(ranks=ranks)
         if self.stages % ranks:
-            raise ValueError(f"{self.stages} stages cannot be dealt evenly to {ranks} ranks: use a divisor of {self.stages}")
+            raise ValueError(
+                f"{self.stages} stages cannot be dealt evenly to {ranks} ranks: use a divisor of"
+                f" {self.stages}"
+            )
         return tuple(self.intervals[rank::ranks] for rank in range(ranks))
 
     def _require_length(self, items: Sequence[object]) -> None:
@@ -125,7 +130,9 @@ class Partition:
             raise ValueError(f"expected one item for each of the {self.layers} layers, got {len(items)}")
 
 
-def partition_uniform(layers: int, stages: int, *, remainder: Literal["first", "last"] = "first", allow_empty: bool = False) -> Partition:
+def partition_uniform(
+    layers: int, stages: int, *, remainder: Literal["first", "last"] = "first", allow_empty: bool = False
+) -> Partition:
     """Cut layers into equal numbers; the remainder goes one each to the first stages, or to the last.
 
     Args:
@@ -166,8 +173,8 @@ def partition_explicit(boundaries: Iterable[int], layers: int, *, allow_empty: b
     partition = Partition(tuple(boundaries), allow_empty)
     if partition.layers != layers:
         raise ValueError(
-            f"the boundaries {_abridged(partition.boundaries)} end at {partition.layers}, but there are {layers} layers: "
-            f"the last boundary has to be {layers}"
+            f"the boundaries {_abridged(partition.boundaries)} end at {partition.layers}, but there are"
+            f" {layers} layers: the last boundary has to be {layers}"
         )
     return partition
 

@@ -30,13 +30,17 @@ def v_shape(ranks: int, chunks: int = 2) -> Placement:
     """
     require_counts(ranks=ranks, chunks=chunks)
     if chunks % 2:
-        raise ValueError(f"a V has an even number of chunks, got chunks={chunks}: use {chunks + 1}, or loop(ranks, chunks)")
+        raise ValueError(
+            f"a V has an even number of chunks, got chunks={chunks}: use {chunks + 1}, or loop(ranks, chunks)"
+        )
     down = tuple(range(ranks))
     return (down + down[::-1]) * (chunks // 2)
 
 
 def bidirectional(ranks: int) -> Placement:
-    """Place two replicas of every stage: stages ``0..ranks-1`` up the ranks, their replicas ``ranks..2*ranks-1`` down.
+    """Place two replicas of every stage: stages ``0..ranks-1`` up the ranks, their replicas down.
+
+    The replicas are stages ``ranks..2*ranks-1``.
 
     >>> bidirectional(4)
     (0, 1, 2, 3, 3, 2, 1, 0)
@@ -51,7 +55,7 @@ def explicit(ranks_of_stages: Iterable[int]) -> Placement:
     """Make the placement with these ranks: that of stage 0, of stage 1, and so on.
 
     Raises:
-        ValueError: where it is empty, or where a rank between 0 and the largest holds nothing.
+        ValueError: the placement is empty, or a rank between 0 and the largest holds no stage.
 
     >>> explicit([0, 1, 1, 0])
     (0, 1, 1, 0)
@@ -59,10 +63,15 @@ def explicit(ranks_of_stages: Iterable[int]) -> Placement:
     placement = tuple(ranks_of_stages)
     wrong = [r for r in placement if isinstance(r, bool) or not isinstance(r, int) or r < 0]
     if wrong or not placement:
-        raise ValueError(f"a placement is the rank, 0 or more, of each of one or more stages; got {placement}")
+        raise ValueError(
+            f"a placement is the rank, 0 or more, of each of one or more stages; got {placement}"
+        )
     idle = sorted(set(range(max(placement))) - set(placement))
     if idle:
-        raise ValueError(f"ranks {idle} hold no stage in {placement}: number the ranks 0..{len(set(placement)) - 1} without gaps")
+        raise ValueError(
+            f"ranks {idle} hold no stage in {placement}: number the ranks 0..{len(set(placement)) - 1}"
+            " without gaps"
+        )
     return placement
 
 
@@ -82,7 +91,9 @@ def place(style: str, ranks: int, stages: int) -> Placement:
         raise ValueError(f"unknown placement style {style!r}: expected one of {', '.join(map(repr, styles))}")
     require_counts(ranks=ranks, stages=stages)
     if stages % ranks:
-        raise ValueError(f"{stages} stages do not spread evenly over {ranks} ranks: use a multiple of {ranks}")
+        raise ValueError(
+            f"{stages} stages do not spread evenly over {ranks} ranks: use a multiple of {ranks}"
+        )
     return styles[style](ranks, stages // ranks)
 
 

@@ -23,7 +23,9 @@ def split_points(
     >>> split_points(8, 1)
     ()
     """
-    return partition_layers(layers, stages, input_weight, output_weight, extra=extra, allow_empty=allow_empty).split_points()
+    return partition_layers(
+        layers, stages, input_weight, output_weight, extra=extra, allow_empty=allow_empty
+    ).split_points()
 
 
 def partition_layers(
@@ -35,7 +37,7 @@ def partition_layers(
     extra: Literal["middle", "first"] = "middle",
     allow_empty: bool = False,
 ) -> Partition:
-    """Cut equal layers into stages, the first of which also holds the input modules, and the last the output modules.
+    """Cut equal layers into stages; the first also holds the input modules, the last the output modules.
 
     The effective load of a stage is its layers plus those weights. With ``extra="middle"`` the
     loads differ by at most one, unless a weight alone is above that, and the first and last stage
@@ -54,7 +56,8 @@ def partition_layers(
             ``extra="first"`` also where a weight is more than the stage's even share.
 
     References:
-        torchtitan, ``generate_split_points``; its later ``generate_llm_fqn_per_model_part`` is ``extra="first"``.
+        torchtitan, ``generate_split_points``; its later ``generate_llm_fqn_per_model_part`` is
+        ``extra="first"``.
 
     >>> partition_layers(61, 8).sizes
     (7, 8, 8, 8, 8, 8, 8, 6)
@@ -73,7 +76,9 @@ def partition_layers(
     return Partition.from_sizes(sizes, allow_empty)
 
 
-def effective_loads(partition: Partition, input_weight: float = 1, output_weight: float = 1) -> tuple[float, ...]:
+def effective_loads(
+    partition: Partition, input_weight: float = 1, output_weight: float = 1
+) -> tuple[float, ...]:
     """Add the weights of the input and output modules to the layers of the first and the last stage.
 
     >>> effective_loads(Partition((0, 2, 5)))
@@ -100,8 +105,8 @@ def count_stages(
         layers: number of layers.
         ranks: number of ranks of the pipeline.
         several: whether the schedule gives a rank several stages, or exactly one.
-        layers_per_stage: gives the number of stages, ``layers / layers_per_stage`` rounded up; where it is None, a rank has one
-            stage, or two if ``several``.
+        layers_per_stage: gives the number of stages, ``layers / layers_per_stage`` rounded up; where it is
+            None, a rank has one stage, or two if ``several``.
         input_weight, output_weight: added to the layers before they are divided.
 
     Raises:
@@ -116,25 +121,31 @@ def count_stages(
     if layers_per_stage is None:
         stages = ranks * (2 if several else 1)
         if stages > layers:
-            raise ValueError(f"{layers} layers cannot fill {stages} stages ({stages // ranks} on each of {ranks} ranks): use fewer ranks")
+            raise ValueError(
+                f"{layers} layers cannot fill {stages} stages ({stages // ranks} on each of {ranks} ranks):"
+                " use fewer ranks"
+            )
         return stages
     require_counts(layers_per_stage=layers_per_stage)
     stages = -(-(layers + input_weight + output_weight) // layers_per_stage)
     if stages % ranks or not stages:
         raise ValueError(
-            f"{layers} layers at {layers_per_stage} per stage make {stages} stages, which do not divide among {ranks} "
-            "ranks: change layers_per_stage so that their number is a multiple of the ranks"
+            f"{layers} layers at {layers_per_stage} per stage make {stages} stages, which do not divide among"
+            f" {ranks} ranks: change layers_per_stage so that their number is a multiple of the ranks"
         )
     if several != (stages > ranks):
         wanted = "two or more stages" if several else "exactly one stage"
         raise ValueError(
-            f"the schedule has {wanted} per rank, but {layers} layers at {layers_per_stage} per stage make "
-            f"{stages // ranks} on each of {ranks} ranks: {'decrease' if several else 'increase'} layers_per_stage"
+            f"the schedule has {wanted} per rank, but {layers} layers at {layers_per_stage} per stage make"
+            f" {stages // ranks} on each of {ranks} ranks: {'decrease' if several else 'increase'}"
+            " layers_per_stage"
         )
     return stages
 
 
-def _lightest_get_more(layers: int, stages: int, input_weight: float, output_weight: float, floor: int) -> list[int]:
+def _lightest_get_more(
+    layers: int, stages: int, input_weight: float, output_weight: float, floor: int
+) -> list[int]:
     """Give one layer at a time to the lightest stage, the middle before the ends; return the sizes."""
     if layers < stages * floor:
         return [1] * layers + [0] * (stages - layers)
@@ -162,8 +173,8 @@ def _first_get_more(layers: int, stages: int, input_weight: float, output_weight
     for name, weight in (("input_weight", first), ("output_weight", last)):
         if weight > share:
             raise ValueError(
-                f"{name}={weight} is more than the {share} of {effective} effective layers that each of {stages} stages "
-                "has: use fewer stages or a smaller weight"
+                f"{name}={weight} is more than the {share} of {effective} effective layers that each of"
+                f" {stages} stages has: use fewer stages or a smaller weight"
             )
     sizes = [share + (stage < left_over) for stage in range(stages)]
     sizes[0] -= first

@@ -17,7 +17,7 @@ from .counts import require_counts
 class Topology:
     """Ranks ``0..world_size-1`` on a grid with named axes, row-major: the last axis varies fastest.
 
-    Nothing is stored per rank: every question is a few integer operations per axis.
+    Every question takes a few integer operations per axis; no table of ranks is stored.
 
     Args:
         axes: the names of the axes, each a Python identifier, slowest first.
@@ -41,7 +41,12 @@ class Topology:
         if len(self.axes) != len(self.sizes):
             raise ValueError(f"expected one size per axis, got axes {self.axes} and sizes {self.sizes}")
         for axis in self.axes:
-            if not isinstance(axis, str) or not axis.isidentifier() or keyword.iskeyword(axis) or axis.startswith("_"):
+            if (
+                not isinstance(axis, str)
+                or not axis.isidentifier()
+                or keyword.iskeyword(axis)
+                or axis.startswith("_")
+            ):
                 raise ValueError(f"{axis!r} cannot name an axis: use letters, digits and _, as in 'pipe'")
             if self.axes.count(axis) > 1:
                 raise ValueError(f"axis {axis!r} occurs twice in {self.axes}: name every axis once")
@@ -59,7 +64,9 @@ class Topology:
         for part in text.split(","):
             axis, equals, size = part.partition("=")
             if not equals or not size.strip().isascii() or not size.strip().isdigit():
-                raise ValueError(f"cannot read {part!r} in {text!r}: expected axis=size, as in pipe=2,data=2,model=2")
+                raise ValueError(
+                    f"cannot read {part!r} in {text!r}: expected axis=size, as in pipe=2,data=2,model=2"
+                )
             axes.append(axis.strip())
             sizes.append(int(size))
         return cls(tuple(axes), tuple(sizes))
@@ -69,12 +76,12 @@ class Topology:
 
     @cached_property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Count the ranks."""
         return math.prod(self.sizes)
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """The difference of two ranks that are neighbours along each axis."""
+        """Return, per axis, the difference of two neighbouring ranks."""
         return tuple(math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes)))
 
     def axis_size(self, axis: str) -> int:
@@ -107,7 +114,9 @@ class Topology:
             ValueError: for a rank outside the topology.
         """
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank!r} is not in the topology {self}: its ranks are 0..{self.world_size - 1}")
+            raise ValueError(
+                f"rank {rank!r} is not in the topology {self}: its ranks are 0..{self.world_size - 1}"
+            )
         pairs = zip(self.strides, self.sizes, strict=True)
         return _coordinates(self.axes)(rank // stride % size for stride, size in pairs)
 
@@ -121,7 +130,11 @@ class Topology:
         The other axes vary row-major, in their declared order. No groups for an axis that the
         topology does not have, as in `axis_size`.
         """
-        return (self.group_of(first, axis) for first in self._ranks(**{axis: 0})) if axis in self.axes else iter(())
+        return (
+            (self.group_of(first, axis) for first in self._ranks(**{axis: 0}))
+            if axis in self.axes
+            else iter(())
+        )
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
         """Find the group along ``axis`` that ``rank`` is in.
@@ -152,7 +165,13 @@ class Topology:
         """
         return self.ranks_where(**{axis: index})
 
-    def rank_repr(self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-") -> str:
+    def rank_repr(
+        self,
+        rank: int,
+        omit_axes: Iterable[str] = ("data", "pipe"),
+        inner_sep: str = "_",
+        outer_sep: str = "-",
+    ) -> str:
         """Write the coordinate of ``rank`` for file names, without the axes to omit.
 
         >>> Topology.of(a=2, b=2).rank_repr(3), Topology.of(a=2, b=2).rank_repr(3, omit_axes=["a"])
@@ -179,7 +198,10 @@ class Topology:
     def _ranks(self, **chosen: int) -> Iterator[int]:
         """List the ranks at the chosen indices, ascending."""
         axes = zip(self.axes, self.sizes, self.strides, strict=True)
-        offsets = ([chosen[axis] * stride] if axis in chosen else range(0, size * stride, stride) for axis, size, stride in axes)
+        offsets = (
+            [chosen[axis] * stride] if axis in chosen else range(0, size * stride, stride)
+            for axis, size, stride in axes
+        )
         return map(sum, product(*offsets))
 
     def _require(self, coordinate: dict[str, int]) -> None:
@@ -187,12 +209,16 @@ class Topology:
         for axis, index in coordinate.items():
             size = self.axis_size(axis)
             if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < size:
-                raise ValueError(f"{axis}={index!r} is out of range: axis {axis!r} of {self} has indices 0..{size - 1}")
+                raise ValueError(
+                    f"{axis}={index!r} is out of range: axis {axis!r} of {self} has indices 0..{size - 1}"
+                )
 
     def _require_axes(self, axes: Iterable[str]) -> None:
         unknown = [axis for axis in axes if axis not in self.axes]
         if unknown:
-            raise ValueError(f"unknown axis {', '.join(map(repr, unknown))}: the axes of {self} are {', '.join(self.axes)}")
+            raise ValueError(
+                f"unknown axis {', '.join(map(repr, unknown))}: the axes of {self} are {', '.join(self.axes)}"
+            )
 
 
 def pipe_data(pipe: int, data: int) -> Topology:
@@ -201,7 +227,10 @@ def pipe_data(pipe: int, data: int) -> Topology:
 
 
 def pipe_model_data(pipe: int, model: int, data: int) -> Topology:
-    """Combine pipeline, data parallelism and, innermost because they talk most, tensor slices: axes (pipe, data, model)."""
+    """Combine pipeline, data parallelism and tensor slices: axes (pipe, data, model).
+
+    Slices communicate most, so they are innermost.
+    """
     return Topology.of(pipe=pipe, data=data, model=model)
 
 

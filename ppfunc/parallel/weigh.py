@@ -14,7 +14,9 @@ from .partition import Partition, partition_uniform
 Method = Literal["uniform", "balanced", "min_range"]
 
 
-def partition_by_weights(weights: Sequence[float], stages: int, method: Method = "balanced", *, allow_empty: bool = False) -> Partition:
+def partition_by_weights(
+    weights: Sequence[float], stages: int, method: Method = "balanced", *, allow_empty: bool = False
+) -> Partition:
     """Cut layers by weights, with a method of choice.
 
     Args:
@@ -32,13 +34,20 @@ def partition_by_weights(weights: Sequence[float], stages: int, method: Method =
     return cut(weights, stages, allow_empty=allow_empty)
 
 
-def partition_by_parameters(layers: Sequence[Any], stages: int, method: Method = "balanced", *, allow_empty: bool = False) -> Partition:
+def partition_by_parameters(
+    layers: Sequence[Any], stages: int, method: Method = "balanced", *, allow_empty: bool = False
+) -> Partition:
     """Cut layers by their numbers of parameters, as `count_layer_parameters` finds them."""
     return partition_by_weights(count_layer_parameters(layers), stages, method, allow_empty=allow_empty)
 
 
 def partition_by_pattern(
-    layers: Sequence[Any], pattern: str | re.Pattern[str], stages: int, method: Method = "balanced", *, allow_empty: bool = False
+    layers: Sequence[Any],
+    pattern: str | re.Pattern[str],
+    stages: int,
+    method: Method = "balanced",
+    *,
+    allow_empty: bool = False,
 ) -> Partition:
     r"""Cut layers so that those whose name matches are shared out evenly; the others weigh nothing.
 
@@ -63,7 +72,9 @@ def partition_by_pattern(
     names = [layer_name(layer) for layer in layers]
     weights = [int(expression.search(name) is not None) for name in names]
     if not any(weights):
-        raise ValueError(f"no layer matches {expression.pattern!r}; the names, case kept, are {sorted(set(names))[:20]}")
+        raise ValueError(
+            f"no layer matches {expression.pattern!r}; the names, case kept, are {sorted(set(names))[:20]}"
+        )
     return partition_by_weights(weights, stages, method, allow_empty=allow_empty)
 
 
@@ -77,11 +88,13 @@ def partition_by_time(
     **options: Any,
 ) -> Partition:
     """Cut layers by their measured times; options as for `measure_layers`."""
-    return partition_by_weights(measure_layers(layers, example, **options), stages, method, allow_empty=allow_empty)
+    return partition_by_weights(
+        measure_layers(layers, example, **options), stages, method, allow_empty=allow_empty
+    )
 
 
 def layer_name(layer: Any) -> str:
-    """Name a layer: text names itself, a function or a class has its name, any other layer that of its class."""
+    """Name a layer by itself if it is text, else by its ``__name__``, else by its class."""
     if isinstance(layer, str):
         return layer
     return getattr(layer, "__name__", type(layer).__name__)
@@ -137,8 +150,12 @@ def measure_layers(
 
 
 def _count(layer: Any) -> int:
-    found = (p for p in layer.parameters() if p.requires_grad) if hasattr(layer, "parameters") else _tensors(layer)
-    return sum(tensor.numel() for tensor in {id(t): t for t in found}.values())
+    tensors = (
+        (p for p in layer.parameters() if p.requires_grad)
+        if hasattr(layer, "parameters")
+        else _tensors(layer)
+    )
+    return sum(tensor.numel() for tensor in {id(t): t for t in tensors}.values())
 
 
 def _tensors(tree: Any) -> list[Any]:

@@ -1,24 +1,26 @@
-"""The errors of a running pipeline, and how ranks tell them to each other: which rank failed, where in its program, and why."""
+"""Define the errors of a running pipeline: which rank failed, where in its program, and why.
+
+Ranks pass them to each other as texts.
+"""
 
 import json
 from collections.abc import Callable
 from typing import NamedTuple, Self
 
+from ppfunc._text import limited
 from ppfunc.schedule import Instruction, parts_of
 from ppfunc.schedule.formats.text import parse_instruction
 
-from .._text import limited
-
 
 class PipelineError(RuntimeError):
-    """A step failed: nothing was returned and nothing was changed.
+    """Raised where a step failed: nothing was returned and nothing was changed.
 
     Args:
         rank: the rank that failed first.
         position: index of the step in that rank's program, or None before the program began.
         instruction: the instruction that failed, or None outside the program.
         reason: what went wrong, in one sentence.
-        reported_by: the rank that raises this error, where it is not the one that failed.
+        reported_by: the rank that raises this error; by default the one that failed.
     """
 
     def __init__(
@@ -41,12 +43,12 @@ class PipelineError(RuntimeError):
 
     @property
     def stage(self) -> int | None:
-        """The stage of the failed instruction."""
+        """Stage of the failed instruction."""
         return None if self.instruction is None else self.instruction.stage
 
     @property
     def microbatch(self) -> int | None:
-        """The microbatch of the failed instruction."""
+        """Microbatch of the failed instruction."""
         return None if self.instruction is None else self.instruction.microbatch
 
     def _message(self) -> str:
@@ -54,7 +56,8 @@ class PipelineError(RuntimeError):
             place = "outside its program"
         else:
             where = " or ".join(
-                f"stage {part.stage}" + (f", microbatch {part.microbatch}" if part.microbatch is not None else "")
+                f"stage {part.stage}"
+                + (f", microbatch {part.microbatch}" if part.microbatch is not None else "")
                 for part in parts_of(self.instruction)
             )
             place = f"at {self.instruction}, step {self.position} of its program ({where})"
@@ -63,7 +66,7 @@ class PipelineError(RuntimeError):
 
 
 class AgreementError(RuntimeError):
-    """The ranks of a pipeline were given different programs; raised on every rank before a step begins."""
+    """Ranks of a pipeline were given different programs; raised on every rank before a step begins."""
 
 
 CLOSED = "got a call on a P2P() that has been closed; make a new one, on every rank"
@@ -84,7 +87,7 @@ class Failure(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The type of the cause, its message, and the context, each of a bounded length."""
+        """Describe the cause: its type, its message, and the context, each of a bounded length."""
         try:
             message = str(self.cause)
         except Exception:
@@ -99,7 +102,7 @@ class StepFailed(Exception):
 
     Args:
         context: ``context(failure)`` says more about it.
-        which: of several passes over the schedule, see :func:`in_pass`.
+        which: of several steps of a call, see :func:`in_step`.
     """
 
     def __init__(self, failure: Failure, context: Callable[[Failure], str], which: str = "") -> None:
@@ -107,31 +110,22 @@ class StepFailed(Exception):
         super().__init__(failure)
 
     def described(self) -> Failure:
-        """The failure with its context."""
+        """Return the failure with its context."""
         return self.failure._replace(context=self._context(self.failure) + self.which)
 
 
-def in_pass(n: int, count: int) -> str:
-    """Which pass over the schedule it was, where a step has several: each numbers its microbatches from 0."""
-    return f"; in pass {n} of {count} over the schedule" if count > 1 else ""
-
-
-class Refrozen(ValueError):
-    """Modules of a process have frozen parameters, or set them free, since the ranks agreed: all run the step again, and agree anew."""
-
-
-def is_of_refrozen(error: Exception) -> bool:
-    """Whether a step has failed for :class:`Refrozen`, on this rank or on another, and so on all. What is donated may have been updated."""
-    return isinstance(error, Refrozen) or (isinstance(error, PipelineError) and error.reason.startswith(f"{Refrozen.__name__}: "))
+def in_step(n: int, count: int) -> str:
+    """Say which step of a call has failed, where it runs several."""
+    return f"; in step {n} of {count}, counted from 0" if count > 1 else ""
 
 
 class LinkError(ConnectionError):
-    """A message cannot be had.
+    """Raised where a message cannot be received or sent.
 
     Args:
         peer: the rank at the other end.
-        kind: ``"gone"`` where it can answer no more, ``"late"`` where it did not in time, ``"failed"`` where a failure has
-            been published.
+        kind: ``"gone"`` if it can answer no more, ``"late"`` if it did not in time, ``"failed"`` if a failure
+            has been published.
         reason: one sentence.
     """
 
@@ -141,7 +135,7 @@ class LinkError(ConnectionError):
 
 
 class FailureRecord(NamedTuple):
-    """A failure as it travels: what :class:`PipelineError` takes, and whether it is an AgreementError instead."""
+    """Failure as it travels: what :class:`PipelineError` takes, and whether it is an AgreementError."""
 
     rank: int
     position: int | None
@@ -152,7 +146,7 @@ class FailureRecord(NamedTuple):
 
     @classmethod
     def of(cls, failure: "Failure", reporter: int, suspect: Callable[[int], tuple[int, str]]) -> Self:
-        """A failure of rank ``reporter``; ``suspect`` finds the rank that holds up a late one."""
+        """Record a failure of rank ``reporter``; ``suspect`` finds the rank that holds up a late one."""
         cause, place = failure.cause, failure.instruction and str(failure.instruction)
         if not isinstance(cause, LinkError) or cause.kind == "failed":
             disagreement = isinstance(cause, AgreementError)
@@ -172,13 +166,10 @@ class FailureRecord(NamedTuple):
         return json.dumps(self)
 
     def error(self, rank: int) -> AgreementError | PipelineError:
-        """The error to raise on a rank."""
+        """Return the error to raise on a rank."""
         if self.disagreement:
-            return AgreementError(self.reason if rank == self.reporter else f"{self.reason} [found by rank {self.reporter}]")
+            return AgreementError(
+                self.reason if rank == self.reporter else f"{self.reason} [found by rank {self.reporter}]"
+            )
         instruction = None if self.instruction is None else parse_instruction(self.instruction)
         return PipelineError(self.rank, self.position, instruction, self.reason, reported_by=rank)
-
-
-def gone(peer: int, reporter: int) -> str:
-    """The failure that a rank is gone, as it is published."""
-    return json.dumps(FailureRecord(peer, None, None, GONE, reporter, False))

@@ -18,10 +18,9 @@ rank 1   .  1F0 1B0 1F1 1B1 1F2 1B2  .
 
 from typing import TYPE_CHECKING
 
-from .._lazy import attach
+from ppfunc._lazy import attach
 
 if TYPE_CHECKING:
-    from .bounds import Bound as Bound, lower_bound as lower_bound
     from .builders import BUILDERS as BUILDERS
     from .builders.bidirectional import chimera as chimera, dualpipe as dualpipe, dualpipev as dualpipev
     from .builders.deepspeed import (
@@ -34,7 +33,13 @@ if TYPE_CHECKING:
         interleaved_zero_bubble as interleaved_zero_bubble,
         looped_bfs as looped_bfs,
     )
-    from .builders.one_stage import gpipe as gpipe, inference as inference, one_f_one_b as one_f_one_b, zb_h1 as zb_h1, zb_h2 as zb_h2
+    from .builders.one_stage import (
+        gpipe as gpipe,
+        inference as inference,
+        one_f_one_b as one_f_one_b,
+        zb_h1 as zb_h1,
+        zb_h2 as zb_h2,
+    )
     from .builders.v_shape import v_half as v_half, v_min as v_min, zbv as zbv
     from .builders.zbv_greedy import zbv_greedy as zbv_greedy
     from .builders.zero_bubble import zero_bubble as zero_bubble
@@ -88,6 +93,7 @@ if TYPE_CHECKING:
     from .passes.skips import with_skips as with_skips
     from .passes.tail import append_tail as append_tail, reduce_early as reduce_early
     from .passes.unshard import insert_unshards as insert_unshards
+    from .planner.bounds import Bound as Bound, lower_bound as lower_bound
     from .planner.plan import Plan as Plan, plan as plan
     from .schedule import (
         Chain as Chain,
@@ -96,6 +102,11 @@ if TYPE_CHECKING:
         Step as Step,
         single_chain as single_chain,
     )
-    from .simulate import Timeline as Timeline, peak_activations as peak_activations, simulate as simulate, timeline_of as timeline_of
+    from .simulate import (
+        Timeline as Timeline,
+        peak_activations as peak_activations,
+        simulate as simulate,
+        timeline_of as timeline_of,
+    )
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

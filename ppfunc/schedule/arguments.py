@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from .._text import shown
+from ppfunc._text import shown
 
 
 def require_type(name: str, value: Any, kind: Any, expected: str) -> None:

@@ -3,19 +3,18 @@
 from dataclasses import dataclass
 from itertools import groupby
 
-from ..parallel.counts import require_counts
+from ppfunc.parallel.counts import require_counts
+
 from .collector import collector_paused
-from .dataflow import Dataflow, dataflow, find_routes
+from .dataflow import Dataflow
 from .earliest import earliest
 from .errors import ScheduleError
 from .instruction import COMMUNICATION, Op
 from .proof.buffers import check_activations, check_offloads, check_slots
-from .proof.columns import prove_columns
 from .proof.order import OrderRecord, check_order
 from .proof.queues import check_queues
 from .proof.structure import check_structure
 from .proof.tail import check_loads, check_tail
-from .proof.traffic import Traffic, traffic
 from .proof.unshards import check_unshards
 from .schedule import Schedule
 from .table import show_table
@@ -58,8 +57,9 @@ class Certificate:
 
     def __repr__(self) -> str:
         return (
-            f"Certificate({self.name!r}, ranks={self.ranks}, stages={self.stages}, microbatches={self.microbatches}, "
-            f"instructions={sum(count for _, count in self.instructions)}, digest={self.digest[:12]!r})"
+            f"Certificate({self.name!r}, ranks={self.ranks}, stages={self.stages},"
+            f" microbatches={self.microbatches}, instructions={sum(count for _, count in self.instructions)},"
+            f" digest={self.digest[:12]!r})"
         )
 
     def __str__(self) -> str:
@@ -121,9 +121,7 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
         require_counts(0, max_activations=max_activations)
     check_structure(schedule)
     lowered = bool(schedule.ops & COMMUNICATION)
-    atomic = prove_columns(schedule) if lowered and queue == "pair" else None
-    if atomic is None:
-        atomic = _prove_by_steps(schedule, queue)
+    atomic = _prove_order(schedule, queue)
     check_offloads(schedule)
     check_loads(schedule)
     check_tail(schedule)
@@ -143,21 +141,18 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
     )
 
 
-def _prove_by_steps(schedule: Schedule, queue: str) -> bool:
-    """Prove order and end instruction by instruction, naming the first that is wrong; returns whether it is step-atomic."""
-    flow = dataflow(schedule)
-    routes = find_routes(schedule, flow)
-    record = check_order(schedule, flow, routes)
-    if not schedule.lowered:
+def _prove_order(schedule: Schedule, queue: str) -> bool:
+    """Prove that all runs, in order, to its end; returns whether the schedule is step-atomic."""
+    flow = Dataflow(schedule)
+    record = check_order(flow)
+    if not schedule.has_messages:
         earliest(schedule, lambda op, stage: 1, lambda f, b: 1, lambda a, b: 0)
         return _values_are_atomic(flow, record)
-    found = traffic(schedule, flow, routes, queue)
-    check_queues(schedule, flow, record, found)
-    return _batches_are_atomic(found if queue == "pair" else traffic(schedule, flow, routes, "pair"))
+    return check_queues(flow, record, queue)
 
 
 def is_step_atomic(schedule: Schedule) -> bool:
-    """Whether a barrier may stand between any two steps of a schedule; raises as ``check`` does.
+    """Tell if a barrier may stand between any two steps of a schedule; raise as ``check`` does.
 
     That is so if step k of every rank needs nothing from a later step of another: what it
     consumes has been sent, together with all that moves in the same batch, in a step <= k;
@@ -167,25 +162,17 @@ def is_step_atomic(schedule: Schedule) -> bool:
 
 
 def _values_are_atomic(flow: Dataflow, record: OrderRecord) -> bool:
-    """Without communications: every value is made in a step no later than that of its consumer."""
-    made = record.made
-    for value, (_, step, _) in made.items():
-        output, gradient = divmod(value, 2)
-        needs = flow.needs[Op.I if gradient else Op.F][output // flow.microbatches]
-        if any(made[value - gradient + distance][1] > step for distance, _ in needs):
+    """Tell if, without messages, no value is made in a later step than that of its consumer."""
+    for value, (_, step, _) in record.made.items():
+        stage, microbatch = flow.place(value)
+        needs = flow.needs[Op.I if value % 2 else Op.F, stage]
+        if any(record.made[first + 2 * microbatch][1] > step for first, _ in needs):
             return False
     return True
 
 
-def _batches_are_atomic(found: Traffic) -> bool:
-    """Every awaited batch, and what must move before it, is posted at both ends by the step of the wait."""
-    posted = {m: max(found.step[b] for b in ends) for m, ends in found.ends.items()}
-    latest = [max(posted[m] for m in messages) for messages in found.messages]
-    return all(place < 0 or latest[batch] <= step for events in found.events for batch, step, place in events)
-
-
 def _row(numbers: tuple[int, ...], of: str) -> str:
-    """Numbers in a row, equal neighbours as ``8 x 3`` where that is shorter; of very many only the extremes."""
+    """Write numbers in a row, equal neighbours as ``8 x 3`` if shorter; only extremes if very many."""
     groups = [(value, len(list(run))) for value, run in groupby(numbers)]
     if len(groups) > 24:
         low, high = min(numbers), max(numbers)

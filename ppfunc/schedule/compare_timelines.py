@@ -1,6 +1,6 @@
-"""Compare a measured timeline with the one on paper: where the time of a step goes, by rank and kind of instruction."""
-
-from __future__ import annotations
+"""Compare a measured timeline with the one on paper: where the time of a step goes, by rank and kind of
+instruction.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -22,12 +22,14 @@ class Comparison:
     """Two timelines of one schedule side by side; ``str`` is a table and one line that says what stands out.
 
     Args:
-        measured, simulated: the timelines. They may have different units: all figures are shares of the makespan.
-        shares: per rank, by kind of instruction (``"F"``, ``"B"``, ``"I"``, ``"W"``, ``"overlapped"``, ``"idle"``), the share of
-            the makespan as measured, and on paper.
-        waits: per rank, by message such as ``"1RECV_F"``, the share of the makespan in which the rank does nothing until
-            messages of that stage and kind are there, as measured.
-        stages: per stage, how many times as long its F and B take as those of the other stages in the median, as measured.
+        measured, simulated: the timelines. They may have different units: all figures are shares of the
+            makespan.
+        shares: per rank, by kind of instruction (``"F"``, ``"B"``, ``"I"``, ``"W"``, ``"overlapped"``,
+            ``"idle"``), the share of the makespan as measured, and on paper.
+        waits: per rank, by message such as ``"1RECV_F"``, the share of the makespan in which the rank does
+            nothing until messages of that stage and kind are there, as measured.
+        stages: per stage, how many times as long its F and B take as those of the other stages in the median,
+            as measured.
         summary: one line.
     """
 
@@ -43,7 +45,10 @@ class Comparison:
 
     def __str__(self) -> str:
         kinds = [kind for kind in (*_KINDS.values(), "idle") if any(kind in row for row in self.shares)]
-        lines = ["rank  " + "  ".join(f"{kind:>15}" for kind in kinds), "      " + "  ".join("measured  paper" for _ in kinds)]
+        lines = [
+            "rank  " + "  ".join(f"{kind:>15}" for kind in kinds),
+            "      " + "  ".join("measured  paper" for _ in kinds),
+        ]
         for rank, row in enumerate(self.shares):
             cells = (row.get(kind, (0.0, 0.0)) for kind in kinds)
             lines.append(f"{rank:4}  " + "  ".join(f"{mine:8.1%} {paper:6.1%}" for mine, paper in cells))
@@ -71,18 +76,30 @@ def compare(measured: Timeline, simulated: Timeline) -> Comparison:
         require_type(name, timeline, Timeline, "a Timeline, as step.record(...)[1] or simulate(...) gives")
         if not timeline.makespan:
             raise ValueError(f"{name}: got a timeline in which nothing takes time")
-    if measured.schedule.placement != simulated.schedule.placement or list(_computed(measured)) != list(_computed(simulated)):
-        raise ValueError(f"got timelines of {measured.schedule!r} and of {simulated.schedule!r}, expected those of one schedule")
+    if measured.schedule.placement != simulated.schedule.placement or list(_computed(measured)) != list(
+        _computed(simulated)
+    ):
+        raise ValueError(
+            f"got timelines of {measured.schedule!r} and of {simulated.schedule!r}, expected those of one"
+            " schedule"
+        )
     rows = zip(_shares(measured), _shares(simulated), strict=True)
-    shares = tuple({k: (mine.get(k, 0.0), paper.get(k, 0.0)) for k in mine.keys() | paper.keys()} for mine, paper in rows)
+    shares = tuple(
+        {k: (mine.get(k, 0.0), paper.get(k, 0.0)) for k in mine.keys() | paper.keys()} for mine, paper in rows
+    )
     waits, stages = tuple(_waits(measured)), _times_as_long(measured)
-    return Comparison(measured, simulated, shares, waits, stages, _summary(measured.schedule, waits, stages, shares))
+    return Comparison(
+        measured, simulated, shares, waits, stages, _summary(measured.schedule, waits, stages, shares)
+    )
 
 
 def _computed(timeline: Timeline) -> Iterator[tuple[str, ...]]:
-    """The compute instructions of every rank."""
+    """List the compute instructions of every rank."""
     schedule = timeline.schedule
-    return (tuple(str(i) for i in schedule.instructions(rank) if i.op in COMPUTE) for rank in range(schedule.ranks))
+    return (
+        tuple(str(i) for i in schedule.instructions(rank) if i.op in COMPUTE)
+        for rank in range(schedule.ranks)
+    )
 
 
 def _shares(timeline: Timeline) -> list[dict[str, float]]:
@@ -111,7 +128,11 @@ def _waits(timeline: Timeline) -> Iterator[dict[str, float]]:
                 )
             elif instruction.op in COMPUTE:
                 for part in parts_of(instruction):
-                    awaited = arrivals.get((part.op is Op.F, part.stage, part.microbatch)) if part.op is not Op.W else None
+                    awaited = (
+                        arrivals.get((part.op is Op.F, part.stage, part.microbatch))
+                        if part.op is not Op.W
+                        else None
+                    )
                     if awaited is not None and start > now:
                         found[awaited] += float(start - now) / float(timeline.makespan)
                         break
@@ -127,16 +148,26 @@ def _times_as_long(timeline: Timeline) -> tuple[float, ...]:
 
 
 def _summary(
-    schedule: Schedule, waits: tuple[dict[str, float], ...], stages: tuple[float, ...], shares: tuple[dict[str, tuple[float, float]], ...]
+    schedule: Schedule,
+    waits: tuple[dict[str, float], ...],
+    stages: tuple[float, ...],
+    shares: tuple[dict[str, tuple[float, float]], ...],
 ) -> str:
-    """The longest wait and whom it is for; a rank all of whose stages are slow, or else the slowest stage."""
+    """Name the longest wait and its cause: a rank whose stages are all slow, else the slowest stage."""
     found = []
-    share, rank, name = max(((share, rank, name) for rank, row in enumerate(waits) for name, share in row.items()), default=(0.0, 0, ""))
+    share, rank, name = max(
+        ((share, rank, name) for rank, row in enumerate(waits) for name, share in row.items()),
+        default=(0.0, 0, ""),
+    )
     if share > 0.005:
-        message = next(i for i in schedule.instructions(rank) if i.op in RECEIVES and f"{i.stage}{i.op.value}" == name)
+        message = next(
+            i for i in schedule.instructions(rank) if i.op in RECEIVES and f"{i.stage}{i.op.value}" == name
+        )
         other = schedule.other_end(message)
         assert other is not None
-        found.append(f"rank {rank} waits {share:.0%} of the step for rank {schedule.placement[other]} ({name})")
+        found.append(
+            f"rank {rank} waits {share:.0%} of the step for rank {schedule.placement[other]} ({name})"
+        )
     longest = max(range(len(stages)), key=stages.__getitem__)
     if stages[longest] >= _UNEVEN:
         rank, own = schedule.placement[longest], schedule.stages_of(schedule.placement[longest])
@@ -149,5 +180,8 @@ def _summary(
         )
     if not found:
         mine, paper = (max(row["idle"][k] for row in shares) for k in (0, 1))
-        found.append(f"no rank waits for a message and no stage stands out; most idle is {mine:.0%}, on paper {paper:.0%}")
+        found.append(
+            f"no rank waits for a message and no stage stands out; most idle is {mine:.0%}, on paper"
+            f" {paper:.0%}"
+        )
     return "; ".join(found)

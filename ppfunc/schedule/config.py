@@ -1,4 +1,6 @@
-"""Make the schedule that a configuration names, by builder or file, and the split of the model that goes with it."""
+"""Make the schedule that a configuration names, by builder or file, and the split of the model that goes with
+it.
+"""
 
 import inspect
 import os
@@ -8,9 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .._text import suggestion
-from ..parallel.counts import require_counts
-from ..parallel.stack import count_stages, split_points
+from ppfunc._text import suggestion
+from ppfunc.parallel.counts import require_counts
+from ppfunc.parallel.stack import count_stages, split_points
+
 from .arguments import require_type
 from .builders import BUILDERS
 from .formats.files import read_csv
@@ -29,8 +32,8 @@ class Configured(NamedTuple):
 
     Args:
         schedule: what every rank does.
-        split_points: names of the layers with which the stages behind the first begin, for ``ppfunc.split(model, args, at=...)``;
-            None where the configuration says nothing of layers.
+        split_points: names of the layers with which the stages behind the first begin, for
+            ``ppfunc.split(model, args, at=...)``; None where the configuration says nothing of layers.
     """
 
     schedule: Schedule
@@ -38,16 +41,20 @@ class Configured(NamedTuple):
 
 
 def configure(config: Mapping[str, Any]) -> Configured:
-    """Make the schedule, and the split of the model into its stages, of a configuration such as a JSON or TOML file holds.
+    """Make the schedule and the split of the model that a configuration describes.
+
+    A configuration is such a mapping as a JSON or TOML file holds.
 
     Args:
-        config: ``schedule``, ``ranks``, ``batch_size`` and ``microbatch_size`` as of `build_schedule`; ``options``, a mapping with further
-            arguments of the builder; either ``split_points``, or ``layers`` and perhaps ``layers_per_stage``, ``input_weight`` and
-            ``output_weight``, as of `split_points_for`. Where a builder takes ``chunks``, and the options have none, they follow
-            from ``split_points`` or ``layers_per_stage``.
+        config: ``schedule``, ``ranks``, ``batch_size`` and ``microbatch_size`` as of `build_schedule`;
+            ``options``, a mapping with further arguments of the builder; either ``split_points``, or
+            ``layers`` and perhaps ``layers_per_stage``, ``input_weight`` and ``output_weight``, as of
+            `split_points_for`. Where a builder takes ``chunks``, and the options have none, they follow from
+            ``split_points`` or ``layers_per_stage``.
 
     Raises:
-        ValueError: an unknown or missing key, stages that are not those of the schedule; and as `build_schedule`.
+        ValueError: an unknown or missing key, stages that are not those of the schedule; and as
+            `build_schedule`.
         FileNotFoundError: where there is no schedule at the path.
 
     >>> made = configure({"schedule": "1F1B", "ranks": 4, "batch_size": 8, "microbatch_size": 1, "layers": 8})
@@ -62,12 +69,25 @@ def configure(config: Mapping[str, Any]) -> Configured:
         require_counts(0, layers=layers)
         require_counts(ranks=ranks, layers_per_stage=config["layers_per_stage"])
         stages = -(-config["layers"] // config["layers_per_stage"])
-    if stages is not None and "chunks" not in options and _takes_chunks(config["schedule"]) and not stages % ranks:
+    if (
+        stages is not None
+        and "chunks" not in options
+        and _takes_chunks(config["schedule"])
+        and not stages % ranks
+    ):
         options["chunks"] = stages // ranks
-    schedule = _built(config["schedule"], ranks, count_microbatches(config["batch_size"], config["microbatch_size"]), options)
+    schedule = _built(
+        config["schedule"],
+        ranks,
+        count_microbatches(config["batch_size"], config["microbatch_size"]),
+        options,
+    )
     own = len(set(schedule.model_stages))
     if stages not in (None, own):
-        raise ValueError(f"the configuration cuts the model into {stages} stages, but {schedule.name} has {own} on {ranks} ranks")
+        raise ValueError(
+            f"the configuration cuts the model into {stages} stages, but {schedule.name} has {own} on {ranks}"
+            " ranks"
+        )
     _warn_of_bubble(schedule, config["batch_size"])
     if layers is not None:
         points = split_points(layers, own, config.get("input_weight", 1), config.get("output_weight", 1))
@@ -80,18 +100,23 @@ def _require_keys(config: Mapping[str, Any]) -> None:
     known = (*_KEYS, *_MORE)
     for key in config:
         if key not in known:
-            raise ValueError(f"unknown key {key!r}: expected some of {', '.join(known)}{suggestion(str(key), known)}")
+            raise ValueError(
+                f"unknown key {key!r}: expected some of {', '.join(known)}{suggestion(str(key), known)}"
+            )
     if missing := [key for key in _KEYS if key not in config]:
         raise ValueError(f"the configuration lacks {', '.join(missing)}")
     of_layers = [key for key in ("layers_per_stage", "input_weight", "output_weight") if key in config]
     if of_layers and "layers" not in config:
         raise ValueError(f"the configuration has {of_layers[0]}, and no number of layers; give layers, too")
     if "split_points" in config and "layers" in config:
-        raise ValueError("the configuration has split_points and layers, from which they would follow; leave one of the two out")
+        raise ValueError(
+            "the configuration has split_points and layers, from which they would follow; leave one of the"
+            " two out"
+        )
 
 
 def _takes_chunks(schedule: Any) -> bool:
-    """Whether a schedule is one of a builder that takes ``chunks``; a file is of none."""
+    """Tell if a schedule comes from a builder that takes ``chunks``; a file does not."""
     if not callable(schedule):
         if not isinstance(schedule, str) or _is_path(schedule):
             return False
@@ -112,7 +137,8 @@ def build_schedule(
     Args:
         schedule: the name of a builder, as ``ppfunc list`` prints it or as
             ``torch.distributed.pipelining`` spells it; the path of a CSV file, as a ``Path`` or as
-            text with a ``/`` in it or ``.csv`` at its end; or a builder ``(ranks, microbatches, **options) -> Schedule``.
+            text with a ``/`` in it or ``.csv`` at its end; or a builder
+            ``(ranks, microbatches, **options) -> Schedule``.
         ranks: number of ranks of the pipeline.
         batch_size: samples that one pipeline takes in a step.
         microbatch_size: samples in a microbatch, a divisor of ``batch_size``.
@@ -122,7 +148,8 @@ def build_schedule(
         A schedule of ``batch_size // microbatch_size`` microbatches on ``ranks`` ranks.
 
     Raises:
-        ValueError: for sizes that do not divide, an unknown name, or a file for another number of ranks or microbatches.
+        ValueError: for sizes that do not divide, an unknown name, or a file for another number of ranks or
+            microbatches.
         FileNotFoundError: where there is no file at the path.
 
     Warns:
@@ -148,14 +175,17 @@ def count_microbatches(batch_size: int, microbatch_size: int) -> int:
     require_counts(batch_size=batch_size, microbatch_size=microbatch_size)
     if batch_size % microbatch_size:
         raise ValueError(
-            f"a batch of {batch_size} samples does not divide into microbatches of {microbatch_size}: use a microbatch "
-            f"size that divides {batch_size}, or a batch size that is a multiple of {microbatch_size}"
+            f"a batch of {batch_size} samples does not divide into microbatches of {microbatch_size}: use a"
+            f" microbatch size that divides {batch_size}, or a batch size that is a multiple of"
+            f" {microbatch_size}"
         )
     return batch_size // microbatch_size
 
 
 def find_builder(name: str) -> Callable[..., Schedule]:
-    """Find a builder by its name, in any spelling: ``"1f1b"``, ``"ScheduleInterleaved1F1B"``, ``"one_f_one_b"``.
+    """Find a builder by its name in any spelling.
+
+    ``"1f1b"``, ``"Schedule1F1B"`` and ``"one_f_one_b"`` are the same builder.
 
     Raises:
         ValueError: for an unknown name, with the known ones and the most similar.
@@ -166,7 +196,10 @@ def find_builder(name: str) -> Callable[..., Schedule]:
     spellings |= {theirs: BUILDERS[ours] for theirs, ours in _NAMES_IN_TORCH.items()}
     plain = _plain(name)
     if plain not in spellings:
-        raise ValueError(f"unknown schedule {name!r}: expected one of {', '.join(BUILDERS)}{suggestion(name.lower(), BUILDERS)}")
+        raise ValueError(
+            f"unknown schedule {name!r}: expected one of"
+            f" {', '.join(BUILDERS)}{suggestion(name.lower(), BUILDERS)}"
+        )
     return spellings[plain]
 
 
@@ -184,10 +217,10 @@ def split_points_for(
         schedule: a name as for `find_builder`, or a builder.
         layers: number of layers.
         ranks: number of ranks of the pipeline.
-        layers_per_stage: gives the number of stages, ``layers / layers_per_stage`` rounded up; where it is None, one stage per
-            rank for schedules with one, else two.
-        input_weight, output_weight: the cost of the modules at the ends, in layers. The stages at the ends get fewer layers for it,
-            others more.
+        layers_per_stage: gives the number of stages, ``layers / layers_per_stage`` rounded up; where it is
+            None, one stage per rank for schedules with one, else two.
+        input_weight, output_weight: the cost of the modules at the ends, in layers. The stages at the ends
+            get fewer layers for it, others more.
 
     >>> split_points_for("1F1B", layers=8, ranks=4)
     ('layers.1', 'layers.4', 'layers.7')
@@ -201,7 +234,7 @@ def split_points_for(
 
 
 def _built(schedule: Any, ranks: int, microbatches: int, options: dict[str, Any]) -> Schedule:
-    """The schedule of a builder, of its name, or of a file."""
+    """Return the schedule of a builder, of its name, or of a file."""
     if callable(schedule):
         return schedule(ranks, microbatches, **options)
     if isinstance(schedule, str) and not _is_path(schedule):
@@ -216,8 +249,9 @@ def _warn_of_bubble(schedule: Schedule, batch_size: int) -> None:
     stages = len(schedule.placement)
     if schedule.microbatches < stages:
         warnings.warn(
-            f"{schedule.microbatches} microbatches are fewer than the {stages} stages of {schedule.name}, which leaves a bubble in the "
-            f"pipeline: a microbatch size of {max(1, batch_size // stages)} or less makes more of them",
+            f"{schedule.microbatches} microbatches are fewer than the {stages} stages of {schedule.name},"
+            f" which leaves a bubble in the pipeline: a microbatch size of {max(1, batch_size // stages)} or"
+            " less makes more of them",
             stacklevel=3,
         )
 
@@ -232,7 +266,10 @@ def _read(path: Path, ranks: int, microbatches: int) -> Schedule:
     schedule = read_csv(path)
     for what, expected in (("ranks", ranks), ("microbatches", microbatches)):
         if getattr(schedule, what) != expected:
-            raise ValueError(f"the schedule in {path} is for {getattr(schedule, what)} {what}, but the configuration has {expected}")
+            raise ValueError(
+                f"the schedule in {path} is for {getattr(schedule, what)} {what}, but the configuration has"
+                f" {expected}"
+            )
     return schedule
 
 

@@ -1,7 +1,5 @@
 """Give instructions their cost on paper: time, messages, memory."""
 
-from __future__ import annotations
-
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -9,9 +7,10 @@ from dataclasses import dataclass, fields, replace
 from numbers import Rational, Real
 from typing import Any, Literal, Self, get_args, overload
 
-from ..parallel.counts import require_counts
+from ppfunc.parallel.counts import require_counts
+
 from .arguments import require_type
-from .costs_json import plain, read_values
+from .formats.costs_json import plain, read_values
 from .proof.structure import require_schedule
 from .schedule import Schedule
 from .table import show_table, table
@@ -20,7 +19,17 @@ Number = Any  # int, float or Fraction; nothing is converted
 PerStage = Number | Sequence[Number] | Mapping[int, Number]
 _Optional = Literal["backward", "overlapped", "bandwidth"]
 _MOST = 1e100  # sums of many stay within the floats
-_TIMES = ("forward", "backward_input", "backward_weight", "backward", "overlapped", "unshard", "reduce_tied", "reduce_grad", "step")
+_TIMES = (
+    "forward",
+    "backward_input",
+    "backward_weight",
+    "backward",
+    "overlapped",
+    "unshard",
+    "reduce_tied",
+    "reduce_grad",
+    "step",
+)
 _OF_THE_MODEL = (*_TIMES, "activation", "parameters")
 
 
@@ -81,10 +90,13 @@ class Costs:
 
     def __repr__(self) -> str:
         given = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return f"Costs({', '.join(f'{name}={reprlib.repr(value)}' for name, value in given if value is not getattr(Costs, name))})"
+        changed = (
+            f"{name}={reprlib.repr(value)}" for name, value in given if value is not getattr(Costs, name)
+        )
+        return f"Costs({', '.join(changed)})"
 
     def __str__(self) -> str:
-        """A table, a line per stage, of what differs from the defaults, and of the times."""
+        """Draw a table with a line per stage: the times, and all that differs from the defaults."""
         times = ("forward", "backward_input", "backward_weight")
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         names = [name for name, value in values.items() if name in times or value != getattr(Costs, name)]
@@ -121,7 +133,8 @@ class Costs:
     def of_stages(self, stages: Sequence[int]) -> Self:
         """Return the costs of these stages, in this order, each at least once.
 
-        So costs of the stages of a model become those of a schedule with replicas: ``costs.of_stages(schedule.model_stages)``.
+        So costs of the stages of a model become those of a schedule with replicas:
+        ``costs.of_stages(schedule.model_stages)``.
 
         Raises:
             TypeError: something else than numbers of stages.
@@ -131,16 +144,26 @@ class Costs:
         (1, 2, 1, 2)
         """
         if not isinstance(stages, Sequence) or not all(isinstance(s, int) for s in stages):
-            raise TypeError(f"stages: got {reprlib.repr(stages)}, expected numbers of stages, such as schedule.model_stages")
+            raise TypeError(
+                f"stages: got {reprlib.repr(stages)}, expected numbers of stages, such as"
+                " schedule.model_stages"
+            )
         self.fitting(1 + max(stages, default=-1))
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: tuple(self.of(name, s) for s in stages) for name, value in given.items() if _stages(value)})
+        return replace(
+            self,
+            **{
+                name: tuple(self.of(name, s) for s in stages)
+                for name, value in given.items()
+                if _stages(value)
+            },
+        )
 
     def per_rank(self, schedule: Schedule) -> Self:
-        """Return the costs of a stage of ``schedule``, where these are those of one rank's share of the model.
+        """Return the costs of a stage of ``schedule``, from those of one rank's share of the model.
 
-        So schedules with one stage per rank, with several, and with replicas are timed for one model. Times, activations and
-        parameters are shared among the stages of a share; messages stay as they are.
+        So schedules with one stage per rank, with several, and with replicas are timed for one model. Times,
+        activations and parameters are shared among the stages of a share; messages stay as they are.
 
         Raises:
             ValueError: a value is not one number for all.
@@ -154,9 +177,13 @@ class Costs:
         given = {name: value for name in _OF_THE_MODEL if (value := getattr(self, name)) is not None}
         for name, value in given.items():
             if _stages(value):
-                raise ValueError(f"{name} is {value!r}, expected one number: that of a rank's share of the model")
+                raise ValueError(
+                    f"{name} is {value!r}, expected one number: that of a rank's share of the model"
+                )
         stages = len(set(schedule.model_stages))
-        return replace(self, **{name: portion(value, schedule.ranks, stages) for name, value in given.items()})
+        return replace(
+            self, **{name: portion(value, schedule.ranks, stages) for name, value in given.items()}
+        )
 
     def fitting(self, stages: int) -> Self:
         """Return these costs after checking that they fit a schedule of so many stages.
@@ -170,11 +197,13 @@ class Costs:
                 raise ValueError(f"{field.name} has {len(value)} numbers, expected {stages}, one per stage")
             unknown = [s for s in value if s not in range(stages)] if isinstance(value, Mapping) else []
             if unknown:
-                raise ValueError(f"{field.name} names stage {unknown[0]!r}, expected stages from 0 to {stages - 1}")
+                raise ValueError(
+                    f"{field.name} names stage {unknown[0]!r}, expected stages from 0 to {stages - 1}"
+                )
         return self
 
     def to_json(self) -> str:
-        """Return these costs as one JSON object, without the values that are left at their default; Fractions as ``"1/3"``.
+        """Return the costs as one JSON object, without defaults; Fractions as ``"1/3"``.
 
         >>> Costs(forward=[1, 2], bandwidth=0.5).to_json()
         '{"forward": [1, 2], "bandwidth": 0.5}'
@@ -197,22 +226,32 @@ class Costs:
     def backward_of(self, stage: int) -> Number:
         """Return the time of a whole backward."""
         whole = self.of("backward", stage)
-        return self.of("backward_input", stage) + self.of("backward_weight", stage) if whole is None else whole
+        return (
+            self.of("backward_input", stage) + self.of("backward_weight", stage) if whole is None else whole
+        )
 
     def pair_of(self, forward: int, backward: int, whole: bool = True) -> Number:
         """Return the time of an overlapped pair from the stages of its parts; ``whole`` for B, else I."""
         given = self.of("overlapped", forward)
         if given is not None:
             return given
-        return self.of("forward", forward) + (self.backward_of(backward) if whole else self.of("backward_input", backward))
+        return self.of("forward", forward) + (
+            self.backward_of(backward) if whole else self.of("backward_input", backward)
+        )
 
     def message_of(self, stage: int) -> Number:
         """Return the time from the end of a producer in ``stage`` until another rank has its product."""
-        latency, size, bandwidth = self.of("communication", stage), self.of("bytes", stage), self.of("bandwidth", stage)
+        latency, size, bandwidth = (
+            self.of("communication", stage),
+            self.of("bytes", stage),
+            self.of("bandwidth", stage),
+        )
         if not size or bandwidth is None:
             return latency
         if isinstance(size, Rational) and isinstance(bandwidth, Rational):
-            from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
+            from fractions import (
+                Fraction,
+            )  # here, because most uses of schedules need none and it loads slowly
 
             return latency + Fraction(size, bandwidth)
         return latency + size / bandwidth
@@ -235,14 +274,14 @@ def _values(value: Any) -> Sequence[Any]:
 
 
 def _stages(value: Any) -> Sequence[int]:
-    """The stages that a value names; none where it is one number for all."""
+    """List the stages that a value names; empty if it is one number for all."""
     if isinstance(value, Mapping):
         return list(value)
     return range(len(value)) if isinstance(value, Sequence) else ()
 
 
 def exact_portion(value: Number, part: int, whole: int) -> Number:
-    """``value * part / whole``; where ``value`` is a whole number or a fraction, so is this, and sums of such stay exact."""
+    """Return ``value * part / whole``, exact if ``value`` is a whole number or a fraction."""
     if not isinstance(value, Rational):
         return float(value) * part / whole
     from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
@@ -252,7 +291,7 @@ def exact_portion(value: Number, part: int, whole: int) -> Number:
 
 
 def portion(value: Number, part: int, whole: int) -> Number:
-    """:func:`exact_portion`, as a float where that is the same number: a simulation is much faster with floats."""
+    """Return :func:`exact_portion` as a float if both are equal: simulations are faster with floats."""
     share = exact_portion(value, part, whole)
     return share if isinstance(share, int) or float(share) != share else float(share)
 
@@ -265,6 +304,8 @@ def _require(name: str, value: Any) -> None:
     if value < 0 or not value <= _MOST:
         raise ValueError(f"{name} is {reprlib.repr(value)}, expected a finite number from 0 to {_MOST:g}")
     if name == "bandwidth" and value == 0:
-        raise ValueError("bandwidth is 0, expected more; leave it out for messages that take no time per byte")
+        raise ValueError(
+            "bandwidth is 0, expected more; leave it out for messages that take no time per byte"
+        )
     if name == "weight_share" and not value <= 1:
         raise ValueError(f"weight_share is {reprlib.repr(value)}, expected at most 1")

@@ -1,29 +1,73 @@
 """Number the values that compute instructions consume and produce, and the messages that carry them.
 
 The output of stage ``s`` for microbatch ``m`` is value ``2 (s M + m)``, the gradient of the loss
-with respect to the stage's input is the next odd number. What an instruction consumes then lies
-at fixed distances from its own stage's output, which keeps walks over a million instructions cheap.
+with respect to the stage's input is the next odd number. The message that carries a value to a stage is
+``value * S + stage``. So the numbers of all microbatches follow from that of microbatch 0, which keeps walks
+over a million instructions cheap.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from .instruction import Instruction, Op, microbatch_of, parts_of
 from .schedule import Schedule
 
-# Distance from a stage's output to what an instruction produces; W is not here, which produces nothing that others consume.
-PRODUCT = {Op.F: 0, Op.B: 1, Op.I: 1}
+# Distance from a stage's output to the product of an instruction. W counts as its input gradient, which no
+# other instruction produces.
+PRODUCT = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: 1}
 
 
-class Dataflow(NamedTuple):
-    """The edges of a schedule, by stage."""
+class EdgeFlow(NamedTuple):
+    """The values that move along one edge in one direction."""
 
-    microbatches: int  # M of the numbering
-    needs: dict[Op, tuple[tuple[tuple[int, int], ...], ...]]  # by op and stage: (distance, stage of origin) of each input
+    source: int  # the stage that sends
+    target: int  # the stage that consumes
+    compute: Op  # kind of the producer and of the consumer, B for I too
+    send: Op  # kind of the message at its source
+    receive: Op  # kind of the message at its target
+    far: int | None  # the peer that the send names, None along a chain
+    near: int | None  # the peer that the receive names
+
+
+class MessageRoute(NamedTuple):
+    """One end of the messages of one edge in one direction."""
+
+    first: int  # number of the message of microbatch 0
+    other: int  # the rank at the other end
+
+
+class Inputs(NamedTuple):
+    """The inputs of an instruction, numbered as those of microbatch 0."""
+
+    values: tuple[int, ...]  # computed on the same rank
+    messages: tuple[int, ...]  # received from other ranks
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """The values and messages of a schedule by number, and the edges along which they move."""
+
+    schedule: Schedule
+
+    @cached_property
+    def microbatches(self) -> int:
+        """Return M of the numbering."""
+        return max(self.schedule.microbatches, 1)
+
+    @cached_property
+    def stride(self) -> int:
+        """Return the distance between the numbers of the messages of neighbouring microbatches."""
+        return 2 * self.schedule.stages
 
     def output(self, stage: int, microbatch: int) -> int:
         """Return the number of the value that ``F`` of this stage and microbatch produces."""
         return 2 * (stage * self.microbatches + microbatch)
+
+    def message(self, value: int, target: int) -> int:
+        """Return the number of the message that carries a value to a stage, the same at both ends."""
+        return value * self.schedule.stages + target
 
     def place(self, value: int) -> tuple[int, int]:
         """Return the stage and the microbatch of a value."""
@@ -35,47 +79,58 @@ class Dataflow(NamedTuple):
         kind = "the input gradient" if value % 2 else "the output"
         return f"{kind} of stage {stage} for microbatch {microbatch}"
 
+    def products(self, instruction: Instruction) -> tuple[int, ...]:
+        """Return the values that a compute instruction produces: none for W, two for an overlapped pair."""
+        return tuple(
+            self.output(part.stage, microbatch_of(part)) + PRODUCT[part.op]
+            for part in parts_of(instruction)
+            if part.op is not Op.W
+        )
 
-def dataflow(schedule: Schedule) -> Dataflow:
-    """Return the edges of ``schedule``: those along its chains first, then its skip connections."""
-    m, stages = max(schedule.microbatches, 1), range(schedule.stages)
-    forward: list[tuple[tuple[int, int], ...]] = [() for _ in stages]
-    backward: list[tuple[tuple[int, int], ...]] = [((0, s),) for s in stages]
-    for a, b in schedule.edges:
-        forward[b] += ((2 * m * (a - b), a),)
-        backward[a] += ((2 * m * (b - a) + 1, b),)
-    weight = tuple(((1, s),) for s in stages)
-    return Dataflow(m, {Op.F: tuple(forward), Op.B: tuple(backward), Op.I: tuple(backward), Op.W: weight})
+    def consumed(self, instruction: Instruction) -> tuple[tuple[int, int], ...]:
+        """Return the inputs of a compute instruction: value and stage of origin of each."""
+        return tuple(
+            (first + 2 * microbatch_of(part), origin)
+            for part in parts_of(instruction)
+            for first, origin in self.needs[part.op, part.stage]
+        )
 
+    @cached_property
+    def needs(self) -> dict[tuple[Op, int], tuple[tuple[int, int], ...]]:
+        """By op and stage, the value for microbatch 0 and the stage of origin of each input, skips last."""
+        needs: dict[tuple[Op, int], tuple[tuple[int, int], ...]] = {}
+        for stage in range(self.schedule.stages):
+            output = self.output(stage, 0)
+            needs[Op.F, stage] = ()
+            needs[Op.B, stage] = ((output, stage),)
+            needs[Op.W, stage] = ((output + 1, stage),)
+        for a, b in self.schedule.edges:
+            needs[Op.F, b] += ((self.output(a, 0), a),)
+            needs[Op.B, a] += ((self.output(b, 0) + 1, b),)
+        return needs | {(Op.I, stage): needs[Op.B, stage] for stage in range(self.schedule.stages)}
 
-def products(flow: Dataflow, instruction: Instruction) -> tuple[int, ...]:
-    """Return the values that a compute instruction produces: none for W, two for an overlapped pair."""
-    return tuple(
-        flow.output(part.stage, microbatch_of(part)) + product
-        for part in parts_of(instruction)
-        if (product := PRODUCT.get(part.op)) is not None
-    )
+    @cached_property
+    def inputs(self) -> dict[tuple[Op, int], Inputs]:
+        """By op and stage, the inputs that the rank has itself and those that it receives."""
+        home = self.schedule.placement
+        inputs = {}
+        for (op, stage), needs in self.needs.items():
+            values = tuple(first for first, origin in needs if home[origin] == home[stage])
+            received = (first for first, origin in needs if home[origin] != home[stage])
+            inputs[op, stage] = Inputs(values, tuple(self.message(first, stage) for first in received))
+        return inputs
 
-
-def consumed(flow: Dataflow, instruction: Instruction) -> tuple[tuple[int, int, int], ...]:
-    """Return the inputs of a compute instruction: ``(value, stage of origin, consuming stage)`` of each."""
-    return tuple(
-        (flow.output(part.stage, microbatch_of(part)) + distance, origin, part.stage)
-        for part in parts_of(instruction)
-        for distance, origin in flow.needs[part.op][part.stage]
-    )
-
-
-class EdgeFlow(NamedTuple):
-    """The values that move along one edge in one direction."""
-
-    source: int  # the stage that sends
-    target: int  # the stage that consumes
-    compute: Op  # the kind of what makes the value there and uses it here, B for I too
-    send: Op  # the kind of the message at its source
-    receive: Op  # likewise at its target
-    far: int | None  # the peer that the send names, None along a chain
-    near: int | None  # the peer that the receive names
+    @cached_property
+    def routes(self) -> dict[tuple[Op, int, int | None], MessageRoute]:
+        """Both ends of every message between ranks, by op, stage that performs it, and peer."""
+        routes = {}
+        home = self.schedule.placement
+        for source, target, op, send, receive, far, near in edge_flows(self.schedule):
+            if home[source] != home[target]:
+                first = self.message(self.output(source, 0) + PRODUCT[op], target)
+                routes[send, source, far] = MessageRoute(first, home[target])
+                routes[receive, target, near] = MessageRoute(first, home[source])
+        return routes
 
 
 def edge_flows(schedule: Schedule) -> Iterator[EdgeFlow]:
@@ -85,42 +140,3 @@ def edge_flows(schedule: Schedule) -> Iterator[EdgeFlow]:
         far, near = (b, a) if (a, b) in skips else (None, None)
         yield EdgeFlow(a, b, Op.F, Op.SEND_F, Op.RECV_F, far, near)
         yield EdgeFlow(b, a, Op.B, Op.SEND_B, Op.RECV_B, near, far)
-
-
-class MessageRoute(NamedTuple):
-    """One end of the messages of one edge in one direction."""
-
-    distance: int  # from the output of the stage that performs it to the value that is carried
-    target: int  # the stage that consumes it
-    other: int  # the rank at the other end
-
-
-Routes = dict[tuple[Op, int, int | None], MessageRoute]
-
-
-def find_routes(schedule: Schedule, flow: Dataflow) -> Routes:
-    """Return both ends of every message between ranks, by op, stage that performs it, and peer."""
-    found: Routes = {}
-    home = schedule.placement
-    for a, b, op, send, receive, far, near in edge_flows(schedule):
-        if home[a] != home[b]:
-            product = PRODUCT[op]
-            found[send, a, far] = MessageRoute(product, b, home[b])
-            found[receive, b, near] = MessageRoute(flow.output(a - b, 0) + product, b, home[a])
-    return found
-
-
-def message_number(schedule: Schedule, flow: Dataflow, instruction: Instruction, distance: int, target: int) -> int:
-    """Return the number of the message, the same at both ends, that carries a value to the stage that consumes it.
-
-    Args:
-        instruction: of one end, or the consumer.
-        distance: from the output of its stage and microbatch to the value.
-    """
-    return (flow.output(instruction[1], microbatch_of(instruction)) + distance) * len(schedule.placement) + target
-
-
-def message_numbers(schedule: Schedule, first: int, target: int, microbatches: Iterable[int]) -> list[int]:
-    """Return the numbers of the messages that carry values like ``first``, that of microbatch 0, to the stage that consumes them."""
-    stages = len(schedule.placement)
-    return [(first + 2 * m) * stages + target for m in microbatches]

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from .dataflow import PRODUCT, Dataflow, dataflow, products
+from .dataflow import PRODUCT, Dataflow
 from .errors import ScheduleError, cycle_text, schedule_error, text_of
 from .instruction import COMPUTE, Instruction, Op, microbatch_of
 from .proof.structure import check_structure
@@ -18,16 +18,22 @@ BESIDE = frozenset({Op.UNSHARD, Op.REDUCE_TIED, Op.REDUCE_GRAD})
 
 
 class EarliestTimes(NamedTuple):
-    """Start and end of every compute instruction, and of every other that has a cost, in the order of each rank."""
+    """Start and end of every compute instruction, and of every other that has a cost, in the order of each
+    rank.
+    """
 
     starts: tuple[list[Time], ...]  # per rank, one time per instruction
     ends: tuple[list[Time], ...]  # likewise
-    done: dict[int, dict[int, Time]]  # per line, by microbatch, end of the instruction that produced the value
+    done: dict[
+        int, dict[int, Time]
+    ]  # per line, by microbatch, end of the instruction that produced the value
 
 
 Line = tuple[dict[int, Time], dict[int, list[int]]]
-"""The values of one stage and kind: by microbatch, when each is there, and the ranks that wait for it. The number of a line is that of
-its value for microbatch 0."""
+"""The values of one stage and kind: by microbatch, when each is there, and the ranks that wait for it. The
+number of a line is that of
+its value for microbatch 0.
+"""
 Work = tuple[Any, "TimedOp"]
 """The microbatch of an instruction, None for those of a whole stage, and its kind."""
 
@@ -51,7 +57,7 @@ class _Lane:
         self.reduced: dict[int, Time] = {}  # by stage, when its gradients are
 
     def start(self, op: Op, stages: tuple[int, ...], free: Time, length: Time) -> Time:
-        """The start of an instruction on a rank that is free from ``free`` on, as far as the lane lets it."""
+        """Return the start of an instruction on a rank that is free from ``free`` on."""
         if op in COMPUTE:
             return max(free, *(self.unsharded.get(stage, 0) for stage in stages))
         if op is Op.STEP:
@@ -68,16 +74,16 @@ def earliest(
     delay: Callable[[int, int], Time],
     whole: Mapping[Op, Callable[[int], Time]] | None = None,
 ) -> EarliestTimes:
-    """Run the compute instructions of ``schedule`` as soon as possible, and those of whole stages that have a cost.
+    """Run ``schedule`` as soon as possible: its compute, and whole-stage instructions that have a cost.
 
     Communications are skipped. Equivalent to, for each instruction in an order that respects its inputs::
 
         start = max(end of the rank's previous instruction, *(done[i] + delay for i in inputs))
         end = start + duration
 
-    The previous instruction is one that occupies the rank: compute or STEP. Collectives occupy their own lane of the rank,
-    one after the other, as if all that take part were there; the compute of a stage waits for its UNSHARD, its STEP for
-    its reductions.
+    The previous instruction is one that occupies the rank: compute or STEP. Collectives occupy their own lane
+    of the rank, one after the other, as if all that take part were there; the compute of a stage waits for
+    its UNSHARD, its STEP for its reductions.
 
     Args:
         schedule: compute only or lowered.
@@ -91,7 +97,7 @@ def earliest(
             that can never come.
     """
     check_structure(schedule)
-    flow = dataflow(schedule)
+    flow = Dataflow(schedule)
     whole = whole or {}
     timed = COMPUTE.union(whole)
     lines: dict[int, Line] = defaultdict(lambda: ({}, {}))
@@ -105,14 +111,20 @@ def earliest(
     while ready:
         next(runs[ready.pop()], None)
     times.done.update((first, done) for first, (done, _) in lines.items())
-    waits = ((first + flow.output(0, m), ranks) for first, (_, waiting) in lines.items() for m, ranks in waiting.items())
+    waits = (
+        (first + flow.output(0, m), ranks)
+        for first, (_, waiting) in lines.items()
+        for m, ranks in waiting.items()
+    )
     if missing := {rank: value for value, ranks in waits for rank in ranks}:
         raise _stuck(schedule, flow, times, timed, missing)
     return times
 
 
-def _run(rank: int, work: Sequence[Work], starts: list[Time], ends: list[Time], ready: list[int]) -> Iterator[None]:
-    """Run the instructions of one rank; it pauses at each value that is not there, and is put into ``ready`` once that is."""
+def _run(
+    rank: int, work: Sequence[Work], starts: list[Time], ends: list[Time], ready: list[int]
+) -> Iterator[None]:
+    """Run the instructions of one rank; pause at each missing value until ``ready`` names the rank again."""
     lane, free = _Lane(), 0
     for microbatch, (op, stages, length, inputs, outputs) in work:
         start: Time = free
@@ -145,21 +157,28 @@ def _kinds(
     delay: Callable[[int, int], Time],
     whole: Mapping[Op, Callable[[int], Time]],
 ) -> dict[tuple[Any, ...], TimedOp]:
-    """The kinds of instruction that occur, by op and stage; without those of pairs."""
+    """Time the kinds of instruction that occur, by op and stage, pairs excepted."""
     home, found = schedule.placement, {}
     for stage in range(schedule.stages):
         first = flow.output(stage, 0)
         for op in whole:
             found[op, stage] = TimedOp(op, (stage,), whole[op](stage), (), ())
-        for op in flow.needs.keys() & schedule.ops:
-            inputs = ((first + d, delay(origin, stage) if home[origin] != home[stage] else 0) for d, origin in flow.needs[op][stage])
-            products = ((lines[first + PRODUCT[op]], 0),) if op in PRODUCT else ()
-            found[op, stage] = TimedOp(op, (stage,), duration(op, stage), tuple((lines[n], 0, late) for n, late in inputs), products)
+        for op in schedule.ops & {Op.F, Op.B, Op.I, Op.W}:
+            inputs = (
+                (value, delay(origin, stage) if home[origin] != home[stage] else 0)
+                for value, origin in flow.needs[op, stage]
+            )
+            products = ((lines[first + PRODUCT[op]], 0),) if op is not Op.W else ()
+            found[op, stage] = TimedOp(
+                op, (stage,), duration(op, stage), tuple((lines[n], 0, late) for n, late in inputs), products
+            )
     return found
 
 
-def _work(program: Program, timed: Set[Op], kinds: dict[tuple[Any, ...], TimedOp], pair: PairDuration) -> list[Work]:
-    """The instructions of a rank that have a cost. Kinds of pairs are added where they are met first."""
+def _work(
+    program: Program, timed: Set[Op], kinds: dict[tuple[Any, ...], TimedOp], pair: PairDuration
+) -> list[Work]:
+    """List the instructions of a rank that have a cost, adding kinds of pairs as they are met."""
 
     def of_pair(forward: Instruction, backward: Instruction) -> TimedOp:
         distance = microbatch_of(backward) - microbatch_of(forward)
@@ -168,21 +187,34 @@ def _work(program: Program, timed: Set[Op], kinds: dict[tuple[Any, ...], TimedOp
             one, other = kinds[forward[:2]], kinds[backward[:2]]
             inputs = (*one.inputs, *((line, distance, late) for line, _, late in other.inputs))
             products = (*one.products, *((line, distance) for line, _ in other.products))
-            kinds[key] = TimedOp(Op.OVERLAP_F_B, one.stages + other.stages, pair(forward, backward), inputs, products)
+            kinds[key] = TimedOp(
+                Op.OVERLAP_F_B, one.stages + other.stages, pair(forward, backward), inputs, products
+            )
         return kinds[key]
 
-    return [(i[2], of_pair(*i[5]) if i[5] else kinds[i[:2]]) for step in program for i in step if i[0] in timed]
+    return [
+        (i[2], of_pair(*i[5]) if i[5] else kinds[i[:2]]) for step in program for i in step if i[0] in timed
+    ]
 
 
-def _stuck(schedule: Schedule, flow: Dataflow, times: EarliestTimes, timed: Set[Op], missing: dict[int, int]) -> ScheduleError:
-    """The error for ranks that wait for ever, each for a value; it follows who waits for whom until the circle closes."""
+def _stuck(
+    schedule: Schedule, flow: Dataflow, times: EarliestTimes, timed: Set[Op], missing: dict[int, int]
+) -> ScheduleError:
+    """Make the error for ranks that wait for ever; follow who waits for whom until the circle closes."""
     makers: dict[int, tuple[int, int, int]] = {}
     places = []
     for rank, program in enumerate(schedule.programs):
         steps = enumerate(program)
-        places.append([(step, place) for step, instructions in steps for place, i in enumerate(instructions) if i.op in timed])
+        places.append(
+            [
+                (step, place)
+                for step, instructions in steps
+                for place, i in enumerate(instructions)
+                if i.op in timed
+            ]
+        )
         for step, place in places[rank]:
-            for value in products(flow, program[step][place]) if program[step][place].op in COMPUTE else ():
+            for value in flow.products(program[step][place]) if program[step][place].op in COMPUTE else ():
                 makers.setdefault(value, (rank, step, place))
     rank = min(missing)
     seen: dict[int, str] = {}
@@ -190,13 +222,19 @@ def _stuck(schedule: Schedule, flow: Dataflow, times: EarliestTimes, timed: Set[
         step, place = places[rank][len(times.ends[rank])]
         name = flow.name(missing[rank])
         if missing[rank] not in makers:
-            return schedule_error(schedule, rank, (step, place), f"it waits for {name}, which no rank computes")
+            return schedule_error(
+                schedule, rank, (step, place), f"it waits for {name}, which no rank computes"
+            )
         maker, at, beside = makers[missing[rank]]
-        here, there = (text_of(schedule.programs[r][s][p]) for r, s, p in ((rank, step, place), (maker, at, beside)))
+        here, there = (
+            text_of(schedule.programs[r][s][p]) for r, s, p in ((rank, step, place), (maker, at, beside))
+        )
         seen[rank] = (
             f"rank {rank} waits at step {step}, place {place} ({here}) for {name}, "
             f"which rank {maker} computes only at step {at}, place {beside} ({there})"
         )
         rank = maker
     cycle = list(seen.values())[list(seen).index(rank) :]
-    return schedule_error(schedule, rank, places[rank][len(times.ends[rank])], "deadlock: " + cycle_text(cycle))
+    return schedule_error(
+        schedule, rank, places[rank][len(times.ends[rank])], "deadlock: " + cycle_text(cycle)
+    )

@@ -51,8 +51,10 @@ class ScheduleError(ValueError):
         return f"{head}\n\n{self.picture}" if self.picture else head
 
 
-def schedule_error(schedule: Schedule, rank: int | None, position: tuple[int, int] | None, reason: str) -> ScheduleError:
-    """Make the error for one place of ``schedule``, with its instruction and its picture. The caller raises it."""
+def schedule_error(
+    schedule: Schedule, rank: int | None, position: tuple[int, int] | None, reason: str
+) -> ScheduleError:
+    """Make the error for one place of ``schedule``, with its instruction and picture."""
     if rank is None or position is None:
         return ScheduleError(rank, position, None, reason)
     instruction = schedule.programs[rank][position[0]][position[1]]
@@ -65,7 +67,7 @@ def fault_at(schedule: Schedule, position: tuple[int, int, int], reason: str) ->
 
 
 def last_place(schedule: Schedule, rank: int) -> tuple[int, int] | None:
-    """Return the position of the last instruction of a rank, the latest place for a missing one; None if it has none."""
+    """Return the position of a rank's last instruction, to place a missing one; None if it has none."""
     steps = enumerate(schedule.programs[rank])
     return max(((step, len(instructions) - 1) for step, instructions in steps if instructions), default=None)
 
@@ -116,11 +118,13 @@ def _cell(schedule: Schedule, rank: int, step: int) -> str:
 
 
 def _marked_cell(schedule: Schedule, rank: int, position: tuple[int, int]) -> tuple[str, int, int]:
-    """The instructions of a step around one of them, where its text begins, and how long it is."""
+    """Return the text of a step around one instruction, where its own begins, and how long it is."""
     step, place = position
     instructions, first = schedule.programs[rank][step], max(0, place - 2)
     before = [".."] * (first > 0) + [text_of(i) for i in instructions[first:place]]
-    after = [text_of(i) for i in instructions[place + 1 : place + 3]] + [".."] * (place + 3 < len(instructions))
+    after = [text_of(i) for i in instructions[place + 1 : place + 3]] + [".."] * (
+        place + 3 < len(instructions)
+    )
     text = text_of(instructions[place])
     return " ".join([*before, text, *after]), sum(len(t) + 1 for t in before), len(text)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import StrEnum
-from functools import partial
-from itertools import repeat
 from typing import NamedTuple
 
-from ..parallel.counts import require_counts
+from ppfunc.parallel.counts import require_counts
+
 from .arguments import require_type
 
 
@@ -90,7 +88,7 @@ class Instruction(NamedTuple):
 
 
 def F(stage: int, microbatch: int) -> Instruction:
-    """The forward of a stage for a microbatch.
+    """Make the forward of a stage for a microbatch.
 
     >>> print(F(2, 0))
     2F0
@@ -99,17 +97,17 @@ def F(stage: int, microbatch: int) -> Instruction:
 
 
 def B(stage: int, microbatch: int) -> Instruction:
-    """The backward of a stage for a microbatch: the gradients of its input and of its parameters."""
+    """Make the backward of a stage for a microbatch: the gradients of its input and parameters."""
     return _compute(Op.B, stage, microbatch)
 
 
 def I(stage: int, microbatch: int) -> Instruction:  # noqa: E743 - the field's letter
-    """The first part of a backward: the gradient of the input, which the stage before waits for."""
+    """Make the input gradient of a backward, which the stage before waits for."""
     return _compute(Op.I, stage, microbatch)
 
 
 def W(stage: int, microbatch: int) -> Instruction:
-    """The second part of a backward: the gradients of the parameters, at any time after ``I``."""
+    """Make the parameter gradients of a backward, at any time after ``I``."""
     return _compute(Op.W, stage, microbatch)
 
 
@@ -118,19 +116,16 @@ def _compute(op: Op, stage: int, microbatch: int) -> Instruction:
     return Instruction(op, stage, microbatch)
 
 
-def instructions_of(op: Op, stage: int, microbatches: Iterable[int], peer: int | None = None) -> list[Instruction]:
-    """Make the same instruction for many microbatches, in a third of the time that ``Instruction(...)`` takes for each."""
-    fields = zip(repeat(op), repeat(stage), microbatches, repeat(peer), repeat(None), repeat(()))
-    return list(map(partial(tuple.__new__, Instruction), fields))
-
-
 def overlap(forward: Instruction, backward: Instruction) -> Instruction:
     """Join the forward of one microbatch and the backward of another (B, or I), to be run as one program.
 
     >>> print(overlap(F(0, 3), B(3, 1)))
     (0F3;3B1)OVERLAP_F_B
     """
-    for name, given, ops, example in (("forward", forward, (Op.F,), "F(0, 3)"), ("backward", backward, (Op.B, Op.I), "B(3, 1)")):
+    for name, given, ops, example in (
+        ("forward", forward, (Op.F,), "F(0, 3)"),
+        ("backward", backward, (Op.B, Op.I), "B(3, 1)"),
+    ):
         require_type(name, given, Instruction, f"an instruction such as {example}")
         if given.op not in ops:
             raise ValueError(f"{name}: got {given}, expected an instruction such as {example}")
@@ -156,4 +151,6 @@ def parts_of(instruction: Instruction) -> tuple[Instruction, ...]:
     try:
         return instruction.parts or (instruction,)
     except AttributeError:
-        raise TypeError(f"instruction: got {instruction!r}, expected an instruction such as F(0, 3)") from None
+        raise TypeError(
+            f"instruction: got {instruction!r}, expected an instruction such as F(0, 3)"
+        ) from None

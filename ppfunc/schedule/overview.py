@@ -1,6 +1,6 @@
-"""Compare schedules on paper, for one model and one number of ranks: time, bubble, memory, messages, distance to the bound."""
-
-from __future__ import annotations
+"""Compare schedules on paper, for one model and one number of ranks: time, bubble, memory, messages, distance
+to the bound.
+"""
 
 import inspect
 import reprlib
@@ -10,14 +10,15 @@ from fractions import Fraction
 from operator import add
 from typing import Any, NamedTuple
 
-from .._lazy import late
-from ..parallel.counts import require_counts
-from .bounds import lower_bound
+from ppfunc._lazy import late
+from ppfunc.parallel.counts import require_counts
+
 from .builders import BUILDERS
 from .check import check
 from .config import find_builder
 from .costs import Costs, Number, portion, require_costs
 from .instruction import Op
+from .planner.bounds import lower_bound
 from .schedule import Schedule
 from .simulate import Timeline, simulate
 from .table import show_table
@@ -36,8 +37,9 @@ class ScheduleFigures(NamedTuple):
         messages: point-to-point messages in a step.
         parameters: most on any rank, in one rank's share of the model: 2 where every rank holds two shares.
         memory: most on any rank of activations and parameters together, in the unit of the costs.
-        bound: what no order of this placement beats (see :func:`ppfunc.schedule.lower_bound`), under the cap where the schedule
-            keeps it. None where the bounds do not hold: for several chains, and where pairs have costs of their own.
+        bound: what no order of this placement beats (see :func:`ppfunc.schedule.lower_bound`), under the cap
+            where the schedule keeps it. None where the bounds do not hold: for several chains, and where
+            pairs have costs of their own.
     """
 
     name: str
@@ -50,8 +52,14 @@ class ScheduleFigures(NamedTuple):
 
     @property
     def gap(self) -> float | None:
-        """The distance to the lower bound, as a share of it."""
-        return None if self.bound is None else float(self.timeline.makespan / self.bound - 1) if self.bound else 0.0
+        """Return the distance to the lower bound, as a share of it; None without a bound."""
+        return (
+            None
+            if self.bound is None
+            else float(self.timeline.makespan / self.bound - 1)
+            if self.bound
+            else 0.0
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,20 +81,25 @@ class Overview:
 
     def __repr__(self) -> str:
         shortest = f", shortest={self.rows[0].name!r}" if self.rows else ""
-        return f"Overview(ranks={self.ranks}, microbatches={self.microbatches}, schedules={len(self.rows)}{shortest})"
+        return (
+            f"Overview(ranks={self.ranks}, microbatches={self.microbatches},"
+            f" schedules={len(self.rows)}{shortest})"
+        )
 
     def __str__(self) -> str:
         cells = [_HEAD, *map(self._cells, self.rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
         over = ["", *("  over the cap" if self.exceeds(row) else "" for row in self.rows)]
-        return "\n".join([*map(add, lines, over), *(f"left out: {name}: {reason}" for name, reason in self.refused)])
+        return "\n".join(
+            [*map(add, lines, over), *(f"left out: {name}: {reason}" for name, reason in self.refused)]
+        )
 
     _repr_pretty_ = show_table
     _repr_svg_ = late("ppfunc.schedule.formats.scatter", "to_scatter")
 
     def exceeds(self, row: ScheduleFigures) -> bool:
-        """Whether a schedule takes more memory than the cap."""
+        """Tell if a schedule takes more memory than the cap."""
         return self.cap is not None and row.memory > self.cap
 
     @staticmethod
@@ -119,16 +132,18 @@ def compare_schedules(
     Args:
         ranks: number of ranks p.
         microbatches: number of microbatches of a step.
-        schedules: names as of :func:`ppfunc.schedule.config.find_builder`, or schedules; by default all builders with a backward.
-        costs: one number for all is that of one rank's share of the model, a p-th of it; by default F = I = W = 1. A sequence is
-            for stages of the model, in order: a schedule with fewer stages joins neighbours, one with more cuts each in equal
-            parts, which send what the whole sends (those of the last stage what it receives). Replicas cost what their stage does.
+        schedules: names as of :func:`ppfunc.schedule.config.find_builder`, or schedules; by default all
+            builders with a backward.
+        costs: one number for all is that of one rank's share of the model, a p-th of it; by default F = I = W
+            = 1. A sequence is for stages of the model, in order: a schedule with fewer stages joins
+            neighbours, one with more cuts each in equal parts, which send what the whole sends (those of the
+            last stage what it receives). Replicas cost what their stage does.
         cap: memory of a rank, in the unit of the costs, for schedules that are built for one.
         chunks: stages per rank, of schedules where that is a choice.
 
     Raises:
-        ValueError: a schedule for other numbers, an unknown name, schedules with and without backward, costs for a number of
-            stages that no schedule can have.
+        ValueError: a schedule for other numbers, an unknown name, schedules with and without backward, costs
+            for a number of stages that no schedule can have.
 
     >>> print(compare_schedules(4, 8, ["1f1b", "zb_h1", "dualpipe"]))
     schedule  makespan  bubble  of span  peak  messages  held  over bound
@@ -138,7 +153,9 @@ def compare_schedules(
     """
     require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
     costs = require_costs(costs)
-    if cap is not None and (not isinstance(cap, (int, float, Fraction)) or isinstance(cap, bool) or not cap >= 0):
+    if cap is not None and (
+        not isinstance(cap, (int, float, Fraction)) or isinstance(cap, bool) or not cap >= 0
+    ):
         raise ValueError(f"cap: got {cap!r}, expected the memory of a rank, a number from 0")
     schedules = schedules if schedules is None else _items(schedules)
     rows: list[ScheduleFigures] = []
@@ -146,7 +163,11 @@ def compare_schedules(
     for item in BUILDERS if schedules is None else schedules:
         name = _canonical(item) if isinstance(item, str) else item.name
         try:
-            schedule = _built(name, ranks, microbatches, costs, cap, chunks) if isinstance(item, str) else _checked(item)
+            schedule = (
+                _built(name, ranks, microbatches, costs, cap, chunks)
+                if isinstance(item, str)
+                else _checked(item)
+            )
             if schedules is not None or not schedule.forward_only:
                 rows.append(_figures(name, schedule, _stage_costs(costs, schedule), cap))
         except ValueError as error:
@@ -164,7 +185,9 @@ def compare_schedules(
 def _items(schedules: Any) -> list[str | Schedule]:
     expected = "expected a list of names and schedules"
     if isinstance(schedules, str | Schedule) or not isinstance(schedules, Iterable):
-        raise TypeError(f"schedules: got {reprlib.repr(schedules)}, {expected}, such as [{reprlib.repr(schedules)}]")
+        raise TypeError(
+            f"schedules: got {reprlib.repr(schedules)}, {expected}, such as [{reprlib.repr(schedules)}]"
+        )
     items = list(schedules)
     if wrong := [item for item in items if not isinstance(item, str | Schedule)]:
         raise TypeError(f"schedules: got one of type {type(wrong[0]).__name__}, {expected}")
@@ -176,7 +199,9 @@ def _canonical(name: str) -> str:
     return next(known for known, builder in BUILDERS.items() if builder is build)
 
 
-def _built(name: str, ranks: int, microbatches: int, costs: Costs, cap: Number | None, chunks: int) -> Schedule:
+def _built(
+    name: str, ranks: int, microbatches: int, costs: Costs, cap: Number | None, chunks: int
+) -> Schedule:
     """Build a schedule; one that is made for costs gets those of its stages."""
     build = BUILDERS[name]
     taken = inspect.signature(build).parameters
@@ -201,18 +226,25 @@ def _require_same(schedule: Schedule, ranks: int, microbatches: int, first: Sche
         found = f"{schedule.ranks} ranks and {schedule.microbatches} microbatches"
         raise ValueError(f"{schedule.name} is for {found}, expected {ranks} and {microbatches}")
     if schedule.forward_only != first.forward_only:
-        raise ValueError(f"of {schedule.name} and {first.name} one has a backward, the other has none: they do not do the same work")
+        raise ValueError(
+            f"of {schedule.name} and {first.name} one has a backward, the other has none: they do not do the"
+            " same work"
+        )
 
 
 def _figures(name: str, schedule: Schedule, costs: Costs, cap: Number | None) -> ScheduleFigures:
     timeline = simulate(schedule, costs)
-    held = [sum(costs.of("parameters", s) for s in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
+    held = [
+        sum(costs.of("parameters", s) for s in schedule.stages_of(rank)) for rank in range(schedule.ranks)
+    ]
     memory = max(map(add, timeline.peak_activations, held))
     model = {schedule.model_stages[s]: s for s in range(schedule.stages)}
     activation = sum(costs.of("activation", s) for s in model.values()) / schedule.ranks
     size = {stage: costs.of("parameters", s) for stage, s in model.items()}
     size = size if any(size.values()) else dict.fromkeys(size, 1)
-    parameters = max(sum(size[stage] for stage in schedule.model_stages_of(rank)) for rank in range(schedule.ranks))
+    parameters = max(
+        sum(size[stage] for stage in schedule.model_stages_of(rank)) for rank in range(schedule.ranks)
+    )
     return ScheduleFigures(
         name=name,
         timeline=timeline,
@@ -234,7 +266,10 @@ def _bound(schedule: Schedule, costs: Costs, cap: Number | None) -> Number | Non
     if len(schedule.chains) > 1 or paired or schedule.forward_only:
         return None
     # A whole backward that is shorter than its parts, or longer, is not what bounds every order.
-    parts = [(costs.of("backward_input", s), costs.of("backward_weight", s), costs.backward_of(s)) for s in range(schedule.stages)]
+    parts = [
+        (costs.of("backward_input", s), costs.of("backward_weight", s), costs.backward_of(s))
+        for s in range(schedule.stages)
+    ]
     inputs = [min(i, whole) for i, _, whole in parts]
     weights = [min(w, whole - i) for i, (_, w, whole) in zip(inputs, parts, strict=True)]
     least = replace(costs, backward_input=inputs, backward_weight=weights)
@@ -242,29 +277,42 @@ def _bound(schedule: Schedule, costs: Costs, cap: Number | None) -> Number | Non
 
 
 def _stage_costs(costs: Costs, schedule: Schedule) -> Costs:
-    """The costs of every stage of ``schedule``, where those of the model are given (see :func:`compare_schedules`)."""
+    """Return the costs of every stage of ``schedule`` from those of the model."""
     wanted = len(set(schedule.model_stages))
-    given = {field.name: value for field in fields(costs) if (value := getattr(costs, field.name)) is not None}
+    given = {
+        field.name: value for field in fields(costs) if (value := getattr(costs, field.name)) is not None
+    }
     if not any(isinstance(value, Sequence | Mapping) for value in given.values()):
         return costs.per_rank(schedule)
     sizes = {len(value) for value in given.values() if isinstance(value, Sequence)} or {schedule.ranks}
     if len(sizes) > 1:
-        raise ValueError(f"costs are given for {' and for '.join(map(str, sorted(sizes)))} stages, expected one number of stages")
+        raise ValueError(
+            f"costs are given for {' and for '.join(map(str, sorted(sizes)))} stages, expected one number of"
+            " stages"
+        )
     (count,) = sizes
     costs.fitting(count)
     if wanted % count and count % wanted:
         raise ValueError(
-            f"costs for {count} stages are not those of the {wanted} stages of {schedule.name}: expected a divisor or a multiple"
+            f"costs for {count} stages are not those of the {wanted} stages of {schedule.name}: expected a"
+            " divisor or a multiple"
         )
     parts = {name: [costs.of(name, stage) for stage in range(count)] for name in given}
-    parts["kept"] = [a * share for a, share in zip(parts["activation"], parts.pop("weight_share"), strict=True)]
-    found = {name: _sent(values, wanted) if name in _SENT else _regrouped(values, wanted) for name, values in parts.items()}
-    found["weight_share"] = [min(1, k / a) if a else 0 for k, a in zip(found.pop("kept"), found["activation"], strict=True)]
+    parts["kept"] = [
+        a * share for a, share in zip(parts["activation"], parts.pop("weight_share"), strict=True)
+    ]
+    found = {
+        name: _sent(values, wanted) if name in _SENT else _regrouped(values, wanted)
+        for name, values in parts.items()
+    }
+    found["weight_share"] = [
+        min(1, k / a) if a else 0 for k, a in zip(found.pop("kept"), found["activation"], strict=True)
+    ]
     return replace(costs, **found).of_stages(schedule.model_stages)
 
 
 def _regrouped(values: list[Number], wanted: int) -> list[Number]:
-    """The values of stages cut in equal parts, or summed over neighbours."""
+    """Cut the values of stages in equal parts, or sum them over neighbours."""
     if wanted >= len(values):
         parts = wanted // len(values)
         return [portion(value, 1, parts) for value in values for _ in range(parts)]
@@ -273,10 +321,16 @@ def _regrouped(values: list[Number], wanted: int) -> list[Number]:
 
 
 def _sent(values: list[Number], wanted: int) -> list[Number]:
-    """The messages of stages that are cut or joined: that of the last of the joined, or of the whole, for the last what it receives."""
+    """Return what stages send after they are cut or joined.
+
+    Joined stages send what their last one sends. Pieces of a stage send what the whole does, or, of the last
+    stage, what it receives.
+    """
     if wanted <= len(values):
         width = len(values) // wanted
         return values[width - 1 :: width]
     parts = wanted // len(values)
     inner = [*values[:-1], values[-2]] if len(values) > 1 else values
-    return [value for last, part in zip(values, inner, strict=True) for value in (*[part] * (parts - 1), last)]
+    return [
+        value for last, part in zip(values, inner, strict=True) for value in (*[part] * (parts - 1), last)
+    ]

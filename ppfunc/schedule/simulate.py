@@ -7,10 +7,11 @@ from itertools import compress
 from operator import sub
 from statistics import median
 
-from .._lazy import late
+from ppfunc._lazy import late
+
 from .arguments import require_type
 from .costs import Costs, Number, require_costs
-from .dataflow import dataflow, find_routes
+from .dataflow import Dataflow
 from .earliest import BESIDE, EarliestTimes, Time, earliest
 from .errors import schedule_error
 from .instruction import COMMUNICATION, COMPUTE, TAIL, Op, microbatch_of
@@ -53,25 +54,30 @@ class Timeline:
 
     def __repr__(self) -> str:
         return (
-            f"Timeline(ranks={len(self.starts)}, makespan={self.makespan!r}, span={self.span!r}, bubble={float(self.bubble):.4g}, "
-            f"peak_activations={max(self.peak_activations, default=0)!r})"
+            f"Timeline(ranks={len(self.starts)}, makespan={self.makespan!r}, span={self.span!r},"
+            f" bubble={float(self.bubble):.4g}, peak_activations={max(self.peak_activations, default=0)!r})"
         )
 
     def __str__(self) -> str:
-        """The figures of the whole, and a line per rank."""
+        """Write the figures of the whole, and a line per rank."""
         whole = f"makespan {float(self.makespan):.4g}, bubble {float(self.bubble):.1%}"
         whole += f"; span {float(self.span):.4g}, bubble of the span {float(self.span_bubble):.1%}"
-        rows = ((r, self.makespan - idle, idle, peak) for r, (idle, peak) in enumerate(zip(self.idle, self.peak_activations, strict=True)))
-        return f"{self.schedule.name}: {whole}\n{table(['rank', 'computes', 'idle', 'peak activations'], rows)}"
+        rows = (
+            (r, self.makespan - idle, idle, peak)
+            for r, (idle, peak) in enumerate(zip(self.idle, self.peak_activations, strict=True))
+        )
+        return (
+            f"{self.schedule.name}: {whole}\n{table(['rank', 'computes', 'idle', 'peak activations'], rows)}"
+        )
 
     _repr_pretty_ = show_table
     _repr_svg_ = late("ppfunc.schedule.formats.svg", "picture")
 
     def costs(self) -> Costs:
-        """The median time of each kind of instruction of every stage, and the shortest message that each sends.
+        """Return the median time of each kind per stage, and the shortest message that each stage sends.
 
-        A message lasts until its receiver has waited for it, so the shortest is the nearest to its latency. Where a
-        schedule has no I and W apart, each is half of B; memory is that of the default costs.
+        A message lasts until its receiver has waited for it, so the shortest is the nearest to its latency.
+        Where a schedule has no I and W apart, each is half of B; memory is that of the default costs.
         """
         times: dict[tuple[Op, int], list[Time]] = {}
         for rank, (starts, ends) in enumerate(zip(self.starts, self.ends, strict=True)):
@@ -85,7 +91,10 @@ class Timeline:
         for stage, time in enumerate(whole):
             if time and not halves[0][stage]:
                 halves = [(*half[:stage], time / 2, *half[stage + 1 :]) for half in halves]
-        sent = tuple(min(times.get((Op.SEND_F, s), []) + times.get((Op.SEND_B, s), []), default=0) for s in range(self.schedule.stages))
+        sent = tuple(
+            min(times.get((Op.SEND_F, s), []) + times.get((Op.SEND_B, s), []), default=0)
+            for s in range(self.schedule.stages)
+        )
         overlapped = of(Op.OVERLAP_F_B) if Op.OVERLAP_F_B in self.schedule.ops else None
         backward = tuple(b or i + w for b, i, w in zip(whole, *halves, strict=True))
         inputs, weights = halves
@@ -97,9 +106,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Run ``schedule`` on paper: each instruction starts once its rank is free and its inputs are there.
 
     A message delays its consumer on another rank and occupies no rank, so the times of a schedule
-    are the same with and without its communications. Nor does a collective: those of a rank run beside its compute, one
-    after the other, as if all that take part were there; the compute of a stage waits for its UNSHARD, and STEP for the
-    reductions of its stage.
+    are the same with and without its communications. Nor does a collective: those of a rank run beside its
+    compute, one after the other, as if all that take part were there; the compute of a stage waits for its
+    UNSHARD, and STEP for the reductions of its stage.
 
     Args:
         schedule: one that ``check`` accepts.
@@ -146,14 +155,19 @@ def timeline_of(
     for name, rows in (("starts", starts), ("ends", ends)):
         require_type(name, rows, Sequence, f"{schedule.ranks} rows of times, one per rank")
         if len(rows) != schedule.ranks:
-            raise ValueError(f"{name}: got {len(rows)} rows of times, expected {schedule.ranks}, one per rank")
+            raise ValueError(
+                f"{name}: got {len(rows)} rows of times, expected {schedule.ranks}, one per rank"
+            )
         for rank, row in enumerate(rows):
             require_type(f"{name}[{rank}]", row, Sequence, "a row of times, one per instruction")
     busy, spans, makespan = [], [], 0
     for rank in range(schedule.ranks):
         ops = [i[0] for i in schedule.instructions(rank)]
         if not len(ops) == len(starts[rank]) == len(ends[rank]):
-            raise ValueError(f"rank {rank} has {len(ops)} instructions, got {len(starts[rank])} starts and {len(ends[rank])} ends")
+            raise ValueError(
+                f"rank {rank} has {len(ops)} instructions, got {len(starts[rank])} starts and"
+                f" {len(ends[rank])} ends"
+            )
         compute = [op in _BUSY for op in ops]
         begins, stops = (list(compress(times[rank], compute)) for times in (starts, ends))
         last = max(compress(ends[rank], [op in _COUNTED for op in ops]), default=0)
@@ -188,7 +202,8 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
     keep = 0 if schedule.forward_only else 1
     peaks = []
     for rank in range(schedule.ranks):
-        # Whole activations and shares are counted by kind and only then multiplied, so that floats do not drift.
+        # Whole activations and shares are counted by kind and only then multiplied, so that floats do not
+        # drift.
         held = [0] * (2 * len(kinds))
         states = set()
         for instruction in schedule.instructions(rank):
@@ -202,7 +217,10 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
                         held[at] -= 1
                     held[at] += change * keep
                     held[at + 1] += share
-        memory = [sum(size * (state[at] + share * state[at + 1]) for (size, share), at in kinds.items()) for state in states]
+        memory = [
+            sum(size * (state[at] + share * state[at + 1]) for (size, share), at in kinds.items())
+            for state in states
+        ]
         peaks.append(max(memory, default=0))
     return tuple(peaks)
 
@@ -212,15 +230,14 @@ def _share_idle(busy: Sequence[Time], time: Time) -> Time:
 
 
 def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) -> tuple[Sequence, Sequence]:
-    """The times of all instructions from those that have a cost."""
+    """Extend the times of instructions that have a cost to all instructions."""
     if schedule.ops <= COMPUTE:
         return times.starts, times.ends
-    flow = dataflow(schedule)
-    routes = find_routes(schedule, flow)
+    flow = Dataflow(schedule)
     # Per end of a message: the number of its value for microbatch 0, and how long it takes.
     carried = {}
-    for end, route in routes.items():
-        value = flow.output(end[1], 0) + route.distance
+    for end, route in flow.routes.items():
+        value = route.first // schedule.stages
         carried[end] = (value, costs.message_of(flow.place(value)[0]))
     spans: list[list[tuple[Time, Time]]] = []
     for rank, program in enumerate(schedule.programs):
@@ -238,7 +255,9 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) ->
                     value, delay = carried.get((op, stage, peer), (0, None))
                     made = times.done.get(value, {}).get(microbatch_of(instruction))
                     if delay is None or made is None:
-                        raise schedule_error(schedule, rank, (step, place), "nothing computes what this message carries")
+                        raise schedule_error(
+                            schedule, rank, (step, place), "nothing computes what this message carries"
+                        )
                     spans[rank].append((made, made + delay))
                 else:
                     spans[rank].append((now, now))

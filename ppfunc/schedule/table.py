@@ -16,7 +16,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """
     lines = [list(head), *([_cell(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
+    )
 
 
 def _cell(value: Any) -> str:
@@ -33,5 +35,5 @@ def clipped(text: str) -> str:
 
 
 def show_table(value: Any, printer: Any, cycle: bool) -> None:
-    """Show ``str(value)`` where IPython displays it by itself, ``repr(value)`` within another value: a ``_repr_pretty_``."""
+    """Show ``str(value)`` at IPython's top level, ``repr(value)`` inside other values (``_repr_pretty_``)."""
     printer.text(repr(value) if len(printer.stack) > 1 else clipped(str(value)))

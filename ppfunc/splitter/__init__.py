@@ -1,11 +1,22 @@
 """Split any ``torch.nn`` module into stages by the names of its modules.
 
-One call of the model is traced without values (`trace`): its operators are recorded above autograd and autocast
-(`record`), each with the stage that hooks on the named modules say. The trace is cut (`cut`): values that later stages
-need cross, what is cheap is computed again where it is needed (`effects`). Each part is written as straight-line code
-(`emit`, `program`), and kept for every form of the inputs (`source`), which the stage functions (`stages`) look up.
+One call of the model is traced without values (`trace`): its operators are recorded above autograd and
+autocast (`record`), each with the stage that hooks on the named modules say. The trace is cut (`cut`): values
+that later stages need cross, what is cheap is computed again where it is needed (`effects`). Each part is
+written as straight-line code (`program`), and kept for every form of the inputs (`source`), which the
+stage functions (`stages`) look up.
+
+A stage function traces the **whole** model, inside the trace of that one stage, when it first meets a form of
+the inputs (`Source.codes`): the code of all stages comes of one trace, and the others look it up. Each
+process traces the model once per form.
 """
 
-from .split import Split, split
+from typing import TYPE_CHECKING
 
-__all__ = ["Split", "split"]
+from ppfunc._lazy import attach
+
+if TYPE_CHECKING:
+    from .splitting import split as split
+    from .value import Split as Split
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -3,8 +3,6 @@
 ``tests/test_torch_names.py`` says which of them another torch than 2.13 has not.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -12,7 +10,8 @@ import torch
 # The torch.func transforms that are active, and their kinds.
 from torch._C._functorch import TransformType, get_interpreter_stack
 
-# Modes of the key `PreDispatch`, which sees operators above autograd and autocast, need the dispatcher of Python.
+# Modes of the key `PreDispatch`, which sees operators above autograd and autocast, need the dispatcher of
+# Python.
 from torch._dispatch.python import enable_python_dispatcher
 
 # Computes with values during a trace.
@@ -52,19 +51,19 @@ check_values = torch._check_tensor_all_with
 
 
 class PreDispatchMode(ProxyTorchDispatchMode):
-    """A mode that sees every operator before autograd and autocast do: dropout and attention are one operator."""
+    """Sees every operator before autograd and autocast do: dropout and attention are one operator."""
 
     def __init__(self) -> None:
         super().__init__(None, "fake", pre_dispatch=True)  # type: ignore[arg-type]  # there is no tracer of fx
 
 
 def saved_tensor_hooks() -> Any:
-    """The innermost hooks on saved tensors, None where there are none."""
+    """Return the innermost hooks on saved tensors, None without any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def vmapped() -> bool:
-    """Whether a ``vmap`` is active: there, what is not mapped cannot be written into by what is."""
+    """Tell whether a ``vmap`` is active: an unmapped tensor cannot be written into by a mapped one."""
     return any(transform.key() == TransformType.Vmap for transform in get_interpreter_stack() or ())
 
 
@@ -76,7 +75,7 @@ class FunctionalMode(FunctionalTensorMode):
 
 
 def from_functional(value: Any) -> Any:
-    """The tensor within a functional one, with all that was written into it."""
+    """Return the tensor within a functional one, with all writes applied."""
     if not isinstance(value, FunctionalTensor):
         return value
     torch._sync(value)  # type: ignore[attr-defined]  # the stubs leave it out
@@ -84,5 +83,5 @@ def from_functional(value: Any) -> Any:
 
 
 def without_functionalize() -> Any:
-    """Within it, the kernel of the dispatcher that makes operators functional is not asked: the mode does it."""
+    """Skip the dispatcher's functionalising kernel within the context: the mode does its work."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))

@@ -1,10 +1,8 @@
 """Choose the modules at which to cut a model: stages of equal cost, or a partition of its layers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -28,13 +26,18 @@ _REPEATS = 3  # measurements, of which the least counts
 
 
 def choose(
-    model: nn.Module, form: CallForm, tensors: Sequence[Tensor], device: torch.device, at: int | Partition, balance: Balance
+    model: nn.Module,
+    form: CallForm,
+    tensors: Sequence[Tensor],
+    device: torch.device,
+    at: int | Partition,
+    balance: Balance,
 ) -> tuple[list[str], Trace]:
-    """The names of the modules that begin the stages after the first.
+    """Choose the modules that begin the stages after the first.
 
-    The layers of a model are the elements of its ``ModuleList`` and ``Sequential`` containers, those of the outermost
-    ones first. Elements of inner containers are cut apart where the outer ones are too few, or too unequal; where
-    there are no containers, any module is.
+    The layers of a model are the elements of its ``ModuleList`` and ``Sequential`` containers, those of the
+    outermost ones first. Elements of inner containers are cut apart where the outer ones are too few, or too
+    unequal; where there are no containers, any module is.
 
     Args:
         at: the number of stages, or a partition of the layers.
@@ -47,20 +50,20 @@ def choose(
         ValueError: there are not so many layers.
     """
     levels = _levels(model)
-    found = trace(model, form, [LeafForm(tuple(t.shape), t.dtype) for t in tensors], device, levels[-1])
-    called = [_in_order(names, found.begun) for names in levels]
+    traced = trace(model, form, [LeafForm(tuple(t.shape), t.dtype) for t in tensors], device, levels[-1])
+    called = [_in_order(names, traced.begun) for names in levels]
     if isinstance(at, Partition):
-        return _of_partition(called, at), found
+        return _of_partition(called, at), traced
     if isinstance(at, bool) or not isinstance(at, int) or at < 1:
         raise ValueError(f"at: got {at!r}, expected names of modules, a number of stages, or a Partition")
     if balance not in ("flops", "time"):
         raise ValueError(f"balance: got {balance!r}, expected 'flops' or 'time'")
-    marks = _flops(found, device) if balance == "flops" else _seconds(model, form, tensors, found, device)
-    return _balanced(called, found.begun, marks, at), found
+    marks = _flops(traced, device) if balance == "flops" else _seconds(model, form, tensors, traced, device)
+    return _balanced(called, traced.begun, marks, at), traced
 
 
 def _levels(model: nn.Module) -> list[list[str]]:
-    """Names of modules by how many containers they are in, and, last, of all modules."""
+    """List the names of modules by how many containers they are in; last, of all modules."""
     kinds = dict(model.named_modules())
     depths: dict[int, list[str]] = {}
     for name in filter(None, kinds):
@@ -75,7 +78,7 @@ def _levels(model: nn.Module) -> list[list[str]]:
 
 
 def _in_order(names: Sequence[str], begun: Mapping[str, int]) -> list[str]:
-    """The modules that are called, in the order of their calls; the first of those that begin at the same operator."""
+    """Sort the modules that are called by their first calls; keep the first of those at the same operator."""
     first: dict[int, str] = {}
     for name in names:
         if name in begun:
@@ -88,57 +91,83 @@ def _of_partition(called: Sequence[Sequence[str]], partition: Partition) -> list
         if len(names) == partition.layers:
             return [names[start] for start in partition.boundaries[1:-1]]
     counts = ", ".join(f"{len(names)} ({names[0]} to {names[-1]})" for names in called[:-1] if names)
-    raise ValueError(f"at: got a partition of {partition.layers} layers; the model has {counts or 'no ModuleList or Sequential of layers'}")
+    raise ValueError(
+        f"at: got a partition of {partition.layers} layers; the model has"
+        f" {counts or 'no ModuleList or Sequential of layers'}"
+    )
 
 
-def _balanced(called: Sequence[Sequence[str]], begun: Mapping[str, int], marks: Sequence[float], stages: int) -> list[str]:
-    """The cuts of the outermost level whose heaviest stage is near the least of all levels."""
+def _balanced(
+    called: Sequence[Sequence[str]], begun: Mapping[str, int], marks: Sequence[float], stages: int
+) -> list[str]:
+    """Balance the stages at the outermost level whose heaviest stage is near the least of all levels."""
     cuts = [[name for name in names if 0 < begun[name] < len(marks) - 1] for names in called]
-    levels = [names for names in cuts[:-1] if len(names) >= stages - 1] or [names for names in cuts[-1:] if len(names) >= stages - 1]
+    levels = [names for names in cuts[:-1] if len(names) >= stages - 1] or [
+        names for names in cuts[-1:] if len(names) >= stages - 1
+    ]
     choices: list[tuple[float, list[str]]] = []
     for names in levels:
-        weights = [marks[b] - marks[a] for a, b in pairwise([0, *(begun[name] for name in names), len(marks) - 1])]
+        weights = [
+            marks[b] - marks[a] for a, b in pairwise([0, *(begun[name] for name in names), len(marks) - 1])
+        ]
         partition = partition_balanced(weights, stages)
         choices.append((max(partition.loads(weights)), [names[b - 1] for b in partition.boundaries[1:-1]]))
     if not choices:
-        raise ValueError(f"at: got {stages} stages, the model calls {len(called[-1])} modules one after the other; take fewer stages")
+        raise ValueError(
+            f"at: got {stages} stages, the model calls {len(called[-1])} modules one after the other; take"
+            " fewer stages"
+        )
     least = min(heaviest for heaviest, _ in choices)
     return next(names for heaviest, names in choices if heaviest <= _NEAR * least)
 
 
-def _flops(found: Trace, device: torch.device) -> list[float]:
-    """Operations before each operator and after the last: multiplications and additions, and one for each element made."""
+def _flops(traced: Trace, device: torch.device) -> list[float]:
+    """Count operations before each operator and after the last.
+
+    An operation is a multiplication, an addition, or an element made.
+    """
     marks, elements = [], 0
     with undisturbed(), without_values(), FlopCounterMode(display=False) as counter:
-        sources = {node: t.detach() for node, t in fake_sources(found, device).items()}  # the counter hooks onto histories of modules
-        for node in replay(found, sources):
+        sources = {
+            node: t.detach() for node, t in fake_sources(traced, device).items()
+        }  # the counter hooks onto histories of modules
+        for node in replay(traced, sources):
             if node.op == "call_function":
                 marks.append(counter.get_total_flops() + elements)
                 elements += torch.Size(node.meta["value"].shape).numel() if "value" in node.meta else 0
         return [*marks, counter.get_total_flops() + elements]
 
 
-def _seconds(model: nn.Module, form: CallForm, tensors: Sequence[Tensor], found: Trace, device: torch.device) -> list[float]:
-    """Seconds before each operator, measured at the first calls of the modules of the trace."""
+def _seconds(
+    model: nn.Module, form: CallForm, tensors: Sequence[Tensor], traced: Trace, device: torch.device
+) -> list[float]:
+    """Measure the seconds before each operator, at the first calls of the modules of the trace."""
     held = (*tensors, *model.parameters(), *model.buffers())
     if any(t.is_meta for t in held):
-        raise ValueError("balance='time': got tensors on the device meta, which cannot be measured; use balance='flops'")
-    operators = sum(node.op == "call_function" for node in found.nodes)
+        raise ValueError(
+            "balance='time': got tensors on the device meta, which cannot be measured; use balance='flops'"
+        )
+    operators = sum(node.op == "call_function" for node in traced.nodes)
     least = [float("inf")] * (operators + 1)
     for _ in range(_REPEATS):
-        for at, seconds in _measured(model, form, tensors, found.begun, device).items():
-            least[at if at >= 0 else operators] = min(least[at if at >= 0 else operators], seconds)
-    marks, last = [], 0.0
-    for seconds in least:
-        last = last if seconds == float("inf") else max(seconds, last)
-        marks.append(last)
-    return marks
+        for at, seconds in _measured(model, form, tensors, traced.begun, device).items():
+            least[at] = min(least[at], seconds)
+    measured = (0.0 if seconds == float("inf") else seconds for seconds in least)
+    return list(accumulate(measured, max))
 
 
 def _measured(
-    model: nn.Module, form: CallForm, tensors: Sequence[Tensor], begun: Mapping[str, int], device: torch.device
+    model: nn.Module,
+    form: CallForm,
+    tensors: Sequence[Tensor],
+    begun: Mapping[str, int],
+    device: torch.device,
 ) -> dict[int, float]:
-    """Seconds from the start of one call to the first call of each module, by its operator; to the end, at -1."""
+    """Measure the seconds from the start of a call to the first call of each module.
+
+    Returns:
+        ``{operator: seconds}``, and the seconds to the end at -1.
+    """
     times: dict[int, float] = {}
 
     def now() -> float:

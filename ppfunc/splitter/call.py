@@ -1,4 +1,4 @@
-"""Read how a model is called: which parts of its arguments are the inputs of a step, and which are constants."""
+"""Read how a model is called: tensors in its arguments are the inputs of a step, the rest is constant."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from optree import PyTreeSpec
 
-from ppfunc.stage.tree import tree_flatten, tree_paths, tree_structure, tree_unflatten
+from ppfunc.stage.tree import tree_flatten, tree_map, tree_structure, tree_unflatten
 
 
 class CallForm(NamedTuple):
@@ -18,22 +18,21 @@ class CallForm(NamedTuple):
         treedef: structure of ``(args, kwargs)``.
         constants: its leaves; None in the places of tensors.
         places: the positions of the tensors among the leaves.
-        paths: how errors call the tensors, such as ``kwargs['mask']``.
-        inputs: structure of ``(args, kwargs)`` as a step gets them: without what is no tensor.
-        kind: what a step gets: ``"one"`` positional argument itself; the tuple of ``"args"``; the ``"kwargs"``; ``"both"``, the
-            positional arguments and, last, the keyword arguments, in a tuple.
+        inputs: structure of ``(args, kwargs)`` as a step gets them. Keyword arguments without tensors are
+            left out; other leaves that are no tensors are None.
+        kind: what a step gets: ``"one"`` positional argument itself; the tuple of ``"args"``; the
+            ``"kwargs"``; ``"both"``, the positional arguments and, last, the keyword arguments, in a tuple.
     """
 
     treedef: PyTreeSpec
     constants: tuple[Any, ...]
     places: tuple[int, ...]
-    paths: tuple[str, ...]
     inputs: PyTreeSpec
     kind: str
 
     @classmethod
     def of(cls, args: Any, kwargs: Mapping[str, Any] | None) -> tuple[CallForm, tuple[torch.Tensor, ...]]:
-        """The form of a call, and its tensors.
+        """Read the form of a call, and its tensors.
 
         Args:
             args: one argument, a tuple of positional arguments, or a dictionary of keyword arguments.
@@ -44,34 +43,29 @@ class CallForm(NamedTuple):
         kind = "one" if not isinstance(args, tuple) else "args"
         args = args if isinstance(args, tuple) else (args,)
         if not isinstance(kwargs, Mapping | None):
-            raise TypeError(f"kwargs: got {type(kwargs).__name__}, expected a dictionary of keyword arguments")
+            raise TypeError(
+                f"kwargs: got {type(kwargs).__name__}, expected a dictionary of keyword arguments"
+            )
         kwargs = dict(kwargs or {})
         if not all(isinstance(key, str) for key in kwargs):
             raise TypeError(f"kwargs: got the keys {list(kwargs)}, expected names of arguments")
         leaves, treedef = tree_flatten((args, kwargs), "args")
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         if not places:
-            raise ValueError("args: got no tensor; give the arguments of one call of the model, such as args=(ids,), on meta if you like")
+            raise ValueError(
+                "args: got no tensor; give the arguments of one call of the model, such as args=(ids,), on"
+                " meta if you like"
+            )
         if any(_has_tensors(value) for value in kwargs.values()):
             kind = "kwargs" if not args else "both"
-        names = tree_paths(treedef)
-        paths = tuple(("args" if names[i].startswith("[0]") else "kwargs") + names[i][3:] for i in places)
         constants = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        form = cls(treedef, constants, places, paths, tree_structure(None), kind)
-        return form._replace(inputs=tree_structure(form.pruned(args, kwargs))), tuple(leaves[i] for i in places)
-
-    @staticmethod
-    def pruned(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The arguments without what is no tensor: keyword arguments are left out, others become None."""
-
-        def prune(value: Any) -> Any:
-            leaves, treedef = tree_flatten(value)
-            return tree_unflatten(treedef, [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves])
-
-        return tuple(map(prune, args)), {key: prune(value) for key, value in kwargs.items() if _has_tensors(value)}
+        with_tensors = {key: value for key, value in kwargs.items() if _has_tensors(value)}
+        inputs = tree_map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else None, (args, with_tensors))
+        form = cls(treedef, constants, places, tree_structure(inputs), kind)
+        return form, tuple(leaves[i] for i in places)
 
     def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the model with these tensors."""
+        """Build the arguments of the model from tensors."""
         leaves = list(self.constants)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
@@ -79,31 +73,38 @@ class CallForm(NamedTuple):
         return args, kwargs
 
     def read(self, x: Any) -> tuple[torch.Tensor, ...]:
-        """The tensors of an input of the first stage.
+        """Take the tensors out of an input of the first stage.
 
         Raises:
             ValueError: it has another structure than the call at the split.
         """
-        given: tuple[Any, Any]
+        arguments: tuple[Any, Any]
         match self.kind:
             case "one":
-                given = (x,), {}
+                arguments = (x,), {}
             case "args":
-                given = x if isinstance(x, tuple) else (x,), {}
+                arguments = x if isinstance(x, tuple) else (x,), {}
             case "kwargs":
-                given = (), x
+                arguments = (), x
             case _:
-                given = (x[:-1], x[-1]) if isinstance(x, tuple) and x else ((x,), {})
-        leaves, treedef = tree_flatten(given, "inputs")
+                arguments = (x[:-1], x[-1]) if isinstance(x, tuple) and x else ((x,), {})
+        leaves, treedef = tree_flatten(arguments, "inputs")
         if treedef != self.inputs:
-            raise ValueError(f"inputs: got {_shown(x)}, expected {self.expected}, the tensors in the arguments at the split; split again")
+            raise ValueError(
+                f"inputs: got {_shown(x)}, expected {self.expected}, the tensors in the arguments at the"
+                " split; split again"
+            )
         return tuple(leaves)
 
     @property
     def expected(self) -> str:
-        """The structure of the inputs of a step, as a text."""
+        """Describe the structure of the inputs of a step."""
         args, kwargs = tree_unflatten(self.inputs, [_TENSOR] * self.inputs.num_leaves)
-        return str({"one": args[0] if args else None, "args": args, "kwargs": kwargs, "both": (*args, kwargs)}[self.kind])
+        return str(
+            {"one": args[0] if args else None, "args": args, "kwargs": kwargs, "both": (*args, kwargs)}[
+                self.kind
+            ]
+        )
 
 
 class _Word:
@@ -119,5 +120,4 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _shown(tree: Any) -> str:
-    leaves, treedef = tree_flatten(tree)
-    return str(tree_unflatten(treedef, [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]))
+    return str(tree_map(lambda leaf: _TENSOR if isinstance(leaf, torch.Tensor) else leaf, tree))

@@ -1,6 +1,4 @@
-"""Tell which operators of a trace may run again in other stages, and which memory each of them writes into."""
-
-from __future__ import annotations
+"""Tell which operators of a trace may run again in other stages, and who writes into which memory."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,19 +7,22 @@ import torch
 from torch.fx import Node
 
 from ppfunc.stage._torch import OpOverload, schema
+from ppfunc.stage.engines.tracing.operators import named_arguments
 from ppfunc.stage.purity import draws
 
 from .trace import Trace
 
 
 def is_random(node: Node) -> bool:
-    """Whether the node draws random numbers, or may: dropout and recurrent layers do so in training, with a rate above zero."""
+    """Tell whether the node may draw random numbers.
+
+    Dropout and recurrent layers do so in training, with a rate above zero.
+    """
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return "opaque" in node.meta
-    defaults = {a.name: a.default_value for a in schema(node.target).arguments}
-    given = defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
-    switches = ("train", "training", *(["p", "dropout"] if "train" in given else []))
-    return draws(node.target, node.args, node.kwargs) and all(given[name] for name in switches if name in given)
+    arguments = named_arguments(node.target, node.args, node.kwargs)
+    switches = ("train", "training", *(["p", "dropout"] if "train" in arguments else []))
+    return draws(node.target, node.args, node.kwargs) and all(arguments.get(name, True) for name in switches)
 
 
 class Effects:
@@ -32,48 +33,48 @@ class Effects:
         state: names of buffers that belong to the state of a stage.
 
     Attributes:
-        order: the position of every node.
-        cheap: the nodes that may run again anywhere: nothing random, no parameter, no state, no input that is floating, or
-            that the model writes into.
+        cheap: the nodes that may run again anywhere: nothing random, no parameter, no state, no input that is
+            floating, or that the model writes into.
         maker: the node that makes a memory first.
+        writers_of: the nodes that write into each memory.
     """
 
     def __init__(self, trace: Trace, state: Mapping[str, int]) -> None:
-        self.trace = trace
         sources = (*trace.params.values(), *trace.buffers.values(), *trace.inputs)
         nodes = (*sources, *trace.nodes)
-        self.order = {node: i for i, node in enumerate(nodes)}
         self.maker: dict[int, Node] = {}
-        self._writers: dict[int, list[Node]] = {}
+        self.writers_of: dict[int, list[Node]] = {}
         for node in nodes:
             for at in storages_of(node):
                 self.maker.setdefault(at, node)
             for at in node.meta["writes"]:
-                self._writers.setdefault(at, []).append(node)
+                self.writers_of.setdefault(at, []).append(node)
         dear = {*trace.params.values(), *(trace.buffers[name] for name in (*state, *trace.replaced))}
-        dear |= {n for n in trace.inputs if _carries(n) or not self._writers.keys().isdisjoint(storages_of(n))}
+        dear |= {
+            n for n in trace.inputs if _carries(n) or not self.writers_of.keys().isdisjoint(storages_of(n))
+        }
         self.cheap = self._cheap(nodes, dear)
 
     def writers(self, node: Node) -> list[Node]:
-        """The nodes that write into what this node reads, before it does."""
-        return [w for at in node.meta["reads"] for w in self._writers.get(at, ()) if self.order[w] < self.order[node]]
+        """List the nodes that write into what this node reads, before it does."""
+        return [w for at in node.meta["reads"] for w in self.writers_of.get(at, ()) if w < node]
 
     def all_writers(self, node: Node) -> list[Node]:
-        """The nodes that write into the memory of this node, at any time."""
-        return [w for at in storages_of(node) for w in self._writers.get(at, ())]
-
-    def written(self) -> dict[int, list[Node]]:
-        """The writers of every memory that is written into."""
-        return self._writers
+        """List the nodes that write into the memory of this node, at any time."""
+        return [w for at in storages_of(node) for w in self.writers_of.get(at, ())]
 
     def _cheap(self, nodes: Sequence[Node], dear: set[Node]) -> set[Node]:
-        """All nodes but those that depend on ``dear`` ones, or share a memory with such."""
+        """Find the nodes that depend on no ``dear`` one, and share no memory with any."""
         memories: set[int] = set()
         while True:
             before = len(dear), len(memories)
             for node in nodes:
                 touched = storages_of(node) | node.meta["writes"] | node.meta["reads"]
-                if node not in dear and (is_random(node) or not dear.isdisjoint(node.all_input_nodes) or not memories.isdisjoint(touched)):
+                if node not in dear and (
+                    is_random(node)
+                    or not dear.isdisjoint(node.all_input_nodes)
+                    or not memories.isdisjoint(touched)
+                ):
                     dear.add(node)
                 if node in dear:
                     memories |= storages_of(node) | node.meta["writes"]
@@ -82,23 +83,32 @@ class Effects:
 
 
 def _carries(node: Node) -> bool:
-    """Whether a gradient may go to an input."""
+    """Tell whether a gradient may go to an input."""
     dtype = node.meta["value"].dtype
     return bool(dtype.is_floating_point or dtype.is_complex)
 
 
 def storages_of(node: Node) -> frozenset[int]:
-    """The memories of the results of a node."""
+    """List the memories of the results of a node."""
     value: Any = node.meta.get("value")
     return frozenset() if value is None or value.storage is None else frozenset([value.storage])
 
 
 def is_view_or_cast(node: Node) -> bool:
-    """Whether the node looks at one tensor in another way, or in another precision, and its result is no smaller."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload) or len(node.all_input_nodes) != 1:
+    """Tell whether the node is a view or a cast of one tensor, and no smaller than it."""
+    if (
+        node.op != "call_function"
+        or not isinstance(node.target, OpOverload)
+        or len(node.all_input_nodes) != 1
+    ):
         return False
     (source,) = node.all_input_nodes
-    if "value" not in source.meta or "value" not in node.meta or not node.meta["region"].grad or node.meta["writes"]:
+    if (
+        "value" not in source.meta
+        or "value" not in node.meta
+        or not node.meta["region"].grad
+        or node.meta["writes"]
+    ):
         return False
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema(node.target).returns)
     smaller = source.meta["value"].nbytes > node.meta["value"].nbytes
@@ -106,4 +116,8 @@ def is_view_or_cast(node: Node) -> bool:
 
 
 aten = torch.ops.aten
-_CASTS = {aten.contiguous.default, aten._to_copy.default, *(getattr(aten.to, name) for name in aten.to.overloads())}
+_CASTS = {
+    aten.contiguous.default,
+    aten._to_copy.default,
+    *(getattr(aten.to, name) for name in aten.to.overloads()),
+}

@@ -1,39 +1,47 @@
 """Make a trace functional, where a stage writes into memory that another stage has made."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node, map_arg
+from torch.fx import Node
 
 from ppfunc.stage import StageError
 from ppfunc.stage.abstract import without_values
-from ppfunc.stage.tracing.operators import constant_name
+from ppfunc.stage.engines.tracing.operators import constant_name
 from ppfunc.stage.tree import tree_map
 
-from ._torch import FunctionalMode, enable_python_dispatcher, from_functional, to_functional, without_functionalize
-from .emit import within
-from .record import BY_HAND, MODEL, Recording
+from ._torch import (
+    FunctionalMode,
+    enable_python_dispatcher,
+    from_functional,
+    to_functional,
+    without_functionalize,
+)
+from .known import call_again
+from .record import BY_HAND, MODEL, Recording, within
 from .trace import Trace, undisturbed
 
 aten = torch.ops.aten
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    made: Tensor = aten._scaled_dot_product_attention_math.default(query, key, value, *args, **kwargs)[0]
-    return made
+    result: Tensor = aten._scaled_dot_product_attention_math.default(query, key, value, *args, **kwargs)[0]
+    return result
 
 
 MAPPABLE: dict[Any, Callable[..., Any]] = {aten.scaled_dot_product_attention.default: _attention}
-"""Operators that choose a kernel by looks that a ``vmap`` hides, such as whether the mask has a gradient; with others in their place."""
+"""Operators that choose a kernel by looks that a ``vmap`` hides, such as whether the mask has a gradient;
+with others in their place.
+"""
 
 
 def without_writes(trace: Trace, device: torch.device) -> Trace:
-    """Replay a trace by operators that write into nothing; what the model leaves in a buffer is put in its place.
+    """Replay a trace by operators that write into nothing.
+
+    A value that the model leaves in a buffer replaces the buffer.
 
     Args:
         trace: of the model.
@@ -44,7 +52,10 @@ def without_writes(trace: Trace, device: torch.device) -> Trace:
     """
     for node in trace.nodes:
         if node.target is aten.as_strided.default:
-            reason = f"it uses as_strided{node.meta['place']}, and has to be traced without operators that write into tensors"
+            reason = (
+                f"it uses as_strided{node.meta['place']}, and has to be traced without operators that write"
+                " into tensors"
+            )
             raise StageError(MODEL, reason, f"take unfold or another view, or {BY_HAND}")
     with undisturbed(), without_values(), ExitStack() as stack:
         recording = Recording()
@@ -58,7 +69,10 @@ def without_writes(trace: Trace, device: torch.device) -> Trace:
         for node in replay(trace, values, recording):
             recording.stage = node.meta["stage"]
         results = tuple(_node(recording, values[r]) if isinstance(r, Node) else r for r in trace.results)
-        ends = {name: _node(recording, values[trace.replaced.get(name, node)]) for name, node in trace.buffers.items()}
+        ends = {
+            name: _node(recording, values[trace.replaced.get(name, node)])
+            for name, node in trace.buffers.items()
+        }
     for node in recording.graph.nodes:
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default  # whatever the strides
@@ -74,7 +88,7 @@ def without_writes(trace: Trace, device: torch.device) -> Trace:
 
 
 def fake_sources(trace: Trace, device: torch.device) -> dict[Node, Any]:
-    """Tensors without values for the parameters, the buffers and the inputs of a trace."""
+    """Make tensors without values for the parameters, the buffers and the inputs of a trace."""
     fakes = {node: _fake(node, device, name not in trace.frozen) for name, node in trace.params.items()}
     return fakes | {node: _fake(node, device, False) for node in (*trace.buffers.values(), *trace.inputs)}
 
@@ -84,21 +98,21 @@ def replay(trace: Trace, values: dict[Node, Any], recording: Recording | None = 
 
     Args:
         values: of the sources; those of all nodes are put there.
-        recording: sees functions with a backward of their own as one operator, and gets plain tensors for them.
+        recording: sees functions with a backward of their own as one operator, and gets plain tensors for
+            them.
     """
     for node in trace.nodes:
         yield node
         if node.op == "get_attr":
             values[node] = trace.constants[constant_name(node)]
             continue
-        assert callable(node.target)
-        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         with within(node.meta["region"]):
             if recording is not None and "opaque" in node.meta:
-                made = recording.call_whole(node.target, tuple(map(from_functional, args)))
-                values[node] = tree_map(to_functional, made)
+                assert callable(node.target)
+                args = tuple(from_functional(values[n]) for n in node.args)  # type: ignore[index]
+                values[node] = tree_map(to_functional, recording.call_whole(node.target, args))
             else:
-                values[node] = node.target(*args, **kwargs)
+                values[node] = call_again(node, values)
 
 
 def _node(recording: Recording, value: Tensor) -> Node:

@@ -1,4 +1,7 @@
-"""Change functions of torch and Python while one thread is recorded: they are the process's, so `process_lock` is held."""
+"""Change functions of torch and Python while one thread is recorded.
+
+They are the process's, so `process_lock` is held.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from .record import BY_HAND, MODEL, Recording, calling_place
 
 @contextmanager
 def functions_kept(recording: Recording) -> Iterator[None]:
-    """Within it, an ``autograd.Function`` that the recorded thread calls becomes one operator, and keeps its own backward."""
+    """Make each ``autograd.Function`` that the recorded thread calls one operator with its own backward."""
     original = vars(Function)["apply"]
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
@@ -39,13 +42,18 @@ def functions_kept(recording: Recording) -> Iterator[None]:
 
 @contextmanager
 def unseen_refused() -> Iterator[None]:
-    """Within it, raise where this thread does what leaves no operator: seeds, draws by Python or numpy, hooks onto a gradient."""
+    """Refuse what leaves no operator: seeds, draws by Python or numpy, hooks onto a gradient.
+
+    Other threads are left alone.
+    """
     this = threading.get_ident()
 
     def refusing(original: Callable[..., Any], what: str, mend: str) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() == this:
-                raise StageError(MODEL, f"it {what}{calling_place()}, which is not traced", f"{mend}, or {BY_HAND}")
+                raise StageError(
+                    MODEL, f"it {what}{calling_place()}, which is not traced", f"{mend}, or {BY_HAND}"
+                )
             return original(*args, **kwargs)
 
         return refuse
@@ -58,7 +66,7 @@ def unseen_refused() -> Iterator[None]:
 
 @contextmanager
 def values_unchecked() -> Iterator[None]:
-    """Within it, checks of values raise nothing in this thread: those of ``torch._check``, and of the arguments of distributions."""
+    """Skip checks of values in this thread: ``torch._check``, and those of distributions' arguments."""
     this = threading.get_ident()
 
     def check(*args: Any, **kwargs: Any) -> None:
@@ -72,15 +80,17 @@ def values_unchecked() -> Iterator[None]:
 class AssignedAttributes(TorchFunctionMode):
     """Sees assignments to attributes of tensors, which are no operators.
 
-    ``requires_grad`` may be asked of a value that has a gradient, such as a view of an input, where torch takes leaves alone;
-    ``data`` is refused.
+    ``requires_grad`` may be asked of a value that has a gradient, such as a view of an input, where torch
+    takes leaves alone; ``data`` is refused.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == ASSIGNS_DATA:
             raise StageError(
-                MODEL, f"it assigns to the data of a tensor{calling_place()}, which is not traced", f"make a new tensor, or {BY_HAND}"
+                MODEL,
+                f"it assigns to the data of a tensor{calling_place()}, which is not traced",
+                f"make a new tensor, or {BY_HAND}",
             )
         asks = func in (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
         known = asks and all(args[1:]) and all(kwargs.values()) and args[0].grad_fn is not None
@@ -89,10 +99,22 @@ class AssignedAttributes(TorchFunctionMode):
 
 @contextmanager
 def caches_emptied(model: nn.Module) -> Iterator[None]:
-    """Empty afterwards the caches (``functools.lru_cache``) that the model has filled: what they hold has no values."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if not kind.__module__.startswith("torch.")}
-    owners = [*kinds, *{id(found): found for kind in kinds if (found := sys.modules.get(kind.__module__)) is not None}.values()]
-    caches = {id(cache): cache for owner in owners for value in vars(owner).values() for cache in _caches_of(value)}
+    """Empty the caches (``functools.lru_cache``) that the model has filled with tensors without values."""
+    kinds = {
+        kind
+        for module in model.modules()
+        for kind in type(module).__mro__
+        if not kind.__module__.startswith("torch.")
+    }
+    owners = [
+        *kinds,
+        *{
+            id(module): module for kind in kinds if (module := sys.modules.get(kind.__module__)) is not None
+        }.values(),
+    ]
+    caches = {
+        id(cache): cache for owner in owners for value in vars(owner).values() for cache in _caches_of(value)
+    }
     misses = {at: cache.cache_info().misses for at, cache in caches.items()}
     try:
         yield
@@ -104,7 +126,7 @@ def caches_emptied(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def noted(model: nn.Module, names: Iterable[str], note: Callable[[str], object]) -> Iterator[None]:
-    """Within it, ``note`` gets the name of each of these modules when this thread calls it, or its ``forward``, for the first time."""
+    """Call ``note`` with the name of each module when this thread first calls it, or its ``forward``."""
     this, left = threading.get_ident(), set(names)
 
     def begin(name: str) -> None:
@@ -123,9 +145,9 @@ def noted(model: nn.Module, names: Iterable[str], note: Callable[[str], object])
 
 @contextmanager
 def _forward_noted(module: nn.Module, begin: Callable[[], None]) -> Iterator[None]:
-    """Within it, ``module.forward`` begins with a call of ``begin``: some models call it by itself, which calls no hooks."""
+    """Call ``begin`` before ``module.forward``: some models call that directly, past all hooks."""
     original, attributes = module.forward, vars(module)
-    own = {"forward": attributes["forward"]} if "forward" in attributes else {}
+    shadowed = {"forward": attributes["forward"]} if "forward" in attributes else {}
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -137,11 +159,11 @@ def _forward_noted(module: nn.Module, begin: Callable[[], None]) -> Iterator[Non
         yield
     finally:
         del attributes["forward"]
-        attributes |= own
+        attributes |= shadowed
 
 
 def _caches_of(value: Any) -> Iterator[_lru_cache_wrapper[Any]]:
-    """A cached function, also one that a decorator has wrapped, or a static or class method."""
+    """Find the cached function in an attribute, also behind a decorator, or a static or class method."""
     value = getattr(value, "__func__", value)
     if isinstance(value, _lru_cache_wrapper):
         yield value
@@ -156,11 +178,16 @@ def _caches_of(value: Any) -> Iterator[_lru_cache_wrapper[Any]]:
 
 
 def _unseen() -> Iterator[tuple[Any, str, str, str]]:
-    """Functions that leave no operator: owner, name, what a model does by them, what it can do instead."""
+    """List functions that leave no operator: owner, name, effect on the model, replacement."""
     for owner in (torch, torch.random):
         yield owner, "manual_seed", "seeds the default random generator", "leave that out"
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
-        yield torch.Tensor, name, f"puts a hook onto the gradient of a tensor ({name})", "write an autograd.Function"
+        yield (
+            torch.Tensor,
+            name,
+            f"puts a hook onto the gradient of a tensor ({name})",
+            "write an autograd.Function",
+        )
     for module, name in draw_functions():
         yield module, name, f"draws from the generator of {module.__name__} ({name})", "draw by torch"
 

@@ -1,8 +1,8 @@
-"""Run one part of a trace as a stage: what it is given, what it gives on."""
-
-from __future__ import annotations
+"""Run the part of one stage of a trace: arrange what it receives, what it sends and what it returns."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import optree
@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from ppfunc.stage.engines.tracing.cut import Block
+from ppfunc.stage.engines.tracing.emit import Recipe, write
+from ppfunc.stage.engines.tracing.fast_dispatch import OperatorCall
 from ppfunc.stage.tree import NAMESPACE, tree_unflatten
 
 from .cut import StagePart
 from .effects import storages_of
-from .emit import emit
-from .record import Region
+from .record import Region, within
 from .trace import Trace
 
 Leaves = tuple[Tensor, ...]
@@ -28,7 +30,6 @@ class StageCode(NamedTuple):
         params, constants, state: names of the tensors of the model that it reads.
         frozen: those of its parameters that get no gradient.
         received: from which stages it takes values, and how many.
-        sent: to which stages it gives values.
         run: ``(params, constants, state, inputs, received) -> (sent, new state, results)``.
         rebuild: makes the result of the model, of the last stage.
     """
@@ -38,13 +39,12 @@ class StageCode(NamedTuple):
     state: tuple[str, ...]
     frozen: frozenset[str]
     received: Mapping[int, int]
-    sent: tuple[int, ...]
     run: Callable[..., tuple[dict[int, Leaves], dict[str, Tensor], Leaves]]
     rebuild: Callable[[Leaves], Any]
 
 
 class NotKept:
-    """Stands for a part of the result of a model that is neither a tensor nor a plain value, such as a cache of keys.
+    """Stands for a part of a model's result that a split does not keep, such as a cache of keys.
 
     Args:
         kind: the class of what it stands for.
@@ -56,8 +56,8 @@ class NotKept:
     def __getattr__(self, name: str) -> Any:
         kind = self._kind if "_kind" in vars(self) else None
         raise AttributeError(
-            f"the model returned a {getattr(kind, '__name__', kind)}, which a split does not keep; got a request for its {name!r}; "
-            "have the model return tensors, or switch it off (use_cache=False)"
+            f"the model returned a {getattr(kind, '__name__', kind)}, which a split does not keep; got a"
+            f" request for its {name!r}; have the model return tensors, or switch it off (use_cache=False)"
         )
 
     def __repr__(self) -> str:
@@ -73,65 +73,89 @@ optree.register_pytree_node(NotKept, _flatten, lambda kind, _: NotKept(kind), na
 
 
 def stage_codes(
-    trace: Trace, parts: Sequence[StagePart], ambient: Region, replaced: Mapping[Any, Callable[..., Any]]
+    trace: Trace, parts: Sequence[StagePart], ambient: Region, replaced: Mapping[Any, Any]
 ) -> tuple[StageCode, ...]:
-    """The code of every stage; ``replaced`` has functions to call in the place of operators."""
+    """Write the code of every stage.
+
+    Args:
+        trace, parts: of the model.
+        ambient: the region in which stages are called; operators of others are called in theirs.
+        replaced: functions to call in the place of operators.
+    """
+    contexts: dict[Region, Callable[[], Any]] = {}
     for node in trace.nodes:
-        node.target = replaced.get(node.target, node.target)
-    return tuple(_code(trace, parts, stage, ambient) for stage in range(len(parts)))
+        node.meta["call"] = OperatorCall(replaced.get(node.target, node.target))
+        region = node.meta["region"]
+        if region != ambient:
+            node.meta["within"] = contexts.setdefault(region, partial(within, region, ambient))
+    return tuple(_code(trace, part, stage, stage == len(parts) - 1) for stage, part in enumerate(parts))
 
 
-def _code(trace: Trace, parts: Sequence[StagePart], stage: int, ambient: Region) -> StageCode:
-    part, last = parts[stage], stage == len(parts) - 1
+def _code(trace: Trace, part: StagePart, stage: int, last: bool) -> StageCode:
     inputs = trace.inputs if stage == 0 else ()
     taken = tuple(node for nodes in part.received.values() for node in nodes)
-    given = (
+    results = tuple(dict.fromkeys(r for r in trace.results if isinstance(r, Node))) if last else ()
+    sent = tuple(node for nodes in part.sent.values() for node in nodes)
+    arguments = (
         *(trace.params[name] for name in part.params),
-        *(trace.buffers[name] for name in part.constants),
-        *(trace.buffers[name] for name in part.state),
+        *(trace.buffers[name] for name in (*part.constants, *part.state)),
         *inputs,
         *taken,
     )
-    results = tuple(dict.fromkeys(r for r in trace.results if isinstance(r, Node))) if last else ()
-    sent = tuple(node for nodes in part.sent.values() for node in nodes)
-    run = emit(part.body, given, (*sent, *part.state.values(), *results), trace.constants, ambient, f"stage {stage} of a split")
-    written = frozenset(at for node in part.body for at in node.meta["writes"])
-    copied = [i for i, node in enumerate(given) if not written.isdisjoint(storages_of(node))]
+    code = Block((arguments,), part.body, (sent, tuple(part.state.values()), results))
+    run = write(Recipe(code, ("values",), trace.constants, f"stage {stage} of a split run"))
+    writes = frozenset(at for node in part.body for at in node.meta["writes"])
+    copied = [i for i, node in enumerate(arguments) if not writes.isdisjoint(storages_of(node))]
     orders = [_memory_order(node) for node in taken]
-    sizes = {destination: len(nodes) for destination, nodes in part.sent.items()}
 
-    def call(params: Leaves, constants: Leaves, state: Leaves, given_inputs: Leaves, received: Leaves) -> Any:
-        values = [*params, *constants, *state, *given_inputs, *map(_from_memory_order, received, orders)]
+    def call(params: Leaves, constants: Leaves, state: Leaves, inputs: Leaves, received: Leaves) -> Any:
+        values = [*params, *constants, *state, *inputs, *map(_from_memory_order, received, orders)]
         for i in copied:
             values[i] = values[i].clone()
-        made = iter(run(values))
-        out = {to: tuple(_in_memory_order(next(made), n) for n in part.sent[to]) for to in sizes}
-        return out, {name: next(made).detach() for name in part.state}, tuple(made)
+        sent_values, new_state, tensors = run(values)
+        leaving = iter(map(_in_memory_order, sent_values, sent))
+        out = {to: tuple(islice(leaving, len(nodes))) for to, nodes in part.sent.items()}
+        return out, {name: t.detach() for name, t in zip(part.state, new_state, strict=True)}, tensors
 
-    frozen = frozenset(name for name in part.params if name in trace.frozen)
-    received = {source: len(nodes) for source, nodes in part.received.items()}
-    return StageCode(part.params, part.constants, tuple(part.state), frozen, received, tuple(sizes), call, _rebuilder(trace, results))
+    return StageCode(
+        part.params,
+        part.constants,
+        tuple(part.state),
+        frozenset(part.params) & trace.frozen,
+        {source: len(nodes) for source, nodes in part.received.items()},
+        call,
+        _rebuilder(trace, results),
+    )
 
 
 def _rebuilder(trace: Trace, tensors: Sequence[Node]) -> Callable[[Leaves], Any]:
-    """Makes the result of the model of its tensors, each of which is there once."""
+    """Make a function that builds the result of the model from its tensors, each of which is there once."""
     places = {node: i for i, node in enumerate(tensors)}
     leaves = [places.get(r) if isinstance(r, Node) else None for r in trace.results]
     others = [None if isinstance(r, Node) else _plain(r) for r in trace.results]
 
     def rebuild(made: Leaves) -> Any:
-        filled = [other if place is None else made[place] for place, other in zip(leaves, others, strict=True)]
+        filled = [
+            other if place is None else made[place] for place, other in zip(leaves, others, strict=True)
+        ]
         return tree_unflatten(trace.treedef, filled)
 
     return rebuild
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device) else NotKept(type(value))
+    return (
+        value
+        if isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device)
+        else NotKept(type(value))
+    )
 
 
 def _memory_order(node: Node) -> tuple[int, ...] | None:
-    """The axes of a value from the outermost in memory to the innermost; None where that is their own order.
+    """Sort the axes of a value from the outermost in memory to the innermost.
+
+    Returns:
+        None if that is their own order.
 
     A message is contiguous. An operator behind it may look at the strides that the value had.
     """

@@ -51,7 +51,9 @@ class Source:
         loaded: buffers to be read in the place of the model's.
     """
 
-    def __init__(self, model: nn.Module, form: CallForm, names: Sequence[str], loaded: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, form: CallForm, names: Sequence[str], loaded: Mapping[str, Tensor]
+    ) -> None:
         self.model, self.form, self.names, self.loaded = model, form, tuple(names), loaded
         self.stages = len(names) + 1
         self.layout: SplitLayout | None = None
@@ -60,21 +62,25 @@ class Source:
         self._moved: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
 
     def with_buffers(self, loaded: Mapping[str, Tensor]) -> Source:
-        """The same with other buffers."""
+        """Copy the source, with other buffers."""
         other = Source(self.model, self.form, self.names, {**self.loaded, **loaded})
         other.layout, other._constants = self.layout, self._constants
         return other
 
     def codes(
-        self, inputs: Sequence[LeafForm], device: torch.device, functional: bool = False, found: Trace | None = None
+        self,
+        inputs: Sequence[LeafForm],
+        device: torch.device,
+        functional: bool = False,
+        traced: Trace | None = None,
     ) -> tuple[StageCode, ...]:
-        """The code of every stage for inputs of these forms.
+        """Return the code of every stage for inputs of these forms.
 
         Args:
             inputs: the forms.
             device: where the stages compute.
             functional: whether it runs under ``vmap``, where no operator may write into a tensor.
-            found: the trace of the model for them, where there is one.
+            traced: the trace of the model for them, by default made here.
 
         Raises:
             StageError: the model cannot be traced, or the stages would not be those of the split.
@@ -92,37 +98,39 @@ class Source:
         )
         with process_lock:
             if key not in self._codes:
-                self._codes[key] = self._make(inputs, device, functional, found)
+                self._codes[key] = self._make(inputs, device, functional, traced)
                 while len(self._codes) > _MOST:
                     self._codes.popitem(last=False)
             self._codes.move_to_end(key)
             return self._codes[key]
 
     def buffers(self, names: Sequence[str], device: torch.device, stage: int) -> tuple[Tensor, ...]:
-        """The values of buffers that are only read, on a device."""
+        """Return the values of read-only buffers on a device."""
         return tuple(self._buffer(name, device, stage) for name in names)
 
     def constants(self, stages: Sequence[int]) -> list[str]:
-        """The buffers that stages read, and none writes into."""
+        """List the read-only buffers of stages."""
         return list(dict.fromkeys(name for stage in stages for name in self._constants[stage]))
 
-    def _make(self, inputs: Sequence[LeafForm], device: torch.device, functional: bool, found: Trace | None) -> tuple[StageCode, ...]:
+    def _make(
+        self, inputs: Sequence[LeafForm], device: torch.device, functional: bool, traced: Trace | None
+    ) -> tuple[StageCode, ...]:
         ambient = Region(True, autocast())
-        found = trace(self.model, self.form, inputs, device, self.names) if found is None else found
-        label(found, _begins(self.names, found))
-        found = without_writes(found, device) if functional else found
+        traced = trace(self.model, self.form, inputs, device, self.names) if traced is None else traced
+        label(traced, _begins(self.names, traced))
+        traced = without_writes(traced, device) if functional else traced
         state = {} if self.layout is None else self.layout.state
         try:
-            parts = cut(found, self.stages, state)
+            parts = cut(traced, self.stages, state)
         except WrittenElsewhereError:
-            found = without_writes(found, device)
-            parts = cut(found, self.stages, state)
+            traced = without_writes(traced, device)
+            parts = cut(traced, self.stages, state)
         layout = layout_of(parts)
         if self.layout is None:
             self.layout, self._constants = layout, tuple(part.constants for part in parts)
         else:
             _require_same(self.layout, layout, parts)
-        return stage_codes(found, parts, ambient, MAPPABLE if functional else {})
+        return stage_codes(traced, parts, ambient, MAPPABLE if functional else {})
 
     def _buffer(self, name: str, device: torch.device, stage: int) -> Tensor:
         buffer = self.loaded[name] if name in self.loaded else self.model.get_buffer(name)
@@ -143,39 +151,54 @@ class Source:
 
 
 def _plain_attributes(model: nn.Module) -> tuple[Any, ...]:
-    """Numbers and texts that are attributes of modules, such as the mode, and of objects that these hold, such as a configuration."""
-    found: list[Any] = []
+    """List numbers and texts in modules (the mode), and in objects that they hold (a configuration)."""
+    plain: list[Any] = []
     seen: set[int] = set()
     for module in model.modules():
         for name, value in vars(module).items():
             if type(value) in _PLAIN:
-                found.append(value)
-            elif name not in _OF_EVERY_MODULE and id(value) not in seen and hasattr(value, "__dict__") and not callable(value):
+                plain.append(value)
+            elif (
+                name not in _OF_EVERY_MODULE
+                and id(value) not in seen
+                and hasattr(value, "__dict__")
+                and not callable(value)
+            ):
                 seen.add(id(value))
-                found += [inner for inner in vars(value).values() if type(inner) in _PLAIN]
-    return tuple(found)
+                plain += [inner for inner in vars(value).values() if type(inner) in _PLAIN]
+    return tuple(plain)
 
 
 def layout_of(parts: Sequence[StagePart]) -> SplitLayout:
-    """The layout of the parts of a trace."""
-    skips = {(source, stage) for stage, part in enumerate(parts) for source in part.received if source < stage - 1}
+    """Read the layout off the parts of a trace."""
+    skips = {
+        (source, stage) for stage, part in enumerate(parts) for source in part.received if source < stage - 1
+    }
     state = {name: stage for stage, part in enumerate(parts) for name in part.state}
     return SplitLayout(tuple(part.params for part in parts), state, tuple(sorted(skips)))
 
 
-def _begins(names: Sequence[str], found: Trace) -> list[int]:
-    """The operators with which stages begin; raise unless each named module is called, in this order, with some in between."""
-    if missing := [name for name in names if name not in found.begun]:
-        raise ValueError(f"at: the module {missing[0]} is not called; name one that is, or the modules within it")
-    begins = [found.begun[name] for name in names]
+def _begins(names: Sequence[str], traced: Trace) -> list[int]:
+    """Find the operators with which stages begin.
+
+    Raises:
+        ValueError: a named module is not called, or not in this order, or a stage would have no operator.
+    """
+    if missing := [name for name in names if name not in traced.begun]:
+        raise ValueError(
+            f"at: the module {missing[0]} is not called; name one that is, or the modules within it"
+        )
+    begins = [traced.begun[name] for name in names]
     if begins != sorted(begins):
-        real = sorted(names, key=found.begun.__getitem__)
+        real = sorted(names, key=traced.begun.__getitem__)
         raise ValueError(f"at: got {list(names)}, expected the order in which they are called, {real}")
     for (before, start), (name, end) in pairwise([("", 0), *zip(names, begins, strict=True)]):
         if start == end:
             where = f"at the same operator as {before}" if before else "at the first operator of the model"
-            raise ValueError(f"at: the module {name} begins {where}, which leaves a stage without any; leave one out")
-    if begins and begins[-1] == sum(node.op == "call_function" for node in found.nodes):
+            raise ValueError(
+                f"at: the module {name} begins {where}, which leaves a stage without any; leave one out"
+            )
+    if begins and begins[-1] == sum(node.op == "call_function" for node in traced.nodes):
         raise ValueError(f"at: the module {names[-1]} calls no operator, nor does any after it; leave it out")
     return begins
 
@@ -192,5 +215,12 @@ def _require_same(fixed: SplitLayout, now: SplitLayout, parts: Sequence[StagePar
     for source, stage in now.skips:
         if (source, stage) not in fixed.skips:
             node = parts[stage].received[source][0]
-            value = f"{node} of shape {list(node.meta['value'].shape)}{node.meta.get('place', '')}"
-            raise StageError(f"stage {stage}", f"it takes the value {value}, from stage {source} {when}", mend)
+            name, shape, place = (
+                node.name.removeprefix("v_"),
+                node.meta["value"].shape,
+                node.meta.get("place"),
+            )
+            reason = (
+                f"it takes the value {name} of shape {list(shape)}{place or ''}, from stage {source} {when}"
+            )
+            raise StageError(f"stage {stage}", reason, mend)

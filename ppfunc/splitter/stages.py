@@ -1,14 +1,11 @@
 """Make the stage functions of a split: pure functions on what crosses the boundaries."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ppfunc.stage.module import note_frozen
+from ppfunc.stage.frozen import detached, note_parameters
 from ppfunc.stage.output import Output
 
 from ._torch import vmapped
@@ -18,12 +15,15 @@ from .trace import LeafForm
 
 
 def make_stage(source: Source, stage: int) -> Callable[..., Any]:
-    """The function of one stage, ``(params, x) -> y``, or ``(params, x, state) -> Output`` where it has a state.
+    """Make the function of a stage: ``(params, x) -> y``, or ``(params, x, state) -> Output`` with a state.
 
-    Between stages ``x`` is ``(forms, values)``: for every input of the model a tensor without elements, of shape
-    ``(0, *shape)``, by which each stage knows for which inputs to trace the model; and the values from the stage before.
+    Between stages ``x`` is ``(forms, values)``. A form is a tensor without elements, of shape ``(0, *shape)``
+    for an input of the model: it tells each stage for which inputs to trace the model. The values are those
+    from the stage before.
     """
-    model = source.model  # held by the function itself: a step follows the modes of modules that it finds there
+    model = (
+        source.model
+    )  # held by the function itself: a step follows the modes of modules that it finds there
     assert source.layout is not None
     names = source.layout.params[stage]
     state_names = tuple(name for name, home in source.layout.state.items() if home == stage)
@@ -38,24 +38,33 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
         if into:
             x, skips = x
         inputs, forms, before = _read(source, stage, x)
-        device = _device(params, inputs, forms)
-        code = source.codes([LeafForm(tuple(f.shape[1:]), f.dtype) for f in forms], device, functional=vmapped())[stage]
+        device = next(t.device for t in (*params.values(), *inputs, *forms))
+        leaves = [LeafForm(tuple(f.shape[1:]), f.dtype) for f in forms]
+        code = source.codes(leaves, device, functional=vmapped())[stage]
         received = tuple(t for a in code.received for t in (before if a == stage - 1 else skips[a]))
-        taken = tuple(params[n].detach() if n in code.frozen else params[n] for n in code.params)
+        taken = tuple(detached(n, params[n]) if n in code.frozen else params[n] for n in code.params)
         constants = source.buffers(code.constants, device, stage)
-        sent, new_state, results = code.run(taken, constants, tuple(state[n] for n in code.state), inputs, received)
+        sent, new_state, results = code.run(
+            taken, constants, tuple(state[n] for n in code.state), inputs, received
+        )
         y = code.rebuild(results) if last else (forms, sent.get(stage + 1, ()))
         if not state_names and not out_of:
             return y
-        return Output(y, state=(state | new_state) if state_names else None, skips={b: sent.get(b, ()) for b in out_of} if out_of else None)
+        return Output(
+            y,
+            state=(state | new_state) if state_names else None,
+            skips={b: sent.get(b, ()) for b in out_of} if out_of else None,
+        )
 
-    note_frozen(run, model, names)
+    note_parameters(run, model, names)
     run.__name__ = run.__qualname__ = f"stage_{stage}_of_{type(model).__name__}"
     return run
 
 
-def _read(source: Source, stage: int, x: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The inputs of the model, for the first stage; their forms; the values from the stage before."""
+def _read(
+    source: Source, stage: int, x: Any
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Read the inputs of the model (first stage), their forms, and the values from the stage before."""
     if stage == 0:
         inputs = tuple(t.contiguous() for t in source.form.read(x))
         return inputs, tuple(t.detach().new_empty((0, *t.shape)) for t in inputs), ()
@@ -63,22 +72,19 @@ def _read(source: Source, stage: int, x: Any) -> tuple[tuple[Tensor, ...], tuple
     return (), tuple(forms), tuple(values)
 
 
-def _device(params: Mapping[str, Tensor], inputs: Sequence[Tensor], forms: Sequence[Tensor]) -> torch.device:
-    return next(t.device for t in (*params.values(), *inputs, *forms))
-
-
 def _state_of(states: tuple[Any, ...], names: tuple[str, ...], stage: int) -> dict[str, Tensor]:
-    """The state of a stage, which is its last argument."""
+    """Read the state of a stage, its last argument."""
     if not names:
         if states:
             raise TypeError(
-                f"stage {stage} of {MODEL} got {len(states)} further arguments (extras or state), expected none; leave them out"
+                f"stage {stage} of {MODEL} got {len(states)} further arguments (extras or state), expected"
+                " none; leave them out"
             )
         return {}
     if len(states) != 1 or not isinstance(states[0], Mapping) or set(states[0]) != set(names):
         raise ValueError(
-            f"stage {stage} writes into the buffers {', '.join(names)}, which are its state: give it to the step, state=split.state, "
-            "and has_aux=True to get the next one"
+            f"stage {stage} writes into the buffers {', '.join(names)}, which are its state: give it to the"
+            " step, state=split.state, and has_aux=True to get the next one"
         )
     return dict(states[0])
 
@@ -86,4 +92,6 @@ def _state_of(states: tuple[Any, ...], names: tuple[str, ...], stage: int) -> di
 def _require_names(params: Any, names: Sequence[str], what: str) -> None:
     if not isinstance(params, Mapping) or set(params) != set(names):
         got = sorted(map(str, params)) if isinstance(params, Mapping) else type(params).__name__
-        raise ValueError(f"{what}: got {got}, expected {sorted(names)}; take split.params, or a tree of its form")
+        raise ValueError(
+            f"{what}: got {got}, expected {sorted(names)}; take split.params, or a tree of its form"
+        )

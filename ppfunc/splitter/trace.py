@@ -25,7 +25,14 @@ from ppfunc.stage.tree import tree_flatten
 
 from ._torch import enable_python_dispatcher
 from .call import CallForm
-from .patches import AssignedAttributes, caches_emptied, functions_kept, noted, unseen_refused, values_unchecked
+from .patches import (
+    AssignedAttributes,
+    caches_emptied,
+    functions_kept,
+    noted,
+    unseen_refused,
+    values_unchecked,
+)
 from .record import BY_HAND, MODEL, Recording
 
 
@@ -59,7 +66,7 @@ class Trace(NamedTuple):
     params: Mapping[str, Node]
     buffers: Mapping[str, Node]
     inputs: tuple[Node, ...]
-    constants: Mapping[str, Tensor]
+    constants: dict[str, Tensor]
     treedef: PyTreeSpec
     results: tuple[Any, ...]
     replaced: Mapping[str, Node]
@@ -81,14 +88,16 @@ class Tensors(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module) -> Tensors:
-        """The tensors of the model as they are now."""
+        """Collect the tensors of the model as they are now."""
         params = dict(model.named_parameters())
         known = set(map(id, params.values()))
         buffers = {name: b for name, b in model.named_buffers() if id(b) not in known}
         return cls(params, buffers, further_places(model, {*params, *buffers}))
 
 
-def trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: torch.device, names: Iterable[str]) -> Trace:
+def trace(
+    model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: torch.device, names: Iterable[str]
+) -> Trace:
     """Call the model on tensors without values, and record what it does.
 
     Args:
@@ -102,17 +111,21 @@ def trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: 
         StageError: it cannot be traced.
     """
     _require_no_hooks(model)
-    return without_foreign_draws(partial(_trace, model, form, inputs, device, names), MODEL)  # those by names that are not patched
+    return without_foreign_draws(
+        partial(_trace, model, form, inputs, device, names), MODEL
+    )  # those by names that are not patched
 
 
-def _trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: torch.device, names: Iterable[str]) -> Trace:
+def _trace(
+    model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: torch.device, names: Iterable[str]
+) -> Trace:
     tensors = Tensors.of(model)
     with process_lock, undisturbed(), unseen_refused(), without_values(), ExitStack() as stack:
         recording = Recording()
         fakes = {name: _like(t, device) for name, t in (*tensors.params.items(), *tensors.buffers.items())}
-        given = tuple(_input(leaf, device) for leaf in inputs)
-        nodes = {name: recording.place(t, re.sub(r"\W", "_", name)) for name, t in fakes.items()}
-        input_nodes = tuple(recording.place(t, f"input{i}") for i, t in enumerate(given))
+        input_tensors = tuple(_input(leaf, device) for leaf in inputs)
+        nodes = {name: recording.place(t, "v_" + re.sub(r"\W", "_", name)) for name, t in fakes.items()}
+        input_nodes = tuple(recording.place(t, f"input{i}") for i, t in enumerate(input_tensors))
         begun: dict[str, int] = {}
         stack.enter_context(unmodified(model))
         stack.enter_context(caches_emptied(model))
@@ -121,10 +134,12 @@ def _trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device:
         stack.enter_context(noted(model, names, lambda name: begun.setdefault(name, recording.operators)))
         stack.enter_context(functions_kept(recording))
         called = fakes | {place: fakes[name] for place, name in tensors.places.items()}
-        result = _call(model, called, form.arguments(given), recording)
+        result = _call(model, called, form.arguments(input_tensors), recording)
         leaves, treedef = tree_flatten(result, "the result of the model")
         results = tuple(recording.node(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        replaced = {name: recording.node(called[name]) for name in tensors.buffers if called[name] is not fakes[name]}
+        replaced = {
+            name: recording.node(called[name]) for name in tensors.buffers if called[name] is not fakes[name]
+        }
     return Trace(
         tuple(n for n in recording.graph.nodes if n.op != "placeholder"),
         {name: nodes[name] for name in tensors.params},
@@ -139,16 +154,21 @@ def _trace(model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device:
     )
 
 
-def label(found: Trace, begins: Sequence[int]) -> None:
-    """Say of each operator which stage it belongs to, by the operators with which the stages after the first begin."""
-    operators = [node for node in found.nodes if node.op == "call_function"]
+def label(traced: Trace, begins: Sequence[int]) -> None:
+    """Give each operator its stage. ``begins`` are the operators with which later stages begin."""
+    operators = [node for node in traced.nodes if node.op == "call_function"]
     for stage, (start, end) in enumerate(pairwise([0, *begins, len(operators)])):
         for node in operators[start:end]:
             node.meta["stage"] = stage
 
 
-def _call(model: nn.Module, tensors: dict[str, Any], arguments: tuple[tuple[Any, ...], dict[str, Any]], recording: Recording) -> Any:
-    """Call the model under the recording; what it raises becomes an error that says where."""
+def _call(
+    model: nn.Module,
+    tensors: dict[str, Any],
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    recording: Recording,
+) -> Any:
+    """Call the model under the recording. Its errors become a StageError that names the line."""
     try:
         with enable_python_dispatcher(), recording, quiet():
             return torch.func.functional_call(model, tensors, *arguments, tie_weights=False)
@@ -157,14 +177,16 @@ def _call(model: nn.Module, tensors: dict[str, Any], arguments: tuple[tuple[Any,
     except DATA_DEPENDENT as error:
         reason = data_dependence(error)
     except Exception as error:
-        reason = f"it raised {type(error).__name__}{line_of(error)} when it was called without values: {error}"
+        reason = (
+            f"it raised {type(error).__name__}{line_of(error)} when it was called without values: {error}"
+        )
         raise StageError(MODEL, reason, f"if it runs with values, {BY_HAND}") from error
     raise StageError(MODEL, reason, f"make that part independent of values, or {BY_HAND}")
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Within it, neither the modes nor the transforms that are active outside are seen."""
+    """Leave the modes and the transforms that are active outside."""
     with without_transforms(), without_modes(), torch.inference_mode(False), torch.enable_grad():
         yield
 
@@ -175,18 +197,24 @@ def _require_no_hooks(model: nn.Module) -> None:
     for what, owners in (("module", model.named_modules()), ("parameter", model.named_parameters())):
         for name, owner in owners:
             if any(getattr(owner, attribute, None) for attribute in hooks):
-                reason = f"its {what} {name or type(owner).__name__} has a backward hook, which no stage would call"
+                reason = (
+                    f"its {what} {name or type(owner).__name__} has a backward hook, which no stage would"
+                    " call"
+                )
                 raise StageError(MODEL, reason, "remove it, or write what it does as an autograd.Function")
 
 
 def _input(leaf: LeafForm, device: torch.device) -> Tensor:
-    """An input without values. Floating ones have a history, so that what the model does to their gradients is seen."""
+    """Make an input without values.
+
+    A floating one has a history, so that what the model does to its gradient is seen.
+    """
     fake = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
     return fake.requires_grad_().clone() if fake.is_floating_point() or fake.is_complex() else fake
 
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor without values of the same form, on another device."""
+    """Make a tensor without values of the same form on another device."""
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     fake = nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
     return fake.requires_grad_(tensor.requires_grad)

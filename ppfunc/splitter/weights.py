@@ -1,7 +1,5 @@
 """Read the weights of the stages of a split from files, and give them back under the names of the model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
@@ -28,12 +26,19 @@ _PIECE = 2**21  # bytes of a file that are in memory at a time
 
 
 def by_stage(homes: Mapping[str, int], values: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """Tensors by stage, of the stages that have some."""
-    return {stage: {name: values[name] for name, home in homes.items() if home == stage} for stage in sorted(set(homes.values()))}
+    """Group tensors by stage; stages without any are left out."""
+    return {
+        stage: {name: values[name] for name, home in homes.items() if home == stage}
+        for stage in sorted(set(homes.values()))
+    }
 
 
 def read_weights(
-    source: Source, params: Trees, state: Trees, weights: str | PathLike[str] | Mapping[str, Tensor], stages: Sequence[int]
+    source: Source,
+    params: Trees,
+    state: Trees,
+    weights: str | PathLike[str] | Mapping[str, Tensor],
+    stages: Sequence[int],
 ) -> tuple[dict[int, dict[str, Tensor]], dict[int, dict[str, Tensor]], dict[str, Tensor]]:
     """Read the parameters, the state and the other buffers of some stages, each tensor once.
 
@@ -46,7 +51,9 @@ def read_weights(
     if bad := [stage for stage in stages if not isinstance(stage, int) or stage not in range(source.stages)]:
         raise ValueError(f"stages: got {bad[0]!r}, the split has the stages 0 to {source.stages - 1}")
     stages, tensors = sorted(set(stages)), Tensors.of(source.model)
-    require_type("weights", weights, str | PathLike | Mapping, "a safetensors file, a folder of them, or a state dict")
+    require_type(
+        "weights", weights, str | PathLike | Mapping, "a safetensors file, a folder of them, or a state dict"
+    )
     held, read = _mapping_reader(weights) if isinstance(weights, Mapping) else _file_reader(Path(weights))
     aliases: dict[str, list[str]] = {}
     for place, name in tensors.places.items():
@@ -58,62 +65,83 @@ def read_weights(
 
     def load(name: str, like: Tensor) -> Tensor:
         if name not in done:
-            found = find(name)
-            if found is None:
+            entry = find(name)
+            if entry is None:
                 near = ", ".join(get_close_matches(name, held, n=3)) or "none"
-                raise KeyError(f"{name} is not among the {len(held)} tensors of the weights; the nearest names are: {near}")
-            done[name] = read(found, like)
+                raise KeyError(
+                    f"{name} is not among the {len(held)} tensors of the weights; the nearest names are:"
+                    f" {near}"
+                )
+            done[name] = read(entry, like)
         return done[name]
 
     loaded = {s: {name: load(name, t) for name, t in params[s].items()} for s in stages}
     states = {s: {name: load(name, t) for name, t in state[s].items()} for s in stages if s in state}
     constants = {name: tensors.buffers[name] for name in source.constants(stages)}
     buffers = {name: load(name, buffer) for name, buffer in constants.items() if find(name)}
-    return loaded, states, buffers | _initialised(source.model, [n for n, b in constants.items() if b.is_meta and n not in buffers])
+    return (
+        loaded,
+        states,
+        buffers
+        | _initialised(source.model, [n for n, b in constants.items() if b.is_meta and n not in buffers]),
+    )
 
 
 def _initialised(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """The values of buffers that no file has, by the function with which models of transformers initialise a module."""
+    """Make the buffers that no file has by ``_init_weights``, as models of transformers do."""
     initialise = getattr(model, "_init_weights", None)
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     if initialise is None:
-        return found
+        return values
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in names):
         twin = copy(model.get_submodule(owner))
-        twin._buffers = {key: None if b is None else torch.empty_like(b, device="cpu") for key, b in twin._buffers.items()}
+        twin._buffers = {
+            key: None if b is None else torch.empty_like(b, device="cpu") for key, b in twin._buffers.items()
+        }
         twin._parameters = dict.fromkeys(twin._parameters)
         with torch.no_grad():
             initialise(twin)
-        found |= {f"{owner}.{key}".lstrip("."): b for key, b in twin._buffers.items() if b is not None and version(b)}
-    return {name: found[name] for name in names if name in found}
+        values |= {
+            f"{owner}.{key}".lstrip("."): b
+            for key, b in twin._buffers.items()
+            if b is not None and version(b)
+        }
+    return {name: values[name] for name in names if name in values}
 
 
 def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
-    """Two names of tensors that share memory; None where there are none."""
+    """Find two names of tensors that share memory; None without any."""
     spans: dict[int | None, list[tuple[Any, Any, str]]] = {}  # first and last byte
     for name, t in tensors.items():
         if t.numel():
             start = int(t.storage_offset()) * t.itemsize
-            end = start + int(sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1) * t.itemsize
+            end = (
+                start
+                + int(sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1)
+                * t.itemsize
+            )
             spans.setdefault(storage(t), []).append((start, end, name))
-    for found in spans.values():
-        for (_, end, one), (start, _, other) in pairwise(sorted(found)):
+    for sharing in spans.values():
+        for (_, end, one), (start, _, other) in pairwise(sorted(sharing)):
             if start < end:
                 return one, other
     return None
 
 
-def join(params: Trees, state: Trees | None, tied: Mapping[str, Sequence[tuple[int, str]]]) -> dict[str, Tensor]:
-    """All tensors by name.
+def join(
+    params: Trees, state: Trees | None, tied: Mapping[str, Sequence[tuple[int, str]]]
+) -> dict[str, Tensor]:
+    """Collect all tensors by name.
 
     Raises:
         ValueError: the places of a tied parameter differ.
     """
     for name, places in tied.items():
-        found = [params[stage][key] for stage, key in places if stage in params]
-        if any(found[0] is not other and not torch.equal(found[0], other) for other in found[1:]):
+        values = [params[stage][key] for stage, key in places if stage in params]
+        if any(values[0] is not other and not torch.equal(values[0], other) for other in values[1:]):
             raise ValueError(
-                f"{name} is tied, and its places in the stages {', '.join(str(s) for s, _ in places)} differ; give each the sum"
+                f"{name} is tied, and its places in the stages {', '.join(str(s) for s, _ in places)} differ;"
+                " give each the sum"
             )
     return {name: t for trees in (params, state or {}) for tree in trees.values() for name, t in tree.items()}
 
@@ -121,37 +149,50 @@ def join(params: Trees, state: Trees | None, tied: Mapping[str, Sequence[tuple[i
 def put_back(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Copy tensors into a model, by name."""
     tensors = Tensors.of(model)
-    own = {**tensors.params, **tensors.buffers}
+    targets = {**tensors.params, **tensors.buffers}
     for name, value in values.items():
-        if name not in own or own[name].shape != value.shape:
-            got = list(own[name].shape) if name in own else "none"
-            raise ValueError(f"{name}: the model has {got}, expected one of shape {list(value.shape)}; give the model that was split")
-        if own[name].is_meta:
-            raise ValueError(f"{name} of the model is on the device meta; use model.load_state_dict(split.state_dict(params), assign=True)")
+        if name not in targets or targets[name].shape != value.shape:
+            got = list(targets[name].shape) if name in targets else "none"
+            raise ValueError(
+                f"{name}: the model has {got}, expected one of shape {list(value.shape)}; give the model that"
+                " was split"
+            )
+        if targets[name].is_meta:
+            raise ValueError(
+                f"{name} of the model is on the device meta; use"
+                " model.load_state_dict(split.state_dict(params), assign=True)"
+            )
     with torch.no_grad():
         for name, value in values.items():
-            own[name].copy_(value)
+            targets[name].copy_(value)
 
 
 def state_dict(source: Source, values: Mapping[str, Tensor], whole: bool) -> dict[str, Tensor]:
-    """The entries of the model's state dict that are among the values; where ``whole``, all of them."""
+    """Select the values that are entries of the model's state dict.
+
+    With ``whole``, the other entries come from the model.
+    """
     tensors = Tensors.of(source.model)
-    found = {}
-    for name, own in source.model.state_dict().items():
+    entries = {}
+    for name, tensor in source.model.state_dict().items():
         first = tensors.places.get(name, name)
         if first in values:
-            found[name] = values[first]
+            entries[name] = values[first]
         elif whole:
-            found[name] = source.loaded.get(first, own)
-    return found
+            entries[name] = source.loaded.get(first, tensor)
+    return entries
 
 
 def _require_fit(name: str, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> None:
     """Raise where the model has another shape, or integers for numbers that need not be."""
     if list(shape) != list(like.shape):
-        raise ValueError(f"{name}: the weights have the shape {list(shape)}, the model has {list(like.shape)}")
+        raise ValueError(
+            f"{name}: the weights have the shape {list(shape)}, the model has {list(like.shape)}"
+        )
     if dtype.is_floating_point and not (like.dtype.is_floating_point or like.dtype.is_complex):
-        raise ValueError(f"{name}: the weights have the dtype {dtype}, the model has {like.dtype}; convert the weights")
+        raise ValueError(
+            f"{name}: the weights have the dtype {dtype}, the model has {like.dtype}; convert the weights"
+        )
 
 
 def _home(like: Tensor) -> torch.device:
@@ -159,8 +200,11 @@ def _home(like: Tensor) -> torch.device:
 
 
 def _mapping_reader(weights: Mapping[str, Tensor]) -> tuple[Collection[str], Read]:
-    """The names in a state dict, and a function that gives one tensor, which is a copy where another name has its memory too."""
-    given: dict[int | None, dict[str, Tensor]] = {}
+    """List the names in a state dict, and make a function that reads one tensor.
+
+    It copies a tensor whose memory has another name as well.
+    """
+    by_memory: dict[int | None, dict[str, Tensor]] = {}
     for name, weight in weights.items():
         require_type(f"weights: the name {name!r}", name, str, "a text")
         require_type(name, weight, Tensor, "a tensor")
@@ -168,7 +212,7 @@ def _mapping_reader(weights: Mapping[str, Tensor]) -> tuple[Collection[str], Rea
     def read(name: str, like: Tensor) -> Tensor:
         weight = weights[name].detach()
         _require_fit(name, weight.shape, weight.dtype, like)
-        sharing = given.setdefault(storage(weight), {})
+        sharing = by_memory.setdefault(storage(weight), {})
         sharing[name] = weight
         return (weight.clone() if overlapping(sharing) else weight).to(_home(like), like.dtype)
 
@@ -176,33 +220,41 @@ def _mapping_reader(weights: Mapping[str, Tensor]) -> tuple[Collection[str], Rea
 
 
 def _file_reader(path: Path) -> tuple[Collection[str], Read]:
-    """The names in safetensors files, and a function that reads one tensor in pieces: what is open is in memory as a whole."""
+    """List the names in safetensors files, and make a function that reads one tensor.
+
+    It reads in pieces: an open file is in memory as a whole.
+    """
     files = _files(path)
 
     def read(name: str, like: Tensor) -> Tensor:
-        made = torch.empty(like.shape, dtype=like.dtype, device=_home(like))
-        rows = max(1, _PIECE * len(made) // max(made.nbytes, 1)) if made.ndim else 0
-        for piece in [slice(start, start + rows) for start in range(0, max(len(made), 1), rows)] if rows else [...]:
+        whole = torch.empty(like.shape, dtype=like.dtype, device=_home(like))
+        rows = max(1, _PIECE * len(whole) // max(whole.nbytes, 1)) if whole.ndim else 0
+        for piece in (
+            [slice(start, start + rows) for start in range(0, max(len(whole), 1), rows)] if rows else [...]
+        ):
             with _opened(files[name]) as file, torch.device("cpu"):  # where the slice is made by default
                 part = file.get_slice(name)
                 _require_fit(name, part.get_shape(), (value := part[piece]).dtype, like)
-                made[piece] = value
-        return made
+                whole[piece] = value
+        return whole
 
     return files.keys(), read
 
 
 def _files(path: Path) -> dict[str, Path]:
-    """Where each tensor is."""
+    """Find the file of each tensor."""
     files: dict[str, Path] = {}
     if path.is_dir():
         indexes = sorted(path.glob("*.safetensors.index.json"))
         if len(indexes) == 1:
-            files = {name: path / file for name, file in json.loads(indexes[0].read_text())["weight_map"].items()}
+            files = {
+                name: path / file for name, file in json.loads(indexes[0].read_text())["weight_map"].items()
+            }
         single = sorted(path.glob("*.safetensors"))
         if not files and len(single) != 1:
             raise ValueError(
-                f"weights: got the folder {path} with {len(single)} files *.safetensors and {len(indexes)} indexes; expected one of either"
+                f"weights: got the folder {path} with {len(single)} files *.safetensors and {len(indexes)}"
+                " indexes; expected one of either"
             )
         path = path if files else single[0]
     if not files:

@@ -1,7 +1,5 @@
 """Evaluate stages without values, to learn their outputs and effects."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -17,15 +15,15 @@ from ._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
-    version,
 )
-from .errors import StageError, by_dtensor, is_of_a_library as is_of_a_library, line_of, raised
+from .errors import StageError, by_dtensor, line_of, raised
 from .example import Example, Leaves, split_aux, stand_ins
 from .foreign_draws import without_foreign_draws
-from .interrupts import between_operators
+from .frozen import noting_undeclared
+from .interrupts import hold_interrupts, without_interrupts
 from .layout import local
 from .purity import Evaluation, NoValuesError, Purity, SeenFunctions, require_values
-from .signature import LeafSignature, Signature, differentiable
+from .signature import LeafSignature, Signature
 from .tree import tree_flatten
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -35,38 +33,40 @@ class Outline(NamedTuple):
     """The result of evaluating a stage without its values.
 
     Args:
-        y: signature of the output; ``grad=True`` where it depends on a differentiable leaf of the parameters or of ``x``.
+        y: signature of the output; ``grad=True`` where it depends on a differentiable leaf of the parameters
+            or of ``x``.
         aux: signature of the auxiliary output, no leaf of which carries a gradient.
         draws: how many operators drew from a random generator.
-        generators, seeds: whether it hands a generator to an operator; whether it seeds the generator that it draws from.
-        assigns: whether it assigns to the ``data`` of a tensor, which no operator sees.
-        modules: the modules that ran, with their submodules: the stage depends on their train or evaluation mode.
+        untraced: why no trace can repeat it, and what to use instead; None where one can.
+        modules: the modules that ran, with their submodules: the stage depends on their train or evaluation
+            mode.
         refusal: why it could not be evaluated abstractly, and what to use instead; None where it could.
-        lasts: whether it holds for the next evaluation; a stage that raised once, and not on zeros, may not raise again.
+        lasts: whether it holds for the next evaluation; a stage that raised once, and not on zeros, may not
+            raise again.
+        undeclared: parameters that a module has frozen, and of which the step asks for gradients.
     """
 
     y: Signature
     aux: Signature
     draws: int
-    generators: bool = False
-    seeds: bool = False
-    assigns: bool = False
+    untraced: tuple[str, str] | None = None
     modules: tuple[nn.Module, ...] = ()
     refusal: tuple[str, str] | None = None
     lasts: bool = True
+    undeclared: tuple[str, ...] = ()
 
     @property
     def known(self) -> bool:
-        """Whether the stage always takes the path that was seen; False where it ran on zeros instead."""
+        """Tell whether the stage always takes the path that was seen; False if it ran on zeros instead."""
         return self.refusal is None
 
     @property
     def random(self) -> bool | None:
-        """Whether the stage draws random numbers; None where another path than the one seen might."""
+        """Tell whether the stage draws random numbers; None if only a path that was not seen may."""
         return True if self.draws else None if not self.known else False
 
 
-@between_operators
+@without_interrupts
 def outline(
     fn: Callable[..., Any],
     example: tuple[Any, ...],
@@ -79,26 +79,31 @@ def outline(
 
     Args:
         fn: a stage, ``fn(params, x, *extras) -> y``; with ``has_aux`` it returns ``(y, aux)``.
-        example: ``(params, x, *extras)``, trees of tensors (on ``meta``, too) or signatures.
+        example: ``(params, x, *extras)``, signatures, or trees of tensors, which may be on ``meta``.
         has_aux: whether there is an auxiliary output.
         name: how errors call the stage.
-        device: where the stage computes; by default where the first tensor of the example with values is, else the CPU.
+        device: where the stage computes; by default where the first tensor of the example with values is,
+            else the CPU.
 
     Returns:
         The outline; ``known`` is False where the stage ran on zeros, because of tensor subclasses or because
         control flow or shapes depend on values.
 
     Raises:
-        StageError: the stage raises, is not pure, keeps a tensor that it makes, or draws from a generator that it
-            does not make, such as those of Python and numpy.
+        StageError: the stage raises, is not pure, keeps a tensor that it makes, or draws from a generator
+            that it does not make, such as those of Python and numpy.
         TypeError: a leaf is not a tensor.
 
-    >>> outline(lambda w, x: torch.nn.functional.dropout(x @ w), (torch.zeros(2, 3), torch.zeros(5, 2))).random
+    >>> dropped = lambda w, x: torch.nn.functional.dropout(x @ w)
+    >>> outline(dropped, (torch.zeros(2, 3), torch.zeros(5, 2))).random
     True
     """
     seen, failure = Example.of(example, device), None
     if seen.subclasses:
-        refusal = f"its example has tensors of the types {', '.join(seen.subclasses)}, which are not traced", "use the eager engine"
+        refusal = (
+            f"its example has tensors of the types {', '.join(seen.subclasses)}, which are not traced",
+            "use the eager engine",
+        )
     else:
         try:
             return without_foreign_draws(partial(_evaluate, fn, seen, has_aux, name), name)
@@ -111,19 +116,20 @@ def outline(
             refusal, failure = (f"without values {error.reason}", "use the eager engine"), error
 
     try:
-        observe = partial(_observe, fn, seen, stand_ins(example, seen.device), has_aux, name, abstract=False, after=failure)
-        found = without_foreign_draws(observe, name, repeatable=False)  # it may wait for other ranks
+        observe = partial(
+            _observe, fn, seen, stand_ins(example, seen.device), has_aux, name, abstract=False, after=failure
+        )
+        on_zeros = without_foreign_draws(observe, name, repeatable=False)  # it may wait for other ranks
         # Another path than that of zeros may depend on what this one does not.
-        depends = any(differentiable(leaf.dtype) for leaf in seen.params.leaves) or any(leaf.grad for leaf in seen.x.leaves)
-        return found._replace(refusal=refusal, y=found.y.with_grad() if depends else found.y, lasts=failure is None)
+        y = on_zeros.y.with_grad() if any(seen.differentiated) else on_zeros.y
+        return on_zeros._replace(refusal=refusal, y=y, lasts=failure is None)
     except StageError as error:
         first = failure if failure is not None and error.__cause__ is not None else error
         raise first from first.__cause__
 
 
-@between_operators
 def abstract(fn: Callable[..., Any], params: Any, x: Any, *extras: Any) -> Signature:
-    """The signature of ``fn(params, x, *extras)``, without computing anything.
+    """Return the signature of ``fn(params, x, *extras)``, without computing anything.
 
     Args:
         fn: a stage.
@@ -140,7 +146,9 @@ def abstract(fn: Callable[..., Any], params: Any, x: Any, *extras: Any) -> Signa
     try:
         return _evaluate(fn, Example.of((params, x, *extras)), False, "the stage").y
     except DATA_DEPENDENT as error:
-        raise StageError("the stage", data_dependence(error), "use the functional engine, which runs any Python") from error
+        raise StageError(
+            "the stage", data_dependence(error), "use the functional engine, which runs any Python"
+        ) from error
 
 
 def _evaluate(fn: Callable[..., Any], example: Example, has_aux: bool, name: str) -> Outline:
@@ -154,8 +162,8 @@ def _evaluate(fn: Callable[..., Any], example: Example, has_aux: bool, name: str
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Evaluate with fake tensors. Fake tensors that escape are detected and rejected."""
-    with Evaluation() as evaluation:
+    """Evaluate with fake tensors, and delay signals. Fake tensors that escape are detected and rejected."""
+    with hold_interrupts(), Evaluation() as evaluation:
         try:
             yield
         finally:
@@ -166,9 +174,14 @@ def data_dependence(error: Exception) -> str:
     """Say why a stage could not be evaluated without values."""
     operator, line = getattr(error, "func", None) or (error.args[0] if error.args else error), line_of(error)
     if isinstance(error, UnsupportedOperatorException):
-        what = f"what its operator {operator}{line and f', called{line},'} returns is not known without values"
+        what = (
+            f"what its operator {operator}{line and f', called{line},'} returns is not known without values"
+        )
         return f"{what} (torch.library.register_fake tells torch)"
-    what = f"its control flow or its shapes depend on the values of tensors (operator {operator}{line and f', called{line}'})"
+    what = (
+        "its control flow or its shapes depend on the values of tensors (operator"
+        f" {operator}{line and f', called{line}'})"
+    )
     return f"{what}, so that it cannot be evaluated abstractly"
 
 
@@ -182,46 +195,64 @@ def _observe(
     abstract: bool,
     after: StageError | None = None,
 ) -> Outline:
-    """Call the stage on ``tensors``; raise ``StageError`` if it is not pure or draws from a generator of its own."""
-    flags = [differentiable(leaf.dtype) for leaf in example.params.leaves] + [leaf.grad for leaf in example.x.leaves]
-    flags += [False] * len(tensors[2])
+    """Call the stage; raise ``StageError`` if it is not pure or draws from a generator of its own."""
+    flags = (*example.differentiated, *(False for _ in tensors[2]))
     with torch.enable_grad():
         # Clones, since autograd refuses writes into leaves in its own words.
-        given = [t.requires_grad_(grad).clone() for t, grad in zip(sum(tensors, ()), flags, strict=True)]
-        trees = example.unflatten(given)
-        arguments = zip(example.paths, given, strict=True)
-        with Purity(name, arguments, abstract, after) as purity, SeenFunctions() as functions, modules_that_run() as modules:
+        arguments = [t.requires_grad_(grad).clone() for t, grad in zip(sum(tensors, ()), flags, strict=True)]
+        trees = example.unflatten(arguments)
+        with (
+            Purity(name, zip(example.paths, arguments, strict=True), abstract, after) as purity,
+            SeenFunctions() as functions,
+            modules_that_run() as modules,
+            noting_undeclared() as undeclared,
+        ):
             out = _call(fn, trees, example, name, abstract)
         (y, y_def), (aux, aux_def) = split_aux(out, has_aux, name)
     require_values(map(local, y + aux), name)
-    _require_unchanged(example, trees, given, name)
+    _require_unchanged(example, trees, arguments, name)
     if purity.generators and functions.foreign():
-        reason = "it draws from a torch.Generator of its own, whose numbers depend on the order in which microbatches run"
+        reason = (
+            "it draws from a torch.Generator of its own, whose numbers depend on the order in which"
+            " microbatches run"
+        )
         raise StageError(name, reason, "draw from the default generator, which seed=(seed, step) sets")
-    signature = Signature(y_def, tuple(LeafSignature.of(t, t.requires_grad) for t in y))
-    kept = Signature(aux_def, tuple(LeafSignature.of(t, False) for t in aux))
-    return Outline(signature, kept, purity.draws, purity.generators, purity.seeds, functions.assigns, tuple(modules.values()))
+    untraced = None
+    if purity.generators:
+        untraced = "it hands a torch.Generator to an operator", "use the functional engine"
+    elif functions.assigns:
+        untraced = "it assigns to the data of a tensor", "make a new tensor, or use the eager engine"
+    elif purity.seeds:
+        untraced = "it seeds the generator that it draws from", "use the functional engine"
+    return Outline(
+        Signature(y_def, tuple(LeafSignature.of(t, t.requires_grad) for t in y)),
+        Signature(aux_def, tuple(LeafSignature.of(t, False) for t in aux)),
+        purity.draws,
+        untraced,
+        tuple(modules.values()),
+        undeclared=tuple(dict.fromkeys(undeclared)),
+    )
 
 
 @contextmanager
 def modules_that_run() -> Iterator[dict[int, nn.Module]]:
-    """Record, by identity, the modules that this thread calls, and their submodules, whose mode they may read."""
-    found: dict[int, nn.Module] = {}
+    """Record, by identity, the modules that this thread calls, and their submodules."""
+    modules: dict[int, nn.Module] = {}
     thread = threading.get_ident()
 
     def note(module: nn.Module, args: Any) -> None:
-        if threading.get_ident() == thread and id(module) not in found:
-            found.update((id(part), part) for part in module.modules())
+        if threading.get_ident() == thread and id(module) not in modules:
+            modules.update((id(part), part) for part in module.modules())
 
     hook = nn.modules.module.register_module_forward_pre_hook(note)
     try:
-        yield found
+        yield modules
     finally:
         hook.remove()
 
 
 def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name: str, abstract: bool) -> Any:
-    """``fn(*trees)``; what it raises becomes an error that says where, and what the stage was given."""
+    """Call ``fn(*trees)``; say where it raised, and what it was given."""
     try:
         with quiet():
             return fn(*trees)
@@ -232,14 +263,22 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
     except Exception as error:
         if by_dtensor(error):
             reason = "it uses DTensors, whose own functions torch.func cannot transform"
-            raise StageError(name, reason, "write it over ppfunc.psum and its siblings, or take ppfunc.value_and_grad") from error
-        zeros = "" if abstract else ", zeros everywhere, by which an engine that does not trace learns what it returns"
+            raise StageError(
+                name,
+                reason,
+                "write it over ppfunc.collectives.psum and its siblings, or take ppfunc.value_and_grad",
+            ) from error
+        zeros = (
+            ""
+            if abstract
+            else ", zeros everywhere, by which an engine that does not trace learns what it returns"
+        )
         raise StageError(name, f"{raised(error)}; it was given {example}{zeros}", "") from error
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps torch from logging, with its whole traceback, an error that we raise in our words."""
+    """Keep torch from logging, with its whole traceback, an error that is raised anew in our words."""
     logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     before, logger.disabled = logger.disabled, True
     try:
@@ -248,14 +287,13 @@ def quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def _require_unchanged(example: Example, trees: tuple[Any, ...], given: list[torch.Tensor], name: str) -> None:
-    """Raise if the stage wrote into its arguments, or replaced something in their containers."""
-    mend = "return the new value, or work on a clone"
-    for path, t in zip(example.paths, given, strict=True):
-        if version(t):
-            raise StageError(name, f"it is not pure: it writes into its argument {path}", mend)
-    before = iter(given)
+def _require_unchanged(
+    example: Example, trees: tuple[Any, ...], arguments: list[torch.Tensor], name: str
+) -> None:
+    """Raise if the stage replaced something in the containers of its arguments."""
+    before = iter(arguments)
     for what, tree, signature in zip(example.names, trees, example.signatures, strict=True):
         leaves, treedef = tree_flatten(tree)
         if treedef != signature.treedef or any(leaf is not next(before) for leaf in leaves):
-            raise StageError(name, f"it is not pure: it replaces entries of its argument {what}", mend)
+            reason = f"it is not pure: it replaces entries of its argument {what}"
+            raise StageError(name, reason, "return the new value, or work on a clone")

@@ -1,4 +1,6 @@
-"""Communicate between the ranks of a mesh axis inside stages, by collectives whose derivatives are right to any order."""
+"""Communicate between the ranks of a mesh axis inside stages, by collectives whose derivatives are right to
+any order.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,16 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._torch import FUNCTIONAL_COLLECTIVES as functional
+from ._torch import FUNCTIONAL_COLLECTIVES as functional, load_collectives
 from .layout import require_axis
 
 
 def psum(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of ``x`` over the ranks of an axis, on each of them.
+    """Sum ``x`` over the ranks of an axis; every rank gets the sum.
 
-    All ranks go on to compute the same with it, as after a row-parallel layer, so that its gradient is the same everywhere and passes
-    as it is; that of what each rank adds is therefore right, where a plain all-reduce would give it as many times as there are ranks.
+    All ranks must go on to compute the same with it, as after a row-parallel layer. Its gradient is then the
+    same everywhere, and passes unchanged to what each rank adds. A plain all-reduce would multiply it by the
+    number of ranks.
 
     Args:
         x: the same shape on every rank.
@@ -33,10 +36,10 @@ def psum(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def pvary(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """``x``, which is the same on all ranks of an axis, where each goes on to compute something else with it; the transpose of `psum`.
+    """Mark ``x``, the same on all ranks of an axis, as used differently by each; the transpose of `psum`.
 
-    The gradient is the sum over ranks: put it before a column-parallel layer, and around a replicated parameter that each rank
-    uses on its own part of the data. Arguments as of :func:`psum`.
+    Returns ``x``. Its gradient is the sum over ranks: use it before a column-parallel layer, and around a
+    replicated parameter that each rank uses on its own part of the data. Arguments as of :func:`psum`.
 
     References:
         Shoeybi et al., Megatron-LM, 2019, section 3 (``f``); ``jax.lax.pvary``.
@@ -45,19 +48,20 @@ def pvary(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def all_gather(x: Tensor, mesh: DeviceMesh, axis: int = 0, *, replicated: bool = False) -> Tensor:
-    """The ``x`` of all ranks, one after the other along ``axis``; the transpose of `psum_scatter`.
+    """Join the ``x`` of all ranks along ``axis``; the transpose of `psum_scatter`.
 
     Args:
         x, mesh: as of :func:`psum`.
         axis: along which they are joined.
-        replicated: whether all ranks go on to compute the same with it, such as a loss; its gradient is then the same everywhere, and
-            each takes its part. By default each computes something else, and their gradients are summed.
+        replicated: whether all ranks go on to compute the same with it, such as a loss; its gradient is then
+            the same everywhere, and each takes its part. By default each computes something else, and their
+            gradients are summed.
     """
     return _apply("gather" if replicated else "all_gather", x, mesh, axis)
 
 
 def psum_scatter(x: Tensor, mesh: DeviceMesh, axis: int = 0) -> Tensor:
-    """This rank's part, of as many along ``axis`` as there are ranks, of the sum of ``x`` over them; the transpose of `all_gather`.
+    """Sum ``x`` over the ranks, of which each gets a part along ``axis``; the transpose of `all_gather`.
 
     Arguments as of :func:`all_gather`; the number of ranks divides the size of the axis.
     """
@@ -65,7 +69,7 @@ def psum_scatter(x: Tensor, mesh: DeviceMesh, axis: int = 0) -> Tensor:
 
 
 def all_to_all(x: Tensor, mesh: DeviceMesh, split_axis: int, concat_axis: int) -> Tensor:
-    """Exchange parts: of those of ``x`` along ``split_axis``, rank ``i`` gets the ``i``-th of every rank, joined along ``concat_axis``.
+    """Cut ``x`` along ``split_axis``, send part ``i`` to rank ``i``; join what comes along ``concat_axis``.
 
     Its transpose exchanges back, with the two axes in the other order.
 
@@ -88,7 +92,9 @@ class _Collective(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.is_complex() and self.kind != "pvary":
-            return torch.view_as_complex(_MAPS[self.kind](self, torch.view_as_real(x.resolve_conj())).contiguous())
+            return torch.view_as_complex(
+                _MAPS[self.kind](self, torch.view_as_real(x.resolve_conj())).contiguous()
+            )
         return _MAPS[self.kind](self, x)
 
     @property
@@ -97,7 +103,7 @@ class _Collective(NamedTuple):
 
     @property
     def batched(self) -> _Collective:
-        """The same map of tensors with one more axis in front."""
+        """Return the same map for tensors with one more axis in front."""
         return self._replace(axes=tuple(axis + 1 for axis in self.axes))
 
 
@@ -126,6 +132,7 @@ class _Communicate(torch.autograd.Function):
 
 
 def _apply(kind: str, x: Tensor, mesh: DeviceMesh, *axes: int) -> Tensor:
+    load_collectives()
     name = {"gather": "all_gather"}.get(kind, kind)
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
@@ -137,49 +144,59 @@ def _apply(kind: str, x: Tensor, mesh: DeviceMesh, *axes: int) -> Tensor:
             raise ValueError(f"{name}: got the axis {axis} of a tensor of shape {list(x.shape)}")
     size, places = mesh.size(), tuple(axis % x.ndim for axis in axes)
     if kind in ("psum_scatter", "all_to_all") and x.shape[places[0]] % size:
-        raise ValueError(f"{name}: got the shape {list(x.shape)}, axis {axes[0]} of which {size} ranks do not divide")
-    return _Communicate.apply(x, _Collective(kind, mesh.get_group().group_name, size, mesh.get_local_rank(), places))
+        raise ValueError(
+            f"{name}: got the shape {list(x.shape)}, axis {axes[0]} of which {size} ranks do not divide"
+        )
+    return _Communicate.apply(
+        x, _Collective(kind, mesh.get_group().group_name, size, mesh.get_local_rank(), places)
+    )
 
 
-# -- the maps; what a group sends is contiguous, cut and joined along its first axis ---------------------------------------
+# -- the maps; what a group sends is contiguous, cut and joined along its first axis
 
 
 def _psum(self: _Collective, x: Tensor) -> Tensor:
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", self.group))
 
 
-def _all_gather(self: _Collective, x: Tensor) -> Tensor:
-    rows = x.movedim(self.axes[0], 0).contiguous()
-    return functional.wait_tensor(functional.all_gather_into_tensor(rows, self.size, self.group)).movedim(0, self.axes[0])
+def _along_axis(operator: Callable[..., Tensor], *options: Any) -> Callable[[_Collective, Tensor], Tensor]:
+    """Return the map of an operator that joins or sums and cuts the first axis."""
 
+    def apply(self: _Collective, x: Tensor) -> Tensor:
+        rows = x.movedim(self.axes[0], 0).contiguous()
+        joined = functional.wait_tensor(operator(rows, *options, self.size, self.group))
+        return joined.movedim(0, self.axes[0])
 
-def _psum_scatter(self: _Collective, x: Tensor) -> Tensor:
-    rows = x.movedim(self.axes[0], 0).contiguous()
-    return functional.wait_tensor(functional.reduce_scatter_tensor(rows, "sum", self.size, self.group)).movedim(0, self.axes[0])
-
-
-def _part(self: _Collective, x: Tensor) -> Tensor:
-    return x.chunk(self.size, self.axes[0])[self.rank].clone()
+    return apply
 
 
 def _all_to_all(self: _Collective, x: Tensor) -> Tensor:
     split, concat = self.axes
     rows = x.movedim(split, 0).contiguous()
     counts = [len(rows) // self.size] * self.size
-    parts = functional.wait_tensor(functional.all_to_all_single(rows, counts, counts, self.group)).unflatten(0, (self.size, -1))
+    parts = functional.wait_tensor(functional.all_to_all_single(rows, counts, counts, self.group)).unflatten(
+        0, (self.size, -1)
+    )
     return parts.movedim(1, split + 1).movedim(0, concat).flatten(concat, concat + 1)
 
+
+_all_gather = _along_axis(functional.all_gather_into_tensor)
 
 _MAPS: dict[str, Callable[[_Collective, Tensor], Tensor]] = {
     "psum": _psum,
     "pvary": lambda self, x: x.view_as(x),
     "all_gather": _all_gather,
-    "psum_scatter": _psum_scatter,
+    "psum_scatter": _along_axis(functional.reduce_scatter_tensor, "sum"),
     "gather": _all_gather,
-    "part": _part,
+    "part": lambda self, x: x.chunk(self.size, self.axes[0])[self.rank].clone(),
     "all_to_all": _all_to_all,
 }
 
 _TRANSPOSES = {
-    "psum": "pvary", "pvary": "psum", "all_gather": "psum_scatter", "psum_scatter": "all_gather", "gather": "part", "part": "gather",
-}  # fmt: skip
+    "psum": "pvary",
+    "pvary": "psum",
+    "all_gather": "psum_scatter",
+    "psum_scatter": "all_gather",
+    "gather": "part",
+    "part": "gather",
+}

@@ -20,8 +20,12 @@ _PYTHON = Path(traceback.__file__).parent
 
 
 class StageError(RuntimeError):
-    """Raised for a stage that an engine cannot serve: ``stage`` is its name, ``reason`` says what was got and expected, ``instead``
-    what to use or change; it is empty where the error says enough.
+    """Raised for a stage that an engine cannot serve.
+
+    Args:
+        stage: its name.
+        reason: what was got, and what was expected.
+        instead: what to use or change; empty if the reason says enough.
     """
 
     def __init__(self, stage: str, reason: str, instead: str) -> None:
@@ -35,37 +39,45 @@ class StageError(RuntimeError):
 def raised(error: BaseException) -> str:
     """Tell what was raised, where, and what was noted of it."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    if "Autograd not support dtype" in str(error):  # so torch says where an operator takes integers beside what has a gradient
+    if "Autograd not support dtype" in str(
+        error
+    ):  # so torch says where an operator takes integers beside what has a gradient
         notes += " (an operator on floating numbers was given integers; convert them, as x.float() does)"
     return f"it raised {type(error).__name__}{line_of(error)}: {error}{notes}"
 
 
 def first_line(error: BaseException) -> str:
-    """The class of an error, and the first line of its text."""
+    """Return the class of an error, and the first line of its text."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def by_dtensor(error: BaseException) -> bool:
-    """Whether torch.func has refused one of DTensor's own Functions, which are of the old style."""
+    """Tell whether torch.func has refused one of DTensor's own Functions, which are of the old style."""
     modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
-    return "setup_context" in str(error) and any(name.startswith("torch.distributed.tensor") for name in modules)
+    return "setup_context" in str(error) and any(
+        name.startswith("torch.distributed.tensor") for name in modules
+    )
 
 
 def line_of(error: BaseException) -> str:
-    """The innermost line, as ``" at file:line"``, that is neither of torch, Python nor this library; else that of a layer of torch.
+    """Find the innermost user's line, as ``" at file:line"``; without one, that of a layer of torch.
 
     Of a program that was traced, it is the line that was traced.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
-    if traced := [place for frame, line in frames if (place := frame.f_globals.get(TRACED_LINES, {}).get(line))]:
+    if traced := [
+        place for frame, line in frames if (place := frame.f_globals.get(TRACED_LINES, {}).get(line))
+    ]:
         return f" at {traced[-1]}"
     files = [(frame.f_code.co_filename, line) for frame, line in frames]
-    own = [place for place in files if not is_of_a_library(place[0])] or [place for place in files if _is_layer(place[0])]
+    own = [place for place in files if not is_of_a_library(place[0])] or [
+        place for place in files if _is_layer(place[0])
+    ]
     return f" at {own[-1][0]}:{own[-1][1]}" if own else ""
 
 
 def place_of_call(end: str = "") -> str:
-    """The innermost such line that runs now, as ``", called at file:line"``; empty if there is none above the file ``end``."""
+    """Find the user's line that runs now, as ``", called at file:line"``; empty above the file ``end``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_of_a_library(frame.f_code.co_filename):
         if frame.f_code.co_filename == end:
@@ -84,16 +96,20 @@ def warn(text: str) -> None:
 
 @cache
 def _is_layer(path: str) -> bool:
-    """Whether a file defines layers of torch, not what calls and contains them."""
+    """Tell whether a file defines layers of torch, rather than calls or contains them."""
     file = Path(path)
     return file.is_relative_to(_LAYERS) and file.name not in ("module.py", "container.py")
 
 
 @cache
 def is_of_a_library(path: str) -> bool:
-    """Whether a file is of torch, of Python or of this library, or a program that was traced."""
+    """Tell whether a file is of torch, of Python or of this library, or a program that was traced."""
     file = Path(path)
     installed = {"site-packages", "dist-packages"}.intersection(file.parts)
     if file.name == "typing_extensions.py":  # torch decorates functions with it
         return True
-    return any(map(file.is_relative_to, _LIBRARIES)) or (file.is_relative_to(_PYTHON) and not installed) or path.startswith("<")
+    return (
+        any(map(file.is_relative_to, _LIBRARIES))
+        or (file.is_relative_to(_PYTHON) and not installed)
+        or path.startswith("<")
+    )

@@ -1,7 +1,5 @@
 """Refuse draws from the generators of Python and numpy, which no seed of a step reaches."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random
@@ -25,15 +23,16 @@ _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 def without_foreign_draws(call: Callable[[], T], name: str, *, repeatable: bool = True) -> T:
-    """``call()``, which evaluates a stage or a model.
+    """Return ``call()``, which evaluates a stage; raise if it draws from Python's or numpy's generator.
 
-    What is not seen: draws from a generator of one's own, and by a function that was imported from ``numpy.random`` by its name.
+    What is not seen: draws from a generator of one's own, and by a function that was imported from
+    ``numpy.random`` by its name.
 
     Args:
         call: without effects; its result may be that of a second call.
         name: how errors call the stage.
-        repeatable: whether it may be called twice. If so, it is watched, which takes time, only where the states of the
-            generators have changed: by it, or by another thread.
+        repeatable: whether it may be called twice. If so, it is watched, which takes time, only where the
+            states of the generators have changed: by it, or by another thread.
 
     Raises:
         StageError: it draws from the generator of ``random``, or of ``numpy.random``.
@@ -46,28 +45,38 @@ def without_foreign_draws(call: Callable[[], T], name: str, *, repeatable: bool 
     with _draws_seen() as seen:
         result = call()
     if seen:
-        reason = f"it draws from the generator of {seen[0]}, whose numbers depend on the order in which microbatches run"
-        raise StageError(name, reason, "draw by torch, whose generator seed=(seed, step) sets, or give the numbers as inputs")
+        reason = (
+            f"it draws from the generator of {seen[0]}, whose numbers depend on the order in which"
+            " microbatches run"
+        )
+        raise StageError(
+            name,
+            reason,
+            "draw by torch, whose generator seed=(seed, step) sets, or give the numbers as inputs",
+        )
     return result
 
 
 def draw_functions() -> Iterator[tuple[ModuleType, str]]:
-    """The functions that draw from the generator of ``random``, and of ``numpy.random`` where it is imported, and those that seed it."""
+    """List the functions that use the generators of ``random``, and of ``numpy.random`` if imported."""
     numpy = sys.modules.get("numpy.random")
     for module, kind in ((random, "Random"), *([] if numpy is None else [(numpy, "RandomState")])):
         for name, function in vars(module).items():
-            if isinstance(getattr(function, "__self__", None), getattr(module, kind)) and name not in ("getstate", "get_state"):
+            if isinstance(getattr(function, "__self__", None), getattr(module, kind)) and name not in (
+                "getstate",
+                "get_state",
+            ):
                 yield module, name
 
 
-def _states() -> list[bytes]:
-    """The states of both generators, as bytes to compare."""
+def _states() -> bytes:
+    """Return the states of both generators, to compare."""
     numpy = sys.modules.get("numpy.random")
-    return [pickle.dumps(random.getstate()), *([] if numpy is None else [pickle.dumps(numpy.get_state(legacy=False))])]
+    return pickle.dumps((random.getstate(), numpy and numpy.get_state(legacy=False)))
 
 
 def _by_torch(frame: FrameType | None) -> bool:
-    """Whether a draw is one of torch for itself: the innermost frame that is neither of ``random`` nor of this module is of torch."""
+    """Tell whether torch draws for itself: the innermost frame outside ``random`` and this module."""
     while frame is not None and frame.f_code.co_filename in (random.__file__, __file__):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
@@ -75,15 +84,20 @@ def _by_torch(frame: FrameType | None) -> bool:
 
 @contextmanager
 def _draws_seen() -> Iterator[list[str]]:
-    """Within it, list the calls by which this thread draws.
+    """List the calls by which this thread draws.
 
-    Those of ``random`` are seen by a profile function, by whatever name they are called, unless a profiler is at work.
-    A profile function does not see numpy's, so the functions of both modules are replaced, too. Torch draws names for itself.
+    A profile function sees those of ``random`` by whatever name they are called, unless a profiler is at
+    work. It does not see numpy's, so the functions of both modules are replaced as well. Draws of torch for
+    its own names do not count.
     """
     this, seen, own = threading.get_ident(), list[str](), getattr(random.random, "__self__", None)
 
     def note(frame: Any, event: str, function: Any) -> None:
-        own_draw = event == "c_call" and getattr(function, "__self__", None) is own and function.__name__ != "getstate"
+        own_draw = (
+            event == "c_call"
+            and getattr(function, "__self__", None) is own
+            and function.__name__ != "getstate"
+        )
         if own_draw and not _by_torch(frame):
             seen.append(f"random ({function.__name__}{place_of_call()})")
 

@@ -1,11 +1,9 @@
 """Make stages of a list of layers and a partition of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..parallel.partition import Partition
+from ppfunc.parallel.partition import Partition
 
 Layer = Callable[..., Any]  # layer(params, x, *extras) -> y
 
@@ -30,11 +28,15 @@ def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[La
     Raises:
         ValueError: the partition is for another number of layers.
 
-    >>> stages = stages_from_layers([lambda p, x: p + x, lambda p, x: p * x, lambda p, x: x - p], Partition((0, 2, 3)))
+    >>> layers = [lambda p, x: p + x, lambda p, x: p * x, lambda p, x: x - p]
+    >>> stages = stages_from_layers(layers, Partition((0, 2, 3)))
     >>> stages[1]((1,), stages[0]((2, 3), 4))
     17
     """
-    return [_stage(chosen, interval) for chosen, interval in zip(partition.split(layers), partition.intervals, strict=True)]
+    return [
+        _stage(chosen, interval)
+        for chosen, interval in zip(partition.split(layers), partition.intervals, strict=True)
+    ]
 
 
 def _stage(layers: tuple[Layer, ...], interval: tuple[int, int]) -> Layer:
@@ -67,5 +69,7 @@ def params_of_layers(params: Mapping[int, Sequence[Any]], partition: Partition) 
     """
     sizes = {stage: len(params[stage]) for stage in sorted(params)}
     if sizes != dict(enumerate(partition.sizes)):
-        raise ValueError(f"expected params for stages of sizes {dict(enumerate(partition.sizes))}, got {sizes}")
+        raise ValueError(
+            f"expected params for stages of sizes {dict(enumerate(partition.sizes))}, got {sizes}"
+        )
     return [layer for stage in range(partition.stages) for layer in params[stage]]

@@ -1,9 +1,7 @@
 """Make stages of ``torch.nn`` modules: the pure function, its parameters, its state."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import filterfalse, pairwise
 from operator import is_
@@ -15,10 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from ._torch import version
 from .errors import StageError
-from .layout import local
+from .frozen import detached, note_parameters
 from .output import Output
 from .process import process_lock
-from .program import Stage
 
 State = dict[str, Tensor]
 _Call = Callable[[State, tuple[Any, ...]], Any]
@@ -26,15 +23,12 @@ _Call = Callable[[State, tuple[Any, ...]], Any]
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, set}
 
 
-_FROZEN = "ppfunc_frozen"  # an attribute of the function of a stage, which functools.wraps copies
-
-
 class ModuleStage(NamedTuple):
     """A module as a pure function.
 
     Args:
-        fn: ``(params, x) -> y``; given a state too, ``(params, x, state) -> Output(y, state=new)``. Extras of the
-            stage come before the state.
+        fn: ``(params, x) -> y``; given a state too, ``(params, x, state) -> Output(y, state=new)``. Extras of
+            the stage come before the state.
         params: the parameters by name, detached; those of the module are not copied.
         state: the buffers by name.
     """
@@ -45,21 +39,22 @@ class ModuleStage(NamedTuple):
 
 
 def stage_from_module(module: nn.Module, *, constants: bool = False, spread: bool = True) -> ModuleStage:
-    """Make the pure function that ``module`` computes, in the mode (training or evaluation) that it has when a step begins.
+    """Make the pure function that ``module`` computes, in the train or evaluation mode of the step's begin.
 
     A tuple ``x`` becomes positional arguments, a dictionary with texts as keys keyword arguments,
     anything else the one argument. Extras become further arguments in the same way. A parameter
     known by two names is listed once, under the first, and gets one gradient. One that requires no
-    gradient is frozen: it gets zeros. Buffers that the module writes into are a state: they go into a step as
-    ``state={stage: state}``, and come back, with ``has_aux=True``, as ``aux.state[stage]``. Where it only reads them, as
-    a trial without values shows, no state is needed: they are constants. Other attributes (numbers, which parameters
-    are frozen) are read when the stage is made or traced.
+    gradient when a step function or trainer is made is frozen: it gets zeros. Buffers that the module writes
+    into are a state: they go into a step as ``state={stage: state}``, and come back, with ``has_aux=True``,
+    as ``aux.state[stage]``. If it only reads them, as a trial without values shows, they are constants, and
+    no state is needed. Other attributes are read when the stage is made or traced.
 
     Args:
-        module: any module. It is left unmodified: attributes set during a call, and changes to dicts, lists and
-            sets held as attributes, are rolled back.
+        module: any module. It is left unmodified: attributes set during a call, and changes to dicts, lists
+            and sets held as attributes, are rolled back.
         constants: whether the module only reads its buffers (masks, tables of positions, the statistics of a
-            batch norm in evaluation), for certain. There is no state then, and a module that writes into one is refused.
+            batch norm in evaluation), for certain. There is no state then, and a module that writes into one
+            is refused.
         spread: whether tuples and dictionaries are taken apart into arguments; else each is one argument.
 
     Raises:
@@ -76,94 +71,55 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
     _require_usable(module)
     params = {name: p.detach() for name, p in module.named_parameters()}
     parameters = set(map(id, module.parameters()))  # a buffer may be one of them under another name
-    state = {} if constants else {name: b.detach() for name, b in module.named_buffers() if id(b) not in parameters}
+    state = (
+        {}
+        if constants
+        else {name: b.detach() for name, b in module.named_buffers() if id(b) not in parameters}
+    )
     call = _caller(module, {*params, *state}, spread)
 
-    def plain(params: State, *given: Any) -> Any:
-        return call(dict(params), given)
+    def plain(params: State, *arguments: Any) -> Any:
+        return call(dict(params), arguments)
 
     fn = _stateful(module, tuple(state), call) if state else plain
-    note_frozen(fn, module, params)
+    note_parameters(fn, module, params)
     return ModuleStage(fn, params, state)
-
-
-def note_frozen(fn: Stage, module: nn.Module, names: Iterable[str]) -> None:
-    """Let the function of a stage know which of the parameters of these names require no gradient."""
-    homes = [(name, _home(module, name)) for name in names]
-    vars(fn)[_FROZEN] = lambda: {name: p for name, (home, last) in homes if (p := home.get(last)) is not None and not p.requires_grad}
-
-
-def _home(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Where a module keeps a parameter, which may be replaced there."""
-    path, _, last = name.rpartition(".")
-    return module.get_submodule(path)._parameters, last
-
-
-def frozen_in(fn: Stage) -> list[str]:
-    """The names of the parameters of a stage that its module has frozen now; none for other functions."""
-    return list(_told(fn))
-
-
-def frozen_below(fn: Stage) -> list[str]:
-    """The names of what the modules of a stage, and of functions that it holds, have frozen now: a change may change its program.
-
-    Of a function that is held it is not known which parameters of the stage it is given, if any: a teacher has names of its own.
-    """
-    return [name for part in (fn, *_held(fn)) for name in _told(part)]
-
-
-def frozen_untold(fn: Stage, params: Iterable[Tensor]) -> list[str]:
-    """The names of what modules have frozen whose functions are held by one that does not tell: those in the memory of these parameters."""
-    memory = {local(t).untyped_storage().data_ptr() for t in params if t.numel()} - {0} if not hasattr(fn, _FROZEN) else set()
-    frozen = [found for part in _held(fn) for found in _told(part).items()] if memory else []
-    return [name for name, p in frozen if p.numel() and local(p).untyped_storage().data_ptr() in memory]
-
-
-def _told(fn: Any) -> State:
-    """The parameters that the module of a function has frozen now; none of another function."""
-    found: State = getattr(fn, _FROZEN, dict)()
-    return found
-
-
-def _held(fn: Stage) -> list[Any]:
-    """The functions that another may call, as far as they are known: those of its closure, or of a partial function."""
-    return [getattr(fn, "func", None), *map(_content, getattr(fn, "__closure__", None) or ())]
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
 
 
 def _require_usable(module: Any) -> None:
     """Raise for what is no module, and for one whose parameters cannot be replaced."""
     if not isinstance(module, nn.Module):
-        raise TypeError(f"got {type(module).__name__}, expected a torch.nn.Module; a function is a stage as it is")
+        raise TypeError(
+            f"got {type(module).__name__}, expected a torch.nn.Module; a function is a stage as it is"
+        )
     if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"got {type(module).__name__}, whose parameters cannot be replaced; give the module from before it was scripted")
+        raise TypeError(
+            f"got {type(module).__name__}, whose parameters cannot be replaced; give the module from before"
+            " it was scripted"
+        )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
-            raise ValueError(f"{name} is not initialised, its shape is not known; run the module once on an example first")
+            raise ValueError(
+                f"{name} is not initialised, its shape is not known; run the module once on an example first"
+            )
 
 
 def _caller(module: nn.Module, names: set[str], spread: bool) -> _Call:
-    """A call of the module with other tensors of these names, in which it leaves the buffers that it puts in the place of others."""
+    """Return a call of the module with other tensors of these names, in which it leaves replaced buffers."""
     parameters = dict(module.named_parameters())
     shared = further_places(module, names)
 
-    def call(tensors: State, given: tuple[Any, ...]) -> Any:
+    def call(tensors: State, arguments: tuple[Any, ...]) -> Any:
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
-        for x in given:
+        for x in arguments:
             if spread and isinstance(x, dict):
                 kwargs |= x
             else:
                 args += x if spread and type(x) is tuple else (x,)
         for name, parameter in parameters.items():
             if not parameter.requires_grad:
-                tensors[name] = tensors[name].detach()
+                tensors[name] = detached(name, tensors[name])
         for place, name in shared.items():
             tensors[place] = tensors[name]
         with process_lock, unmodified(module):
@@ -173,37 +129,50 @@ def _caller(module: nn.Module, names: set[str], spread: bool) -> _Call:
 
 
 def _stateful(module: nn.Module, names: tuple[str, ...], call: _Call) -> Callable[..., Any]:
-    """The function of a module with buffers of these names: given a state it returns the next one, else the buffers are only read."""
+    """Return the function of a module with buffers: given a state it returns the next; else it reads them."""
     mend = (
-        f"the module has the buffers {', '.join(names)}, which are its state: give it to the step, state={{stage: state}}, "
-        "and has_aux=True to get the next one; a trainer takes it in init(params, state)"
+        f"the module has the buffers {', '.join(names)}, which are its state: give it to the step,"
+        " state={stage: state}, and has_aux=True to get the next one; a trainer takes it in init(params,"
+        " state)"
     )
 
-    def reading(params: State, given: tuple[Any, ...]) -> Any:
+    def reading(params: State, arguments: tuple[Any, ...]) -> Any:
         buffers = {name: module.get_buffer(name) for name in names}
         tensors, before = params | buffers, [version(b) for b in buffers.values()]
         try:
-            y = call(tensors, given)
+            y = call(tensors, arguments)
         except StageError as error:
-            raise StageError(error.stage, error.reason, mend if "writes into" in error.reason else error.instead) from error
-        written = [name for (name, b), count in zip(buffers.items(), before, strict=True) if tensors[name] is not b or version(b) != count]
+            raise StageError(
+                error.stage, error.reason, mend if "writes into" in error.reason else error.instead
+            ) from error
+        written = [
+            name
+            for (name, b), count in zip(buffers.items(), before, strict=True)
+            if tensors[name] is not b or version(b) != count
+        ]
         if written:
-            raise ValueError(f"the module has written into its buffer {written[0]}, and was given no state; {mend}")
+            raise ValueError(
+                f"the module has written into its buffer {written[0]}, and was given no state; {mend}"
+            )
         return y
 
-    def stateful(params: State, *given: Any) -> Any:
-        buffers = given[-1] if len(given) > 1 and isinstance(given[-1], dict) else {}
+    def stateful(params: State, *arguments: Any) -> Any:
+        *rest, last = arguments
+        buffers = last if rest and isinstance(last, dict) else {}
         if buffers.keys().isdisjoint(names):
-            return reading(params, given)
+            return reading(params, arguments)
         if buffers.keys() != set(names):
             raise ValueError(f"got a state with {', '.join(buffers)}; {mend}")
         tensors = params | {name: b.clone() for name, b in buffers.items()}
-        y = call(tensors, given[:-1])
+        y = call(tensors, tuple(rest))
         after = {name: tensors[name].detach() for name in names}
         if not isinstance(y, Output):
             return Output(y, state=after)
         if y.state is not None:
-            raise ValueError("the module has buffers, which are its state, and returns an Output with another state; leave that out")
+            raise ValueError(
+                "the module has buffers, which are its state, and returns an Output with another state; leave"
+                " that out"
+            )
         return y._replace(state=after)
 
     return stateful
@@ -224,14 +193,18 @@ def further_places(module: nn.Module, names: set[str]) -> dict[str, str]:
         for name, tensor in listed(recurse=False, remove_duplicate=False)
     ]
     first = {id(tensor): place for place, tensor in places if place in names}
-    return {place: first[id(tensor)] for place, tensor in places if place not in names and id(tensor) in first}
+    return {
+        place: first[id(tensor)] for place, tensor in places if place not in names and id(tensor) in first
+    }
 
 
 @contextmanager
 def unmodified(module: nn.Module) -> Iterator[None]:
-    """Restore the attributes of the module and of its submodules afterwards, and the contents of plain containers among them."""
+    """Restore the attributes of a module and its submodules at the exit, and contents of containers."""
     parts = [vars(part) for part in module.modules()]
-    containers = [value for attributes in parts for value in attributes.values() if type(value) in _CONTAINERS]
+    containers = [
+        value for attributes in parts for value in attributes.values() if type(value) in _CONTAINERS
+    ]
     filled = [(values, values.copy()) for values in (*parts, *filter(None, containers))]
     empty = list(filterfalse(None, containers))  # most of them, so that they are looked at together
     try:
@@ -246,7 +219,7 @@ def unmodified(module: nn.Module) -> Iterator[None]:
 
 
 def _same(now: Any, before: Any) -> bool:
-    """Whether two containers hold the same objects in the same order."""
+    """Tell whether two containers hold the same objects in the same order."""
     alike = len(now) == len(before) and all(map(is_, now, before))
     return alike and (not isinstance(now, dict) or all(map(is_, now.values(), before.values())))
 
@@ -274,5 +247,7 @@ def split_sequential(module: nn.Sequential | nn.ModuleList, boundaries: Sequence
         raise TypeError(f"boundaries: got {boundaries!r}, expected a list, such as [{boundaries!r}]")
     ranges = list(pairwise([0, *boundaries, len(module)]))
     if any(a > b for a, b in ranges):
-        raise ValueError(f"got the boundaries {list(boundaries)}, expected ascending positions between 0 and {len(module)}")
+        raise ValueError(
+            f"got the boundaries {list(boundaries)}, expected ascending positions between 0 and {len(module)}"
+        )
     return [nn.Sequential(*(module[i] for i in range(a, b))) for a, b in ranges]

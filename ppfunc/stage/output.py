@@ -1,21 +1,20 @@
 """Carry losses, metrics, state and skip connections beside the activation of a stage."""
 
-from __future__ import annotations
-
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
-from .._text import shown
+from ppfunc._text import shown
+
 from .abstract import DATA_DEPENDENT
 from .errors import StageError, raised
 from .layout import whole
 from .purity import NoValuesError
 from .signature import Signature
-from .tree import tree_flatten, tree_leaves, tree_paths, tree_structure
+from .tree import tree_flatten, tree_paths, tree_structure
 
 
 class Output(NamedTuple):
@@ -23,7 +22,8 @@ class Output(NamedTuple):
 
     Args:
         y: the activation, as a plain stage returns it.
-        loss: an auxiliary loss, a scalar; added to the loss of the last stage, with the weight of the microbatch.
+        loss: an auxiliary loss, a scalar; added to the loss of the last stage, with the weight of the
+            microbatch.
         metrics: a tree of tensors for the caller, not differentiated.
         state: the new state of the stage, a tree like the state that it was given.
         skips: what it gives to later stages that are not its neighbours, ``{stage: tree}``.
@@ -56,13 +56,15 @@ def canonical(
     return_outputs: bool,
     skips: Sequence[int],
     targeted: bool,
+    frozen: Collection[int] = (),
 ) -> Callable[..., tuple[Any, Any]]:
     """Bring a stage into the form that the runtime differentiates, with an auxiliary output.
 
     Equivalent to::
 
-        def call(params, x, *extras):           # extras: the target if ``targeted``, then its extras, then state
-            out = fn(params, x, *extras)        # without the target
+        def call(params, x, *extras):           # extras: the target if ``targeted``, then its extras, then
+        state
+            out = fn(params, x, *extras)        # without the target; the ``frozen`` leaves detached
             loss = loss_fn(out.y, target) + out.loss                # of the last stage of a chain
             return (out.y, out.skips, loss), (outputs, out.metrics, out.state)
 
@@ -72,18 +74,26 @@ def canonical(
 
     def call(params: Any, x: Any, *extras: Any) -> tuple[Any, Any]:
         target, rest = (extras[0], extras[1:]) if targeted else (None, extras)
+        if frozen:
+            leaves, treedef = tree_flatten(params)
+            params = treedef.unflatten(
+                leaf.detach() if n in frozen else leaf for n, leaf in enumerate(leaves)
+            )
         out = fn(params, x, *rest)
         if out is None:
-            raise TypeError("it returned None, expected its activation: end it with `return y`; where there is none, return ()")
+            raise TypeError(
+                "it returned None, expected its activation: end it with `return y`; where there is none,"
+                " return ()"
+            )
         if not isinstance(out, Output):
             out = Output(out)
         _require_tensors(out)
-        given = out.skips or {}
-        if set(given) != set(skips):
+        returned = out.skips or {}
+        if set(returned) != set(skips):
             raise ValueError(
-                f"it returns skip connections to the stages {sorted(given)}, the schedule has them to {sorted(skips)}; "
-                f"return them as Output(y, skips={{destination: tree}}), and declare them by "
-                "ppfunc.with_skips(schedule, [(source, destination), ...])"
+                f"it returns skip connections to the stages {sorted(returned)}, the schedule has them to"
+                f" {sorted(skips)}; return them as Output(y, skips={{destination: tree}}), and declare them"
+                " by ppfunc.with_skips(schedule, [(source, destination), ...])"
             )
         loss = None if out.loss is None else whole(out.loss)
         if last and loss_fn is not None:
@@ -92,7 +102,7 @@ def canonical(
         activation = None if last else out.y
         outputs = out.y if last and return_outputs else None
         state = _in_order_of(rest[-1], out.state) if rest else out.state
-        return (activation, tuple(given[s] for s in skips), loss), (outputs, out.metrics, state)
+        return (activation, tuple(returned[s] for s in skips), loss), (outputs, out.metrics, state)
 
     return call
 
@@ -101,17 +111,17 @@ def _require_tensors(out: Output) -> None:
     """Raise TypeError for a leaf that is no tensor, by its place in what the stage has returned."""
     for name, tree in out._asdict().items():
         try:
-            leaves = tree_leaves(tree)
-        except ValueError:  # what is no tree is refused where the results are taken apart
+            leaves, treedef = tree_flatten(tree, name)
+        except ValueError:  # too deep: refused by its name where the results are taken apart
             continue
         for n, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
-                path = tree_paths(tree_structure(tree), name)[n]
+                path = tree_paths(treedef, name)[n]
                 raise TypeError(f"it returned {shown(leaf)} as {path}, expected a tensor")
 
 
 def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -> Any:
-    """The loss; its errors are told as its own, not as the stage's."""
+    """Compute the loss; name the loss function, not the stage, in its errors."""
     try:
         loss = loss_fn(y, target)
     except (StageError, NoValuesError, *DATA_DEPENDENT):
@@ -119,16 +129,23 @@ def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -
     except Exception as error:
         raise StageError("the loss", f"{raised(error)}; it is called as loss(y, target)", "") from error
     if not isinstance(loss, torch.Tensor):
-        mend = "return the loss alone: what else you want to see can be metrics of the stage, pp.Output(y, metrics=...)"
+        mend = (
+            "return the loss alone: what else you want to see can be metrics of the stage, pp.Output(y,"
+            " metrics=...)"
+        )
         if not isinstance(loss, tuple | list | dict):
             mend = "return a scalar tensor, without .item() or float()"
-        raise StageError("the loss", f"it returned {reprlib.repr(loss)} of type {type(loss).__name__}, expected a tensor", mend)
+        raise StageError(
+            "the loss",
+            f"it returned {reprlib.repr(loss)} of type {type(loss).__name__}, expected a tensor",
+            mend,
+        )
     return loss
 
 
-def _in_order_of(given: Any, state: Any) -> Any:
-    """The new state with its keys in the order of the one before; another structure is refused where the step is lowered."""
-    treedef = tree_structure(given)
+def _in_order_of(before: Any, state: Any) -> Any:
+    """Reorder the keys of a new state as in the one before; another structure is refused in lowering."""
+    treedef = tree_structure(before)
     try:
         return treedef.unflatten(treedef.flatten_up_to(state))
     except (ValueError, TypeError):
@@ -136,7 +153,7 @@ def _in_order_of(given: Any, state: Any) -> Any:
 
 
 def received_signature(sources: Sequence[int], parts: Sequence[Signature]) -> Signature:
-    """The signature of a stage's input, of those of its parts, which come from ``sources``: the stage before (or the batch) first."""
+    """Return the signature of a stage's input from ``sources``: the stage before, or the batch, first."""
     if len(parts) == 1:
         return parts[0]
     trees = [part.unflatten(part.leaves) for part in parts]
@@ -145,6 +162,8 @@ def received_signature(sources: Sequence[int], parts: Sequence[Signature]) -> Si
 
 
 def children(signature: Signature) -> tuple[Signature, ...]:
-    """The signatures of the children of a tree's root."""
+    """Return the signatures of the children of a tree's root."""
     rest = iter(signature.leaves)
-    return tuple(Signature(child, tuple(islice(rest, child.num_leaves))) for child in signature.treedef.children())
+    return tuple(
+        Signature(child, tuple(islice(rest, child.num_leaves))) for child in signature.treedef.children()
+    )

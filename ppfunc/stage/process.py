@@ -3,4 +3,6 @@
 from threading import RLock
 
 process_lock = RLock()
-"""Held while a stage is traced, while a module is called with other tensors than its own, and while generators are seeded."""
+"""Held while a stage is traced, while a module is called with other tensors than its own, and while
+generators are seeded.
+"""

@@ -1,7 +1,5 @@
 """Describe stage programs: the pure functions of which forward and backward of one stage consist."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +14,9 @@ from .tree import tree_flatten
 
 Gradients = tuple[torch.Tensor | None, ...]
 Stage = Callable[..., Any]
-"""``fn(params, x, *extras) -> y``, pure, over trees of tensors; or ``-> Output`` where it returns more than ``y``."""
+"""``fn(params, x, *extras) -> y``, pure, over trees of tensors; or ``-> Output`` where it returns more than
+``y``.
+"""
 Loss = Callable[[Any, Any], torch.Tensor]
 """``loss_fn(y, target) -> scalar``."""
 
@@ -29,7 +29,7 @@ class FlatProgram(NamedTuple):
     parameters have the strides that their operator gives. What is returned may alias the
     arguments, and parts of it each other: nobody may write into it without owning it.
 
-    A backward lets go of each residual after its last use. The memory is free at once if the caller
+    A backward drops each residual after its last use. The memory is free at once if the caller
     keeps no reference, as in ``backward.function(slots.pop(key), gy)`` of the graph engine (a call of an
     object keeps its arguments to the end); a caller that keeps one may call again (of the graph engine
     only: the residuals of the other engines serve once).
@@ -39,7 +39,7 @@ class FlatProgram(NamedTuple):
             are the leaves of ``y``, then those of the auxiliary output.
         backward: ``(residuals, gy) -> (gparams, gx)``: ``gy`` has one entry per ``grad=True`` leaf
             of ``y``; ``gparams`` one per floating or complex parameter, ``gx`` one per ``grad=True``
-            leaf of ``x``; ``None`` where there is no dependence.
+            leaf of ``x``; ``None`` without dependence.
         backward_input: ``(residuals, gy) -> (gx, rest)``.
         backward_weight: ``(rest,) -> gparams``.
     """
@@ -51,7 +51,8 @@ class FlatProgram(NamedTuple):
 
 
 class StageProgram(NamedTuple):
-    """The functions of a stage on trees, and what is known of them beforehand. Of DTensors, the stage is given the part of its rank.
+    """The functions of a stage on trees, and what is known of them beforehand. Of DTensors, the stage is
+    given the part of its rank.
 
     Equivalent to, for ``y, pull = torch.func.vjp(fn, params, x)``::
 
@@ -63,13 +64,14 @@ class StageProgram(NamedTuple):
     Args:
         forward: ``(params, x, *extras) -> (y, residuals)``, or ``((y, aux), residuals)``.
         backward, backward_input, backward_weight: gradients have the structures of ``params`` and ``x``,
-            zeros where there is no dependence or no gradient is wanted.
+            zeros without dependence, or if no gradient is wanted.
         flat: the same on flat tuples, which the interpreter calls.
         y: signature of the output.
         aux: signature of the auxiliary output.
         residual_bytes: bytes of the residuals of one microbatch, each storage counted once and
             parameters not at all; ``None`` where an engine cannot know it.
-        random: whether the forward draws random numbers, None where that depends on values; a backward never does.
+        random: whether the forward draws random numbers, None where that depends on values; a backward never
+            does.
     """
 
     forward: Callable[..., tuple[Any, tuple[Any, ...]]]
@@ -96,7 +98,7 @@ class Engine(Protocol):
         device: torch.device | str | None = None,
         outline: Outline | None = None,
     ) -> StageProgram:
-        """The program of the stage ``fn(params, x, *extras) -> y``.
+        """Build the program of the stage ``fn(params, x, *extras) -> y``.
 
         Args:
             fn: the stage; with ``has_aux`` it returns ``(y, aux)``.
@@ -104,7 +106,8 @@ class Engine(Protocol):
             has_aux: whether there is an auxiliary output, which gets no cotangent.
             name: how errors call the stage.
             device: where the stage computes; by default where the first tensor of the example with values is.
-            outline: that of the stage, of the same example; given one, the engine does not evaluate the stage again.
+            outline: that of the stage, of the same example; given one, the engine does not evaluate the stage
+                again.
 
         Raises:
             StageError: the engine cannot serve the stage; says why, and which one can.
@@ -112,8 +115,10 @@ class Engine(Protocol):
         ...
 
 
-def stage_program(flat: FlatProgram, example: Example, outline: Outline, *, has_aux: bool, residual_bytes: int | None) -> StageProgram:
-    """The program on trees, made of the one on flat tuples."""
+def stage_program(
+    flat: FlatProgram, example: Example, outline: Outline, *, has_aux: bool, residual_bytes: int | None
+) -> StageProgram:
+    """Make the program on trees of the one on flat tuples."""
     y, aux = outline.y, outline.aux
     params = example.params.with_grad()  # of each that can have one
 
@@ -128,8 +133,14 @@ def stage_program(flat: FlatProgram, example: Example, outline: Outline, *, has_
     @torch.no_grad()
     def forward(*arguments: Any) -> tuple[Any, tuple[Any, ...]]:
         if len(arguments) != len(example.names):
-            raise TypeError(f"got {len(arguments) - 2} arguments after x, expected {len(example.extras)}, as in the example")
-        read = [s.require(tree, name) for s, tree, name in zip(example.signatures, arguments, example.names, strict=True)]
+            raise TypeError(
+                f"got {len(arguments) - 2} arguments after x, expected {len(example.extras)}, as in the"
+                " example"
+            )
+        read = [
+            s.require(tree, name)
+            for s, tree, name in zip(example.signatures, arguments, example.names, strict=True)
+        ]
         outputs, residuals = flat.forward(tuple(p.detach() for p in read[0]), read[1], sum(read[2:], ()))
         cut = len(y.leaves)
         out = y.wrap(outputs[:cut])
@@ -149,11 +160,15 @@ def stage_program(flat: FlatProgram, example: Example, outline: Outline, *, has_
     def backward_weight(rest: tuple[Any, ...]) -> Any:
         return fill(params, flat.backward_weight(rest))
 
-    return StageProgram(forward, backward, backward_input, backward_weight, flat, y, aux, residual_bytes, outline.random)
+    return StageProgram(
+        forward, backward, backward_input, backward_weight, flat, y, aux, residual_bytes, outline.random
+    )
 
 
 def _filled(device: torch.device, signature: Signature, gradients: Gradients) -> Any:
-    """The tree of gradients, with zeros for leaves that have none."""
-    given = iter(gradients)
-    pairs = [(leaf, next(given) if leaf.grad else None) for leaf in signature.leaves]
-    return signature.wrap(torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if g is None else g for leaf, g in pairs)
+    """Return the tree of gradients, with zeros for leaves without one."""
+    wanted = iter(gradients)
+    pairs = [(leaf, next(wanted) if leaf.grad else None) for leaf in signature.leaves]
+    return signature.wrap(
+        torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if g is None else g for leaf, g in pairs
+    )

@@ -11,13 +11,20 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from optree import PyTreeSpec
+from optree import PyTreeSpec, treespec_paths
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._torch import guards
-from .layout import MeshLayout, cut_by, distributed, is_partial, layout_of, local, same_layout, same_placement
-from .structure import structure_from_json, structure_to_json
-from .tree import NAMESPACE, NestedDicts, tree_flatten, tree_paths, tree_unflatten
+from ._torch import guards, is_dtensor
+from .layout import MeshLayout, cut_by, distributed, layout_of, local, same_layout, same_placement
+from .tree import (
+    NAMESPACE,
+    NestedDicts,
+    structure_from_json,
+    structure_to_json,
+    tree_flatten,
+    tree_paths,
+    tree_unflatten,
+)
 
 _SHORT = reprlib.Repr()
 _SHORT.maxother = 80
@@ -26,7 +33,8 @@ _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isi
 
 @dataclass(frozen=True, slots=True)
 class LeafSignature:
-    """One tensor of a tree: its sizes, its dtype, and whether a gradient is wanted; only floating and complex leaves can have one.
+    """One tensor of a tree: its sizes, its dtype, and whether a gradient is wanted; only floating and complex
+    leaves can have one.
 
     Of a DTensor, the sizes are those of the part of this rank, and ``layout`` says what it is a part of.
     """
@@ -38,19 +46,28 @@ class LeafSignature:
 
     def __post_init__(self) -> None:
         if self.grad and not differentiable(self.dtype):
-            raise ValueError(f"a leaf of {self.dtype} was marked grad=True; only floating and complex leaves carry gradients")
+            raise ValueError(
+                f"a leaf of {self.dtype} was marked grad=True; only floating and complex leaves carry"
+                " gradients"
+            )
 
     @classmethod
     def of(cls, tensor: torch.Tensor, grad: bool = True) -> LeafSignature:
-        """That of a tensor, of which a gradient is wanted if ``grad`` and if it can have one."""
-        return cls(tuple(local(tensor).shape), tensor.dtype, grad and differentiable(tensor.dtype), layout_of(tensor))
+        """Describe a tensor; a gradient is wanted if ``grad`` and if the dtype can have one."""
+        return cls(
+            tuple(local(tensor).shape), tensor.dtype, grad and differentiable(tensor.dtype), layout_of(tensor)
+        )
 
     def cut(self, pieces: int) -> LeafSignature:
-        """That of one of as many pieces of equal size along axis 0."""
-        return replace(self, shape=(self.shape[0] // pieces, *self.shape[1:]), layout=self.layout and self.layout.cut(pieces))
+        """Return the signature of one of so many equal pieces along axis 0."""
+        return replace(
+            self,
+            shape=(self.shape[0] // pieces, *self.shape[1:]),
+            layout=self.layout and self.layout.cut(pieces),
+        )
 
     def stacked(self, rows: int) -> LeafSignature:
-        """That of as many such tensors, beside each other in a new axis 0."""
+        """Return the signature of so many such tensors, stacked along a new axis 0."""
         return replace(self, shape=(rows, *self.shape), layout=self.layout and self.layout.stacked(rows))
 
     @property
@@ -59,7 +76,8 @@ class LeafSignature:
 
     def __str__(self) -> str:
         dtype, sizes = str(self.dtype).removeprefix("torch."), ",".join(map(str, self.shape))
-        return f"{dtype}[{sizes}]{'' if self.layout is None else f' {self.layout}'}{'' if self.grad else ' no grad'}"
+        layout = "" if self.layout is None else f" {self.layout}"
+        return f"{dtype}[{sizes}]{layout}{'' if self.grad else ' no grad'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +94,13 @@ class Signature:
 
     def __post_init__(self) -> None:
         if len(self.leaves) != self.treedef.num_leaves:
-            raise ValueError(f"got {len(self.leaves)} leaves for a structure of {self.treedef.num_leaves}: {self.treedef}")
+            raise ValueError(
+                f"got {len(self.leaves)} leaves for a structure of {self.treedef.num_leaves}: {self.treedef}"
+            )
 
     @classmethod
     def of(cls, tree: Any, name: str = "tree") -> Signature:
-        """The signature of ``tree``; every floating or complex leaf is marked as carrying a gradient.
+        """Describe ``tree``, with every floating or complex leaf marked as carrying a gradient.
 
         Args:
             tree: a tree of tensors. A signature is returned as it is.
@@ -98,34 +118,39 @@ class Signature:
         return cls(treedef, tuple(map(LeafSignature.of, leaves)))
 
     def without_grad(self) -> Signature:
-        """The same tree, no leaf of which wants a gradient."""
+        """Return the same tree with no gradient wanted."""
         return replace(self, leaves=tuple(replace(leaf, grad=False) for leaf in self.leaves))
 
     def with_grad(self) -> Signature:
-        """The same tree, every floating or complex leaf of which wants a gradient."""
-        return replace(self, leaves=tuple(replace(leaf, grad=differentiable(leaf.dtype)) for leaf in self.leaves))
+        """Return the same tree with the gradient of every floating or complex leaf wanted."""
+        return replace(
+            self, leaves=tuple(replace(leaf, grad=differentiable(leaf.dtype)) for leaf in self.leaves)
+        )
 
     @property
-    def parts(self) -> Signature:
-        """That of the parts of one rank, without layouts."""
+    def local(self) -> Signature:
+        """Return the same tree without layouts: of DTensors the parts of one rank."""
         return replace(self, leaves=tuple(replace(leaf, layout=None) for leaf in self.leaves))
 
     def laid_out(self, mesh: DeviceMesh | None, prefix: Any, name: str) -> Signature:
-        """The same tree, the leaves of which are parts of tensors that lie over a mesh.
+        """Return the same tree, whose leaves are this rank's parts of tensors cut over a mesh.
 
         Args:
             prefix: a placement, or a tree of them that the tree begins like; None for plain tensors.
             name: of the tree, in errors.
 
         Raises:
-            ValueError: the tree does not begin like ``prefix``, a leaf lacks the axis that is cut, or is a part of another.
+            ValueError: the tree does not begin like ``prefix``, a leaf lacks the axis that is cut, or is a
+                part of another.
         """
         if prefix is None or mesh is None or not self.leaves:
             return self
         try:
             placements = optree.broadcast_prefix(prefix, self.unflatten(self.leaves), namespace=NAMESPACE)
         except ValueError as error:
-            raise ValueError(f"{name}: got {self}, which does not begin like the placements that are declared, {prefix}") from error
+            raise ValueError(
+                f"{name}: got {self}, which does not begin like the placements that are declared, {prefix}"
+            ) from error
         leaves = []
         for path, leaf, placement in zip(self.paths, self.leaves, placements, strict=True):
             layout = cut_by(mesh, [placement], leaf.shape)
@@ -135,30 +160,30 @@ class Signature:
         return replace(self, leaves=tuple(leaves))
 
     def cut(self, microbatches: int) -> Signature:
-        """That of one of as many microbatches of equal size, of a batch that is cut along axis 0 on every rank."""
+        """Return the signature of one of so many equal microbatches, cut along axis 0 on every rank."""
         return replace(self, leaves=tuple(leaf.cut(microbatches) for leaf in self.leaves))
 
     @property
     def nbytes(self) -> int:
-        """Size of all leaves in bytes."""
+        """Add up the sizes of all leaves in bytes."""
         return sum(leaf.nbytes for leaf in self.leaves)
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Paths of the leaves, such as ``"['w'][0]"``."""
+        """Return the paths of the leaves, such as ``"['w'][0]"``."""
         return tree_paths(self.treedef)
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:
-        """The tree with these leaves."""
+        """Return the tree with these leaves."""
         return tree_unflatten(self.treedef, leaves)
 
     def wrap(self, leaves: Iterable[torch.Tensor]) -> Any:
-        """The tree with these leaves, those that have a layout made DTensors."""
+        """Return the tree with these leaves, as DTensors where they have a layout."""
         layouts = [leaf.layout for leaf in self.leaves]
         return self.unflatten(map(distributed, leaves, layouts) if any(layouts) else leaves)
 
     def require(self, tree: Any, name: str) -> tuple[torch.Tensor, ...]:
-        """The leaves of ``tree``, of DTensors the parts of this rank; it must have this signature (gradient flags aside).
+        """Return the leaves of ``tree``, of DTensors this rank's parts; require all but the gradient flags.
 
         Raises:
             ValueError: another structure, shape or dtype; the message names the leaf.
@@ -170,11 +195,14 @@ class Signature:
         for n, (leaf, part, want) in enumerate(zip(leaves, parts, self.leaves, strict=True)):
             if part.shape != want.shape or part.dtype != want.dtype or layout_of(leaf) != want.layout:
                 got = LeafSignature.of(leaf, want.grad)
-                raise ValueError(f"{name}{self.paths[n]}: got {got}, expected {want}; build the program again for new shapes")
+                raise ValueError(
+                    f"{name}{self.paths[n]}: got {got}, expected {want}; build the program again for new"
+                    " shapes"
+                )
         return parts
 
     def to_json(self) -> str:
-        """JSON text, equal for equal signatures; read back by :meth:`from_json`.
+        """Write JSON text, equal for equal signatures; :meth:`from_json` reads it.
 
         Raises:
             TypeError: a node of the tree has keys or fields that JSON cannot hold.
@@ -204,7 +232,9 @@ class Signature:
         try:
             return str(self.unflatten(_Plain(str(leaf)) for leaf in self.leaves))
         except Exception:  # deep, or of classes that show themselves by what tensors alone have
-            return f"a tree of {', '.join(map(str, self.leaves[:8]))}{', ...' if len(self.leaves) > 8 else ''}"
+            return (
+                f"a tree of {', '.join(map(str, self.leaves[:8]))}{', ...' if len(self.leaves) > 8 else ''}"
+            )
 
 
 class _Plain(str):
@@ -221,11 +251,13 @@ def _leaf_to_json(leaf: LeafSignature) -> list[Any]:
 def _leaf_from_json(shape: list[int], dtype: str, grad: bool, layout: Any = None) -> LeafSignature:
     if not all(type(n) is int and n >= 0 for n in shape) or type(grad) is not bool:
         raise ValueError(f"got the leaf {[shape, dtype, grad]}, expected [sizes, dtype, true or false]")
-    return LeafSignature(tuple(shape), _DTYPES[dtype], grad, None if layout is None else MeshLayout.from_json(layout))
+    return LeafSignature(
+        tuple(shape), _DTYPES[dtype], grad, None if layout is None else MeshLayout.from_json(layout)
+    )
 
 
 def differentiable(dtype: torch.dtype) -> bool:
-    """Whether tensors of this dtype can carry gradients.
+    """Tell whether tensors of this dtype can carry gradients.
 
     >>> differentiable(torch.complex64), differentiable(torch.bool)
     (True, False)
@@ -234,7 +266,7 @@ def differentiable(dtype: torch.dtype) -> bool:
 
 
 def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], PyTreeSpec]:
-    """The tensors of ``tree`` and its structure.
+    """Return the tensors of ``tree`` and its structure.
 
     Raises:
         TypeError: a leaf is not a dense tensor; the message gives its path below ``name``.
@@ -250,9 +282,16 @@ def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], Py
         elif leaf.is_nested or leaf.layout is not torch.strided:
             kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
             got, expected = f"a {kind} tensor", "a dense one"
-            mend = "carry a padded tensor and the lengths" if leaf.is_nested else "carry its to_dense(), or its parts"
-        elif is_partial(leaf):
-            got, expected = "a DTensor whose ranks hold parts of a sum", "one that is whole or cut on each rank"
+            mend = (
+                "carry a padded tensor and the lengths"
+                if leaf.is_nested
+                else "carry its to_dense(), or its parts"
+            )
+        elif is_dtensor(leaf) and any(placement.is_partial() for placement in leaf.placements):
+            got, expected = (
+                "a DTensor whose ranks hold parts of a sum",
+                "one that is whole or cut on each rank",
+            )
             mend = "redistribute it: x.redistribute(placements=[Replicate()])"
         else:
             continue
@@ -262,7 +301,9 @@ def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], Py
 
 
 class Form(NamedTuple):
-    """All that a program depends on in a tree beside the values, in the form in which it is compared fastest; see :func:`form_of`."""
+    """All that a program depends on in a tree beside the values, in the form in which it is compared fastest;
+    see :func:`form_of`.
+    """
 
     treedef: PyTreeSpec
     dicts: NestedDicts | None  # of a tree that is made of dictionaries alone
@@ -272,19 +313,25 @@ class Form(NamedTuple):
 
 
 def form_of(leaves: Sequence[torch.Tensor], treedef: PyTreeSpec) -> Form:
-    """The form of a tree that :func:`flatten` took apart. No tensor is kept alive."""
+    """Return the form of a tree that :func:`flatten` took apart, which keeps no tensor alive."""
     layouts = tuple(map(layout_of, leaves))
-    return Form(treedef, NestedDicts.of(treedef), frozenset(map(type, leaves)), guards(leaves), layouts if any(layouts) else None)
+    return Form(
+        treedef,
+        NestedDicts.of(treedef),
+        frozenset(map(type, leaves)),
+        guards(leaves),
+        layouts if any(layouts) else None,
+    )
 
 
 def same_form(tree: Any, form: Form) -> tuple[torch.Tensor, ...] | None:
-    """The leaves of ``tree`` if it is like the one that ``form`` is of, else None: 0.1 us per leaf of dictionaries, 0.3 of others.
+    """Return the leaves of ``tree``, of DTensors this rank's parts, if it has this form; else None.
 
-    Of DTensors, the parts of this rank.
+    It takes 0.1 us per leaf of dictionaries, 0.3 us of others.
 
-    Compared are structure, order of keys, and of each leaf the class, dtype, device, shape, strides, whether it
-    requires a gradient, and dispatch keys, which tell inference mode, transforms and autocast; of a DTensor the layout and
-    the mesh. A tree with one tensor in two places is like no other.
+    Compared are structure, order of keys, and of each leaf the class, dtype, device, shape, strides, whether
+    it requires a gradient, and dispatch keys, which tell inference mode, transforms and autocast; of a
+    DTensor the layout and the mesh. A tree with one tensor in two places is like no other.
     """
     leaves: list[Any] = []
     if form.dicts is not None:
@@ -297,3 +344,8 @@ def same_form(tree: Any, form: Form) -> tuple[torch.Tensor, ...] | None:
     if form.layouts is None:
         return tuple(leaves)
     return tuple(map(local, leaves)) if all(map(same_layout, leaves, form.layouts)) else None
+
+
+def leaf_names(signature: Signature) -> list[str]:
+    """Join the keys on the way to each leaf by dots."""
+    return [".".join(map(str, path)) for path in treespec_paths(signature.treedef)]

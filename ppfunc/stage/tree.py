@@ -1,12 +1,13 @@
-"""Flatten trees of tensors, with the classes that are registered with optree or with ``torch.utils._pytree``.
+"""Flatten trees, with the classes that are registered with optree or with ``torch.utils._pytree``.
 
 Everything in the package flattens by these functions, so that a class known in one place is known in all.
-Dictionaries are read in the order of their keys, which is part of the structure: a stage may see it. ``None`` is a node
-without leaves.
+Dictionaries are read in the order of their keys, which is part of the structure: a stage may see it. ``None``
+is a node without leaves.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ _ordered.__enter__()  # for as long as the process lives: no other library uses 
 
 
 def tree_flatten(tree: Any, name: str = "tree") -> tuple[list[Any], PyTreeSpec]:
-    """The leaves of a tree, called ``name`` in errors, and its structure.
+    """Return the leaves of a tree, called ``name`` in errors, and its structure.
 
     Raises:
         ValueError: the tree is nested deeper than optree allows.
@@ -37,32 +38,35 @@ def tree_flatten(tree: Any, name: str = "tree") -> tuple[list[Any], PyTreeSpec]:
     try:
         return optree.tree_flatten(tree, namespace=NAMESPACE)
     except RecursionError as error:
-        raise ValueError(f"{name}: got a tree nested deeper than {optree.MAX_RECURSION_DEPTH} levels, expected a flatter one") from error
+        raise ValueError(
+            f"{name}: got a tree nested deeper than {optree.MAX_RECURSION_DEPTH} levels, expected a"
+            " flatter one"
+        ) from error
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """The leaves of a tree."""
+    """Return the leaves of a tree."""
     return tree_flatten(tree)[0]
 
 
 def tree_structure(tree: Any) -> PyTreeSpec:
-    """The structure of a tree."""
+    """Return the structure of a tree."""
     return tree_flatten(tree)[1]
 
 
 def tree_unflatten(treedef: PyTreeSpec, leaves: Iterable[Any]) -> Any:
-    """The tree of this structure with these leaves."""
+    """Return the tree of this structure with these leaves."""
     return treedef.unflatten(leaves)
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """A tree of ``fn`` of every leaf, and of what is at its place in ``rest``."""
+    """Apply ``fn`` to every leaf, and to what is at its place in the trees ``rest``."""
     leaves, treedef = tree_flatten(tree)
     return treedef.unflatten(map(fn, leaves, *map(treedef.flatten_up_to, rest)))
 
 
 def tree_paths(treedef: PyTreeSpec, name: str = "") -> tuple[str, ...]:
-    """Paths of the leaves of a tree called ``name``.
+    """Return the paths of the leaves of a tree called ``name``.
 
     >>> tree_paths(tree_structure({"b": (1, None), "a": 2}), "x")
     ("x['b'][0]", "x['a']")
@@ -83,7 +87,7 @@ class NestedDicts(NamedTuple):
 
     @classmethod
     def of(cls, treedef: PyTreeSpec, levels: int = 32) -> NestedDicts | None:
-        """That of a tree; None where it has other nodes, or more levels."""
+        """Read a structure; None if it has other nodes, or more levels."""
         if treedef.type is not dict or not levels:
             return None
         below: list[NestedDicts | None] = []
@@ -94,7 +98,7 @@ class NestedDicts(NamedTuple):
         return cls(treedef.entries(), below if any(below) else None)
 
     def read(self, tree: Any, leaves: list[Any]) -> bool:
-        """Append the leaves of a tree; False where it has another structure, unless something else is in the place of a leaf."""
+        """Append the leaves of a tree; return False if it has another structure above its leaves."""
         if type(tree) is not dict or list(tree) != self.keys:
             return False
         if self.below is None:
@@ -125,7 +129,9 @@ def _adopt() -> None:
         for kind, node in list(PYTREE_NODES.items()):
             known = kind in _seen or not isinstance(kind, type) or optree.is_structseq_class(kind)
             if not known and optree.register_pytree_node.get(kind, namespace=NAMESPACE) is None:
-                optree.register_pytree_node(kind, *_functions_of(node), path_entry_type=_NodeEntry, namespace=NAMESPACE)
+                optree.register_pytree_node(
+                    kind, *_functions_of(node), path_entry_type=_NodeEntry, namespace=NAMESPACE
+                )
             _seen.add(kind)
 
 
@@ -135,29 +141,143 @@ def _functions_of(node: Any) -> tuple[Callable[[Any], tuple[Any, ...]], Callable
     def flatten(tree: Any) -> tuple[Any, ...]:
         children, context = node.flatten_fn(tree)
         keys = node.flatten_with_keys_fn
-        entries = [f"[{n}]" for n in range(len(children))] if keys is None else [str(key) for key, _ in keys(tree)[0]]
+        entries = (
+            [f"[{n}]" for n in range(len(children))]
+            if keys is None
+            else [str(key) for key, _ in keys(tree)[0]]
+        )
         return children, _frozen(context), tuple(entries)
 
     return flatten, lambda context, children: node.unflatten_fn(list(children), _thawed(context))
 
 
-class FrozenList(tuple):
+class _FrozenList(tuple):
     """A list among the metadata of a node, which must be hashable."""
 
 
-class FrozenDict(tuple):
+class _FrozenDict(tuple):
     """A dictionary among the metadata of a node, as its items."""
 
 
 def _frozen(context: Any) -> Any:
     kind = type(context)
     if kind is list or kind is tuple:
-        return (FrozenList if kind is list else tuple)(map(_frozen, context))
-    return FrozenDict(map(_frozen, context.items())) if kind is dict else context
+        return (_FrozenList if kind is list else tuple)(map(_frozen, context))
+    return _FrozenDict(map(_frozen, context.items())) if kind is dict else context
 
 
 def _thawed(context: Any) -> Any:
     kind = type(context)
-    if kind is FrozenList or kind is tuple:
-        return (list if kind is FrozenList else tuple)(map(_thawed, context))
-    return dict(map(_thawed, context)) if kind is FrozenDict else context
+    if kind is _FrozenList or kind is tuple:
+        return (list if kind is _FrozenList else tuple)(map(_thawed, context))
+    return dict(map(_thawed, context)) if kind is _FrozenDict else context
+
+
+# -- structures as JSON, without pickle, and without importing anything that the data names -----------
+#
+# A structure is the list of its nodes, parents before children, so that its depth costs no recursion. A leaf
+# is "*", None is null, every other node is [module, class, metadata, number of children].
+
+_FACTORIES = {kind.__name__: kind for kind in (list, dict, int, float, set, tuple, str)}
+_TAGS: dict[type, str] = {
+    tuple: "tuple",
+    list: "list",
+    _FrozenList: "list",
+    dict: "dict",
+    _FrozenDict: "dict",
+}
+_MADE = {"tuple": tuple, "list": list, "dict": dict}
+_LEAF = 0
+
+
+def structure_to_json(treedef: optree.PyTreeSpec) -> list[Any]:
+    """Write a structure as lists, texts and numbers; raise ``TypeError`` for keys that JSON cannot hold.
+
+    >>> structure_to_json(tree_structure((0, None)))
+    [['builtins', 'tuple', None, 2], '*', None]
+    """
+    nodes: list[Any] = []
+    ahead = [tree_unflatten(treedef, [_LEAF] * treedef.num_leaves)]
+    while ahead:
+        tree = ahead.pop()
+        if tree is None or tree is _LEAF:
+            nodes.append("*" if tree is _LEAF else None)
+            continue
+        kind = type(tree)
+        children, metadata, _, _ = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
+        if isinstance(metadata, type):
+            metadata = None  # the class, of named tuples
+        nodes.append([kind.__module__, kind.__qualname__, _plain(metadata), len(children)])
+        ahead += reversed(children)
+    return nodes
+
+
+def structure_from_json(data: Any) -> optree.PyTreeSpec:
+    """Read what :func:`structure_to_json` wrote; raise ``ValueError`` for malformed data.
+
+    Classes are looked up among modules that are already imported, and must be named tuples or registered with
+    ``optree`` or ``torch.utils._pytree``.
+    """
+    try:
+        built: list[Any] = []
+        for node in reversed(data):
+            built.append(_decode(node, built))
+        (tree,) = built
+        treedef = tree_structure(tree)
+        if structure_to_json(treedef) != data:
+            raise ValueError("it is not written so")
+        return treedef
+    except (TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
+        raise ValueError(f"malformed tree structure {str(data)[:200]} ({error})") from error
+
+
+def _decode(node: Any, built: list[Any]) -> Any:
+    """Build the tree of a node, whose children are taken from the end of ``built``."""
+    if node is None or node == "*":
+        return None if node is None else _LEAF
+    module, qualname, metadata, count = node
+    children = [built.pop() for _ in range(count)]
+    kind: Any = sys.modules.get(module)
+    for part in qualname.split("."):  # by plain look-up in dictionaries, so that no code of anyone runs
+        kind = getattr(kind, "__dict__", {}).get(part)
+    if not isinstance(kind, type):
+        raise ValueError(
+            f"the class {module}.{qualname} is not known in this process; import its module, and define it at"
+            " the module's top"
+        )
+    entry = optree.register_pytree_node.get(kind, namespace=NAMESPACE)
+    if entry is None:
+        raise ValueError(
+            f"{module}.{qualname} is neither a named tuple nor registered with optree or torch.utils._pytree"
+            " in this process"
+        )
+    named = optree.is_namedtuple_class(kind) or optree.is_structseq_class(kind)
+    return entry.unflatten_func(kind if named else _read(metadata), children)
+
+
+def _plain(value: Any) -> Any:
+    """Write a key or metadata as JSON; containers and classes become lists that begin with their kind."""
+    kind = type(value)
+    if value is None or kind in (str, int, float, bool):
+        if value != value:
+            raise TypeError(
+                f"{value!r} in a tree structure does not equal itself; expected another key or metadata"
+            )
+        return value
+    if kind is type and value in _FACTORIES.values():
+        return ["class", value.__name__]
+    if kind not in _TAGS and not isinstance(value, list):
+        raise TypeError(
+            f"{value!r} of type {kind.__name__} in a tree structure cannot be written as JSON; expected"
+            " texts, numbers, tuples of such"
+        )
+    return [_TAGS.get(kind, "list"), *map(_plain, value.items() if kind is dict else value)]
+
+
+def _read(data: Any) -> Any:
+    match data:
+        case ["class", name]:
+            return _FACTORIES[name]
+        case [tag, *items]:
+            return _MADE[tag](map(_read, items))
+    return data

@@ -1,46 +1,18 @@
-"""Train with gradients: optimizers, precision, norms, reductions over ranks, sharded state; pure functions of trees of tensors."""
+"""Train with gradients: the trainer, optimizers, the update of parameters, and checkpoints::
 
-from .buckets import Bucket, LeafPlace, plan_buckets, views
-from .gradient_transforms import chain, clip_by_global_norm, from_updates
-from .materialize import materialize
-from .norms import clip_coefficient, global_norm, leaf_sums, norm_of, norm_sum
-from .optimizers import adamw, sgd
-from .parallelize import parallelize, shard
-from .precision import LossScale, Precision, cast, dynamic_scale, overflow, static_scale
-from .protocols import Clip, Optimizer, Ranks, ShardOf, Transform, accepting_scale
-from .rates import constant, linear, warmup_cosine
+trainer.py    Trainer: init, step, steps, evaluate, record
+  update/       what lies between gradients and new parameters
+    optim/        optimizers as pairs of pure functions, run stage by stage
+checkpoint/   saves and loads states
+"""
 
-__all__ = [
-    "Bucket",
-    "Clip",
-    "LeafPlace",
-    "LossScale",
-    "Optimizer",
-    "Precision",
-    "Ranks",
-    "ShardOf",
-    "Transform",
-    "accepting_scale",
-    "adamw",
-    "cast",
-    "chain",
-    "clip_by_global_norm",
-    "clip_coefficient",
-    "constant",
-    "dynamic_scale",
-    "from_updates",
-    "global_norm",
-    "leaf_sums",
-    "linear",
-    "materialize",
-    "norm_of",
-    "norm_sum",
-    "overflow",
-    "parallelize",
-    "plan_buckets",
-    "sgd",
-    "shard",
-    "static_scale",
-    "views",
-    "warmup_cosine",
-]
+from . import checkpoint as checkpoint, optim as optim
+from .trainer import Metrics as Metrics, Trainer as Trainer, TrainState as TrainState
+from .update.precision import (
+    LossScale as LossScale,
+    Precision as Precision,
+    cast as cast,
+    dynamic_scale as dynamic_scale,
+    overflow as overflow,
+    static_scale as static_scale,
+)

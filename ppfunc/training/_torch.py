@@ -3,8 +3,6 @@
 ``tests/test_torch_names.py`` says which of them another torch than 2.13 has not.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +11,8 @@ import torch
 # How long a collective may take.
 from torch._C._distributed_c10d import AllgatherOptions
 
-# Optimizers as single kernels over lists of tensors of one device and dtype, with ``grad_scale`` and ``found_inf``.
+# Optimizers as single kernels over lists of tensors of one device and dtype, with ``grad_scale`` and
+# ``found_inf``.
 fused_adamw = torch._fused_adamw_
 fused_sgd = torch._fused_sgd_
 
@@ -25,7 +24,8 @@ multiply_each = torch._foreach_mul
 multiply_into_each = torch._foreach_mul_
 norms_of_each = torch._foreach_norm
 
-# Change a loss scale and its count of good steps in place: ``(scale, good, found_inf, growth, backoff, interval)``.
+# Change a loss scale and its count of good steps in place:
+# ``(scale, good, found_inf, growth, backoff, interval)``.
 update_scale = torch._amp_update_scale_
 
 

@@ -1,22 +1,20 @@
 """Check the numbers that optimizers, rates, scales and norms are given."""
 
-from __future__ import annotations
-
 from math import inf
 from numbers import Real
 from typing import Any
 
-from .._text import shown
+from ppfunc._text import shown
 
 
 def require_real(name: str, number: Any, mend: str = "") -> None:
-    """Raise TypeError for something else than a number, finite or not."""
+    """Raise TypeError unless this is a number, finite or not."""
     if isinstance(number, bool) or not isinstance(number, Real):
         raise TypeError(f"{name} is {shown(number)}, expected a number{mend}")
 
 
 def require_number(name: str, number: Any, least: float = 0.0, below: float = inf, mend: str = "") -> None:
-    """Raise for something else than a finite number from ``least`` on, less than ``below``.
+    """Require a finite number of at least ``least``, less than ``below``.
 
     Raises:
         TypeError: no number.
@@ -34,7 +32,7 @@ def require_number(name: str, number: Any, least: float = 0.0, below: float = in
 
 
 def require_positive(**numbers: Any) -> None:
-    """Raise TypeError or ValueError for something else than finite numbers of more than 0."""
+    """Raise TypeError or ValueError unless these are finite numbers of more than 0."""
     for name, number in numbers.items():
         require_number(name, number)
         if number == 0:
@@ -42,7 +40,7 @@ def require_positive(**numbers: Any) -> None:
 
 
 def require_count(name: str, count: Any, least: int = 1) -> None:
-    """Raise TypeError or ValueError for something else than a whole number from ``least`` on."""
+    """Raise TypeError or ValueError unless this is a whole number of at least ``least``."""
     if isinstance(count, bool) or not isinstance(count, int):
         raise TypeError(f"{name} is {shown(count)}, expected a whole number of at least {least}")
     if count < least:

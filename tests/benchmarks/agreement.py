@@ -4,8 +4,9 @@ Starts its processes itself, which do nothing but agree, and ends within two min
 
     python tests/benchmarks/agreement.py
 
-Rounds alternate; medians of rounds, in microseconds. Below, on paper, what agreement adds to a step of 1 s under 1F1B
-with as many microbatches as ranks, and where all ranks begin and end together; from the times of this run.
+Rounds alternate; medians of rounds, in microseconds. Below, on paper, what agreement adds to a step of 1 s
+under 1F1B with as many microbatches as ranks, and where all ranks begin and end together; from the times of
+this run.
 """
 
 import argparse
@@ -20,23 +21,25 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ppfunc.runtime.control import _HEAD, Control
-from ppfunc.runtime.errors import gone
-from ppfunc.runtime.p2p import P2P
-from ppfunc.runtime.socket_links import SocketLinks
-from ppfunc.runtime.transport import LossPart
+from ppfunc.runtime.control.control import _HEAD, Control
+from ppfunc.runtime.control.socket_links import SocketLinks
+from ppfunc.runtime.control.sockets import Address
+from ppfunc.runtime.transport.p2p import P2P
+from ppfunc.runtime.transport.protocols import LossPart
 from ppfunc.stage import LeafSignature
 
 MICROBATCHES = 8
 LATENCY = 10.0  # microseconds between two hosts, assumed
 CALL = (
-    "step function 1 (value_and_grad); 1f1b of 8 microbatches (0123456789abcdef); loss weights 0.125 each (01234567); "
-    "seed None; autocast off; mode train"
+    "step function 1 (value_and_grad); 1f1b of 8 microbatches (0123456789abcdef); loss weights 0.125 each"
+    " (01234567); seed None; autocast off; mode train"
 )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=30, help="steps per round")
@@ -55,7 +58,9 @@ def main() -> None:
 
 def run(rank: int, options: argparse.Namespace, port: int) -> None:
     """One process: in each size of group that it belongs to, in turn."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=max(options.sizes))
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=max(options.sizes)
+    )
     for size in options.sizes:
         group = dist.new_group(list(range(size)))
         if rank < size:
@@ -76,7 +81,11 @@ def compare(rank: int, size: int, group: dist.ProcessGroup, options: argparse.Na
         if rank == 0:
             ours, theirs = (median(column) for column in zip(*rounds, strict=True))
             paired = median(a / b for a, b in rounds)
-            print(f"{size:5} processes: agreement {ours:8.0f} us, all-reduce {theirs:8.0f} us, ratio {paired:.2f}", flush=True)
+            print(
+                f"{size:5} processes: agreement {ours:8.0f} us, all-reduce {theirs:8.0f} us, ratio"
+                f" {paired:.2f}",
+                flush=True,
+            )
         dist.barrier(group)
 
 
@@ -106,15 +115,19 @@ def timed(side: Callable[[], object], steps: int, group: dist.ProcessGroup) -> f
 class Keys:
     """A rendezvous of two ranks in one process."""
 
-    def __init__(self, keys: dict[str, str], rank: int) -> None:
+    def __init__(self, keys: dict[int, Address], rank: int) -> None:
         self.rank, self.size, self.timeout = rank, 2, 60.0
-        self.write, self.read, self.alive = keys.__setitem__, keys.get, lambda peer: True
+        self.publish, self.address = partial(keys.__setitem__, rank), keys.get
+        self.alive, self.abandoned = lambda peer: True, lambda: None
+        self.abandon, self.forget = lambda failure, missing: None, lambda: None
 
 
 def parts_of_a_step() -> dict[str, float]:
-    """Microseconds of each part at the fastest fifth: both ends in this process, so that nothing has to be waited for."""
-    keys: dict[str, str] = {}
-    root, child = (Control(SocketLinks(Keys(keys, rank), partial(gone, reporter=rank))) for rank in range(2))
+    """Microseconds of each part at the fastest fifth: both ends in this process, so that nothing has to be
+    waited for.
+    """
+    keys: dict[int, Address] = {}
+    root, child = (Control(SocketLinks(Keys(keys, rank))) for rank in range(2))
     parts = {1: LossPart(1, LeafSignature((MICROBATCHES,), torch.float32, False))}
     losses = bytes(parts[1].leaf.nbytes)
     found: dict[str, list[float]] = {}
@@ -150,15 +163,16 @@ def report(times: dict[str, float]) -> None:
     for ranks in (64, 256, 1024):
         hidden, open_ = added_by_1f1b(ranks, times), added_together(ranks, times)
         print(
-            f"{ranks:5} ranks: 1F1B {hidden:5.0f} us ({hidden / 1e4:.4f}% of 1 s), all ranks at once {open_:5.0f} us ({open_ / 1e4:.4f}%)"
+            f"{ranks:5} ranks: 1F1B {hidden:5.0f} us ({hidden / 1e4:.4f}% of 1 s), all ranks at once"
+            f" {open_:5.0f} us ({open_ / 1e4:.4f}%)"
         )
 
 
 def added_by_1f1b(ranks: int, times: dict[str, float]) -> float:
     """Microseconds that agreement adds to a step of 1 s.
 
-    Rank 0 begins first and ends last: its own calls count, with two children each. Any other rank is held up only
-    where the line comes later than its first activation.
+    Rank 0 begins first and ends last: its own calls count, with two children each. Any other rank is held up
+    only where the line comes later than its first activation.
     """
     forward = 1e6 / (3 * (2 * ranks - 1))  # a backward takes two forwards; ranks microbatches
     began = times["begin"] + times["send"]
@@ -171,7 +185,9 @@ def added_by_1f1b(ranks: int, times: dict[str, float]) -> float:
 
 
 def added_together(ranks: int, times: dict[str, float]) -> float:
-    """Microseconds where every rank begins and ends at the same time: the line down, marks up, the outcome down."""
+    """Microseconds where every rank begins and ends at the same time: the line down, marks up, the outcome
+    down.
+    """
     depth = (ranks - 1).bit_length()
     up = 2 * times["mark"] + times["send"] + LATENCY
     down = times["mark"] + 2 * times["send"] + LATENCY

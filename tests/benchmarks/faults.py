@@ -4,10 +4,11 @@ Starts its processes itself, anew for every fault and side, and ends within some
 
     python tests/benchmarks/faults.py
 
-Four ranks train the same stages under 1F1B with SGD, over process groups with the same limit; in its third step, unless the fault
-says otherwise, one fails. Printed are, of the ranks that live: the seconds from the fault until the last of them has raised, how many
-of those that were told name the rank that failed, and the steps that the weights of each have behind them (by their bits, compared
-with a clean run): one number where all agree.
+Four ranks train the same stages under 1F1B with SGD, over process groups with the same limit; in its third
+step, unless the fault says otherwise, one fails. Printed are, of the ranks that live: the seconds from the
+fault until the last of them has raised, how many of those that were told name the rank that failed, and the
+steps that the weights of each have behind them (by their bits, compared with a clean run): one number where
+all agree.
 """
 
 import argparse
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import ppfunc as pp
+from tests.models import new_trainer
 
 RANKS, MICROBATCHES, WIDTH, RATE = 4, 8, 16, 0.1
 STEP, CLEAN = 2, 6  # the step that fails, from 0; the steps of a clean run
@@ -82,7 +84,9 @@ FAULTS = {
 
 
 class Seen(NamedTuple):
-    """What has ended the training of a rank, when (seconds since the epoch), whom it names, and its weights afterwards."""
+    """What has ended the training of a rank, when (seconds since the epoch), whom it names, and its weights
+    afterwards.
+    """
 
     at: float
     error: str
@@ -122,20 +126,24 @@ def squared(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (y - target).square().mean()
 
 
-make_trainer, P2P = pp.train_step, pp.P2P  # here, so that they are imported once for all processes
+make_trainer, P2P = new_trainer, pp.P2P  # here, so that they are imported once for all processes
 
 Training = tuple[Callable[[], None], Callable[[], torch.Tensor]]  # a step, and the weights of this rank
 
 
-def ours(rank: int, weight: torch.Tensor, batch: tuple[torch.Tensor, ...], reach: Callable[[str], None]) -> Training:
-    plain = pp.sgd(RATE)
+def ours(
+    rank: int, weight: torch.Tensor, batch: tuple[torch.Tensor, ...], reach: Callable[[str], None]
+) -> Training:
+    plain = pp.optim.sgd(RATE)
 
     def update(*args: Any, **options: Any) -> Any:
         reach("update")
         return plain.update(*args, **options)
 
-    schedule, optimizer = pp.one_f_one_b(RANKS, MICROBATCHES), pp.Optimizer(plain.init, update)
-    trainer = make_trainer([stage_of(reach)] * RANKS, squared, schedule, optimizer, transport=P2P(), engine=pp.functional)
+    schedule, optimizer = pp.one_f_one_b(RANKS, MICROBATCHES), pp.optim.Optimizer(plain.init, update)
+    trainer = make_trainer(
+        [stage_of(reach)] * RANKS, squared, schedule, optimizer, transport=P2P(), engine=pp.engines.functional
+    )
     held = [trainer.init({rank: weight})]
 
     def step() -> None:
@@ -144,13 +152,17 @@ def ours(rank: int, weight: torch.Tensor, batch: tuple[torch.Tensor, ...], reach
     return step, lambda: held[0].params[rank]
 
 
-def theirs(rank: int, weight: torch.Tensor, batch: tuple[torch.Tensor, ...], reach: Callable[[str], None]) -> Training:
+def theirs(
+    rank: int, weight: torch.Tensor, batch: tuple[torch.Tensor, ...], reach: Callable[[str], None]
+) -> Training:
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(weight)
     fn = stage_of(reach)
     module.forward = lambda x: fn(module.weight, x)
     optimizer = torch.optim.SGD(module.parameters(), RATE)
-    schedule = Schedule1F1B(PipelineStage(module, rank, RANKS, torch.device("cpu")), MICROBATCHES, loss_fn=squared)
+    schedule = Schedule1F1B(
+        PipelineStage(module, rank, RANKS, torch.device("cpu")), MICROBATCHES, loss_fn=squared
+    )
 
     def step() -> None:
         optimizer.zero_grad()
@@ -164,11 +176,15 @@ def theirs(rank: int, weight: torch.Tensor, batch: tuple[torch.Tensor, ...], rea
 SIDES = {"ppfunc": ours, "torch": theirs}
 
 
-def run(rank: int, port: int, limit: float, side: str, name: str | None, struck: Any, end: Connection) -> None:
+def run(
+    rank: int, port: int, limit: float, side: str, name: str | None, struck: Any, end: Connection
+) -> None:
     """Train; strike where this rank is to fail, and tell what has ended it."""
     torch.set_num_threads(1)
     meeting = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=timedelta(seconds=limit))
+    dist.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=timedelta(seconds=limit)
+    )
     dist.barrier()
     generator, done = torch.Generator().manual_seed(0), [0]
     weights = torch.randn(RANKS, WIDTH, WIDTH, generator=generator) / 4
@@ -176,9 +192,16 @@ def run(rank: int, port: int, limit: float, side: str, name: str | None, struck:
     fault, calls = None if name is None else FAULTS[name], count()
 
     def reach(place: str) -> None:
-        if fault is None or rank != fault.rank or place != fault.place or (done[0] < STEP and place != "first"):
+        if (
+            fault is None
+            or rank != fault.rank
+            or place != fault.place
+            or (done[0] < STEP and place != "first")
+        ):
             return
-        if next(calls) == (0 if place in ("first", "update") else 2):  # of a step, the third forward or backward
+        if next(calls) == (
+            0 if place in ("first", "update") else 2
+        ):  # of a step, the third forward or backward
             struck.value = time.time()
             fault.act()
 
@@ -196,7 +219,14 @@ def run(rank: int, port: int, limit: float, side: str, name: str | None, struck:
         with suppress(KeyboardInterrupt):  # a second one, where the first was handled before it came
             time.sleep(0.05)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        end.send(Seen(at, f"{type(error).__name__}: {error}"[:2000], named(error), digest(weights_now()) if digests else ""))
+        end.send(
+            Seen(
+                at,
+                f"{type(error).__name__}: {error}"[:2000],
+                named(error),
+                digest(weights_now()) if digests else "",
+            )
+        )
     else:
         end.send(digests)
     end.recv()  # until all have told
@@ -231,7 +261,10 @@ def train(side: str, name: str | None, limit: float) -> Ran:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     struck, pipes = context.Value("d", 0.0), [context.Pipe() for _ in range(RANKS)]
-    workers = [context.Process(target=run, args=(r, port, limit, side, name, struck, there)) for r, (_, there) in enumerate(pipes)]
+    workers = [
+        context.Process(target=run, args=(r, port, limit, side, name, struck, there))
+        for r, (_, there) in enumerate(pipes)
+    ]
     for worker, (_, there) in zip(workers, pipes, strict=True):
         worker.start()
         there.close()
@@ -261,22 +294,38 @@ def told(name: str, ran: Ran, clean: list[list[str]]) -> Iterator[str]:
     others = {rank: seen for rank, seen in live.items() if rank != fault.rank}
     yield f"{max(seen.at for seen in live.values()) - ran.struck:.2f} s"
     yield f"{sum(seen.named == fault.rank for seen in others.values())} of {len(others)}"
-    steps = {clean[rank].index(seen.weights) if seen.weights in clean[rank] else -1 for rank, seen in live.items() if seen.weights}
+    steps = {
+        clean[rank].index(seen.weights) if seen.weights in clean[rank] else -1
+        for rank, seen in live.items()
+        if seen.weights
+    }
     yield " and ".join({-1: "none"}.get(n, str(n)) for n in sorted(steps)) or "0"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=float, default=8.0, help="seconds of the process groups (default: %(default)s)")
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="FAULT", help=", ".join(FAULTS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--limit", type=float, default=8.0, help="seconds of the process groups (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--faults", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="FAULT", help=", ".join(FAULTS)
+    )
     parser.add_argument("--texts", action="store_true", help="print the errors, too")
     options = parser.parse_args()
     clean = {side: train(side, None, options.limit).answers for side in SIDES}
-    print(f"{'':30}" + "".join(f"{side + ': until all raised':26}{'named by':12}{'steps':10}" for side in SIDES))
+    print(
+        f"{'':30}" + "".join(f"{side + ': until all raised':26}{'named by':12}{'steps':10}" for side in SIDES)
+    )
     for name in options.faults:
         ran = {side: train(side, name, options.limit) for side in SIDES}
         cells = [cell for side in SIDES for cell in told(name, ran[side], clean[side])]
-        print(f"{name:30}" + "".join(f"{cell:{width}}" for cell, width in zip(cells, (26, 12, 10) * 2, strict=True)), flush=True)
+        print(
+            f"{name:30}"
+            + "".join(f"{cell:{width}}" for cell, width in zip(cells, (26, 12, 10) * 2, strict=True)),
+            flush=True,
+        )
         if options.texts:
             for side in SIDES:
                 for rank, seen in enumerate(ran[side].answers):

@@ -1,11 +1,13 @@
-"""The first step of a model like GPT-2 in several processes: the graph engine beside torch.distributed.pipelining.
+"""The first step of a model like GPT-2 in several processes: the graph engine beside
+torch.distributed.pipelining.
 
 Run on the CPU::
 
     OMP_NUM_THREADS=1 python tests/benchmarks/first_step.py --ranks 4 --blocks 3
 
-Both sides run in fresh processes, in turn. Printed are the CPU seconds per rank of the first step, from making the step
-function on, imports aside, and of the third; and how often the module of a stage was called in the first.
+Both sides run in fresh processes, in turn. Printed are the CPU seconds per rank of the first step, from
+making the step function on, imports aside, and of the third; and how often the module of a stage was called
+in the first.
 """
 
 import argparse
@@ -38,7 +40,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, t, d = x.shape
         q, k, v = self.qkv(self.first(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d))
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d)
+        )
         return x + self.down(F.gelu(self.up(self.second(x))))
 
 
@@ -62,12 +66,16 @@ def ours(module: nn.Module, rank: int, ranks: int, microbatches: int) -> Callabl
     fn, params, _ = pp.stage_from_module(module)
     stages = [fn if stage == rank else None for stage in range(ranks)]
     step = pp.value_and_grad(stages, loss, pp.one_f_one_b(ranks, microbatches), pp.P2P())
-    return lambda tokens: step({rank: params}, tokens if rank == 0 else None, tokens if rank == ranks - 1 else None)
+    return lambda tokens: step(
+        {rank: params}, tokens if rank == 0 else None, tokens if rank == ranks - 1 else None
+    )
 
 
 def theirs(module: nn.Module, rank: int, ranks: int, microbatches: int) -> Callable[[Tensor], object]:
     """A step of torch.distributed.pipelining."""
-    schedule = Schedule1F1B(PipelineStage(module, rank, ranks, torch.device("cpu")), microbatches, loss_fn=loss)
+    schedule = Schedule1F1B(
+        PipelineStage(module, rank, ranks, torch.device("cpu")), microbatches, loss_fn=loss
+    )
     return lambda tokens: schedule.step(*[tokens] * (rank == 0), target=tokens if rank == ranks - 1 else None)
 
 
@@ -76,7 +84,10 @@ def measure(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks, width = dist.get_rank(), dist.get_world_size(), options.width
-    ends = [Embedding(width)] * (rank == 0), [nn.LayerNorm(width), nn.Linear(width, VOCABULARY)] * (rank == ranks - 1)
+    ends = (
+        [Embedding(width)] * (rank == 0),
+        [nn.LayerNorm(width), nn.Linear(width, VOCABULARY)] * (rank == ranks - 1),
+    )
     module = nn.Sequential(*ends[0], *(Block(width, 4) for _ in range(options.blocks)), *ends[1])
     calls: list[None] = []
     module.register_forward_pre_hook(lambda *_: calls.append(None))
@@ -94,27 +105,45 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=3, help="of a rank")
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--side", choices=["ppfunc", "torch"], help="measure this one, in processes started by torchrun")
+    parser.add_argument(
+        "--side", choices=["ppfunc", "torch"], help="measure this one, in processes started by torchrun"
+    )
     options = parser.parse_args()
     if options.side:
         return measure(options)
     sizes = [f"--{name}={getattr(options, name)}" for name in ("blocks", "microbatches", "width")]
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", f"--nproc-per-node={options.ranks}", __file__, *sizes]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={options.ranks}",
+        __file__,
+        *sizes,
+    ]
     rounds: list[dict[str, list[list[float]]]] = []
     for _ in range(options.rounds):
         rounds.append({})
         for side in ("ppfunc", "torch"):
-            printed = subprocess.run([*command, f"--side={side}"], stdout=subprocess.PIPE, text=True, check=True).stdout
+            printed = subprocess.run(
+                [*command, f"--side={side}"], stdout=subprocess.PIPE, text=True, check=True
+            ).stdout
             rounds[-1][side] = [list(map(float, line.split())) for line in printed.splitlines()]
     for side in ("ppfunc", "torch"):
         first, later, calls = (median(mean(row[i] for row in r[side]) for r in rounds) for i in range(3))
-        print(f"{side}: per rank, first step {first:.3f} s, the third {later:.3f} s, {calls:.0f} calls of the module in the first")
+        print(
+            f"{side}: per rank, first step {first:.3f} s, the third {later:.3f} s, {calls:.0f} calls of the"
+            " module in the first"
+        )
     ratio = median(mean(row[0] for row in r["ppfunc"]) / mean(row[0] for row in r["torch"]) for r in rounds)
     print(f"ratio of first steps {ratio:.2f}")
 

@@ -4,8 +4,9 @@ One process stands for one rank; its peers are words::
 
     python tests/benchmarks/large_schedule.py --ranks 256 --microbatches 1024
 
-Each repetition is a fresh process. Of every part the least is printed: building, which users may do ahead; making the step
-function, which places communication and proves; lowering, which agrees with the peers; compiling, which binds.
+Each repetition is a fresh process. Of every part the least is printed: building, which users may do ahead;
+making the step function, which places communication and proves; lowering, which agrees with the peers;
+compiling, which binds.
 """
 
 import argparse
@@ -43,7 +44,9 @@ class OneRank(pp.InProcess):
         return (self.rank,)
 
     def all_gather(self, text: str) -> list[str]:
-        losses = Signature(tree_structure(0), (LeafSignature((self.schedule.microbatches,), torch.float32, False),))
+        losses = Signature(
+            tree_structure(0), (LeafSignature((self.schedule.microbatches,), torch.float32, False),)
+        )
         last = self.schedule.stages - 1
         return [text, json.dumps([{last: [self.schedule.placement[last], losses.to_json()]}, {}])]
 
@@ -51,8 +54,16 @@ class OneRank(pp.InProcess):
         pass
 
     def recv_text(self, peer: int) -> str:
-        edge = next(e for e in self.schedule.edges if [self.schedule.placement[s] for s in e] == [peer, self.rank])
-        return json.dumps({"edge": edge, "signatures": [self.form.to_json()], "microbatches": [0] * self.schedule.microbatches})
+        edge = next(
+            e for e in self.schedule.edges if [self.schedule.placement[s] for s in e] == [peer, self.rank]
+        )
+        return json.dumps(
+            {
+                "edge": edge,
+                "signatures": [self.form.to_json()],
+                "microbatches": [0] * self.schedule.microbatches,
+            }
+        )
 
     def post(self, batch: Any) -> Any:
         return lambda buffers: None
@@ -80,14 +91,18 @@ def bind(ranks: int, microbatches: int, rank: int, placed: bool) -> tuple[list[f
     batch = torch.ones(microbatches)
     lowered = step.lower({rank: torch.tensor(2.0)}, batch, batch)
     lap()
-    compiled = lowered.compile()
+    compiled = lowered.compile().step
     lap()
     assert len(compiled.calls) > 2 * microbatches
-    return [end - begin for begin, end in pairwise(times)], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return [end - begin for begin, end in pairwise(times)], resource.getrusage(
+        resource.RUSAGE_SELF
+    ).ru_maxrss / 1e6
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=256)
     parser.add_argument("--microbatches", type=int, default=1024)
     parser.add_argument("--rank", type=int, help="which one; by default one in the middle")
@@ -103,7 +118,10 @@ def main() -> None:
     command = [sys.executable, __file__, "--once", *sys.argv[1:]]
     found = [json.loads(subprocess.check_output(command)) for _ in range(options.repetitions)]
     least = [min(column) for column in zip(*(times for times, _ in found), strict=True)]
-    print(f"rank {rank} of {options.ranks}, {options.microbatches} microbatches, CPU seconds, least of {options.repetitions}")
+    print(
+        f"rank {rank} of {options.ranks}, {options.microbatches} microbatches, CPU seconds, least of"
+        f" {options.repetitions}"
+    )
     for part, seconds in zip(PARTS, least, strict=True):
         print(f"{part:16} {seconds:6.2f}")
     print(f"{'after building':16} {min(sum(times[1:]) for times, _ in found):6.2f}   (one process)")

@@ -1,14 +1,16 @@
-"""Microseconds per instruction of a step, with stages that do next to nothing, beside torch's runtime; and per parameter leaf.
+"""Microseconds per instruction of a step, with stages that do next to nothing, beside torch's runtime; and
+per parameter leaf.
 
 Run by torchrun on one rank (no messages) or more::
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 1 tests/benchmarks/overhead.py --leaves 0 1 100 1000
 
-Both run interleaved 1F1B in turn. On one rank, with four stages, all values are handed over locally, so what is
-measured is the runtime and nothing else. With leaves, a stage adds all its parameters to its input. The time per
-leaf and step, in CPU seconds, is that of the step, without its programs and the sums of their gradients in the order of the
-schedule, less the same with one leaf: without any there are no gradients. Each of the four runs in turn, as often as a round has
-steps, after one that does not count: a step that follows another program finds its caches cold.
+Both run interleaved 1F1B in turn. On one rank, with four stages, all values are handed over locally, so what
+is measured is the runtime and nothing else. With leaves, a stage adds all its parameters to its input. The
+time per leaf and step, in CPU seconds, is that of the step, without its programs and the sums of their
+gradients in the order of the schedule, less the same with one leaf: without any there are no gradients. Each
+of the four runs in turn, as often as a round has steps, after one that does not count: a step that follows
+another program finds its caches cold.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 import ppfunc as pp
-from ppfunc.runtime.compile import CompiledStep, new_gradients
+from ppfunc.runtime.lowering.compile import CompiledStep, new_gradients
 from ppfunc.schedule import Op
 
 WIDTH = 4
@@ -51,10 +53,14 @@ def total(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--leaves", type=int, nargs="+", default=[0, 1, 100, 1000], help="parameter leaves per stage")
+    parser.add_argument(
+        "--leaves", type=int, nargs="+", default=[0, 1, 100, 1000], help="parameter leaves per stage"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=10, help="steps per round")
     options = parser.parse_args()
@@ -67,16 +73,19 @@ def main() -> None:
     one_leaf = sides(schedule, held, 1, rank)
     for leaves in options.leaves:
         step_ours, step_theirs, programs = many = sides(schedule, held, leaves, rank)
-        rounds = [tuple(measure(step, options.steps) for step in (step_ours, step_theirs, programs)) for _ in range(options.rounds)]
+        rounds = [
+            tuple(measure(step, options.steps) for step in (step_ours, step_theirs, programs))
+            for _ in range(options.rounds)
+        ]
         mine, other, bare = (median(column) for column in zip(*rounds, strict=True))
         ratio = median(a / b for a, b, _ in rounds)
         more = runtime_seconds(many, one_leaf, options)
         per_leaf = f", {more / (leaves - 1) / len(held) * 1e6:.2f} us per leaf and step" if leaves > 1 else ""
         if rank == 0:
             print(
-                f"{ranks} ranks, {schedule.stages} stages, {options.microbatches} microbatches, {leaves} leaves: "
-                f"ppfunc {mine / count * 1e6:.1f} us per instruction ({bare / count * 1e6:.1f} of them programs and sums), "
-                f"torch {other / count * 1e6:.1f} us, ratio {ratio:.3f}{per_leaf}",
+                f"{ranks} ranks, {schedule.stages} stages, {options.microbatches} microbatches, {leaves}"
+                f" leaves: ppfunc {mine / count * 1e6:.1f} us per instruction ({bare / count * 1e6:.1f} of"
+                f" them programs and sums), torch {other / count * 1e6:.1f} us, ratio {ratio:.3f}{per_leaf}",
                 flush=True,
             )
     dist.destroy_process_group()
@@ -86,7 +95,8 @@ def sides(schedule: pp.Schedule, held: Sequence[int], leaves: int, rank: int) ->
     """A step of ours, one of torch's, and what of ours are programs and sums of gradients."""
     params = {s: {f"p{i}": torch.randn(WIDTH) for i in range(leaves)} for s in held}
     microbatches = schedule.microbatches
-    # Every input requires a gradient in torch's runtime; ours finds that nothing needs one at the first stage.
+    # Every input requires a gradient in torch's runtime; ours finds that nothing needs one at the first
+    # stage.
     inputs, targets = torch.randn(microbatches, WIDTH, requires_grad=True), torch.zeros(microbatches, WIDTH)
     step = pp.value_and_grad([stage] * schedule.stages, total, schedule, pp.P2P())
     given = params, inputs.detach(), targets
@@ -101,7 +111,7 @@ def sides(schedule: pp.Schedule, held: Sequence[int], leaves: int, rank: int) ->
             s.submod.zero_grad(set_to_none=True)
         runtime.step(*[inputs] * first, target=targets if last else None)
 
-    compiled = lowered.compile()
+    compiled = lowered.compile().step
     return lambda: step(*given), step_theirs, lambda: run_programs(compiled, params, rank)
 
 
@@ -125,7 +135,9 @@ def cpu_seconds(step: Callable[[], object]) -> float:
 
 @torch.no_grad()
 def run_programs(compiled: CompiledStep, params: dict[int, Any], rank: int) -> None:
-    """Every forward and backward of this process, in the order of the schedule, and the sums of its gradients."""
+    """Every forward and backward of this process, in the order of the schedule, and the sums of its
+    gradients.
+    """
     x, one = torch.zeros(1, WIDTH), torch.ones(())
     sums, residuals = {s: new_gradients(compiled.lowered) for s in params}, {}
     numbers = {s: range(len(tree)) for s, tree in params.items()}

@@ -2,10 +2,11 @@
 
     python tests/benchmarks/split_models.py [NAMES] [--numbers] [--processes]
 
-For each, the greatest difference of a gradient to the whole model's, in float64, in evaluation and in training under the same random
-numbers (the whole model's generator is set where a stage begins, as a step sets it): of the stages in turn, at the shape
-of the split and at two others; and of steps over microbatches, under each schedule. ``max`` is the greatest gradient. After
-that: seconds of a split, skip connections, and what crosses that grows with the square of the length.
+For each, the greatest difference of a gradient to the whole model's, in float64, in evaluation and in
+training under the same random numbers (the whole model's generator is set where a stage begins, as a step
+sets it): of the stages in turn, at the shape of the split and at two others; and of steps over microbatches,
+under each schedule. ``max`` is the greatest gradient. After that: seconds of a split, skip connections, and
+what crosses that grows with the square of the length.
 """
 
 from __future__ import annotations
@@ -39,14 +40,30 @@ SCHEDULES: dict[str, Callable[[int], Any]] = {
     "zbv": lambda stages: pp.zbv(stages // 2, 4),
     "dualpipev": lambda stages: pp.dualpipev(stages // 2, 4),
 }
-OVER_PROCESSES = "gpt2", "llama", "bert", "vit", "t5", "mixtral", "whisper", "bart", "deberta", "mamba", "clip", "swin"
+OVER_PROCESSES = (
+    "gpt2",
+    "llama",
+    "bert",
+    "vit",
+    "t5",
+    "mixtral",
+    "whisper",
+    "bart",
+    "deberta",
+    "mamba",
+    "clip",
+    "swin",
+)
 
 
 def scalar(output: Any) -> torch.Tensor:
     """A scalar of what a model returns."""
     found = output.values() if isinstance(output, Mapping) else output
     tensors = [t for t in found if isinstance(t, torch.Tensor) and t.is_floating_point() and t.ndim]
-    return sum(((t * torch.arange(1, t.shape[-1] + 1)).square().mean() for t in tensors), torch.zeros((), dtype=torch.float64))
+    return sum(
+        ((t * torch.arange(1, t.shape[-1] + 1)).square().mean() for t in tensors),
+        torch.zeros((), dtype=torch.float64),
+    )
 
 
 def made(name: str, training: bool) -> nn.Module:
@@ -84,13 +101,20 @@ def whole(model: nn.Module, inputs: Tensors) -> dict[str, torch.Tensor]:
 
 def in_turn(parts: pp.Split, inputs: Tensors) -> tuple[Any, Any, list[torch.Tensor]]:
     """The result and the parameters of the stages called one after the other, and all values that crossed."""
-    params = {s: {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in tree.items()} for s, tree in parts.params.items()}
+    params = {
+        s: {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in tree.items()}
+        for s, tree in parts.params.items()
+    }
     x: Any = inputs
     skips: dict[tuple[int, int], Any] = {}
     crossed: list[torch.Tensor] = []
     for stage, fn in enumerate(parts.stages):
         into = {a: skips[a, b] for a, b in parts.skips if b == stage}
-        out = fn(params[stage], Received(x, into) if into else x, *([parts.state[stage]] if stage in parts.state else []))
+        out = fn(
+            params[stage],
+            Received(x, into) if into else x,
+            *([parts.state[stage]] if stage in parts.state else []),
+        )
         if isinstance(out, Output):
             skips |= {(stage, b): tree for b, tree in (out.skips or {}).items()}
             crossed += [t for tree in (out.skips or {}).values() for t in tree]
@@ -103,8 +127,14 @@ def in_turn(parts: pp.Split, inputs: Tensors) -> tuple[Any, Any, list[torch.Tens
 def worst(got: Tensors, want: Tensors) -> float:
     """The greatest difference; what is nowhere in the graph of the whole model is zero."""
     assert want.keys() <= got.keys(), sorted(want.keys() - got.keys())
-    assert all(grad.isfinite().all() for grad in got.values()), "a gradient is not finite"  # a NaN is no greatest difference
-    return max(float((grad - want.get(name, torch.zeros_like(grad))).abs().max()) for name, grad in got.items() if grad.numel())
+    assert all(grad.isfinite().all() for grad in got.values()), (
+        "a gradient is not finite"
+    )  # a NaN is no greatest difference
+    return max(
+        float((grad - want.get(name, torch.zeros_like(grad))).abs().max())
+        for name, grad in got.items()
+        if grad.numel()
+    )
 
 
 def turn_error(model: nn.Module, parts: pp.Split, inputs: Tensors) -> float:
@@ -114,18 +144,27 @@ def turn_error(model: nn.Module, parts: pp.Split, inputs: Tensors) -> float:
     output, params, _ = in_turn(parts, inputs)
     leaves = [(name, t) for tree in params.values() for name, t in tree.items()]
     total: dict[str, torch.Tensor] = {}
-    for (name, t), grad in zip(leaves, torch.autograd.grad(scalar(output), [t for _, t in leaves], allow_unused=True), strict=True):
+    for (name, t), grad in zip(
+        leaves, torch.autograd.grad(scalar(output), [t for _, t in leaves], allow_unused=True), strict=True
+    ):
         total[name] = total.get(name, torch.zeros_like(t)) + (0 if grad is None else grad)
     return worst(total, want)
 
 
-def step_error(model: nn.Module, parts: pp.Split, inputs: Tensors, schedule: Any, transport: Any = None, rank: int | None = None) -> float:
+def step_error(
+    model: nn.Module,
+    parts: pp.Split,
+    inputs: Tensors,
+    schedule: Any,
+    transport: Any = None,
+    rank: int | None = None,
+) -> float:
     """The error of a step; each place of a tied parameter has the sum."""
     step = pp.value_and_grad(parts, lambda y, _: scalar(y), schedule, transport, has_aux=True)
     held = range(len(parts.stages)) if rank is None else schedule.model_stages_of(rank)
     m, rows = schedule.microbatches, next(iter(inputs.values())).shape[0]
     state = {s: parts.state[s] for s in held if s in parts.state}
-    _, grads = step({s: parts.params[s] for s in held}, inputs, torch.zeros(rows), state=state, seed=SEED)
+    grads = step({s: parts.params[s] for s in held}, inputs, torch.zeros(rows), state=state, seed=SEED).grads
     each = []
     for i in range(m):
         with seeded_where_stages_begin(model, parts.at, i):
@@ -143,18 +182,27 @@ def run(name: str, number: int | None) -> str:
         start = time.process_time()
         parts = pp.split(model, kwargs=example, at=number or at)
         seconds = time.process_time() - start
-        errors = {"turn": max(turn_error(model, parts, given) for given in (example, inputs(3, 7), inputs(2, 12)))}
+        errors = {
+            "turn": max(turn_error(model, parts, given) for given in (example, inputs(3, 7), inputs(2, 12)))
+        }
         for schedule, build in SCHEDULES.items():
             if len(parts.stages) % 2 == 0 or schedule == "1f1b":
                 errors[schedule] = step_error(model, parts, inputs(8, 10), build(len(parts.stages)))
         errors["1f1b others"] = max(
-            step_error(model, parts, given, SCHEDULES["1f1b"](len(parts.stages))) for given in (inputs(12, 7), inputs(8, 13))
+            step_error(model, parts, given, SCHEDULES["1f1b"](len(parts.stages)))
+            for given in (inputs(12, 7), inputs(8, 13))
         )
-        shown.append(f"{'train' if training else 'eval'} " + " ".join(f"{key} {error:.0e}" for key, error in errors.items()))
+        shown.append(
+            f"{'train' if training else 'eval'} "
+            + " ".join(f"{key} {error:.0e}" for key, error in errors.items())
+        )
     crossed = in_turn(parts, example)[2]
     squares = [list(t.shape) for t in crossed if sum(size in (10, 11) for size in t.shape) > 1]
     greatest = max(float(g.abs().max()) for g in whole(model, example).values() if g.numel())
-    shown.append(f"max {greatest:.0e}, {seconds:.2f} s, skips {list(parts.skips)}, tied {len(parts.tied)}, unused {len(parts.unused)}")
+    shown.append(
+        f"max {greatest:.0e}, {seconds:.2f} s, skips {list(parts.skips)}, tied {len(parts.tied)}, unused"
+        f" {len(parts.unused)}"
+    )
     shown.append(f"state {sum(map(len, parts.state.values()))}, with two axes of the length {squares}")
     return "; ".join(shown)
 
@@ -164,7 +212,11 @@ def in_a_process(rank: int, names: list[str]) -> None:
         model, inputs = made(name, True), MODELS[name][1]
         torch.manual_seed(11)
         batches = inputs(8, 10), inputs(12, 7), inputs(8, 12)
-        for at, schedule in ((MODELS[name][2], pp.one_f_one_b(4, 4)), (8, pp.zbv(4, 4)), (8, pp.dualpipev(4, 8))):
+        for at, schedule in (
+            (MODELS[name][2], pp.one_f_one_b(4, 4)),
+            (8, pp.zbv(4, 4)),
+            (8, pp.dualpipev(4, 8)),
+        ):
             parts = pp.split(model, kwargs={key: t[:2] for key, t in batches[0].items()}, at=at)
             with pp.P2P(timeout=300) as transport:
                 given = batches if schedule.microbatches == 4 else [inputs(16, 10)]
@@ -178,15 +230,24 @@ def over_processes(names: list[str]) -> int:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "4"}
-    started = [subprocess.Popen([sys.executable, __file__, "--rank", *names], env={**common, "RANK": str(rank)}) for rank in range(4)]
+    started = [
+        subprocess.Popen([sys.executable, __file__, "--rank", *names], env={**common, "RANK": str(rank)})
+        for rank in range(4)
+    ]
     return max(process.wait() for process in started)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="of models; all by default")
-    parser.add_argument("--numbers", action="store_true", help="split into 2, 3 and 4 balanced stages, instead of by names")
-    parser.add_argument("--processes", action="store_true", help="run steps in four processes, in training; by default of a dozen")
+    parser.add_argument(
+        "--numbers", action="store_true", help="split into 2, 3 and 4 balanced stages, instead of by names"
+    )
+    parser.add_argument(
+        "--processes",
+        action="store_true",
+        help="run steps in four processes, in training; by default of a dozen",
+    )
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -1,4 +1,6 @@
-"""Architectures of Hugging Face's transformers, tiny and random, and some of torch: how each is made, called and cut."""
+"""Architectures of Hugging Face's transformers, tiny and random, and some of torch: how each is made, called
+and cut.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from torch import Tensor, nn
 
 Inputs = Callable[[int, int], dict[str, Tensor]]
 Architecture = tuple[Callable[[], nn.Module], Inputs, list[str]]
-"""Makes the model; makes its keyword arguments for so many rows of such a length; the modules that begin its stages."""
+"""Makes the model; makes its keyword arguments for so many rows of such a length; the modules that begin its
+stages.
+"""
 
 WORDS = 64
 # Configurations name the same things in many ways: of these, one gets those that it knows.
@@ -23,14 +27,38 @@ TINY: dict[str, Any] = (
     | dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 4)
     | dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers"], 4)
     | dict.fromkeys(["num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"], 2)
-    | dict.fromkeys(["intermediate_size", "ffn_dim", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff"], 64)
-    | dict.fromkeys(["head_dim", "d_kv", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "rotary_dim", "state_size"], 8)
+    | dict.fromkeys(
+        ["intermediate_size", "ffn_dim", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff"], 64
+    )
+    | dict.fromkeys(
+        [
+            "head_dim",
+            "d_kv",
+            "v_head_dim",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "rotary_dim",
+            "state_size",
+        ],
+        8,
+    )
     | dict.fromkeys(["linear_key_head_dim", "linear_value_head_dim"], 8)
-    | dict.fromkeys(["linear_num_key_heads", "linear_num_value_heads", "num_key_value_heads", "num_experts_per_tok"], 2)
+    | dict.fromkeys(
+        ["linear_num_key_heads", "linear_num_value_heads", "num_key_value_heads", "num_experts_per_tok"], 2
+    )
     | dict.fromkeys(["q_lora_rank", "kv_lora_rank"], 16)
     | dict.fromkeys(["num_local_experts", "num_experts", "n_routed_experts", "sliding_window"], 4)
     | dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size", "image_size"], 32)
-    | dict.fromkeys(["vocab_size", "max_position_embeddings", "n_positions", "max_target_positions", "max_source_positions"], WORDS)
+    | dict.fromkeys(
+        [
+            "vocab_size",
+            "max_position_embeddings",
+            "n_positions",
+            "max_target_positions",
+            "max_source_positions",
+        ],
+        WORDS,
+    )
     | dict.fromkeys(["attention_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob"], 0.1)
     | dict.fromkeys(["layerdrop", "encoder_layerdrop", "decoder_layerdrop"], 0.0)
     | {"patch_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
@@ -54,7 +82,9 @@ def both(rows: int, time: int) -> dict[str, Tensor]:
 
 
 def floats(**shapes: tuple[int, ...]) -> Inputs:
-    return lambda rows, time: {name: torch.randn(rows, *shape, dtype=torch.float64) for name, shape in shapes.items()}
+    return lambda rows, time: {
+        name: torch.randn(rows, *shape, dtype=torch.float64) for name, shape in shapes.items()
+    }
 
 
 def series(width: int, *names: str) -> Inputs:
@@ -76,7 +106,11 @@ def tiny(name: str, inputs: Inputs, at: list[str], **more: Any) -> Architecture:
     """A model of transformers by the name of its class."""
     kind = getattr(tf, name)
     known = {*inspect.signature(kind.config_class.__init__).parameters, *vars(kind.config_class())}
-    settings = {key: value for key, value in (TINY | more).items() if (key in known or key in more) and value is not ...}
+    settings = {
+        key: value
+        for key, value in (TINY | more).items()
+        if (key in known or key in more) and value is not ...
+    }
     return lambda: kind(kind.config_class(**settings)), inputs, at
 
 
@@ -105,7 +139,12 @@ class UNet(nn.Module):
         super().__init__()
 
         def block(before: int, after: int) -> nn.Sequential:
-            return nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.SiLU(inplace=True), nn.Dropout2d(0.1))
+            return nn.Sequential(
+                nn.Conv2d(before, after, 3, padding=1),
+                nn.BatchNorm2d(after),
+                nn.SiLU(inplace=True),
+                nn.Dropout2d(0.1),
+            )
 
         self.down = nn.ModuleList([block(3, 8), block(8, 16)])
         self.mid = block(16, 16)
@@ -134,11 +173,21 @@ class Recurrent(nn.Module):
         return (self.c(self.b(self.a(x)[0])[0]),)
 
 
-TOWER = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=64, attention_dropout=0.1)
-READER = TOWER | dict(vocab_size=WORDS, max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+TOWER = dict(
+    hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=64, attention_dropout=0.1
+)
+READER = TOWER | dict(
+    vocab_size=WORDS, max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2
+)
 VIEWER = TOWER | dict(image_size=32, patch_size=8)
 TOWERS = ["vision_model.encoder.layers.1", "text_model", "text_model.encoder.layers.1"]
-LISTENER = dict(conv_dim=(16, 16), conv_stride=(4, 2), conv_kernel=(8, 4), num_feat_extract_layers=2, num_conv_pos_embeddings=4)
+LISTENER = dict(
+    conv_dim=(16, 16),
+    conv_stride=(4, 2),
+    conv_kernel=(8, 4),
+    num_feat_extract_layers=2,
+    num_conv_pos_embeddings=4,
+)
 LISTENER |= dict(num_conv_pos_embedding_groups=2, mask_time_prob=0.0, apply_spec_augment=False)
 TWICE = ["model.encoder.layers", "model.decoder.layers"]
 BLOCKS = ["encoder.block", "decoder.block"]
@@ -153,7 +202,10 @@ MODELS: dict[str, Architecture] = {
     "whisper": paired(
         "WhisperForConditionalGeneration",
         *TWICE,
-        joined(floats(input_features=(16, 40)), lambda rows, time: {"decoder_input_ids": bare(rows, time)["input_ids"]}),
+        joined(
+            floats(input_features=(16, 40)),
+            lambda rows, time: {"decoder_input_ids": bare(rows, time)["input_ids"]},
+        ),
         num_mel_bins=16,
         max_source_positions=20,
         suppress_tokens=None,
@@ -161,10 +213,18 @@ MODELS: dict[str, Architecture] = {
     ),
     "bart": paired("BartForConditionalGeneration", *TWICE, forced_eos_token_id=None),
     "deberta": deep(
-        "DebertaV2ForMaskedLM", "deberta.encoder.layer", relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8
+        "DebertaV2ForMaskedLM",
+        "deberta.encoder.layer",
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        position_buckets=8,
     ),
     "mamba": deep("MambaForCausalLM", "backbone.layers", bare, use_mambapy=False),
-    "clip": (lambda: tf.CLIPModel(tf.CLIPConfig(text_config=READER, vision_config=VIEWER)), joined(ids, PIXELS), TOWERS),
+    "clip": (
+        lambda: tf.CLIPModel(tf.CLIPConfig(text_config=READER, vision_config=VIEWER)),
+        joined(ids, PIXELS),
+        TOWERS,
+    ),
     "swin": tiny(
         "SwinForImageClassification",
         PIXELS,
@@ -185,15 +245,30 @@ MODELS: dict[str, Architecture] = {
     "glm4": deep("Glm4ForCausalLM"),
     "cohere": deep("CohereForCausalLM"),
     "neox": deep("GPTNeoXForCausalLM", "gpt_neox.layers"),
-    "gpt_neo": deep("GPTNeoForCausalLM", "transformer.h", attention_types=[[["global", "local"], 2]], window_size=4, num_layers=4),
+    "gpt_neo": deep(
+        "GPTNeoForCausalLM",
+        "transformer.h",
+        attention_types=[[["global", "local"], 2]],
+        window_size=4,
+        num_layers=4,
+    ),
     "gptj": deep("GPTJForCausalLM", "transformer.h", bare),
     "opt": deep("OPTForCausalLM", "model.decoder.layers", word_embed_proj_dim=32),
     "bloom": deep("BloomForCausalLM", "transformer.h"),
     "falcon": deep("FalconForCausalLM", "transformer.h"),
     "mpt": deep("MptForCausalLM", "transformer.blocks", max_seq_len=WORDS),
-    "mamba2": deep("Mamba2ForCausalLM", "backbone.layers", bare, num_heads=8, n_groups=1, chunk_size=4, expand=2),
+    "mamba2": deep(
+        "Mamba2ForCausalLM", "backbone.layers", bare, num_heads=8, n_groups=1, chunk_size=4, expand=2
+    ),
     "recurrent_gemma": deep("RecurrentGemmaForCausalLM", lru_width=32, attention_window_size=4),
-    "jamba": deep("JambaForCausalLM", attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False, mamba_d_state=4, **EXPERTS),
+    "jamba": deep(
+        "JambaForCausalLM",
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        use_mamba_kernels=False,
+        mamba_d_state=4,
+        **EXPERTS,
+    ),
     "lfm2": deep("Lfm2ForCausalLM"),
     "minimax": deep("MiniMaxForCausalLM", block_size=4, **EXPERTS),
     "stablelm": deep("StableLmForCausalLM"),
@@ -210,15 +285,29 @@ MODELS: dict[str, Architecture] = {
     "zamba2": deep(
         "Zamba2ForCausalLM",
         inputs=bare,
-        **dict(layers_block_type=["mamba", "hybrid"] * 2, hybrid_layer_ids=[1, 3], n_mamba_heads=8, mamba_d_state=8, mamba_ngroups=1),
-        **dict(chunk_size=4, use_mamba_kernels=False, attention_hidden_size=64, attention_head_dim=16, mamba_headdim=8),
+        **dict(
+            layers_block_type=["mamba", "hybrid"] * 2,
+            hybrid_layer_ids=[1, 3],
+            n_mamba_heads=8,
+            mamba_d_state=8,
+            mamba_ngroups=1,
+        ),
+        **dict(
+            chunk_size=4,
+            use_mamba_kernels=False,
+            attention_hidden_size=64,
+            attention_head_dim=16,
+            mamba_headdim=8,
+        ),
         **dict(adapter_rank=4, num_mem_blocks=1),
     ),
     "modernbert": deep("ModernBertForMaskedLM", global_attn_every_n_layers=2, local_attention=4),
     "roberta": deep("RobertaForMaskedLM", "roberta.encoder.layer"),
     "distilbert": deep("DistilBertForMaskedLM", "distilbert.transformer.layer"),
     "electra": deep("ElectraForMaskedLM", "electra.encoder.layer", embedding_size=16),
-    "albert": deep("AlbertForMaskedLM", "albert.encoder.albert_layer_groups", embedding_size=16, num_hidden_groups=4),
+    "albert": deep(
+        "AlbertForMaskedLM", "albert.encoder.albert_layer_groups", embedding_size=16, num_hidden_groups=4
+    ),
     "mpnet": deep("MPNetForMaskedLM", "mpnet.encoder.layer"),
     "fnet": deep("FNetForMaskedLM", "fnet.encoder.layer", bare),
     "convbert": deep("ConvBertForMaskedLM", "convbert.encoder.layer"),
@@ -233,7 +322,13 @@ MODELS: dict[str, Architecture] = {
     "longt5": paired("LongT5ForConditionalGeneration", *BLOCKS, local_radius=2),
     "switch": paired("SwitchTransformersForConditionalGeneration", *BLOCKS, **EXPERTS),
     "dinov2": deep("Dinov2ForImageClassification", "dinov2.encoder.layer", PIXELS),
-    "beit": deep("BeitForImageClassification", "beit.layers", PIXELS, drop_path_rate=0.0, use_relative_position_bias=True),
+    "beit": deep(
+        "BeitForImageClassification",
+        "beit.layers",
+        PIXELS,
+        drop_path_rate=0.0,
+        use_relative_position_bias=True,
+    ),
     "resnet": tiny(
         "ResNetForImageClassification",
         PIXELS,
@@ -244,27 +339,47 @@ MODELS: dict[str, Architecture] = {
         "ConvNextForImageClassification",
         PIXELS,
         ["convnext.encoder.stages.1", "convnext.encoder.stages.1.layers.1", "convnext.encoder.stages.2"],
-        **dict(patch_size=4, hidden_sizes=[8, 16, 16], depths=[1, 2, 1], num_stages=3, layer_scale_init_value=1.0),
+        **dict(
+            patch_size=4, hidden_sizes=[8, 16, 16], depths=[1, 2, 1], num_stages=3, layer_scale_init_value=1.0
+        ),
     ),
     "segformer": tiny(
         "SegformerForImageClassification",
         PIXELS,
         ["segformer.stages.1"],
-        **dict(hidden_sizes=[8, 16], num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], patch_sizes=[7, 3], strides=[4, 2]),
+        **dict(
+            hidden_sizes=[8, 16],
+            num_encoder_blocks=2,
+            depths=[1, 1],
+            sr_ratios=[2, 1],
+            patch_sizes=[7, 3],
+            strides=[4, 2],
+        ),
         **dict(num_attention_heads=[1, 2], mlp_ratios=[2, 2], num_hidden_layers=..., patch_size=...),
     ),
     "vit_mae": tiny(
         "ViTMAEForPreTraining",
         PIXELS,
         ["vit.layers.2", "decoder", "decoder.decoder_layers.1"],
-        **dict(decoder_hidden_size=32, decoder_num_attention_heads=4, decoder_num_hidden_layers=2, decoder_intermediate_size=64),
+        **dict(
+            decoder_hidden_size=32,
+            decoder_num_attention_heads=4,
+            decoder_num_hidden_layers=2,
+            decoder_intermediate_size=64,
+        ),
     ),
     "wav2vec2": deep("Wav2Vec2ForCTC", "wav2vec2.encoder.layers", sound, **LISTENER),
     "wavlm": deep("WavLMForCTC", "wavlm.encoder.layers", sound, **LISTENER),
-    "siglip": (lambda: tf.SiglipModel(tf.SiglipConfig(text_config=READER, vision_config=VIEWER)), joined(ids, PIXELS), TOWERS),
+    "siglip": (
+        lambda: tf.SiglipModel(tf.SiglipConfig(text_config=READER, vision_config=VIEWER)),
+        joined(ids, PIXELS),
+        TOWERS,
+    ),
     "blip": (
         lambda: tf.BlipForConditionalGeneration(
-            tf.BlipConfig(text_config=READER | dict(encoder_hidden_size=32, projection_dim=32), vision_config=VIEWER)
+            tf.BlipConfig(
+                text_config=READER | dict(encoder_hidden_size=32, projection_dim=32), vision_config=VIEWER
+            )
         ),
         joined(ids, PIXELS),
         ["vision_model.encoder.layers.1", "text_decoder", "text_decoder.bert.encoder.layer.1"],
@@ -273,9 +388,20 @@ MODELS: dict[str, Architecture] = {
         "PatchTSTForPrediction",
         "model.encoder.layers",
         floats(past_values=(32, 3)),
-        **dict(num_input_channels=3, context_length=32, patch_length=8, patch_stride=8, prediction_length=4, patch_size=...),
+        **dict(
+            num_input_channels=3,
+            context_length=32,
+            patch_length=8,
+            patch_stride=8,
+            prediction_length=4,
+            patch_size=...,
+        ),
     ),
-    "nn.Transformer": (Seq2Seq, series(16, "src", "tgt"), ["t.encoder.layers.1", "t.decoder", "t.decoder.layers.1"]),
+    "nn.Transformer": (
+        Seq2Seq,
+        series(16, "src", "tgt"),
+        ["t.encoder.layers.1", "t.decoder", "t.decoder.layers.1"],
+    ),
     "unet": (UNet, PIXELS, ["down.1", "mid", "up.1"]),
     "lstm": (Recurrent, series(8, "x"), ["b"]),
 }

@@ -1,4 +1,5 @@
-"""Forward and backward of one stage in one process: the engine's programs beside each other and beside autograd.
+"""Forward and backward of one stage in one process: the engine's programs beside each other and beside
+autograd.
 
 Run on the CPU, or with ``--device cuda``::
 
@@ -30,7 +31,9 @@ Side = Callable[[], object]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
@@ -44,7 +47,10 @@ def main() -> None:
     rounds = [{name: measure(side, options) for name, side in sides.items()} for _ in range(options.rounds)]
     for name in sides:
         ratio = median(times[name] / times["F+B"] for times in rounds)
-        print(f"width {options.width}, {name}: {median(times[name] for times in rounds) * 1e3:.3f} ms, ratio to F+B {ratio:.3f}")
+        print(
+            f"width {options.width}, {name}: {median(times[name] for times in rounds) * 1e3:.3f} ms, ratio to"
+            f" F+B {ratio:.3f}"
+        )
 
 
 def make_sides(options: argparse.Namespace) -> dict[str, Side]:
@@ -66,7 +72,9 @@ def make_sides(options: argparse.Namespace) -> dict[str, Side]:
     def split(flat: FlatProgram) -> Side:
         @torch.no_grad()
         def run() -> object:
-            return flat.backward_weight(flat.backward_input(flat.forward(tuple(leaves), (x,), ())[1], (gy,))[1])
+            return flat.backward_weight(
+                flat.backward_input(flat.forward(tuple(leaves), (x,), ())[1], (gy,))[1]
+            )
 
         return run
 
@@ -75,7 +83,7 @@ def make_sides(options: argparse.Namespace) -> dict[str, Side]:
         y = fn(tree_unflatten(treedef, inputs[:-1]), inputs[-1])
         return torch.autograd.grad(y, inputs, gy)
 
-    plain, compiled = (pp.graph(compile=c)(fn, (params, x)).flat for c in (False, True))
+    plain, compiled = (pp.engines.graph(compile=c)(fn, (params, x)).flat for c in (False, True))
     sides = {
         "F+B": whole(plain),
         "F+I+W": split(plain),
@@ -84,7 +92,7 @@ def make_sides(options: argparse.Namespace) -> dict[str, Side]:
         "autograd": autograd,
     }
     if torch.device(options.device).type == "cuda":
-        captured = pp.graph(cuda_graphs=True)(fn, (params, x)).flat
+        captured = pp.engines.graph(cuda_graphs=True)(fn, (params, x)).flat
         sides |= {"captured F+B": whole(captured), "captured F+I+W": split(captured)}
     return sides
 

@@ -8,9 +8,10 @@ Both run in turn in one process group, in rounds that alternate, each rank on a 
 ``--unbound`` leaves that to the operating system. Printed are the median step times, the median of the
 ratios round by round (below 1: ppfunc is faster), and the measured over the ideal step, which is the
 simulated makespan with the stages' own measured times. ``--compile`` compares programs compiled by
-inductor with the same programs as traced, ``--cuda-graphs`` those captured as CUDA graphs, and ``--protection``
-steps as they are with steps that hold no signals back, and that ranks neither begin nor end together; it prints CPU seconds, too.
-``--device cuda`` takes a GPU per rank; on one GPU, ``--nproc-per-node 1 --schedule interleaved_1f1b``.
+inductor with the same programs as traced, ``--cuda-graphs`` those captured as CUDA graphs, and
+``--protection`` steps as they are with steps that hold no signals back, and that ranks neither begin nor end
+together; it prints CPU seconds, too. ``--device cuda`` takes a GPU per rank; on one GPU,
+``--nproc-per-node 1 --schedule interleaved_1f1b``.
 """
 
 import argparse
@@ -31,9 +32,8 @@ from timing import measure
 from torch.distributed.pipelining import PipelineStage, schedules as theirs
 
 import ppfunc as pp
-from ppfunc.runtime import run as running
-from ppfunc.runtime.agreement import Began
-from ppfunc.runtime.compiled_steps import CompiledSteps
+from ppfunc.runtime.agreement.agreement import Began
+from ppfunc.runtime.lowering.compiled_steps import CompiledSteps
 from ppfunc.schedule import BUILDERS, Costs, Schedule
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -59,7 +59,9 @@ class Blocks(torch.nn.Module):
     def __init__(self, apply: Stage, params: list[gpt.Params]) -> None:
         super().__init__()
         self.apply_stage = apply
-        self.held = torch.nn.ModuleList(torch.nn.ParameterDict({k: v.clone() for k, v in p.items()}) for p in params)
+        self.held = torch.nn.ModuleList(
+            torch.nn.ParameterDict({k: v.clone() for k, v in p.items()}) for p in params
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.apply_stage([dict(p.items()) for p in self.held], x)
@@ -92,50 +94,70 @@ def main() -> None:
     shape = (options.microbatches * sequences, length, options.width)
     inputs, targets = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
 
-    def our_step(engine: pp.Engine) -> Callable[[], Gradients]:
+    def our_step(engine: pp.stage.Engine) -> Callable[[], Gradients]:
         step = pp.value_and_grad(stages, squared, schedule, pp.P2P(), engine=engine)
         return lambda: step(params, inputs, targets)[1]
 
     if options.compile or options.cuda_graphs:
         names = " and ".join(["compiled"] * options.compile + ["captured"] * options.cuda_graphs), "as traced"
-        step_ours = our_step(pp.graph(compile=options.compile, cuda_graphs=options.cuda_graphs))
-        step_theirs = our_step(pp.graph)
+        step_ours = our_step(pp.engines.graph(compile=options.compile, cuda_graphs=options.cuda_graphs))
+        step_theirs = our_step(pp.engines.graph)
     else:
         names = "ppfunc", "torch"
         modules = {s: Blocks(stages[s], params[s]) for s in params}
-        step_ours, step_theirs = our_step(pp.graph), their_step(options, schedule, modules, inputs, targets, rank)
+        step_ours, step_theirs = (
+            our_step(pp.engines.graph),
+            their_step(options, schedule, modules, inputs, targets, rank),
+        )
     agree(step_ours(), step_theirs())
     if options.protection:
         report_protection(step_ours, options)
         dist.destroy_process_group()
         return
-    rounds = [(measure(step_ours, options.steps), measure(step_theirs, options.steps)) for _ in range(options.rounds)]
+    rounds = [
+        (measure(step_ours, options.steps), measure(step_theirs, options.steps))
+        for _ in range(options.rounds)
+    ]
     ideal = ideal_step(stages, schedule, params, inputs[:sequences], targets[:sequences])
     if rank == 0:
         mine, other = median(a for a, _ in rounds), median(b for _, b in rounds)
         print(
-            f"{options.schedule}, {ranks} ranks, width {options.width}: {names[0]} {mine * 1e3:.2f} ms, {names[1]} {other * 1e3:.2f} ms, "
-            f"ratio {median(a / b for a, b in rounds):.3f}; ideal {ideal * 1e3:.2f} ms, measured over ideal {mine / ideal:.3f}"
+            f"{options.schedule}, {ranks} ranks, width {options.width}: {names[0]} {mine * 1e3:.2f} ms,"
+            f" {names[1]} {other * 1e3:.2f} ms, ratio {median(a / b for a, b in rounds):.3f}; ideal"
+            f" {ideal * 1e3:.2f} ms, measured over ideal {mine / ideal:.3f}"
         )
     dist.destroy_process_group()
 
 
 @contextmanager
 def unprotected() -> Iterator[None]:
-    """Steps as if nothing could fail, once one of the form has run: each rank has the losses that it has computed."""
+    """Steps as if nothing could fail, once one of the form has run: each rank has the losses that it has
+    computed.
+    """
     with ExitStack() as patched:
         for owner, name, stand_in in (
-            (CompiledSteps, "_begin", lambda self, *_: Began(self._last.shapes, self._last.entry.guards.agreed)),
-            (running, "let_interrupts", nullcontext),
+            (
+                CompiledSteps,
+                "_begin",
+                lambda self, *_: Began(self._last.shapes, self._last.entry.guards.agreed),
+            ),
             (pp.P2P, "hold_interrupts", lambda self, later=False: nullcontext()),
-            (pp.P2P, "end", lambda self, losses, *_: torch.cat([losses[s] for s in sorted(losses)]).sum(0) if losses else None),
+            (
+                pp.P2P,
+                "end",
+                lambda self, losses, *_: (
+                    torch.cat([losses[s] for s in sorted(losses)]).sum(0) if losses else None
+                ),
+            ),
         ):
             patched.enter_context(patch.object(owner, name, stand_in))
         yield
 
 
 def report_protection(step: Callable[[], Gradients], options: argparse.Namespace) -> None:
-    """Rounds of both sides in turn: seconds of a step, and CPU seconds of all ranks, threads of their transports included."""
+    """Rounds of both sides in turn: seconds of a step, and CPU seconds of all ranks, threads of their
+    transports included.
+    """
 
     def both() -> tuple[float, float]:
         wall, before = measure(step, options.steps), time.process_time()
@@ -167,18 +189,32 @@ def bind_to_core() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedule", choices=BUILDERS, default="1f1b", help=f"against torch: {', '.join(THEIRS)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--schedule", choices=BUILDERS, default="1f1b", help=f"against torch: {', '.join(THEIRS)}"
+    )
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=10, help="steps per round")
-    parser.add_argument("--unbound", action="store_true", help="let the operating system place ranks on cores")
+    parser.add_argument(
+        "--unbound", action="store_true", help="let the operating system place ranks on cores"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--compile", action="store_true", help="time compiled programs against the same ones as traced, not against torch")
-    parser.add_argument("--protection", action="store_true", help="what it costs that steps fail on every rank or on none")
-    parser.add_argument("--cuda-graphs", action="store_true", help="likewise for programs captured as CUDA graphs")
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="time compiled programs against the same ones as traced, not against torch",
+    )
+    parser.add_argument(
+        "--protection", action="store_true", help="what it costs that steps fail on every rank or on none"
+    )
+    parser.add_argument(
+        "--cuda-graphs", action="store_true", help="likewise for programs captured as CUDA graphs"
+    )
     return parser.parse_args()
 
 
@@ -201,7 +237,9 @@ def their_step(
         for module in modules.values():
             module.zero_grad(set_to_none=True)
         runtime.step(*[inputs] * first, target=targets if last else None, losses=[] if last else None)
-        return {s: [{k: p.grad for k, p in held.items()} for held in module.held] for s, module in modules.items()}
+        return {
+            s: [{k: p.grad for k, p in held.items()} for held in module.held] for s, module in modules.items()
+        }
 
     return step
 
@@ -214,7 +252,11 @@ def agree(mine: Gradients, others: Gradients) -> None:
 
 
 def ideal_step(
-    stages: list[Stage], schedule: Schedule, params: dict[int, list[gpt.Params]], x: torch.Tensor, target: torch.Tensor
+    stages: list[Stage],
+    schedule: Schedule,
+    params: dict[int, list[gpt.Params]],
+    x: torch.Tensor,
+    target: torch.Tensor,
 ) -> float:
     """Seconds of the simulated step with each stage's own times, messages taking none."""
     last = schedule.stages - 1
@@ -223,7 +265,7 @@ def ideal_step(
         fn, example = (stages[s], (held, x))
         if s == last:
             fn, example = (lambda p, x, t, s=s: squared(stages[s](p, x), t)), (held, x, target)
-        mine[s] = stage_times(pp.graph(fn, example, name=f"stage {s}"), example)
+        mine[s] = stage_times(pp.engines.graph(fn, example, name=f"stage {s}"), example)
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     times = [found[s] for s in range(schedule.stages) for found in gathered if s in found]

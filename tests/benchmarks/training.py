@@ -1,22 +1,24 @@
-"""Training at scale, piece by piece: each beside what it replaces, both in turn in one group of processes, which it starts itself.
+"""Training at scale, piece by piece: each beside what it replaces, both in turn in one group of processes,
+which it starts itself.
 
 Run on the CPU::
 
     OMP_NUM_THREADS=1 python tests/benchmarks/training.py                      # all pieces
     OMP_NUM_THREADS=1 python tests/benchmarks/training.py step --rounds 5      # one
 
-* ``block``: forward, input gradient and weight gradient of a block whose parameters are DTensors, traced through, on a mesh of one
-  rank, beside those of the same block on plain tensors, and beside DTensors under autograd.
+* ``block``: forward, input gradient and weight gradient of a block whose parameters are DTensors, traced
+  through, on a mesh of one rank, beside those of the same block on plain tensors, and beside DTensors under
+  autograd.
 * ``optimizers``: fused kernels on leaves of several sizes, beside torch's optimizers.
-* ``reduction``: forwards, backwards, and the sum of their gradients over two data ranks, beside DistributedDataParallel's on the same
-  model.
-* ``step``: training steps of two pipelines of two ranks, beside torch.distributed.pipelining with DistributedDataParallel and
-  torch's fused AdamW on the same model and schedule.
-* ``parameters``: bytes of parameters on a rank under ``shard="params"``, between steps and at most within one, by the storages
-  that live, beside those that the schedule and the shapes give.
+* ``reduction``: forwards, backwards, and the sum of their gradients over two data ranks, beside
+  DistributedDataParallel's on the same model.
+* ``step``: training steps of two pipelines of two ranks, beside torch.distributed.pipelining with
+  DistributedDataParallel and torch's fused AdamW on the same model and schedule.
+* ``parameters``: bytes of parameters on a rank under ``shard="params"``, between steps and at most within
+  one, by the storages that live, beside those that the schedule and the shapes give.
 
-Printed are medians of the seconds on the wall and of the CPU seconds of all ranks, and of the ratios round by round to the first
-side. Where ranks share cores with others, CPU seconds tell more.
+Printed are medians of the seconds on the wall and of the CPU seconds of all ranks, and of the ratios round by
+round to the first side. Where ranks share cores with others, CPU seconds tell more.
 """
 
 from __future__ import annotations
@@ -46,11 +48,13 @@ from torch.nn.parallel import DistributedDataParallel
 import ppfunc as pp
 from ppfunc.runtime import P2P
 from ppfunc.schedule import Op, Schedule
+from ppfunc.stage.engines.tracing.accumulate import accumulating
 from ppfunc.stage.layout import local
-from ppfunc.stage.tracing.accumulate import accumulating
 from ppfunc.stage.tree import tree_leaves
-from ppfunc.training import adamw, parameter_update, sgd
-from ppfunc.training.reducer import Reducer
+from ppfunc.training.optim import adamw, sgd
+from ppfunc.training.update import parameter_update
+from ppfunc.training.update.reducer import Reducer
+from tests.models import new_trainer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import gpt
@@ -64,7 +68,11 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -78,7 +86,10 @@ def block(options: argparse.Namespace) -> None:
     x, gy = (torch.randn(2, 8, width) for _ in range(2))
 
     def traced(stage: pp.stage.ModuleStage) -> Side:
-        flat, params = pp.graph(stage.fn, (stage.params, x)).flat, tuple(map(local, stage.params.values()))
+        flat, params = (
+            pp.engines.graph(stage.fn, (stage.params, x)).flat,
+            tuple(map(local, stage.params.values())),
+        )
 
         @torch.no_grad()
         def run() -> object:
@@ -102,7 +113,11 @@ def optimizers(options: argparse.Namespace) -> None:
     for leaves, size in ((16, 65536), (256, 4096), (256, 64), (256, 67)):  # the last are no whole vectors
         for name, ours, theirs in (
             ("adamw", adamw(1e-3, donate=True), lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True)),
-            ("sgd with momentum", sgd(1e-3, 0.9, donate=True), lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, fused=True)),
+            (
+                "sgd with momentum",
+                sgd(1e-3, 0.9, donate=True),
+                lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, fused=True),
+            ),
         ):
             own = [torch.randn(size, requires_grad=True) for _ in range(leaves)]
             for p in own:
@@ -129,14 +144,23 @@ def reduction(options: argparse.Namespace) -> None:
             model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
             ddp = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True)
             stage, x = pp.stage_from_module(model), torch.randn(4, width)
-            flat = pp.graph(lambda params, x, stage=stage: stage.fn(params, x).square().mean(), (stage.params, x)).flat
+            flat = pp.engines.graph(
+                lambda params, x, stage=stage: stage.fn(params, x).square().mean(), (stage.params, x)
+            ).flat
             params, weight = tuple(stage.params.values()), (torch.ones(()),)
             leaves = pp.stage.Signature.of(params).leaves
-            reducer, backward = Reducer(leaves, (None,) * len(leaves), ranks), add_up(flat.backward, len(leaves))
+            reducer, backward = (
+                Reducer(leaves, (None,) * len(leaves), ranks),
+                add_up(flat.backward, len(leaves)),
+            )
 
             @torch.no_grad()
             def ours(
-                flat: Any = flat, given: Any = (params, (x,), ()), gy: Any = weight, reducer: Reducer = reducer, add_up: Any = backward
+                flat: Any = flat,
+                given: Any = (params, (x,), ()),
+                gy: Any = weight,
+                reducer: Reducer = reducer,
+                add_up: Any = backward,
             ) -> None:
                 for m in range(options.microbatches):
                     add_up(flat.forward(*given)[1], gy, (reducer, m))
@@ -172,26 +196,38 @@ def step(options: argparse.Namespace) -> None:
         stages, params = blocks(width, schedule, pipe)
         x, y = batch(width, count, seed=mesh.get_local_rank("dp"))
         module = Blocks(stages[pipe], params[pipe])
-        ddp = DistributedDataParallel(module, process_group=mesh["dp"].get_group(), gradient_as_bucket_view=True)
+        ddp = DistributedDataParallel(
+            module, process_group=mesh["dp"].get_group(), gradient_as_bucket_view=True
+        )
         stage = PipelineStage(ddp, pipe, 2, torch.device("cpu"), group=mesh["pp"].get_group())
         runtime = Schedule1F1B(stage, count, loss_fn=squared)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
 
-        def theirs(runtime: Any = runtime, optimizer: Any = optimizer, x: torch.Tensor = x, y: torch.Tensor = y) -> None:
+        def theirs(
+            runtime: Any = runtime, optimizer: Any = optimizer, x: torch.Tensor = x, y: torch.Tensor = y
+        ) -> None:
             optimizer.zero_grad()
             runtime.step(*[x] * first, target=None if first else y, losses=None if first else [])
             optimizer.step()
 
-        with pp.train_step(stages, squared, schedule, adamw(1e-3, donate=True), mesh, axes=pp.Axes("pp", "dp")) as trainer:
+        with new_trainer(
+            stages, squared, schedule, adamw(1e-3, donate=True), mesh, axes=pp.Axes("pp", "dp")
+        ) as trainer:
             now = [trainer.init(params)]
 
-            def ours(now: list[Any] = now, trainer: Any = trainer, x: torch.Tensor = x, y: torch.Tensor = y) -> None:
+            def ours(
+                now: list[Any] = now, trainer: Any = trainer, x: torch.Tensor = x, y: torch.Tensor = y
+            ) -> None:
                 now[0], _ = trainer.step(now[0], x, y)
 
             for side in (ours, theirs):
                 side()
-            torch.testing.assert_close(now[0].params[pipe], [dict(one.items()) for one in module.held], rtol=1e-4, atol=1e-5)
-            compare(f"2 x 2 step, width {width}", dict(zip(SIDES, (theirs, ours), strict=True)), options, repeats)
+            torch.testing.assert_close(
+                now[0].params[pipe], [dict(one.items()) for one in module.held], rtol=1e-4, atol=1e-5
+            )
+            compare(
+                f"2 x 2 step, width {width}", dict(zip(SIDES, (theirs, ours), strict=True)), options, repeats
+            )
 
 
 def blocks(width: int, schedule: Schedule, pipe: int) -> tuple[list[Any], dict[int, Any]]:
@@ -222,30 +258,40 @@ def parameters(options: argparse.Namespace) -> None:
     def noting(*args: Any) -> Any:
         """Gather, and note the bytes of all that was gathered and lives."""
 
-        def finish() -> tuple[torch.Tensor, ...]:
-            leaves = pending.finish()
-            gathered.update((StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()) for t in leaves)
-            most[0] = max(most[0], sum(size for held, size in gathered.items() if not held.expired()))
-            return leaves
+        leaves = gather(*args)
+        gathered.update((StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()) for t in leaves)
+        most[0] = max(most[0], sum(size for held, size in gathered.items() if not held.expired()))
+        return leaves
 
-        pending = gather(*args)
-        return pending._replace(finish=finish)
-
-    with pp.train_step(stages, squared, schedule, adamw(1e-3), mesh, axes=pp.Axes("pp", "dp"), shard="params") as trainer:
+    with new_trainer(
+        stages, squared, schedule, adamw(1e-3), mesh, axes=pp.Axes("pp", "dp"), shard="params"
+    ) as trainer:
         state = trainer.init(params)
         parameter_update.gather = noting
         for _ in range(3):
             state, _ = trainer.step(state, x, y)
         parameter_update.gather = gather
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in map(local, tree_leaves(state.params))}
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in map(local, tree_leaves(state.params))
+        }
         freed = not any(not held.expired() for held in gathered)
-        found = sum(storages.values()), most[0], sum(sizes.values()) // 2, most_gathered(trainer.schedule, pipe, sizes), freed
+        found = (
+            sum(storages.values()),
+            most[0],
+            sum(sizes.values()) // 2,
+            most_gathered(trainer.schedule, pipe, sizes),
+            freed,
+        )
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, found)
-    for rank, (kept, peak, kept_computed, peak_computed, freed) in enumerate(every) if dist.get_rank() == 0 else ():
+    for rank, (kept, peak, kept_computed, peak_computed, freed) in (
+        enumerate(every) if dist.get_rank() == 0 else ()
+    ):
         print(
-            f"parameters of rank {rank}: {kept} bytes between steps, computed {kept_computed}; gathered at most {peak} bytes, "
-            f"computed {peak_computed}; {'all' if freed else 'not all'} freed after a step",
+            f"parameters of rank {rank}: {kept} bytes between steps, computed {kept_computed}; gathered at"
+            f" most {peak} bytes, computed {peak_computed}; {'all' if freed else 'not all'} freed after a"
+            " step",
             flush=True,
         )
 
@@ -276,7 +322,10 @@ def compare(title: str, sides: dict[str, Side], options: argparse.Namespace, rep
         texts = []
         for kind in Cost._fields:
             times = [(getattr(costs[name], kind), getattr(costs[first], kind)) for costs in rounds]
-            texts.append(f"{kind} {median(own for own, _ in times) * 1e6:.0f} us, ratio {median(own / other for own, other in times):.3f}")
+            texts.append(
+                f"{kind} {median(own for own, _ in times) * 1e6:.0f} us, ratio"
+                f" {median(own / other for own, other in times):.3f}"
+            )
         print(f"{title}, {name}: {'; '.join(texts)}", flush=True)
 
 
@@ -320,7 +369,9 @@ def work(rank: int, name: str, store: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("pieces", nargs="*", choices=[*PIECES], help="all by default")
     parser.add_argument("--microbatches", type=int, default=8, help="of reductions and steps")
     parser.add_argument("--rounds", type=int, default=9)

@@ -7,18 +7,31 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from ppfunc.schedule import BUILDERS, Costs, compare_schedules, place_communication, plan, simulate, to_csv, to_scatter, to_trace, zbv
+from ppfunc.schedule import (
+    BUILDERS,
+    Costs,
+    compare_schedules,
+    place_communication,
+    plan,
+    simulate,
+    to_csv,
+    to_scatter,
+    to_trace,
+    zbv,
+)
 
 SHAPE = ("--ranks", 4, "--microbatches", 8)
 UNIT = """
 Costs are those of a rank's share of the model, also where it holds several stages; `ppfunc simulate` takes those of a stage.
-"""
+"""  # noqa: E501
 
 
 def test_without_names_all_schedules_are_compared(run):
     code, out, err = run("compare", *SHAPE)
     assert (code, out, err) == (0, f"{compare_schedules(4, 8)}\n{UNIT}", "")
-    names = [line.split()[0] for line in out.removesuffix(UNIT).splitlines()[1:] if not line.startswith("left out")]
+    names = [
+        line.split()[0] for line in out.removesuffix(UNIT).splitlines()[1:] if not line.startswith("left out")
+    ]
     assert set(names) == {name for name in BUILDERS if "inference" not in name}
 
 
@@ -31,13 +44,22 @@ def test_names_files_and_a_plan_with_costs(run, tmp_path):
     code, out, err = run("compare", "ZBV", *files, "plan", *options, "--format", "json")
     found = json.loads(out)
     rows = {row["name"]: row for row in found["schedules"]}
-    assert (code, err, found["ranks"], found["microbatches"], found["cap"], found["left_out"]) == (0, "", 4, 8, 6, {})
+    assert (code, err, found["ranks"], found["microbatches"], found["cap"], found["left_out"]) == (
+        0,
+        "",
+        4,
+        8,
+        6,
+        {},
+    )
     assert rows.keys() == {"zbv", "mine.csv", "trace.json", "plan"}
     expected = simulate(zbv(4, 8), costs.per_rank(zbv(4, 8)))
     for name in ("zbv", "mine.csv", "trace.json"):
         assert rows[name]["makespan"] == expected.makespan and rows[name]["bubble"] == expected.bubble
     planned = plan(4, 8, costs, cap=6, effort=0.02)
-    assert rows["plan"]["makespan"] <= rows["zbv"]["makespan"] and rows["plan"]["bound"] == pytest.approx(float(planned.bound.value))
+    assert rows["plan"]["makespan"] <= rows["zbv"]["makespan"] and rows["plan"]["bound"] == pytest.approx(
+        float(planned.bound.value)
+    )
     assert rows["plan"]["memory"] <= 6 and not rows["plan"]["over_cap"]
 
 
@@ -49,7 +71,9 @@ def test_costs_of_a_file_are_those_of_the_model(run, tmp_path):
 
 
 def test_the_picture(run, tmp_path):
-    assert run("compare", *SHAPE, "--format", "svg", "--width", 1000)[1] == to_scatter(compare_schedules(4, 8), width=1000)
+    assert run("compare", *SHAPE, "--format", "svg", "--width", 1000)[1] == to_scatter(
+        compare_schedules(4, 8), width=1000
+    )
     assert run("compare", *SHAPE, "--format", "svg", "--out", tmp_path / "x.svg") == (0, "", "")
     assert ElementTree.parse(tmp_path / "x.svg").getroot().get("width") == "900"
     assert run("compare", *SHAPE, "1f1b", "--out", tmp_path / "y.svg") == (0, "", "")
@@ -69,11 +93,17 @@ def test_the_picture(run, tmp_path):
         ((*SHAPE, "1f1b", "--chunks", 3), "--chunks changes nothing"),
         ((*SHAPE, "--chunks", 0), "chunks = 0, expected"),
         ((*SHAPE, "1f1b", "--forward", "1,2,3"), "costs for 3 stages are not those of the"),
-        ((*SHAPE, "plan", "--forward", "1,2,3"), "costs are given for 3 stages, expected a multiple of 4 ranks"),
+        (
+            (*SHAPE, "plan", "--forward", "1,2,3"),
+            "costs are given for 3 stages, expected a multiple of 4 ranks",
+        ),
         (("--ranks", 0, "--microbatches", 2), "ranks = 0, expected an integer of at least 1"),
         (("--ranks", 3, "--microbatches", 3, "dualpipe"), "ranks = 3, expected an even number"),
         ((*SHAPE, "--format", "tabel"), "did you mean 'table'?"),
-        ((*SHAPE, "--format", "table", "--out", "x.svg"), "--out x.svg: expected a name that ends in .txt, for --format table"),
+        (
+            (*SHAPE, "--format", "table", "--out", "x.svg"),
+            "--out x.svg: expected a name that ends in .txt, for --format table",
+        ),
     ],
 )
 def test_a_question_that_cannot_be_answered_exits_with_2(arguments, message, run):

@@ -12,4 +12,6 @@ def test_the_commands_of_the_readme_print_what_stands_there(run):
     assert len(consoles) >= 3
     for words, printed in consoles:
         code, out, err = run(*shlex.split(words))
-        assert (code, [line.rstrip() for line in out.splitlines()], err) == (0, printed.splitlines(), ""), words
+        assert (code, [line.rstrip() for line in out.splitlines()], err) == (0, printed.splitlines(), ""), (
+            words
+        )

@@ -22,7 +22,10 @@ def test_topology_as_json(run):
 def test_topology_as_text(run):
     assert run("topology", "--axes", "pipe=1,data=2") == (
         0,
-        "pipe=1,data=2: 2 ranks\nrank 0: pipe=0, data=0\nrank 1: pipe=0, data=1\ngroups along pipe: [0] [1]\ngroups along data: [0, 1]\n",
+        (
+            "pipe=1,data=2: 2 ranks\nrank 0: pipe=0, data=0\nrank 1: pipe=0, data=1\ngroups along pipe: [0]"
+            " [1]\ngroups along data: [0, 1]\n"
+        ),
         "",
     )
 
@@ -36,7 +39,11 @@ def test_topology_as_text(run):
         (["--weights", "0.5,0.25,4", "--stages", "2"], [0, 2, 3], [0.75, 4.0]),
         (["--weights", "1,1,1,1", "--stages", "2", "--input-weight", "2"], [0, 1, 4], [3, 3]),
         (["--layers", "8", "--stages", "4"], [0, 1, 4, 7, 8], [2, 3, 3, 2]),
-        (["--layers", "8", "--stages", "4", "--input-weight", "0", "--output-weight", "0"], [0, 2, 4, 6, 8], [2] * 4),
+        (
+            ["--layers", "8", "--stages", "4", "--input-weight", "0", "--output-weight", "0"],
+            [0, 2, 4, 6, 8],
+            [2] * 4,
+        ),
         (["--layers", "10", "--stages", "4", "--method", "uniform"], [0, 3, 6, 8, 10], [3, 3, 2, 2]),
         (["--layout", "Et*2|t|L"], [0, 3, 4, 5], [3, 1, 1]),
         (["--layers", "2", "--stages", "3", "--method", "uniform", "--allow-empty"], [0, 1, 2, 2], [1, 1, 0]),
@@ -53,7 +60,18 @@ def test_partition(run, words, boundaries, loads):
 
 
 def test_partition_of_61_layers(run):
-    _, out, _ = run("partition", "--layers", "61", "--stages", "8", "--input-weight", "1", "--output-weight", "1", "--json")
+    _, out, _ = run(
+        "partition",
+        "--layers",
+        "61",
+        "--stages",
+        "8",
+        "--input-weight",
+        "1",
+        "--output-weight",
+        "1",
+        "--json",
+    )
     found = json.loads(out)
     assert found["boundaries"] == [0, 7, 15, 23, 31, 39, 47, 55, 61]
     assert found["loads"] == [8, 8, 8, 8, 8, 8, 8, 7]
@@ -71,8 +89,14 @@ def test_partition_by_layout_shows_the_stages(run):
         (["topology", "--axes", "pipe=2,data"], "cannot read 'data'"),
         (["topology", "--axes", "pipe=0"], "pipe = 0, expected an integer of at least 1"),
         (["topology", "--axes", f"pipe={10**20}"], f"{10**20} ranks are too many to print"),
-        (["partition", "--layers", "1000000000", "--stages", "4"], "--layers: expected a whole number up to 1000000, got '1000000000'"),
-        (["partition", "--layers", "4", "--stages", "1000000000"], "--stages: expected a whole number up to 1000000, got '1000000000'"),
+        (
+            ["partition", "--layers", "1000000000", "--stages", "4"],
+            "--layers: expected a whole number up to 1000000, got '1000000000'",
+        ),
+        (
+            ["partition", "--layers", "4", "--stages", "1000000000"],
+            "--stages: expected a whole number up to 1000000, got '1000000000'",
+        ),
         (["partition", "--weights", "1,x", "--stages", "2"], "expected a number, got 'x'"),
         (["partition", "--weights", "1,nan", "--stages", "2"], "the weight of layer 1"),
         (["partition", "--weights", "1,2"], "--stages is missing"),

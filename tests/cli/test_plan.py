@@ -19,13 +19,17 @@ SMALL = "--ranks 4 --microbatches 8 --effort 0.05".split()
 
 
 def test_one_line_says_value_bound_gap_and_what_binds(run):
-    code, out, err = run("plan", *SMALL, "--cap", 4, "--weight-share", 1, "--placement", "loop", "--objective", "span")
+    code, out, err = run(
+        "plan", *SMALL, "--cap", 4, "--weight-share", 1, "--placement", "loop", "--objective", "span"
+    )
     assert (code, err) == (0, "")
     assert out == "loop of 1: span 27, bound 27 (work, rank 0), optimal, bubble 0.1111, memory 4; zb_h1\n"
 
 
 def test_json_has_all_figures(run):
-    _, out, _ = run("plan", *SMALL, "--cap", 4, "--placement", "any", "--chunks", "1..2", "--forward", 1.5, "--json")
+    _, out, _ = run(
+        "plan", *SMALL, "--cap", 4, "--placement", "any", "--chunks", "1..2", "--forward", 1.5, "--json"
+    )
     figures = json.loads(out)
     names = "objective value bound gap binds span makespan bubble span_bubble peak_activations placement"
     assert list(figures) == names.split()
@@ -54,7 +58,9 @@ def test_costs_come_from_a_file_or_from_options(run, tmp_path):
     assert code == 0 and max(json.loads(out)["peak_activations"]) <= 400
     assert "give the costs in one place" in run("plan", *SMALL, "--costs", file, "--forward", 2)[2]
     file.write_text('{"forwards": 1}')
-    assert "has 'forwards', expected an object with some of forward" in run("plan", *SMALL, "--costs", file)[2]
+    assert (
+        "has 'forwards', expected an object with some of forward" in run("plan", *SMALL, "--costs", file)[2]
+    )
     file.write_text("{")
     assert f"{file}: not JSON" in run("plan", *SMALL, "--costs", file)[2]
     file.write_text("[1]")
@@ -82,10 +88,16 @@ def test_a_question_that_cannot_be_answered_exits_with_2(options, message, run):
 
 
 def test_ctrl_c_returns_the_best_so_far():
-    command = "plan --ranks 8 --microbatches 24 --cap 8 --placement v --weight-share 1 --backward-weight 0.5 --effort 1000 --json".split()
+    command = (
+        "plan --ranks 8 --microbatches 24 --cap 8 --placement v --weight-share 1 --backward-weight 0.5"
+        " --effort 1000 --json".split()
+    )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(
-        [sys.executable, "-m", "ppfunc", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+        [sys.executable, "-m", "ppfunc", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
     ) as process:
         time.sleep(3)
         assert process.poll() is None

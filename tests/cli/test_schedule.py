@@ -32,10 +32,11 @@ from ppfunc.schedule import (
     zbv,
     zero_bubble,
 )
+from tests.clock import busy
 
 NAMES = (
-    "gpipe 1f1b inference data_parallel interleaved_1f1b looped_bfs zb_h1 zb_h2 interleaved_zb zero_bubble zbv zbv_greedy v_half v_min "
-    "chimera dualpipe dualpipev deepspeed_train deepspeed_inference"
+    "gpipe 1f1b inference data_parallel interleaved_1f1b looped_bfs zb_h1 zb_h2 interleaved_zb zero_bubble"
+    " zbv zbv_greedy v_half v_min chimera dualpipe dualpipev deepspeed_train deepspeed_inference"
 ).split()
 
 
@@ -46,11 +47,20 @@ def test_list_names_every_schedule_with_its_options_and_constraints(run):
     assert [line for line in schedules.splitlines() if not line.startswith(" ")] == NAMES
     functions = re.findall(r"^    in Python: ppfunc\.(\w+)$", schedules, re.MULTILINE)
     assert [getattr(ppfunc, name) for name in functions] == list(BUILDERS.values())
-    assert "zero_bubble\n" in out and "[--costs FILE, --forward X, ...]  times of F, I, W" in schedules.partition("zero_bubble")[2]
-    for word in "chunk group cap chain warm-up activation source microbatch rank stage 1F1B refused step".split():
+    assert (
+        "zero_bubble\n" in out
+        and "[--costs FILE, --forward X, ...]  times of F, I, W" in schedules.partition("zero_bubble")[2]
+    )
+    for (
+        word
+    ) in "chunk group cap chain warm-up activation source microbatch rank stage 1F1B refused step".split():
         assert re.search(rf"\b{word}", schedules) and re.search(rf"^{word}\b", words, re.MULTILINE), word
-    assert "[--chunks V, else 2]  stages per rank v; rank r holds stages r, r + p, ...\n    [--group N] " in out
-    assert "--microbatches M      number of microbatches of both directions together, even, at least 2p." in out
+    assert (
+        "[--chunks V, else 2]  stages per rank v; rank r holds stages r, r + p, ...\n    [--group N] " in out
+    )
+    assert (
+        "--microbatches M      number of microbatches of both directions together, even, at least 2p." in out
+    )
     assert "[--order source|head, else source]  source or head." in out.replace('"', "")
     assert "refused: an argument below 1, or a group with which the pipeline would stall." in out
 
@@ -67,8 +77,15 @@ def test_every_schedule_is_shown_in_every_form_and_accepted_by_check(name, run, 
                 code, out, err = run("check", file)
                 assert (code, err) == (0, "")
                 assert "digest" in out
-    compute = {cell.strip("()") for row in csv.reader((tmp_path / "0.csv").read_text().splitlines()) for cell in row if cell}
-    assert not any(word in cell for cell in compute for word in ("SEND", "RECV", "LOAD", "@", "STEP", "REDUCE"))
+    compute = {
+        cell.strip("()")
+        for row in csv.reader((tmp_path / "0.csv").read_text().splitlines())
+        for cell in row
+        if cell
+    }
+    assert not any(
+        word in cell for cell in compute for word in ("SEND", "RECV", "LOAD", "@", "STEP", "REDUCE")
+    )
     assert from_json((tmp_path / "0.json").read_text()) == BUILDERS[name](4, 8)
     assert read_schedule(tmp_path / "0.trace") == BUILDERS[name](4, 8)
     assert ElementTree.parse(tmp_path / "0.svg").getroot().tag.endswith("svg")
@@ -83,23 +100,37 @@ def test_a_grid_is_refused_by_its_format(run, tmp_path):
 
 @pytest.mark.parametrize("name", ["1F1B", "one_f_one_b", "Schedule1F1B"])
 def test_names_are_taken_in_any_spelling(name, run):
-    assert run("show", name, "--ranks", 2, "--microbatches", 3) == run("show", "1f1b", "--ranks", 2, "--microbatches", 3)
+    assert run("show", name, "--ranks", 2, "--microbatches", 3) == run(
+        "show", "1f1b", "--ranks", 2, "--microbatches", 3
+    )
 
 
 def test_the_options_of_a_schedule_reach_it(run):
     _, out, _ = run("show", "looped_bfs", "--ranks", 2, "--microbatches", 1, "--chunks", 3, "--format", "csv")
     assert out == "0F0,2F0,4F0,4B0,2B0,0B0\n1F0,3F0,5F0,5B0,3B0,1B0\n"
-    _, out, _ = run("show", "deepspeed_train", "--ranks", 2, "--microbatches", 1, "--order", "head", "--format", "steps")
-    assert out.splitlines()[:3] == ["rank 0", "LoadMicroBatch(buffer_id=0) ForwardPass(buffer_id=0)", "SendActivation(buffer_id=0)"]
+    _, out, _ = run(
+        "show", "deepspeed_train", "--ranks", 2, "--microbatches", 1, "--order", "head", "--format", "steps"
+    )
+    assert out.splitlines()[:3] == [
+        "rank 0",
+        "LoadMicroBatch(buffer_id=0) ForwardPass(buffer_id=0)",
+        "SendActivation(buffer_id=0)",
+    ]
     assert out.splitlines()[-1].endswith("ReduceTiedGrads() ReduceGrads() OptimizerStep()")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("show", "2f2b", "--ranks", 2, "--microbatches", 2), "unknown schedule '2f2b': expected one of gpipe, 1f1b"),
+        (
+            ("show", "2f2b", "--ranks", 2, "--microbatches", 2),
+            "unknown schedule '2f2b': expected one of gpipe, 1f1b",
+        ),
         (("show", "zbh1v", "--ranks", 2, "--microbatches", 2), "did you mean 'zb_h1'?"),
-        (("show", "gpipe", "--ranks", 2, "--microbatches", 2, "--chunks", 2), "gpipe takes no --chunks: its options are --ranks"),
+        (
+            ("show", "gpipe", "--ranks", 2, "--microbatches", 2, "--chunks", 2),
+            "gpipe takes no --chunks: its options are --ranks",
+        ),
         (("show", "gpipe", "--ranks", 0, "--microbatches", 2), "ranks = 0, expected"),
         (("show", "dualpipe", "--ranks", 3, "--microbatches", 8), "ranks = 3"),
         (("show", "gpipe", "--ranks", 2), "--microbatches"),
@@ -108,11 +139,23 @@ def test_the_options_of_a_schedule_reach_it(run):
         (("simulate", "gpipe", "--ranks", 2), "gpipe needs --microbatches"),
         (("simulate", "nothing.csv"), "no such file: nothing.csv"),
         (("simulate", "nothing"), "unknown schedule 'nothing': expected one of gpipe, 1f1b"),
-        (("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "nan"), "forward is nan, expected"),
-        (("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "-1"), "forward is -1, expected"),
+        (
+            ("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "nan"),
+            "forward is nan, expected",
+        ),
+        (
+            ("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "-1"),
+            "forward is -1, expected",
+        ),
         (("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "x"), "--forward"),
-        (("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--weight-share", 2), "weight_share is 2, expected at most 1"),
-        (("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "1.x"), "argument --forward: expected a number, got '1.x'"),
+        (
+            ("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--weight-share", 2),
+            "weight_share is 2, expected at most 1",
+        ),
+        (
+            ("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "1.x"),
+            "argument --forward: expected a number, got '1.x'",
+        ),
         (
             ("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--backward", 1, "--backward-input", 2),
             "--backward-input 2 is a part of --backward 1: expected at most that",
@@ -153,9 +196,15 @@ def broken_files() -> dict[str, str]:
         "duplicated rank": compute + compute.splitlines()[2] + "\n",
         "swapped forward and backward": compute.replace("2F0,2B0", "2B0,2F0"),
         "swapped parts": apart.replace("1I0", "x").replace("1W0", "1I0").replace("x", "1W0"),
-        "swapped sends": lowered.replace("0SEND_F0", "x").replace("0SEND_F1", "0SEND_F0").replace("x", "0SEND_F1"),
-        "swapped receives": lowered.replace("1RECV_F0", "x").replace("1RECV_F1", "1RECV_F0").replace("x", "1RECV_F1"),
-        "swapped receives of chunks": chunks.replace("1RECV_F0", "x").replace("3RECV_F0", "1RECV_F0").replace("x", "3RECV_F0"),
+        "swapped sends": (
+            lowered.replace("0SEND_F0", "x").replace("0SEND_F1", "0SEND_F0").replace("x", "0SEND_F1")
+        ),
+        "swapped receives": (
+            lowered.replace("1RECV_F0", "x").replace("1RECV_F1", "1RECV_F0").replace("x", "1RECV_F1")
+        ),
+        "swapped receives of chunks": (
+            chunks.replace("1RECV_F0", "x").replace("3RECV_F0", "1RECV_F0").replace("x", "3RECV_F0")
+        ),
         "send before its forward": lowered.replace("0F0,0SEND_F0", "0SEND_F0,0F0"),
         "receive after its forward": lowered.replace("1RECV_F0,1F0", "1F0,1RECV_F0"),
         "swapped ranks": lowered.replace("0F1", "x").replace("1F1", "0F1").replace("x", "1F1"),
@@ -163,7 +212,9 @@ def broken_files() -> dict[str, str]:
         "misplaced send": lowered.replace("0SEND_F1,", "").replace("2F0", "0SEND_F1,2F0"),
         "misplaced chain": twice.replace("0F0", "0F3"),
         "cycle": "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
-        "cycle of messages": "0F0,0SEND_F0,0RECV_B0,0B0,0F1,0SEND_F1,0RECV_B1,0B1\n1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n",
+        "cycle of messages": (
+            "0F0,0SEND_F0,0RECV_B0,0B0,0F1,0SEND_F1,0RECV_B1,0B1\n1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n"
+        ),
         "stage out of range": compute.replace("1F2", "7F2"),
         "stage far out of range": compute.replace("1F2", "1000000000000F2"),
         "microbatch out of range": compute.replace("1F2", "1F4"),
@@ -186,7 +237,7 @@ def test_check_refuses_broken_files_with_rank_position_and_instruction(what, run
     (tmp_path / "broken.csv").write_text(broken_files()[what])
     start = time.process_time()
     code, out, err = run("check", tmp_path / "broken.csv")
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < busy()
     assert (code, out) == (1, "")
     assert "rank " in err and len(err) < 3000
     assert "step " in err
@@ -220,7 +271,7 @@ def test_check_of_what_is_no_schedule_exits_with_2(content, run, tmp_path):
     (tmp_path / "garbled.csv").write_bytes(content)
     start = time.process_time()
     code, out, err = run("check", tmp_path / "garbled.csv")
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < busy()
     assert (code, out) == (2, "")
     assert len(err) < 700 and "Traceback" not in err
 
@@ -263,10 +314,24 @@ def test_no_torch_is_imported_and_a_closed_pipe_is_no_error():
         "sys.exit(code or int('torch' in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL).returncode == 0
-    command = [sys.executable, "-m", "ppfunc", "show", "gpipe", "--ranks", "64", "--microbatches", "256", "--format", "csv"]
+    command = [
+        sys.executable,
+        "-m",
+        "ppfunc",
+        "show",
+        "gpipe",
+        "--ranks",
+        "64",
+        "--microbatches",
+        "256",
+        "--format",
+        "csv",
+    ]
     # Without a buffer Python would not notice that it wrote only a part.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
         process.stdout.read(10)
         process.stdout.close()
         assert process.stderr.read() == b""
@@ -282,7 +347,13 @@ SHAPE = ("--ranks", 4, "--microbatches", 8)
 
 
 def test_show_draws_names_and_files_with_costs(run, tmp_path):
-    costs = Costs(forward=[1, 2, 1, 1], backward=[2, 4, 2, 2], backward_input=[1, 2, 1, 1], backward_weight=[1, 2, 1, 1], communication=0.5)
+    costs = Costs(
+        forward=[1, 2, 1, 1],
+        backward=[2, 4, 2, 2],
+        backward_input=[1, 2, 1, 1],
+        backward_weight=[1, 2, 1, 1],
+        communication=0.5,
+    )
     options = ("--forward", "1,2,1,1", "--backward", "2,4,2,2", "--communication", 0.5)
     schedule = one_f_one_b(4, 8)
     timeline = simulate(schedule, costs)
@@ -292,10 +363,16 @@ def test_show_draws_names_and_files_with_costs(run, tmp_path):
         for given in (options, ("--costs", tmp_path / "costs.json")):
             assert run("show", *source, *given) == (0, to_grid(schedule, timeline), "")
             assert run("show", *source, *given, "--format", "svg") == (0, to_svg(schedule, timeline), "")
-            assert run("show", *source, *given, "--format", "trace", "--out", tmp_path / "t.json") == (0, "", "")
+            assert run("show", *source, *given, "--format", "trace", "--out", tmp_path / "t.json") == (
+                0,
+                "",
+                "",
+            )
             assert (tmp_path / "t.json").read_text() == to_trace(schedule, timeline)
             out = json.loads(run("simulate", *source, *given, "--json")[1])
-            assert out["makespan"] == timeline.makespan and out["peak_activations"] == list(timeline.peak_activations)
+            assert out["makespan"] == timeline.makespan and out["peak_activations"] == list(
+                timeline.peak_activations
+            )
     assert run("show", "1f1b", *SHAPE, "--width", 1100, "--format", "svg")[1] == to_svg(schedule, width=1100)
 
 
@@ -305,30 +382,51 @@ def test_a_trace_is_drawn_with_its_own_times_and_a_sentence(run, tmp_path):
     (tmp_path / "trace.json").write_text(to_trace(schedule, slow))
     code, out, err = run("show", tmp_path / "trace.json")
     grid, _, sentence = out.rstrip("\n").rpartition("\n")
-    assert (code, err, grid + "\n") == (0, "", to_grid(schedule, slow, width=160))  # where there is no terminal
-    assert run("show", tmp_path / "trace.json", "--width", 60)[1].startswith(to_grid(schedule, slow, width=60))
-    assert re.fullmatch(r"rank 0 waits \d+% of the step for rank 1 \(0RECV_B\); stage 2 is 2 times as long as the others", sentence)
+    assert (code, err, grid + "\n") == (
+        0,
+        "",
+        to_grid(schedule, slow, width=160),
+    )  # where there is no terminal
+    assert run("show", tmp_path / "trace.json", "--width", 60)[1].startswith(
+        to_grid(schedule, slow, width=60)
+    )
+    assert re.fullmatch(
+        r"rank 0 waits \d+% of the step for rank 1 \(0RECV_B\); stage 2 is 2 times as long as the others",
+        sentence,
+    )
     assert run("show", tmp_path / "trace.json", "--format", "svg")[1] == to_svg(schedule, slow)
-    assert run("show", tmp_path / "trace.json", "--forward", 2)[1] == to_grid(schedule, simulate(schedule, Costs(forward=2)))
+    assert run("show", tmp_path / "trace.json", "--forward", 2)[1] == to_grid(
+        schedule, simulate(schedule, Costs(forward=2))
+    )
     assert json.loads(run("simulate", tmp_path / "trace.json", "--json")[1])["makespan"] == slow.makespan
-    assert json.loads(run("simulate", tmp_path / "trace.json", "--forward", 1, "--json")[1])["makespan"] == simulate(schedule).makespan
+    assert (
+        json.loads(run("simulate", tmp_path / "trace.json", "--forward", 1, "--json")[1])["makespan"]
+        == simulate(schedule).makespan
+    )
     assert run("check", tmp_path / "trace.json")[0] == 0
 
 
 def test_costs_of_the_stages_of_a_model_count_for_replicas(run):
     both = run("simulate", "dualpipe", "--ranks", 2, "--microbatches", 4, "--forward", "1,2,1,2", "--json")
-    assert run("simulate", "dualpipe", "--ranks", 2, "--microbatches", 4, "--forward", "1,2", "--json") == both and both[0] == 0
+    assert (
+        run("simulate", "dualpipe", "--ranks", 2, "--microbatches", 4, "--forward", "1,2", "--json") == both
+        and both[0] == 0
+    )
 
 
 def test_schedules_that_are_made_for_costs_get_them_with_their_cap(run):
     costs = Costs(forward=(1, 3, 1), weight_share=1)
     given = ("--ranks", 3, "--microbatches", 6, "--cap", 2, "--forward", "1,3,1", "--weight-share", 1)
-    assert run("show", "zero_bubble", *given, "--format", "csv")[1] == to_csv(zero_bubble(3, 6, cap=2, costs=costs))
-    built = zero_bubble(3, 6)
-    assert built != zero_bubble(3, 6, costs=Costs()) and run("show", "zero_bubble", "--ranks", 3, "--microbatches", 6)[1] == to_grid(built)
-    assert run("show", "zero_bubble", "--ranks", 3, "--microbatches", 6, "--forward", 1, "--format", "csv")[1] == to_csv(
-        zero_bubble(3, 6, costs=Costs(forward=1))
+    assert run("show", "zero_bubble", *given, "--format", "csv")[1] == to_csv(
+        zero_bubble(3, 6, cap=2, costs=costs)
     )
+    built = zero_bubble(3, 6)
+    assert built != zero_bubble(3, 6, costs=Costs()) and run(
+        "show", "zero_bubble", "--ranks", 3, "--microbatches", 6
+    )[1] == to_grid(built)
+    assert run("show", "zero_bubble", "--ranks", 3, "--microbatches", 6, "--forward", 1, "--format", "csv")[
+        1
+    ] == to_csv(zero_bubble(3, 6, costs=Costs(forward=1)))
 
 
 def test_parts_of_a_backward_per_stage(run):
@@ -341,18 +439,37 @@ def test_parts_of_a_backward_per_stage(run):
     assert parts("--backward", 4, "--backward-input", "1,3") == (1, 3, 3, 1)
     assert parts("--backward", "4,6", "--backward-weight", 1) == (3, 5, 1, 1)
     assert parts("--backward", "4,6", "--backward-weight", 1, "--backward-input", "2,3") == (2, 3, 1, 1)
-    code, _, err = run("simulate", "zb_h1", "--ranks", 2, "--microbatches", 1, "--backward", "4,6", "--backward-input", "1,2,3")
+    code, _, err = run(
+        "simulate",
+        "zb_h1",
+        "--ranks",
+        2,
+        "--microbatches",
+        1,
+        "--backward",
+        "4,6",
+        "--backward-input",
+        "1,2,3",
+    )
     assert code == 2 and "--backward and its parts have 2 and 3 numbers" in err
-    code, _, err = run("simulate", "zb_h1", "--ranks", 2, "--microbatches", 1, "--backward", "4,6", "--backward-input", "1,7")
+    code, _, err = run(
+        "simulate", "zb_h1", "--ranks", 2, "--microbatches", 1, "--backward", "4,6", "--backward-input", "1,7"
+    )
     assert code == 2 and "--backward-input 7 is a part of --backward 6" in err
 
 
 def test_a_file_for_torch(run, tmp_path):
     assert run("show", "zbv", *SHAPE, "--for", "torch")[1] == to_torch_csv(zbv(4, 8))
     run("show", "zbv", *SHAPE, "--for", "torch", "--out", tmp_path / "zbv.csv")
-    assert run("show", tmp_path / "zbv.csv", "--for", "torch", "--format", "csv")[1] == to_torch_csv(zbv(4, 8))
+    assert run("show", tmp_path / "zbv.csv", "--for", "torch", "--format", "csv")[1] == to_torch_csv(
+        zbv(4, 8)
+    )
     code, out, err = run("show", "dualpipe", *SHAPE, "--for", "torch")
-    assert (code, out, err) == (2, "", "ppfunc show: error: dualpipe has 2 chains of stages, torch's runtime runs one\n")
+    assert (code, out, err) == (
+        2,
+        "",
+        "ppfunc show: error: dualpipe has 2 chains of stages, torch's runtime runs one\n",
+    )
 
 
 def test_check_refuses_more_activations_than_are_allowed(run, tmp_path):
@@ -375,8 +492,14 @@ def test_every_word_of_a_proof_is_explained(run, tmp_path):
             proof, _, words = run("check", tmp_path / "x.json")[1].partition("\nwords\n")
             explained = [line.split("  ")[0] for line in words.splitlines() if not line.startswith(" ")]
             for label in [line.split("  ")[0] for line in proof.splitlines()[1:] if line]:
-                assert label.removesuffix(" per stage") in {word + plural for word in explained for plural in ("", "s", "es")}, label
-            (models,) = (line.split("  ", 1)[1].strip() for line in proof.splitlines() if line.startswith("no deadlock"))
+                assert label.removesuffix(" per stage") in {
+                    word + plural for word in explained for plural in ("", "s", "es")
+                }, label
+            (models,) = (
+                line.split("  ", 1)[1].strip()
+                for line in proof.splitlines()
+                if line.startswith("no deadlock")
+            )
             assert set(models.split(", ")) <= set(explained)
             assert ("slots per stage" in proof) == ("slot" in explained)
     out = run("simulate", "1f1b", *SHAPE)[1]
@@ -393,19 +516,30 @@ def test_standard_input_is_a_file(run, monkeypatch):
         assert (code, err) == (0, "") and out
     assert json.loads(out)["makespan"] == simulate(zbv(4, 8)).makespan
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
-    assert run("check", "-") == (2, "", "ppfunc check: error: standard input: not text: byte 0 is not UTF-8\n")
+    assert run("check", "-") == (
+        2,
+        "",
+        "ppfunc check: error: standard input: not text: byte 0 is not UTF-8\n",
+    )
 
 
 @pytest.mark.parametrize(
     "content",
-    [b" " * 10**7, b"," * 10**7, b"0F0,0B0" + b"," * 10**7, b"\n" * 10**7, b"{" + b" " * 10**7, b'{"traceEvents": [' + b" " * 10**7],
+    [
+        b" " * 10**7,
+        b"," * 10**7,
+        b"0F0,0B0" + b"," * 10**7,
+        b"\n" * 10**7,
+        b"{" + b" " * 10**7,
+        b'{"traceEvents": [' + b" " * 10**7,
+    ],
 )
 def test_a_file_of_blanks_ends_in_seconds(content, run, tmp_path):
     (tmp_path / "blanks.csv").write_bytes(content)
     for command in ("check", "show", "simulate"):
         start = time.process_time()
         code, out, err = run(command, tmp_path / "blanks.csv")
-        assert time.process_time() - start < 3
+        assert time.process_time() - start < 3 * busy()
         assert code in (1, 2) and out == "" and len(err) < 400
 
 
@@ -419,17 +553,25 @@ def test_a_file_with_nothing_in_it_is_told_as_such(content, run, tmp_path):
 
 def test_what_a_command_does_leads_to_it(run):
     code, _, err = run("convert", "a.csv", "b.json")
-    assert code == 2 and "see show: print, draw or convert a schedule: --format grid, csv, steps, json, svg, trace" in err
+    assert (
+        code == 2
+        and "see show: print, draw or convert a schedule: --format grid, csv, steps, json, svg, trace" in err
+    )
 
 
 def test_a_pipe_is_not_waited_for(run, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for command in ("check", "show", "simulate", "compare"):
         code, out, err = run(command, tmp_path / "pipe")
-        assert (code, out) == (
-            2,
-            "",
-        ) and "a pipe or a device, expected a file; ppfunc reads standard input where its file is called -" in err
+        assert (
+            (code, out)
+            == (
+                2,
+                "",
+            )
+            and "a pipe or a device, expected a file; ppfunc reads standard input where its file is called -"
+            in err
+        )
     code, _, err = run("simulate", "1f1b", *SHAPE, "--costs", tmp_path / "pipe")
     assert code == 2 and "a pipe or a device" in err
     assert run("check", "/dev/zero")[0] == 2
@@ -438,21 +580,45 @@ def test_a_pipe_is_not_waited_for(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("show", "gpipe", "--ranks", 10**9, "--microbatches", 1), "--ranks: expected a whole number up to 1000000, got '1000000000'"),
-        (("show", "gpipe", "--ranks", 10**5, "--microbatches", 10**5), "ranks x microbatches x stages per rank = 100000 x 100000 x 1"),
-        (("show", "looped_bfs", "--ranks", 10, "--microbatches", 10, "--chunks", 10**6), "= 10 x 10 x 1000000: expected at most 500000"),
-        (("simulate", "gpipe", "--ranks", 2, "--microbatches", "9" * 10**5), "expected a whole number up to 1000000, got '99999"),
-        (("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "9" * 4000), "expected a number up to 1e+100, got '99999"),
-        (("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "9" * 9000), "forward is inf, expected a finite number"),
-        (("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "1e300"), "expected a number up to 1e+100, got '1e300'"),
-        (("show", "zero_bubble", "--ranks", 2, "--microbatches", 2, "--cap", "9" * 4000), "expected a number up to 1e+100"),
+        (
+            ("show", "gpipe", "--ranks", 10**9, "--microbatches", 1),
+            "--ranks: expected a whole number up to 1000000, got '1000000000'",
+        ),
+        (
+            ("show", "gpipe", "--ranks", 10**5, "--microbatches", 10**5),
+            "ranks x microbatches x stages per rank = 100000 x 100000 x 1",
+        ),
+        (
+            ("show", "looped_bfs", "--ranks", 10, "--microbatches", 10, "--chunks", 10**6),
+            "= 10 x 10 x 1000000: expected at most 500000",
+        ),
+        (
+            ("simulate", "gpipe", "--ranks", 2, "--microbatches", "9" * 10**5),
+            "expected a whole number up to 1000000, got '99999",
+        ),
+        (
+            ("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "9" * 4000),
+            "expected a number up to 1e+100, got '99999",
+        ),
+        (
+            ("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "9" * 9000),
+            "forward is inf, expected a finite number",
+        ),
+        (
+            ("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "1e300"),
+            "expected a number up to 1e+100, got '1e300'",
+        ),
+        (
+            ("show", "zero_bubble", "--ranks", 2, "--microbatches", 2, "--cap", "9" * 4000),
+            "expected a number up to 1e+100",
+        ),
         (("compare", "--ranks", 10**4, "--microbatches", 10**4), "ranks x microbatches x stages per rank"),
     ],
 )
 def test_huge_numbers_end_at_once(arguments, message, run):
     start = time.process_time()
     code, out, err = run(*arguments)
-    assert time.process_time() - start < 2
+    assert time.process_time() - start < 2 * busy()
     assert (code, out) == (2, "") and message in err and len(err) < 500
 
 
@@ -463,7 +629,10 @@ def test_huge_numbers_end_at_once(arguments, message, run):
         (("shwo", "1f1b"), "did you mean 'show'?"),
         (("show", "interleaved_1f", *SHAPE), "did you mean 'interleaved_1f1b'?"),
         (("simulate", "zbh1v", *SHAPE), "did you mean 'zb_h1'?"),
-        (("show", "1f1b", *SHAPE, "--loweerd"), "--loweerd is none of its options or arguments; did you mean '--lowered'?"),
+        (
+            ("show", "1f1b", *SHAPE, "--loweerd"),
+            "--loweerd is none of its options or arguments; did you mean '--lowered'?",
+        ),
         (("compare", *SHAPE, "dualpip"), "did you mean 'dualpipe'?"),
         (("compare", *SHAPE, "plann"), "did you mean 'plan'?"),
         (("partition", "--layers", 4, "--stages", 2, "--method", "balancd"), "did you mean 'balanced'?"),
@@ -477,8 +646,14 @@ def test_the_nearest_name_is_suggested(arguments, message, run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--format", "json", "--forward", 2), "costs change nothing in --format json of 1f1b: leave them out"),
-        (("--format", "csv", "--width", 100), "--width is for a grid or an svg: leave it out of --format csv"),
+        (
+            ("--format", "json", "--forward", 2),
+            "costs change nothing in --format json of 1f1b: leave them out",
+        ),
+        (
+            ("--format", "csv", "--width", 100),
+            "--width is for a grid or an svg: leave it out of --format csv",
+        ),
         (("--width", 10), "width is 10, expected at least 28 for a grid of 4 ranks"),
         (("--format", "svg", "--width", 10), "width is 10, expected a number of pixels from 960 to 100000"),
         (("--for", "torch", "--format", "grid"), "--for torch is a csv: leave --format grid out"),
@@ -488,7 +663,10 @@ def test_the_nearest_name_is_suggested(arguments, message, run):
         (("--forward", "1,,2"), "argument --forward: expected a number, got ''"),
         (("--forward", 2, "--lowered"), "a grid on a scale of time has no messages"),
         (("--forward", 0), "0F0 takes no time, so it has no place in a grid"),
-        (("--forward", 2, "--costs", "costs.json"), "--costs costs.json and --forward: give the costs in one place"),
+        (
+            ("--forward", 2, "--costs", "costs.json"),
+            "--costs costs.json and --forward: give the costs in one place",
+        ),
         (("--costs", "/nowhere/at/all"), "No such file"),
     ],
 )
@@ -514,15 +692,28 @@ def test_control_characters_of_names_are_escaped(run, tmp_path):
     document["name"] = "red\x1b[31m\x07"
     (tmp_path / "x.json").write_text(json.dumps(document))
     outputs = [
-        run(*words) for words in (("check", tmp_path / "x.json"), ("show", tmp_path / "x.json", "--format", "svg"), ("show", "\x1b[31m"))
+        run(*words)
+        for words in (
+            ("check", tmp_path / "x.json"),
+            ("show", tmp_path / "x.json", "--format", "svg"),
+            ("show", "\x1b[31m"),
+        )
     ]
-    outputs += [run("compare", tmp_path / "x.json"), run("show", "1f1b", "--\x1b[31m", *SHAPE), run("\x1b[31m"), run("check", "/\x1b[31m")]
+    outputs += [
+        run("compare", tmp_path / "x.json"),
+        run("show", "1f1b", "--\x1b[31m", *SHAPE),
+        run("\x1b[31m"),
+        run("check", "/\x1b[31m"),
+    ]
     document["placement"] = [9, 9, 9, 9]
     (tmp_path / "\x1b[31m.json").write_text(json.dumps(document))
     outputs += [run("check", tmp_path / "\x1b[31m.json"), run("compare", tmp_path / "\x1b[31m.json")]
     document["\x1b[31m"] = 1
     (tmp_path / "\x1b[31m.json").write_text(json.dumps(document))
-    outputs += [run("check", tmp_path / "\x1b[31m.json"), run("show", tmp_path / "\x1b[31m.json", "--for", "torch")]
+    outputs += [
+        run("check", tmp_path / "\x1b[31m.json"),
+        run("show", tmp_path / "\x1b[31m.json", "--for", "torch"),
+    ]
     assert outputs[0][1].startswith("red\\x1b[31m\\x07: proved\n")
     for code, out, err in outputs:
         assert (out + err).replace("\n", "").isprintable() and code in (0, 1, 2) and out + err
@@ -542,7 +733,9 @@ def test_every_help_has_an_example_that_works(run, tmp_path):
         for example in examples:
             assert re.search(rf"\bppfunc {name}\b", example)
             line = re.sub(r"\bppfunc\b", command, example)
-            done = subprocess.run(line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+            done = subprocess.run(
+                line, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
+            )
             assert (done.returncode, done.stderr) == (0, "") and (done.stdout or "--out" in example), example
 
 
@@ -555,7 +748,11 @@ def test_a_wrong_file_is_shown_or_refused(run, tmp_path):
         (tmp_path / "broken.csv").write_text(text)
         for form in ("grid", "svg", "trace", "json"):
             code, out, err = run("show", tmp_path / "broken.csv", "--format", form)
-            assert (code, err) == (0, "") and form == "grid" and out if code == 0 else code == 1 and err and not out, (what, form)
+            assert (
+                (code, err) == (0, "") and form == "grid" and out
+                if code == 0
+                else code == 1 and err and not out
+            ), (what, form)
 
 
 def test_a_picture_is_written_as_its_suffix_says(run, tmp_path):
@@ -566,7 +763,10 @@ def test_a_picture_is_written_as_its_suffix_says(run, tmp_path):
         assert file.read_text().startswith(begin)
     for words, message in (
         (("--out", "picture.png"), "its suffix says no format, give --format, one of grid, csv"),
-        (("--format", "svg", "--out", "picture.png"), "--out picture.png: expected a name that ends in .svg, for --format svg"),
+        (
+            ("--format", "svg", "--out", "picture.png"),
+            "--out picture.png: expected a name that ends in .svg, for --format svg",
+        ),
         (("--format", "csv", "--out", "picture.SVG"), "expected a name that ends in .csv or .txt"),
         (("--for", "torch", "--out", "picture.svg"), "expected a name that ends in .csv or .txt"),
     ):

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "tour.ipynb"
-CELLS = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+CELLS = [
+    cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"
+]
 
 
 class Ran(NamedTuple):
@@ -38,7 +40,9 @@ def run(cell: dict[str, Any], names: dict[str, Any]) -> Ran:
     printed = StringIO()
     with redirect_stdout(printed):
         exec(compile(tree, str(NOTEBOOK), "exec"), names)
-        value = None if last is None else eval(compile(ast.Expression(last.value), str(NOTEBOOK), "eval"), names)
+        value = (
+            None if last is None else eval(compile(ast.Expression(last.value), str(NOTEBOOK), "eval"), names)
+        )
     return Ran(cell, printed.getvalue(), value)
 
 
@@ -72,14 +76,19 @@ def test_every_cell_shows_what_is_stored(ran):
         assert bool(printed) == bool(stored(cell, "stream")), cell["source"]
         assert not stored(cell, "error")
         if "image/svg+xml" in forms:
-            old, new = (ElementTree.fromstring(text) for text in ("".join(results[0]["image/svg+xml"]), forms["image/svg+xml"]))
+            old, new = (
+                ElementTree.fromstring(text)
+                for text in ("".join(results[0]["image/svg+xml"]), forms["image/svg+xml"])
+            )
             assert old.attrib == new.attrib and old[0].text == new[0].text
         kinds.append(type(value).__name__)
     assert {"Schedule", "Certificate", "Timeline", "Comparison", "Costs", "Tensor"} <= set(kinds)
 
 
 def test_the_text_that_does_not_depend_on_the_machine_is_stored_as_it_is(ran):
-    """Run it again where it has changed: jupyter nbconvert --to notebook --execute --inplace examples/tour.ipynb"""
+    """Run it again where it has changed: jupyter nbconvert --to notebook --execute --inplace
+    examples/tour.ipynb
+    """
     for cell, _, value in ran:
         if type(value).__name__ in ("Schedule", "Certificate"):
             (output,) = stored(cell, "execute_result")

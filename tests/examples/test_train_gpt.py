@@ -63,7 +63,7 @@ def test_same_curve_whatever_the_schedule_and_the_stages(trained):
         "--stages 2 --schedule dualpipe",
         "--stages 4 --schedule deepspeed_train",
         "--schedule data_parallel --stages 1",
-        "--stages 2 --microbatches 2 --accumulate 2",
+        "--stages 2 --microbatches 2",
     ):
         got = trained(*more.split())
         assert got.losses == pytest.approx(expected.losses, rel=1e-6), more
@@ -83,7 +83,7 @@ def test_precisions_and_clipping_train_too(trained):
 
 
 def test_a_grid_of_eight_processes_has_the_curve_of_one(trained, environment, tmp_path):
-    options = "--tied --clip 0.5 --accumulate 2 --microbatches 2".split()
+    options = "--tied --clip 0.5 --microbatches 2".split()
     expected = trained("--stages", "1", *options)
     grid = "--stages 2 --data 2 --tensor 2 --shard params".split()
     command = [sys.executable, EXAMPLES / "train_gpt.py", *SMALL, *options, *grid, "--out", tmp_path]
@@ -108,8 +108,24 @@ def test_a_run_goes_on_from_a_checkpoint_on_another_grid(example, trained, envir
     assert again == trained("--stages", "2", "--steps", "8")  # to the bit
     shutil.rmtree(tmp_path / "runs" / "step-8")
     shutil.rmtree(tmp_path / "runs" / "step-6")
-    command = [sys.executable, EXAMPLES / "train_gpt.py", *SMALL, *saving, "--resume", "--stages", "3", "--data", "2"]
-    done = subprocess.run([*command, "--shard", "params", "--out", tmp_path], env=environment, capture_output=True, text=True, timeout=240)
+    command = [
+        sys.executable,
+        EXAMPLES / "train_gpt.py",
+        *SMALL,
+        *saving,
+        "--resume",
+        "--stages",
+        "3",
+        "--data",
+        "2",
+    ]
+    done = subprocess.run(
+        [*command, "--shard", "params", "--out", tmp_path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert losses_in(tmp_path) == pytest.approx(expected.losses, rel=1e-5)
     assert losses_in(tmp_path)[:4] == again.losses[:4]
@@ -136,9 +152,30 @@ def rank_of(process, rank, patience=60):
 def test_torchrun_goes_on_after_a_rank_was_killed(trained, environment, tmp_path):
     steps = ["--steps", "40", "--every", "2"]
     expected = trained("--stages", "2", *steps)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command = [*torchrun, EXAMPLES / "train_gpt.py", *SMALL, *steps, "--save", tmp_path / "runs", "--resume", "--out", tmp_path]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+    ]
+    command = [
+        *torchrun,
+        EXAMPLES / "train_gpt.py",
+        *SMALL,
+        *steps,
+        "--save",
+        tmp_path / "runs",
+        "--resume",
+        "--out",
+        tmp_path,
+    ]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         while not (tmp_path / "runs" / "step-2").exists():
             assert process.poll() is None, process.stdout.read()[-3000:]
             time.sleep(0.01)
@@ -150,8 +187,25 @@ def test_torchrun_goes_on_after_a_rank_was_killed(trained, environment, tmp_path
 
 
 def test_runs_plainly_in_processes_of_its_own(environment, tmp_path):
-    command = [sys.executable, EXAMPLES / "train_gpt.py", *SMALL, "--stages", "2", "--steps", "25", "--lr", "0.02"]
-    done = subprocess.run([*command, "--out", tmp_path], env=environment, capture_output=True, text=True, timeout=240, check=True)
+    command = [
+        sys.executable,
+        EXAMPLES / "train_gpt.py",
+        *SMALL,
+        "--stages",
+        "2",
+        "--steps",
+        "25",
+        "--lr",
+        "0.02",
+    ]
+    done = subprocess.run(
+        [*command, "--out", tmp_path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
     first, last = (float(x) for x in done.stdout.split("loss: ")[1].split(" at last")[0].split(" at first, "))
     assert first == pytest.approx(5.5, abs=0.2)
     assert last < 4.5
@@ -167,18 +221,16 @@ def test_runs_plainly_in_processes_of_its_own(environment, tmp_path):
 
 def test_a_failing_rank_fails_the_run_and_alone_tells_why(environment, tmp_path):
     (tmp_path / "fail.py").write_text(
-        f"import sys; sys.path.insert(0, {str(EXAMPLES)!r})\n"
-        "import launch, torch\n"
-        "import ppfunc as pp\n"
-        "def job(options, place):\n"
-        "    def stage(w, x):\n"
-        "        if place.rank == 1: raise LookupError('no such thing')\n"
-        "        return w * x\n"
-        "    step = pp.value_and_grad([stage] * 2, torch.sub, pp.gpipe(2, 2), place.transport, engine=pp.functional)\n"
-        "    step({place.rank: torch.ones(())}, torch.ones(2), torch.ones(2))\n"
-        "if __name__ == '__main__': launch.run(job, None, (2, 1, 1), False)\n"
+        f"import sys; sys.path.insert(0, {str(EXAMPLES)!r})\nimport launch, torch\nimport ppfunc as pp\ndef"
+        " job(options, place):\n    def stage(w, x):\n        if place.rank == 1: raise LookupError('no such"
+        " thing')\n        return w * x\n    step = pp.value_and_grad([stage] * 2, torch.sub, pp.gpipe(2,"
+        " 2), place.transport, engine=pp.engines.functional)\n    step({place.rank: torch.ones(())},"
+        " torch.ones(2), torch.ones(2))\nif __name__ == '__main__': launch.run(job, None, (2, 1, 1),"
+        " False)\n"
     )
-    done = subprocess.run([sys.executable, tmp_path / "fail.py"], env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "fail.py"], env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 1
     assert "LookupError: no such thing" in done.stderr
     assert "Process 1 terminated" in done.stderr
@@ -187,16 +239,36 @@ def test_a_failing_rank_fails_the_run_and_alone_tells_why(environment, tmp_path)
 
 def running(group):
     """The processes of a process group that still run; one that ended may wait to be reaped."""
-    lines = subprocess.run(["ps", "-A", "-o", "pgid=,stat=,pid="], capture_output=True, text=True, check=True).stdout
-    return [pid for pgid, state, pid in map(str.split, lines.splitlines()) if pgid == str(group) and state[0] != "Z"]
+    lines = subprocess.run(
+        ["ps", "-A", "-o", "pgid=,stat=,pid="], capture_output=True, text=True, check=True
+    ).stdout
+    return [
+        pid
+        for pgid, state, pid in map(str.split, lines.splitlines())
+        if pgid == str(group) and state[0] != "Z"
+    ]
 
 
 @pytest.mark.skipif(shutil.which("ps") is None, reason="looks at the processes with ps")
 def test_interrupt_ends_all_processes(environment, tmp_path, soon):
-    command = [sys.executable, EXAMPLES / "train_gpt.py", *SMALL, "--stages", "2", "--steps", "100000", "--out", tmp_path]
+    command = [
+        sys.executable,
+        EXAMPLES / "train_gpt.py",
+        *SMALL,
+        "--stages",
+        "2",
+        "--steps",
+        "100000",
+        "--out",
+        tmp_path,
+    ]
     command += ["--save", tmp_path / "runs", "--every", "1"]
-    hears = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # what runs in the background may ignore it
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=hears) as process:
+    hears = partial(
+        signal.signal, signal.SIGINT, signal.default_int_handler
+    )  # what runs in the background may ignore it
+    with subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=hears
+    ) as process:
         seen = b""
         while b"loss" not in seen or not (tmp_path / "runs" / "step-2").exists():
             seen = process.stderr.read1()
@@ -209,7 +281,10 @@ def test_interrupt_ends_all_processes(environment, tmp_path, soon):
     assert "Traceback" not in told
     last = told.splitlines()[-1]
     shown = shlex.join(map(str, command))
-    assert re.fullmatch(rf"Interrupted. The last checkpoint is \S*/runs/step-\d+. Go on with: {re.escape(shown)} --resume", last), told
+    assert re.fullmatch(
+        rf"Interrupted. The last checkpoint is \S*/runs/step-\d+. Go on with: {re.escape(shown)} --resume",
+        last,
+    ), told
 
 
 def test_many_skipped_steps_in_a_row_are_told_once(trained, capsys):
@@ -228,7 +303,10 @@ def test_options_that_do_not_fit_are_refused_at_once(example, capsys, tmp_path):
         ("--schedule inference", "forward only"),
         ("--batch 10 --microbatches 4", "not divisible"),
         ("--width 30 --heads 4", "multiple of heads"),
-        ("--stages 9 --layers 4", "the model has 6 layers, too few for 9 stages; take fewer --stages, or more --layers"),
+        (
+            "--stages 9 --layers 4",
+            "the model has 6 layers, too few for 9 stages; take fewer --stages, or more --layers",
+        ),
         ("--lr nan", "--lr: got nan, expected a finite number"),
         (f"--out {__file__}", "is a file, expected a folder"),
         ("--steps 0", "--steps: got 0, expected at least 1"),
@@ -239,14 +317,20 @@ def test_options_that_do_not_fit_are_refused_at_once(example, capsys, tmp_path):
         ("--context 100000000", "expected at most 8192"),
         ("--chunks 2", "no choice of chunks"),
         ("--data 0", "--data: got 0"),
-        ("--data 4", "16 is not divisible by 4 pipelines, 1 passes and 8 microbatches"),
+        ("--data 4", "16 is not divisible by 4 pipelines and 8 microbatches"),
         ("--tensor 3", "4 heads are not divisible by --tensor 3"),
         ("--tensor 2 --in-process", "--in-process runs one pipeline"),
         ("--clip -1", "--clip: got -1.0, expected a norm, at least 0"),
         ("--resume", "--resume goes on from the checkpoints of --save; give their folder"),
         ("--every 0", "--every: got 0"),
-        (f"--save {tmp_path}/runs", "runs has checkpoints, the last of step 10; go on with --resume, or give another folder"),
-        (f"--save {tmp_path}/runs/step-9 --resume", "step-9 is a checkpoint itself; give the folder that it is in"),
+        (
+            f"--save {tmp_path}/runs",
+            "runs has checkpoints, the last of step 10; go on with --resume, or give another folder",
+        ),
+        (
+            f"--save {tmp_path}/runs/step-9 --resume",
+            "step-9 is a checkpoint itself; give the folder that it is in",
+        ),
         (f"--save {tmp_path}/file", "file is a file, expected a folder"),
     ]:
         with pytest.raises(SystemExit) as caught:

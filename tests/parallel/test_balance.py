@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ppfunc.parallel import partition_balanced, partition_min_range
+from tests.clock import busy
 
 
 def maximum(loads):
@@ -26,7 +27,9 @@ OBJECTIVES = [(partition_balanced, maximum), (partition_min_range, spread)]
 
 def best_by_trying_all(weights, stages, objective):
     cuts = itertools.combinations(range(1, len(weights)), stages - 1)
-    return min(objective([sum(weights[a:b]) for a, b in itertools.pairwise((0, *c, len(weights)))]) for c in cuts)
+    return min(
+        objective([sum(weights[a:b]) for a, b in itertools.pairwise((0, *c, len(weights)))]) for c in cuts
+    )
 
 
 @st.composite
@@ -70,7 +73,9 @@ def test_least_range_of_longer_lists(seed):
     chance = random.Random(seed)
     weights = [chance.choice((0, 0, 1, 2, 5, 9)) for _ in range(14)]
     for stages in (5, 8):
-        assert spread(partition_min_range(weights, stages).loads(weights)) == best_by_trying_all(weights, stages, spread)
+        assert spread(partition_min_range(weights, stages).loads(weights)) == best_by_trying_all(
+            weights, stages, spread
+        )
 
 
 @pytest.mark.parametrize(("partition", "objective"), OBJECTIVES)
@@ -120,11 +125,13 @@ def test_the_two_objectives_differ():
 
 
 @pytest.mark.parametrize(("partition", "objective"), OBJECTIVES)
-@pytest.mark.parametrize("weights", [[1] * 10_000, list(range(10_000)), [random.Random(0).random() for _ in range(10_000)]])
+@pytest.mark.parametrize(
+    "weights", [[1] * 10_000, list(range(10_000)), [random.Random(0).random() for _ in range(10_000)]]
+)
 def test_ten_thousand_layers_over_512_stages(weights, partition, objective):
     start = time.process_time()
     found = partition(weights, 512)
-    assert time.process_time() - start < 2  # for computers that are slower, or busy
+    assert time.process_time() - start < 2 * busy()
     assert found.stages == 512 and min(found.sizes) >= 1
     if weights == [1] * 10_000:
         assert max(found.sizes) == 20
@@ -137,7 +144,9 @@ def test_what_is_refused(partition, objective):
     assert partition([1, 2], 3, allow_empty=True).boundaries == (0, 1, 2, 2)
     for wrong in (-1, float("nan"), float("inf"), "1"):
         for layers in (1, 3):
-            with pytest.raises(ValueError, match="the weight of layer 0 is a finite number, zero or more; got"):
+            with pytest.raises(
+                ValueError, match="the weight of layer 0 is a finite number, zero or more; got"
+            ):
                 partition([wrong] + [1] * (layers - 1), 1)
     with pytest.raises(ValueError, match="stages = 0, expected an integer of at least 1"):
         partition([1], 0)

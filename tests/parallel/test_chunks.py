@@ -66,7 +66,10 @@ def test_weights_that_are_not_whole():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: chunks_uniform(9, 2, chunks=2), "9 layers do not divide into 2 equal chunks.*chunks_balanced"),
+        (
+            lambda: chunks_uniform(9, 2, chunks=2),
+            "9 layers do not divide into 2 equal chunks.*chunks_balanced",
+        ),
         (lambda: chunks_uniform(4, 4, chunks=2), r"stage 0 would be empty.*\[0, 0, 1, 1, 0, 0, 1, 1\]"),
         (lambda: chunks_balanced([1, 1, 1, 1], 4, chunks=2), "stage 0 would be empty"),
         (lambda: chunks_balanced([1, -1], 1), "the weight of layer 1"),

@@ -24,7 +24,9 @@ from ppfunc.parallel import (
 
 @st.composite
 def topologies(draw):
-    axes = draw(st.lists(st.sampled_from(["pipe", "data", "model", "expert"]), min_size=1, max_size=4, unique=True))
+    axes = draw(
+        st.lists(st.sampled_from(["pipe", "data", "model", "expert"]), min_size=1, max_size=4, unique=True)
+    )
     return Topology(tuple(axes), tuple(draw(st.integers(1, 3)) for _ in axes))
 
 
@@ -92,7 +94,11 @@ def test_membership_agrees_with_the_groups(topology):
         assert mine.data_parallel_group.index(rank) == mine.replica
         assert mine.slice_group.index(rank) == mine.slice
         assert mine.replica_group.index(rank) == mine.rank_in_replica
-        assert (len(mine.pipeline_group), len(mine.data_parallel_group), len(mine.slice_group)) == sizes == mine.sizes
+        assert (
+            (len(mine.pipeline_group), len(mine.data_parallel_group), len(mine.slice_group))
+            == sizes
+            == mine.sizes
+        )
         assert mine.is_first_stage == (mine.stage == 0)
         assert mine.is_last_stage == (pairs[rank] == mine.pipeline_group[0])
 

@@ -16,7 +16,9 @@ def test_every_layer_is_in_exactly_one_stage(sizes):
     partition = Partition.from_sizes(sizes, allow_empty=True)
     assert partition.sizes == tuple(sizes)
     assert partition.boundaries[-1] == partition.layers == sum(sizes)
-    assert [layer for stage in range(partition.stages) for layer in partition.layers_of(stage)] == list(range(sum(sizes)))
+    assert [layer for stage in range(partition.stages) for layer in partition.layers_of(stage)] == list(
+        range(sum(sizes))
+    )
     for layer in range(partition.layers):
         assert layer in partition.layers_of(partition.stage_of(layer))
     assert sum(partition.split(range(partition.layers)), ()) == tuple(range(partition.layers))

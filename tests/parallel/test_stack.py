@@ -1,4 +1,6 @@
-"""A stack of equal layers in stages: even effective loads for any number of stages, and none of the old defects."""
+"""A stack of equal layers in stages: even effective loads for any number of stages, and none of the old
+defects.
+"""
 
 from __future__ import annotations
 
@@ -86,12 +88,18 @@ def test_extra_layers_for_the_first_stages(layers, stages, weights, sizes):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: partition_layers(8, 4, 4, 1, extra="first"), "input_weight=4 is more than the 3 of 13 effective layers"),
+        (
+            lambda: partition_layers(8, 4, 4, 1, extra="first"),
+            "input_weight=4 is more than the 3 of 13 effective layers",
+        ),
         (lambda: partition_layers(8, 4, 1, 4, extra="first"), "output_weight=4 is more than the 3"),
         (lambda: partition_layers(4, 4, extra="first"), r"sizes \[1, 2, 1, 0\]"),
         (lambda: partition_layers(8, 4, 0.5, 0.25, extra="first"), "whole weights"),
         (lambda: partition_layers(8, 4, 0.5, 0.5, extra="first"), "whole weights"),
-        (lambda: partition_layers(8, 4, -1), "input_weight is the cost of modules in layers, zero or more; got -1"),
+        (
+            lambda: partition_layers(8, 4, -1),
+            "input_weight is the cost of modules in layers, zero or more; got -1",
+        ),
         (lambda: partition_layers(8, 4, 1, float("nan")), "output_weight is the cost"),
         (lambda: partition_layers(8, 4, extra="last"), "'middle' or the 'first' stages, got 'last'"),
         (lambda: partition_layers(8, 0), "stages = 0, expected an integer of at least 1"),

@@ -14,7 +14,11 @@ from ppfunc.parallel import Topology, default_grid, pipe_data, pipe_model_data, 
 
 @st.composite
 def topologies(draw):
-    axes = draw(st.lists(st.sampled_from(["pipe", "data", "model", "expert", "x"]), min_size=1, max_size=4, unique=True))
+    axes = draw(
+        st.lists(
+            st.sampled_from(["pipe", "data", "model", "expert", "x"]), min_size=1, max_size=4, unique=True
+        )
+    )
     return Topology(tuple(axes), tuple(draw(st.integers(1, 4)) for _ in axes))
 
 
@@ -43,7 +47,9 @@ def test_groups_agree_with_a_table(topology):
             rest = tuple((other, index) for other, index in coordinate.items() if other != axis)
             by_rest.setdefault(rest, []).append(rank)
         groups = list(topology.groups(axis))
-        assert groups == [tuple(ranks) for _, ranks in sorted(by_rest.items(), key=lambda item: [i for _, i in item[0]])]
+        assert groups == [
+            tuple(ranks) for _, ranks in sorted(by_rest.items(), key=lambda item: [i for _, i in item[0]])
+        ]
         for group in groups:
             assert all(topology.group_of(rank, axis) == group for rank in group)
 
@@ -52,7 +58,9 @@ def test_groups_agree_with_a_table(topology):
 def test_filters_agree_with_a_table(topology, data):
     chosen = data.draw(st.lists(st.sampled_from(topology.axes), unique=True))
     wanted = {axis: data.draw(st.integers(0, topology.axis_size(axis) - 1)) for axis in chosen}
-    matching = [r for r, c in enumerate(table_of(topology)) if all(c[axis] == i for axis, i in wanted.items())]
+    matching = [
+        r for r, c in enumerate(table_of(topology)) if all(c[axis] == i for axis, i in wanted.items())
+    ]
     assert list(topology.ranks_where(**wanted)) == matching
     for axis, index in wanted.items():
         expected = tuple(r for r, c in enumerate(table_of(topology)) if c[axis] == index)
@@ -103,7 +111,17 @@ def test_text_of_a_rank_and_its_options():
 @pytest.mark.parametrize(
     ("world", "pipe", "data"),
     [
-        *[(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 2, 2), (6, 2, 3), (8, 4, 2), (12, 6, 2), (16, 4, 4), (24, 4, 6)],
+        *[
+            (1, 1, 1),
+            (2, 2, 1),
+            (3, 3, 1),
+            (4, 2, 2),
+            (6, 2, 3),
+            (8, 4, 2),
+            (12, 6, 2),
+            (16, 4, 4),
+            (24, 4, 6),
+        ],
         *[(30, 10, 3), (32, 8, 4), (64, 8, 8), (7, 7, 1)],
     ],
 )

@@ -35,7 +35,13 @@ class Module:
 
 def test_parameters_of_modules_trees_and_numbers():
     shared = Tensor(5)
-    layers = [Module(Tensor(3), Tensor(100, requires_grad=False)), {"w": Tensor(4), "b": [Tensor(1), 7]}, (shared, shared), 9, {}]
+    layers = [
+        Module(Tensor(3), Tensor(100, requires_grad=False)),
+        {"w": Tensor(4), "b": [Tensor(1), 7]},
+        (shared, shared),
+        9,
+        {},
+    ]
     assert count_layer_parameters(layers) == (3, 5, 5, 9, 0)
     assert partition_by_parameters(layers, 2).boundaries == (0, 3, 5)
     assert partition_by_parameters([1, 1, 1, 3], 2, "uniform").boundaries == (0, 2, 4)
@@ -46,7 +52,9 @@ def test_methods():
     assert partition_by_weights(weights, 2, "uniform").boundaries == (0, 3, 5)
     assert partition_by_weights(weights, 2).loads(weights) == (13, 7)
     assert partition_by_weights(weights, 2, "min_range").loads(weights) == (13, 7)
-    with pytest.raises(ValueError, match="unknown method 'best': expected 'uniform', 'balanced' or 'min_range'"):
+    with pytest.raises(
+        ValueError, match="unknown method 'best': expected 'uniform', 'balanced' or 'min_range'"
+    ):
         partition_by_weights(weights, 2, "best")
 
 
@@ -67,7 +75,12 @@ def test_names_of_layers():
     def attention():
         pass
 
-    assert [layer_name(x) for x in ("mlp.0", attention, Module, Module())] == ["mlp.0", "attention", "Module", "Module"]
+    assert [layer_name(x) for x in ("mlp.0", attention, Module, Module())] == [
+        "mlp.0",
+        "attention",
+        "Module",
+        "Module",
+    ]
     assert partition_by_pattern([Module(), attention, Module()], "^Module$", 2).boundaries == (0, 2, 3)
 
 

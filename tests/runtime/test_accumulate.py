@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.stage.tracing import accumulate
+from ppfunc.stage.engines.tracing import accumulate
 from ppfunc.stage.tree import tree_leaves
 from tests.live import Live
 from tests.models import normal, squared
@@ -16,7 +16,9 @@ SIZE = 8 * WIDTH * WIDTH  # bytes of the weight of a layer
 
 
 def stage():
-    """A new function, so that its programs are made anew; its first leaf is used twice, one more is none of the gradient's."""
+    """A new function, so that its programs are made anew; its first leaf is used twice, one more is none of
+    the gradient's.
+    """
 
     def chain(params, x):
         for w in params["w"]:
@@ -28,7 +30,11 @@ def stage():
 
 def problem(schedule):
     params = {
-        s: {"w": [normal(WIDTH, WIDTH, seed=10 * s + n) / 4 for n in range(LAYERS)], "b": normal(WIDTH), "frozen": torch.tensor(2)}
+        s: {
+            "w": [normal(WIDTH, WIDTH, seed=10 * s + n) / 4 for n in range(LAYERS)],
+            "b": normal(WIDTH),
+            "frozen": torch.tensor(2),
+        }
         for s in set(schedule.model_stages)
     }
     return params, normal(2 * M, WIDTH, seed=8), normal(2 * M, WIDTH, seed=9)
@@ -51,8 +57,8 @@ CASES = {
     "wider sums": (pp.one_f_one_b(2, M), {"sum_dtype": torch.float64}),
     "microbatches beside each other": (pp.zb_h1(2, M), {"per_microbatch": True}),
     "tied": (pp.one_f_one_b(2, M), {"tied": {"first": [(0, "w.0"), (1, "w.1")]}}),
-    "computed again": (pp.one_f_one_b(2, M), {"engine": pp.graph(remat="full")}),
-    "functional": (pp.one_f_one_b(2, M), {"engine": pp.functional}),
+    "computed again": (pp.one_f_one_b(2, M), {"engine": pp.engines.graph(remat="full")}),
+    "functional": (pp.one_f_one_b(2, M), {"engine": pp.engines.functional}),
 }
 
 
@@ -62,7 +68,11 @@ def test_the_sums_have_the_same_bits(schedule, options, monkeypatch):
     if "tied" in options:
         params[1]["w"][1] = params[0]["w"][0].clone()
     if "sum_dtype" in options:
-        params, inputs, targets = ({s: pp.stage.tree.tree_map(narrow, t) for s, t in params.items()}, narrow(inputs), narrow(targets))
+        params, inputs, targets = (
+            {s: pp.stage.tree.tree_map(narrow, t) for s, t in params.items()},
+            narrow(inputs),
+            narrow(targets),
+        )
 
     def run():
         step = pp.value_and_grad([stage() for _ in params], squared, schedule, **options)
@@ -70,7 +80,10 @@ def test_the_sums_have_the_same_bits(schedule, options, monkeypatch):
 
     whole, *others = in_parts(monkeypatch, run)
     for parts in others:
-        assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
+        assert all(
+            one.dtype == other.dtype and torch.equal(one, other)
+            for one, other in zip(whole, parts, strict=True)
+        )
 
 
 def narrow(t):
@@ -94,13 +107,18 @@ def test_microbatches_whose_gradients_come_in_other_parts(monkeypatch):
     sizes = [3, 2, 2, 3, 2]
     batch = [pp.Microbatches(list(normal(sum(sizes), WIDTH, seed=seed).split(sizes))) for seed in (1, 2)]
     for schedule in (pp.gpipe(1, 5), pp.zb_h1(1, 5)):
-        whole, *others = in_parts(monkeypatch, lambda schedule=schedule: pp.value_and_grad([crooked()], squared, schedule)(params, *batch))
+        whole, *others = in_parts(
+            monkeypatch,
+            lambda schedule=schedule: pp.value_and_grad([crooked()], squared, schedule)(params, *batch),
+        )
         assert all(all(map(torch.equal, whole, parts)) for parts in others)
 
 
 @pytest.mark.parametrize("schedule", [pp.gpipe(1, M), pp.zb_h1(1, M)], ids=["whole", "I and W apart"])
 def test_a_step_holds_few_gradients_beside_their_sums(schedule, monkeypatch):
-    """Those of a layer, and the new sum of one; with all at once, the gradients and the new sums of the whole stage."""
+    """Those of a layer, and the new sum of one; with all at once, the gradients and the new sums of the whole
+    stage.
+    """
     params, inputs, targets = problem(schedule)
     most = []
 
@@ -120,7 +138,9 @@ def test_a_step_holds_few_gradients_beside_their_sums(schedule, monkeypatch):
 
 @pytest.mark.parametrize("schedule", [pp.gpipe(1, 1), pp.zb_h1(1, 1)], ids=["whole", "I and W apart"])
 def test_a_backward_frees_what_it_has_used(schedule):
-    """What lives at its last operator but few does not grow with the number of layers, whose activations its forward has kept."""
+    """What lives at its last operator but few does not grow with the number of layers, whose activations its
+    forward has kept.
+    """
 
     def kept(layers):
         def deep(params, x):

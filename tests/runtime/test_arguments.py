@@ -1,4 +1,6 @@
-"""Arguments of a step: what is read, what is refused and how, and how a call of the same form is recognised."""
+"""Arguments of a step: what is read, what is refused and how, and how a call of the same form is
+recognised.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,9 @@ import torch
 import torch.utils._pytree as torch_pytree
 
 import ppfunc as pp
-from ppfunc.runtime.arguments import RawArguments, read_arguments, read_loss_weights
+from ppfunc.runtime.call.arguments import RawArguments, read_arguments, read_loss_weights
 from ppfunc.stage import Signature
-from ppfunc.stage.tree import tree_leaves
-from tests.models import normal, squared
+from tests.models import dense, normal, same_bits, squared
 
 D, M, B = 3, 4, 2
 SCHEDULE = pp.one_f_one_b(2, M)
@@ -28,10 +29,6 @@ class Pair(NamedTuple):
     ids: torch.Tensor
 
 
-def dense(params, x):
-    return torch.tanh(x @ params["w"])
-
-
 def given(**changes):
     """Arguments of a step of two stages, some of them changed."""
     params = {s: {"w": normal(D, D, seed=s)} for s in range(2)}
@@ -42,7 +39,8 @@ def read(raw, last=None, **options):
     return read_arguments(raw, SCHEDULE, [0, 1], True, last, **options)
 
 
-# -- batches ---------------------------------------------------------------------------------------------------
+# -- batches
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_a_whole_batch_is_cut_into_views():
@@ -53,9 +51,9 @@ def test_a_whole_batch_is_cut_into_views():
         assert tree["none"] is None
         assert torch.equal(tree["pair"].x, batch["pair"].x[m * B : (m + 1) * B])
         assert torch.equal(tree["pair"].ids, batch["pair"].ids[m * B : (m + 1) * B])
-        assert all(t._base is not None and t.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        assert all(t._base is not None and t.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()  # noqa: E501
                    for t, whole in zip(tree["pair"], batch["pair"], strict=True))  # fmt: skip
-    assert all(map(torch.equal, tree_leaves(cut.join()), tree_leaves(batch)))
+    assert same_bits(cut.join(), batch)
     arguments = read(given(inputs=batch))
     assert [len(row) for row in arguments.inputs] == [2] * M
     assert arguments.inputs[1][0].data_ptr() == batch["pair"].x[B:].data_ptr()
@@ -86,11 +84,19 @@ def test_microbatches_are_a_sequence_and_a_tree():
     assert torch.equal(cut[1], torch.tensor([2, 3]))
     assert cut.map(torch.sum).stack().tolist() == [1, 5, 9]
     assert repr(cut) == "Microbatches(3 of int64[2] no grad)"
-    assert repr(pp.Microbatches([torch.zeros(1), torch.zeros(2)])) == "Microbatches(2 of float32[1] and float32[2])"
+    assert (
+        repr(pp.Microbatches([torch.zeros(1), torch.zeros(2)]))
+        == "Microbatches(2 of float32[1] and float32[2])"
+    )
     doubled = torch_pytree.tree_map(lambda t: t * 2, cut)
     assert isinstance(doubled, pp.Microbatches)
     assert doubled.join().tolist() == [0, 2, 4, 6, 8, 10]
-    assert torch.func.vmap(lambda x: pp.Microbatches([x, x + 1]))(torch.arange(2)).join().tolist() == [0, 1, 1, 2]
+    assert torch.func.vmap(lambda x: pp.Microbatches([x, x + 1]))(torch.arange(2)).join().tolist() == [
+        0,
+        1,
+        1,
+        2,
+    ]
 
 
 REFUSED_BATCHES = {
@@ -98,14 +104,23 @@ REFUSED_BATCHES = {
         normal(6, D),
         r"inputs: got 6 rows in shape \(6, 3\), which 4 microbatches do not divide; .* are 2 and 3",
     ),
-    "fewer rows than microbatches": ({"a": [normal(3, D)]}, r"inputs\['a'\]\[0\]: got 3 rows .* for 4 microbatches; use at most 3"),
+    "fewer rows than microbatches": (
+        {"a": [normal(3, D)]},
+        r"inputs\['a'\]\[0\]: got 3 rows .* for 4 microbatches; use at most 3",
+    ),
     "no rows": (normal(0, D), r"inputs: got 0 rows .*; give it at least one row for each"),
-    "a scalar": ((normal(M, D), torch.tensor(1.0)), r"inputs\[1\]: got a scalar, expected a leading batch axis"),
+    "a scalar": (
+        (normal(M, D), torch.tensor(1.0)),
+        r"inputs\[1\]: got a scalar, expected a leading batch axis",
+    ),
     "leaves of different lengths": (
         Pair(normal(8, D), torch.arange(4)),
         r"same number of rows in axis 0, got inputs\.x: 8, inputs\.ids: 4",
     ),
-    "another number of microbatches": (pp.Microbatches([normal(2, D)] * 3), r"inputs: got 3 microbatches, the schedule has 4"),
+    "another number of microbatches": (
+        pp.Microbatches([normal(2, D)] * 3),
+        r"inputs: got 3 microbatches, the schedule has 4",
+    ),
     "nothing": (None, r"inputs: got None, but this process runs stage 0"),
 }
 
@@ -119,7 +134,10 @@ def test_a_batch_that_does_not_fit_is_refused_by_the_path_of_its_leaf(what):
 
 NO_TENSORS = {
     "numpy": (lambda t: t.numpy(), r"inputs: got .* of type ndarray, expected a tensor"),
-    "a number": (lambda t: {"x": t, "scale": 2.0}, r"inputs\['scale'\]: got 2.0 of type float, expected a tensor"),
+    "a number": (
+        lambda t: {"x": t, "scale": 2.0},
+        r"inputs\['scale'\]: got 2.0 of type float, expected a tensor",
+    ),
     "sparse": (lambda t: t.to_sparse(), r"inputs: got a sparse_coo tensor, expected a dense one"),
     "Microbatches within a tree": (
         lambda t: {"x": pp.microbatch(t, M)},
@@ -158,36 +176,78 @@ def test_other_rows_than_those_of_the_inputs_are_refused(name):
 
     def call(batch):
         params, inputs, targets, *_ = given()
-        return step(params, inputs, batch if name == "targets" else targets, extras={1: batch if name == "extras" else inputs})
+        return step(
+            params,
+            inputs,
+            batch if name == "targets" else targets,
+            extras={1: batch if name == "extras" else inputs},
+        )
 
     with pytest.raises(
-        ValueError, match=rf"{name}(\[1\])?: got 4 rows in axis 0, the inputs have 8; expected the same rows, or ppfunc.microbatch"
+        ValueError,
+        match=(
+            rf"{name}(\[1\])?: got 4 rows in axis 0, the inputs have 8; expected the same rows, or"
+            r" ppfunc.microbatch"
+        ),
     ):
         call(few)
     repeated = few.repeat_interleave(B, 0)
-    assert all(map(torch.equal, tree_leaves(call(pp.microbatch(few, M))), tree_leaves(call(repeated))))
+    assert same_bits(call(pp.microbatch(few, M)), call(repeated))
 
 
-# -- dictionaries by stage ---------------------------------------------------------------------------------------
+# -- dictionaries by stage
+# ---------------------------------------------------------------------------------------
 
 REFUSED = {
-    "a stage that lacks": ({"params": {0: {}}}, ValueError, r"params: got \[0\], expected .* that this process runs, \[0, 1\]"),
+    "a stage that lacks": (
+        {"params": {0: {}}},
+        ValueError,
+        r"params: got \[0\], expected .* that this process runs, \[0, 1\]",
+    ),
     "a stage too many": ({"params": {0: {}, 1: {}, 2: {}}}, ValueError, r"params: got \[0, 1, 2\], expected"),
     "keys of another type": ({"params": {"0": {}, 1: {}}}, ValueError, r"params: got \[1, '0'\], expected"),
     "a list": ({"params": [{}, {}]}, ValueError, r"params: got list, expected a dictionary"),
-    "extras of another stage": ({"extras": {2: normal(8)}}, ValueError, r"extras: got the stages \[2\], this process runs \[0, 1\]"),
+    "extras of another stage": (
+        {"extras": {2: normal(8)}},
+        ValueError,
+        r"extras: got the stages \[2\], this process runs \[0, 1\]",
+    ),
     "extras in a list": ({"extras": [normal(8)]}, TypeError, r"extras: got list, expected a dictionary"),
-    "state of another stage": ({"state": {-1: normal(8)}}, ValueError, r"state: got the stages \[-1\], this process runs \[0, 1\]"),
-    "too few weights": ({"loss_weights": [1, 2]}, ValueError, r"loss_weights: got shape \(2,\), expected one weight for each of the 4"),
-    "weights of another shape": ({"loss_weights": torch.ones(4, 1)}, ValueError, r"loss_weights: got shape \(4, 1\)"),
-    "no weights": ({"loss_weights": "abcd"}, TypeError, r"loss_weights: got 'abcd', expected one number for each"),
-    "complex weights": ({"loss_weights": torch.ones(4) * 1j}, TypeError, r"loss_weights: got .*, expected one number"),
+    "state of another stage": (
+        {"state": {-1: normal(8)}},
+        ValueError,
+        r"state: got the stages \[-1\], this process runs \[0, 1\]",
+    ),
+    "too few weights": (
+        {"loss_weights": [1, 2]},
+        ValueError,
+        r"loss_weights: got shape \(2,\), expected one weight for each of the 4",
+    ),
+    "weights of another shape": (
+        {"loss_weights": torch.ones(4, 1)},
+        ValueError,
+        r"loss_weights: got shape \(4, 1\)",
+    ),
+    "no weights": (
+        {"loss_weights": "abcd"},
+        TypeError,
+        r"loss_weights: got 'abcd', expected one number for each",
+    ),
+    "complex weights": (
+        {"loss_weights": torch.ones(4) * 1j},
+        TypeError,
+        r"loss_weights: got .*, expected one number",
+    ),
     "weights that are nan": (
         {"loss_weights": [1, math.nan, 1, 1]},
         ValueError,
         r"loss_weights: got \[1.0, nan, 1.0, 1.0\], expected finite numbers",
     ),
-    "weights that are infinite": ({"loss_weights": torch.ones(4) / 0}, ValueError, "loss_weights: got .*, expected finite numbers"),
+    "weights that are infinite": (
+        {"loss_weights": torch.ones(4) / 0},
+        ValueError,
+        "loss_weights: got .*, expected finite numbers",
+    ),
     "a seed alone": ({"seed": 3}, TypeError, r"seed: got 3, expected \(seed, step\), two integers"),
     "a seed of floats": ({"seed": (1.0, 2)}, TypeError, r"seed: got \(1.0, 2\)"),
     "parameters without values": (
@@ -200,7 +260,11 @@ REFUSED = {
         ValueError,
         r"targets\['y'\]: got a tensor on the device meta",
     ),
-    "a state without values": ({"state": {0: torch.zeros(8, device="meta")}}, ValueError, r"state\[0\]: got a tensor on the device meta"),
+    "a state without values": (
+        {"state": {0: torch.zeros(8, device="meta")}},
+        ValueError,
+        r"state\[0\]: got a tensor on the device meta",
+    ),
 }
 
 
@@ -224,7 +288,8 @@ def test_what_requires_a_gradient_is_read_without_its_history():
     assert not any(t.requires_grad for t in arguments.params[0])
 
 
-# -- the same form as in the last call ---------------------------------------------------------------------------
+# -- the same form as in the last call
+# ---------------------------------------------------------------------------
 
 
 def test_other_values_have_the_same_form():
@@ -266,7 +331,10 @@ def test_signatures_and_tensors_without_values_are_read_where_nothing_runs():
     params, inputs, targets, *_ = given()
     form = read(given()).form
     of_signatures = read(
-        RawArguments({s: Signature.of(p) for s, p in params.items()}, Signature.of(inputs), targets.to("meta")), abstract=True
+        RawArguments(
+            {s: Signature.of(p) for s, p in params.items()}, Signature.of(inputs), targets.to("meta")
+        ),
+        abstract=True,
     )
     assert of_signatures.form.params == form.params
     assert of_signatures.form.inputs == form.inputs
@@ -292,14 +360,20 @@ def test_classes_that_torch_knows_as_trees_are_trees_everywhere():
 
     params = {s: Bag(normal(D, D, seed=s), normal(1, seed=s)) for s in range(2)}
     inputs = Bag(normal(M * B, D, seed=2), normal(M * B, seed=3))
-    step = pp.value_and_grad([stage] * 2, lambda y, t: squared(y.x, t) + y.y.sum(), SCHEDULE, argnums=(0, 1), has_aux=True)
+    step = pp.value_and_grad(
+        [stage] * 2, lambda y, t: squared(y.x, t) + y.y.sum(), SCHEDULE, argnums=(0, 1), has_aux=True
+    )
     for _ in range(2):
-        (_, aux), (grads, gx) = step(params, inputs, normal(M * B, D, seed=4))
+        result = step(params, inputs, normal(M * B, D, seed=4))
+        aux, grads, gx = result.aux, result.grads, result.input_grads
     assert {type(tree) for tree in (aux.metrics[0], grads[0], grads[1], gx)} == {Bag}
     assert gx.x.shape == inputs.x.shape
     assert aux.metrics[1].y.shape == (M,)
     assert torch.allclose(gx.y, torch.full((M * B,), 1 / M, dtype=torch.float64))
-    (y, ty) = pp.jvp([stage] * 2, None, SCHEDULE, has_aux=True)(params, {0: None, 1: None}, inputs, input_tangents=inputs)[0]
+    result = pp.jvp([stage] * 2, None, SCHEDULE, has_aux=True)(
+        params, {0: None, 1: None}, inputs, input_tangents=inputs
+    )
+    y, ty = result.outputs, result.output_tangents
     assert type(y) is type(ty) is Bag
     assert y.x.shape == (M * B, D)
 

@@ -1,32 +1,35 @@
-"""Ranks agree along a tree: over links in memory, over sockets between threads, and over sockets between processes."""
+"""Ranks agree along a tree: over links in memory, over sockets between threads, and over sockets between
+processes.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
 from collections import defaultdict, deque
-from functools import partial
+from types import BuiltinFunctionType, FunctionType, ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ppfunc.runtime import _torch
-from ppfunc.runtime.buffers import Buffers, Tag
-from ppfunc.runtime.control import Control, StepRunning
-from ppfunc.runtime.errors import AgreementError, Failure, LinkError, PipelineError, gone
-from ppfunc.runtime.grid import Axes
-from ppfunc.runtime.inprocess import InProcess
-from ppfunc.runtime.p2p import P2P
-from ppfunc.runtime.socket_links import SocketLinks
-from ppfunc.runtime.sockets import Address, connect
-from ppfunc.runtime.suspects import Answer
-from ppfunc.runtime.transport import LossPart, Route, Transfer
+from ppfunc.runtime.control.control import Control, StepRunning
+from ppfunc.runtime.control.socket_links import SocketLinks
+from ppfunc.runtime.control.suspects import Answer
+from ppfunc.runtime.errors import AgreementError, Failure, LinkError, PipelineError
+from ppfunc.runtime.execution.buffers import Buffers, Tag
+from ppfunc.runtime.transport import _torch
+from ppfunc.runtime.transport.grid import Axes
+from ppfunc.runtime.transport.inprocess import InProcess
+from ppfunc.runtime.transport.p2p import P2P
+from ppfunc.runtime.transport.protocols import LossPart, Route, Transfer
 from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.stage import LeafSignature
+from tests.clock import busy
 
 SOON = 2.0  # seconds; the timeouts of the transports below are far longer
 
@@ -105,14 +108,23 @@ class Keys:
     def __init__(self, keys, rank, size):
         self.keys, self.rank, self.size, self.timeout = keys, rank, size, 10.0
 
-    def write(self, key, text):
-        self.keys[key] = text
+    def publish(self, address):
+        self.keys[self.rank] = address
 
-    def read(self, key):
-        return self.keys.get(key)
+    def address(self, peer):
+        return self.keys.get(peer)
 
     def alive(self, peer):
         return True
+
+    def abandoned(self):
+        return None
+
+    def abandon(self, failure, missing=()):
+        pass
+
+    def forget(self):
+        pass
 
 
 def in_memory(size):
@@ -122,11 +134,13 @@ def in_memory(size):
 
 def over_sockets(size):
     keys = {}
-    return lambda rank: SocketLinks(Keys(keys, rank, size), partial(gone, reporter=rank))
+    return lambda rank: SocketLinks(Keys(keys, rank, size))
 
 
 def in_threads(kind, size, work):
-    """What ``work(rank, control)`` returns or raises on each rank; a failure is told, and what is to be raised is returned."""
+    """What ``work(rank, control)`` returns or raises on each rank; a failure is told, and what is to be
+    raised is returned.
+    """
     make, answers = kind(size), {}
 
     def run(rank):
@@ -190,7 +204,9 @@ def test_texts_go_between_any_two_ranks_and_to_all(kind):
             if peer != rank:
                 control.send_text(peer, f"{rank} to {peer}")
                 control.send_text(peer, long if (rank, peer) in ((1, 6), (6, 1)) else "")
-        heard = {peer: (control.recv_text(peer), control.recv_text(peer)) for peer in range(size) if peer != rank}
+        heard = {
+            peer: (control.recv_text(peer), control.recv_text(peer)) for peer in range(size) if peer != rank
+        }
         return gathered, heard, control.all_gather("again")
 
     for rank, (gathered, heard, again) in enumerate(in_threads(kind, size, work)):
@@ -205,7 +221,11 @@ def test_texts_go_between_any_two_ranks_and_to_all(kind):
 @pytest.mark.parametrize("who", [0, 3, 6])
 @pytest.mark.parametrize(
     ("term", "here", "there"),
-    [("seed", "seed 4", "seed 3"), ("key", "float32[2]", "float32[3]"), ("source", "shapes from rank 5", "shapes from rank 0")],
+    [
+        ("seed", "seed 4", "seed 3"),
+        ("key", "float32[2]", "float32[3]"),
+        ("source", "shapes from rank 5", "shapes from rank 0"),
+    ],
 )
 def test_a_disagreement_is_named_on_every_rank_by_the_terms_that_differ(kind, who, term, here, there):
     def work(rank, control):
@@ -351,7 +371,7 @@ def test_processes_agree(four):
         assert losses == [28.0] * 4
         assert name == "AgreementError"
         assert "seed 0" in text and "seed 1" in text
-        assert seconds < SOON
+        assert seconds < SOON * busy()
         assert texts == ["0", "1", "2", "3"]
 
 
@@ -367,7 +387,9 @@ def test_the_timeout_is_that_of_the_group(two):
     assert two(the_timeout_of_the_group) == [7.0, 7.0]
 
 
-@pytest.mark.parametrize(("victim", "how", "steps"), [(3, 0, None), (0, 1, 0), (0, "kill", 2), (1, "kill", 2)])
+@pytest.mark.parametrize(
+    ("victim", "how", "steps"), [(3, 0, None), (0, 1, 0), (0, "kill", 2), (1, "kill", 2)]
+)
 def test_a_rank_whose_process_ends_is_named_by_all_others(fresh, victim, how, steps):
     processes = fresh(4)
     processes.start(dies_told, victim, how, steps)
@@ -377,14 +399,16 @@ def test_a_rank_whose_process_ends_is_named_by_all_others(fresh, victim, how, st
             continue
         name, _, named, seconds = answer
         assert (name, named) == ("PipelineError", victim)
-        assert seconds < SOON
+        assert seconds < SOON * busy()
 
 
 def dies_told(rank, ranks, victim, how, steps):
     dist.barrier()
 
     def train():
-        transport = None if rank == victim and steps is None else P2P(timeout=60)  # of the store, too, it may hear who is gone
+        transport = (
+            None if rank == victim and steps is None else P2P(timeout=60)
+        )  # of the store, too, it may hear who is gone
         for _ in range(steps or 0):
             step(transport, rank, ranks)
         if rank == victim:
@@ -411,11 +435,13 @@ def test_a_frozen_rank_is_named_by_all_others(fresh, victim):
         if rank != victim:
             name, _, named, seconds = processes._answer(end, 60)
             assert (name, named) == ("PipelineError", victim)
-            assert seconds < 2 + SOON
+            assert seconds < 2 + SOON * busy()
 
 
 def interrupted(rank, ranks, steps):
-    """Rank 1 is interrupted at any moment and goes on. How many steps each rank has got, and whether it was told of a difference."""
+    """Rank 1 is interrupted at any moment and goes on. How many steps each rank has got, and whether it was
+    told of a difference.
+    """
     transport, got, failed = P2P(timeout=20), 0, 0
     stop = threading.Event()
 
@@ -462,12 +488,26 @@ def test_interrupts_at_any_moment_leave_no_rank_a_step_behind_unheard(two):
 
 
 def transfer(outgoing, source, destination, leaves):
-    return Transfer(outgoing, Tag("F", source, destination, 0), destination if outgoing else source, leaves, torch.device("cpu"))
+    return Transfer(
+        outgoing,
+        Tag("F", source, destination, 0),
+        destination if outgoing else source,
+        leaves,
+        torch.device("cpu"),
+    )
 
 
 def hand_on(transport, rank, ranks, break_at=None):
-    """A step in which each rank hands on what it gets; rank 0 waits for what the last one sends back. Leaves of odd dtypes."""
-    leaves = (leaf(3, 2, dtype=torch.complex64), leaf(0, 4), leaf(5, dtype=torch.bool), leaf(2, dtype=torch.bfloat16), leaf())
+    """A step in which each rank hands on what it gets; rank 0 waits for what the last one sends back. Leaves
+    of odd dtypes.
+    """
+    leaves = (
+        leaf(3, 2, dtype=torch.complex64),
+        leaf(0, 4),
+        leaf(5, dtype=torch.bool),
+        leaf(2, dtype=torch.bfloat16),
+        leaf(),
+    )
     values = tuple(torch.ones(each.shape, dtype=each.dtype) for each in leaves)
     before, after = (rank - 1) % ranks, (rank + 1) % ranks
     try:
@@ -488,7 +528,10 @@ def hand_on(transport, rank, ranks, break_at=None):
             for call in give:
                 call(buffers)
         assert not buffers.pending
-        assert all(torch.equal(a, b) for a, b in zip(buffers.values[comes.tag], values, strict=True)) or goes.tag == comes.tag
+        assert (
+            all(torch.equal(a, b) for a, b in zip(buffers.values[comes.tag], values, strict=True))
+            or goes.tag == comes.tag
+        )
         transport.end({}, {})
     except BaseException as cause:
         instruction = parse_instruction("0F0") if isinstance(cause, ArithmeticError) else None
@@ -507,8 +550,11 @@ def ring(rank, ranks):
 def test_a_failure_ends_what_others_wait_for_and_the_next_step_has_new_connections(four):
     for rank, (name, text, named, seconds) in enumerate(four(ring)):
         assert (name, named) == ("PipelineError", 2), text
-        assert "rank 2 failed at 0F0, step 3 of its program (stage 0, microbatch 0): ArithmeticError: broken" in text
-        assert seconds < SOON, rank
+        assert (
+            "rank 2 failed at 0F0, step 3 of its program (stage 0, microbatch 0): ArithmeticError: broken"
+            in text
+        )
+        assert seconds < SOON * busy(), rank
 
 
 def slow(rank, ranks):
@@ -546,7 +592,7 @@ def test_a_rank_whose_group_has_ended_answers(fresh):
     processes.start(asked_without_a_group)
     for rank, (suspected, own) in enumerate(processes.answers(60)):
         # It is asked while it asks, or when it has its answer and waits for the next text.
-        assert suspected in [(1 - rank, f"rank {1 - rank} {does}") for does in ("is at work", "waits, too")]
+        assert suspected in [(1 - rank, f"rank {1 - rank} {does}") for does in ("is at work", "also waits")]
         assert own == Answer(None, False, 0, (0, 1), 0)
 
 
@@ -566,8 +612,21 @@ def test_a_question_that_a_rank_cannot_answer_leaves_its_connections():
 
 def test_what_is_left_behind_by_failures_does_not_grow(two):
     for before, after in two(many_failures, timeout=120):
-        slack = 8  # keys and connections of the last two generations, of which some steps had opened more
-        assert all(now <= then + slack for now, then in zip(after, before, strict=True)), (before, after)
+        slack = 8, 8, 8, 60  # of the last two generations, of which some steps had opened more
+        limits = [then + more for then, more in zip(before, slack, strict=True)]
+        assert all(now <= limit for now, limit in zip(after, limits, strict=True)), (before, after)
+
+
+def number_of_objects(root):
+    """How many objects hang on one, through containers and instances."""
+    seen, todo = {id(root): root}, [root]
+    while todo:
+        for child in gc.get_referents(todo.pop()):
+            shared = isinstance(child, (type, ModuleType, FunctionType, BuiltinFunctionType))
+            if id(child) not in seen and not shared:
+                seen[id(child)] = child
+                todo.append(child)
+    return len(seen)
 
 
 def many_failures(rank, ranks):
@@ -575,15 +634,9 @@ def many_failures(rank, ranks):
 
         def look():
             dist.barrier()
-            keys = transport._rendezvous._store.num_keys()
-            links = transport.links
-            held = (
-                len(links._failures.verdicts),
-                len(links._questions._brought),
-                len(links._connections._streams),
-                len(transport._pair_groups._pairs),
-            )
-            return keys, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), *held
+            keys = dist.distributed_c10d._get_default_store().num_keys()
+            held = number_of_objects(transport)
+            return keys, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), held
 
         def fail(n):
             for _ in range(n):
@@ -609,16 +662,9 @@ def test_private_names_of_torch_are_there():
         "alive": (dist.ProcessGroupGloo, "recv"),
     }
     gone = [
-        f"{type(owner).__name__} {name}, for ppfunc.runtime._torch.{user}"
+        f"{type(owner).__name__} {name}, for ppfunc.runtime.transport._torch.{user}"
         for user, (owner, name) in used.items()
         if not hasattr(owner, name)
     ]
     assert gone == []
     assert all(hasattr(_torch, user) for user in used)
-
-
-def test_names_of_channels_that_a_greeting_cannot_hold_are_refused():
-    nowhere = Address([], 9, "00" * 16)
-    assert connect(nowhere, 0, "8 letter") is None
-    with pytest.raises(ValueError, match="channel: got '9 letters', expected a name of at most 8 bytes"):
-        connect(nowhere, 0, "9 letters")

@@ -1,4 +1,6 @@
-"""A process that ends, is stopped or gives up is named by all others, wherever it was: real processes under gloo."""
+"""A process that ends, is stopped or gives up is named by all others, wherever it was: real processes under
+gloo.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
-from ppfunc.runtime import _torch, opening
-from ppfunc.runtime.rendezvous import Rendezvous
-from ppfunc.runtime.socket_links import SocketLinks
+from ppfunc.runtime.control.rendezvous import Rendezvous
+from ppfunc.runtime.control.socket_links import SocketLinks
+from ppfunc.runtime.transport import _torch, opening
+from tests.clock import busy
 
 D, MICROBATCHES = 4, 4
 LAYOUTS = {
@@ -48,7 +51,9 @@ class Seen(NamedTuple):
 
 
 class Run:
-    """One rank of a pipeline of any layout: over data ranks with their reductions, over tensor ranks with a sum in each stage."""
+    """One rank of a pipeline of any layout: over data ranks with their reductions, over tensor ranks with a
+    sum in each stage.
+    """
 
     def __init__(self, layout, limit=60.0, before=lambda place: None, begun=lambda: None):
         (shape, names), generator = LAYOUTS[layout], torch.Generator().manual_seed(0)
@@ -59,9 +64,9 @@ class Run:
         def stage(params, x):
             before("stage")
             if "tp" in names:
-                x = pp.pvary(x, mesh["tp"])
+                x = pp.collectives.pvary(x, mesh["tp"])
             y = torch.tanh(Noted.apply(x @ params["w"], before))
-            return pp.psum(y, mesh["tp"]) if "tp" in names else y
+            return pp.collectives.psum(y, mesh["tp"]) if "tp" in names else y
 
         def squared(y, target):
             before("loss")
@@ -71,16 +76,25 @@ class Run:
             before("optimizer")
             return plain.update(grads, state, params, **options)
 
-        plain = pp.sgd(1e-2)
+        plain = pp.optim.sgd(1e-2)
         params = {transport.rank: {"w": torch.randn(D, D, generator=generator)}}
         inputs, targets = (torch.randn(3 * MICROBATCHES, D, generator=generator) for _ in range(2))
         schedule = pp.one_f_one_b(ranks, MICROBATCHES)
         if "tp" in names:
-            step = pp.value_and_grad([stage] * ranks, squared, schedule, transport, engine=pp.functional)
+            step = pp.value_and_grad(
+                [stage] * ranks, squared, schedule, transport, engine=pp.engines.functional
+            )
             self.step = lambda: step(params, inputs, targets)
         else:
-            optimizer = pp.Optimizer(plain.init, update)
-            trainer = pp.train_step([stage] * ranks, squared, schedule, optimizer, transport=transport, engine=pp.functional)
+            optimizer = pp.optim.Optimizer(plain.init, update)
+            trainer = pp.Trainer(
+                [stage] * ranks,
+                squared,
+                schedule,
+                optimizer,
+                transport=transport,
+                engine=pp.engines.functional,
+            )
             state = trainer.init(params)
             self.step = lambda: trainer.step(state, inputs, targets)
 
@@ -135,7 +149,7 @@ def warm(rank, size):
 # -- at every place ----------------------------------------------------------------------------
 
 PLACES = {  # the function at whose call a rank fails, and which call
-    "constructor": (Rendezvous, "write", 1),
+    "constructor": (Rendezvous, "publish", 1),
     "meeting": (SocketLinks, "greet", 1),
     "first agreement": (pp.P2P, "require_same", 1),
     "connecting": (opening, "_address", 1),
@@ -194,28 +208,46 @@ def fails_at(rank, size, layout, victim, place, end):
             run.step()
 
     seen = watched(train)
-    if seen.kind == "SystemExit" or (rank == victim and place in ("constructor", "outside")):  # where nothing runs that tells it
+    if seen.kind == "SystemExit" or (
+        rank == victim and place in ("constructor", "outside")
+    ):  # where nothing runs that tells it
         sys.exit(1)
     return tuple(seen)
 
 
-# By name of the seed, how many tries, and how many of them where tests are large. The layout, the victim and the moment follow from a seed.
+# By name of the seed, how many tries, and how many of them where tests are large. The layout, the victim and
+# the moment follow from a seed.
 TRIES = {"kill_seed": (2, 200), "interrupt_seed": (3, 300), "stop_seed": (1, 40), "slow_seed": (1, 20)}
 
 
 def cases():
-    """Layout, victim, place, end. What is raised within the end of a step, or in a thread, is nothing that can be raised there."""
-    every = [(layout, victim, place, "SIGKILL") for layout in LAYOUTS for victim in range(SIZES[layout]) for place in PLACES]
+    """Layout, victim, place, end. What is raised within the end of a step, or in a thread, is nothing that
+    can be raised there.
+    """
+    every = [
+        (layout, victim, place, "SIGKILL")
+        for layout in LAYOUTS
+        for victim in range(SIZES[layout])
+        for place in PLACES
+    ]
     every += [("3 ranks", victim, place, "os._exit(0)") for victim in range(3) for place in PLACES]
     raising = [place for place in PLACES if place not in ("meeting", "vote", "commit")]
-    every += [("3 ranks", victim, place, end) for victim in range(3) for place in raising for end in ("sys.exit(0)", "raise")]
+    every += [
+        ("3 ranks", victim, place, end)
+        for victim in range(3)
+        for place in raising
+        for end in ("sys.exit(0)", "raise")
+    ]
     return [case for case in every if case[2] not in impossible(*case[:2])]
 
 
 def few(cases, seed=5):
     """A case of every place, and one in the middle of a stage whose ranks wait for each other in it."""
     chooser = random.Random(seed)
-    return [*(chooser.choice([case for case in cases if case[2] == place]) for place in PLACES), ("pipe x tensor", 1, "forward", "SIGKILL")]
+    return [
+        *(chooser.choice([case for case in cases if case[2] == place]) for place in PLACES),
+        ("pipe x tensor", 1, "forward", "SIGKILL"),
+    ]
 
 
 def pytest_generate_tests(metafunc):
@@ -245,8 +277,13 @@ def test_a_rank_that_fails_is_named_wherever_it_was(fresh, soon, layout, victim,
 
 
 def require_named(processes, victim, soon, gone, since=None):
-    """Every other rank has named the victim, within some seconds of its end or of the first that has; what each has seen."""
-    answers = {rank: (answer := processes._answer(end, 60)) and Seen(*answer) for rank, end in enumerate(processes._ends)}
+    """Every other rank has named the victim, within some seconds of its end or of the first that has; what
+    each has seen.
+    """
+    answers = {
+        rank: (answer := processes._answer(end, 60)) and Seen(*answer)
+        for rank, end in enumerate(processes._ends)
+    }
     told = answers.pop(victim)
     assert gone is None or (told is None) == gone, told
     for rank, seen in answers.items():
@@ -266,7 +303,9 @@ def terminated(number, frame):
 def trains(rank, size, layout, limit, steps, folder):
     """Train until something is raised, or for some steps; who raises an error of its own leaves."""
     signal.signal(signal.SIGTERM, terminated)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts tests in the background has it ignored
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell that starts tests in the background has it ignored
 
     def train():
         run = Run(layout, limit, begun=(folder / str(rank)).touch)
@@ -307,7 +346,9 @@ def test_a_rank_that_is_killed_at_any_time_is_named(fresh, soon, tmp_path, kill_
     require_named(processes, victim, soon, gone=True, since=since)
 
 
-def test_a_rank_that_is_interrupted_at_any_time_is_named_and_no_step_is_torn(fresh, soon, tmp_path, interrupt_seed):
+def test_a_rank_that_is_interrupted_at_any_time_is_named_and_no_step_is_torn(
+    fresh, soon, tmp_path, interrupt_seed
+):
     """By KeyboardInterrupt, or by what the handler of SIGTERM raises."""
     layout, victim, delay = drawn(interrupt_seed)
     processes = fresh(SIZES[layout])
@@ -318,7 +359,9 @@ def test_a_rank_that_is_interrupted_at_any_time_is_named_and_no_step_is_torn(fre
     told, others = require_named(processes, victim, soon, gone=None, since=since)
     if told is not None:
         # What the handler raises is an ordinary error: in a stage, it is one of the stage.
-        kinds = {signal.SIGINT: ("KeyboardInterrupt",), signal.SIGTERM: ("RuntimeError", "PipelineError")}[number]
+        kinds = {signal.SIGINT: ("KeyboardInterrupt",), signal.SIGTERM: ("RuntimeError", "PipelineError")}[
+            number
+        ]
         assert told.kind in kinds and (number == signal.SIGINT or "terminated" in told.text), told
         assert {seen.ended for seen in others.values()} == {told.ended}, (told, others)
 
@@ -351,7 +394,9 @@ def test_a_rank_that_is_slow_within_the_limit_raises_no_alarm(fresh, tmp_path, s
 
 
 def keeps_the_error(rank, size):
-    """The first rank fails in its last backward, while the others wait in a sum over all ranks; each keeps what it was told."""
+    """The first rank fails in its last backward, while the others wait in a sum over all ranks; each keeps
+    what it was told.
+    """
     calls = [0]
 
     def before(place):
@@ -378,7 +423,9 @@ def test_an_error_that_is_kept_holds_up_nobody(fresh, soon):
 
 
 def leaves_a_sum_under_way(rank, size):
-    """The first rank fails when it has begun a sum over all ranks; the other waits for what the first would have sent it before."""
+    """The first rank fails when it has begun a sum over all ranks; the other waits for what the first would
+    have sent it before.
+    """
     calls, ones = [0], torch.ones(4)
 
     def before(place):
@@ -398,14 +445,16 @@ def test_a_sum_that_is_under_way_holds_up_nobody(fresh):
     processes = fresh(2)
     processes(warm)
     for text, seconds in processes(leaves_a_sum_under_way):
-        assert "failed at 0F" in text and seconds < 8.0
+        assert "failed at 0F" in text and seconds < 8 * busy()
 
 
 # -- who leaves, and who skips a call ----------------------------------------------------------
 
 
 def host_leaves(rank, size, victim):
-    """A rank fails while others are busy; rank 0, which serves the store, leaves as soon as it has heard of it."""
+    """A rank fails while others are busy; rank 0, which serves the store, leaves as soon as it has heard of
+    it.
+    """
 
     def before(place):
         if place == "stage" and OPEN and OPEN[-1].ended == 2:
@@ -485,12 +534,20 @@ def test_a_rank_that_skips_a_call_is_named_as_such(fresh, victim):
 # -- what NCCL needs ---------------------------------------------------------------------------
 
 
-def test_the_communicators_of_a_step_that_has_failed_are_ended_while_it_runs_those_of_one_that_has_ended_are_not():
+def test_the_communicators_of_a_step_that_has_failed_are_ended_while_it_runs_those_of_one_that_has_ended_are_not():  # noqa: E501
     """The thread that watches is told how many steps had been committed when a rank failed."""
     aborted = []
-    one, other = (SimpleNamespace(abort=lambda name=name: aborted.append(name)) for name in ("a pair", "the data ranks"))
-    owned = {"_pair_groups": SimpleNamespace(groups=[one]), "_collectives": {"data": SimpleNamespace(group=other)}, "_in_stages": list}
-    transport = SimpleNamespace(backend="nccl", ended=3, _executing=True, _synchronizing=False, _aborts=_torch.Aborts(), **owned)
+    one, other = (
+        SimpleNamespace(abort=lambda name=name: aborted.append(name)) for name in ("a pair", "the data ranks")
+    )
+    owned = {
+        "_pair_groups": SimpleNamespace(groups=[one]),
+        "_collectives": {"data": SimpleNamespace(group=other)},
+        "_in_stages": list,
+    }
+    transport = SimpleNamespace(
+        backend="nccl", ended=3, _executing=True, _synchronizing=False, _aborts=_torch.Aborts(), **owned
+    )
     transport._begin_aborts = partial(pp.P2P._begin_aborts, transport)
     unblock = partial(pp.P2P._unblock, transport)
     unblock(4)  # step 3 was committed: its last collectives finish

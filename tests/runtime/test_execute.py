@@ -12,29 +12,17 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.runtime.arguments import RawArguments, read_arguments
-from ppfunc.runtime.buffers import Buffers, Tag
-from ppfunc.runtime.calls import load
+from ppfunc.runtime.call.arguments import RawArguments, read_arguments
 from ppfunc.runtime.errors import StepFailed
-from ppfunc.runtime.execute import execute, fill
-from ppfunc.runtime.lower import BATCH
+from ppfunc.runtime.execution.buffers import Buffers, Tag
+from ppfunc.runtime.execution.execute import execute
+from ppfunc.runtime.execution.fill import fill
+from ppfunc.runtime.lowering.calls import load
+from ppfunc.runtime.lowering.lower import BATCH
 from ppfunc.stage import FlatProgram
+from tests.models import dense, problem, squared
 
 D, M = 4, 6
-
-
-def stage(params, x):
-    return torch.tanh(x @ params["w"])
-
-
-def squared(y, target):
-    return (y - target).square().mean()
-
-
-def problem(stages):
-    generator = torch.Generator().manual_seed(0)
-    params = {s: {"w": torch.randn(D, D, generator=generator)} for s in range(stages)}
-    return params, torch.randn(M * 3, D, generator=generator), torch.randn(M * 3, D, generator=generator)
 
 
 @pytest.mark.parametrize("schedule", [pp.one_f_one_b(2, M), pp.zb_h1(2, M)], ids=["1f1b", "zb_h1"])
@@ -42,7 +30,7 @@ def test_residuals_are_used_once_by_their_only_owner_and_dropped(schedule):
     alive, most, owners = set(), [0], []
 
     def watched(fn, example, **options):
-        program = pp.graph(fn, example, **options)
+        program = pp.engines.graph(fn, example, **options)
         flat = program.flat
 
         def forward(params, x, consts):
@@ -59,10 +47,12 @@ def test_residuals_are_used_once_by_their_only_owner_and_dropped(schedule):
 
             return run
 
-        return program._replace(flat=FlatProgram(forward, use(flat.backward), use(flat.backward_input), flat.backward_weight))
+        return program._replace(
+            flat=FlatProgram(forward, use(flat.backward), use(flat.backward_input), flat.backward_weight)
+        )
 
-    params, inputs, targets = problem(2)
-    pp.value_and_grad([stage] * 2, squared, schedule, engine=watched)(params, inputs, targets)
+    params, inputs, targets = problem(2, M)
+    pp.value_and_grad([dense] * 2, squared, schedule, engine=watched)(params, inputs, targets)
     assert owners == [1] * 2 * M
     assert not alive
     assert most[0] <= 3  # rank 0 holds two microbatches, rank 1 one
@@ -70,45 +60,53 @@ def test_residuals_are_used_once_by_their_only_owner_and_dropped(schedule):
 
 def compiled_for(given, schedule=None):
     """A compiled step of two stages, and the arguments as it takes them."""
-    step = pp.value_and_grad([stage] * 2, squared, schedule or pp.gpipe(2, M))
-    compiled = step.lower(*given).compile()
+    step = pp.value_and_grad([dense] * 2, squared, schedule or pp.gpipe(2, M))
+    compiled = step.lower(*given).compile().step
     return compiled, read_arguments(RawArguments(*given), compiled.lowered.schedule, [0, 1], True)
 
 
 def test_a_call_knows_where_it_comes_from():
-    compiled, _ = compiled_for(problem(2))
+    compiled, _ = compiled_for(problem(2, M))
     assert len(compiled.calls) == len(compiled.places) == 4 * M  # in one process messages need no call
-    assert {str(p.instruction) for p in compiled.places} == {f"{s}{op}{m}" for s in range(2) for op in "FB" for m in range(M)}
-    assert all(p.instruction in compiled.lowered.schedule.programs[p.rank][p.position] for p in compiled.places)
+    assert {str(p.instruction) for p in compiled.places} == {
+        f"{s}{op}{m}" for s in range(2) for op in "FB" for m in range(M)
+    }
+    assert all(
+        p.instruction in compiled.lowered.schedule.programs[p.rank][p.position] for p in compiled.places
+    )
 
 
 @pytest.mark.parametrize("builder", [pp.gpipe, pp.zb_h1])
 def test_what_is_consumed_is_gone_from_the_buffers(builder):
-    given = problem(2)
+    given = problem(2, M)
     compiled, arguments = compiled_for(given, builder(2, M))
     buffers = execute(compiled, fill(compiled.lowered, arguments))
     assert not (buffers.values or buffers.residuals or buffers.pending)
     assert set(buffers.kept) == {(1, m) for m in range(M)}  # the losses
-    _, grads = pp.value_and_grad([stage] * 2, squared, builder(2, M))(*given)
+    _, grads = pp.value_and_grad([dense] * 2, squared, builder(2, M))(*given)
     assert not buffers.gradients[0].take(arguments.params[0], lambda t: t)[0].sub(grads[0]["w"]).any()
 
 
 def test_two_runs_of_a_compiled_step_share_no_buffers():
     """One is filled and left alone while another runs: it gives the same bits afterwards."""
-    compiled, arguments = compiled_for(problem(2))
+    compiled, arguments = compiled_for(problem(2, M))
     waiting = fill(compiled.lowered, arguments)
     first, second = execute(compiled, fill(compiled.lowered, arguments)), execute(compiled, waiting)
     assert all(torch.equal(first.kept[key][0], second.kept[key][0]) for key in first.kept)
-    assert not set.intersection(*({id(v) for v in vars_of(b).values() if isinstance(v, dict)} for b in (first, second)))
+    assert not set.intersection(
+        *({id(v) for v in vars_of(b).values() if isinstance(v, dict)} for b in (first, second))
+    )
 
 
 def vars_of(buffers):
-    return {name: getattr(buffers, name) for name in buffers.__slots__ if name not in ("seed", "bare")}  # those are only read
+    return {
+        name: getattr(buffers, name) for name in buffers.__slots__ if name not in ("seed", "bare")
+    }  # those are only read
 
 
 def test_a_call_that_raises_tells_its_place():
     """Its buffers lack the input of a microbatch: its forward fails, and says so."""
-    compiled, arguments = compiled_for(problem(2))
+    compiled, arguments = compiled_for(problem(2, M))
     buffers = fill(compiled.lowered, arguments)
     missing = next(tag for tag in buffers.values if tag.microbatch == 3)
     del buffers.values[missing]
@@ -121,9 +119,9 @@ def test_a_call_that_raises_tells_its_place():
 @pytest.mark.parametrize("calls", [1, 3])
 def test_a_step_function_keeps_no_tensor_of_its_calls(calls):
     """Not of the arguments, not of the results; a step that failed neither."""
-    step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, M))
+    step = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, M))
     for _ in range(calls):
-        given, weights = problem(2), torch.ones(M, dtype=torch.float64)
+        given, weights = problem(2, M), torch.ones(M, dtype=torch.float64)
         result = step(*given, loss_weights=weights)
     seen = [weakref.ref(t) for t in optree.tree_leaves((given, weights, result))]
     with pytest.raises(ValueError, match="inputs: got 5 rows"):
@@ -140,14 +138,14 @@ def test_a_step_that_failed_lets_go_of_its_tensors_with_its_error():
     def breaking(params, x):
         if broken:
             raise MemoryError
-        return stage(params, x)
+        return dense(params, x)
 
-    step = pp.value_and_grad([stage, breaking], squared, pp.gpipe(2, M), engine=pp.functional)
-    step(*problem(2))
+    step = pp.value_and_grad([dense, breaking], squared, pp.gpipe(2, M), engine=pp.engines.functional)
+    step(*problem(2, M))
     broken.append(True)
     gc.disable()
     try:
-        given = problem(2)
+        given = problem(2, M)
         seen = [weakref.ref(t) for t in optree.tree_leaves(given)]
         with contextlib.suppress(pp.PipelineError):
             step(*given)
@@ -158,10 +156,12 @@ def test_a_step_that_failed_lets_go_of_its_tensors_with_its_error():
 
 
 def test_a_microbatch_is_brought_to_the_device_alone():
-    step = pp.value_and_grad([stage] * 2, squared, pp.one_f_one_b(2, M))
-    low = step.lower(*problem(2)).step.stages[0, 0]
+    step = pp.value_and_grad([dense] * 2, squared, pp.one_f_one_b(2, M))
+    low = step.lower(*problem(2, M)).step.stages[0, 0]
     tags = [Tag("F", BATCH, 0, microbatch) for microbatch in range(M)]
-    buffers = Buffers(values={tag: (torch.ones(2),) for tag in tags}, extras={(0, m): (torch.ones(1),) for m in range(M)})
+    buffers = Buffers(
+        values={tag: (torch.ones(2),) for tag in tags}, extras={(0, m): (torch.ones(1),) for m in range(M)}
+    )
     load(low._replace(device=torch.device("meta")), (0, 2))(buffers)
     assert [buffers.values[tag][0].device.type for tag in tags] == ["cpu", "cpu", "meta", "cpu", "cpu", "cpu"]
     assert [m for m in range(M) if buffers.extras[0, m][0].is_meta] == [2]

@@ -1,4 +1,6 @@
-"""Which failure is the first, decided along a tree: without sockets, threads or clocks, in any order of messages."""
+"""Which failure is the first, decided along a tree: without sockets, threads or clocks, in any order of
+messages.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,21 @@ from itertools import pairwise
 
 from hypothesis import given, strategies as st
 
-from ppfunc.runtime.failure_tree import FailureTree
-from ppfunc.runtime.rank_tree import RankTree, is_below, path
+from ppfunc.runtime.control.failure_tree import FailureTree
+from ppfunc.runtime.control.tree import RankTree, is_below, path
 
 
 class Ranks:
-    """Failure trees of all ranks, and the messages between neighbours, each pair of which delivers in order."""
+    """Failure trees of all ranks, and the messages between neighbours, each pair of which delivers in
+    order.
+    """
 
     def __init__(self, size):
         self.pipes, self.heard = {}, []
-        self.trees = [FailureTree(RankTree.over(range(size), r), partial(self.tell, r), partial(self.note, r)) for r in range(size)]
+        self.trees = [
+            FailureTree(RankTree.over(range(size), r), partial(self.tell, r), partial(self.note, r))
+            for r in range(size)
+        ]
 
     def tell(self, sender, neighbour, *message):
         self.pipes.setdefault((sender, neighbour), deque()).append(message)
@@ -81,7 +88,11 @@ def test_a_committed_step_is_not_stopped_by_a_later_failure():
     ranks.trees[0].publish("late")
     while ranks.deliver(lambda n: 0):
         pass
-    assert [tree.stopped for tree in ranks.trees] == [True, False, False]  # rank 0 in the step after, the others not yet
+    assert [tree.stopped for tree in ranks.trees] == [
+        True,
+        False,
+        False,
+    ]  # rank 0 in the step after, the others not yet
     for tree in ranks.trees[1:]:
         tree.commit(0)
     assert all(tree.stopped for tree in ranks.trees)
@@ -102,7 +113,11 @@ def test_at_the_top_of_a_part_that_is_cut_off_a_failure_waits_for_the_outcome_of
     ranks.trees[1].lose(0, "rank 0 is gone")
     assert not ranks.trees[1].stopped and not ranks.trees[1].verdicts and not ranks.trees[1].lost(0)
     ranks.trees[1].commit(0)
-    assert ranks.trees[1].verdicts[0] == (1, "rank 0 is gone") and ranks.trees[1].stopped and ranks.trees[1].lost(0)
+    assert (
+        ranks.trees[1].verdicts[0] == (1, "rank 0 is gone")
+        and ranks.trees[1].stopped
+        and ranks.trees[1].lost(0)
+    )
 
 
 def test_who_comes_late_hears_of_the_last_failures_and_few_are_kept():

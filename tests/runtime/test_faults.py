@@ -1,4 +1,6 @@
-"""What goes wrong on one rank is raised on every rank, at once and by name; wrong arguments before anything runs."""
+"""What goes wrong on one rank is raised on every rank, at once and by name; wrong arguments before anything
+runs.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +9,19 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import ppfunc as pp
+from tests import models
+from tests.models import dense, squared
 
 D = 4
 ROWS = 3  # of a microbatch
-
-
-def stage(params, x):
-    return torch.tanh(x @ params["w"])
-
-
-def squared(y, target):
-    return (y - target).square().mean()
-
-
-def problem(stages, m):
-    """Parameters by stage of the model, and a whole batch."""
-    generator = torch.Generator().manual_seed(0)
-    params = {s: {"w": torch.randn(D, D, generator=generator)} for s in range(stages)}
-    return params, torch.randn(ROWS * m, D, generator=generator), torch.randn(ROWS * m, D, generator=generator)
+problem = partial(models.problem, dtype=torch.float32)
 
 
 def caught(call, *args, **kwargs):
@@ -53,15 +44,39 @@ def refused(match, call, *args, error=ValueError, **kwargs):
 
 def test_wrong_batches_are_refused_with_what_was_got_and_expected():
     params, inputs, targets = problem(2, 4)
-    step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 4))
-    refused("got 10 rows .* 4 microbatches do not divide; the nearest numbers that do are 2 and 5", pp.microbatch, torch.ones(10, D), 4)
+    step = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, 4))
+    refused(
+        "got 10 rows .* 4 microbatches do not divide; the nearest numbers that do are 2 and 5",
+        pp.microbatch,
+        torch.ones(10, D),
+        4,
+    )
     refused("batch: got 3 rows .* for 4 microbatches; use at most 3", pp.microbatch, torch.ones(3, D), 4)
-    refused(r"same number of rows.* batch\['a'\]: 4, batch\['b'\]: 8", pp.microbatch, {"a": torch.ones(4), "b": torch.ones(8)}, 4)
+    refused(
+        r"same number of rows.* batch\['a'\]: 4, batch\['b'\]: 8",
+        pp.microbatch,
+        {"a": torch.ones(4), "b": torch.ones(8)},
+        4,
+    )
     refused("at least 1", pp.microbatch, torch.ones(4), 0)
-    refused(r"inputs\['x'\]: got 10 rows in shape \(10, 4\), which 4 microbatches do not divide", step, params, {"x": inputs[:10]}, targets)
-    refused(r"inputs\['x'\]: got a scalar, expected a leading batch axis", step, params, {"x": inputs.sum()}, targets)
+    refused(
+        r"inputs\['x'\]: got 10 rows in shape \(10, 4\), which 4 microbatches do not divide",
+        step,
+        params,
+        {"x": inputs[:10]},
+        targets,
+    )
+    refused(
+        r"inputs\['x'\]: got a scalar, expected a leading batch axis",
+        step,
+        params,
+        {"x": inputs.sum()},
+        targets,
+    )
     refused("targets: got 3 rows .* for 4 microbatches", step, params, inputs, targets[:3])
-    refused("targets: got 3 microbatches, the schedule has 4", step, params, inputs, pp.microbatch(targets[:3], 3))
+    refused(
+        "targets: got 3 microbatches, the schedule has 4", step, params, inputs, pp.microbatch(targets[:3], 3)
+    )
     refused("targets: got None.*stage 1", step, params, inputs, None)
     refused("inputs: got None.*stage 0", step, params, None, targets)
     refused(r"inputs\['n'\].*int", step, params, {"x": inputs, "n": 3}, targets, error=TypeError)
@@ -70,10 +85,14 @@ def test_wrong_batches_are_refused_with_what_was_got_and_expected():
 def test_a_list_is_a_tree_like_any_other():
     """Of four tensors under four microbatches, too: each of them is cut."""
     params, inputs, targets = problem(2, 4)
-    add = [lambda p, xs: stage(p, xs[0] + xs[1] - xs[2] * xs[3]), stage]
-    loss, _ = pp.value_and_grad(add, squared, pp.gpipe(2, 4))(params, [inputs, inputs, inputs, torch.ones_like(inputs)], targets)
-    assert torch.equal(loss, pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 4))(params, inputs, targets)[0])
-    step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 4))
+    add = [lambda p, xs: dense(p, xs[0] + xs[1] - xs[2] * xs[3]), dense]
+    loss, _ = pp.value_and_grad(add, squared, pp.gpipe(2, 4))(
+        params, [inputs, inputs, inputs, torch.ones_like(inputs)], targets
+    )
+    assert torch.equal(
+        loss, pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, 4))(params, inputs, targets)[0]
+    )
+    step = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, 4))
     refused(r"inputs\[0\]: got 3 rows .* for 4 microbatches", step, params, list(inputs.chunk(4)), targets)
     refused("stage 0.*list", step, params, [inputs], targets, error=pp.StageError)
     refused(r"targets\[0\]: got 3 rows .* for 4 microbatches", step, params, inputs, list(targets.chunk(4)))
@@ -82,50 +101,119 @@ def test_a_list_is_a_tree_like_any_other():
 def test_wrong_parameters_stages_weights_and_losses_are_refused():
     params, inputs, targets = problem(2, 4)
     schedule = pp.gpipe(2, 4)
-    step = pp.value_and_grad([stage] * 2, squared, schedule)
+    step = pp.value_and_grad([dense] * 2, squared, schedule)
     refused(r"params: got \[0\], expected .*\[0, 1\]", step, {0: params[0]}, inputs, targets)
     refused(r"params: got \[0, 1, 2\], expected .*\[0, 1\]", step, params | {2: params[0]}, inputs, targets)
     refused("params: got list", step, [params[0], params[1]], inputs, targets)
-    refused(r"extras: got the stages \[2\], this process runs \[0, 1\]", step, params, inputs, targets, extras={2: inputs})
-    refused("stages: got 3, the schedule 'gpipe' has 2", pp.value_and_grad, [stage] * 3, squared, schedule)
-    refused(r"stages\[1\]: got None", pp.value_and_grad([stage, None], squared, schedule), params, inputs, targets)
+    refused(
+        r"extras: got the stages \[2\], this process runs \[0, 1\]",
+        step,
+        params,
+        inputs,
+        targets,
+        extras={2: inputs},
+    )
+    refused("stages: got 3, the schedule 'gpipe' has 2", pp.value_and_grad, [dense] * 3, squared, schedule)
+    refused(
+        r"stages\[1\]: got None", pp.value_and_grad([dense, None], squared, schedule), params, inputs, targets
+    )
     with pytest.raises(ValueError, match=r"loss_weights: got shape \(3,\)"):
-        pp.value_and_grad([stage] * 2, squared, schedule, loss_weights=[1, 2, 3])
+        pp.value_and_grad([dense] * 2, squared, schedule, loss_weights=[1, 2, 3])
     refused(r"loss_weights: got shape \(3,\)", step, params, inputs, targets, loss_weights=[1, 2, 3])
-    refused("no backward", pp.value_and_grad, [stage] * 2, squared, pp.inference(2, 4))
-    refused("nothing", pp.evaluate, [stage] * 2, None, schedule)
-    vector = pp.value_and_grad([stage] * 2, lambda y, t: (y - t).square().mean(0), schedule)
+    refused("no backward", pp.value_and_grad, [dense] * 2, squared, pp.inference(2, 4))
+    refused("nothing", pp.evaluate, [dense] * 2, None, schedule)
+    vector = pp.value_and_grad([dense] * 2, lambda y, t: (y - t).square().mean(0), schedule)
     refused(r"stage 1.*floating scalar, got float32\[4\]", vector, params, inputs, targets)
 
 
 def test_what_is_no_schedule_stage_transport_or_engine_is_refused():
     schedule, make = pp.gpipe(2, 4), pp.value_and_grad
     for maker in (pp.value_and_grad, pp.evaluate):
-        refused("schedule: got <function .*ranks=4", maker, [stage] * 2, squared, pp.gpipe, error=TypeError)
-        refused("stages: got <function .*expected a list", maker, stage, squared, schedule, error=TypeError)
+        refused("schedule: got <function .*ranks=4", maker, [dense] * 2, squared, pp.gpipe, error=TypeError)
+        refused("stages: got <function .*expected a list", maker, dense, squared, schedule, error=TypeError)
         model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-        refused(r"stages: got Sequential\(.* of type Sequential, .*ppfunc.split", maker, model, squared, schedule, error=TypeError)
-        refused(r"stages\[1\]: got 3 of type int", maker, [stage, 3], squared, schedule, error=TypeError)
+        refused(
+            r"stages: got Sequential\(.* of type Sequential, .*ppfunc.split",
+            maker,
+            model,
+            squared,
+            schedule,
+            error=TypeError,
+        )
+        refused(r"stages\[1\]: got 3 of type int", maker, [dense, 3], squared, schedule, error=TypeError)
         refused("stage_from_module", maker, [torch.nn.Linear(D, D)] * 2, squared, schedule, error=TypeError)
-        refused("loss_fn: got 'mse'", maker, [stage] * 2, "mse", schedule, error=TypeError)
-        refused("transport: got <class .*InProcess()", maker, [stage] * 2, squared, schedule, pp.InProcess, error=TypeError)
-        refused("engine: got 'graph'.*ppfunc.graph", maker, [stage] * 2, squared, schedule, engine="graph", error=TypeError)
-    mine = make([stage] * 2, squared, schedule, engine=lambda *args, **options: 3)
-    refused("engine: it returned an object of type int for stage 0, expected a StageProgram", mine, *problem(2, 4), error=TypeError)
-    refused("loss_fn: got None", make, [stage] * 2, None, schedule, error=TypeError)
+        refused("loss_fn: got 'mse'", maker, [dense] * 2, "mse", schedule, error=TypeError)
+        refused(
+            "transport: got <class .*InProcess()",
+            maker,
+            [dense] * 2,
+            squared,
+            schedule,
+            pp.InProcess,
+            error=TypeError,
+        )
+        refused(
+            "engine: got 'graph'.*ppfunc.engines.graph",
+            maker,
+            [dense] * 2,
+            squared,
+            schedule,
+            engine="graph",
+            error=TypeError,
+        )
+    mine = make([dense] * 2, squared, schedule, engine=lambda *args, **options: 3)
+    refused(
+        "engine: it returned an object of type int for stage 0, expected a StageProgram",
+        mine,
+        *problem(2, 4),
+        error=TypeError,
+    )
+    refused("loss_fn: got None", make, [dense] * 2, None, schedule, error=TypeError)
     for wrong in ([0], (0, 0), (1, 1), 2, (0, 2), ()):
-        refused("argnums: got .*, expected 0", make, [stage] * 2, squared, schedule, argnums=wrong)
+        refused("argnums: got .*, expected 0", make, [dense] * 2, squared, schedule, argnums=wrong)
 
 
 def test_arguments_of_a_wrong_kind_are_refused():
     params, inputs, targets = problem(2, 4)
-    step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 4))
+    step = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, 4))
     refused(r"params: got \[0, '1'\]", step, {0: params[0], "1": params[1]}, inputs, targets)
-    refused("loss_weights: got 'ab', expected one number", step, params, inputs, targets, loss_weights="ab", error=TypeError)
+    refused(
+        "loss_weights: got 'ab', expected one number",
+        step,
+        params,
+        inputs,
+        targets,
+        loss_weights="ab",
+        error=TypeError,
+    )
     for seed in (3, (1.5, 2), (1, 2, 3)):
-        refused(r"expected \(seed, step\), two integers", step, params, inputs, targets, seed=seed, error=TypeError)
-    refused("extras: got list, expected a dictionary", step, params, inputs, targets, extras=[inputs], error=TypeError)
-    refused("state: got Tensor, expected a dictionary", step, params, inputs, targets, state=inputs, error=TypeError)
+        refused(
+            r"expected \(seed, step\), two integers",
+            step,
+            params,
+            inputs,
+            targets,
+            seed=seed,
+            error=TypeError,
+        )
+    refused(
+        "extras: got list, expected a dictionary",
+        step,
+        params,
+        inputs,
+        targets,
+        extras=[inputs],
+        error=TypeError,
+    )
+    refused(
+        "state: got Tensor, expected a dictionary",
+        step,
+        params,
+        inputs,
+        targets,
+        state=inputs,
+        error=TypeError,
+    )
     refused("expected an integer", pp.microbatch, inputs, 2.0, error=TypeError)
     refused("batch: got 0 rows .*at least one row", pp.microbatch, inputs[:0], 2)
     with pytest.raises(TypeError, match="ndarray") as raised:
@@ -143,7 +231,13 @@ def test_losses_of_several_dtypes_are_refused():
     rows = pp.microbatch(inputs, 4)
     mixed = pp.Microbatches([rows[0].double(), *rows[1:]])
     step = pp.value_and_grad([kept] * 2, lambda y, t: y.mean(), pp.gpipe(2, 4))
-    refused(r"stage 1 gives losses of different forms .*float64\[\] and .*float32\[\]", step, params, mixed, targets)
+    refused(
+        r"stage 1 gives losses of different forms .*float64\[\] and .*float32\[\]",
+        step,
+        params,
+        mixed,
+        targets,
+    )
     step = pp.value_and_grad([kept] * 2, lambda y, t: y.double().mean(), pp.gpipe(2, 4))
     step(params, mixed, targets)
     outputs = pp.evaluate([kept] * 2, None, pp.gpipe(2, 4), return_outputs=True)(params, mixed)
@@ -155,7 +249,13 @@ def test_parameters_of_another_dtype_that_change_the_loss_are_refused():
     _, inputs, targets = problem(1, 4)
     step({0: torch.ones(D)}, inputs, targets)
     wide = {0: torch.ones(D, dtype=torch.float64)}
-    refused(r"stage 0 now gives the losses float64\[4\].*agreed on float32\[4\].*make a new step", step, wide, inputs, targets)
+    refused(
+        r"stage 0 now gives the losses float64\[4\].*agreed on float32\[4\].*make a new step",
+        step,
+        wide,
+        inputs,
+        targets,
+    )
 
 
 def test_an_interrupt_stays_an_interrupt():
@@ -164,10 +264,10 @@ def test_an_interrupt_stays_an_interrupt():
     def interrupted(params, x):
         if armed[0]:
             raise KeyboardInterrupt
-        return stage(params, x)
+        return dense(params, x)
 
     params, inputs, targets = problem(2, 4)
-    step = pp.value_and_grad([stage, interrupted], squared, pp.gpipe(2, 4), engine=pp.functional)
+    step = pp.value_and_grad([dense, interrupted], squared, pp.gpipe(2, 4), engine=pp.engines.functional)
     step(params, inputs, targets)
     armed[0] = True
     with pytest.raises(KeyboardInterrupt):
@@ -178,13 +278,20 @@ def test_an_interrupt_stays_an_interrupt():
 
 def test_stages_that_do_not_fit_each_other_are_refused_by_name():
     params, inputs, targets = problem(2, 4)
-    step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, 4))
+    step = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, 4))
     params[1]["w"] = torch.ones(D + 1, D)
-    told = r"stage 1: .*test_faults.py:\d+.*given params = {'w': float32\[5,4\]}, x = float32\[3,4\]"
+    told = r"stage 1: .*models.py:\d+.*given params = {'w': float32\[5,4\]}, x = float32\[3,4\]"
     refused(told, step, params, inputs, targets, error=pp.StageError)
     # Matrix products of different dtypes are found out only when they run.
     params[1]["w"] = torch.ones(D, D, dtype=torch.float64)
-    refused(r"1F0.*float != double.*input was float32\[3,4\]", step, params, inputs, targets, error=pp.PipelineError)
+    refused(
+        r"1F0.*float != double.*input was float32\[3,4\]",
+        step,
+        params,
+        inputs,
+        targets,
+        error=pp.PipelineError,
+    )
 
 
 def test_impure_and_data_dependent_stages_are_refused_by_name():
@@ -197,18 +304,20 @@ def test_impure_and_data_dependent_stages_are_refused_by_name():
 
     params, inputs, targets = problem(2, 4)
     before = params[1]["w"].clone()
-    step = pp.value_and_grad([stage, impure], squared, pp.gpipe(2, 4))
+    step = pp.value_and_grad([dense, impure], squared, pp.gpipe(2, 4))
     refused("stage 1.*not pure", step, params, inputs, targets, error=pp.StageError)
     assert torch.equal(params[1]["w"], before)
-    step = pp.value_and_grad([stage, branching], squared, pp.gpipe(2, 4))
+    step = pp.value_and_grad([dense, branching], squared, pp.gpipe(2, 4))
     refused("stage 1.*functional", step, params, inputs, targets, error=pp.StageError)
-    pp.value_and_grad([stage, branching], squared, pp.gpipe(2, 4), engine=pp.functional)(params, inputs, targets)
+    pp.value_and_grad([dense, branching], squared, pp.gpipe(2, 4), engine=pp.engines.functional)(
+        params, inputs, targets
+    )
 
 
 def test_a_wrong_schedule_is_refused_before_anything_runs():
     schedule = pp.gpipe(2, 4)
     broken = replace(schedule, programs=(schedule.programs[0][:-1], schedule.programs[1]))
-    refused("0F3: the backward", pp.value_and_grad, [stage] * 2, squared, broken, error=pp.ScheduleError)
+    refused("0F3: the backward", pp.value_and_grad, [dense] * 2, squared, broken, error=pp.ScheduleError)
 
 
 def test_an_error_inside_a_step_says_where_it_was():
@@ -219,7 +328,7 @@ def test_an_error_inside_a_step_says_where_it_was():
 
     params, inputs, targets = problem(2, 4)
     inputs[:] = 0
-    step = pp.value_and_grad([stage, failing], squared, pp.gpipe(2, 4), engine=pp.functional)
+    step = pp.value_and_grad([dense, failing], squared, pp.gpipe(2, 4), engine=pp.engines.functional)
     step(params, inputs, targets)
     inputs[2 * ROWS] = 1
     with pytest.raises(pp.PipelineError) as raised:
@@ -244,7 +353,7 @@ def disagree(rank, ranks, kind):
     options |= {"per_microbatch": True} if kind == "apart" and rank else {}
     options |= {"loss_shape": (2,)} if kind == "loss shape" and rank else {}
     with pp.P2P(timeout=60) as transport:
-        step = make([stage] * ranks, squared, schedule, transport, **options)
+        step = make([dense] * ranks, squared, schedule, transport, **options)
         return caught(step, {rank: params[rank]}, inputs, targets)
 
 
@@ -279,7 +388,9 @@ def differ(rank, ranks, kind):
                 case "dtype":
                     return step(held, inputs.double(), targets, **usual)
                 case "weights":
-                    return step(held, inputs, targets, **(usual | {"loss_weights": [0.125] * 7 + [0.1250001]}))
+                    return step(
+                        held, inputs, targets, **(usual | {"loss_weights": [0.125] * 7 + [0.1250001]})
+                    )
                 case "no weights":
                     return step(held, inputs, targets, seed=(7, 1))
                 case "seed":
@@ -334,7 +445,7 @@ def test_ranks_whose_calls_differ_are_told_so_at_every_step(request, ranks, kind
 def skip(rank, ranks):
     params, inputs, targets = problem(ranks, 4)
     with pp.P2P(timeout=4) as transport:
-        step = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), transport)
+        step = pp.value_and_grad([dense] * ranks, squared, pp.gpipe(ranks, 4), transport)
         step({rank: params[rank]}, inputs, targets)
         if rank == 1:
             return caught(step, {rank: params[rank]}, inputs, targets)
@@ -353,7 +464,12 @@ def long_name(rank, ranks):
     params, inputs, targets = problem(ranks, 4)
     schedule = replace(pp.gpipe(ranks, 4), name="é" * 400)
     with pp.P2P(timeout=60) as transport:
-        return caught(pp.value_and_grad([stage] * ranks, squared, schedule, transport), {rank: params[rank]}, inputs, targets)
+        return caught(
+            pp.value_and_grad([dense] * ranks, squared, schedule, transport),
+            {rank: params[rank]},
+            inputs,
+            targets,
+        )
 
 
 def test_a_schedule_may_have_a_long_name(two):
@@ -365,12 +481,14 @@ def wrong_size(rank, ranks):
     params, inputs, targets = problem(ranks, 4)
     held = {rank: params[rank]}
     with pp.P2P(timeout=60) as transport:
-        failures = [caught(pp.value_and_grad, [stage] * 3, squared, pp.gpipe(3, 4), transport) for _ in range(2)]
-        step = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), transport)
+        failures = [
+            caught(pp.value_and_grad, [dense] * 3, squared, pp.gpipe(3, 4), transport) for _ in range(2)
+        ]
+        step = pp.value_and_grad([dense] * ranks, squared, pp.gpipe(ranks, 4), transport)
         failures.append(caught(step, held, inputs, targets))
         dist.barrier()
     with pp.P2P(timeout=60) as transport:
-        step = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 4), transport)
+        step = pp.value_and_grad([dense] * ranks, squared, pp.gpipe(ranks, 4), transport)
         return failures, caught(step, held, inputs, targets)
 
 
@@ -390,19 +508,29 @@ def fail_once(rank, ranks, kind):
     def last(params, x):
         if armed[0]:
             raise ArithmeticError("armed")
-        return stage(params, x)
+        return dense(params, x)
 
     params, inputs, targets = problem(ranks, 5)
-    stages, schedule = [stage] * (ranks - 1) + [last], pp.one_f_one_b(ranks, 5)
+    stages, schedule = [dense] * (ranks - 1) + [last], pp.one_f_one_b(ranks, 5)
     here = rank == ranks - 1
     with pp.P2P(timeout=60) as transport, pp.P2P(timeout=60) as unused:
-        step = pp.value_and_grad(stages, squared, schedule, transport, engine=pp.functional)
+        step = pp.value_and_grad(stages, squared, schedule, transport, engine=pp.engines.functional)
         loss, grads = step({rank: params[rank]}, inputs, targets)
         armed[0] = here and kind == "stage"
         given = None if here and kind in ("argument", "first call") else targets
         # On a fresh transport nobody has met anybody yet.
-        failing = pp.value_and_grad(stages, squared, schedule, unused, engine=pp.functional) if kind == "first call" else step
-        failure = caught(failing, {rank: params[rank]}, inputs, given, loss_weights=[1.0] if here and kind == "weights" else None)
+        failing = (
+            pp.value_and_grad(stages, squared, schedule, unused, engine=pp.engines.functional)
+            if kind == "first call"
+            else step
+        )
+        failure = caught(
+            failing,
+            {rank: params[rank]},
+            inputs,
+            given,
+            loss_weights=[1.0] if here and kind == "weights" else None,
+        )
         armed[0] = False
         again, same = failing({rank: params[rank]}, inputs, targets)
     assert torch.equal(again, loss)
@@ -455,11 +583,13 @@ def leave(rank, ranks, victim, how, when):
             LEAVE[how]()
         if armed[0] == "after an error":
             raise ArithmeticError("armed")
-        return stage(p, x)
+        return dense(p, x)
 
     def go_on():
         OPEN.append(pp.P2P(timeout=60))
-        return pp.value_and_grad([fragile] * ranks, squared, pp.one_f_one_b(ranks, 5), OPEN[-1], engine=pp.functional)
+        return pp.value_and_grad(
+            [fragile] * ranks, squared, pp.one_f_one_b(ranks, 5), OPEN[-1], engine=pp.engines.functional
+        )
 
     def leave_now(moment):
         if rank == victim and when == moment:
@@ -486,7 +616,11 @@ def leave(rank, ranks, victim, how, when):
             if rank == victim and how == "leaves a child":
                 leave_a_child()
             if how == "leaves a child":
-                time.sleep(0.5)  # who waits for data already is let go only by the end of the child, which holds gloo's connections
+                time.sleep(
+                    0.5
+                    # who waits for data already is let go only by the end of the child, which holds gloo's
+                    # connections
+                )
         leave_now(when if when != "inside a step" else "")
     return caught(step, held, inputs, targets)
 

@@ -46,7 +46,12 @@ def test_four_ranks_take_as_long_as_one_and_one_call_for_each_further_rank(fresh
         processes(first_step, "one_f_one_b", 1)  # imports, once in each process
         found[ranks] = processes(first_step, builder, stages)
         processes.close()
-    print({ranks: [(round(s[0], 2), round(s[1], 3), calls) for s, calls in answers] for ranks, answers in found.items()})
+    print(
+        {
+            ranks: [(round(s[0], 2), round(s[1], 3), calls) for s, calls in answers]
+            for ranks, answers in found.items()
+        }
+    )
     calls = {calls for answers in found.values() for _, calls in answers}
     assert len(calls) == 1
     alone = max(seconds[0] for seconds, _ in found[1])

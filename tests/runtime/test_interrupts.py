@@ -1,4 +1,6 @@
-"""Interrupts of real processes: a step returns or fails on all ranks, a second one disturbs nothing, and nothing is left behind."""
+"""Interrupts of real processes: a step returns or fails on all ranks, a second one disturbs nothing, and
+nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,14 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
-from ppfunc.runtime import _torch
-from ppfunc.runtime.sockets import Connection
+from ppfunc.runtime.transport import _torch
+from tests.models import new_trainer, squared
 
 RATE = 0.1
 
 
 def stage(w, x):
     return torch.tanh(x @ w)
-
-
-def squared(y, target):
-    return (y - target).square().mean()
 
 
 def setting(ranks):
@@ -47,7 +45,9 @@ def clean(ranks, steps):
 
 
 def trains_on(rank, ranks, steps, victims, seed):
-    """Some ranks are interrupted, often twice in a row, while they are in a step. Losses, failures, and what told of a difference."""
+    """Some ranks are interrupted, often twice in a row, while they are in a step. Losses, failures, and what
+    told of a difference.
+    """
     params, inputs, targets = setting(ranks)
     params, stop, inside, draw = {rank: params[rank]}, threading.Event(), [False], random.Random(seed + rank)
 
@@ -101,43 +101,10 @@ def test_interrupted_steps_fail_on_all_ranks_or_on_none(two, victims, request):
     assert failures
 
 
-def is_struck_while_connecting(rank, ranks):
-    """Rank 1 is interrupted when it has connected to rank 0, and has not noted it yet. The error, and seconds until a step has run."""
-    params, inputs, targets = setting(ranks)
-    armed, attach = [rank == 1], Connection.attach
-
-    def strike_and_attach(self, socket):
-        if armed[0] and threading.current_thread() is threading.main_thread():
-            armed[0] = False
-            signal.raise_signal(signal.SIGUSR1)
-        attach(self, socket)
-
-    def interrupt(number, frame):
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGUSR1, interrupt)
-    Connection.attach = strike_and_attach
-    try:
-        with pp.P2P(timeout=10) as transport:
-            step, began = pp.value_and_grad([stage] * ranks, squared, pp.one_f_one_b(ranks, 4), transport), time.monotonic()
-            with pytest.raises((KeyboardInterrupt, pp.PipelineError)) as raised:
-                step({rank: params[rank]}, inputs, targets)
-            connect = transport.connect
-            transport.connect = lambda routes: (time.sleep(0.3 * rank), connect(routes))  # rank 0 waits on what is connected
-            step({rank: params[rank]}, inputs, targets)
-            return type(raised.value).__name__, time.monotonic() - began
-    finally:
-        Connection.attach = attach
-
-
-def test_an_interrupt_while_ranks_connect_leaves_their_connections_whole(two):
-    (theirs, seconds), (mine, _) = two(is_struck_while_connecting)
-    assert (mine, theirs) == ("KeyboardInterrupt", "PipelineError")
-    assert seconds < 5
-
-
 def is_struck_while_constructing(rank, ranks):
-    """Rank 1 is interrupted before it has told the store that it makes a transport, and makes another. What each has heard, and a loss."""
+    """Rank 1 is interrupted before it has told the store that it makes a transport, and makes another. What
+    each has heard, and a loss.
+    """
     params, inputs, targets = setting(ranks)
     patch = pytest.MonkeyPatch()
 
@@ -156,7 +123,9 @@ def is_struck_while_constructing(rank, ranks):
                 during.setattr(_torch, "store_of", strikes)
             transport = pp.P2P(timeout=20)
         with transport:
-            pp.value_and_grad([stage] * ranks, squared, pp.one_f_one_b(ranks, 4), transport)({rank: params[rank]}, inputs, targets)
+            pp.value_and_grad([stage] * ranks, squared, pp.one_f_one_b(ranks, 4), transport)(
+                {rank: params[rank]}, inputs, targets
+            )
         told = "nothing", None
     except (KeyboardInterrupt, pp.PipelineError) as error:
         told = type(error).__name__, getattr(error, "rank", None)
@@ -172,14 +141,14 @@ def test_ranks_agree_on_their_transports_after_an_interrupted_constructor(two):
 
 
 def is_struck_while_tracing(rank, ranks):
-    """Rank 1 is interrupted while its stage takes long to trace. The error, seconds until it came, and the losses of the next two calls."""
+    """Rank 1 is interrupted while its stage is traced. The error, and the losses of the next two calls."""
     params, inputs, targets = setting(ranks)
     calls = [0]
 
-    def slow(w, x):
+    def struck(w, x):
         calls[0] += 1
         if rank == 1 and calls[0] == 2:  # the first is without values
-            time.sleep(30)
+            signal.raise_signal(signal.SIGUSR1)
         return stage(w, x)
 
     def interrupt(number, frame):
@@ -187,27 +156,24 @@ def is_struck_while_tracing(rank, ranks):
 
     signal.signal(signal.SIGUSR1, interrupt)
     with pp.P2P(timeout=20) as transport:
-        step = pp.value_and_grad([slow] * ranks, squared, pp.one_f_one_b(ranks, 4), transport)
-        if rank == 1:
-            timer = threading.Timer(0.5, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1))
-            timer.start()
-        began = time.monotonic()
+        step = pp.value_and_grad([struck] * ranks, squared, pp.one_f_one_b(ranks, 4), transport)
         try:
             step({rank: params[rank]}, inputs, targets)
         except (KeyboardInterrupt, pp.PipelineError) as error:
-            told = type(error).__name__, getattr(error, "rank", None), time.monotonic() - began
+            told = type(error).__name__, getattr(error, "rank", None)
         return *told, [step({rank: params[rank]}, inputs, targets)[0].item() for _ in range(2)]
 
 
-def test_peers_hear_of_an_interrupt_while_a_stage_is_traced(two, soon):
-    (theirs, named, heard, losses), (mine, _, struck, others) = two(is_struck_while_tracing)
+def test_peers_hear_of_an_interrupt_while_a_stage_is_traced(two):
+    (theirs, named, losses), (mine, _, others) = two(is_struck_while_tracing)
     assert (theirs, named, mine) == ("PipelineError", 1, "KeyboardInterrupt")
-    assert max(heard, struck) < 0.5 + soon
     assert losses == others == clean(2, 1) * 2
 
 
 def struggles(rank, ranks, steps, every):
-    """Every so many steps one fails, on either rank. Keys, descriptors, threads, objects and bytes after half of the steps, and all."""
+    """Every so many steps one fails, on either rank. Keys, descriptors, threads, objects and bytes after half
+    of the steps, and all.
+    """
     params, inputs, targets = setting(ranks)
     armed, looks = [False], []
 
@@ -219,12 +185,26 @@ def struggles(rank, ranks, steps, every):
     def look():
         gc.collect()
         dist.barrier()
-        keys, fds, tasks = transport._rendezvous._store.num_keys(), os.listdir("/proc/self/fd"), os.listdir("/proc/self/task")
+        keys, fds, tasks = (
+            dist.distributed_c10d._get_default_store().num_keys(),
+            os.listdir("/proc/self/fd"),
+            os.listdir("/proc/self/task"),
+        )
         dist.barrier()
-        looks.append((keys, len(fds), len(tasks), len(gc.get_objects()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
+        looks.append(
+            (
+                keys,
+                len(fds),
+                len(tasks),
+                len(gc.get_objects()),
+                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            )
+        )
 
     with pp.P2P(timeout=60) as transport:
-        step = pp.value_and_grad([fragile] * ranks, squared, pp.one_f_one_b(ranks, 4), transport, engine=pp.functional)
+        step = pp.value_and_grad(
+            [fragile] * ranks, squared, pp.one_f_one_b(ranks, 4), transport, engine=pp.engines.functional
+        )
         for n in range(steps):
             if n in (steps // 2, steps // 4):
                 look()
@@ -245,7 +225,9 @@ def test_steps_that_fail_now_and_then_leave_nothing_behind(two, request):
     for looks in two(struggles, steps, 4, timeout=550):
         for before, after in (looks[1], looks[2]), (looks[0], looks[2]):
             slack = (8, 8, 2, 2000, 20_000)  # what the last generations have opened; objects of caches; kB
-            assert all(now <= then + more for now, then, more in zip(after, before, slack, strict=True)), looks
+            assert all(now <= then + more for now, then, more in zip(after, before, slack, strict=True)), (
+                looks
+            )
 
 
 def make_again_after_an_interrupt(rank, size):
@@ -256,12 +238,12 @@ def make_again_after_an_interrupt(rank, size):
         raise KeyboardInterrupt
 
     with pp.P2P(timeout=10) as transport:
-        given = [stage] * 2, squared, pp.gpipe(2, 2), pp.sgd(RATE)
+        given = [stage] * 2, squared, pp.gpipe(2, 2), pp.optim.sgd(RATE)
         if rank:
             with patch.context() as during, pytest.raises(KeyboardInterrupt):
-                during.setattr("ppfunc.trainer.forward_only", interrupt)
-                pp.train_step(*given, transport=transport)
-        trainer = pp.train_step(*given, transport=transport)
+                during.setattr("ppfunc.training.trainer.forward_only", interrupt)
+                new_trainer(*given, transport=transport)
+        trainer = new_trainer(*given, transport=transport)
         x = torch.ones(4, 3, dtype=torch.float64)
         _, metrics = trainer.step(trainer.init({rank: torch.eye(3, dtype=torch.float64)}), x, x)
         return metrics.loss.item()

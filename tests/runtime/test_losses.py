@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
-from tests.models import normal, squared
+from tests.models import new_trainer, normal, squared
 
-ENGINES = [pp.graph, pp.functional, pp.eager]
+ENGINES = [pp.engines.graph, pp.engines.functional, pp.engines.eager]
 
 
 def scaled(p, x):
@@ -24,14 +24,18 @@ def half(y, target):
 
 
 def in_halves(rank, size):
-    """The mean of 64 losses of bfloat16, of a step and of a trainer: in bfloat16 it was off by as much as a percent."""
+    """The mean of 64 losses of bfloat16, of a step and of a trainer: in bfloat16 it was off by as much as a
+    percent.
+    """
     m, params = 64, {s: {"w": torch.ones(4)} for s in range(2)}
     x, y = 1 + normal(m, 4).float().abs(), torch.ones(m, 4)
-    want = torch.stack([half(a, b) for a, b in zip(x.split(1), y.split(1), strict=True)]).double().mean().item()
+    want = (
+        torch.stack([half(a, b) for a, b in zip(x.split(1), y.split(1), strict=True)]).double().mean().item()
+    )
     mine = params if size == 1 else {rank: params[rank]}
     with pp.InProcess() if size == 1 else pp.P2P(timeout=30) as transport:
         loss, _ = pp.value_and_grad([scaled] * 2, half, pp.gpipe(2, m), transport)(mine, x, y)
-        trainer = pp.train_step([scaled] * 2, half, pp.gpipe(2, m // 2), pp.sgd(0.0), transport=transport, accumulate=2)
+        trainer = new_trainer([scaled] * 2, half, pp.gpipe(2, m), pp.optim.sgd(0.0), transport=transport)
         _, metrics = trainer.step(trainer.init(mine), x, y)
     assert (loss.dtype, metrics.loss.dtype) == (torch.float32, torch.float64)
     assert loss.item() == pytest.approx(want, rel=1e-6)
@@ -52,7 +56,7 @@ def test_a_microbatch_of_no_tokens_counts_nothing(engine):
     params, x, ids = {0: {"w": normal(4)}}, normal(8, 4), torch.arange(8) % 4
     ids[4:] = -100
     counts = [4, 0]
-    trainer = pp.train_step([scaled], F.cross_entropy, pp.gpipe(1, 2), pp.sgd(0.1), engine=engine)
+    trainer = pp.Trainer([scaled], F.cross_entropy, pp.gpipe(1, 2), pp.optim.sgd(0.1), engine=engine)
     state, metrics = trainer.step(trainer.init(params), x, ids, loss_weights=counts)
     w = params[0]["w"].clone().requires_grad_()
     loss = F.cross_entropy(x * w, ids)
@@ -68,7 +72,7 @@ def test_a_microbatch_of_no_tokens_counts_nothing(engine):
 def test_what_passes_no_gradient_on_is_told_once(engine, kind, place):
     stages = [lambda p, x: scaled(p, x).detach() if kind == "stage" else scaled(p, x), scaled]
     loss_fn = lambda y, t: squared(y, t).detach() if kind == "loss" else squared(y, t)  # noqa: E731
-    trainer = pp.train_step(stages, loss_fn, pp.gpipe(2, 2), pp.sgd(0.1), engine=engine)
+    trainer = pp.Trainer(stages, loss_fn, pp.gpipe(2, 2), pp.optim.sgd(0.1), engine=engine)
     state = trainer.init({s: {"w": normal(4)} for s in range(2)})
     with pytest.warns(UserWarning, match=f"{place} passes no gradient on") as caught:
         for _ in range(3):
@@ -84,8 +88,12 @@ def test_what_is_meant_to_train_nothing_is_not_told():
         warnings.simplefilter("error")
         pp.value_and_grad(stages, squared, pp.gpipe(2, 2))(params, normal(4, 4), normal(4, 4))
         losing = [lambda p, x: pp.Output(scaled(p, x), loss=x.square().mean()), scaled]
-        pp.value_and_grad(losing, squared, pp.gpipe(2, 2))({s: {"w": normal(4)} for s in range(2)}, normal(4, 4), normal(4, 4))
-        pp.evaluate(stages, lambda y, t: squared(y, t).detach(), pp.gpipe(2, 2))(params, normal(4, 4), normal(4, 4))
+        pp.value_and_grad(losing, squared, pp.gpipe(2, 2))(
+            {s: {"w": normal(4)} for s in range(2)}, normal(4, 4), normal(4, 4)
+        )
+        pp.evaluate(stages, lambda y, t: squared(y, t).detach(), pp.gpipe(2, 2))(
+            params, normal(4, 4), normal(4, 4)
+        )
 
 
 def masked(y, target):
@@ -100,7 +108,9 @@ def balanced(p, x):
 
 
 def empty_batch(m=8, empty=(0, 3, 7)):
-    """Inputs, targets and weights, of which some microbatches count nothing: their inputs are 0, or no numbers at all."""
+    """Inputs, targets and weights, of which some microbatches count nothing: their inputs are 0, or no
+    numbers at all.
+    """
     x, value, counts = normal(2 * m, 4), normal(2 * m, 4, seed=1), torch.ones(2 * m, 1, dtype=torch.float64)
     for n in empty:
         counts[2 * n : 2 * n + 2], x[2 * n : 2 * n + 2] = 0, torch.nan if n == 3 else 0.0
@@ -122,30 +132,33 @@ def by_autograd(params, x, target, weights):
 
 
 EMPTY = {
-    "1f1b": (pp.one_f_one_b, 1), "zb_h1": (pp.zb_h1, 1), "zbv": (pp.zbv, 2), "dualpipe": (pp.dualpipe, 1), "dualpipev": (pp.dualpipev, 2),
+    "1f1b": (pp.one_f_one_b, 1), "zb_h1": (pp.zb_h1, 1), "zbv": (pp.zbv, 2), "dualpipe": (pp.dualpipe, 1), "dualpipev": (pp.dualpipev, 2),  # noqa: E501
 }  # fmt: skip
 
 
 def left_out(rank, size, name, engine, shard="none"):
-    """A step, and steps of a trainer in two passes, with microbatches that count nothing: those of autograd without them."""
+    """A step, and steps of a trainer in two passes, with microbatches that count nothing: those of autograd
+    without them.
+    """
     build, stages = EMPTY[name][0](2, 8), 2 * EMPTY[name][1]
     params, (x, target, weights) = {s: {"w": normal(4, seed=s)} for s in range(stages)}, empty_batch()
     mine = {s: params[s] for s in (build.model_stages_of(rank) if size > 1 else params)}
     loss, grads, of_x = by_autograd(params, x, target, weights)
-    engine = getattr(pp, engine)
-    merged = pp.interleaved() if engine is pp.graph and name == "dualpipev" else None
+    engine = getattr(pp.engines, engine)
+    merged = pp.interleaved() if engine is pp.engines.graph and name == "dualpipev" else None
     with pp.InProcess() if size == 1 else pp.P2P(timeout=30) as transport:
         step = pp.value_and_grad(
-            [balanced] * stages, masked, build, transport, engine=engine, argnums=(0, 1), overlapped=merged, on_nonfinite="raise"
+            [balanced] * stages, masked, build, transport, engine=engine, argnums=(0, 1), overlapped=merged, on_nonfinite="raise"  # noqa: E501
         )  # fmt: skip
-        got, (found, inputs) = step(mine, x, target, loss_weights=weights)
+        result = step(mine, x, target, loss_weights=weights)
+        got, found, inputs = result.loss, result.grads, result.input_grads
         assert got.item() == pytest.approx(loss.item(), rel=1e-12)
         for s in mine:
             torch.testing.assert_close(found[s]["w"], grads[s], rtol=1e-12, atol=1e-12)
         if inputs is not None:
             torch.testing.assert_close(inputs, of_x, rtol=1e-12, atol=1e-12)
-        trainer = pp.train_step(
-            [balanced] * stages, masked, EMPTY[name][0](2, 4), pp.sgd(0.1), transport=transport, engine=engine, accumulate=2, shard=shard,
+        trainer = new_trainer(
+            [balanced] * stages, masked, build, pp.optim.sgd(0.1), transport=transport, engine=engine, shard=shard,  # noqa: E501
             clip=1e6, on_nonfinite="raise",
         )  # fmt: skip
         state, total = trainer.init(mine), sum(weights)
@@ -169,7 +182,9 @@ def test_a_microbatch_of_weight_0_contributes_nothing_where_parameters_are_freed
     left_out(0, 1, "zb_h1", "graph", "params")
 
 
-@pytest.mark.parametrize("name, engine", [("1f1b", "eager"), ("zb_h1", "functional"), ("zbv", "graph"), ("dualpipe", "graph")])
+@pytest.mark.parametrize(
+    "name, engine", [("1f1b", "eager"), ("zb_h1", "functional"), ("zbv", "graph"), ("dualpipe", "graph")]
+)
 def test_a_microbatch_of_weight_0_contributes_nothing_over_processes(two, name, engine):
     two(left_out, name, engine)
 
@@ -179,14 +194,24 @@ def nothing_on_one_data_rank(rank, size, shard):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     pipe, data = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     params, (x, target, weights) = {s: {"w": normal(4, seed=s)} for s in range(2)}, empty_batch()
-    given = (x, target, weights) if data == 0 else (x * torch.nan, tuple(t * 0 for t in target), [0.0] * len(weights))
-    with pp.train_step([balanced] * 2, masked, pp.zb_h1(2, 8), pp.sgd(0.1), mesh, axes=pp.Axes("pp", "dp"), shard=shard) as trainer:
+    given = (
+        (x, target, weights)
+        if data == 0
+        else (x * torch.nan, tuple(t * 0 for t in target), [0.0] * len(weights))
+    )
+    with new_trainer(
+        [balanced] * 2, masked, pp.zb_h1(2, 8), pp.optim.sgd(0.1), mesh, axes=pp.Axes("pp", "dp"), shard=shard
+    ) as trainer:
         state, metrics = trainer.step(trainer.init({pipe: params[pipe]}), *given[:2], loss_weights=given[2])
     loss, grads, _ = by_autograd(params, x, target, weights)
-    assert metrics.skipped == 0 and metrics.loss.item() == pytest.approx(loss.item() / sum(weights), rel=1e-12)
+    assert metrics.skipped == 0 and metrics.loss.item() == pytest.approx(
+        loss.item() / sum(weights), rel=1e-12
+    )
     w = state.params[pipe]["w"]
     w = w.full_tensor() if shard == "params" else w
-    torch.testing.assert_close(w, params[pipe]["w"] - 0.1 * grads[pipe] / sum(weights), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        w, params[pipe]["w"] - 0.1 * grads[pipe] / sum(weights), rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "params"])
@@ -197,7 +222,9 @@ def test_a_data_rank_without_anything_that_counts_contributes_nothing(four, shar
 def test_what_is_not_finite_and_counts_is_named_beside_what_does_not_count():
     params, (x, target, weights) = {s: {"w": normal(4)} for s in range(2)}, empty_batch()
     x[9] = torch.inf  # of microbatch 4; microbatch 0 has none that is finite, either, and weight 0
-    step = pp.value_and_grad([balanced] * 2, masked, pp.gpipe(2, 8), on_nonfinite="raise", loss_weights=weights)
+    step = pp.value_and_grad(
+        [balanced] * 2, masked, pp.gpipe(2, 8), on_nonfinite="raise", loss_weights=weights
+    )
     with pytest.raises(pp.PipelineError, match="stage 0, microbatch 4"):
         step(params, x, target)
 
@@ -210,21 +237,32 @@ def test_other_derivatives_leave_out_what_counts_nothing():
 
     def whole(params):
         parts = zip(x.chunk(m), *(t.chunk(m) for t in target), weights, strict=True)
-        return sum(w * masked(plain(params[1], plain(params[0], part)), (value, counts)) for part, value, counts, w in parts if w)
+        return sum(
+            w * masked(plain(params[1], plain(params[0], part)), (value, counts))
+            for part, value, counts, w in parts
+            if w
+        )
 
     def near(one, other):
         return torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
     want = torch.func.grad(whole)(params)
-    near(pp.jvp(stages, masked, build, loss_weights=weights)(params, moved, x, target), torch.func.jvp(whole, (params,), (moved,)))
-    near(pp.hvp(stages, masked, build, loss_weights=weights)(params, moved, x, target)[1],
+    near(
+        pp.jvp(stages, masked, build, loss_weights=weights)(params, moved, x, target),
+        torch.func.jvp(whole, (params,), (moved,)),
+    )
+    near(pp.hvp(stages, masked, build, loss_weights=weights)(params, moved, x, target).products,
          torch.func.jvp(torch.func.grad(whole), (params,), (moved,))[1])  # fmt: skip
-    rows = pp.value_and_grad(stages, masked, build, loss_weights=weights, per_microbatch=True)(params, x, target)[1]
+    rows = pp.value_and_grad(stages, masked, build, loss_weights=weights, per_microbatch=True)(
+        params, x, target
+    )[1]
     assert not any(rows[s]["w"][n].any() for s in rows for n in (0, 3, 7))
     near({s: {"w": rows[s]["w"].sum(0)} for s in rows}, want)
-    step = pp.value_and_grad(stages, masked, build, loss_weights=weights, engine=pp.functional)
+    step = pp.value_and_grad(stages, masked, build, loss_weights=weights, engine=pp.engines.functional)
     near(torch.func.grad(lambda p: step(p, x, target)[0])(params), want)
     near(torch.func.jvp(lambda p: step(p, x, target)[1], (params,), (moved,))[1],
          torch.func.jvp(torch.func.grad(whole), (params,), (moved,))[1])  # fmt: skip
-    slope = torch.func.grad(lambda w: step(params, normal(16, 4), (target[0], torch.ones(16, 1)), loss_weights=w)[0])
+    slope = torch.func.grad(
+        lambda w: step(params, normal(16, 4), (target[0], torch.ones(16, 1)), loss_weights=w)[0]
+    )
     assert slope(torch.ones(8, dtype=torch.float64)).all()

@@ -6,6 +6,7 @@ import math
 import re
 import warnings
 from dataclasses import dataclass
+from functools import partial
 
 import optree
 import pytest
@@ -13,24 +14,21 @@ import torch
 
 import ppfunc as pp
 from ppfunc.runtime import StepSpec, lower
-from ppfunc.runtime.arguments import RawArguments, read_arguments
-from ppfunc.runtime.cache import CACHE_SIZE
-from ppfunc.runtime.compile import compile_step
-from ppfunc.runtime.execute import execute, fill
+from ppfunc.runtime.call.arguments import RawArguments, read_arguments
+from ppfunc.runtime.execution.execute import execute
+from ppfunc.runtime.execution.fill import fill
+from ppfunc.runtime.lowering.compile import compile_step
+from ppfunc.runtime.lowering.stage_programs import CACHE_SIZE, StagePrograms
 from ppfunc.schedule import Op
 from ppfunc.stage import Signature
-from tests.models import normal, squared
+from tests import models
+from tests.models import dense, normal, same_bits, squared
 
 D, M, B = 4, 3, 2
 BYTES = 8  # of a float64
 
 
-def dense(params, x):
-    return torch.tanh(x @ params["w"])
-
-
-def problem(stages=2, m=M, b=B):
-    return {s: {"w": normal(D, D, seed=s)} for s in range(stages)}, normal(m * b, D, seed=8), normal(m * b, D, seed=9)
+problem = partial(models.problem, m=M, b=B)
 
 
 def on_meta(tree):
@@ -41,31 +39,36 @@ def signatures(params, inputs, targets):
     return {s: Signature.of(p) for s, p in params.items()}, Signature.of(inputs), Signature.of(targets)
 
 
-def same_bits(a, b):
-    return all(map(torch.equal, optree.tree_leaves(a), optree.tree_leaves(b)))
-
-
 def test_lower_compile_and_execute_are_functions_on_values():
     """What a step function does, done by hand: two compiled steps of one lowered step give the same bits."""
     params, inputs, targets = problem()
     step = pp.value_and_grad([dense] * 2, squared, pp.one_f_one_b(2, M))
     schedule = step.schedule
     arguments = read_arguments(RawArguments(params, inputs, targets), schedule, [0, 1], True)
-    lowered = lower([dense] * 2, squared, schedule, arguments.form, StepSpec("mine", frozenset({"loss", "grads"})))
+    spec, programs = StepSpec("mine", ("loss", "grads")), StagePrograms(pp.engines.graph)
+    lowered = lower([dense] * 2, squared, schedule, arguments.form, spec, programs)
     assert [str(lowered.stages[0, m].sinks[0].signature) for m in range(M)] == ["float64[2,4]"] * M
     assert [str(lowered.stages[1, m].sources[0].signature) for m in range(M)] == ["float64[2,4]"] * M
     assert str(lowered.stages[1, 0].loss) == "float64[]"
     loss, _ = step(params, inputs, targets)
     for _ in range(2):
-        buffers = execute(compile_step(lowered, pp.graph, pp.InProcess()), fill(lowered, arguments))
+        buffers = execute(compile_step(lowered, programs, pp.InProcess()), fill(lowered, arguments))
         assert torch.equal(torch.stack([buffers.kept[1, m][0] for m in range(M)]).mul(1 / M).sum(), loss)
 
 
-@pytest.mark.parametrize("engine", [pp.graph, pp.functional, pp.eager], ids=["graph", "functional", "eager"])
+@pytest.mark.parametrize(
+    "engine",
+    [pp.engines.graph, pp.engines.functional, pp.engines.eager],
+    ids=["graph", "functional", "eager"],
+)
 def test_values_meta_tensors_and_signatures_lower_to_the_same(engine):
     given = problem()
     step = pp.value_and_grad([dense] * 2, squared, pp.zb_h1(2, M), engine=engine)
-    of_values, of_meta, of_signatures = step.lower(*given), step.lower(*on_meta(given)), step.lower(*signatures(*given))
+    of_values, of_meta, of_signatures = (
+        step.lower(*given),
+        step.lower(*on_meta(given)),
+        step.lower(*signatures(*given)),
+    )
     assert of_values.as_text() == of_meta.as_text() == of_signatures.as_text()
     assert of_values.memory_analysis() == of_meta.memory_analysis() == of_signatures.memory_analysis()
     assert of_values.cost_analysis() == of_meta.cost_analysis() == of_signatures.cost_analysis()
@@ -75,7 +78,10 @@ def test_values_meta_tensors_and_signatures_lower_to_the_same(engine):
 def test_only_the_call_needs_values():
     given = problem()
     step = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, M))
-    with pytest.raises(ValueError, match=r"params\[0\]\['w'\]: got a tensor on the device meta, which has no values; .* step.lower"):
+    with pytest.raises(
+        ValueError,
+        match=r"params\[0\]\['w'\]: got a tensor on the device meta, which has no values; .* step.lower",
+    ):
         step(*on_meta(given))
     with pytest.raises(TypeError, match=r"params\[0\]: got .*Signature.*, expected a tensor"):
         step(*signatures(*given))
@@ -92,7 +98,9 @@ def test_the_text_has_every_program_every_stage_and_the_bytes_of_every_message(b
     for rank, (start, stop) in enumerate(zip(ranks, [*ranks[1:], None], strict=True)):
         own = lines[start:stop]
         for stage in schedule.stages_of(rank):
-            assert any(re.match(rf"  stage {stage}\b.* on cpu: params {{'w': float64\[4,4\]}}", line) for line in own)
+            assert any(
+                re.match(rf"  stage {stage}\b.* on cpu: params {{'w': float64\[4,4\]}}", line) for line in own
+            )
         program = own[own.index("  program") + 1 :]
         assert len(program) == len(schedule.programs[rank])
         for line, instructions in zip(program, schedule.programs[rank], strict=True):
@@ -105,7 +113,11 @@ def test_the_text_tells_microbatches_of_another_form_apart():
     params, inputs, targets = problem()
     inputs, targets = (pp.Microbatches([t[:2], t[2:5], t[4:]]) for t in (inputs, targets))
     stages = [lambda p, x: pp.Output(dense(p, x), metrics=x.sum() if len(x) == 3 else None), dense]
-    text = pp.value_and_grad(stages, squared, pp.gpipe(2, M), has_aux=True).lower(params, inputs, targets).as_text()
+    text = (
+        pp.value_and_grad(stages, squared, pp.gpipe(2, M), has_aux=True)
+        .lower(params, inputs, targets)
+        .as_text()
+    )
     assert "microbatches 0, 2: x float64[2,4] no grad -> float64[2,4]" in text
     assert "microbatches 1: x float64[3,4] no grad -> float64[3,4]\n      metrics float64[] no grad" in text
     assert "0SEND_F1(96 B)" in text
@@ -120,12 +132,23 @@ def test_bytes_are_those_counted_by_hand():
     first, last = step.lower(params, inputs, targets).memory_analysis().values()
     assert first == (weight, weight, M * row, 2 * 2 * row, row, 0)  # two microbatches are in flight
     assert last == (weight, weight, M * row, 3 * row, row, M * BYTES)
-    gpipe = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, M)).lower(params, inputs, targets).memory_analysis()
+    gpipe = (
+        pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, M))
+        .lower(params, inputs, targets)
+        .memory_analysis()
+    )
     assert [rank.residuals for rank in gpipe.values()] == [M * 2 * row, M * 3 * row]
-    apart = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, M), per_microbatch=True).lower(params, inputs, targets)
+    apart = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, M), per_microbatch=True).lower(
+        params, inputs, targets
+    )
     assert [rank.gradients for rank in apart.memory_analysis().values()] == [M * weight] * 2
-    forward = pp.evaluate([dense] * 2, squared, pp.gpipe(2, M), return_outputs=True).lower(params, inputs, targets)
-    assert forward.memory_analysis() == {0: (weight, 0, M * row, 0, row, 0), 1: (weight, 0, M * row, 0, row, M * (BYTES + row))}
+    forward = pp.evaluate([dense] * 2, squared, pp.gpipe(2, M), return_outputs=True).lower(
+        params, inputs, targets
+    )
+    assert forward.memory_analysis() == {
+        0: (weight, 0, M * row, 0, row, 0),
+        1: (weight, 0, M * row, 0, row, M * (BYTES + row)),
+    }
 
 
 def test_bytes_of_extras_metrics_and_state():
@@ -134,14 +157,18 @@ def test_bytes_of_extras_metrics_and_state():
 
     params, inputs, targets = problem()
     step = pp.value_and_grad([stage, dense], squared, pp.gpipe(2, M), has_aux=True)
-    lowered = step.lower(params, inputs, targets, extras={0: normal(M * B, 1)}, state={0: torch.zeros(5, dtype=torch.int32)})
+    lowered = step.lower(
+        params, inputs, targets, extras={0: normal(M * B, 1)}, state={0: torch.zeros(5, dtype=torch.int32)}
+    )
     memory = lowered.memory_analysis()[0]
     assert memory.batch == M * B * D * BYTES + M * B * BYTES
     assert memory.outputs == M * D * BYTES + 5 * 4
 
 
 def test_operations_are_those_of_the_matrix_products():
-    """2 b d d for each product: one in a forward, one for each gradient; none for the gradient of the inputs of a first stage."""
+    """2 b d d for each product: one in a forward, one for each gradient; none for the gradient of the inputs
+    of a first stage.
+    """
     product = 2 * B * D * D
     given = problem()
     for builder, rows in [
@@ -151,9 +178,17 @@ def test_operations_are_those_of_the_matrix_products():
         cost = pp.value_and_grad([dense] * 2, squared, builder(2, M)).lower(*given).cost_analysis()
         assert cost == {rank: tuple(M * product * n for n in row) for rank, row in enumerate(rows)}
         assert [rank.total for rank in cost.values()] == [2 * M * product, 3 * M * product]
-    again = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, M), engine=pp.graph(remat="full")).lower(*given).cost_analysis()
+    again = (
+        pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, M), engine=pp.engines.graph(remat="full"))
+        .lower(*given)
+        .cost_analysis()
+    )
     assert [rank.backward for rank in again.values()] == [2 * M * product, 3 * M * product]
-    compiled = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, M), engine=pp.graph(compile=True)).lower(*given).cost_analysis()
+    compiled = (
+        pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, M), engine=pp.engines.graph(compile=True))
+        .lower(*given)
+        .cost_analysis()
+    )
     assert compiled == pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, M)).lower(*given).cost_analysis()
     forward = pp.evaluate([dense] * 2, squared, pp.gpipe(2, M)).lower(*given).cost_analysis()
     assert forward == dict.fromkeys(range(2), (M * product, 0, 0, 0))
@@ -171,7 +206,7 @@ def test_what_is_lowered_is_compiled_and_runs_nothing():
 
     def engine(fn, example, **options):
         calls.append(options["name"])
-        return pp.graph(fn, example, **options)
+        return pp.engines.graph(fn, example, **options)
 
     step = pp.value_and_grad([dense, lambda p, x: dense(p, x) * 2], squared, pp.gpipe(2, M), engine=engine)
     lowered = step.lower(*problem())
@@ -179,11 +214,13 @@ def test_what_is_lowered_is_compiled_and_runs_nothing():
     assert repr(lowered).startswith("<lowered value_and_grad, Schedule('gpipe'")
     compiled = lowered.compile()
     assert calls == ["stage 0", "stage 1"]
-    assert len(compiled.calls) == 4 * M
+    assert len(compiled.step.calls) == 4 * M
 
 
 def compiled_by_itself(rank, size):
-    """The bits of a compiled step and of its step function, what other arguments raise, and what a failure makes of it."""
+    """The bits of a compiled step and of its step function, what other arguments raise, and what a failure
+    makes of it.
+    """
     params, inputs, targets = problem(2)
     with pp.InProcess() if size == 1 else pp.P2P(timeout=30) as transport:
         step = pp.value_and_grad([dense] * 2, squared, pp.one_f_one_b(2, M), transport)
@@ -194,7 +231,10 @@ def compiled_by_itself(rank, size):
         assert same_bits(compiled(*given), step(*given))
         assert same_bits(compiled(*given), step(*given))
         longer = own, *(None if t is None else torch.cat([t, t]) for t in given[1:])
-        with pytest.raises((ValueError, pp.PipelineError), match=r"(inputs|targets): got float64\[4,4\] .*, the step was compiled for"):
+        with pytest.raises(
+            (ValueError, pp.PipelineError),
+            match=r"(inputs|targets): got float64\[4,4\] .*, the step was compiled for",
+        ):
             compiled(*longer)
         if size > 1:
             with pytest.raises(RuntimeError, match="a step has failed since this one was lowered"):
@@ -209,14 +249,18 @@ def test_what_is_compiled_is_called_as_the_step_function(two):
 
 
 def test_a_compiled_step_is_for_the_modes_in_which_it_was_lowered():
-    fn, params, _ = pp.stage_from_module(module := torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Tanh()))
+    fn, params, _ = pp.stage_from_module(
+        module := torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Tanh())
+    )
     given = {0: params}, torch.ones(M, D), torch.ones(M, D)
     lowered = pp.value_and_grad([fn], squared, pp.gpipe(1, M)).lower(*given)
     compiled = lowered.compile()
     compiled(*given)
     module.eval()
     for call in (lowered.compile, lambda: compiled(*given)):
-        with pytest.raises(ValueError, match="modules or autocast have another mode than when the step was lowered"):
+        with pytest.raises(
+            ValueError, match="modules or autocast have another mode than when the step was lowered"
+        ):
             call()
     module.train()
     with torch.autocast("cpu"), pytest.raises(ValueError, match="modules or autocast have another mode"):
@@ -233,7 +277,8 @@ def test_wrong_arguments_are_refused_as_by_the_call():
             call({**params, 0: {"v": params[0]["w"]}}, inputs, targets)
 
 
-# -- the cache -------------------------------------------------------------------------------------------------
+# -- the cache
+# -------------------------------------------------------------------------------------------------
 
 
 class Counted:
@@ -244,7 +289,7 @@ class Counted:
 
     def __call__(self, fn, example, **options):
         self.built += 1
-        return pp.functional(fn, example, **options)
+        return pp.engines.functional(fn, example, **options)
 
 
 def counted(stages=None, **options):
@@ -256,7 +301,11 @@ def test_other_values_of_the_same_form_run_the_same_program():
     """Parameters, batch, weights and seed may all change; each call gives what a new step function gives."""
     engine, step = counted()
     for n in range(4):
-        params, inputs, targets = {0: {"w": normal(D, D, seed=n)}}, normal(M * B, D, seed=n + 1), normal(M * B, D, seed=n + 2)
+        params, inputs, targets = (
+            {0: {"w": normal(D, D, seed=n)}},
+            normal(M * B, D, seed=n + 1),
+            normal(M * B, D, seed=n + 2),
+        )
         weights = [n, 1.0, -n]
         got = step(params, inputs, targets, loss_weights=weights, seed=(0, n))
         assert same_bits(got, counted()[1](params, inputs, targets, loss_weights=weights))
@@ -339,7 +388,9 @@ def test_cleared_it_compiles_anew():
 
 
 def test_stages_of_which_nothing_is_kept_are_cleared_too():
-    """A dataclass cannot be hashed; the table of what is kept of functions asked for its hash once it had an entry of another."""
+    """A dataclass cannot be hashed; the table of what is kept of functions asked for its hash once it had an
+    entry of another.
+    """
 
     @dataclass
     class Scaled:
@@ -408,7 +459,9 @@ def test_what_is_traced_anew_after_failures_is_of_no_other_form():
 def test_the_warning_tells_a_layout_from_a_shape():
     _, step = counted()
     _, inputs, targets = problem(1)
-    with pytest.warns(UserWarning, match=r"params\[0\] is now .*, it was .*, in memory of another type, layout or device"):
+    with pytest.warns(
+        UserWarning, match=r"params\[0\] is now .*, it was .*, in memory of another type, layout or device"
+    ):
         for pad in range(8):
             step({0: {"w": torch.zeros(D, D + pad, dtype=torch.float64)[:, :D]}}, inputs, targets)
 

@@ -8,39 +8,32 @@ import torch
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import ppfunc as pp
+from tests import models
+from tests.models import affine, squared
 
 D, M = 3, 3
-ENGINES = {"functional": pp.functional, "graph": pp.graph}
-SCHEDULES = {"1f1b": pp.one_f_one_b(2, M), "zb_h1": pp.zb_h1(2, M), "interleaved": pp.interleaved_one_f_one_b(1, M, 2)}
-
-
-def stage(params, x):
-    return torch.tanh(x @ params["w"] + params["b"])
-
-
-def loss_fn(y, target):
-    return (y - target).square().mean()
+ENGINES = {"functional": pp.engines.functional, "graph": pp.engines.graph}
+SCHEDULES = {
+    "1f1b": pp.one_f_one_b(2, M),
+    "zb_h1": pp.zb_h1(2, M),
+    "interleaved": pp.interleaved_one_f_one_b(1, M, 2),
+}
 
 
 @pytest.fixture
 def problem():
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    return {s: {"w": random(D, D), "b": random(D)} for s in range(2)}, random(M * 2, D), random(M * 2, D)
+    return models.problem(2, M, b=2, d=D, leaves="wb")
 
 
 @pytest.fixture(params=[(s, e) for s in SCHEDULES for e in ENGINES], ids="-".join)
 def step(request):
     schedule, engine = request.param
-    return pp.value_and_grad([stage] * 2, loss_fn, SCHEDULES[schedule], engine=ENGINES[engine])
+    return pp.value_and_grad([affine] * 2, squared, SCHEDULES[schedule], engine=ENGINES[engine])
 
 
 def whole(params, inputs, targets):
     """The loss without a pipeline: microbatches are of one size, so it is that of the batch."""
-    return loss_fn(stage(params[1], stage(params[0], inputs)), targets)
+    return squared(affine(params[1], affine(params[0], inputs)), targets)
 
 
 def assert_near(got, want):
@@ -57,9 +50,15 @@ def test_grad_of_the_loss(step, problem):
 def test_vmap_of_losses_and_gradients_over_models_and_batches(step, problem):
     params, inputs, targets = problem
     models = optree.tree_map(lambda t: torch.stack([t, -t]), params)
-    assert_near(vmap(step, (0, None, None))(models, inputs, targets)[1], vmap(grad(whole), (0, None, None))(models, inputs, targets))
+    assert_near(
+        vmap(step, (0, None, None))(models, inputs, targets)[1],
+        vmap(grad(whole), (0, None, None))(models, inputs, targets),
+    )
     batches = torch.stack([inputs, inputs.exp()])
-    assert_near(vmap(step, (None, 0, None))(params, batches, targets)[1], vmap(grad(whole), (None, 0, None))(params, batches, targets))
+    assert_near(
+        vmap(step, (None, 0, None))(params, batches, targets)[1],
+        vmap(grad(whole), (None, 0, None))(params, batches, targets),
+    )
 
 
 def test_derivatives_of_gradients(step, problem):
@@ -100,8 +99,8 @@ def test_a_plain_step_after_a_transform_gives_the_same_bits(step, problem):
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_jacobians_of_outputs(schedule, engine, problem):
     params, inputs, _ = problem
-    outputs = pp.evaluate([stage] * 2, None, schedule, engine=engine, return_outputs=True)
-    want = jacrev(lambda x: stage(params[1], stage(params[0], x)))(inputs)
+    outputs = pp.evaluate([affine] * 2, None, schedule, engine=engine, return_outputs=True)
+    want = jacrev(lambda x: affine(params[1], affine(params[0], x)))(inputs)
     assert_near(jacrev(lambda x: outputs(params, x))(inputs), want)
     assert_near(jacfwd(lambda x: outputs(params, x))(inputs), want)
 
@@ -109,15 +108,24 @@ def test_jacobians_of_outputs(schedule, engine, problem):
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_input_gradients_and_gradients_per_microbatch(engine, problem):
     params, inputs, targets = problem
-    step = pp.value_and_grad([stage] * 2, loss_fn, pp.zb_h1(2, M), engine=engine, argnums=(0, 1), per_microbatch=True)
+    step = pp.value_and_grad(
+        [affine] * 2, squared, pp.zb_h1(2, M), engine=engine, argnums=(0, 1), per_microbatch=True
+    )
     batches = torch.stack([inputs, inputs.exp()])
-    got = vmap(step, (None, 0, None))(params, batches, targets)
-    want = [step(params, batch, targets) for batch in batches]
+
+    def results(*arguments):
+        result = step(*arguments)
+        return result.loss, result.grads, result.input_grads
+
+    got = vmap(results, (None, 0, None))(params, batches, targets)
+    want = [results(params, batch, targets) for batch in batches]
     assert_near(got, optree.tree_map(lambda *rows: torch.stack(rows), *want))
 
 
 def under_grad(rank, ranks):
-    step = pp.value_and_grad([stage] * 2, loss_fn, SCHEDULES["1f1b"], pp.P2P(timeout=30), engine=pp.functional)
+    step = pp.value_and_grad(
+        [affine] * 2, squared, SCHEDULES["1f1b"], pp.P2P(timeout=30), engine=pp.engines.functional
+    )
     params = {rank: {"w": torch.ones(D, D), "b": torch.ones(D)}}
     arguments = params, torch.ones(M * 2, D), torch.ones(M * 2, D)
     with pytest.raises((ValueError, pp.PipelineError), match="several processes"):

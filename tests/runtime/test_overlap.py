@@ -7,11 +7,14 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.stage.tracing.emit import emit
-from ppfunc.stage.tracing.interleave import interleave
+from ppfunc.stage.engines.tracing.emit import emit
+from ppfunc.stage.engines.tracing.interleave import interleave
+from tests.models import same_bits
 
 D = 6
-engines = pytest.mark.parametrize("engine", [pp.graph, pp.graph(remat="full")], ids=["graph", "remat"])
+engines = pytest.mark.parametrize(
+    "engine", [pp.engines.graph, pp.engines.graph(remat="full")], ids=["graph", "remat"]
+)
 SCHEDULES = {"dualpipev": lambda: pp.dualpipev(2, 6), "dualpipe": lambda: pp.dualpipe(2, 6)}
 every = pytest.mark.parametrize("name", SCHEDULES)
 
@@ -30,7 +33,10 @@ def problem(schedule):
     generator = torch.Generator().manual_seed(0)
     dtype = torch.float64
     params = {
-        s: {"w": torch.randn(D, D, generator=generator, dtype=dtype), "scale": torch.rand(D, generator=generator, dtype=dtype)}
+        s: {
+            "w": torch.randn(D, D, generator=generator, dtype=dtype),
+            "scale": torch.rand(D, generator=generator, dtype=dtype),
+        }
         for s in set(schedule.model_stages)
     }
     rows = schedule.microbatches * 3
@@ -44,10 +50,6 @@ def run(schedule, engine, overlapped, device="cpu"):
     return pp.value_and_grad(stages, loss_fn, schedule, engine=engine, overlapped=overlapped)(*arguments)
 
 
-def same_bits(a, b):
-    return all(map(torch.equal, optree.tree_leaves(a), optree.tree_leaves(b)))
-
-
 @engines
 @every
 def test_interleaved_gives_the_same_bits(engine, name):
@@ -58,8 +60,10 @@ def test_interleaved_gives_the_same_bits(engine, name):
 @pytest.mark.compiler
 def test_interleaved_compiled_agrees():
     schedule = pp.dualpipev(2, 6)
-    compiled = run(schedule, pp.graph(compile=True), pp.interleaved())
-    for mine, wanted in zip(optree.tree_leaves(compiled), optree.tree_leaves(run(schedule, pp.graph, None)), strict=True):
+    compiled = run(schedule, pp.engines.graph(compile=True), pp.interleaved())
+    for mine, wanted in zip(
+        optree.tree_leaves(compiled), optree.tree_leaves(run(schedule, pp.engines.graph, None)), strict=True
+    ):
         torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-14)
 
 
@@ -72,11 +76,13 @@ def test_operators_of_both_stand_in_turn():
             x = (x @ w).sin()
         return x
 
-    flat = pp.graph(deep, (params, torch.randn(3, D))).flat
+    flat = pp.engines.graph(deep, (params, torch.randn(3, D))).flat
     x, gy = torch.randn(3, D), torch.randn(3, D)
     with torch.no_grad():
         _, residuals = flat.forward(params, (x,), ())
-        (outputs, kept), gradients = pp.interleaved()(flat.forward, (params, (x,), ()), flat.backward, (residuals, (gy,)))
+        (outputs, kept), gradients = pp.interleaved()(
+            flat.forward, (params, (x,), ()), flat.backward, (residuals, (gy,))
+        )
         assert same_bits(outputs, flat.forward(params, (x,), ())[0])
         assert same_bits(gradients, flat.backward(kept, (gy,)))
     lines = emit(interleave(flat.forward.recipe, flat.backward.recipe)).__doc__.splitlines()
@@ -87,7 +93,7 @@ def test_operators_of_both_stand_in_turn():
     assert sines[0] < cosines[-1]
 
 
-@pytest.mark.parametrize("engine", [pp.functional, pp.eager], ids=["functional", "eager"])
+@pytest.mark.parametrize("engine", [pp.engines.functional, pp.engines.eager], ids=["functional", "eager"])
 def test_interleaved_refuses_what_is_not_traced(engine):
     with pytest.raises(pp.PipelineError, match=r"not traced: use the graph engine"):
         run(pp.dualpipev(2, 6), engine, pp.interleaved())
@@ -95,12 +101,19 @@ def test_interleaved_refuses_what_is_not_traced(engine):
 
 def test_two_streams_are_refused_on_the_cpu():
     there = torch.cuda.is_available()
-    with pytest.raises(pp.PipelineError if there else ValueError, match=r"compute on cpu; leave|is for CUDA, and there is no such device"):
-        run(pp.dualpipev(2, 6), pp.graph, pp.two_streams())
+    with pytest.raises(
+        pp.PipelineError if there else ValueError,
+        match=r"compute on cpu; leave|is for CUDA, and there is no such device",
+    ):
+        run(pp.dualpipev(2, 6), pp.engines.graph, pp.two_streams())
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("engine", [pp.graph, pp.graph(cuda_graphs=True), pp.functional], ids=["graph", "captured", "functional"])
+@pytest.mark.parametrize(
+    "engine",
+    [pp.engines.graph, pp.engines.graph(cuda_graphs=True), pp.engines.functional],
+    ids=["graph", "captured", "functional"],
+)
 @every
 def test_two_streams_give_the_same_bits(engine, name):
     schedule = SCHEDULES[name]()

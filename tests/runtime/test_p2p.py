@@ -20,14 +20,18 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
-from ppfunc.runtime import _torch, opening, pair_groups
-from ppfunc.runtime.rendezvous import Rendezvous
+from ppfunc.runtime.control.rendezvous import Rendezvous
+from ppfunc.runtime.transport import _torch, opening, pair_groups
 from ppfunc.schedule import BUILDERS, chimera, remove_tail
+from tests.clock import busy
+from tests.models import squared
 
 D = 4
 ROWS = 3  # of a microbatch
 # A name, then how a schedule is built for so many ranks.
-SCHEDULES = {name: lambda ranks, build=build: remove_tail(build(ranks, 2 * ranks)) for name, build in BUILDERS.items()} | {
+SCHEDULES = {
+    name: lambda ranks, build=build: remove_tail(build(ranks, 2 * ranks)) for name, build in BUILDERS.items()
+} | {
     "1f1b of an odd number": lambda ranks: pp.one_f_one_b(ranks, 5),
     "fewer microbatches than ranks": lambda ranks: pp.one_f_one_b(ranks, 1),
     "zbv of more": lambda ranks: pp.zbv(ranks, 2 * ranks + 3),
@@ -38,15 +42,17 @@ SCHEDULES = {name: lambda ranks, build=build: remove_tail(build(ranks, 2 * ranks
 
 def stage(params, x):
     hidden = torch.tanh(x["h"] @ params["w"]) * x["mask"][:, None]
-    return {"h": hidden, "mask": x["mask"], "empty": x["h"][:0], "z": torch.complex(hidden, hidden), "half": hidden.bfloat16()}
+    return {
+        "h": hidden,
+        "mask": x["mask"],
+        "empty": x["h"][:0],
+        "z": torch.complex(hidden, hidden),
+        "half": hidden.bfloat16(),
+    }
 
 
 def loss_fn(y, target):
     return (y["h"] - target).square().mean() + y["z"].abs().sum() / 100 + y["half"].float().sum() / 100
-
-
-def squared(y, target):
-    return (y - target).square().mean()
 
 
 def problem(schedule):
@@ -54,7 +60,10 @@ def problem(schedule):
     generator = torch.Generator().manual_seed(0)
     stages, rows = max(schedule.model_stages) + 1, ROWS * schedule.microbatches
     params = {s: {"w": torch.randn(D, D, generator=generator)} for s in range(stages)}
-    inputs = {"h": torch.randn(rows, D, generator=generator), "mask": torch.tensor([True, False, True] * schedule.microbatches)}
+    inputs = {
+        "h": torch.randn(rows, D, generator=generator),
+        "mask": torch.tensor([True, False, True] * schedule.microbatches),
+    }
     return params, inputs, torch.randn(rows, D, generator=generator)
 
 
@@ -69,7 +78,9 @@ def runs(schedule, rank, end):
 
 
 def compare(rank, ranks, name):
-    """Three steps and an evaluation. A process is given what it needs: its stages, and the batch where it enters or is judged."""
+    """Three steps and an evaluation. A process is given what it needs: its stages, and the batch where it
+    enters or is judged.
+    """
     schedule = SCHEDULES[name](ranks)
     params, inputs, targets = problem(schedule)
     held, first, last = held_by(schedule, rank, params), runs(schedule, rank, 0), runs(schedule, rank, -1)
@@ -78,18 +89,29 @@ def compare(rank, ranks, name):
     cut = pp.microbatch(inputs, schedule.microbatches)  # not all outputs have the rows of a whole batch
     with pp.P2P(timeout=30) as transport:
         judge = pp.evaluate(own_stages, loss_fn, schedule, transport, return_outputs=True)
-        wanted_loss, wanted = pp.evaluate([stage] * len(params), loss_fn, schedule, return_outputs=True)(params, cut, targets)
+        wanted = pp.evaluate([stage] * len(params), loss_fn, schedule, return_outputs=True)(
+            params, cut, targets
+        )
         if not schedule.forward_only:
             step = pp.value_and_grad(own_stages, loss_fn, schedule, transport)
             loss, grads = pp.value_and_grad([stage] * len(params), loss_fn, schedule)(params, inputs, targets)
         for _ in range(3):
-            judged, outputs = judge(held, cut if first else None, own_targets)
-            assert torch.equal(judged, wanted_loss)
+            judged = judge(held, cut if first else None, own_targets)
+            outputs = judged.outputs
+            assert torch.equal(judged.loss, wanted.loss)
             assert (outputs is None) != last
             if last:
-                here = [m for chain in schedule.chains if schedule.placement[chain.stages[-1]] == rank for m in chain.microbatches]
-                same = [optree.tree_map(torch.equal, y, wanted[m]) for y, m in zip(outputs, here, strict=True)]
-                assert same == [dict.fromkeys(wanted[0], True)] * len(here)
+                here = [
+                    m
+                    for chain in schedule.chains
+                    if schedule.placement[chain.stages[-1]] == rank
+                    for m in chain.microbatches
+                ]
+                same = [
+                    optree.tree_map(torch.equal, y, wanted.outputs[m])
+                    for y, m in zip(outputs, here, strict=True)
+                ]
+                assert same == [dict.fromkeys(wanted.outputs[0], True)] * len(here)
             if not schedule.forward_only:
                 mine, own = step(held, own_inputs, own_targets)
                 assert torch.equal(mine, loss)
@@ -116,10 +138,16 @@ def change_shapes(rank, ranks):
         step = pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport, argnums=(0, 1))
         for sizes in ([3] * 4, [2, 3, 2, 5], [6] * 4, [3] * 4, [2, 3, 2, 5]):
             generator = torch.Generator().manual_seed(sum(sizes))
-            hidden, targets = (pp.Microbatches([torch.randn(n, D, generator=generator) for n in sizes]) for _ in range(2))
+            hidden, targets = (
+                pp.Microbatches([torch.randn(n, D, generator=generator) for n in sizes]) for _ in range(2)
+            )
             inputs = hidden.map(lambda h: {"h": h, "mask": torch.ones(len(h), dtype=torch.bool)})
-            loss, (grads, moved) = step({rank: params[rank]}, inputs if rank == 0 else None, targets if rank == ranks - 1 else None)
-            want, (wanted, all_moved) = alone(params, inputs, targets)
+            result = step(
+                {rank: params[rank]}, inputs if rank == 0 else None, targets if rank == ranks - 1 else None
+            )
+            loss, grads, moved = result.loss, result.grads, result.input_grads
+            result = alone(params, inputs, targets)
+            want, wanted, all_moved = result.loss, result.grads, result.input_grads
             assert torch.equal(loss, want)
             assert torch.equal(grads[rank]["w"], wanted[rank]["w"])
             assert (moved is None) == (rank > 0)
@@ -133,7 +161,9 @@ def test_shapes_may_change_from_step_to_step_and_within_a_step(request, ranks):
 
 
 def outputs_elsewhere(rank, ranks, name):
-    """The rank that has the outputs was not given the inputs, and gives back what they were: a whole batch or microbatches."""
+    """The rank that has the outputs was not given the inputs, and gives back what they were: a whole batch or
+    microbatches.
+    """
     schedule = SCHEDULES[name](ranks)
     params, inputs, _ = problem(schedule)
     params = {s: tree["w"] for s, tree in params.items()}
@@ -142,12 +172,23 @@ def outputs_elsewhere(rank, ranks, name):
     stages = [lambda w, x: torch.tanh(x @ w)] * len(params)
     alone = pp.evaluate(stages, None, schedule, return_outputs=True)
     with pp.P2P(timeout=30) as transport:
-        judge = pp.evaluate([fn if s in held else None for s, fn in enumerate(stages)], None, schedule, transport, return_outputs=True)
+        judge = pp.evaluate(
+            [fn if s in held else None for s, fn in enumerate(stages)],
+            None,
+            schedule,
+            transport,
+            return_outputs=True,
+        )
         for batch in (inputs["h"], pp.microbatch(inputs["h"], m), inputs["h"]):
             wanted, outputs = alone(params, batch), judge(held, batch if first else None)
             assert type(outputs) is (type(wanted) if last else type(None))
             if last:
-                here = [n for chain in schedule.chains if schedule.placement[chain.stages[-1]] == rank for n in chain.microbatches]
+                here = [
+                    n
+                    for chain in schedule.chains
+                    if schedule.placement[chain.stages[-1]] == rank
+                    for n in chain.microbatches
+                ]
                 wanted = wanted if isinstance(batch, pp.Microbatches) else pp.microbatch(wanted, m)
                 outputs = outputs if isinstance(batch, pp.Microbatches) else pp.microbatch(outputs, len(here))
                 assert all(torch.equal(y, wanted[n]) for y, n in zip(outputs, here, strict=True))
@@ -165,7 +206,9 @@ def input_gradients(rank, ranks, name):
     params, inputs, targets = problem(schedule)
     held = held_by(schedule, rank, params)
     first, last = runs(schedule, rank, 0), runs(schedule, rank, -1)
-    _, wanted = pp.value_and_grad([stage] * len(params), loss_fn, schedule, argnums=1)(params, inputs, targets)
+    _, wanted = pp.value_and_grad([stage] * len(params), loss_fn, schedule, argnums=1)(
+        params, inputs, targets
+    )
     with pp.P2P(timeout=30) as transport:
         step = pp.value_and_grad([stage] * len(params), loss_fn, schedule, transport, argnums=1)
         for _ in range(2):
@@ -199,7 +242,13 @@ def many_steps(rank, ranks, steps):
         with open("/proc/self/statm") as file:
             resident = int(file.read().split()[1]) * resource.getpagesize()
         objects = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
-        return resident, threading.active_count(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), objects
+        return (
+            resident,
+            threading.active_count(),
+            len(os.listdir("/proc/self/fd")),
+            len(os.listdir("/proc/self/task")),
+            objects,
+        )
 
     run(200)
     before = look()
@@ -253,8 +302,12 @@ def sub_group(rank, ranks):
         schedule = pp.gpipe(2, 3)
         params, inputs, targets = problem(schedule)
         with pp.P2P(group, timeout=30) as transport:
-            loss, _ = pp.value_and_grad([stage] * 2, loss_fn, schedule, transport)({place: params[place]}, inputs, targets)
-        assert torch.equal(loss, pp.value_and_grad([stage] * 2, loss_fn, schedule)(params, inputs, targets)[0])
+            loss, _ = pp.value_and_grad([stage] * 2, loss_fn, schedule, transport)(
+                {place: params[place]}, inputs, targets
+            )
+        assert torch.equal(
+            loss, pp.value_and_grad([stage] * 2, loss_fn, schedule)(params, inputs, targets)[0]
+        )
 
 
 def test_a_pipeline_over_part_of_the_ranks(four):
@@ -270,7 +323,9 @@ def mesh(rank, ranks):
     schedule = pp.one_f_one_b(2, 4)
     params, inputs, targets = problem(schedule)
     with pp.P2P(dimensions["pp"].get_group(), timeout=30) as transport:
-        loss, _ = pp.value_and_grad([stage] * 2, loss_fn, schedule, transport)({place: params[place]}, inputs, targets)
+        loss, _ = pp.value_and_grad([stage] * 2, loss_fn, schedule, transport)(
+            {place: params[place]}, inputs, targets
+        )
     assert torch.equal(loss, pp.value_and_grad([stage] * 2, loss_fn, schedule)(params, inputs, targets)[0])
 
 
@@ -301,8 +356,8 @@ def test_random_stages_draw_the_same_in_any_process(two):
 class FakeNCCL:
     """A communicator of two ranks over gloo that does as NCCL does.
 
-    Operations come in groups, which run one after the other, each as one work; in a group, the n-th send runs beside the n-th receive,
-    and what follows waits for both.
+    Operations come in groups, which run one after the other, each as one work; in a group, the n-th send runs
+    beside the n-th receive, and what follows waits for both.
     """
 
     class Options:
@@ -337,6 +392,12 @@ class FakeNCCL:
     def recv(self, *args):
         self.receives.append(partial(self.group.recv, *args))
 
+    def alltoall_base(self, *args):
+        return self.group.alltoall_base(*args)
+
+    def _allgather_base(self, *args):
+        return self.group._allgather_base(*args)
+
     def abort(self):
         self.stream.shutdown(wait=False)
 
@@ -357,7 +418,11 @@ def as_nccl():
     FakeNCCL.made.clear()
     with (
         patch.object(dist, "ProcessGroupNCCL", FakeNCCL, create=True),
-        patch.object(opening, "open_nccl", lambda meeting, links, name, members, _: meeting.open_nccl(name, members.index(links.rank), 2)),
+        patch.object(
+            opening,
+            "open_nccl",
+            lambda meeting, links, name, members, _: meeting.open_nccl(name, members.index(links.rank), 2),
+        ),
         patch.object(dist, "get_backend_config", lambda group: "cpu:nccl"),
         patch.dict(pair_groups.CARRIES, nccl="cpu"),
         pp.P2P(timeout=30) as transport,
@@ -377,7 +442,7 @@ def in_a_circle(rank, ranks):
     schedule = pp.one_f_one_b(ranks, 2)
     params, inputs, targets = problem(schedule)
     with pp.P2P(timeout=20) as transport:
-        step = pp.value_and_grad([raises] * ranks, loss_fn, schedule, transport, engine=pp.functional)
+        step = pp.value_and_grad([raises] * ranks, loss_fn, schedule, transport, engine=pp.engines.functional)
         with pytest.raises((pp.PipelineError, pp.StageError), match="first"):
             step(held_by(schedule, rank, params), inputs, targets)
 
@@ -391,7 +456,9 @@ def in_batches(rank, ranks, name):
     params, inputs, targets = problem(schedule)
     stages = [stage] * len(params)
     with as_nccl() as transport:
-        loss, grads = pp.value_and_grad(stages, loss_fn, schedule, transport)(held_by(schedule, rank, params), inputs, targets)
+        loss, grads = pp.value_and_grad(stages, loss_fn, schedule, transport)(
+            held_by(schedule, rank, params), inputs, targets
+        )
     wanted, all_grads = pp.value_and_grad(stages, loss_fn, schedule)(params, inputs, targets)
     assert torch.equal(loss, wanted)
     assert all(torch.equal(grads[s]["w"], all_grads[s]["w"]) for s in grads)
@@ -400,10 +467,13 @@ def in_batches(rank, ranks, name):
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if "inference" not in name])
 def test_messages_of_each_way_have_a_communicator_under_nccl(two, name):
-    """On a communicator for both ways, a send waits for the receive beside it, and ``dualpipev`` for ever."""
+    """On a communicator for both ways, a send waits for the receive beside it, and ``dualpipev`` for ever.
+    Replicas have one more, for all ranks that hold them.
+    """
+    schedule = SCHEDULES[name](2)
     for communicators, sizes in two(in_batches, name):
-        assert communicators == 2
-        assert max(sizes) > 1
+        assert communicators == 2 * bool(schedule.crossing_edges) + bool(schedule.replicas)
+        assert not schedule.crossing_edges or max(sizes) > 1
 
 
 def on_a_gpu_that_fails(rank, ranks):
@@ -435,28 +505,34 @@ def test_a_step_has_not_ended_before_the_gpus_have_done_it(two):
     assert two(on_a_gpu_that_fails) == [([None, (1, True), None], 2)] * 2
 
 
-def elsewhere(rank, ranks):
+def elsewhere(rank, ranks, name):
     """The process group is one of NCCL, and the stages compute on the CPU."""
     with (
         patch.object(dist, "get_backend_config", lambda group: "cpu:nccl"),
         patch.object(opening, "open_nccl", lambda *_: None),
         pp.P2P(timeout=20) as transport,
     ):
-        schedule = pp.one_f_one_b(ranks, 2)
+        schedule = SCHEDULES[name](ranks)
         params, inputs, targets = problem(schedule)
         with pytest.raises(
             (ValueError, pp.PipelineError),
-            match=r"computes on the device cpu, whose tensors the backend 'nccl'.*new_group\(backend='gloo'\)",
+            match=r"on the device cpu, whose tensors the backend 'nccl'.*new_group\(backend='gloo'\)",
         ):
-            pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport)(held_by(schedule, rank, params), inputs, targets)
+            pp.value_and_grad([stage] * len(params), loss_fn, schedule, transport)(
+                held_by(schedule, rank, params), inputs, targets
+            )
 
 
-def test_a_backend_that_does_not_carry_the_tensors_of_a_stage(two):
-    two(elsewhere)
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe", "data_parallel"])
+def test_a_backend_that_does_not_carry_the_tensors_of_a_stage(two, name):
+    """Under ``data_parallel`` no stage sends a message: the error was that of the collective that sums."""
+    two(elsewhere, name)
 
 
 def skipping(rank, ranks, builder, source, destination, kind):
-    """A skip connection over processes against the same in one; the skip has no gradient, or another shape."""
+    """A skip connection over processes against the same in one; the skip has no gradient, or another
+    shape.
+    """
     schedule = pp.with_skips(BUILDERS[builder](ranks, 2 * ranks), [(source, destination)])
     carried = {"no gradient": lambda y: y.detach(), "another shape": lambda y: y[:1].sum(1)}[kind]
 
@@ -470,7 +546,9 @@ def skipping(rank, ranks, builder, source, destination, kind):
     def last(p, received):
         return middle(p, received.x + received.skips[source].sum())
 
-    stages = [{source: first, destination: last}.get(s, middle) for s in range(max(schedule.model_stages) + 1)]
+    stages = [
+        {source: first, destination: last}.get(s, middle) for s in range(max(schedule.model_stages) + 1)
+    ]
     generator = torch.Generator().manual_seed(0)
     params = {s: torch.randn(D, D, generator=generator) for s in range(len(stages))}
     inputs, targets = (torch.randn(2 * schedule.microbatches, D, generator=generator) for _ in range(2))
@@ -487,7 +565,11 @@ def skipping(rank, ranks, builder, source, destination, kind):
 @pytest.mark.parametrize(
     ("builder", "source", "destination"),
     [
-        ("zbv", 1, 3),  # the source and the stage before the destination are on one rank, which tells of the source first
+        (
+            "zbv",
+            1,
+            3,
+        ),  # the source and the stage before the destination are on one rank, which tells of the source first
         ("interleaved_zb", 0, 3),  # both ranks tell each other at once
         ("looped_bfs", 0, 3),
     ],
@@ -497,7 +579,9 @@ def test_skip_connections_of_any_route(two, builder, source, destination, kind):
 
 
 @pytest.mark.parametrize("kind", ["no gradient", "another shape"])
-@pytest.mark.parametrize(("builder", "source", "destination"), [("1f1b", 0, 2), ("1f1b", 1, 3), ("zbv", 2, 7), ("dualpipe", 0, 3)])
+@pytest.mark.parametrize(
+    ("builder", "source", "destination"), [("1f1b", 0, 2), ("1f1b", 1, 3), ("zbv", 2, 7), ("dualpipe", 0, 3)]
+)
 def test_skip_connections_over_four_processes(four, builder, source, destination, kind):
     four(skipping, builder, source, destination, kind)
 
@@ -532,9 +616,10 @@ def transform_with_wrong_arguments(rank, ranks):
                 step(params, {} if rank else {0: None}, x, x)
             still = step(params, {rank: None}, x, x)
             moved = step(params, {rank: torch.ones(()) if rank else None}, x, x)  # other leaves move
-            first, moved = (still, moved) if name == "jvp" else (still[0], moved[0])
-            assert torch.equal(first[0], moved[0])
-            assert first[1] == 0 != moved[1]
+            if name != "jvp":
+                still, moved = ((r.loss, r.slope if name == "hvp" else r.curvature) for r in (still, moved))
+            assert torch.equal(still[0], moved[0])
+            assert still[1] == 0 != moved[1]
         with pytest.raises((pp.AgreementError, pp.PipelineError), match="hvp.*gnvp|gnvp.*hvp"):
             steps["gnvp" if rank else "hvp"](params, {rank: None}, x, x)
 
@@ -569,13 +654,13 @@ def interrupted_while_connecting(rank, ranks):
 def test_an_interrupt_while_connecting_is_heard_by_the_peer(two):
     names, seconds = zip(*two(interrupted_while_connecting), strict=True)
     assert names == ("KeyboardInterrupt", "PipelineError")
-    assert max(seconds) < 15
+    assert max(seconds) < 15 * busy()
 
 
 def destroy_the_group(rank, size):
     """Whether the peer lives, asked by a thread that has not seen yet that all has ended."""
     group = dist.new_group(backend="gloo")
-    rendezvous = Rendezvous(group, 20.0)
+    rendezvous = Rendezvous("test", group, 20.0)
     dist.destroy_process_group(group)
     lives = rendezvous.alive(1 - rank)
     dist.barrier()
@@ -583,5 +668,7 @@ def destroy_the_group(rank, size):
 
 
 def test_ranks_that_still_meet_do_without_the_group(two):
-    """The thread that looks after those that have not come printed a traceback where the group ended after a failed first step."""
+    """The thread that looks after those that have not come printed a traceback where the group ended after a
+    failed first step.
+    """
     assert two(destroy_the_group) == [True, True]

@@ -10,24 +10,16 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.runtime import record
+from ppfunc.runtime.execution import record
 from ppfunc.schedule.instruction import COMPUTE
-from tests.models import normal, squared
+from tests.models import dense, problem, same_bits, squared
 
-D, M = 4, 4
-
-
-def stage(params, x):
-    return torch.tanh(x @ params)
+M = 4
 
 
 def slow(params, x):
     time.sleep(0.01)
-    return torch.tanh(x @ params)
-
-
-def problem(stages):
-    return {s: normal(D, D, seed=s) for s in range(stages)}, normal(2 * M, D, seed=8), normal(2 * M, D, seed=9)
+    return dense(params, x)
 
 
 SCHEDULES = {
@@ -39,7 +31,9 @@ SCHEDULES = {
 
 
 def require_possible(timeline, schedule, clocks=1e-9):
-    """Every compute instruction takes time, ranks do one after the other, and nothing is consumed before it is made."""
+    """Every compute instruction takes time, ranks do one after the other, and nothing is consumed before it
+    is made.
+    """
     made = {}
     for rank in range(schedule.ranks):
         instructions = list(schedule.instructions(rank))
@@ -47,7 +41,11 @@ def require_possible(timeline, schedule, clocks=1e-9):
         compute = [(start, end) for i, start, end in rows if i.op in COMPUTE]
         assert all(0 <= start < end <= timeline.makespan for start, end in compute)
         assert all(a[1] <= b[0] for a, b in pairwise(compute))
-        made |= {(part.op.value, part.stage, part.microbatch): (start, end) for i, start, end in rows for part in pp.schedule.parts_of(i)}
+        made |= {
+            (part.op.value, part.stage, part.microbatch): (start, end)
+            for i, start, end in rows
+            for part in pp.schedule.parts_of(i)
+        }
     for (op, stage, m), (_, end) in made.items():
         after = schedule.successor(stage)
         if op == "F" and after is not None:
@@ -55,15 +53,15 @@ def require_possible(timeline, schedule, clocks=1e-9):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("engine", [pp.graph, pp.functional])
+@pytest.mark.parametrize("engine", [pp.engines.graph, pp.engines.functional])
 def test_a_recorded_step_returns_what_a_step_does_and_a_timeline(name, engine):
     schedule = SCHEDULES[name](2)
-    params, inputs, targets = problem(schedule.stages)
+    params, inputs, targets = problem(schedule.stages, M, b=2)
     make = pp.evaluate if schedule.forward_only else pp.value_and_grad
-    step = make([stage] * schedule.stages, squared, schedule, engine=engine)
+    step = make([dense] * schedule.stages, squared, schedule, engine=engine)
     plain = step(params, inputs, targets)
     recorded, timeline = step.record(params, inputs, targets)
-    assert all(torch.equal(a, b) for a, b in zip(*map(pp.stage.tree.tree_leaves, (plain, recorded)), strict=True))
+    assert same_bits(plain, recorded)
     require_possible(timeline, step.schedule)
     assert "<svg" in pp.schedule.to_svg(step.schedule, timeline)
     assert sum(timeline.idle) >= timeline.makespan * (1 - 1e-9)  # of two ranks, one runs at a time
@@ -71,12 +69,12 @@ def test_a_recorded_step_returns_what_a_step_does_and_a_timeline(name, engine):
 
 def in_processes(rank, ranks, name):
     schedule = SCHEDULES[name](ranks)
-    params, inputs, targets = problem(schedule.stages)
+    params, inputs, targets = problem(schedule.stages, M, b=2)
     held = {s: params[s] for s in schedule.model_stages_of(rank)}
-    stages = [stage] * (schedule.stages - 1) + [slow]
+    stages = [dense] * (schedule.stages - 1) + [slow]
     make = pp.evaluate if schedule.forward_only else pp.value_and_grad
     with pp.P2P(timeout=60) as transport:
-        step = make(stages, squared, schedule, transport, engine=pp.functional)
+        step = make(stages, squared, schedule, transport, engine=pp.engines.functional)
         step(held, inputs, targets)
         start = time.perf_counter()
         _, timeline = step.record(held, inputs, targets)
@@ -86,7 +84,9 @@ def in_processes(rank, ranks, name):
         at = schedule.placement[schedule.stages - 1]
         forwards = [
             end - start
-            for i, start, end in zip(step.schedule.instructions(at), timeline.starts[at], timeline.ends[at], strict=True)
+            for i, start, end in zip(
+                step.schedule.instructions(at), timeline.starts[at], timeline.ends[at], strict=True
+            )
             for part in pp.schedule.parts_of(i)
             if (part.op.value, part.stage) == ("F", schedule.stages - 1)
         ]
@@ -103,13 +103,13 @@ def test_every_rank_gets_the_timeline_of_all(four, name):
 def on_three_hosts(rank, ranks):
     """The last two ranks have clocks of their own, which run a thousand seconds ahead for each rank."""
     schedule, before = pp.one_f_one_b(ranks, M), (record.time, record._clock)
-    params, inputs, targets = problem(ranks)
+    params, inputs, targets = problem(ranks, M, b=2)
     ahead = 1000.0 * rank * (rank >= 2)
     record.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead)
     record._clock = lambda: str(ahead)
     try:
         with pp.P2P(timeout=60) as transport:
-            step = pp.value_and_grad([stage] * ranks, squared, schedule, transport)
+            step = pp.value_and_grad([dense] * ranks, squared, schedule, transport)
             step({rank: params[rank]}, inputs, targets)
             _, timeline = step.record({rank: params[rank]}, inputs, targets)
     finally:
@@ -126,19 +126,23 @@ def test_clocks_of_other_hosts_are_aligned(four):
 
 def fail_on_rank_1(rank, ranks):
     schedule = pp.gpipe(ranks, M)
-    params, inputs, targets = problem(ranks)
+    params, inputs, targets = problem(ranks, M, b=2)
 
     def fragile(w, x):
         if rank == 1 and x.isnan().any():
             raise ValueError("a value that is not a number")
-        return stage(w, x)
+        return dense(w, x)
 
     with pp.P2P(timeout=60) as transport:
-        step = pp.value_and_grad([fragile] * ranks, squared, schedule, transport, engine=pp.functional)
+        step = pp.value_and_grad(
+            [fragile] * ranks, squared, schedule, transport, engine=pp.engines.functional
+        )
         step({rank: params[rank]}, inputs, targets)
         broken = inputs.clone()
         broken[2] = torch.nan  # in microbatch 1
-        with pytest.raises(pp.PipelineError, match="rank 1 failed at 1F1, step .* a value that is not a number"):
+        with pytest.raises(
+            pp.PipelineError, match="rank 1 failed at 1F1, step .* a value that is not a number"
+        ):
             step.record({rank: params[rank]}, broken, targets)
         step.record({rank: params[rank]}, inputs, targets)
         with pytest.raises(pp.AgreementError, match="recorded"):

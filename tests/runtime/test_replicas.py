@@ -1,14 +1,22 @@
-"""Replicas of a stage: one set of parameters in several processes, compared at every step, with one gradient."""
+"""Replicas of a stage: one set of parameters in several processes, compared at every step, with one
+gradient.
+"""
 
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 import torch
 
 import ppfunc as pp
+from ppfunc.runtime import StepSpec
+from ppfunc.runtime.agreement.agreement import routes_of
+from ppfunc.runtime.agreement.ties import sharing_ranks
 from ppfunc.schedule import chimera, remove_tail
+from tests import models
+from tests.models import affine, squared
 
 D = 4
 SCHEDULES = {
@@ -18,23 +26,16 @@ SCHEDULES = {
 }
 
 
-def stage(params, x):
-    return torch.tanh(x @ params["w"] + params["b"])
+problem = partial(models.problem, leaves="wb", dtype=torch.float32)
 
 
-def squared(y, target):
-    return (y - target).square().mean()
-
-
-def problem(schedule):
-    """Parameters by stage of the model, and a whole batch."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    params = {s: {"w": draw(D, D), "b": draw(D)} for s in set(schedule.model_stages)}
-    return params, draw(3 * schedule.microbatches, D), draw(3 * schedule.microbatches, D)
+def test_replicas_are_summed_by_one_operation_among_the_ranks_that_hold_them():
+    """Every pair of ranks exchanged whole gradients: ``data_parallel(8)`` had 56 connections."""
+    schedule = SCHEDULES["data_parallel"](8)
+    spec = StepSpec("value_and_grad", ("loss", "grads"))
+    assert list(routes_of(schedule, spec)) == []
+    assert list(sharing_ranks(schedule, ())) == [tuple(range(8))]
+    assert list(sharing_ranks(SCHEDULES["dualpipe"](4), ())) == [(0, 3), (1, 2)]
 
 
 def flipped(t):
@@ -58,17 +59,19 @@ CHANGES = {
 
 
 def replicas_differ(rank, ranks, name, kind):
-    """The last rank changes the parameters of its last stage, at the first step and at the third; the others are right."""
+    """The last rank changes the parameters of its last stage, at the first step and at the third; the others
+    are right.
+    """
     schedule = SCHEDULES[name](ranks)
     params, inputs, targets = problem(schedule)
     held = {schedule.model_stages[s]: params[schedule.model_stages[s]] for s in schedule.stages_of(rank)}
     changed = dict(held)
     if rank == ranks - 1:
         changed[max(held)] = CHANGES[kind](held[max(held)])
-    want, wanted = pp.value_and_grad([stage] * len(params), squared, schedule)(params, inputs, targets)
+    want, wanted = pp.value_and_grad([affine] * len(params), squared, schedule)(params, inputs, targets)
     found = []
     with pp.P2P(timeout=60) as transport:
-        step = pp.value_and_grad([stage] * len(params), squared, schedule, transport)
+        step = pp.value_and_grad([affine] * len(params), squared, schedule, transport)
         for given in (changed, held, changed, held):
             start = time.perf_counter()
             try:
@@ -99,7 +102,9 @@ def check(answers, soon):
         assert second is fourth is None
         for name, text, seconds in (first, third):
             assert name == "AgreementError", text
-            assert f"parameters of stage {changed} differ between the processes that hold them" in text
+            told = [f"parameters of stage {changed} differ between the processes that hold them"]
+            told += [f"params[{changed}]['{leaf}'] has other values on rank" for leaf in "wb"]
+            assert any(words in text for words in told), text
             assert seconds < soon
 
 
@@ -108,11 +113,13 @@ def same_bits(rank, ranks):
     schedule = pp.dualpipe(ranks, 4)
     params, inputs, targets = problem(schedule)
     if rank:
-        params = {s: {"w": p["w"].T.contiguous().T, "b": torch.cat([p["b"], p["b"]])[D:]} for s, p in params.items()}
+        params = {
+            s: {"w": p["w"].T.contiguous().T, "b": torch.cat([p["b"], p["b"]])[D:]} for s, p in params.items()
+        }
     for p in params.values():
         p["b"][0] = torch.nan
     with pp.P2P(timeout=60) as transport:
-        loss, _ = pp.value_and_grad([stage] * ranks, squared, schedule, transport)(params, inputs, targets)
+        loss, _ = pp.value_and_grad([affine] * ranks, squared, schedule, transport)(params, inputs, targets)
     assert loss.isnan()
 
 
@@ -125,7 +132,7 @@ def different_stages(rank, ranks):
     schedule = pp.dualpipe(ranks, 4)
     params, inputs, targets = problem(schedule)
     with pp.P2P(timeout=60) as transport:
-        step = pp.value_and_grad([stage, stage], squared, schedule, transport)
+        step = pp.value_and_grad([affine, affine], squared, schedule, transport)
         frozen = {s: {"w": p["w"], "b": (p["b"] * 100).int()} for s, p in params.items()} if rank else params
         try:
             step(frozen, inputs, targets)
@@ -144,8 +151,13 @@ def zero_and_minus_zero(rank, ranks):
     schedule = pp.dualpipe(ranks, 4)
     params, inputs, targets = problem(schedule)
     params[1]["b"] = torch.zeros(D) * (-1 if rank else 1)
-    with pp.P2P(timeout=60) as transport, pytest.raises(pp.AgreementError, match="parameters of stage 1 differ"):
-        pp.value_and_grad([stage, stage], squared, schedule, transport)(params, inputs, targets)
+    with (
+        pp.P2P(timeout=60) as transport,
+        pytest.raises(
+            pp.AgreementError, match=r"params\[1\]\['b'\] has other values on rank 0 than on rank 1"
+        ),
+    ):
+        pp.value_and_grad([affine, affine], squared, schedule, transport)(params, inputs, targets)
 
 
 def test_replicas_with_zeros_of_another_sign_are_told(two):
@@ -159,9 +171,9 @@ def judged(rank, ranks, name):
     held = {schedule.model_stages[s]: params[schedule.model_stages[s]] for s in schedule.stages_of(rank)}
     wrong = {s: p | {"w": p["w"].T.contiguous()} for s, p in held.items()} if rank else held
     with pp.P2P(timeout=60) as transport:
-        judge = pp.evaluate([stage] * len(params), squared, schedule, transport)
+        judge = pp.evaluate([affine] * len(params), squared, schedule, transport)
         loss = judge(held, inputs, targets)
-        with pytest.raises(pp.AgreementError, match="parameters of stage . differ"):
+        with pytest.raises(pp.AgreementError, match=r"params\[.\]\['w'\] has other values on rank"):
             judge(wrong, inputs, targets)
         assert torch.equal(judge(held, inputs, targets), loss)
 
@@ -176,9 +188,11 @@ def apart(rank, ranks, name):
     schedule = SCHEDULES[name](ranks)
     params, inputs, targets = problem(schedule)
     held = {schedule.model_stages[s]: params[schedule.model_stages[s]] for s in schedule.stages_of(rank)}
-    _, wanted = pp.value_and_grad([stage] * len(params), squared, schedule, per_microbatch=True)(params, inputs, targets)
+    _, wanted = pp.value_and_grad([affine] * len(params), squared, schedule, per_microbatch=True)(
+        params, inputs, targets
+    )
     with pp.P2P(timeout=60) as transport:
-        step = pp.value_and_grad([stage] * len(params), squared, schedule, transport, per_microbatch=True)
+        step = pp.value_and_grad([affine] * len(params), squared, schedule, transport, per_microbatch=True)
         for _ in range(2):
             _, grads = step(held, inputs, targets)
             for s in held:

@@ -1,4 +1,6 @@
-"""Steps over a simulated network: with a fault at any operation of any rank they fail on all ranks or on none, and name it."""
+"""Steps over a simulated network: with a fault at any operation of any rank they fail on all ranks or on
+none, and name it.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,15 @@ import torch
 from hypothesis import given, strategies as st
 
 import ppfunc as pp
-from ppfunc.runtime.buffers import Buffers, Tag
 from ppfunc.runtime.errors import Failure
-from ppfunc.runtime.simulated import Fault, InjectedError, RankStopped, Simulated
-from ppfunc.runtime.simulated.faults import KINDS
-from ppfunc.runtime.transport import LossPart, Route, Transfer
+from ppfunc.runtime.execution.buffers import Buffers, Tag
+from ppfunc.runtime.transport.protocols import LossPart, Route, Transfer
 from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import LeafSignature
-from ppfunc.stage.interrupts import let_interrupts
+from ppfunc.stage.interrupts import act_on_interrupts
+from ppfunc.testing.simulated import Fault, InjectedError, RankStopped, Simulated
+from ppfunc.testing.simulated.faults import KINDS
+from tests.models import dense, squared
 
 LEAF = LeafSignature((3,), torch.float64, True)
 CPU = torch.device("cpu")
@@ -67,7 +70,13 @@ def ring_calls(rank, size, transport):
         def add(buffers, recv=recv):
             buffers.kept[0, 0] = (buffers.kept.get((0, 0), (0,))[0] + buffers.values.pop(recv.tag)[0],)
 
-        yield from (load, transport.post([send, recv]), transport.wait_recv(recv), transport.wait_send(send), add)
+        yield from (
+            load,
+            transport.post([send, recv]),
+            transport.wait_recv(recv),
+            transport.wait_send(send),
+            add,
+        )
 
 
 def ring(rank, transport):
@@ -82,13 +91,12 @@ def ring(rank, transport):
             transport.begin("a step", "shapes" if rank == 0 else None, 0)
             if state["generation"] != transport.generation:
                 transport.all_gather("the same everywhere")
-                with let_interrupts():
-                    transport.connect([Route("F", r, (r + 1) % size) for r in range(size)])
+                transport.connect([Route("F", r, (r + 1) % size) for r in range(size)])
                 state.update(generation=transport.generation, calls=tuple(ring_calls(rank, size, transport)))
             buffers = Buffers()
-            with let_interrupts():
-                for place, call in enumerate(state["calls"]):  # noqa: B007
-                    call(buffers)
+            for place, call in enumerate(state["calls"]):  # noqa: B007
+                act_on_interrupts()
+                call(buffers)
             place = None
             (mine,) = buffers.kept.get((0, 0), (torch.zeros(LEAF.shape, dtype=LEAF.dtype),))
             return float(transport.end({rank: mine}, parts).sum())
@@ -107,7 +115,9 @@ def ring(rank, transport):
 
 
 def is_right_ring(size, value):
-    return value == (3.0 * sum(r + 10 * m for r in range(size) for m in range(MICROBATCHES)) if size > 1 else 0.0)
+    return value == (
+        3.0 * sum(r + 10 * m for r in range(size) for m in range(MICROBATCHES)) if size > 1 else 0.0
+    )
 
 
 # -- what must hold ------------------------------------------------------------------------------
@@ -116,8 +126,8 @@ def is_right_ring(size, value):
 def struck_while_settling(network):
     """Whether a fault struck a rank between its vote, or the commitment of rank 0, and the end of the step.
 
-    Interrupts do no harm there: they wait for the next step. A failure of a rank that has voted, and has waited in vain,
-    counts where rank 0 has committed before.
+    Interrupts do no harm there: they wait for the next step. A failure of a rank that has voted, and has
+    waited in vain, counts where rank 0 has committed before.
     """
     settling, last, commits, votes = set(), {}, 0, {}
     for line in network.trace:
@@ -135,21 +145,29 @@ def struck_while_settling(network):
             if what.startswith("begin"):
                 votes.pop(rank, None)
             last[rank] = what
-        elif (what in KINDS and what != "interrupt" and rank in settling) or (what.startswith("loses") and "(tree)" in what):
+        elif (what in KINDS and what != "interrupt" and rank in settling) or (
+            what.startswith("loses") and "(tree)" in what
+        ):
             return True
     return False
 
 
 def problems(network, outcomes, is_right):
     """What went wrong beside the faults: wrong values, strange errors, steps that fail on some ranks only."""
-    found = [f"rank {r}: {o.error!r}" for r, o in enumerate(outcomes) if o.error is not None and not isinstance(o.error, RankStopped)]
+    found = [
+        f"rank {r}: {o.error!r}"
+        for r, o in enumerate(outcomes)
+        if o.error is not None and not isinstance(o.error, RankStopped)
+    ]
     live, mixed = [outcome.value for outcome in outcomes if outcome.error is None], False
     for attempt, ended in enumerate(zip(*live, strict=True)):
         told = f"attempt {attempt}: {[e.error and repr(e.error) for e in ended]}"
         returned = [e for e in ended if e.error is None]
         found += [f"{told}: got {e.value}" for e in returned if not is_right(e.value)]
         expected = pp.PipelineError, pp.AgreementError, InjectedError, KeyboardInterrupt
-        found += [f"{told}: unexpected" for e in ended if e.error is not None and not isinstance(e.error, expected)]
+        found += [
+            f"{told}: unexpected" for e in ended if e.error is not None and not isinstance(e.error, expected)
+        ]
         if mixed and returned:
             found.append(f"{told}: some ranks go on")
         elif 0 < len(returned) < len(live):
@@ -162,16 +180,10 @@ def problems(network, outcomes, is_right):
 # -- whole steps ---------------------------------------------------------------------------------
 
 
-def tanh_stage(params, x):
-    return torch.tanh(x @ params["w"])
-
-
-def squared(y, target):
-    return (y - target).square().mean()
-
-
 class Problem(NamedTuple):
-    """A schedule with parameters and a batch, and what the step returns where all ranks live in this thread."""
+    """A schedule with parameters and a batch, and what the step returns where all ranks live in this
+    thread.
+    """
 
     schedule: pp.Schedule
     stages: list
@@ -185,17 +197,21 @@ class Problem(NamedTuple):
 def problem(build, ranks):
     schedule = build(ranks, 2 * ranks)
     generator = torch.Generator().manual_seed(0)
-    stages = [tanh_stage] * len(set(schedule.model_stages))
+    stages = [dense] * len(set(schedule.model_stages))
     params = {s: {"w": torch.randn(4, 4, generator=generator)} for s in range(len(stages))}
     batch = torch.randn(4 * ranks, 4, generator=generator), torch.randn(4 * ranks, 4, generator=generator)
-    return Problem(schedule, stages, params, batch, *pp.value_and_grad(stages, squared, schedule)(params, *batch))
+    return Problem(
+        schedule, stages, params, batch, *pp.value_and_grad(stages, squared, schedule)(params, *batch)
+    )
 
 
 def whole(setting):
     """Makes the step of one rank."""
 
     def make_step(rank, transport):
-        here = {setting.schedule.model_stages[s] for s, r in enumerate(setting.schedule.placement) if r == rank}
+        here = {
+            setting.schedule.model_stages[s] for s, r in enumerate(setting.schedule.placement) if r == rank
+        }
         step = pp.value_and_grad(setting.stages, squared, setting.schedule, transport)
         return lambda: step({s: setting.params[s] for s in here}, *setting.batch)
 
@@ -205,7 +221,9 @@ def whole(setting):
 def is_right_step(setting, value):
     """Whether a rank has the same bits as without messages."""
     loss, grads = value
-    return torch.equal(loss, setting.loss) and all(torch.equal(g["w"], setting.grads[s]["w"]) for s, g in grads.items())
+    return torch.equal(loss, setting.loss) and all(
+        torch.equal(g["w"], setting.grads[s]["w"]) for s, g in grads.items()
+    )
 
 
 # -- tests: steps written by hand -------------------------------------------------------------------
@@ -241,7 +259,10 @@ def test_a_fault_at_any_operation(size, kind):
             if kind in ("raise", "kill", "freeze"):
                 assert {failure.rank for failure in failures} == {rank}
             if kind == "raise":
-                assert any(isinstance(ended.error, InjectedError) or ended.error in failures for ended in outcomes[rank].value)
+                assert any(
+                    isinstance(ended.error, InjectedError) or ended.error in failures
+                    for ended in outcomes[rank].value
+                )
             if kind == "delay":
                 assert not any(errors)
             if kind in ("raise", "interrupt"):
@@ -254,7 +275,11 @@ def test_a_fault_while_a_failure_is_told(first, second):
     counted, _ = run_ring(3, 0, number=1)
     for rank, operations in enumerate(counted.operations):
         for at in range(operations):
-            check_ring(3, at, [Fault(first, rank, at), Fault(second, rank, at + 1, 1.0 if second == "delay" else None)])
+            check_ring(
+                3,
+                at,
+                [Fault(first, rank, at), Fault(second, rank, at + 1, 1.0 if second == "delay" else None)],
+            )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -273,7 +298,9 @@ def test_faults_while_others_are_handled(data):
     def fault():
         kind, at = data.draw(st.sampled_from(KINDS)), max(0, first + data.draw(st.integers(-3, 8)))
         seconds = data.draw(st.sampled_from([1.0, 200.0, 500.0]))
-        return Fault(kind, data.draw(st.integers(0, size - 1)), at, seconds if kind in ("delay", "freeze") else None)
+        return Fault(
+            kind, data.draw(st.integers(0, size - 1)), at, seconds if kind in ("delay", "freeze") else None
+        )
 
     check_ring(size, seed, [fault() for _ in range(data.draw(st.integers(1, 4)))])
 
@@ -282,7 +309,10 @@ def test_the_same_seed_gives_the_same_run():
     faults = [Fault("raise", 1, 9), Fault("kill", 2, 25)]
     runs = [run_ring(4, seed, faults) for seed in (5, 5, 6)]
     traces = [network.trace for network, _ in runs]
-    told = [str([o.value and [(e.value, repr(e.error)) for e in o.value] for o in outcomes]) for _, outcomes in runs]
+    told = [
+        str([o.value and [(e.value, repr(e.error)) for e in o.value] for o in outcomes])
+        for _, outcomes in runs
+    ]
     assert (traces[0], told[0]) == (traces[1], told[1])
     assert traces[0] != traces[2]
 
@@ -291,7 +321,9 @@ def test_the_same_seed_gives_the_same_run():
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("build", [pp.gpipe, pp.one_f_one_b, pp.zb_h1, pp.zbv, pp.dualpipe], ids=lambda build: build.__name__)
+@pytest.mark.parametrize(
+    "build", [pp.gpipe, pp.one_f_one_b, pp.zb_h1, pp.zbv, pp.dualpipe], ids=lambda build: build.__name__
+)
 def test_whole_steps_have_the_bits_of_one_thread(build, ranks):
     ranks += build is pp.dualpipe and ranks % 2  # it takes even numbers only
     setting = problem(build, ranks)
@@ -302,7 +334,9 @@ def test_whole_steps_have_the_bits_of_one_thread(build, ranks):
 
 
 @pytest.mark.parametrize("kind", ["raise", "interrupt", "kill"])
-@pytest.mark.parametrize(("build", "ranks", "stride"), [(pp.one_f_one_b, 2, 1), (pp.zb_h1, 3, 7), (pp.dualpipe, 4, 19)])
+@pytest.mark.parametrize(
+    ("build", "ranks", "stride"), [(pp.one_f_one_b, 2, 1), (pp.zb_h1, 3, 7), (pp.dualpipe, 4, 19)]
+)
 def test_a_fault_in_a_whole_step(build, ranks, stride, kind):
     setting = problem(build, ranks)
     counted = Simulated(ranks, 0)
@@ -355,7 +389,9 @@ def test_messages_of_a_link_arrive_in_order():
             put(transport, buffers, 1, m, float(m))
 
     def receiver(transport, buffers):
-        assert [get(transport, buffers, 0, m).tolist() for m in range(20)] == [[float(m)] * 3 for m in range(20)]
+        assert [get(transport, buffers, 0, m).tolist() for m in range(20)] == [
+            [float(m)] * 3 for m in range(20)
+        ]
 
     for outcome in data_run(sender, receiver)[1]:
         assert outcome.error is None
@@ -373,7 +409,11 @@ def test_a_posted_receive_is_nan_until_it_is_waited_for():
         assert buffers.values[received.tag][0] is tensor
         assert tensor.tolist() == [4.0] * 3
 
-    for outcome in data_run(lambda transport, buffers: put(transport, buffers, 1, 0, 4.0), receiver, faults=[Fault("delay", 0, 1, 1.0)])[1]:
+    for outcome in data_run(
+        lambda transport, buffers: put(transport, buffers, 1, 0, 4.0),
+        receiver,
+        faults=[Fault("delay", 0, 1, 1.0)],
+    )[1]:
         assert outcome.error is None
 
 
@@ -396,14 +436,19 @@ def test_a_tensor_changed_before_it_is_sent_is_noticed():
 
 def test_ends_that_do_not_match_are_named():
     outcomes = data_run(
-        lambda transport, buffers: put(transport, buffers, 1, 0, 1.0), lambda transport, buffers: get(transport, buffers, 0, 1)
+        lambda transport, buffers: put(transport, buffers, 1, 0, 1.0),
+        lambda transport, buffers: get(transport, buffers, 0, 1),
     )[1]
-    assert "rank 0 sends F/0/1/0" in str(outcomes[1].error) and "where rank 1 receives F/0/1/1" in str(outcomes[1].error)
+    assert "rank 0 sends F/0/1/0" in str(outcomes[1].error) and "where rank 1 receives F/0/1/1" in str(
+        outcomes[1].error
+    )
 
 
 def test_a_deadlock_is_reported_in_virtual_time():
     network, outcomes = data_run(
-        lambda transport, buffers: get(transport, buffers, 1, 0), lambda transport, buffers: get(transport, buffers, 0, 0), timeout=1e6
+        lambda transport, buffers: get(transport, buffers, 1, 0),
+        lambda transport, buffers: get(transport, buffers, 0, 0),
+        timeout=1e6,
     )
     errors = [str(outcome.error) for outcome in outcomes]
     assert any("has not answered within 1e+06 s; a deadlock; rank" in error for error in errors)
@@ -437,7 +482,13 @@ def test_a_closed_transport_is_noticed_by_those_that_wait():
 
 
 def test_wrong_uses_are_refused():
-    for fault in (Fault("burn", 0, 0), Fault("raise", 2, 0), Fault("kill", 0, -1), Fault("delay", 0, 0), Fault("drop", 0, 0, 1.0)):
+    for fault in (
+        Fault("burn", 0, 0),
+        Fault("raise", 2, 0),
+        Fault("kill", 0, -1),
+        Fault("delay", 0, 0),
+        Fault("drop", 0, 0, 1.0),
+    ):
         with pytest.raises(ValueError, match="got"):
             Simulated(2, 0, [fault])
     with pytest.raises(ValueError, match="at least 1"):
@@ -448,5 +499,10 @@ def test_wrong_uses_are_refused():
         Simulated(2, 0).transport(0).local_ranks(3)
     with pytest.raises(RuntimeError, match="outside a run"):
         Simulated(2, 0).transport(0).all_gather("")
-    errors = [o.error for o in Simulated(2, 0).run(lambda rank, transport: transport.post([transfer(True, rank, 1 - rank, 0)]))]
+    errors = [
+        o.error
+        for o in Simulated(2, 0).run(
+            lambda rank, transport: transport.post([transfer(True, rank, 1 - rank, 0)])
+        )
+    ]
     assert all("has not connected" in str(error) for error in errors)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, strategies as st
 
 import ppfunc as pp
-from ppfunc.runtime.gradients import Sum
-from ppfunc.runtime.ownership import Owned
+from ppfunc.runtime.call.results import Owned
+from ppfunc.runtime.execution.gradients import Sum
 from tests.models import normal
 
 D, M = 8, 64
@@ -26,27 +26,39 @@ def loss_fn(y, target):
 
 
 def problem(ranks):
-    params = {s: {"w": normal(D, D, seed=s).to(BF16), "b": normal(D, seed=9).to(BF16), "n": torch.tensor(3)} for s in range(ranks)}
+    params = {
+        s: {"w": normal(D, D, seed=s).to(BF16), "b": normal(D, seed=9).to(BF16), "n": torch.tensor(3)}
+        for s in range(ranks)
+    }
     return params, normal(3 * M, D, seed=7).to(BF16), normal(3 * M, D, seed=8).float()
 
 
 def exact(params, inputs, targets, ranks):
     """The gradients of the microbatches, each as the stages give them, added up in float64."""
     step = pp.value_and_grad([stage] * ranks, loss_fn, pp.gpipe(ranks, M), per_microbatch=True)
-    return {s: {k: g.double().sum(0) for k, g in tree.items()} for s, tree in step(params, inputs, targets)[1].items()}
+    return {
+        s: {k: g.double().sum(0) for k, g in tree.items()}
+        for s, tree in step(params, inputs, targets)[1].items()
+    }
 
 
 def worst(grads, wanted):
-    return max((g.double() - wanted[s][k]).abs().max().item() for s, tree in grads.items() for k, g in tree.items())
+    return max(
+        (g.double() - wanted[s][k]).abs().max().item() for s, tree in grads.items() for k, g in tree.items()
+    )
 
 
-@pytest.mark.parametrize("engine", [pp.graph, pp.functional, pp.eager])
-@pytest.mark.parametrize("schedule", [pp.one_f_one_b(2, M), pp.zb_h1(2, M), pp.dualpipe(2, M)], ids=lambda s: s.name)
+@pytest.mark.parametrize("engine", [pp.engines.graph, pp.engines.functional, pp.engines.eager])
+@pytest.mark.parametrize(
+    "schedule", [pp.one_f_one_b(2, M), pp.zb_h1(2, M), pp.dualpipe(2, M)], ids=lambda s: s.name
+)
 def test_sums_of_narrow_gradients_are_as_wide_as_asked_for(schedule, engine):
     arguments = problem(2)
     wanted = exact(*arguments, 2)
     _, narrow = pp.value_and_grad([stage] * 2, loss_fn, schedule, engine=engine)(*arguments)
-    _, wide = pp.value_and_grad([stage] * 2, loss_fn, schedule, engine=engine, sum_dtype=torch.float32)(*arguments)
+    _, wide = pp.value_and_grad([stage] * 2, loss_fn, schedule, engine=engine, sum_dtype=torch.float32)(
+        *arguments
+    )
     assert {g.dtype for tree in narrow.values() for k, g in tree.items() if k != "n"} == {BF16}
     assert {g.dtype for tree in wide.values() for k, g in tree.items() if k != "n"} == {torch.float32}
     assert all(tree["n"].dtype == torch.int64 for tree in wide.values())
@@ -58,7 +70,9 @@ def test_wider_parameters_keep_their_dtype_and_bits():
     params = {s: {k: t.double() if k == "w" else t for k, t in tree.items()} for s, tree in params.items()}
     fns = [lambda p, x: torch.tanh(x.double() @ p["w"]).to(BF16) + p["b"]] * 2
     _, plain = pp.value_and_grad(fns, loss_fn, pp.gpipe(2, M))(params, inputs, targets)
-    _, wide = pp.value_and_grad(fns, loss_fn, pp.gpipe(2, M), sum_dtype=torch.float32)(params, inputs, targets)
+    _, wide = pp.value_and_grad(fns, loss_fn, pp.gpipe(2, M), sum_dtype=torch.float32)(
+        params, inputs, targets
+    )
     assert wide[0]["w"].dtype == torch.float64 and wide[0]["b"].dtype == torch.float32
     assert torch.equal(wide[0]["w"], plain[0]["w"])
 
@@ -70,7 +84,9 @@ def test_microbatches_without_a_gradient_count_as_zero():
     cut = [pp.Microbatches(list(t[: sum(sizes)].split(sizes))) for t in (inputs, targets)]
     _, wide = pp.value_and_grad([stage] * 2, loss_fn, pp.gpipe(2, M), sum_dtype=torch.float32)(params, *cut)
     _, apart = pp.value_and_grad([stage] * 2, loss_fn, pp.gpipe(2, M), per_microbatch=True)(params, *cut)
-    assert worst(wide, {s: {k: g.double().sum(0) for k, g in tree.items()} for s, tree in apart.items()}) < 1e-6
+    assert (
+        worst(wide, {s: {k: g.double().sum(0) for k, g in tree.items()} for s, tree in apart.items()}) < 1e-6
+    )
 
 
 LEAVES = 4
@@ -82,10 +98,17 @@ def gradients_of(seed):
     return base, base, normal(1, 2, seed=50 + seed).expand(3, 2), normal(3, 2, seed=90 + seed).to(BF16)
 
 
-@given(st.lists(st.tuples(st.permutations(range(LEAVES)), st.sets(st.integers(1, LEAVES))), min_size=1, max_size=2), st.data())
+@given(
+    st.lists(
+        st.tuples(st.permutations(range(LEAVES)), st.sets(st.integers(1, LEAVES))), min_size=1, max_size=2
+    ),
+    st.data(),
+)
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_gradients_may_come_in_any_parts(dtype, ways, data):
-    """The sums have the bits of one after the other, in memory of their own, and nothing that came is changed."""
+    """The sums have the bits of one after the other, in memory of their own, and nothing that came is
+    changed.
+    """
     sums, wanted, came, copies = Sum(dtype), [None] * LEAVES, [], []
     for seed in range(data.draw(st.integers(0, 5))):
         order, cuts = data.draw(st.sampled_from(ways))
@@ -99,10 +122,16 @@ def test_gradients_may_come_in_any_parts(dtype, ways, data):
     like = gradients_of(0)
     taken = sums.take(like, Owned(came))
     assert all(map(torch.equal, came, copies))
-    assert not {t.untyped_storage().data_ptr() for t in taken} & {g.untyped_storage().data_ptr() for g in came}
+    assert not {t.untyped_storage().data_ptr() for t in taken} & {
+        g.untyped_storage().data_ptr() for g in came
+    }
     assert len({t.untyped_storage().data_ptr() for t in taken}) == LEAVES
     for one, other, leaf in zip(taken, wanted, like, strict=True):
-        other = torch.zeros_like(leaf, dtype=torch.promote_types(leaf.dtype, dtype or leaf.dtype)) if other is None else other
+        other = (
+            torch.zeros_like(leaf, dtype=torch.promote_types(leaf.dtype, dtype or leaf.dtype))
+            if other is None
+            else other
+        )
         assert one.dtype == other.dtype and torch.equal(one, other)
 
 
@@ -112,7 +141,9 @@ def in_processes(rank, ranks):
     schedule = pp.dualpipe(ranks, M)
     _, alone = pp.value_and_grad([stage] * ranks, loss_fn, schedule, sum_dtype=torch.float32)(*arguments)
     with pp.P2P(timeout=60) as transport:
-        _, grads = pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport, sum_dtype=torch.float32)(*arguments)
+        _, grads = pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport, sum_dtype=torch.float32)(
+            *arguments
+        )
     assert all(torch.equal(grads[s][k], alone[s][k]) for s in grads for k in grads[s])
 
 

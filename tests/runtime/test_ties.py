@@ -7,6 +7,7 @@ import torch
 
 import ppfunc as pp
 from ppfunc.stage.tree import tree_map
+from ppfunc.testing.simulated import Simulated
 from tests.models import mlp, mlp_params, normal, squared
 
 D, V, M = 4, 8, 4
@@ -64,7 +65,10 @@ def leaves(grads):
 
 
 def close(grads, wanted):
-    return all(torch.allclose(a, b, rtol=1e-12, atol=1e-13) for a, b in zip(leaves(grads), leaves(wanted), strict=True))
+    return all(
+        torch.allclose(a, b, rtol=1e-12, atol=1e-13)
+        for a, b in zip(leaves(grads), leaves(wanted), strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
@@ -82,7 +86,9 @@ def test_the_gradient_is_the_sum_over_places_and_the_same_at_each(name):
 def test_without_it_each_place_has_its_part():
     params, tokens, targets = problem()
     _, grads = pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M))(params, tokens, targets)
-    _, tied = pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)(params, tokens, targets)
+    _, tied = pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)(
+        params, tokens, targets
+    )
     torch.testing.assert_close(grads[0]["table"]["weight"] + grads[3]["head"], tied[0]["table"]["weight"])
     assert not torch.equal(grads[0]["table"]["weight"], tied[0]["table"]["weight"])
 
@@ -100,7 +106,10 @@ def in_processes(rank, ranks, name):
         for _ in range(2):
             found, grads = step(held, tokens, targets)
             assert torch.equal(found, loss)
-            assert all(torch.equal(a, b) for a, b in zip(leaves(grads), leaves({s: alone[s] for s in grads}), strict=True))
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(leaves(grads), leaves({s: alone[s] for s in grads}), strict=True)
+            )
             assert close(grads, {s: wanted[s] for s in grads})
         if rank == schedule.placement[n - 1]:
             held[n - 1] = held[n - 1] | {"head": held[n - 1]["head"] + 1e-9}
@@ -118,10 +127,60 @@ def test_in_four_processes(four, name):
     four(in_processes, name)
 
 
+def interleaved(rank, ranks, transport, dtype):
+    """Rank 0 holds the first and the third place of a parameter, rank 1 the second, fourth and fifth."""
+    params, schedule, tied = interleaved_problem(dtype)
+    step = pp.value_and_grad([twice] * 4, wide_squared, schedule, transport, tied=tied)
+    x = normal(3 * M, D, seed=9).to(dtype)
+    return step({s: params[s] for s in schedule.model_stages_of(rank)}, x, x)[1]
+
+
+def interleaved_problem(dtype):
+    w = (normal(D, D) / D).to(dtype)
+    params = {s: {"a": w.clone(), "b": normal(D, D, seed=s + 5).to(dtype) / D} for s in range(4)}
+    params[3]["b"] = w.clone()
+    places = [(0, "a"), (1, "a"), (2, "a"), (3, "a"), (3, "b")]
+    return params, pp.looped_bfs(2, M, 2), {"w": places}
+
+
+def twice(p, x):
+    return torch.tanh(x @ p["a"] @ p["b"])
+
+
+def wide_squared(y, target):
+    return (y - target).abs().square().mean().double()
+
+
+def in_two(rank, ranks, dtype):
+    with pp.P2P(timeout=60) as transport:
+        grads = interleaved(rank, ranks, transport, dtype)
+    require_same_sums(grads, dtype)
+
+
+def require_same_sums(grads, dtype):
+    params, schedule, tied = interleaved_problem(dtype)
+    x = normal(3 * M, D, seed=9).to(dtype)
+    _, alone = pp.value_and_grad([twice] * 4, wide_squared, schedule, tied=tied)(params, x, x)
+    for s, tree in grads.items():
+        assert all(torch.equal(tree[leaf], alone[s][leaf]) for leaf in tree)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_sums_have_the_same_bits_in_any_number_of_processes(two, dtype):
+    """Sums of floats depend on their order: it is that of the stages, wherever these are."""
+    two(in_two, dtype)
+    network = Simulated(2, seed=0)
+    for result in network.run(lambda rank, transport: interleaved(rank, 2, transport, dtype)):
+        assert result.error is None
+        require_same_sums(result.value, dtype)
+
+
 def test_values_that_differ_in_one_process_are_told():
     params, tokens, targets = problem()
     params[3]["head"][0, 0] += 1e-9
-    with pytest.raises(pp.AgreementError, match=r"tied\['embedding'\] has other values in stage 0 than in stage 3"):
+    with pytest.raises(
+        pp.AgreementError, match=r"tied\['embedding'\] has other values in stage 0 than in stage 3"
+    ):
         pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)(params, tokens, targets)
     with pytest.raises(pp.AgreementError, match="has other values"):
         pp.evaluate(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)(params, tokens, targets)
@@ -130,9 +189,13 @@ def test_values_that_differ_in_one_process_are_told():
 def test_parameters_that_share_memory_are_declared():
     params, tokens, targets = problem()
     params[3]["head"] = params[0]["table"]["weight"]
-    with pytest.raises(ValueError, match=r"params\[0\] 'table.weight' and params\[3\] 'head' share memory; declare it"):
+    with pytest.raises(
+        ValueError, match=r"params\[0\] 'table.weight' and params\[3\] 'head' share memory; declare it"
+    ):
         pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M))(params, tokens, targets)
-    _, grads = pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)(params, tokens, targets)
+    _, grads = pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)(
+        params, tokens, targets
+    )
     assert close(grads, whole(params, tokens, targets, M)[1])
 
 
@@ -140,10 +203,12 @@ def test_a_trainer_is_given_parameters_that_share_memory_as_tied_too():
     """Each place would be updated by itself, and what was one weight would be two."""
     params, tokens, targets = problem()
     params[3]["head"] = params[0]["table"]["weight"]
-    apart = pp.train_step(stages_of(4), squared, pp.one_f_one_b(4, M), pp.sgd(0.1))
-    with pytest.raises(ValueError, match=r"params\[0\] 'table.weight' and params\[3\] 'head' share memory; declare it"):
+    apart = pp.Trainer(stages_of(4), squared, pp.one_f_one_b(4, M), pp.optim.sgd(0.1))
+    with pytest.raises(
+        ValueError, match=r"params\[0\] 'table.weight' and params\[3\] 'head' share memory; declare it"
+    ):
         apart.init(params)
-    tied = pp.train_step(stages_of(4), squared, pp.one_f_one_b(4, M), pp.sgd(0.1), tied=TIED)
+    tied = pp.Trainer(stages_of(4), squared, pp.one_f_one_b(4, M), pp.optim.sgd(0.1), tied=TIED)
     state, _ = tied.step(tied.init(params), tokens, targets)
     assert torch.equal(state.params[0]["table"]["weight"], state.params[3]["head"])
     empty = tree_map(lambda leaf: leaf.to("meta"), params)
@@ -159,7 +224,10 @@ def test_views_that_are_no_one_parameter_are_not_told_to_be_tied():
 
 def test_tangents_may_be_one_tensor_and_parameters_may_not():
     w, x = {s: normal(D, D, seed=s) for s in range(2)}, normal(3 * M, D)
-    same, apart = torch.ones(D, D, dtype=torch.float64), {s: torch.ones(D, D, dtype=torch.float64) for s in range(2)}
+    same, apart = (
+        torch.ones(D, D, dtype=torch.float64),
+        {s: torch.ones(D, D, dtype=torch.float64) for s in range(2)},
+    )
     fns = [lambda p, x: torch.tanh(x @ p)] * 2
     step = pp.hvp(fns, squared, pp.gpipe(2, M))
     shared = step(w, {0: same, 1: same}, x, x)
@@ -175,7 +243,9 @@ def test_memory_that_is_shared_in_a_later_step_only_is_seen_as_well():
     with pytest.raises(ValueError, match="share memory; declare it"):
         step({0: w[0], 1: w[0]}, x, x)
     complex_w = [v.to(torch.complex128) for v in w]
-    step = pp.value_and_grad([lambda p, x: (x @ p).abs().to(p.dtype)] * 2, lambda y, t: y.abs().sum(), pp.gpipe(2, M))
+    step = pp.value_and_grad(
+        [lambda p, x: (x @ p).abs().to(p.dtype)] * 2, lambda y, t: y.abs().sum(), pp.gpipe(2, M)
+    )
     with pytest.raises(ValueError, match="share memory; declare it"):
         step({0: complex_w[0], 1: complex_w[0]}, x.to(torch.complex128), x)
 
@@ -197,7 +267,9 @@ def test_two_leaves_of_one_name_are_not_confused():
     w, x = torch.eye(D, dtype=torch.float64), normal(3 * M, D)
     params = {0: {"a.b": w, "a": {"b": w.clone()}}, 1: {"a.b": w.clone(), "a": {"b": w.clone()}}}
     with pytest.raises(ValueError, match="has 2 leaves 'a.b'"):
-        pp.value_and_grad([first_of] * 2, squared, pp.gpipe(2, M), tied={"e": [(0, "a.b"), (1, "a.b")]})(params, x, x)
+        pp.value_and_grad([first_of] * 2, squared, pp.gpipe(2, M), tied={"e": [(0, "a.b"), (1, "a.b")]})(
+            params, x, x
+        )
 
 
 def test_integers_may_be_tied_in_second_derivatives_too():
@@ -205,7 +277,9 @@ def test_integers_may_be_tied_in_second_derivatives_too():
     direction = {s: {"w": torch.ones(D, D, dtype=torch.float64), "n": None} for s in range(2)}
     x, tied = normal(3 * M, D), {"n": [(0, "n"), (1, "n")]}
     fns = [lambda p, x: torch.tanh(x @ p["w"]) * p["n"]] * 2
-    with_tie, without = (pp.hvp(fns, squared, pp.gpipe(2, M), tied=t)(params, direction, x, x) for t in (tied, None))
+    with_tie, without = (
+        pp.hvp(fns, squared, pp.gpipe(2, M), tied=t)(params, direction, x, x) for t in (tied, None)
+    )
     assert all(torch.equal(a, b) for a, b in zip(leaves(with_tie), leaves(without), strict=True))
     params[1]["n"] = torch.tensor(3)
     with pytest.raises(pp.AgreementError, match="has other values"):
@@ -214,7 +288,13 @@ def test_integers_may_be_tied_in_second_derivatives_too():
 
 def test_a_place_alone_under_a_transform_is_refused():
     w, x = normal(D, D), normal(3 * M, D)
-    step = pp.value_and_grad([lambda p, x: x @ p] * 2, squared, pp.gpipe(2, M), tied={"e": [(0, ""), (1, "")]}, engine=pp.functional)
+    step = pp.value_and_grad(
+        [lambda p, x: x @ p] * 2,
+        squared,
+        pp.gpipe(2, M),
+        tied={"e": [(0, ""), (1, "")]},
+        engine=pp.engines.functional,
+    )
     for mapped in (lambda a: step({0: a, 1: w}, x, x)[0], lambda a: step({0: w, 1: a}, x, x)[0]):
         with pytest.raises((ValueError, pp.PipelineError), match="alone; map both places"):
             torch.func.vmap(mapped)(torch.stack([w, w]))
@@ -239,8 +319,12 @@ def test_two_places_in_one_stage_and_three_in_all():
 
 def test_gradients_of_each_microbatch_are_summed_over_places():
     params, tokens, targets = problem()
-    _, grads = pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED, per_microbatch=True)(params, tokens, targets)
-    _, summed = pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)(params, tokens, targets)
+    _, grads = pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED, per_microbatch=True)(
+        params, tokens, targets
+    )
+    _, summed = pp.value_and_grad(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)(
+        params, tokens, targets
+    )
     torch.testing.assert_close(grads[3]["head"].sum(0), summed[3]["head"])
 
 
@@ -248,7 +332,8 @@ def test_second_derivatives():
     params, tokens, targets = problem()
     direction = {s: tree_map(torch.ones_like, tree) for s, tree in params.items()}
     step = pp.hvp(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)
-    (loss, slope, grads), products = step(params, direction, tokens, targets)
+    result = step(params, direction, tokens, targets)
+    loss, slope, grads, products = result.loss, result.slope, result.grads, result.products
     want, wanted = whole(params, tokens, targets, M)
     torch.testing.assert_close(loss, want)
     assert close(grads, wanted)
@@ -259,9 +344,14 @@ def test_second_derivatives():
 
     (above, up), (below, down) = moved(1e-5), moved(-1e-5)
     torch.testing.assert_close(slope, (above - below) / 2e-5, rtol=1e-7, atol=1e-7)
-    torch.testing.assert_close(products[3]["head"], (up[3]["head"] - down[3]["head"]) / 2e-5, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        products[3]["head"], (up[3]["head"] - down[3]["head"]) / 2e-5, rtol=1e-6, atol=1e-6
+    )
     assert torch.equal(products[3]["head"], products[0]["table"]["weight"])
-    assert torch.equal(pp.jvp(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)(params, direction, tokens, targets)[1], slope)
+    assert torch.equal(
+        pp.jvp(stages_of(4), squared, pp.one_f_one_b(4, M), tied=TIED)(params, direction, tokens, targets)[1],
+        slope,
+    )
 
 
 @pytest.mark.parametrize(
@@ -288,7 +378,13 @@ def forms_differ(rank, ranks):
     if rank:
         held[1] = held[1] | {"head": held[1]["head"].float()}
     with pp.P2P(timeout=60) as transport:
-        step = pp.value_and_grad([first, last], squared, pp.one_f_one_b(2, M), transport, tied={"e": [(0, "table.weight"), (1, "head")]})
+        step = pp.value_and_grad(
+            [first, last],
+            squared,
+            pp.one_f_one_b(2, M),
+            transport,
+            tied={"e": [(0, "table.weight"), (1, "head")]},
+        )
         with pytest.raises(Exception, match="the tied parameters 'e' differ|differ|dtype"):
             step(held, tokens, targets)
 

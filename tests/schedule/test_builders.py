@@ -95,7 +95,15 @@ def test_interleaved_one_f_one_b_is_megatrons():
 
 def test_the_default_group():
     """Even groups as in torch; where there are none, p with a smaller last group, if that does not stall."""
-    for p, m, v, n in [(4, 8, 2, 4), (4, 10, 2, 5), (4, 3, 2, 3), (4, 4, 3, 4), (4, 9, 2, 4), (4, 9, 3, 5), (6, 15, 2, 7)]:
+    for p, m, v, n in [
+        (4, 8, 2, 4),
+        (4, 10, 2, 5),
+        (4, 3, 2, 3),
+        (4, 4, 3, 4),
+        (4, 9, 2, 4),
+        (4, 9, 3, 5),
+        (6, 15, 2, 7),
+    ]:
         schedule = interleaved_one_f_one_b(p, m, v)
         assert [str(i) for i in schedule.instructions(0)] == megatron(p, m, v, n, 0), (p, m, v)
         linearize(schedule)
@@ -103,7 +111,9 @@ def test_the_default_group():
 
 def test_as_many_microbatches_as_ranks_are_never_more_than_all_forwards_of_warm_up():
     program = rows(interleaved_one_f_one_b(4, 4))[0]
-    assert program.split() == [f"{s}F{m}" for s in (0, 4) for m in range(4)] + [f"{s}B{m}" for s in (4, 0) for m in range(4)]
+    assert program.split() == [f"{s}F{m}" for s in (0, 4) for m in range(4)] + [
+        f"{s}B{m}" for s in (4, 0) for m in range(4)
+    ]
 
 
 def test_exactly_the_groups_that_stall_are_refused(monkeypatch):
@@ -179,7 +189,9 @@ def test_the_bubble_of_dualpipe_at_other_costs(f, w, pair):
 
 
 def test_the_bubble_of_chimera():
-    """Where forward and backward take the same time, and the microbatches fill units of as many as there are ranks."""
+    """Where forward and backward take the same time, and the microbatches fill units of as many as there are
+    ranks.
+    """
     for p in (2, 4, 6, 8):
         for m in (p, 2 * p, 5 * p):
             timeline = simulate(chimera(p, m), Costs(backward=1))
@@ -187,13 +199,19 @@ def test_the_bubble_of_chimera():
             assert set(timeline.idle) == {p - 2}
 
 
-CHOICES = [(name, argument) for name, build in BUILDERS.items() for argument in inspect.signature(build).parameters]
+CHOICES = [
+    (name, argument) for name, build in BUILDERS.items() for argument in inspect.signature(build).parameters
+]
 
 
-@pytest.mark.parametrize(("name", "argument"), [c for c in CHOICES if c[1] in ("ranks", "microbatches", "chunks")])
+@pytest.mark.parametrize(
+    ("name", "argument"), [c for c in CHOICES if c[1] in ("ranks", "microbatches", "chunks")]
+)
 @pytest.mark.parametrize("value", [0, -1, 2.0, "4", True])
 def test_counts_are_whole_and_positive(name, argument, value):
-    with pytest.raises(ValueError, match=rf"{argument} = .*, expected an integer of at least 1: pass {argument}=1 or more"):
+    with pytest.raises(
+        ValueError, match=rf"{argument} = .*, expected an integer of at least 1: pass {argument}=1 or more"
+    ):
         BUILDERS[name](**{"ranks": 2, "microbatches": 4} | {argument: value})
 
 

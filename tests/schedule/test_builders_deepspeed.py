@@ -73,20 +73,29 @@ def test_the_training_stream(order):
     for stages, microbatches in COUNTS:
         schedule = deepspeed_train(stages, microbatches, order)
         for stage, program in enumerate(schedule.programs):
-            assert text(program, stage) == train_steps(stages, microbatches, stage, order == "head"), (stages, microbatches)
+            assert text(program, stage) == train_steps(stages, microbatches, stage, order == "head"), (
+                stages,
+                microbatches,
+            )
 
 
 def test_the_inference_stream():
     for stages, microbatches in COUNTS:
         schedule = deepspeed_inference(stages, microbatches)
         for stage, program in enumerate(schedule.programs):
-            assert text(program, stage) == inference_steps(stages, microbatches, stage), (stages, microbatches)
+            assert text(program, stage) == inference_steps(stages, microbatches, stage), (
+                stages,
+                microbatches,
+            )
 
 
 def test_the_buffers_that_each_order_needs():
     """One more buffer where the activation is received before the gradient is sent."""
     used = {
-        order: [len({i.slot for i in deepspeed_train(4, 8, order).instructions(r) if i.slot is not None}) for r in range(4)]
+        order: [
+            len({i.slot for i in deepspeed_train(4, 8, order).instructions(r) if i.slot is not None})
+            for r in range(4)
+        ]
         for order in ("source", "head")
     }
     assert used == {"source": [5, 4, 3, 2], "head": [4, 3, 2, 2]}
@@ -115,7 +124,9 @@ def test_another_order_is_refused():
         deepspeed_train(2, 2, "tail")
 
 
-@pytest.mark.parametrize("build", [deepspeed_inference, deepspeed_train, lambda s, m: deepspeed_train(s, m, "head")])
+@pytest.mark.parametrize(
+    "build", [deepspeed_inference, deepspeed_train, lambda s, m: deepspeed_train(s, m, "head")]
+)
 def test_every_step_is_atomic_and_no_buffer_is_overwritten(build):
     """A barrier may stand between any two steps, and the buffers are enough."""
     for stages in range(1, 9):
@@ -130,8 +141,13 @@ def test_the_source_order_with_the_buffers_of_head_overwrites_an_input(stages, m
     source = deepspeed_train(stages, microbatches, "source")
 
     def with_fewer(stage, i):
-        return i if i.slot is None else i._replace(slot=i.microbatch % max(2, min(stages - stage, microbatches)))
+        return (
+            i if i.slot is None else i._replace(slot=i.microbatch % max(2, min(stages - stage, microbatches)))
+        )
 
-    programs = tuple(tuple(tuple(with_fewer(r, i) for i in step) for step in program) for r, program in enumerate(source.programs))
+    programs = tuple(
+        tuple(tuple(with_fewer(r, i) for i in step) for step in program)
+        for r, program in enumerate(source.programs)
+    )
     with pytest.raises(ScheduleError, match="slot"):
         check(replace(source, programs=programs))

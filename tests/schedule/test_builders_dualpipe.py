@@ -8,7 +8,9 @@ from ppfunc.schedule import dualpipe, dualpipev
 
 
 class Recorder:
-    """A rank of the original engine with the compute replaced by text; directions, not phases, have stages."""
+    """A rank of the original engine with the compute replaced by text; directions, not phases, have
+    stages.
+    """
 
     def __init__(self, stages: tuple[int, int], first: tuple[int, int], flip: bool) -> None:
         self.stages, self.first, self.flip = stages, first, flip

@@ -42,9 +42,18 @@ def test_same_as_the_builder(ranks, microbatches):
 
 
 def test_backwards_in_parts_and_overlapped_pairs():
-    programs = [[F(0, 0), F(0, 1), I(0, 0), W(0, 0), I(0, 1), W(0, 1)], [F(1, 0), overlap(F(1, 1), B(1, 0)), B(1, 1)]]
+    programs = [
+        [F(0, 0), F(0, 1), I(0, 0), W(0, 0), I(0, 1), W(0, 1)],
+        [F(1, 0), overlap(F(1, 1), B(1, 0)), B(1, 1)],
+    ]
     pp.check(single_chain("parts", [0, 1], 2, programs))
-    assert [str(i) for i in (F(0, 1), B(0, 1), I(0, 1), W(0, 1), programs[1][1])] == ["0F1", "0B1", "0I1", "0W1", "(1F1;1B0)OVERLAP_F_B"]
+    assert [str(i) for i in (F(0, 1), B(0, 1), I(0, 1), W(0, 1), programs[1][1])] == [
+        "0F1",
+        "0B1",
+        "0I1",
+        "0W1",
+        "(1F1;1B0)OVERLAP_F_B",
+    ]
 
 
 def test_a_wrong_one_is_refused_with_the_place():
@@ -56,12 +65,27 @@ def test_a_wrong_one_is_refused_with_the_place():
     ("call", "told"),
     [
         (lambda: single_chain("mine", [0], 1, 3), "programs: got 3, expected a list per rank"),
-        (lambda: single_chain("mine", [0], 1, [["0F0"]]), r"programs\[0\]: got '0F0', expected a list of instructions"),
-        (lambda: single_chain("mine", [0], 1, [F(0, 0)]), r"programs\[0\]: got .*, expected a list of instructions"),
-        (lambda: single_chain("mine", 0, 1, [[F(0, 0)]]), "placement: got 0, expected the rank of every stage"),
+        (
+            lambda: single_chain("mine", [0], 1, [["0F0"]]),
+            r"programs\[0\]: got '0F0', expected a list of instructions",
+        ),
+        (
+            lambda: single_chain("mine", [0], 1, [F(0, 0)]),
+            r"programs\[0\]: got .*, expected a list of instructions",
+        ),
+        (
+            lambda: single_chain("mine", 0, 1, [[F(0, 0)]]),
+            "placement: got 0, expected the rank of every stage",
+        ),
         (lambda: single_chain("mine", [0], "1", [[F(0, 0)]]), "microbatches: got '1', expected their number"),
-        (lambda: simulate(gpipe(2, 2), {"forward": 2}), r"costs: got {'forward': 2} of type dict, expected Costs\("),
-        (lambda: compare_schedules(4, 8, "1f1b"), r"schedules: got '1f1b', expected a list of names and schedules, such as \['1f1b'\]"),
+        (
+            lambda: simulate(gpipe(2, 2), {"forward": 2}),
+            r"costs: got {'forward': 2} of type dict, expected Costs\(",
+        ),
+        (
+            lambda: compare_schedules(4, 8, "1f1b"),
+            r"schedules: got '1f1b', expected a list of names and schedules, such as \['1f1b'\]",
+        ),
         (lambda: compare_schedules(4, 8, [3]), "schedules: got one of type int"),
         (lambda: to_svg(gpipe(2, 2), Costs()), "timeline: got Costs, expected a Timeline"),
     ],
@@ -72,7 +96,12 @@ def test_what_is_given_in_another_form_is_named(call, told):
 
 
 def test_a_timeline_of_another_schedule_is_named():
-    with pytest.raises(ValueError, match=r"timeline: got that of Schedule\('gpipe', ranks=2, stages=2, microbatches=3.*timeline.schedule"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"timeline: got that of Schedule\('gpipe', ranks=2, stages=2, microbatches=3.*timeline.schedule"
+        ),
+    ):
         to_grid(gpipe(2, 2), simulate(gpipe(2, 3)))
     with pytest.raises(ScheduleError, match="got a value of type str, expected a Schedule"):
         to_grid("gpipe")

@@ -39,13 +39,18 @@ from ppfunc.schedule import (
     zb_h1,
 )
 from ppfunc.schedule.formats.text import parse_instruction
+from tests.clock import busy
 
 
 def made_from(*rows, microbatches=1, placement=None, skips=()):
     """A schedule of one chain, one stage per rank unless told, from texts such as ``0F0 | 0SEND_F0``."""
-    programs = tuple(tuple(tuple(map(parse_instruction, step.split())) for step in row.split("|")) for row in rows)
+    programs = tuple(
+        tuple(tuple(map(parse_instruction, step.split())) for step in row.split("|")) for row in rows
+    )
     placement = tuple(range(len(rows))) if placement is None else placement
-    return Schedule("text", placement, (Chain(tuple(range(len(placement))), range(microbatches)),), programs, skips)
+    return Schedule(
+        "text", placement, (Chain(tuple(range(len(placement))), range(microbatches)),), programs, skips
+    )
 
 
 def refused(schedule, **options):
@@ -55,7 +60,10 @@ def refused(schedule, **options):
 
 
 GOOD = ("0F0 | 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 | 1B0 | 1SEND_B0")
-TWO = ("0F0 | 0SEND_F0 0F1 | 0SEND_F1 0RECV_B0 0B0 | 0RECV_B1 0B1", "1RECV_F0 1F0 | 1B0 | 1RECV_F1 1SEND_B0 1F1 | 1B1 | 1SEND_B1")
+TWO = (
+    "0F0 | 0SEND_F0 0F1 | 0SEND_F1 0RECV_B0 0B0 | 0RECV_B1 0B1",
+    "1RECV_F0 1F0 | 1B0 | 1RECV_F1 1SEND_B0 1F1 | 1B1 | 1SEND_B1",
+)
 
 EXCHANGED = TWO[1].replace("1RECV_F0", "x").replace("1RECV_F1", "1RECV_F0").replace("x", "1RECV_F1")
 BATCH = "0F0 | 0F1 | 0SEND_F0 0SEND_F1"
@@ -63,62 +71,62 @@ BATCH = "0F0 | 0F1 | 0SEND_F0 0SEND_F1"
 # rows, microbatches, rank, position, instruction, words of the reason
 WRONG = {
     "forward missing": (("0SEND_F0 0RECV_B0 0B0", GOOD[1]), 1, 0, (0, 0), "0SEND_F0", "not computed"),
-    "backward missing": (("0F0 | 0SEND_F0 0RECV_B0", GOOD[1]), 1, 0, (0, 0), "0F0", "backward, B or I of stage 0 for microbatch 0"),
+    "backward missing": (("0F0 | 0SEND_F0 0RECV_B0", GOOD[1]), 1, 0, (0, 0), "0F0", "backward, B or I of stage 0 for microbatch 0"),  # noqa: E501
     "microbatch missing": (GOOD, 2, 0, (1, 2), "0B0", "forward F of stage 0 for microbatch 1 is missing"),
     "weight gradient missing": (("0F0 0I0",), 1, 0, (0, 1), "0I0", "weight gradient W is missing"),
-    "weight gradient after a whole backward": (("0F0 0B0 0W0",), 1, 0, (0, 2), "0W0", "has computed the weight gradient already"),
+    "weight gradient after a whole backward": (("0F0 0B0 0W0",), 1, 0, (0, 2), "0W0", "has computed the weight gradient already"),  # noqa: E501
     "weight gradient first": (("0F0 0W0 0I0",), 1, 0, (0, 1), "0W0", "input gradient of stage 0"),
     "forward twice": (("0F0 0F0 0B0",), 1, 0, (0, 1), "0F0", "computed twice"),
     "weight gradient twice": (("0F0 0I0 0W0 0W0",), 1, 0, (0, 3), "0W0", "computed twice"),
     "backward twice": (("0F0 0B0 0I0 0W0",), 1, 0, (0, 2), "0I0", "computed twice"),
     "backward first": (("0B0 0F0",), 1, 0, (0, 0), "0B0", "output of stage 0 for microbatch 0"),
-    "send missing": (("0F0 | 0RECV_B0 0B0", GOOD[1]), 1, 1, (0, 0), "1RECV_F0", "rank 0, at the other end, never sends"),
-    "receive missing": ((GOOD[0], "1F0 | 1B0 | 1SEND_B0"), 1, 1, (0, 0), "1F0", "receive has not been posted"),
-    "last receive missing": (("0F0 | 0SEND_F0 0B0", GOOD[1]), 1, 0, (1, 1), "0B0", "receive has not been posted"),
+    "send missing": (("0F0 | 0RECV_B0 0B0", GOOD[1]), 1, 1, (0, 0), "1RECV_F0", "rank 0, at the other end, never sends"),  # noqa: E501
+    "receive missing": ((GOOD[0], "1F0 | 1B0 | 1SEND_B0"), 1, 1, (0, 0), "1F0", "receive has not been posted"),  # noqa: E501
+    "last receive missing": (("0F0 | 0SEND_F0 0B0", GOOD[1]), 1, 0, (1, 1), "0B0", "receive has not been posted"),  # noqa: E501
     "send twice": (("0F0 | 0SEND_F0 0SEND_F0 0RECV_B0 0B0", GOOD[1]), 1, 0, (1, 1), "0SEND_F0", "sent twice"),
-    "send too early": (("0F0 0SEND_F0 | 0RECV_B0 0B0", GOOD[1]), 1, 0, (0, 1), "0SEND_F0", "not computed in an earlier step"),
-    "late receive": ((GOOD[0], "1F0 | 1RECV_F0 1B0 | 1SEND_B0"), 1, 1, (0, 0), "1F0", "receive has not been posted"),
+    "send too early": (("0F0 0SEND_F0 | 0RECV_B0 0B0", GOOD[1]), 1, 0, (0, 1), "0SEND_F0", "not computed in an earlier step"),  # noqa: E501
+    "late receive": ((GOOD[0], "1F0 | 1RECV_F0 1B0 | 1SEND_B0"), 1, 1, (0, 0), "1F0", "receive has not been posted"),  # noqa: E501
     "receives exchanged": ((TWO[0], EXCHANGED), 2, 1, (0, 1), "1F0", "receive has"),
-    "receives exchanged in a batch": ((BATCH, "1RECV_F1 1RECV_F0 1F0 | 1F1"), 2, 1, (0, 0), "1RECV_F1", "one order"),
+    "receives exchanged in a batch": ((BATCH, "1RECV_F1 1RECV_F0 1F0 | 1F1"), 2, 1, (0, 0), "1RECV_F1", "one order"),  # noqa: E501
     "wrong rank": (("0F0 1F0 | 0SEND_F0 0RECV_B0 0B0", GOOD[1]), 1, 0, (0, 1), "1F0", "stage 1 is on rank 1"),
     "stage out of range": (("0F0 7F0", GOOD[1]), 1, 0, (0, 1), "7F0", "from 0 to 1"),
     "microbatch out of range": (("0F0 0F9", GOOD[1]), 1, 0, (0, 1), "0F9", "from 0 to 0"),
-    "message at the end of the chain": (("0F0 0B0 | 0SEND_F0",), 1, 0, (1, 0), "0SEND_F0", "last of its chain"),
-    "message at the begin of the chain": (("0RECV_F0 0F0 0B0",), 1, 0, (0, 0), "0RECV_F0", "first of its chain"),
-    "unknown skip": (("0F0 | 0SEND_F0>1 0RECV_B0 0B0", GOOD[1]), 1, 0, (1, 0), "0SEND_F0>1", "no skip connection"),
-    "step in one stage only": ((GOOD[0] + " | 0STEP", GOOD[1]), 1, 1, (2, 0), "1SEND_B0", "stage 1 has no STEP"),
+    "message at the end of the chain": (("0F0 0B0 | 0SEND_F0",), 1, 0, (1, 0), "0SEND_F0", "last of its chain"),  # noqa: E501
+    "message at the begin of the chain": (("0RECV_F0 0F0 0B0",), 1, 0, (0, 0), "0RECV_F0", "first of its chain"),  # noqa: E501
+    "unknown skip": (("0F0 | 0SEND_F0>1 0RECV_B0 0B0", GOOD[1]), 1, 0, (1, 0), "0SEND_F0>1", "no skip connection"),  # noqa: E501
+    "step in one stage only": ((GOOD[0] + " | 0STEP", GOOD[1]), 1, 1, (2, 0), "1SEND_B0", "stage 1 has no STEP"),  # noqa: E501
     "step twice": (("0F0 0B0 0STEP 0STEP",), 1, 0, (0, 3), "0STEP", "twice"),
     "step first": (("0F0 0STEP 0B0",), 1, 0, (0, 1), "0STEP", "still computes after it"),
-    "step before the sum": (("0F0 0B0 0STEP 0REDUCE_GRAD",), 1, 0, (0, 3), "0REDUCE_GRAD", "comes after STEP"),
+    "step before the sum": (("0F0 0B0 0STEP 0REDUCE_GRAD",), 1, 0, (0, 3), "0REDUCE_GRAD", "comes after STEP"),  # noqa: E501
     "step without backward": (("0F0 0STEP",), 1, 0, (0, 1), "0STEP", "no backward"),
     "sum over tied places after the optimizer step": (
         ("0F0 0B0 0STEP 0REDUCE_TIED",), 1, 0, (0, 3), "0REDUCE_TIED", "comes after STEP, expected it before"
     ),
-    "sum over data ranks first": (("0F0 0REDUCE_GRAD 0B0 0STEP",), 1, 0, (0, 1), "0REDUCE_GRAD", "still computes after it"),
-    "used while sharded": (("0F0 0UNSHARD 0B0 0RESHARD",), 1, 0, (0, 0), "0F0", "stage 0 are sharded here, expected its UNSHARD before"),
+    "sum over data ranks first": (("0F0 0REDUCE_GRAD 0B0 0STEP",), 1, 0, (0, 1), "0REDUCE_GRAD", "still computes after it"),  # noqa: E501
+    "used while sharded": (("0F0 0UNSHARD 0B0 0RESHARD",), 1, 0, (0, 0), "0F0", "stage 0 are sharded here, expected its UNSHARD before"),  # noqa: E501
     "used after the reshard": (("0UNSHARD 0F0 0RESHARD 0B0",), 1, 0, (0, 3), "0B0", "sharded here"),
-    "unsharded twice": (("0UNSHARD 0F0 0UNSHARD 0B0 0RESHARD",), 1, 0, (0, 2), "0UNSHARD", "unsharded already since step 0, place 0"),
-    "never resharded": (("0UNSHARD 0F0 0B0",), 1, 0, (0, 0), "0UNSHARD", "stays unsharded: expected a RESHARD"),
-    "resharded twice": (("0UNSHARD 0F0 0B0 0RESHARD 0RESHARD",), 1, 0, (0, 4), "0RESHARD", "is sharded here, expected an UNSHARD"),
-    "stepped while unsharded": (("0UNSHARD 0F0 0B0 0STEP 0RESHARD",), 1, 0, (0, 3), "0STEP", "shard while stage 0 is unsharded"),
+    "unsharded twice": (("0UNSHARD 0F0 0UNSHARD 0B0 0RESHARD",), 1, 0, (0, 2), "0UNSHARD", "unsharded already since step 0, place 0"),  # noqa: E501
+    "never resharded": (("0UNSHARD 0F0 0B0",), 1, 0, (0, 0), "0UNSHARD", "stays unsharded: expected a RESHARD"),  # noqa: E501
+    "resharded twice": (("0UNSHARD 0F0 0B0 0RESHARD 0RESHARD",), 1, 0, (0, 4), "0RESHARD", "is sharded here, expected an UNSHARD"),  # noqa: E501
+    "stepped while unsharded": (("0UNSHARD 0F0 0B0 0STEP 0RESHARD",), 1, 0, (0, 3), "0STEP", "shard while stage 0 is unsharded"),  # noqa: E501
     "one stage only unsharded": (
-        ("0UNSHARD 0F0 0RESHARD 0UNSHARD | 0SEND_F0 0RECV_B0 0B0 0RESHARD", GOOD[1]), 1, 1, (0, 1), "1F0", "stage 1 are sharded",
+        ("0UNSHARD 0F0 0RESHARD 0UNSHARD | 0SEND_F0 0RECV_B0 0B0 0RESHARD", GOOD[1]), 1, 1, (0, 1), "1F0", "stage 1 are sharded",  # noqa: E501
     ),
     "load missing": (("0LOAD0 0F0 0F1",), 2, 0, (0, 2), "0F1", "LOAD is missing"),
     "load late": (("0F0 | 0LOAD0",), 1, 0, (0, 0), "0F0", "comes later"),
     "load twice": (("0LOAD0 0LOAD0 0F0",), 1, 0, (0, 1), "0LOAD0", "twice"),
-    "fetch without offload": (("0F0 0FETCH0 0B0",), 1, 0, (0, 1), "0FETCH0", "are here, expected them to be offloaded"),
+    "fetch without offload": (("0F0 0FETCH0 0B0",), 1, 0, (0, 1), "0FETCH0", "are here, expected them to be offloaded"),  # noqa: E501
     "offload too early": (("0OFFLOAD0 0F0 0B0",), 1, 0, (0, 0), "0OFFLOAD0", "not computed yet"),
     "used while away": (("0F0 0OFFLOAD0 0B0",), 1, 0, (0, 2), "0B0", "expected a FETCH"),
     "fetched when used up": (("0F0 0OFFLOAD0 0FETCH0 0B0 0OFFLOAD0",), 1, 0, (0, 4), "0OFFLOAD0", "used up"),
-    "slot overwritten": (("0F0@0 0F1@0 0B0@0 0B1@0",), 2, 0, (0, 1), "0F1@0", "slot 0 of stage 0 still holds microbatch 0"),
+    "slot overwritten": (("0F0@0 0F1@0 0B0@0 0B1@0",), 2, 0, (0, 1), "0F1@0", "slot 0 of stage 0 still holds microbatch 0"),  # noqa: E501
     "slot changed": (("0F0@0 0B0@1",), 1, 0, (0, 1), "0B0@1", "in slot 0 of stage 0, got slot 1"),
     "slot left out": (("0F0@0 0B0",), 1, 0, (0, 1), "0B0", "has no slot"),
-    "ranks wait for each other": (("0F0 0B0 0F1 0B1", "1F0 1F1 1B1 1B0"), 2, 0, (0, 1), "0B0", "deadlock: rank 0 .*0B0.*rank 1 .*1F1"),
-    "a rank waits for itself": (("(0F0;0B0)OVERLAP_F_B",), 1, 0, (0, 0), "(0F0;0B0)OVERLAP_F_B", "not computed before"),
+    "ranks wait for each other": (("0F0 0B0 0F1 0B1", "1F0 1F1 1B1 1B0"), 2, 0, (0, 1), "0B0", "deadlock: rank 0 .*0B0.*rank 1 .*1F1"),  # noqa: E501
+    "a rank waits for itself": (("(0F0;0B0)OVERLAP_F_B",), 1, 0, (0, 0), "(0F0;0B0)OVERLAP_F_B", "not computed before"),  # noqa: E501
     "batches cross": (
         ("0F0 | 0RECV_B0 | 0SEND_F0 | 0B0", "1RECV_F0 1F0 | 1B0 | 1SEND_B0"), 1, 1, (0, 1), "1F0",
-        "deadlock: rank 1 .*1F0.* waits for the output of stage 0 .* behind .* at step 1; rank 0 .* which rank 1 posts only at step 2",
+        "deadlock: rank 1 .*1F0.* waits for the output of stage 0 .* behind .* at step 1; rank 0 .* which rank 1 posts only at step 2",  # noqa: E501
     ),
 }  # fmt: skip
 
@@ -138,7 +146,8 @@ def test_right_ones_are_accepted(rows):
 
 
 def test_two_messages_in_opposite_orders_deadlock_in_a_queue():
-    # Rank 0 has RECV_B0 before SEND_F1 in its queue, rank 1 the other way round; without queues both would move.
+    # Rank 0 has RECV_B0 before SEND_F1 in its queue, rank 1 the other way round; without queues both would
+    # move.
     rows = (
         "0F0 | 0SEND_F0 0F1 | 0RECV_B0 | 0SEND_F1 0B0 | 0RECV_B1 0B1",
         "1RECV_F0 1F0 | 1B0 | 1RECV_F1 1F1 | 1SEND_B0 1B1 | 1SEND_B1",
@@ -157,8 +166,9 @@ def test_a_shared_communicator_is_a_stricter_question():
 
 def test_the_message_shows_the_place():
     error = refused(made_from("0F0 | 0SEND_F0 0B0", GOOD[1]))
-    assert str(error) == (
-        "rank 0, step 1, place 1, 0B0: it needs the input gradient of stage 1 for microbatch 0, "
+    assert (
+        str(error)
+        == "rank 0, step 1, place 1, 0B0: it needs the input gradient of stage 1 for microbatch 0, "
         "but its receive has not been posted before\n\n"
         "        step 0        step 1        step 2\n"
         "rank 0  0F0           0SEND_F0 0B0\n"
@@ -221,7 +231,12 @@ def test_step_atomicity():
             assert is_step_atomic(deepspeed_train(p, m, order=order))
         assert is_step_atomic(deepspeed_inference(p, m))
     assert (
-        is_step_atomic(made_from(*GOOD[:1], GOOD[1].replace("1RECV_F0 1F0 | 1B0 | 1SEND_B0", "| 1RECV_F0 1F0 | 1B0 | 1SEND_B0"))) is False
+        is_step_atomic(
+            made_from(
+                *GOOD[:1], GOOD[1].replace("1RECV_F0 1F0 | 1B0 | 1SEND_B0", "| 1RECV_F0 1F0 | 1B0 | 1SEND_B0")
+            )
+        )
+        is False
     )
     aligned = made_from("0F0 | 0SEND_F0 | | 0RECV_B0 0B0", "| 1RECV_F0 1F0 | 1B0 | 1SEND_B0")
     assert is_step_atomic(aligned)
@@ -235,9 +250,18 @@ def test_the_order_of_messages_and_the_number_of_buffers_go_together(order, othe
     sizes = [1 + max(i.slot for i in new.instructions(r) if i.slot is not None) for r in range(4)]
 
     def renumbered(rank, instruction):
-        return instruction if instruction.slot is None else instruction._replace(slot=instruction.microbatch % sizes[rank])
+        return (
+            instruction
+            if instruction.slot is None
+            else instruction._replace(slot=instruction.microbatch % sizes[rank])
+        )
 
-    mixed = replace(old, programs=tuple(tuple(tuple(renumbered(r, i) for i in s) for s in p) for r, p in enumerate(old.programs)))
+    mixed = replace(
+        old,
+        programs=tuple(
+            tuple(tuple(renumbered(r, i) for i in s) for s in p) for r, p in enumerate(old.programs)
+        ),
+    )
     if order == "source":
         assert "still holds" in refused(mixed).reason
     else:
@@ -271,7 +295,10 @@ def test_copies_that_are_stepped_must_be_summed():
     for tied in (True, [1], [0, 1]):
         check(append_tail(remove_slots(gpipe(2, 2)), tied=tied))
     assert "stages (1, 3) are replicas, but" in refused(append_tail(schedule, tied=[0, 2])).reason
-    assert "stage 2 has no REDUCE_TIED, but its replica 0 has" in refused(append_tail(schedule, tied=[0], step=False)).reason
+    assert (
+        "stage 2 has no REDUCE_TIED, but its replica 0 has"
+        in refused(append_tail(schedule, tied=[0], step=False)).reason
+    )
     check(append_tail(place_communication(schedule), tied=[0, 2], step=False))
     with pytest.raises(ValueError, match=r"tied: got 9, expected a number from 0 to 1"):
         append_tail(gpipe(2, 2), tied=[9])
@@ -283,8 +310,15 @@ def test_a_sum_over_copies_waits_for_all_of_them():
     lowered = place_communication(schedule)
     check(lowered)
     # The first rank sums its stage 0 and then waits for the sum while the other still needs its messages.
-    program = [[i for i in step if (i.op, i.stage) not in ((Op.REDUCE_TIED, 0), (Op.REDUCE_GRAD, 0))] for step in lowered.programs[0]]
-    last = max(k for k, step in enumerate(program) if any(p.stage == 0 and p.op in (Op.B, Op.W) for i in step for p in (i, *i.parts)))
+    program = [
+        [i for i in step if (i.op, i.stage) not in ((Op.REDUCE_TIED, 0), (Op.REDUCE_GRAD, 0))]
+        for step in lowered.programs[0]
+    ]
+    last = max(
+        k
+        for k, step in enumerate(program)
+        if any(p.stage == 0 and p.op in (Op.B, Op.W) for i in step for p in (i, *i.parts))
+    )
     early = (
         *map(tuple, program[: last + 1]),
         (Instruction(Op.REDUCE_TIED, 0), Instruction(Op.REDUCE_GRAD, 0)),
@@ -302,7 +336,10 @@ def test_loads_may_leave_out_the_targets():
     check(insert_loads(gpipe(2, 2), targets=False))
     schedule = insert_loads(gpipe(3, 2))
     middle = replace(
-        schedule, programs=tuple(((Instruction(Op.LOAD, 1, 0),), *p) if r == 1 else p for r, p in enumerate(schedule.programs))
+        schedule,
+        programs=tuple(
+            ((Instruction(Op.LOAD, 1, 0),), *p) if r == 1 else p for r, p in enumerate(schedule.programs)
+        ),
     )
     assert "first and the last" in refused(middle).reason
 
@@ -326,9 +363,15 @@ STRUCTURES = {
     "list of steps": Schedule("x", (0,), (Chain((0,), range(1)),), ([],)),
     "list of instructions": Schedule("x", (0,), (Chain((0,), range(1)),), (([],),)),
     "no instruction": Schedule("x", (0,), (Chain((0,), range(1)),), (((1,),),)),
-    "short instruction": Schedule("x", (0,), (Chain((0,), range(1)),), (((tuple.__new__(Instruction, (Op.F, 0)),),),)),
-    "peer that is no number": Schedule("x", (0,), (Chain((0,), range(1)),), (((Instruction(Op.RECV_F, 0, 0, []),),),)),
-    "immense range": Schedule("x", (0,), (Chain((0,), range(10**30)),), (((Instruction(Op.F, 0, 10**29),),),)),
+    "short instruction": Schedule(
+        "x", (0,), (Chain((0,), range(1)),), (((tuple.__new__(Instruction, (Op.F, 0)),),),)
+    ),
+    "peer that is no number": Schedule(
+        "x", (0,), (Chain((0,), range(1)),), (((Instruction(Op.RECV_F, 0, 0, []),),),)
+    ),
+    "immense range": Schedule(
+        "x", (0,), (Chain((0,), range(10**30)),), (((Instruction(Op.F, 0, 10**29),),),)
+    ),
     "huge range": Schedule("x", (0,), (Chain((0,), range(10**15)),), (((Instruction(Op.F, 0, 10**14),),),)),
     "no schedule": None,
 }
@@ -338,7 +381,7 @@ STRUCTURES = {
 def test_values_that_are_no_schedules_are_refused(case):
     begin = time.perf_counter()
     assert refused(STRUCTURES[case]).reason
-    assert time.perf_counter() - begin < 1
+    assert time.perf_counter() - begin < busy()
 
 
 LAYOUTS = (
@@ -352,7 +395,9 @@ def garbage(rng):
     """Instructions of which most have something that is not what it should be."""
 
     def anything():
-        return rng.choice([None, -1, 0, 1, 7, 10**20, 0.5, float("nan"), True, "F", (), (1,), [], rng.choice(list(Op))])
+        return rng.choice(
+            [None, -1, 0, 1, 7, 10**20, 0.5, float("nan"), True, "F", (), (1,), [], rng.choice(list(Op))]
+        )
 
     def instruction(depth=0):
         sound = [
@@ -392,7 +437,7 @@ def test_time_grows_with_the_number_of_instructions_only():
         lowered = place_communication(one_f_one_b(4, microbatches))
         return min(_timed(check, lowered) for _ in range(3)) / microbatches
 
-    assert seconds(400) < 4 * seconds(40)
+    assert seconds(400) < 4 * busy() * seconds(40)
 
 
 def _timed(function, *args):

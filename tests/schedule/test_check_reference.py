@@ -49,14 +49,20 @@ def neighbour(schedule, stage, distance):
 
 
 def name_of(schedule, instruction):
-    """The message as (kind, source, destination, microbatch), whichever end performs it; None if there is none."""
+    """The message as (kind, source, destination, microbatch), whichever end performs it; None if there is
+    none.
+    """
     sending = instruction.op in SENDING
     kind, distance = (SENDING if sending else RECEIVING)[instruction.op]
     if instruction.peer is None:
         other = neighbour(schedule, instruction.stage, distance)
     else:
         other = instruction.peer
-        edge = (instruction.stage, other) if instruction.op in ("SEND_F", "RECV_B") else (other, instruction.stage)
+        edge = (
+            (instruction.stage, other)
+            if instruction.op in ("SEND_F", "RECV_B")
+            else (other, instruction.stage)
+        )
         if edge not in schedule.skips:
             return None
     if other is None or schedule.placement[other] == schedule.placement[instruction.stage]:
@@ -69,7 +75,12 @@ def wanted_compute(schedule):
     """How often each (stage, microbatch) has to do what."""
     walks = [(s, m) for c in schedule.chains for s in c.stages for m in c.microbatches]
     done = Counter(
-        (p.op.value, p.stage, p.microbatch) for q in schedule.programs for step in q for i in step for p in parts(i) if p.op in COMPUTING
+        (p.op.value, p.stage, p.microbatch)
+        for q in schedule.programs
+        for step in q
+        for i in step
+        for p in parts(i)
+        if p.op in COMPUTING
     )
     forward_only = not any(op != "F" for op, _, _ in done)
     for s, m in walks:
@@ -96,7 +107,9 @@ class Model:
 
     def __init__(self, schedule, queue):
         self.schedule, self.queue = schedule, queue
-        self.lowered = any(i.op in SENDING or i.op in RECEIVING for p in schedule.programs for step in p for i in step)
+        self.lowered = any(
+            i.op in SENDING or i.op in RECEIVING for p in schedule.programs for step in p for i in step
+        )
         self.todo = [[item for step in p for item in self.in_phases(step)] for p in schedule.programs]
         self.computed = [set() for _ in schedule.programs]
         self.received = [set() for _ in schedule.programs]
@@ -122,7 +135,9 @@ class Model:
             if moved is None:
                 return False
         ends = all(not todo for todo in self.todo) and all(not batches for batches in self.queues.values())
-        return ends and all(self.logs.get((a, b, "in"), []) == log for (a, b, way), log in self.logs.items() if way == "out")
+        return ends and all(
+            self.logs.get((a, b, "in"), []) == log for (a, b, way), log in self.logs.items() if way == "out"
+        )
 
     def advance(self, rank):
         if not self.todo[rank]:
@@ -131,10 +146,16 @@ class Model:
         if isinstance(item, list):
             if not self.post(rank, item):
                 return False
-        elif not all(self.is_there(rank, part, value) for part in parts(item) for value in inputs_of(self.schedule, part)):
+        elif not all(
+            self.is_there(rank, part, value)
+            for part in parts(item)
+            for value in inputs_of(self.schedule, part)
+        ):
             return False
         else:
-            self.computed[rank] |= {("F" if p.op == "F" else "B", p.stage, p.microbatch) for p in parts(item) if p.op != "W"}
+            self.computed[rank] |= {
+                ("F" if p.op == "F" else "B", p.stage, p.microbatch) for p in parts(item) if p.op != "W"
+            }
         self.todo[rank].pop(0)
         return True
 
@@ -190,7 +211,12 @@ def is_accepted(schedule, queue="pair"):
 
 
 def flat(schedule):
-    return [(r, k, j) for r, p in enumerate(schedule.programs) for k, step in enumerate(p) for j in range(len(step))]
+    return [
+        (r, k, j)
+        for r, p in enumerate(schedule.programs)
+        for k, step in enumerate(p)
+        for j in range(len(step))
+    ]
 
 
 def with_steps(schedule, rank, change):
@@ -218,7 +244,9 @@ def mutate(schedule, rng):
 
         return with_steps(schedule, rank, swap)
     if kind == "retarget":
-        new = rng.choice([{"stage": rng.randrange(schedule.stages)}, {"microbatch": rng.randrange(schedule.microbatches)}])
+        new = rng.choice(
+            [{"stage": rng.randrange(schedule.stages)}, {"microbatch": rng.randrange(schedule.microbatches)}]
+        )
         new = instruction._replace(parts=(), op=Op.F if instruction.parts else instruction.op, **new)
         return with_steps(schedule, rank, lambda p: p[step].__setitem__(place, new))
     if kind == "rename":
@@ -228,9 +256,15 @@ def mutate(schedule, rng):
         without = with_steps(schedule, rank, lambda p: p[step].pop(place))
         return with_steps(without, rng.randrange(schedule.ranks), lambda p: p.append([instruction]))
     if kind == "split":
-        return with_steps(schedule, rank, lambda p: p.__setitem__(slice(step, step + 1), [p[step][:place], p[step][place:]]))
+        return with_steps(
+            schedule, rank, lambda p: p.__setitem__(slice(step, step + 1), [p[step][:place], p[step][place:]])
+        )
     if kind == "join":
-        return with_steps(schedule, rank, lambda p: p.__setitem__(slice(step, step + 2), [list(chain.from_iterable(p[step : step + 2]))]))
+        return with_steps(
+            schedule,
+            rank,
+            lambda p: p.__setitem__(slice(step, step + 2), [list(chain.from_iterable(p[step : step + 2]))]),
+        )
 
     def move(p):
         target = rng.randrange(len(p))
@@ -249,7 +283,10 @@ def small_schedules():
                 schedule = remove_communication(remove_slots(build(p, m)))
             except ValueError:
                 continue
-            programs = tuple(tuple(tuple(i for i in step if i.op in (*COMPUTING, "OVERLAP_F_B")) for step in q) for q in schedule.programs)
+            programs = tuple(
+                tuple(tuple(i for i in step if i.op in (*COMPUTING, "OVERLAP_F_B")) for step in q)
+                for q in schedule.programs
+            )
             bare = replace(schedule, programs=programs, name=name)
             yield bare
             yield place_communication(bare)
@@ -258,7 +295,9 @@ def small_schedules():
 SMALL = tuple(small_schedules())
 
 
-@pytest.mark.parametrize("schedule", SMALL, ids=lambda s: f"{s.name}-{s.ranks}-{'lowered' if s.lowered else 'bare'}")
+@pytest.mark.parametrize(
+    "schedule", SMALL, ids=lambda s: f"{s.name}-{s.ranks}-{'lowered' if s.has_messages else 'bare'}"
+)
 def test_both_accept_what_builders_make(schedule):
     assert Model(schedule, "pair").accepts()
     assert is_accepted(schedule)
@@ -288,7 +327,9 @@ def complete_schedules():
     """With everything that a schedule can hold: loads, offloads, messages, reductions, slots."""
     for schedule in SMALL:
         if not schedule.ops & set(SENDING) and not schedule.forward_only:
-            yield allocate_slots(append_tail(place_communication(insert_loads(insert_offloads(schedule))), tied=True))
+            yield allocate_slots(
+                append_tail(place_communication(insert_loads(insert_offloads(schedule))), tied=True)
+            )
 
 
 COMPLETE = tuple(complete_schedules())
@@ -303,7 +344,15 @@ def test_changes_of_complete_schedules_end_in_a_verdict(schedule, seed, queue):
         is_accepted(schedule, queue)
 
 
-PASSES = (split_backward, merge_backward, insert_loads, insert_offloads, place_communication, allocate_slots, remove_communication)
+PASSES = (
+    split_backward,
+    merge_backward,
+    insert_loads,
+    insert_offloads,
+    place_communication,
+    allocate_slots,
+    remove_communication,
+)
 
 
 @given(st.sampled_from(SMALL + COMPLETE), st.integers(0, 2**32), st.integers(0, 2), st.sampled_from(PASSES))
@@ -321,7 +370,11 @@ def test_passes_keep_what_is_right_and_raise_nothing_else(schedule, seed, change
         linearize(schedule)
     except ScheduleError:
         # Steps that compute several things may wait for each other where single instructions do not.
-        several = any(sum(i.op in (*COMPUTING, "OVERLAP_F_B") for i in step) > 1 for p in schedule.programs for step in p)
+        several = any(
+            sum(i.op in (*COMPUTING, "OVERLAP_F_B") for i in step) > 1
+            for p in schedule.programs
+            for step in p
+        )
         assert several or not is_accepted(schedule)
     assert is_accepted(changed) or not is_accepted(schedule)
 
@@ -330,7 +383,9 @@ def test_passes_keep_what_is_right_and_raise_nothing_else(schedule, seed, change
 def test_no_instruction_of_a_complete_schedule_can_be_left_out(schedule, data):
     rank, step, place = data.draw(st.sampled_from(flat(schedule)))
     op = schedule.programs[rank][step][place].op
-    assume(op is not Op.REDUCE_TIED or schedule.replicas)  # in which stages something is tied, no schedule says
+    assume(
+        op is not Op.REDUCE_TIED or schedule.replicas
+    )  # in which stages something is tied, no schedule says
     without = with_steps(schedule, rank, lambda p: p[step].pop(place))
     assert not is_accepted(without), op
 

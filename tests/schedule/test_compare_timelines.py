@@ -2,7 +2,17 @@
 
 import pytest
 
-from ppfunc.schedule import BUILDERS, Costs, compare, gpipe, interleaved_one_f_one_b, one_f_one_b, place_communication, simulate, zb_h1
+from ppfunc.schedule import (
+    BUILDERS,
+    Costs,
+    compare,
+    gpipe,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    place_communication,
+    simulate,
+    zb_h1,
+)
 
 COSTS = {"forward": [1, 2, 1, 3], "backward_input": [2, 1, 1, 2], "backward_weight": [1, 1, 2, 1]}
 
@@ -34,8 +44,13 @@ def test_one_stage_that_is_slow_is_named_with_those_who_wait_for_it():
 def test_a_rank_all_of_whose_stages_are_slow_is_named():
     schedule = place_communication(interleaved_one_f_one_b(2, 4, 2))
     slow = simulate(schedule, Costs(forward=[1, 2, 1, 3], backward=[2, 4, 2, 6]))
-    assert compare(slow, simulate(schedule)).summary.endswith("; rank 1 is at least 2 times as slow as the others")
-    assert " waits " in compare(slow, simulate(schedule)).summary and " for rank 1 (" in compare(slow, simulate(schedule)).summary
+    assert compare(slow, simulate(schedule)).summary.endswith(
+        "; rank 1 is at least 2 times as slow as the others"
+    )
+    assert (
+        " waits " in compare(slow, simulate(schedule)).summary
+        and " for rank 1 (" in compare(slow, simulate(schedule)).summary
+    )
 
 
 def test_units_do_not_matter():
@@ -51,7 +66,11 @@ def test_units_do_not_matter():
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_schedule_can_be_compared(name):
     ranks, m = 4, 8
-    schedule = BUILDERS[name](ranks, m, 2) if name in ("looped_bfs", "interleaved_1f1b", "interleaved_zb") else BUILDERS[name](ranks, m)
+    schedule = (
+        BUILDERS[name](ranks, m, 2)
+        if name in ("looped_bfs", "interleaved_1f1b", "interleaved_zb")
+        else BUILDERS[name](ranks, m)
+    )
     timeline = simulate(schedule)
     found = compare(timeline, timeline)
     assert str(found).endswith(found.summary) and repr(found).startswith("Comparison(")

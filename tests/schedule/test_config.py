@@ -104,7 +104,9 @@ def test_files_that_do_not_fit(tmp_path):
 
 
 def test_unknown_names_show_the_known_ones():
-    with pytest.raises(ValueError, match="unknown schedule 'gpip': expected one of gpipe, .*did you mean 'gpipe'"):
+    with pytest.raises(
+        ValueError, match="unknown schedule 'gpip': expected one of gpipe, .*did you mean 'gpipe'"
+    ):
         build_schedule("gpip", ranks=2, batch_size=8, microbatch_size=2)
 
 
@@ -125,17 +127,40 @@ SIZES = {"ranks": 2, "batch_size": 8, "microbatch_size": 1}
 
 
 def test_a_configuration_gives_the_schedule_and_the_split(tmp_path):
-    text = json.dumps({"schedule": "Interleaved1F1B", "layers": 12, "layers_per_stage": 2, "input_weight": 0, "output_weight": 0} | SIZES)
+    text = json.dumps(
+        {
+            "schedule": "Interleaved1F1B",
+            "layers": 12,
+            "layers_per_stage": 2,
+            "input_weight": 0,
+            "output_weight": 0,
+        }
+        | SIZES
+    )
     made = configure(json.loads(text))
     assert made.schedule == interleaved_one_f_one_b(2, 8, chunks=3)
     assert made.split_points == tuple(f"layers.{n}" for n in (2, 4, 6, 8, 10))
     named = ["h.3", "h.5", "h.9"]
     made = configure({"schedule": "interleaved_1f1b", "split_points": named} | SIZES)
     assert (made.schedule, made.split_points) == (interleaved_one_f_one_b(2, 8, chunks=2), tuple(named))
-    assert configure({"schedule": "interleaved_1f1b", "options": {"chunks": 4}} | SIZES) == (interleaved_one_f_one_b(2, 8, chunks=4), None)
-    assert configure({"schedule": zbv, "layers": 6} | SIZES).split_points == ("layers.1", "layers.3", "layers.5")
+    assert configure({"schedule": "interleaved_1f1b", "options": {"chunks": 4}} | SIZES) == (
+        interleaved_one_f_one_b(2, 8, chunks=4),
+        None,
+    )
+    assert configure({"schedule": zbv, "layers": 6} | SIZES).split_points == (
+        "layers.1",
+        "layers.3",
+        "layers.5",
+    )
     write_csv(zbv(2, 8), tmp_path / "mine.csv")
-    assert len(configure({"schedule": tmp_path / "mine.csv", "layers": 8, "layers_per_stage": 2} | SIZES).split_points) == 3
+    assert (
+        len(
+            configure(
+                {"schedule": tmp_path / "mine.csv", "layers": 8, "layers_per_stage": 2} | SIZES
+            ).split_points
+        )
+        == 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +169,10 @@ def test_a_configuration_gives_the_schedule_and_the_split(tmp_path):
         ({"layer": 8}, "unknown key 'layer': expected some of schedule, .*; did you mean 'layers'"),
         ({"layers_per_stage": 2}, "has layers_per_stage, and no number of layers"),
         ({"layers": 8, "split_points": ["a"]}, "has split_points and layers"),
-        ({"layers": 8, "layers_per_stage": 2}, "cuts the model into 4 stages, but one_f_one_b has 2 on 2 ranks"),
+        (
+            {"layers": 8, "layers_per_stage": 2},
+            "cuts the model into 4 stages, but one_f_one_b has 2 on 2 ranks",
+        ),
         ({"split_points": ["a", "b"]}, "cuts the model into 3 stages, but one_f_one_b has 2"),
         ({"layers": 1}, "1 layer"),
         ({"layers": "8", "layers_per_stage": 2}, "layers = '8', expected an integer"),

@@ -15,6 +15,7 @@ from ppfunc.schedule.formats.text import FormatError
 from ppfunc.schedule.instruction import Instruction, Op
 from ppfunc.schedule.schedule import Chain, Schedule
 from ppfunc.testing import mutated_schedules, schedules
+from tests.clock import busy
 
 SCHEDULES = [build(ranks, 8) for build in BUILDERS.values() for ranks in (2, 4)]
 
@@ -32,7 +33,7 @@ def test_compute_only_comes_back_equal(schedule):
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.name}-{s.ranks}")
 def test_lowered_comes_back_one_instruction_per_step(schedule):
-    lowered = schedule if schedule.lowered else place_communication(schedule)
+    lowered = schedule if schedule.has_messages else place_communication(schedule)
     text = to_csv(lowered)
     assert ",," not in text
     again = from_csv(text, lowered.name)
@@ -46,8 +47,8 @@ def test_what_is_right_is_right_after_a_journey(schedule):
     assert check(again).peak_activations == check(schedule).peak_activations
 
 
-# A forward-only file from which the last microbatch is gone is right, with one microbatch less; and a file without any
-# backward is one for inference.
+# A forward-only file from which the last microbatch is gone is right, with one microbatch less; and a file
+# without any backward is one for inference.
 @given(mutated_schedules(schedules([name for name in BUILDERS if "inference" not in name])))
 def test_what_is_wrong_is_wrong_after_a_journey(schedule):
     assume(not schedule.forward_only)
@@ -74,7 +75,12 @@ def test_files(tmp_path):
     schedule = gpipe(2, 2)
     write_csv(schedule, tmp_path / "gpipe.csv")
     (tmp_path / "gpipe.json").write_text(to_json(schedule))
-    assert read_csv(tmp_path / "gpipe.csv") == read_schedule(tmp_path / "gpipe.csv") == read_schedule(tmp_path / "gpipe.json") == schedule
+    assert (
+        read_csv(tmp_path / "gpipe.csv")
+        == read_schedule(tmp_path / "gpipe.csv")
+        == read_schedule(tmp_path / "gpipe.json")
+        == schedule
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +97,10 @@ def test_files(tmp_path):
         ('0F0,"0B0"x\n', r"row 1 \(rank 0\): not CSV"),
         (
             "0F0,0SEND_F0,,0B0\n1RECV_F0,1F0,1B0\n",
-            r"row 1 \(rank 0\), column 3: a blank, but only files of nothing but compute may have blanks: this has RECV_F",
+            (
+                r"row 1 \(rank 0\), column 3: a blank, but only files of nothing but compute may have blanks:"
+                r" this has RECV_F"
+            ),
         ),
         ("0F0,0B0\n" + "1" * 10**6 + "F0\n", "row 2"),
         ("0F0,0B0\n1F0," + "x" * 100_000 + "\n", r"row 2 \(rank 1\), column 2"),
@@ -121,7 +130,7 @@ def test_impossible_numbers_are_refused_before_anything_of_their_size_is_made(te
     start = time.process_time()
     with pytest.raises(ScheduleError) as caught:
         check(from_csv(text))
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < busy()
     assert caught.value.rank == rank
     assert (caught.value.instruction and str(caught.value.instruction)) == instruction
 

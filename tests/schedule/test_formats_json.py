@@ -1,10 +1,12 @@
 """The JSON form: reading gives back an equal value, and errors name the place."""
 
 import json
+import tracemalloc
 
 import pytest
 
-from ppfunc.schedule import deepspeed_train, gpipe
+from ppfunc.schedule import deepspeed_train, from_trace, gpipe
+from ppfunc.schedule.formats.files import parse
 from ppfunc.schedule.formats.json import from_json, to_json
 from ppfunc.schedule.formats.text import FormatError
 from ppfunc.schedule.instruction import Instruction, Op, overlap
@@ -15,7 +17,10 @@ RICH = Schedule(
     'two "chains"',
     (0, 1, 1, 0),
     (Chain((0, 1), range(2)), Chain((2, 3), range(2, 4))),
-    (((), (F, overlap(F, Instruction(Op.B, 2, 1)))), ((Instruction(Op.SEND_F, 0, 3, peer=2, slot=1), Instruction(Op.STEP, 1)),)),
+    (
+        ((), (F, overlap(F, Instruction(Op.B, 2, 1)))),
+        ((Instruction(Op.SEND_F, 0, 3, peer=2, slot=1), Instruction(Op.STEP, 1)),),
+    ),
     ((0, 2),),
 )
 
@@ -43,7 +48,10 @@ def test_round_trip(schedule):
         (lambda d: d["chains"][0].update(microbatches=[0, 1.5]), r"^\$\.chains\[0\]\.microbatches\[1\]"),
         (lambda d: d["chains"].append(7), r"^\$\.chains\[1\]: expected an object"),
         (lambda d: d["programs"][1].__setitem__(2, "1B0"), r"^\$\.programs\[1\]\[2\]: expected a list"),
-        (lambda d: d["programs"][1][2].append("1B0x"), r"^\$\.programs\[1\]\[2\]\[1\]: '1B0x' is not an instruction"),
+        (
+            lambda d: d["programs"][1][2].append("1B0x"),
+            r"^\$\.programs\[1\]\[2\]\[1\]: '1B0x' is not an instruction",
+        ),
         (lambda d: d["programs"][1][2].append(None), r"^\$\.programs\[1\]\[2\]\[1\]: expected a string"),
     ],
 )
@@ -55,7 +63,19 @@ def test_errors_begin_with_the_path(change, message):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "1", "null", "[" * 100_000, '{"a": 1, "a": 2}', '{"version": ' + "9" * 100_000 + "}", "NaN", "\x00"]
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "1",
+        "null",
+        "[" * 100_000,
+        '{"a": 1, "a": 2}',
+        '{"version": ' + "9" * 100_000 + "}",
+        "NaN",
+        "\x00",
+    ],
 )
 def test_what_is_no_document_is_refused(text):
     with pytest.raises(FormatError, match=r"^\$"):
@@ -71,3 +91,22 @@ def test_a_key_twice_is_refused():
 def test_a_chain_with_gaps_has_no_form():
     with pytest.raises(ValueError, match="range with step 1"):
         to_json(Schedule("gaps", (0,), (Chain((0,), range(0, 4, 2)),), ((),)))
+
+
+@pytest.mark.parametrize("read", [from_json, from_trace, lambda text: parse(f'{{"a": {text}}}', "file")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" + "[]," * 3_300_000 + "[]]", "3300002 lists and objects, expected at most 2000000"),
+        ("[" + "0.5," * 11_000_000 + "1]", "11000000 commas, expected at most 10000000"),
+    ],
+)
+def test_a_hostile_file_takes_no_memory(read, text, message):
+    """10 MB of empty lists took 244 MB before they were refused, and the limit of a file is 256 MB."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match=message.replace("3300002", "330000[23]")):
+            read(text)
+        assert tracemalloc.get_traced_memory()[1] < 3 * len(text)
+    finally:
+        tracemalloc.stop()

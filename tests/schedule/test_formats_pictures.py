@@ -59,10 +59,14 @@ def test_svg_has_one_bar_per_compute_instruction_to_scale(schedule):
     found = bars(root)
     times = {}
     for rank in range(schedule.ranks):
-        for i, start, end in zip(schedule.instructions(rank), timeline.starts[rank], timeline.ends[rank], strict=True):
+        for i, start, end in zip(
+            schedule.instructions(rank), timeline.starts[rank], timeline.ends[rank], strict=True
+        ):
             if i.op in COMPUTE:
                 times[f"{i} on rank {rank}"] = (len(parts_of(i)), start, end)
-    assert Counter(bar.find(f"{SVG}title").text.split(",")[0] for bar in found) == {k: v[0] for k, v in times.items()}
+    assert Counter(bar.find(f"{SVG}title").text.split(",")[0] for bar in found) == {
+        k: v[0] for k, v in times.items()
+    }
     track = next(r for r in root.iter(f"{SVG}rect") if r.get("class") == "track")
     scale = float(track.get("width")) / float(timeline.makespan)
     for bar in found:
@@ -77,7 +81,9 @@ def test_svg_is_readable_from_2_to_64_ranks(build, ranks):
     schedule = build(ranks, 2 * ranks)
     root = ElementTree.fromstring(to_svg(schedule))
     numbers = Counter(t.text for t in root.iter(f"{SVG}text") if t.get("class").split()[0] == "n")
-    assert numbers == Counter(str(p.microbatch) for r in range(ranks) for i in schedule.instructions(r) for p in parts_of(i))
+    assert numbers == Counter(
+        str(p.microbatch) for r in range(ranks) for i in schedule.instructions(r) for p in parts_of(i)
+    )
     width, height = float(root.get("width")), float(root.get("height"))
     for element in root.iter():
         if element.tag in (f"{SVG}rect", f"{SVG}text"):
@@ -91,9 +97,23 @@ def test_svg_is_readable_from_2_to_64_ranks(build, ranks):
 
 def test_svg_says_what_it_shows():
     text = to_svg(dualpipe(8, 20))
-    for words in ("8 ranks", "16 stages", "20 microbatches", "makespan 66", "bubble 9.1%", "peak activations 9"):
+    for words in (
+        "8 ranks",
+        "16 stages",
+        "20 microbatches",
+        "makespan 66",
+        "bubble 9.1%",
+        "peak activations 9",
+    ):
         assert words in text
-    for label in ("forward", "backward", "input gradient", "weight gradient", "overlapped pair", "the 2 stages of a rank"):
+    for label in (
+        "forward",
+        "backward",
+        "input gradient",
+        "weight gradient",
+        "overlapped pair",
+        "the 2 stages of a rank",
+    ):
         assert f">{label}" in text
     assert "@media (prefers-color-scheme: dark)" in text
     assert "weight gradient" not in to_svg(gpipe(2, 2))
@@ -116,23 +136,36 @@ def test_trace_has_a_slice_per_instruction_and_an_arrow_per_message(schedule):
     timeline = simulate(schedule, Costs(forward=1.5, communication=0.125))
     events = json.loads(to_trace(schedule, timeline))["traceEvents"]
     slices = [e for e in events if e["ph"] == "X"]
-    assert len(slices) == sum(i.op in COMPUTE for r in range(schedule.ranks) for i in schedule.instructions(r))
+    assert len(slices) == sum(
+        i.op in COMPUTE for r in range(schedule.ranks) for i in schedule.instructions(r)
+    )
     starts, ends = ({e["id"]: e for e in events if e["ph"] == ph} for ph in "sf")
-    lowered = schedule if schedule.lowered else place_communication(schedule)
-    sends = [str(i) for r in range(schedule.ranks) for i in lowered.instructions(r) if i.op.value.startswith("SEND")]
+    lowered = schedule if schedule.has_messages else place_communication(schedule)
+    sends = [
+        str(i)
+        for r in range(schedule.ranks)
+        for i in lowered.instructions(r)
+        if i.op.value.startswith("SEND")
+    ]
     assert starts.keys() == ends.keys() and len(starts) == len(sends)
     for number, start in starts.items():
         end = ends[number]
         assert end["bp"] == "e" and (start["name"], start["cat"]) == (end["name"], end["cat"])
         assert start["ts"] < end["ts"] and start["tid"] != end["tid"]
         for event in (start, end):
-            around = [s for s in slices if s["tid"] == event["tid"] and s["ts"] <= event["ts"] < s["ts"] + s["dur"]]
+            around = [
+                s for s in slices if s["tid"] == event["tid"] and s["ts"] <= event["ts"] < s["ts"] + s["dur"]
+            ]
             assert len(around) == 1
-    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {f"rank {r}" for r in range(schedule.ranks)}
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {
+        f"rank {r}" for r in range(schedule.ranks)
+    }
 
 
 def nested(slices: list[dict]) -> bool:
-    """Whether the slices of a track lie beside or inside each other, in the whole nanoseconds that viewers keep."""
+    """Whether the slices of a track lie beside or inside each other, in the whole nanoseconds that viewers
+    keep.
+    """
     ends: list[int] = []
     for start, length in sorted((int(s["ts"] * 1000), int(s["dur"] * 1000)) for s in slices):
         while ends and ends[-1] <= start:
@@ -143,7 +176,11 @@ def nested(slices: list[dict]) -> bool:
     return True
 
 
-METADATA = {"process_name": {"name": str}, "thread_name": {"name": str}, "thread_sort_index": {"sort_index": int}}
+METADATA = {
+    "process_name": {"name": str},
+    "thread_name": {"name": str},
+    "thread_sort_index": {"sort_index": int},
+}
 FIELDS = {
     "M": {"name", "ph", "pid", "args"},
     "X": {"name", "ph", "pid", "tid", "ts", "dur", "cat", "args"},
@@ -160,7 +197,9 @@ FIELDS = {
     st.booleans(),
 )
 def test_a_trace_keeps_the_rules_of_the_format(schedule, forward, communication, microseconds, tail):
-    """Those of the Trace Event Format, and what its viewers take for granted: phases, fields, ids, nesting, metadata."""
+    """Those of the Trace Event Format, and what its viewers take for granted: phases, fields, ids, nesting,
+    metadata.
+    """
     costs = Costs(forward=forward, backward=2.3 * forward, communication=communication)
     tail = tail and not schedule.forward_only
     if tail:
@@ -201,7 +240,7 @@ def test_microseconds_are_cut_off_to_the_nanosecond_that_is_meant(nanoseconds):
 
 @given(st.sampled_from(SCHEDULES), st.floats(0.1, 3.7), st.booleans())
 def test_a_trace_is_read_again(schedule, forward, lowered):
-    if lowered and not schedule.lowered:
+    if lowered and not schedule.has_messages:
         schedule = place_communication(schedule)
     timeline = simulate(schedule, Costs(forward=forward, communication=0.1, activation=3.5))
     assert from_trace(to_trace(schedule, timeline, microseconds=1e6)) == timeline
@@ -216,15 +255,33 @@ def test_a_trace_is_read_again(schedule, forward, lowered):
         (lambda d: d.update(ppfunc=[]), r"^\$\.ppfunc: missing"),
         (lambda d: d["ppfunc"].pop("schedule"), r"^\$\.ppfunc\.schedule: expected an object"),
         (lambda d: d["ppfunc"]["schedule"].update(version=2), r"^\$\.ppfunc\.schedule\.version: expected 1"),
-        (lambda d: d["ppfunc"]["schedule"]["programs"][0][0].append("x"), r"^\$\.ppfunc\.schedule\.programs\[0\]\[0\]\[1\]: 'x' is not"),
+        (
+            lambda d: d["ppfunc"]["schedule"]["programs"][0][0].append("x"),
+            r"^\$\.ppfunc\.schedule\.programs\[0\]\[0\]\[1\]: 'x' is not",
+        ),
         (lambda d: d["ppfunc"].pop("starts"), r"^\$\.ppfunc\.starts: expected a list, got None"),
         (lambda d: d["ppfunc"]["starts"].pop(), r"^\$\.ppfunc\.starts: expected 2 lists"),
         (lambda d: d["ppfunc"]["starts"][0].pop(), r"^\$\.ppfunc: rank 0 has 4 instructions, got 3 starts"),
-        (lambda d: d["ppfunc"]["ends"][1].__setitem__(2, -1), r"^\$\.ppfunc\.ends\[1\]\[2\]: expected a time"),
-        (lambda d: d["ppfunc"]["ends"][1].__setitem__(2, float("nan")), r"^\$\.ppfunc\.ends\[1\]\[2\]: expected a time"),
-        (lambda d: d["ppfunc"]["ends"][1].__setitem__(2, True), r"^\$\.ppfunc\.ends\[1\]\[2\]: expected a time"),
-        (lambda d: d["ppfunc"]["ends"][1].__setitem__(2, 10**400), r"^\$\.ppfunc\.ends\[1\]\[2\]: expected a time"),
-        (lambda d: d["ppfunc"]["peak_activations"].pop(), r"^\$\.ppfunc\.peak_activations: expected 2 numbers"),
+        (
+            lambda d: d["ppfunc"]["ends"][1].__setitem__(2, -1),
+            r"^\$\.ppfunc\.ends\[1\]\[2\]: expected a time",
+        ),
+        (
+            lambda d: d["ppfunc"]["ends"][1].__setitem__(2, float("nan")),
+            r"^\$\.ppfunc\.ends\[1\]\[2\]: expected a time",
+        ),
+        (
+            lambda d: d["ppfunc"]["ends"][1].__setitem__(2, True),
+            r"^\$\.ppfunc\.ends\[1\]\[2\]: expected a time",
+        ),
+        (
+            lambda d: d["ppfunc"]["ends"][1].__setitem__(2, 10**400),
+            r"^\$\.ppfunc\.ends\[1\]\[2\]: expected a time",
+        ),
+        (
+            lambda d: d["ppfunc"]["peak_activations"].pop(),
+            r"^\$\.ppfunc\.peak_activations: expected 2 numbers",
+        ),
     ],
 )
 def test_a_trace_that_is_not_ours_is_refused_with_its_place(change, message):
@@ -243,25 +300,29 @@ def test_the_schedule_of_a_trace_has_to_be_one():
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
 def test_grid_has_one_row_per_rank_and_every_instruction(schedule):
-    for form in (schedule, schedule if schedule.lowered else place_communication(schedule)):
+    for form in (schedule, schedule if schedule.has_messages else place_communication(schedule)):
         lines = to_grid(form).splitlines()
         assert len(lines) == form.ranks
         for rank, line in enumerate(lines):
             assert line.startswith(f"rank {rank} ")
-            words = [word for word in re.split(r"[ +;()-]+", line)[2:] if word not in ("", ".", "OVERLAP_F_B")]
+            words = [
+                word for word in re.split(r"[ +;()-]+", line)[2:] if word not in ("", ".", "OVERLAP_F_B")
+            ]
             assert words == [str(part) for i in form.instructions(rank) for part in parts_of(i)]
 
 
 def test_grid_columns_are_moments_in_time():
-    assert to_grid(one_f_one_b(3, 3)) == (
-        "rank 0  0F0 0F1 0F2  .   .  0B0  .  0B1  .  0B2\n"
+    assert (
+        to_grid(one_f_one_b(3, 3)) == "rank 0  0F0 0F1 0F2  .   .  0B0  .  0B1  .  0B2\n"
         "rank 1   .  1F0 1F1  .  1B0 1F2 1B1  .  1B2  .\n"
         "rank 2   .   .  2F0 2B0 2F1 2B1 2F2 2B2  .   .\n"
     )
 
 
 def test_grid_fills_what_takes_more_than_one_unit():
-    assert to_grid(dualpipe(2, 4)).splitlines()[0] == "rank 0  0F0 3F2 0F1 3B2---- 3F3;0B0---- 3B3---- 0I1 0W1"
+    assert (
+        to_grid(dualpipe(2, 4)).splitlines()[0] == "rank 0  0F0 3F2 0F1 3B2---- 3F3;0B0---- 3B3---- 0I1 0W1"
+    )
 
 
 @given(st.sampled_from(SCHEDULES), st.floats(0.2, 3), st.floats(0.2, 3), st.floats(0.2, 3), st.floats(0, 1))
@@ -272,13 +333,21 @@ def test_a_grid_of_any_costs_keeps_order_and_scale(schedule, forward, inputs, we
         words = [word for word in re.split(r"[ ;-]+", line)[2:] if word not in ("", ".")]
         compute = [i for i in schedule.instructions(rank) if i.op in COMPUTE]
         assert words == [str(part) for i in compute for part in parts_of(i)]
-        times = (t for i, t in zip(schedule.instructions(rank), timeline.starts[rank], strict=True) if i.op in COMPUTE)
+        times = (
+            t
+            for i, t in zip(schedule.instructions(rank), timeline.starts[rank], strict=True)
+            if i.op in COMPUTE
+        )
         at = [line.index(f" {';'.join(map(str, parts_of(i)))}") + 1 for i in compute]
-        columns |= {(rank, n): (float(t), column) for n, (t, column) in enumerate(zip(times, at, strict=True))}
+        columns |= {
+            (rank, n): (float(t), column) for n, (t, column) in enumerate(zip(times, at, strict=True))
+        }
     moments = sorted(columns.values())
     assert all(a <= b for (_, a), (_, b) in pairwise(moments)), "later begins further left"
     (zero, left), (last, right) = moments[0], moments[-1]
-    assert all(abs((column - left) - (t - zero) * (right - left) / (last - zero)) <= 1 for t, column in moments)
+    assert all(
+        abs((column - left) - (t - zero) * (right - left) / (last - zero)) <= 1 for t, column in moments
+    )
 
 
 def test_grid_of_times_that_are_no_multiples():
@@ -297,7 +366,9 @@ def test_a_grid_refuses_what_it_has_no_place_for():
         to_grid(schedule, simulate(schedule, Costs(backward=1e-9)))
     with pytest.raises(ValueError, match="width is 27, expected at least 28 for a grid of 2 ranks"):
         to_grid(schedule, width=27)
-    with pytest.raises(ValueError, match="the grid has .* columns, expected at most width = 30; an SVG has any width"):
+    with pytest.raises(
+        ValueError, match="the grid has .* columns, expected at most width = 30; an SVG has any width"
+    ):
         to_grid(place_communication(schedule), width=30)
 
 
@@ -309,7 +380,10 @@ def test_a_grid_that_would_be_wider_is_drawn_smaller():
         "rank 1  ..FFFFFBBBB.................",
     ]
     paired = dualpipev(2, 4)
-    assert to_grid(paired, simulate(paired), width=50).splitlines()[1] == "rank 1  .FFFFFFFFBBBOOOOOOOOOOOOOOOBBBBBB..IIIWWWW"
+    assert (
+        to_grid(paired, simulate(paired), width=50).splitlines()[1]
+        == "rank 1  .FFFFFFFFBBBOOOOOOOOOOOOOOOBBBBBB..IIIWWWW"
+    )
 
 
 def test_svg_takes_a_width():
@@ -334,13 +408,20 @@ def test_a_schedule_is_printed_as_one_line_of_tokens_per_rank():
 
 def test_values_have_short_forms():
     schedule = one_f_one_b(8, 32)
-    assert repr(schedule) == (
-        f"Schedule('one_f_one_b', ranks=8, stages=8, microbatches=32, instructions=512, digest='{schedule.digest[:12]}')"
+    assert (
+        repr(schedule) == "Schedule('one_f_one_b', ranks=8, stages=8, microbatches=32, instructions=512,"
+        f" digest='{schedule.digest[:12]}')"
     )
     assert repr(check(schedule)) == repr(schedule).replace("Schedule", "Certificate")
-    assert repr(simulate(schedule)) == "Timeline(ranks=8, makespan=117, span=117, bubble=0.1795, peak_activations=8)"
+    assert (
+        repr(simulate(schedule))
+        == "Timeline(ranks=8, makespan=117, span=117, bubble=0.1795, peak_activations=8)"
+    )
     assert repr(Costs()) == "Costs()"
-    assert repr(Costs(2, backward=[1] * 8, bandwidth=3)) == "Costs(forward=2, backward=[1, 1, 1, 1, 1, 1, ...], bandwidth=3)"
+    assert (
+        repr(Costs(2, backward=[1] * 8, bandwidth=3))
+        == "Costs(forward=2, backward=[1, 1, 1, 1, 1, 1, ...], bandwidth=3)"
+    )
 
 
 def test_the_formats_are_found_where_the_schedules_are():
@@ -351,8 +432,8 @@ def test_the_formats_are_found_where_the_schedules_are():
 
 
 def test_steps_are_deepspeeds_words():
-    assert to_steps(deepspeed_inference(2, 2)) == (
-        "rank 0\n"
+    assert (
+        to_steps(deepspeed_inference(2, 2)) == "rank 0\n"
         "LoadMicroBatch(buffer_id=0) ForwardPass(buffer_id=0)\n"
         "LoadMicroBatch(buffer_id=1) SendActivation(buffer_id=0) ForwardPass(buffer_id=1)\n"
         "SendActivation(buffer_id=1)\n"
@@ -364,16 +445,17 @@ def test_steps_are_deepspeeds_words():
 
 
 def test_steps_name_the_stage_where_a_rank_holds_several():
-    assert to_steps(append_tail(interleaved_one_f_one_b(1, 1), tied=False)) == (
-        "rank 0\n"
-        "ForwardPass(stage_id=0, micro_batch_id=0)\n"
-        "ForwardPass(stage_id=1, micro_batch_id=0)\n"
-        "BackwardPass(stage_id=1, micro_batch_id=0)\n"
-        "BackwardPass(stage_id=0, micro_batch_id=0)\n"
-        "ReduceGrads(stage_id=0) ReduceGrads(stage_id=1) OptimizerStep(stage_id=0) OptimizerStep(stage_id=1)\n"
+    assert (
+        to_steps(append_tail(interleaved_one_f_one_b(1, 1), tied=False))
+        == "rank 0\nForwardPass(stage_id=0, micro_batch_id=0)\nForwardPass(stage_id=1,"
+        " micro_batch_id=0)\nBackwardPass(stage_id=1, micro_batch_id=0)\nBackwardPass(stage_id=0,"
+        " micro_batch_id=0)\nReduceGrads(stage_id=0) ReduceGrads(stage_id=1) OptimizerStep(stage_id=0)"
+        " OptimizerStep(stage_id=1)\n"
     )
     lowered = to_steps(allocate_slots(place_communication(zbv(2, 2))))
-    assert "SendActivation(stage_id=0, buffer_id=0)" in lowered and not re.search(r"[a-z]\((?!stage_id)", lowered)
+    assert "SendActivation(stage_id=0, buffer_id=0)" in lowered and not re.search(
+        r"[a-z]\((?!stage_id)", lowered
+    )
 
 
 def test_steps_keep_what_deepspeed_has_no_word_for():
@@ -386,7 +468,9 @@ def test_rules_of_a_picture_reach_no_other():
     assert len(selectors) > 20 and all(s.split("{")[-1].startswith(".ppfunc") for s in selectors)
 
 
-@pytest.mark.parametrize(("size", "told"), [(1, "4"), (2500, "10 k"), (123456789, "494 M"), (1e15, "4e+03 T"), (0.125, "0.5")])
+@pytest.mark.parametrize(
+    ("size", "told"), [(1, "4"), (2500, "10 k"), (123456789, "494 M"), (1e15, "4e+03 T"), (0.125, "0.5")]
+)
 def test_memory_in_bytes_has_room(size, told):
     root = ElementTree.fromstring(to_svg(gpipe(2, 4), simulate(gpipe(2, 4), Costs(activation=size))))
     texts = [t.text for t in root.iter(f"{SVG}text")]
@@ -395,9 +479,13 @@ def test_memory_in_bytes_has_room(size, told):
 
 def test_svg_shows_collectives_and_optimizer_steps_that_take_time():
     schedule = reduce_early(append_tail(insert_unshards(interleaved_one_f_one_b(2, 4), most=1)))
-    drawn = Counter(bar.get("class") for bar in bars(ElementTree.fromstring(to_svg(schedule, simulate(schedule)))))
+    drawn = Counter(
+        bar.get("class") for bar in bars(ElementTree.fromstring(to_svg(schedule, simulate(schedule))))
+    )
     assert not drawn.keys() & {"UNSHARD", "REDUCE_GRAD", "STEP"}
-    root = ElementTree.fromstring(to_svg(schedule, simulate(schedule, Costs(unshard=0.5, reduce_grad=2, step=1))))
+    root = ElementTree.fromstring(
+        to_svg(schedule, simulate(schedule, Costs(unshard=0.5, reduce_grad=2, step=1)))
+    )
     drawn = Counter(bar.get("class") for bar in bars(root))
     for op in ("UNSHARD", "REDUCE_GRAD", "STEP"):
         assert drawn[op] == schedule.counts[Op(op)]

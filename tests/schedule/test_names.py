@@ -12,12 +12,18 @@ ROOT = Path(ppfunc.schedule.__file__).parent
 
 
 def types(root: Path) -> dict[str, list[str]]:
-    """For every class and every capitalised type alias of the modules under ``root``, the modules that define it."""
+    """For every class and every capitalised type alias of the modules under ``root``, the modules that define
+    it.
+    """
     found = defaultdict(list)
     for path in sorted(root.rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
             targets = node.targets if isinstance(node, ast.Assign) else []
-            names = [node.name] if isinstance(node, ast.ClassDef) else [t.id for t in targets if isinstance(t, ast.Name)]
+            names = (
+                [node.name]
+                if isinstance(node, ast.ClassDef)
+                else [t.id for t in targets if isinstance(t, ast.Name)]
+            )
             for name in names:
                 if name.strip("_")[:1].isupper() and not name.isupper():
                     found[name.strip("_")].append(str(path.relative_to(root)))

@@ -12,7 +12,9 @@ Graph = dict[str, set[str]]
 
 
 def graph(root: Path) -> Graph:
-    """For every module the modules that it imports, inside functions too. Names loaded by a lazy table are strings, not imports."""
+    """For every module the modules that it imports, inside functions too. Names loaded by a lazy table are
+    strings, not imports.
+    """
     files = {_name(root, path): path for path in root.rglob("*.py")}
     return {name: {found for found in _imports(name, path) if found in files} for name, path in files.items()}
 
@@ -30,7 +32,12 @@ def _imports(name: str, path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join([*(package[: len(package) - node.level + 1] if node.level else ()), *filter(None, [node.module])])
+            base = ".".join(
+                [
+                    *(package[: len(package) - node.level + 1] if node.level else ()),
+                    *filter(None, [node.module]),
+                ]
+            )
             found |= {_module(root, base, alias.name) for alias in node.names}
     return found
 

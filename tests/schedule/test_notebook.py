@@ -87,7 +87,10 @@ def test_proofs_and_comparisons_are_shown_as_tables():
 
 
 def test_costs_are_tables_of_what_was_given():
-    assert str(Costs()) == "stage  forward  backward_input  backward_weight\n each        1               1                1"
+    assert (
+        str(Costs())
+        == "stage  forward  backward_input  backward_weight\n each        1               1                1"
+    )
     assert str(Costs(forward=[1, 2.34567], bytes=(10**9, 0))).splitlines()[1:] == [
         "    0        1               1                1  1000000000",
         "    1    2.346               1                1           0",

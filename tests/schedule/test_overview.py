@@ -34,10 +34,14 @@ SVG = "{http://www.w3.org/2000/svg}"
 def test_all_builders_with_a_backward_are_compared_or_named_with_the_reason():
     overview = compare_schedules(4, 6)
     names = [row.name for row in overview.rows]
-    assert sorted([*names, *(name for name, _ in overview.refused)]) == sorted(name for name in BUILDERS if "inference" not in name)
+    assert sorted([*names, *(name for name, _ in overview.refused)]) == sorted(
+        name for name in BUILDERS if "inference" not in name
+    )
     assert dict(overview.refused) == {
         "data_parallel": "microbatches = 6, expected a multiple of the 4 ranks",
-        "dualpipe": "microbatches = 6, expected an even number of at least 2 * ranks = 8: split the batch finer",
+        "dualpipe": (
+            "microbatches = 6, expected an even number of at least 2 * ranks = 8: split the batch finer"
+        ),
         "dualpipev": "microbatches = 6, expected at least 2 * ranks = 8: split the batch finer",
     }
     times = [row.timeline.makespan for row in overview.rows]
@@ -59,12 +63,35 @@ def test_every_schedule_does_the_work_of_the_whole_model(ranks, microbatches, ch
 
 def test_copies_are_accounted_for():
     rows = {row.name: row for row in compare_schedules(4, 8).rows}
-    assert {name: row.parameters for name, row in rows.items() if row.parameters != 1} == {"dualpipe": 2, "chimera": 2, "data_parallel": 4}
-    assert (rows["1f1b"].timeline.makespan, rows["1f1b"].peak_activations, rows["1f1b"].messages) == (33, 4, 48)
-    assert (rows["zbv"].timeline.makespan, rows["zbv"].peak_activations, rows["zbv"].messages) == (25.5, 4, 96)
-    assert (rows["dualpipe"].timeline.makespan, rows["dualpipe"].peak_activations, rows["dualpipe"].messages) == (26, 5, 48)
-    assert (rows["data_parallel"].timeline.makespan, rows["data_parallel"].peak_activations, rows["data_parallel"].messages) == (24, 4, 0)
-    memory = {row.name: row.memory for row in compare_schedules(4, 8, ["1f1b", "zbv", "dualpipe"], Costs(parameters=10)).rows}
+    assert {name: row.parameters for name, row in rows.items() if row.parameters != 1} == {
+        "dualpipe": 2,
+        "chimera": 2,
+        "data_parallel": 4,
+    }
+    assert (rows["1f1b"].timeline.makespan, rows["1f1b"].peak_activations, rows["1f1b"].messages) == (
+        33,
+        4,
+        48,
+    )
+    assert (rows["zbv"].timeline.makespan, rows["zbv"].peak_activations, rows["zbv"].messages) == (
+        25.5,
+        4,
+        96,
+    )
+    assert (
+        rows["dualpipe"].timeline.makespan,
+        rows["dualpipe"].peak_activations,
+        rows["dualpipe"].messages,
+    ) == (26, 5, 48)
+    assert (
+        rows["data_parallel"].timeline.makespan,
+        rows["data_parallel"].peak_activations,
+        rows["data_parallel"].messages,
+    ) == (24, 4, 0)
+    memory = {
+        row.name: row.memory
+        for row in compare_schedules(4, 8, ["1f1b", "zbv", "dualpipe"], Costs(parameters=10)).rows
+    }
     assert memory == {"1f1b": 14, "zbv": 14, "dualpipe": 25}
     assert rows["gpipe"].gap == pytest.approx(33 / 27 - 1) and rows["gpipe"].bound == 27
 
@@ -73,18 +100,26 @@ def test_copies_are_accounted_for():
 def test_messages_are_those_that_are_placed(name):
     (row,) = compare_schedules(4, 8, [name]).rows
     schedule = row.timeline.schedule
-    lowered = schedule if schedule.lowered else place_communication(schedule)
+    lowered = schedule if schedule.has_messages else place_communication(schedule)
     assert row.messages == sum(i.op in SENDS for rank in range(4) for i in lowered.instructions(rank))
 
 
 def test_costs_per_stage_are_those_of_the_model():
     times = {"forward": [1, 2, 3, 4], "backward": [2, 4, 6, 8], "communication": [1, 2, 3, 9]}
     given = Costs(**times, activation=[4, 3, 2, 1], weight_share=0.5, parameters=[10, 20, 30, 40])
-    rows = {row.name: row for row in compare_schedules(2, 4, ["1f1b", "interleaved_1f1b", "dualpipe"], given).rows}
+    rows = {
+        row.name: row for row in compare_schedules(2, 4, ["1f1b", "interleaved_1f1b", "dualpipe"], given).rows
+    }
     joined = Costs(forward=[3, 7], backward=[6, 14], activation=[7, 3], communication=[2, 9])
     assert rows["1f1b"].timeline == simulate(one_f_one_b(2, 4), joined)
     assert rows["interleaved_1f1b"].timeline == simulate(interleaved_one_f_one_b(2, 4), given)
-    both = Costs(forward=[3, 7] * 2, backward=[6, 14] * 2, backward_input=2, backward_weight=2, communication=[2, 9] * 2)
+    both = Costs(
+        forward=[3, 7] * 2,
+        backward=[6, 14] * 2,
+        backward_input=2,
+        backward_weight=2,
+        communication=[2, 9] * 2,
+    )
     assert rows["dualpipe"].timeline.ends == simulate(rows["dualpipe"].timeline.schedule, both).ends
     assert rows["1f1b"].parameters == pytest.approx(70 / 50) and rows["dualpipe"].parameters == 2
     assert rows["1f1b"].peak_activations == pytest.approx(2 * 7 / 5)
@@ -120,9 +155,16 @@ def test_bounds_hold_under_the_cap_and_are_left_out_where_they_do_not():
     assert row.bound is None
 
 
-@given(st.sampled_from(["gpipe", "1f1b", "zb_h1", "zbv", "interleaved_1f1b"]), st.integers(0, 4), st.integers(0, 4), st.integers(0, 8))
+@given(
+    st.sampled_from(["gpipe", "1f1b", "zb_h1", "zbv", "interleaved_1f1b"]),
+    st.integers(0, 4),
+    st.integers(0, 4),
+    st.integers(0, 8),
+)
 def test_no_whole_backward_beats_the_bound(name, inputs, weights, whole):
-    (row,) = compare_schedules(4, 8, [name], Costs(backward_input=inputs, backward_weight=weights, backward=whole)).rows
+    (row,) = compare_schedules(
+        4, 8, [name], Costs(backward_input=inputs, backward_weight=weights, backward=whole)
+    ).rows
     assert row.timeline.makespan >= row.bound - 1e-9
 
 
@@ -131,13 +173,22 @@ def test_no_whole_backward_beats_the_bound(name, inputs, weights, whole):
     [
         ({"schedules": ["nope"]}, "unknown schedule 'nope'"),
         ({"schedules": []}, "schedules: got none"),
-        ({"schedules": ["inference", "1f1b"]}, "of one_f_one_b and inference one has a backward, the other has none"),
+        (
+            {"schedules": ["inference", "1f1b"]},
+            "of one_f_one_b and inference one has a backward, the other has none",
+        ),
         ({"schedules": [gpipe(3, 8)]}, "gpipe is for 3 ranks and 8 microbatches, expected 4 and 8"),
         ({"schedules": [gpipe(4, 7)]}, "gpipe is for 4 ranks and 7 microbatches, expected 4 and 8"),
-        ({"costs": Costs(forward=[1] * 7), "schedules": ["1f1b"]}, "costs for 7 stages are not those of the 4 stages of one_f_one_b"),
+        (
+            {"costs": Costs(forward=[1] * 7), "schedules": ["1f1b"]},
+            "costs for 7 stages are not those of the 4 stages of one_f_one_b",
+        ),
         ({"costs": Costs(forward=[1] * 4, backward=[1] * 8)}, "costs are given for 4 and for 8 stages"),
         ({"costs": Costs(forward={9: 1})}, "forward names stage 9"),
-        ({"schedules": ["data_parallel"], "microbatches": 7}, "microbatches = 7, expected a multiple of the 4 ranks"),
+        (
+            {"schedules": ["data_parallel"], "microbatches": 7},
+            "microbatches = 7, expected a multiple of the 4 ranks",
+        ),
     ],
 )
 def test_a_comparison_that_makes_no_sense_is_refused(options, message):
@@ -155,16 +206,26 @@ def test_the_picture_has_a_point_and_a_name_for_each():
     points = {(c.get("cx"), c.get("cy")): c.get("class") for c in root.iter(f"{SVG}circle")}
     assert len(points) == len({(row.timeline.bubble, row.peak_activations) for row in overview.rows})
     assert sorted(set(points.values())) == ["point", "point over", "twice", "twice over"]
-    labels = {text.text: (float(text.get("x")), float(text.get("y"))) for text in root.iter(f"{SVG}text") if text.get("class") == "ink"}
+    labels = {
+        text.text: (float(text.get("x")), float(text.get("y")))
+        for text in root.iter(f"{SVG}text")
+        if text.get("class") == "ink"
+    }
     boxes = [(x, y - 11, x + 6 * len(label), y) for label, (x, y) in labels.items()]
     for n, (left, top, right, bottom) in enumerate(boxes):
-        assert not any(left < r and x < right and top < b and t < bottom for x, t, r, b in boxes[:n]), "labels cover each other"
+        assert not any(left < r and x < right and top < b and t < bottom for x, t, r, b in boxes[:n]), (
+            "labels cover each other"
+        )
         assert left >= 0 and right <= float(root.get("width"))
-        assert not any(left < float(x) < right and top < float(y) < bottom for x, y in points), "a label covers a point"
+        assert not any(left < float(x) < right and top < float(y) < bottom for x, y in points), (
+            "a label covers a point"
+        )
 
 
 def test_the_picture_takes_a_width_and_any_name():
-    overview = compare_schedules(2, 2, [from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n", "<b>&\x1b[31m" + "x" * 500)])
+    overview = compare_schedules(
+        2, 2, [from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n", "<b>&\x1b[31m" + "x" * 500)]
+    )
     root = ElementTree.fromstring(to_scatter(overview, width=1500))
     assert root.get("width") == "1500"
     assert "<b>&?[31m" in " ".join(text.text for text in root.iter(f"{SVG}text"))

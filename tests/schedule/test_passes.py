@@ -37,7 +37,7 @@ from ppfunc.schedule import (
     zb_h1,
     zbv,
 )
-from ppfunc.schedule.dataflow import consumed, dataflow, products
+from ppfunc.schedule.dataflow import Dataflow
 from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE
 
 
@@ -48,7 +48,9 @@ def bare_schedules():
                 schedule = build(p, m)
             except ValueError:
                 continue
-            programs = tuple(tuple(tuple(i for i in step if i.op in COMPUTE) for step in q) for q in schedule.programs)
+            programs = tuple(
+                tuple(tuple(i for i in step if i.op in COMPUTE) for step in q) for q in schedule.programs
+            )
             yield remove_slots(replace(schedule, name=name, programs=programs))
 
 
@@ -62,15 +64,15 @@ def row(schedule, rank):
 
 @any_schedule
 def test_a_line_of_steps_computes_before_it_consumes(schedule):
-    flow = dataflow(schedule)
+    flow = Dataflow(schedule)
     for s in (schedule, place_communication(schedule)):
         order = linearize(s)
         assert sorted(order) == [(r, k) for r in range(s.ranks) for k in range(len(s.programs[r]))]
         there = set()
         for rank, step in order:
             for instruction in (i for i in s.programs[rank][step] if i.op in COMPUTE):
-                assert {v for v, *_ in consumed(flow, instruction)} <= there
-                there |= set(products(flow, instruction))
+                assert {v for v, _ in flow.consumed(instruction)} <= there
+                there |= set(flow.products(instruction))
 
 
 def test_a_line_of_steps_advances_evenly():
@@ -103,7 +105,13 @@ def test_overlapped_pairs_stay_whole_unless_asked():
     assert Op.OVERLAP_F_B in split_backward(schedule).ops
     backwards = {i.parts[1].op for p in split_backward(schedule).programs for s in p for i in s if i.parts}
     assert backwards == {Op.B}
-    backwards = {i.parts[1].op for p in split_backward(schedule, overlapped=True).programs for s in p for i in s if i.parts}
+    backwards = {
+        i.parts[1].op
+        for p in split_backward(schedule, overlapped=True).programs
+        for s in p
+        for i in s
+        if i.parts
+    }
     assert backwards == {Op.I}
 
 
@@ -111,7 +119,9 @@ def test_only_neighbours_are_merged():
     rows = "0F0 0I0 0W0 0F1 0I1 0F2 0W1 0I2 0W2".split()
     schedule = single_chain("x", (0,), 3, [[Instruction(Op(t[1]), 0, int(t[2])) for t in rows]])
     assert row(merge_backward(schedule), 0) == "0F0 0B0 0F1 0I1 0F2 0W1 0B2"
-    assert row(merge_backward(place_communication(zb_h1(2, 3))), 1) == row(place_communication(zb_h1(2, 3)), 1)
+    assert row(merge_backward(place_communication(zb_h1(2, 3))), 1) == row(
+        place_communication(zb_h1(2, 3)), 1
+    )
 
 
 @any_schedule
@@ -142,7 +152,9 @@ def test_slots_are_proved_and_few(schedule):
 def _most_at_once(schedule):
     """Per stage, the largest number of microbatches between their first and last instruction."""
     for stage, rank in enumerate(schedule.placement):
-        uses = [p.microbatch for i in schedule.instructions(rank) for p in (i.parts or (i,)) if p.stage == stage]
+        uses = [
+            p.microbatch for i in schedule.instructions(rank) for p in i.parts or (i,) if p.stage == stage
+        ]
         first = {m: uses.index(m) for m in uses}
         last = {m: len(uses) - 1 - uses[::-1].index(m) for m in uses}
         yield max(sum(first[m] <= k <= last[m] for m in first) for k in range(len(uses)))
@@ -192,7 +204,9 @@ def test_loads_are_proved(schedule):
     check(place_communication(loaded))
     assert insert_loads(loaded) == loaded
     counts = Counter(i.stage for p in loaded.programs for s in p for i in s if i.op is Op.LOAD)
-    ends = {c.stages[0] for c in schedule.chains} | {c.stages[-1] for c in schedule.chains if not schedule.forward_only}
+    ends = {c.stages[0] for c in schedule.chains} | {
+        c.stages[-1] for c in schedule.chains if not schedule.forward_only
+    }
     assert set(counts) == ends
 
 
@@ -227,13 +241,19 @@ def test_the_picture_of_early_reductions():
 
 def test_the_picture_of_gathers():
     schedule = looped_bfs(ranks=1, microbatches=1, chunks=3)
-    assert str(insert_unshards(schedule, most=1)) == (
-        "0UNSHARD+0F0+0RESHARD+1UNSHARD 1F0+1RESHARD+2UNSHARD 2F0 2B0+2RESHARD+1UNSHARD 1B0+1RESHARD+0UNSHARD 0B0+0RESHARD"
+    assert (
+        str(insert_unshards(schedule, most=1))
+        == "0UNSHARD+0F0+0RESHARD+1UNSHARD 1F0+1RESHARD+2UNSHARD 2F0 2B0+2RESHARD+1UNSHARD"
+        " 1B0+1RESHARD+0UNSHARD 0B0+0RESHARD"
     )
-    assert str(insert_unshards(schedule)) == (
-        "0UNSHARD+1UNSHARD+0F0+0RESHARD+2UNSHARD 1F0 2F0 2B0+2RESHARD+0UNSHARD 1B0+1RESHARD 0B0+0RESHARD"
+    assert (
+        str(insert_unshards(schedule))
+        == "0UNSHARD+1UNSHARD+0F0+0RESHARD+2UNSHARD 1F0 2F0 2B0+2RESHARD+0UNSHARD 1B0+1RESHARD 0B0+0RESHARD"
     )
-    assert str(insert_unshards(schedule, most=3)) == "0UNSHARD+1UNSHARD+0F0+2UNSHARD 1F0 2F0 2B0+2RESHARD 1B0+1RESHARD 0B0+0RESHARD"
+    assert (
+        str(insert_unshards(schedule, most=3))
+        == "0UNSHARD+1UNSHARD+0F0+2UNSHARD 1F0 2F0 2B0+2RESHARD 1B0+1RESHARD 0B0+0RESHARD"
+    )
     with pytest.raises(ValueError, match="most = 0, expected an integer of at least 1"):
         insert_unshards(schedule, most=0)
     with pytest.raises(ValueError, match="most is 1, but an overlapped pair uses stages 3 and 0 at once"):
@@ -243,13 +263,23 @@ def test_the_picture_of_gathers():
 @any_schedule
 def test_passes_leave_their_argument_alone(schedule):
     before = (hash(schedule), schedule.digest)
-    changes = (split_backward, merge_backward, place_communication, allocate_slots, insert_loads, insert_offloads)
+    changes = (
+        split_backward,
+        merge_backward,
+        place_communication,
+        allocate_slots,
+        insert_loads,
+        insert_offloads,
+    )
     for change in (*changes, append_tail, reduce_early, insert_unshards):
         change(schedule)
     assert (hash(schedule), schedule.digest) == before
 
 
-@given(st.sampled_from(BARE), st.permutations([split_backward, insert_loads, insert_offloads, insert_unshards, place_communication]))
+@given(
+    st.sampled_from(BARE),
+    st.permutations([split_backward, insert_loads, insert_offloads, insert_unshards, place_communication]),
+)
 def test_passes_compose_in_any_order(schedule, changes):
     for change in changes:
         schedule = change(schedule)
@@ -263,4 +293,9 @@ def test_several_microbatches_of_data_parallel_share_one_slot():
 
 def test_messages_keep_their_slots_apart_from_compute():
     slotted = allocate_slots(place_communication(one_f_one_b(2, 3)))
-    assert all(i.slot is not None for r in range(2) for i in slotted.instructions(r) if i.op in COMMUNICATION | COMPUTE)
+    assert all(
+        i.slot is not None
+        for r in range(2)
+        for i in slotted.instructions(r)
+        if i.op in COMMUNICATION | COMPUTE
+    )

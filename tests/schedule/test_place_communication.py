@@ -27,7 +27,7 @@ from ppfunc.schedule import (
     split_backward,
     zbv,
 )
-from ppfunc.schedule.dataflow import consumed, dataflow, products
+from ppfunc.schedule.dataflow import Dataflow
 from ppfunc.schedule.instruction import COMMUNICATION
 
 
@@ -36,8 +36,13 @@ def text(schedule):
 
 
 def made_from(text):
-    """A schedule of one chain from lines such as ``0F0 0F1 / 1F0``, one rank each; stages in order of rank."""
-    rows = [[Instruction(Op(cell[1]), int(cell[0]), int(cell[2])) for cell in row.split()] for row in text.split("/")]
+    """A schedule of one chain from lines such as ``0F0 0F1 / 1F0``, one rank each; stages in order of
+    rank.
+    """
+    rows = [
+        [Instruction(Op(cell[1]), int(cell[0]), int(cell[2])) for cell in row.split()]
+        for row in text.split("/")
+    ]
     placement = dict(sorted((i.stage, rank) for rank, row in enumerate(rows) for i in row))
     return single_chain("text", placement.values(), 1 + max(i.microbatch for row in rows for i in row), rows)
 
@@ -51,7 +56,9 @@ def test_the_picture_of_one_f_one_b():
 
 def test_neighbours_on_one_rank_need_no_message():
     lowered = place_communication(zbv(ranks=2, microbatches=2))
-    messages = {(i.op, i.stage) for p in lowered.programs for step in p for i in step if i.op in COMMUNICATION}
+    messages = {
+        (i.op, i.stage) for p in lowered.programs for step in p for i in step if i.op in COMMUNICATION
+    }
     assert messages == {
         (Op.SEND_F, 0), (Op.RECV_F, 1), (Op.SEND_F, 2), (Op.RECV_F, 3),
         (Op.SEND_B, 3), (Op.RECV_B, 2), (Op.SEND_B, 1), (Op.RECV_B, 0),
@@ -74,7 +81,11 @@ def test_a_gradient_leaves_before_the_weight_gradient_is_computed():
     lowered = place_communication(split_backward(gpipe(ranks=2, microbatches=1)))
     assert text(lowered)[1] == "1RECV_F0 1F0 | 1I0 | 1SEND_B0 1W0"
     joined = replace(
-        lowered, programs=(lowered.programs[0], (*lowered.programs[1][:1], (*lowered.programs[1][1], *lowered.programs[1][2])))
+        lowered,
+        programs=(
+            lowered.programs[0],
+            (*lowered.programs[1][:1], (*lowered.programs[1][1], *lowered.programs[1][2])),
+        ),
     )
     assert place_communication(remove_communication(joined)) == lowered
 
@@ -89,7 +100,10 @@ def test_a_step_of_several_computations_is_cut_where_a_message_must_stand():
             (tuple(Instruction(Op.F, 1, m) for m in range(2)),),
         ),
     )
-    assert text(place_communication(one_step)) == ["0F0 | 0SEND_F0 0F1 | 0SEND_F1", "1RECV_F0 1F0 | 1RECV_F1 1F1"]
+    assert text(place_communication(one_step)) == [
+        "0F0 | 0SEND_F0 0F1 | 0SEND_F1",
+        "1RECV_F0 1F0 | 1RECV_F1 1F1",
+    ]
 
 
 def test_a_receive_comes_early_where_the_order_of_the_pair_demands_it():
@@ -133,13 +147,18 @@ def test_an_order_that_cannot_run_is_refused():
 
 
 def random_schedule(seed):
-    """Any placement, chains, skip connections, and any order in which everything is there before it is used."""
+    """Any placement, chains, skip connections, and any order in which everything is there before it is
+    used.
+    """
     rng = random.Random(seed)
     ranks, length, chains = rng.randint(1, 4), rng.randint(1, 6), rng.randint(1, 2)
     stages = length * chains
     placement = tuple(rng.randrange(ranks) for _ in range(stages))
     count = rng.randint(1, 4)
-    paths = tuple(Chain(tuple(range(c * length, (c + 1) * length)), range(c * count, (c + 1) * count)) for c in range(chains))
+    paths = tuple(
+        Chain(tuple(range(c * length, (c + 1) * length)), range(c * count, (c + 1) * count))
+        for c in range(chains)
+    )
     pairs = [(a, b) for c in paths for a in c.stages for b in c.stages if b >= a + 2]
     skips = tuple(sorted(rng.sample(pairs, min(len(pairs), rng.randrange(3)))))
     todo = []
@@ -149,12 +168,14 @@ def random_schedule(seed):
                 todo.append((Op.F, s, m))
                 todo += [(Op.I, s, m), (Op.W, s, m)] if rng.random() < 0.5 else [(Op.B, s, m)]
     bare = Schedule("random", placement, paths, tuple(() for _ in range(ranks)), skips)
-    flow, made, programs = dataflow(bare), set(), [[] for _ in range(ranks)]
+    flow, made, programs = Dataflow(bare), set(), [[] for _ in range(ranks)]
     while todo:
-        ready = [i for i in map(lambda t: Instruction(*t), todo) if all(v in made for v, *_ in consumed(flow, i))]
+        ready = [
+            i for i in map(lambda t: Instruction(*t), todo) if all(v in made for v, _ in flow.consumed(i))
+        ]
         chosen = rng.choice(ready)
         todo.remove(chosen[:3])
-        made |= set(products(flow, chosen))
+        made |= set(flow.products(chosen))
         program = programs[placement[chosen.stage]]
         if program and rng.random() < 0.2:
             program[-1] = (*program[-1], chosen)
@@ -171,7 +192,9 @@ def test_any_placement_and_any_order_is_proved(seed, lookahead):
     check(replace(lowered, programs=tuple(tuple((i,) for step in p for i in step) for p in lowered.programs)))
     check(allocate_slots(lowered))
     for rank in range(schedule.ranks):
-        assert [i for i in lowered.instructions(rank) if i.op not in COMMUNICATION] == list(schedule.instructions(rank))
+        assert [i for i in lowered.instructions(rank) if i.op not in COMMUNICATION] == list(
+            schedule.instructions(rank)
+        )
 
 
 @pytest.mark.parametrize("name", BUILDERS)

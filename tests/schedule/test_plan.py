@@ -21,6 +21,7 @@ from ppfunc.schedule.planner.problem import problem_of
 from ppfunc.schedule.planner.repeat import extend
 from ppfunc.schedule.planner.replay import Manner, replay
 from ppfunc.schedule.planner.starts import one_by_one
+from tests.clock import busy
 
 REAL = {"forward": 18.522, "backward_input": 18.086, "backward_weight": 9.337}
 QUICK = 0.02
@@ -28,7 +29,9 @@ QUICK = 0.02
 
 def real(chunks: int, **more: object) -> Costs:
     """The times per rank that the zero-bubble papers profiled, cut into chunks."""
-    return Costs(**{name: time / chunks for name, time in REAL.items()}, communication=0.601, weight_share=1, **more)
+    return Costs(
+        **{name: time / chunks for name, time in REAL.items()}, communication=0.601, weight_share=1, **more
+    )
 
 
 @st.composite
@@ -36,16 +39,34 @@ def problems(draw):
     """Costs, placement, microbatches, cap and objective of a small problem that can be solved."""
     ranks, m = draw(st.integers(1, 4)), draw(st.integers(1, 8))
     place = draw(
-        st.sampled_from([loop(ranks), loop(ranks, 2), wave(ranks, 2), wave(ranks, 3), (*loop(ranks), 0), (*wave(ranks, 2), ranks - 1)])
+        st.sampled_from(
+            [
+                loop(ranks),
+                loop(ranks, 2),
+                wave(ranks, 2),
+                wave(ranks, 3),
+                (*loop(ranks), 0),
+                (*wave(ranks, 2), ranks - 1),
+            ]
+        )
     )
-    times = st.one_of(st.integers(0, 9), st.lists(st.integers(0, 9), min_size=len(place), max_size=len(place)))
+    times = st.one_of(
+        st.integers(0, 9), st.lists(st.integers(0, 9), min_size=len(place), max_size=len(place))
+    )
     sizes = st.lists(st.integers(1, 3), min_size=len(place), max_size=len(place))
     share = draw(st.sampled_from([0, Fraction(2, 5), 1]))
     parameters = draw(st.integers(0, 2))
     costs = Costs(
-        *(draw(times) for _ in range(3)), communication=draw(times), activation=draw(sizes), weight_share=share, parameters=parameters
+        *(draw(times) for _ in range(3)),
+        communication=draw(times),
+        activation=draw(sizes),
+        weight_share=share,
+        parameters=parameters,
     )
-    needs = [sum(costs.activation[s] + parameters for s in range(len(place)) if place[s] == r) for r in range(ranks)]
+    needs = [
+        sum(costs.activation[s] + parameters for s in range(len(place)) if place[s] == r)
+        for r in range(ranks)
+    ]
     return costs, place, m, max(needs) + draw(st.integers(0, 9)), draw(st.sampled_from(["span", "makespan"]))
 
 
@@ -56,15 +77,29 @@ def test_a_plan_is_proved_within_its_cap_and_never_below_the_bound(problem):
     check(place_communication(found.schedule))
     timeline = simulate(found.schedule, costs)
     assert found.timeline == timeline and found.value == getattr(timeline, objective)
-    held = [sum(costs.of("parameters", s) for s in found.schedule.stages_of(r)) for r in range(found.schedule.ranks)]
+    held = [
+        sum(costs.of("parameters", s) for s in found.schedule.stages_of(r))
+        for r in range(found.schedule.ranks)
+    ]
     assert found.memory == tuple(map(add, timeline.peak_activations, held)) and max(found.memory) <= cap
     assert found.bound == lower_bound(costs, place, m, cap, objective)
     assert found.value >= found.bound.value
     assert found.gap == pytest.approx(float(found.value / found.bound.value) - 1 if found.bound.value else 0)
-    assert found.schedule == plan(max(place) + 1, m, costs, cap=cap, placement=place, objective=objective, effort=QUICK).schedule
+    assert (
+        found.schedule
+        == plan(
+            max(place) + 1, m, costs, cap=cap, placement=place, objective=objective, effort=QUICK
+        ).schedule
+    )
 
 
-@given(st.sampled_from(sorted(BUILDERS)), st.integers(1, 4), st.integers(1, 8), st.sampled_from(["span", "makespan"]), st.data())
+@given(
+    st.sampled_from(sorted(BUILDERS)),
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.sampled_from(["span", "makespan"]),
+    st.data(),
+)
 def test_never_longer_than_a_builder_in_its_own_memory(name, ranks, m, objective, data):
     try:
         schedule = BUILDERS[name](ranks, m)
@@ -74,7 +109,9 @@ def test_never_longer_than_a_builder_in_its_own_memory(name, ranks, m, objective
         return
     times = st.lists(st.integers(0, 9), min_size=schedule.stages, max_size=schedule.stages)
     costs = Costs(
-        *(data.draw(times) for _ in range(3)), communication=data.draw(times), weight_share=data.draw(st.sampled_from([0, 0.37, 1]))
+        *(data.draw(times) for _ in range(3)),
+        communication=data.draw(times),
+        weight_share=data.draw(st.sampled_from([0, 0.37, 1])),
     )
     timeline = simulate(schedule, costs)
     cap = [max(1, peak) for peak in timeline.peak_activations]
@@ -133,7 +170,9 @@ def test_profiled_costs_on_a_v_are_planned_optimally():
 
 
 def test_more_chunks_are_better_at_equal_memory():
-    """Numbers for all stages are those of a rank with one stage, so that the cap is the same for any number of chunks."""
+    """Numbers for all stages are those of a rank with one stage, so that the cap is the same for any number
+    of chunks.
+    """
     found = plan(4, 12, real(1), cap=4, objective="span", effort=0.5)
     alone = plan(4, 12, real(1), cap=4, placement="loop", chunks=1, objective="span", effort=0.5)
     assert found.value < alone.value and max(found.memory) <= 4
@@ -142,17 +181,32 @@ def test_more_chunks_are_better_at_equal_memory():
 
 
 def test_layers_are_cut_so_that_an_expensive_head_has_fewer_beside_it():
-    costs = Costs(forward=[1] * 15 + [5], backward_input=[1] * 15 + [5], backward_weight=[1] * 15 + [5], weight_share=1)
+    costs = Costs(
+        forward=[1] * 15 + [5], backward_input=[1] * 15 + [5], backward_weight=[1] * 15 + [5], weight_share=1
+    )
     found = plan(4, 12, costs, layers=16, placement="loop", chunks=1, cap=40, effort=0.1)
     assert found.partition.layers == 16 and list(found.partition.loads([1] * 15 + [5])) == found.costs.forward
     assert max(found.costs.forward) == 5
-    even = plan(4, 12, Costs(forward=[4, 4, 4, 8], backward_input=[4, 4, 4, 8], backward_weight=[4, 4, 4, 8]), cap=10, effort=0.1)
+    even = plan(
+        4,
+        12,
+        Costs(forward=[4, 4, 4, 8], backward_input=[4, 4, 4, 8], backward_weight=[4, 4, 4, 8]),
+        cap=10,
+        effort=0.1,
+    )
     assert found.value < even.value
 
 
 def test_a_cap_in_bytes():
     gib = 2**30
-    costs = Costs(0.010, 0.011, 0.009, activation=[3 * gib] * 4, weight_share=0.4, parameters=[2 * gib, gib, gib, 2 * gib])
+    costs = Costs(
+        0.010,
+        0.011,
+        0.009,
+        activation=[3 * gib] * 4,
+        weight_share=0.4,
+        parameters=[2 * gib, gib, gib, 2 * gib],
+    )
     found = plan(4, 12, costs, cap=14 * gib, objective="makespan", effort=0.1)
     assert max(found.memory) <= 14 * gib
     assert found.value < plan(4, 12, costs, cap=8 * gib, objective="makespan", effort=0.1).value
@@ -164,17 +218,25 @@ def test_a_plan_for_few_microbatches_repeats():
     order = plan(4, 16, costs, cap=6, placement="v", objective="span", effort=0.5).schedule
     longer = extend(directions(long)[0], order_of(order), 64)
     assert longer is not None and fits(directions(long)[0], longer)
-    assert evaluate(directions(long)[0], longer).value < 4.5 * evaluate(directions(short)[0], order_of(order)).value
+    assert (
+        evaluate(directions(long)[0], longer).value
+        < 4.5 * evaluate(directions(short)[0], order_of(order)).value
+    )
     check(schedule_of(long, longer))
 
 
 def test_another_process_finds_the_same():
     code = (
-        "from ppfunc.schedule import Costs, plan; "
-        "print(plan(4, 8, Costs(18.5, 18.1, 9.3, communication=0.6, weight_share=1), cap=3, objective='span', effort=0.05).schedule.digest)"
+        "from ppfunc.schedule import Costs, plan; print(plan(4, 8, Costs(18.5, 18.1, 9.3, communication=0.6,"
+        " weight_share=1), cap=3, objective='span', effort=0.05).schedule.digest)"
     )
-    digests = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(2)}
-    ours = plan(4, 8, Costs(18.5, 18.1, 9.3, communication=0.6, weight_share=1), cap=3, objective="span", effort=0.05)
+    digests = {
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    }
+    ours = plan(
+        4, 8, Costs(18.5, 18.1, 9.3, communication=0.6, weight_share=1), cap=3, objective="span", effort=0.05
+    )
     assert digests == {f"{ours.schedule.digest}\n"}
 
 
@@ -201,8 +263,10 @@ def test_ranks_with_many_different_stages_are_planned_in_time():
     draw = Random(1)
     times = [[draw.uniform(0.5, 1.5) for _ in range(32)] for _ in range(3)]
     start = time.process_time()
-    plan(4, 12, Costs(*times, weight_share=1), cap=22, placement="wave", chunks=8, objective="span", effort=0.1)
-    assert time.process_time() - start < 10
+    plan(
+        4, 12, Costs(*times, weight_share=1), cap=22, placement="wave", chunks=8, objective="span", effort=0.1
+    )
+    assert time.process_time() - start < 10 * busy()
 
 
 def test_progress_is_told_and_can_stop_the_search():
@@ -250,4 +314,6 @@ def test_arguments_are_refused():
 
 def test_it_says_what_it_is():
     found = plan(2, 4, Costs(weight_share=1), cap=2, placement="loop", objective="span")
-    assert repr(found) == "Plan(loop of 1, span 13, bound 13 (work, rank 0), optimal, bubble 0.0769, memory 2)"
+    assert (
+        repr(found) == "Plan(loop of 1, span 13, bound 13 (work, rank 0), optimal, bubble 0.0769, memory 2)"
+    )

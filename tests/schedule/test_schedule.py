@@ -4,7 +4,19 @@ import copy
 import pickle
 from dataclasses import replace
 
-from ppfunc.schedule import B, Chain, F, I, Instruction, Op, Schedule, check, one_f_one_b, overlap, place_communication
+from ppfunc.schedule import (
+    B,
+    Chain,
+    F,
+    I,
+    Instruction,
+    Op,
+    Schedule,
+    check,
+    one_f_one_b,
+    overlap,
+    place_communication,
+)
 
 
 def _fields(schedule):
@@ -14,7 +26,12 @@ def _fields(schedule):
 def test_schedules_that_differ_in_anything_but_the_name_have_different_digests():
     one, two = F(0, 0), Instruction(Op.B, 0, 0)
     whole, send = Instruction(Op.UNSHARD, 0), Instruction(Op.SEND_F, 0, 0)
-    pairs = [overlap(F(0, 0), B(0, 1)), overlap(F(0, 0), I(0, 1)), overlap(F(0, 0), B(0, 2)), overlap(F(0, 1), B(0, 1))]
+    pairs = [
+        overlap(F(0, 0), B(0, 1)),
+        overlap(F(0, 0), I(0, 1)),
+        overlap(F(0, 0), B(0, 2)),
+        overlap(F(0, 1), B(0, 1)),
+    ]
     slotted = [overlap(*(part._replace(slot=slot) for part in pairs[0].parts)) for slot in (0, 1)]
     programs = [
         (),
@@ -33,8 +50,18 @@ def test_schedules_that_differ_in_anything_but_the_name_have_different_digests()
         ((whole, send),),
         ((whole,),),
         ((send,),),
-        *(((i._replace(**{field: value}),),) for i in (one, send) for field in ("peer", "slot") for value in (0, 1)),
-        *(((i._replace(**{field: value}), one),) for i in (one, send) for field in ("peer", "slot") for value in (0, 1)),
+        *(
+            ((i._replace(**{field: value}),),)
+            for i in (one, send)
+            for field in ("peer", "slot")
+            for value in (0, 1)
+        ),
+        *(
+            ((i._replace(**{field: value}), one),)
+            for i in (one, send)
+            for field in ("peer", "slot")
+            for value in (0, 1)
+        ),
         ((one._replace(peer=0, slot=0),),),
         *(((i,),) for i in (*pairs, *slotted)),
     ]
@@ -42,12 +69,19 @@ def test_schedules_that_differ_in_anything_but_the_name_have_different_digests()
     chains.append((Chain((0,), range(1)), Chain((1,), range(1, 2))))
     schedules = [
         *(Schedule("a", (0, 0), chains[0], (program,)) for program in programs),
-        *(Schedule("a", (0, 0), chains[0], of_ranks) for of_ranks in ((), ((), ()), (programs[3], ()), ((), programs[3]))),
+        *(
+            Schedule("a", (0, 0), chains[0], of_ranks)
+            for of_ranks in ((), ((), ()), (programs[3], ()), ((), programs[3]))
+        ),
         *(Schedule("a", placement, chains[0], ((), ())) for placement in ((0, 1), (1, 0), (0, 1, 1))),
         *(Schedule("a", (0, 0), of_two, ()) for of_two in chains[1:]),
         *(Schedule("a", (0, 0), chains[0], (), skips) for skips in (((0, 1),), ((1, 0),), ((0, 1), (1, 0)))),
     ]
-    assert len({schedule.digest for schedule in schedules}) == len(set(map(_fields, schedules))) == len(schedules)
+    assert (
+        len({schedule.digest for schedule in schedules})
+        == len(set(map(_fields, schedules)))
+        == len(schedules)
+    )
     assert all(replace(schedule, name="b").digest == schedule.digest for schedule in schedules)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from ppfunc.schedule import BUILDERS, Op, compute_only, one_f_one_b, place_communication, send_completion
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS
+from tests.clock import busy
 
 
 def lowered():
@@ -32,20 +33,35 @@ def messages(schedule, rank):
         for i in instructions:
             if i.op in COMMUNICATION:
                 other = schedule.other_end(i)
-                yield step, i, schedule.placement[other], (i.op.value[-1], *sorted((i.stage, other)), i.microbatch)
+                yield (
+                    step,
+                    i,
+                    schedule.placement[other],
+                    (i.op.value[-1], *sorted((i.stage, other)), i.microbatch),
+                )
 
 
 def consumer(schedule, rank, receive):
     ops = (Op.F,) if receive.op is Op.RECV_F else (Op.B, Op.I)
     steps = enumerate(schedule.programs[rank])
-    return next(k for k, step in steps for i in step for p in (i.parts or (i,)) if p.op in ops and p[1:3] == receive[1:3])
+    return next(
+        k
+        for k, step in steps
+        for i in step
+        for p in (i.parts or (i,))
+        if p.op in ops and p[1:3] == receive[1:3]
+    )
 
 
 def first_proof(schedule, rank, posted, peer, message):
-    """The first step after ``posted`` by whose end the rank has consumed what the peer sent no earlier than it posted the receive."""
+    """The first step after ``posted`` by whose end the rank has consumed what the peer sent no earlier than
+    it posted the receive.
+    """
     there = next(step for step, _, _, m in messages(schedule, peer) if m == message)
     sent = {m: step for step, _, _, m in messages(schedule, peer)}
-    answers = [i for _, i, q, m in messages(schedule, rank) if q == peer and i.op not in SENDS and sent[m] >= there]
+    answers = [
+        i for _, i, q, m in messages(schedule, rank) if q == peer and i.op not in SENDS and sent[m] >= there
+    ]
     last = len(schedule.programs[rank]) - 1
     return min(max(min((consumer(schedule, rank, i) for i in answers), default=last), posted + 1), last)
 
@@ -53,7 +69,11 @@ def first_proof(schedule, rank, posted, peer, message):
 @pytest.mark.parametrize(("name", "schedule"), LOWERED)
 def test_a_send_is_waited_for_as_soon_as_the_peer_has_shown_that_it_received_it(name, schedule):
     for rank in range(schedule.ranks):
-        wanted = {i: first_proof(schedule, rank, step, q, m) for step, i, q, m in messages(schedule, rank) if i.op in SENDS}
+        wanted = {
+            i: first_proof(schedule, rank, step, q, m)
+            for step, i, q, m in messages(schedule, rank)
+            if i.op in SENDS
+        }
         found = [(i, step) for step, sends in send_completion(schedule, rank).items() for i in sends]
         assert len(found) == len(wanted)
         assert dict(found) == wanted
@@ -61,7 +81,9 @@ def test_a_send_is_waited_for_as_soon_as_the_peer_has_shown_that_it_received_it(
 
 def test_only_the_programs_of_its_peers_are_read():
     schedule = place_communication(one_f_one_b(5, 4))
-    others = replace(schedule, programs=tuple(p if abs(r - 2) < 2 else None for r, p in enumerate(schedule.programs)))
+    others = replace(
+        schedule, programs=tuple(p if abs(r - 2) < 2 else None for r, p in enumerate(schedule.programs))
+    )
     assert send_completion(others, 2) == send_completion(schedule, 2)
 
 
@@ -72,4 +94,4 @@ def test_one_rank_of_many_takes_milliseconds():
         begin = time.process_time()
         send_completion(schedule, 30)
         seconds.append(time.process_time() - begin)
-    assert min(seconds) < 0.3
+    assert min(seconds) < 0.3 * busy()

@@ -33,7 +33,7 @@ from ppfunc.schedule import (
     zb_h2,
     zbv,
 )
-from ppfunc.schedule.dataflow import consumed, dataflow, products
+from ppfunc.schedule.dataflow import Dataflow
 from ppfunc.schedule.instruction import COMPUTE
 
 numbers = st.fractions(0, 5, max_denominator=6)
@@ -46,23 +46,27 @@ def built(name, p, m):
         return None
 
 
-any_schedule = st.builds(built, st.sampled_from(sorted(BUILDERS)), st.integers(1, 5), st.integers(1, 10)).filter(bool)
+any_schedule = st.builds(
+    built, st.sampled_from(sorted(BUILDERS)), st.integers(1, 5), st.integers(1, 10)
+).filter(bool)
 
 
 @given(any_schedule, st.data())
 def test_every_instruction_starts_as_soon_as_it_can(schedule, data):
     """The rule itself, instruction by instruction, against exact times."""
     stages = st.lists(numbers, min_size=schedule.stages, max_size=schedule.stages)
-    costs = Costs(*(data.draw(stages) for _ in range(3)), communication=data.draw(stages), overlapped=data.draw(numbers))
+    costs = Costs(
+        *(data.draw(stages) for _ in range(3)), communication=data.draw(stages), overlapped=data.draw(numbers)
+    )
     timeline = simulate(schedule, costs)
-    flow = dataflow(schedule)
+    flow = Dataflow(schedule)
     rows = [[i for i in schedule.instructions(r)] for r in range(schedule.ranks)]
     done = {
         v: end
         for r, row in enumerate(rows)
         for i, end in zip(row, timeline.ends[r], strict=True)
         if i.op in COMPUTE
-        for v in products(flow, i)
+        for v in flow.products(i)
     }
     for rank, row in enumerate(rows):
         free = 0
@@ -71,7 +75,8 @@ def test_every_instruction_starts_as_soon_as_it_can(schedule, data):
                 assert start == end == free
                 continue
             arrivals = [
-                done[v] + (costs.communication[a] if schedule.placement[a] != rank else 0) for v, a, _ in consumed(flow, instruction)
+                done[v] + (costs.communication[a] if schedule.placement[a] != rank else 0)
+                for v, a in flow.consumed(instruction)
             ]
             assert start == max([free, *arrivals])
             assert end - start == duration(costs, instruction)
@@ -84,7 +89,10 @@ def duration(costs, instruction):
     if instruction.parts:
         return costs.overlapped
     per_stage = {Op.F: [costs.forward], Op.I: [costs.backward_input], Op.W: [costs.backward_weight]}
-    return sum(c[instruction.stage] for c in per_stage.get(instruction.op, [costs.backward_input, costs.backward_weight]))
+    return sum(
+        c[instruction.stage]
+        for c in per_stage.get(instruction.op, [costs.backward_input, costs.backward_weight])
+    )
 
 
 @given(any_schedule, numbers)
@@ -98,7 +106,11 @@ def test_communications_change_no_time(schedule, latency):
 def test_a_message_lasts_from_its_producer_until_it_is_there():
     lowered = place_communication(one_f_one_b(2, 1))
     timeline = simulate(lowered, Costs(communication=Fraction(1, 2)))
-    at = {str(i): (a, b) for r in range(2) for i, a, b in zip(lowered.instructions(r), timeline.starts[r], timeline.ends[r], strict=True)}
+    at = {
+        str(i): (a, b)
+        for r in range(2)
+        for i, a, b in zip(lowered.instructions(r), timeline.starts[r], timeline.ends[r], strict=True)
+    }
     assert at["0SEND_F0"] == at["1RECV_F0"] == (1, Fraction(3, 2))
     assert at["1F0"] == (Fraction(3, 2), Fraction(5, 2))
     assert at["1SEND_B0"] == at["0RECV_B0"] == (Fraction(9, 2), 5)
@@ -124,14 +136,19 @@ def test_the_published_bubble_rate():
     costs = Costs(18.522, 18.086, 9.337, communication=0.601)
     timeline = simulate(one_f_one_b(8, 24), costs)
     assert round(timeline.span_bubble, 4) == 0.2431
-    exact = simulate(one_f_one_b(8, 24), Costs(*map(Fraction, ("18.522", "18.086", "9.337")), communication=Fraction("0.601")))
+    exact = simulate(
+        one_f_one_b(8, 24),
+        Costs(*map(Fraction, ("18.522", "18.086", "9.337")), communication=Fraction("0.601")),
+    )
     assert float(exact.span_bubble) == pytest.approx(timeline.span_bubble, rel=1e-13)
 
 
 def test_formulas_of_the_other_schedules():
     unit = Costs(1, 1, 1)
     assert simulate(gpipe(4, 8), Costs(2, 3, 4)).idle == (3 * 9,) * 4
-    assert simulate(interleaved_one_f_one_b(4, 8), unit).idle == (9,) * 4  # per chunk: F, B, W are 2, 2, 2 together
+    assert (
+        simulate(interleaved_one_f_one_b(4, 8), unit).idle == (9,) * 4
+    )  # per chunk: F, B, W are 2, 2, 2 together
     assert simulate(zb_h1(4, 8), unit).idle == (3,) * 4
     assert simulate(zb_h2(4, 8), unit).span_bubble == 0
     assert simulate(zbv(4, 8), unit).span_bubble == 0
@@ -145,7 +162,10 @@ def test_span_and_makespan():
 
 def test_memory_of_weight_gradients():
     schedule = split_backward(gpipe(1, 4))
-    rows = [*[s for s in schedule.programs[0] if s[0].op is not Op.W], *[s for s in schedule.programs[0] if s[0].op is Op.W]]
+    rows = [
+        *[s for s in schedule.programs[0] if s[0].op is not Op.W],
+        *[s for s in schedule.programs[0] if s[0].op is Op.W],
+    ]
     late = replace(schedule, programs=(tuple(rows),))
     assert simulate(late).peak_activations == (4,)
     one_by_one = zb_h1(4, 8)
@@ -238,7 +258,10 @@ def test_a_reduction_hides_behind_the_backwards_of_other_stages():
 def test_a_rank_that_waits_for_ever_is_found_behind_a_step():
     schedule = append_tail(gpipe(2, 1))
     wrong = replace(schedule, programs=(schedule.programs[0][::-1], schedule.programs[1][1:]))
-    with pytest.raises(ScheduleError, match=r"rank 0, step 1, place 0, 0B0: deadlock: .* computes only at step 2, place 0 \(0F0\)"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"rank 0, step 1, place 0, 0B0: deadlock: .* computes only at step 2, place 0 \(0F0\)",
+    ):
         simulate(wrong)
 
 
@@ -246,7 +269,10 @@ def test_what_takes_no_time_stands_where_its_rank_is_free():
     schedule = append_tail(insert_unshards(one_f_one_b(1, 1)), step=False)
     (program,) = schedule.programs
     behind = (*program[:-1], (*program[-1], Instruction(Op.RESHARD, 0)))
-    moved = replace(schedule, programs=(tuple(tuple(i for i in s if i.op is not Op.RESHARD) for s in behind[:-1]) + behind[-1:],))
+    moved = replace(
+        schedule,
+        programs=(tuple(tuple(i for i in s if i.op is not Op.RESHARD) for s in behind[:-1]) + behind[-1:],),
+    )
     timeline = simulate(moved, Costs(unshard=2, reduce_grad=5))
     assert [str(i) for i in moved.instructions(0)] == ["0UNSHARD", "0F0", "0B0", "0REDUCE_GRAD", "0RESHARD"]
     assert (timeline.starts[0], timeline.ends[0]) == ((0, 2, 3, 5, 5), (2, 3, 5, 10, 5))

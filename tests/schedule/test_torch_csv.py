@@ -65,7 +65,7 @@ def test_what_torch_writes_is_read(kind, tmp_path):
         for rank, actions in theirs.pipeline_order.items():
             expected = [str(action) for action in actions if action is not None]
             assert [str(i) for i in read.instructions(rank) if i.op in COMPUTE] == expected
-        assert read.lowered == (form == "comms")
+        assert read.has_messages == (form == "comms")
         assert check(read).microbatches == MICROBATCHES
 
 
@@ -78,23 +78,35 @@ def test_what_we_write_loads_in_torch(kind, lowered, tmp_path):
     theirs = torch_schedule(kind)
     theirs._load_csv(tmp_path / "ours.csv", format="compute_comms" if lowered else "compute_only")
     loaded = theirs.pipeline_order_with_comms if lowered else theirs.pipeline_order
-    assert [[str(action) for action in loaded[r]] for r in range(RANKS)] == [list(map(str, ours.instructions(r))) for r in range(RANKS)]
+    assert [[str(action) for action in loaded[r]] for r in range(RANKS)] == [
+        list(map(str, ours.instructions(r))) for r in range(RANKS)
+    ]
 
 
 ONE_CHAIN = [
-    name for name, build in BUILDERS.items() if (s := build(4, 8)) and len(s.chains) == 1 and s.ops <= COMPUTE and not s.forward_only
+    name
+    for name, build in BUILDERS.items()
+    if (s := build(4, 8)) and len(s.chains) == 1 and s.ops <= COMPUTE and not s.forward_only
 ]
 
 
 @given(schedules(ONE_CHAIN))
 def test_what_is_written_for_torch_has_torchs_own_frame_around_its_compute(schedule):
-    """UNSHARD, RESHARD and REDUCE_GRAD stand where torch's lowering puts them, and shared communicators cannot block."""
+    """UNSHARD, RESHARD and REDUCE_GRAD stand where torch's lowering puts them, and shared communicators
+    cannot block.
+    """
     read = from_csv(to_torch_csv(schedule))
     check(read, queue="rank")
     for rank in range(schedule.ranks):
-        actions = [torch_schedules._Action.from_str(str(i)) for i in compute_only(schedule).instructions(rank)]
-        frame = torch_schedules._add_reduce_grad(torch_schedules._add_unshard_reshard(actions), schedule.microbatches)
-        assert [str(i) for i in read.instructions(rank) if i.op not in COMMUNICATION] == [str(action) for action in frame]
+        actions = [
+            torch_schedules._Action.from_str(str(i)) for i in compute_only(schedule).instructions(rank)
+        ]
+        frame = torch_schedules._add_reduce_grad(
+            torch_schedules._add_unshard_reshard(actions), schedule.microbatches
+        )
+        assert [str(i) for i in read.instructions(rank) if i.op not in COMMUNICATION] == [
+            str(action) for action in frame
+        ]
 
 
 def test_messages_of_many_peers_share_a_queue():
@@ -102,7 +114,10 @@ def test_messages_of_many_peers_share_a_queue():
     schedule = interleaved_one_f_one_b(3, 8)
     with pytest.raises(ScheduleError, match="deadlock"):
         check(place_communication(schedule), queue="rank")
-    assert check(from_csv(to_torch_csv(schedule)), queue="rank").models == ("rendezvous", "one queue per rank")
+    assert check(from_csv(to_torch_csv(schedule)), queue="rank").models == (
+        "rendezvous",
+        "one queue per rank",
+    )
 
 
 def test_lowered_again_it_is_the_same():
@@ -116,7 +131,10 @@ def test_lowered_again_it_is_the_same():
     [
         (BUILDERS["dualpipe"](2, 4), "dualpipe has 2 chains of stages, torch's runtime runs one"),
         (BUILDERS["inference"](2, 4), "inference has no backward"),
-        (BUILDERS["deepspeed_train"](2, 4), "deepspeed_train has LOAD, REDUCE_TIED, STEP, which torch's runtime cannot read"),
+        (
+            BUILDERS["deepspeed_train"](2, 4),
+            "deepspeed_train has LOAD, REDUCE_TIED, STEP, which torch's runtime cannot read",
+        ),
         (insert_offloads(BUILDERS["gpipe"](2, 4)), "gpipe has FETCH, OFFLOAD, which"),
         (append_tail(BUILDERS["gpipe"](2, 4)), "gpipe has STEP, which"),
         (replace(BUILDERS["gpipe"](3, 4), skips=((0, 2),)), r"gpipe has skip connections such as \(0, 2\)"),

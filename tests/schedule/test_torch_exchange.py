@@ -8,10 +8,25 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.schedule import BUILDERS, Costs, compute_only, place_communication, plan, read_csv, to_torch_csv, write_csv
+from ppfunc.schedule import (
+    BUILDERS,
+    Costs,
+    compute_only,
+    place_communication,
+    plan,
+    read_csv,
+    to_torch_csv,
+    write_csv,
+)
+from tests.models import squared
 
 RANKS, MICROBATCHES, WIDTH = 3, 6, 5
-OPTIONS = {"interleaved_1f1b": {"chunks": 3}, "looped_bfs": {"chunks": 4}, "interleaved_zb": {"chunks": 2}, "zero_bubble": {"cap": 4}}
+OPTIONS = {
+    "interleaved_1f1b": {"chunks": 3},
+    "looped_bfs": {"chunks": 4},
+    "interleaved_zb": {"chunks": 2},
+    "zero_bubble": {"cap": 4},
+}
 REFUSED = ("inference", "data_parallel", "dualpipe", "chimera", "deepspeed_train", "deepspeed_inference")
 WITHIN_RANKS = (
     "zbv",
@@ -23,7 +38,11 @@ WITHIN_RANKS = (
 )  # before 2.12, torch sends what a rank has for itself over gloo
 NAMES = tuple(
     name
-    for name in (*(name for name in BUILDERS if name not in REFUSED), "wave", "deepspeed_train")  # of the last its compute
+    for name in (
+        *(name for name in BUILDERS if name not in REFUSED),
+        "wave",
+        "deepspeed_train",
+    )  # of the last its compute
     if torch.__version__ >= "2.12" or name not in WITHIN_RANKS
 )
 FORMS = ("sum", "mean", "sharded")
@@ -39,7 +58,9 @@ def built(name: str) -> pp.Schedule:
 def layers(stages: int) -> list[torch.nn.Module]:
     """The same model in every process: its parameters come from a fixed seed."""
     generator = torch.Generator().manual_seed(0)
-    made = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()).double() for _ in range(stages)]
+    made = [
+        torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()).double() for _ in range(stages)
+    ]
     for parameter in (p for layer in made for p in layer.parameters()):
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     return made
@@ -47,11 +68,9 @@ def layers(stages: int) -> list[torch.nn.Module]:
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return tuple(torch.randn(2 * MICROBATCHES, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
-
-
-def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).square().mean()
+    return tuple(
+        torch.randn(2 * MICROBATCHES, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
 
 
 def run(rank: int, folder: Path, name: str, form: str) -> None:
@@ -65,17 +84,21 @@ def run(rank: int, folder: Path, name: str, form: str) -> None:
     schedule = read_csv(file)
     model = layers(schedule.stages)
     held = schedule.stages_of(rank)
-    if form == "sharded":  # each stage over one process: what is placed for FSDP has to be there, and in its order
+    if (
+        form == "sharded"
+    ):  # each stage over one process: what is placed for FSDP has to be there, and in its order
         mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("pipe", "data"))
         for stage in held:
             fully_shard(model[stage], mesh=mesh["data"])
     stages = [PipelineStage(model[s], s, schedule.stages, torch.device("cpu")) for s in held]
-    runtime = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=loss_of)
+    runtime = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=squared)
     runtime._load_csv(str(file), format="compute_comms")
     inputs, targets = batch()
     runtime.step(*[inputs] * (0 in held), target=targets)
     whole = torch.distributed.tensor.DTensor.full_tensor if form == "sharded" else torch.Tensor.clone
-    torch.save({s: [whole(p.grad) for p in model[s].parameters()] for s in held}, folder / f"{name}-{form}.{rank}.pt")
+    torch.save(
+        {s: [whole(p.grad) for p in model[s].parameters()] for s in held}, folder / f"{name}-{form}.{rank}.pt"
+    )
 
 
 def run_all(rank: int, size: int, folder: Path) -> None:
@@ -104,7 +127,8 @@ def test_torch_finds_the_gradients_of_the_whole_model(name, form, folder):
     model = layers(len(found))
     inputs, targets = batch()
     losses = [
-        loss_of(torch.nn.Sequential(*model)(x), y) for x, y in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True)
+        squared(torch.nn.Sequential(*model)(x), y)
+        for x, y in zip(inputs.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True)
     ]
     # A file without REDUCE_GRAD gives torch the sum over the microbatches.
     (sum(losses) / (1 if form == "sum" else MICROBATCHES)).backward()
@@ -117,10 +141,12 @@ def test_torch_finds_the_gradients_of_the_whole_model(name, form, folder):
 def test_torch_finds_the_gradients_that_ppfunc_finds(name, folder):
     schedule = read_csv(folder / f"{name}-sum.csv")
     model = layers(schedule.stages)
-    functions = [lambda params, x, layer=layer: torch.func.functional_call(layer, params, (x,)) for layer in model]
+    functions = [
+        lambda params, x, layer=layer: torch.func.functional_call(layer, params, (x,)) for layer in model
+    ]
     params = {stage: dict(layer.named_parameters()) for stage, layer in enumerate(model)}
     inputs, targets = (pp.microbatch(part, MICROBATCHES) for part in batch())
-    _, gradients = pp.value_and_grad(functions, loss_of, schedule)(params, inputs, targets)
+    _, gradients = pp.value_and_grad(functions, squared, schedule)(params, inputs, targets)
     for rank in range(RANKS):
         for stage, found in torch.load(folder / f"{name}-mean.{rank}.pt").items():
             for ours, theirs in zip(gradients[stage].values(), found, strict=True):

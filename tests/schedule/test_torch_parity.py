@@ -24,9 +24,14 @@ def torch_order(kind: str, ranks: int, microbatches: int, chunks: int, v_shaped:
     """The text of every action of every rank in torch's order, idle places left out."""
     held = (0, 2 * ranks - 1) if v_shaped else range(0, ranks * chunks, ranks)
     stages = [Stage(s, ranks, ranks * chunks) for s in held]
-    made = getattr(schedules, kind)(stages[0] if kind == "ScheduleGPipe" else stages, microbatches, loss_fn=_loss)
+    made = getattr(schedules, kind)(
+        stages[0] if kind == "ScheduleGPipe" else stages, microbatches, loss_fn=_loss
+    )
     order = made.pipeline_order
-    return [[str(a) for a in order[r] if a is not None and not str(a).endswith("REDUCE_GRAD")] for r in range(ranks)]
+    return [
+        [str(a) for a in order[r] if a is not None and not str(a).endswith("REDUCE_GRAD")]
+        for r in range(ranks)
+    ]
 
 
 def _loss(output: object, target: object) -> None:
@@ -62,7 +67,9 @@ def divides(ranks: int, microbatches: int) -> bool:
     ],
 )
 def test_the_order_is_torchs(kind, build, chunks, v_shaped, accepts, ranks):
-    """Where torch accepts the number of microbatches, fewer than ranks included, with every number of chunks."""
+    """Where torch accepts the number of microbatches, fewer than ranks included, with every number of
+    chunks.
+    """
     for microbatches in filter(lambda m: accepts(ranks, m), range(1, 25)):
         for v in chunks:
             theirs = torch_order(kind, ranks, microbatches, v, v_shaped)

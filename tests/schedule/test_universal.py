@@ -1,7 +1,7 @@
 """What holds for every schedule that a builder makes, for any number of ranks, microbatches and chunks.
 
-A new builder is in all of these tests by its line in ``BUILDERS``, or in ``ALL``; a constraint of its arguments, its
-formulas and its bound of memory are one line each in the tables below.
+A new builder is in all of these tests by its line in ``BUILDERS``, or in ``ALL``; a constraint of its
+arguments, its formulas and its bound of memory are one line each in the tables below.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ every_builder = pytest.mark.parametrize("name", ALL)
 def arguments(name: str, max_ranks: int = 8, max_microbatches: int = 18) -> st.SearchStrategy[dict[str, Any]]:
     """The keyword arguments that a builder accepts, every option drawn."""
     accepts = ACCEPTS.get(name, lambda p, m: True)
-    counts = [(p, m) for p in range(1, max_ranks + 1) for m in range(1, max_microbatches + 1) if accepts(p, m)]
+    counts = [
+        (p, m) for p in range(1, max_ranks + 1) for m in range(1, max_microbatches + 1) if accepts(p, m)
+    ]
     options = {"chunks": st.integers(1, 4), "order": st.sampled_from(["source", "head"])}
     chosen = {o: s for o, s in options.items() if o in inspect.signature(ALL[name]).parameters}
     pairs = st.sampled_from(counts).map(lambda c: {"ranks": c[0], "microbatches": c[1]})
@@ -121,18 +123,22 @@ def arguments(name: str, max_ranks: int = 8, max_microbatches: int = 18) -> st.S
 
 def cases(name: str) -> st.SearchStrategy[Case]:
     """The schedules of a builder."""
-    return arguments(name).map(lambda a: Case(ALL[name](**a), a["ranks"], a["microbatches"], a.get("chunks", 1)))
+    return arguments(name).map(
+        lambda a: Case(ALL[name](**a), a["ranks"], a["microbatches"], a.get("chunks", 1))
+    )
 
 
 def lowered(schedule: Schedule) -> Schedule:
     """With communication, be it the builder's own or placed now."""
-    return schedule if schedule.lowered else place_communication(schedule)
+    return schedule if schedule.has_messages else place_communication(schedule)
 
 
 @every_builder
 @given(data=st.data())
 def test_complete(name, data):
-    """Each stage has one forward and, unless there is none at all, one backward, whole or in two, of each microbatch."""
+    """Each stage has one forward and, unless there is none at all, one backward, whole or in two, of each
+    microbatch.
+    """
     schedule = data.draw(cases(name)).schedule
     found = Counter(
         (part.op, part.stage, part.microbatch)
@@ -155,7 +161,9 @@ def test_complete(name, data):
 def test_every_instruction_is_on_the_rank_of_its_stage(name, data):
     schedule = data.draw(cases(name)).schedule
     for rank in range(schedule.ranks):
-        assert {schedule.placement[part.stage] for i in schedule.instructions(rank) for part in parts_of(i)} == {rank}
+        assert {
+            schedule.placement[part.stage] for i in schedule.instructions(rank) for part in parts_of(i)
+        } == {rank}
 
 
 @every_builder
@@ -239,7 +247,9 @@ def test_text_round_trip(name, data):
     for form in (schedule, lowered(schedule)):
         assert from_json(to_json(form)) == form
         again = from_csv(to_csv(form), form.name)
-        assert [list(again.instructions(r)) for r in range(form.ranks)] == [list(form.instructions(r)) for r in range(form.ranks)]
+        assert [list(again.instructions(r)) for r in range(form.ranks)] == [
+            list(form.instructions(r)) for r in range(form.ranks)
+        ]
         assert (again.placement, again.chains) == (form.placement, form.chains)
 
 
@@ -251,7 +261,9 @@ def trained(schedule: Schedule, most: int, tied: Any = None) -> Schedule:
 
 def fewest(schedule: Schedule) -> int:
     """How many stages must be unsharded at once on some rank."""
-    return max(len({p.stage for p in parts_of(i)}) for r in range(schedule.ranks) for i in schedule.instructions(r))
+    return max(
+        len({p.stage for p in parts_of(i)}) for r in range(schedule.ranks) for i in schedule.instructions(r)
+    )
 
 
 @every_builder
@@ -264,7 +276,9 @@ def test_reductions_and_gathers_are_proved_in_any_order_of_the_passes(name, data
     check(place_communication(form))
     assert from_json(to_json(form)) == form
     again = from_csv(to_csv(form), form.name)
-    assert [list(again.instructions(r)) for r in range(form.ranks)] == [list(form.instructions(r)) for r in range(form.ranks)]
+    assert [list(again.instructions(r)) for r in range(form.ranks)] == [
+        list(form.instructions(r)) for r in range(form.ranks)
+    ]
     bare = compute_only(schedule)
     assert remove_tail(remove_unshards(form)) == remove_tail(bare)
     assert insert_unshards(form, most) == form
@@ -284,7 +298,9 @@ def test_every_stage_is_reduced_as_soon_as_its_gradients_are_there(name, data):
         for stage in schedule.stages_of(rank):
             own = [n for n, i in enumerate(row) if i.op in TAIL and i.stage == stage]
             assert [row[n].op for n in own] == [op for op in TAIL if op in schedule.ops]
-            last = max(n for n, i in enumerate(row) if any(p.stage == stage and p.op in COMPUTE for p in parts_of(i)))
+            last = max(
+                n for n, i in enumerate(row) if any(p.stage == stage and p.op in COMPUTE for p in parts_of(i))
+            )
             if Op.REDUCE_TIED not in schedule.ops:
                 assert not any(i.op in COMPUTE for i in row[last + 1 : own[0]])
             assert not any(i.op in COMPUTE for i in row[own[-1] :])
@@ -307,7 +323,9 @@ def test_no_more_stages_are_unsharded_than_allowed_and_the_next_is_fetched_ahead
                 there.remove(instruction.stage)
             else:
                 now = {p.stage for p in parts_of(instruction)}
-                later = [p.stage for i in row[n:] if i.op in COMPUTE for p in parts_of(i) if p.stage not in now]
+                later = [
+                    p.stage for i in row[n:] if i.op in COMPUTE for p in parts_of(i) if p.stage not in now
+                ]
                 assert now <= there and len(there) <= most
                 assert not later or len(now) == most or later[0] in there
                 assert there <= now | set(later)
@@ -328,14 +346,30 @@ def test_what_takes_no_time_changes_no_time(name, data):
 @every_builder
 @given(data=st.data())
 def test_collectives_and_optimizer_steps_take_their_time(name, data):
-    """The rule itself: one collective after the other, compute after the gather of its stage, STEP after its sums."""
+    """The rule itself: one collective after the other, compute after the gather of its stage, STEP after its
+    sums.
+    """
     form = trained(data.draw(cases(name)).schedule, data.draw(st.integers(2, 4)))
-    costs = Costs(2, 1, 3, unshard=data.draw(st.integers(0, 5)), reduce_tied=1, reduce_grad=data.draw(st.integers(0, 9)), step=2)
+    costs = Costs(
+        2,
+        1,
+        3,
+        unshard=data.draw(st.integers(0, 5)),
+        reduce_tied=1,
+        reduce_grad=data.draw(st.integers(0, 9)),
+        step=2,
+    )
     timeline = simulate(form, costs)
-    assert simulate(place_communication(form), costs).makespan == timeline.makespan >= simulate(compute_only(form), costs).makespan
+    assert (
+        simulate(place_communication(form), costs).makespan
+        == timeline.makespan
+        >= simulate(compute_only(form), costs).makespan
+    )
     for rank in range(form.ranks):
         free, lane, ready, summed = 0, 0, {}, {}
-        for i, start, end in zip(form.instructions(rank), timeline.starts[rank], timeline.ends[rank], strict=True):
+        for i, start, end in zip(
+            form.instructions(rank), timeline.starts[rank], timeline.ends[rank], strict=True
+        ):
             if i.op is Op.RESHARD:
                 assert start == end == free
             elif i.op in COMPUTE:
@@ -364,7 +398,11 @@ def test_digests_are_the_same_in_every_process():
     code = "from ppfunc.schedule import BUILDERS; print({n: f(2, 4).digest for n, f in BUILDERS.items()})"
     printed = [
         subprocess.run(
-            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         for seed in ("1", "2")
     ]

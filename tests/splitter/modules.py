@@ -1,4 +1,6 @@
-"""Small models, each with one thing that a split could get wrong, and the whole model's gradients to compare with."""
+"""Small models, each with one thing that a split could get wrong, and the whole model's gradients to compare
+with.
+"""
 
 from __future__ import annotations
 
@@ -381,7 +383,10 @@ class LooksAtAMaskOfItsOwn(Base):
         lengths[:1] = 2
         h = F.pad(h, (0, D - h.shape[1])) * before + lengths.double().mean()
         kinds = torch.unique(lengths)
-        return self.c(self.b(h)[:, kept].sum(1, keepdim=True) * (mask.double() + len(kinds) + sum(k.item() for k in kinds)))
+        return self.c(
+            self.b(h)[:, kept].sum(1, keepdim=True)
+            * (mask.double() + len(kinds) + sum(k.item() for k in kinds))
+        )
 
 
 class VmapInside(Base):
@@ -421,7 +426,10 @@ def _answer(values: list[Any], keys: Any) -> Answer:
 
 
 torch.utils._pytree.register_pytree_node(
-    Answer, lambda a: ([a.logits, a.cache], ("logits", "cache")), _answer, serialized_type_name="tests.splitter.Answer"
+    Answer,
+    lambda a: ([a.logits, a.cache], ("logits", "cache")),
+    _answer,
+    serialized_type_name="tests.splitter.Answer",
 )
 
 
@@ -440,7 +448,9 @@ class ClassOfOutputs(Base):
 
 
 class EncoderDecoder(nn.Module):
-    """Tied embeddings, an encoder whose output goes to every layer of the decoder, masks, a bias made once from parameters."""
+    """Tied embeddings, an encoder whose output goes to every layer of the decoder, masks, a bias made once
+    from parameters.
+    """
 
     def __init__(self, words: int = 11) -> None:
         super().__init__()
@@ -488,19 +498,27 @@ class Decoder(nn.Module):
         x = self.embed(ids)
         for layer in self.layers:
             q, k, v = layer(x).chunk(3, -1)
-            x = x + F.scaled_dot_product_attention((q * table)[:, None], (k * table)[:, None], v[:, None], attn_mask=allowed)[:, 0]
+            x = (
+                x
+                + F.scaled_dot_product_attention(
+                    (q * table)[:, None], (k * table)[:, None], v[:, None], attn_mask=allowed
+                )[:, 0]
+            )
         return self.head(x)
 
 
 def scalar(output: Any) -> Tensor:
-    """A scalar that all tensors of a result go into."""
+    """Reduce a result to a scalar that depends on all of its tensors."""
     leaves = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, Tensor)]
     assert leaves
-    return sum(((t.double() * (n + 1.5)).square().sum() for n, t in enumerate(leaves)), torch.zeros((), dtype=torch.float64))
+    return sum(
+        ((t.double() * (n + 1.5)).square().sum() for n, t in enumerate(leaves)),
+        torch.zeros((), dtype=torch.float64),
+    )
 
 
 def in_turn(parts: Split, inputs: Any, params: Mapping[int, Any] | None = None) -> tuple[Any, dict[int, Any]]:
-    """The result of the stages called one after the other, and their new state."""
+    """Call the stages in turn; return the result and their new state."""
     x, skips, state = inputs, {}, {}
     for stage, fn in enumerate(parts.stages):
         into = {a: skips[a, b] for a, b in parts.skips if b == stage}
@@ -530,7 +548,9 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def whole(model: nn.Module, inputs: Any, seed: int = 7) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-    """Gradients by name, buffers after the call, and the result, of the whole model, which stays as it was."""
+    """Gradients by name, buffers after the call, and the result, of the whole model, which stays as it
+    was.
+    """
     before = {name: b.clone() for name, b in model.named_buffers()}
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in before}
     held = {name: owners[name]._buffers[name.rpartition(".")[2]] for name in before}
@@ -547,9 +567,14 @@ def whole(model: nn.Module, inputs: Any, seed: int = 7) -> tuple[dict[str, Tenso
 
 
 def require_equal(model: nn.Module, parts: Split, inputs: Any) -> None:
-    """The stages in turn give the result, the gradients and the buffers of the whole model, under the same random numbers."""
+    """Require of the stages in turn the result, gradients and buffers of the whole model, under the same
+    random numbers.
+    """
     want, after, result = whole(model, inputs)
-    params = {s: {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in tree.items()} for s, tree in parts.params.items()}
+    params = {
+        s: {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in tree.items()}
+        for s, tree in parts.params.items()
+    }
     torch.manual_seed(7)
     got, state = in_turn(parts, inputs, params)
     for a, b in zip(*(torch.utils._pytree.tree_leaves(r) for r in (got, result)), strict=True):
@@ -567,5 +592,7 @@ def require_equal(model: nn.Module, parts: Split, inputs: Any) -> None:
     for tree in state.values():
         for name, buffer in tree.items():
             torch.testing.assert_close(buffer, after[name], rtol=0, atol=0)
-    unwritten = {name for name, b in model.named_buffers() if not torch.equal(b, after[name])} - {n for t in state.values() for n in t}
+    unwritten = {name for name, b in model.named_buffers() if not torch.equal(b, after[name])} - {
+        n for t in state.values() for n in t
+    }
     assert not unwritten

@@ -123,7 +123,7 @@ def test_an_encoder_and_decoder_with_tied_embeddings(at, training):
     }
 
 
-ENGINES = {"graph": pp.graph, "functional": pp.functional, "eager": pp.eager}
+ENGINES = {"graph": pp.engines.graph, "functional": pp.engines.functional, "eager": pp.engines.eager}
 
 
 @cache
@@ -149,14 +149,18 @@ def test_schedules_give_the_gradients_of_the_whole_model(build, engine):
         each = [m.whole(model, {k: v[2 * i : 2 * i + 2] for k, v in inputs.items()}) for i in range(4)]
         torch.testing.assert_close(loss, sum(m.scalar(result).detach() for _, _, result in each) / 4)
         for name, grad in (item for tree in grads.values() for item in tree.items()):
-            torch.testing.assert_close(grad, sum(want[name] for want, _, _ in each) / 4, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                grad, sum(want[name] for want, _, _ in each) / 4, rtol=1e-12, atol=1e-12
+            )
 
 
 def test_strides_are_those_of_the_whole_model_though_messages_are_contiguous():
     model = made(m.StridesOfATranspose)
     x = m.rows(6)
     parts = pp.split(model, x[:3], at=["b", "c"])
-    step = pp.value_and_grad(parts.stages, lambda y, t: (y * t).sum(), pp.with_skips(pp.gpipe(3, 2), parts.skips))
+    step = pp.value_and_grad(
+        parts.stages, lambda y, t: (y * t).sum(), pp.with_skips(pp.gpipe(3, 2), parts.skips)
+    )
     loss, _ = step(parts.params, x, x)
     torch.testing.assert_close(loss, sum((model(half) * half).sum().detach() for half in x.chunk(2)) / 2)
 
@@ -179,7 +183,8 @@ def test_a_state_goes_through_a_step_and_into_the_model():
     assert list(parts.state) == [0, 1]
     step = pp.value_and_grad(parts.stages, lambda y, t: (y * t).sum(), pp.one_f_one_b(3, 2), has_aux=True)
     x = m.rows(8)
-    (_, aux), _ = step(parts.params, x, x, state=parts.state)
+    result = step(parts.params, x, x, state=parts.state)
+    aux = result.aux
     parts.put_back(parts.params, state=aux.state)
     assert model.first.num_batches_tracked == 2
     reference = made(m.BatchNorms)
@@ -196,7 +201,11 @@ def test_a_split_in_evaluation_has_no_state_and_training_it_is_refused():
     m.require_equal(model, parts, m.rows())
     model.train()
     with pytest.raises(
-        StageError, match="stage 0: it writes into the buffer first.num_batches_tracked .* split with inputs of this form, in this mode"
+        StageError,
+        match=(
+            "stage 0: it writes into the buffer first.num_batches_tracked .* split with inputs of this form,"
+            " in this mode"
+        ),
     ):
         m.in_turn(parts, m.rows())
 
@@ -209,7 +218,9 @@ def test_the_mode_is_followed():
     first, other = (step(parts.params, x, seed=(0, n)) for n in range(2))
     assert not torch.equal(first, other)
     model.eval()
-    assert torch.equal(step(parts.params, x), m.in_turn(parts, x)[0]) and not torch.equal(step(parts.params, x), first)
+    assert torch.equal(step(parts.params, x), m.in_turn(parts, x)[0]) and not torch.equal(
+        step(parts.params, x), first
+    )
 
 
 def test_classes_of_outputs_come_to_the_loss_and_to_the_caller():
@@ -227,7 +238,9 @@ def test_classes_of_outputs_come_to_the_loss_and_to_the_caller():
     want = model(x, offset=x, twice=True).logits
     torch.testing.assert_close(value, (want * x).sum() / 2)
     assert type(seen[0]) is m.Answer
-    with pytest.raises(AttributeError, match="returned a Cache, which a split does not keep; got a request for its 'tensor'"):
+    with pytest.raises(
+        AttributeError, match="returned a Cache, which a split does not keep; got a request for its 'tensor'"
+    ):
         seen[0].cache.tensor  # noqa: B018
     run = pp.evaluate(parts.stages, None, pp.with_skips(pp.gpipe(3, 2), parts.skips), return_outputs=True)
     torch.testing.assert_close(run(parts.params, (x, {"offset": x})).logits, want)
@@ -253,7 +266,7 @@ def test_inputs_have_the_form_of_the_arguments():
 
 
 def crossing(parts, inputs):
-    """The shapes of all that crosses a boundary, but for tensors without elements."""
+    """List the shapes of all that crosses a boundary, but for tensors without elements."""
     found = []
     x, skips = inputs, {}
     for stage, fn in enumerate(parts.stages[:-1]):
@@ -389,7 +402,9 @@ def test_numbers_of_the_model_are_those_of_the_moment_in_which_a_step_is_made():
 def test_parameters_that_share_memory_and_are_not_one_are_refused():
     model = made(m.Plain)
     model.c.weight = nn.Parameter(model.a.weight.data)
-    with pytest.raises(ValueError, match="a.weight and c.weight are two parameters that share memory; tie them as one"):
+    with pytest.raises(
+        ValueError, match="a.weight and c.weight are two parameters that share memory; tie them as one"
+    ):
         pp.split(model, m.rows(), at=["b"])
     both = torch.randn(2 * m.D, m.D, dtype=torch.float64)
     model.a.weight, model.c.weight = (nn.Parameter(part) for part in both.chunk(2))
@@ -398,7 +413,10 @@ def test_parameters_that_share_memory_and_are_not_one_are_refused():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of scripts
 def test_modules_that_cannot_be_traced_are_refused_by_name():
-    for wrap, message in ((torch.jit.script, "cannot be traced; give the module from before"), (torch.compile, "is compiled; give the")):
+    for wrap, message in (
+        (torch.jit.script, "cannot be traced; give the module from before"),
+        (torch.compile, "is compiled; give the"),
+    ):
         model = made(m.Plain)
         model.b = wrap(model.b)
         with pytest.raises(TypeError, match=f"b: got .*Module, which {message}"):
@@ -415,7 +433,10 @@ def test_modules_that_cannot_be_traced_are_refused_by_name():
         (lambda model: model.b.register_full_backward_hook(print), "its module b has a backward hook"),
         (lambda model: model.b.register_full_backward_pre_hook(print), "its module b has a backward hook"),
         (lambda model: model.b.weight.register_hook(print), "its parameter b.weight has a backward hook"),
-        (lambda model: model.b.weight.register_post_accumulate_grad_hook(print), "its parameter b.weight has a backward hook"),
+        (
+            lambda model: model.b.weight.register_post_accumulate_grad_hook(print),
+            "its parameter b.weight has a backward hook",
+        ),
     ],
 )
 def test_backward_hooks_are_refused(put, what):
@@ -538,20 +559,62 @@ class Raises(m.Base):
     ("kind", "message"),
     [
         (TwoCalls, "its buffer norm.num_batches_tracked is written in the stages 0, 1"),
-        (DependsOnValues, r"its control flow or its shapes depend on the values of tensors \(operator .*, called at .*test_split.py:"),
-        (LooksAtAMaskThatItFills, r"depend on the values of tensors \(operator .*, called at .*test_split.py:"),
-        (LooksAtNoise, r"depend on the values of tensors \(operator aten.nonzero.default, called at .*test_split.py:"),
-        (LooksAtATensorOfItsOwn, r"depend on the values of tensors \(operator .*, called at .*test_split.py:"),
+        (
+            DependsOnValues,
+            (
+                r"its control flow or its shapes depend on the values of tensors \(operator .*, called at"
+                r" .*test_split.py:"
+            ),
+        ),
+        (
+            LooksAtAMaskThatItFills,
+            r"depend on the values of tensors \(operator .*, called at .*test_split.py:",
+        ),
+        (
+            LooksAtNoise,
+            r"depend on the values of tensors \(operator aten.nonzero.default, called at .*test_split.py:",
+        ),
+        (
+            LooksAtATensorOfItsOwn,
+            r"depend on the values of tensors \(operator .*, called at .*test_split.py:",
+        ),
         (WritesAParameter, "it writes into its parameter b.weight, called at .*test_split.py:"),
-        (HiddenParameter, r"it reads a tensor of shape \(4,\) that requires a gradient and is no parameter, called at .*test_split.py:"),
+        (
+            HiddenParameter,
+            (
+                r"it reads a tensor of shape \(4,\) that requires a gradient and is no parameter, called at"
+                r" .*test_split.py:"
+            ),
+        ),
         (Seeds, "it seeds the default random generator, called at .*test_split.py:"),
-        (EarlyOnTheInput, "its autograd.Function Tripled is called by a reference taken earlier, called at .*test_split.py"),
+        (
+            EarlyOnTheInput,
+            "its autograd.Function Tripled is called by a reference taken earlier, called at .*test_split.py",
+        ),
         (DrawsByPython, r"it draws from the generator of random \(random\), called at .*test_split.py:"),
-        (HooksAGradient, r"it puts a hook onto the gradient of a tensor \(register_hook\), called at .*test_split.py:"),
-        (DerivesInside, r"it reads a tensor of shape \(4, 4\) that no operator seen here has made, called at .*test_split.py:.*torch.func"),
-        (Data, r"it reads a tensor of shape \(3, 4\) that no operator seen here has made, called at .*test_split.py:.*take detach"),
+        (
+            HooksAGradient,
+            r"it puts a hook onto the gradient of a tensor \(register_hook\), called at .*test_split.py:",
+        ),
+        (
+            DerivesInside,
+            (
+                r"it reads a tensor of shape \(4, 4\) that no operator seen here has made, called at"
+                r" .*test_split.py:.*torch.func"
+            ),
+        ),
+        (
+            Data,
+            (
+                r"it reads a tensor of shape \(3, 4\) that no operator seen here has made, called at"
+                r" .*test_split.py:.*take detach"
+            ),
+        ),
         (StridedInTwoStages, "it uses as_strided, called at .*test_split.py:"),
-        (EarlyReference, "its autograd.Function Tripled is called by a reference taken earlier, called at .*test_split.py"),
+        (
+            EarlyReference,
+            "its autograd.Function Tripled is called by a reference taken earlier, called at .*test_split.py",
+        ),
         (Raises, "it raised RuntimeError at .*test_split.py:.* when it was called without values: "),
     ],
 )
@@ -564,7 +627,12 @@ def test_models_that_cannot_be_split_are_refused_by_name(kind, message):
         pp.split(model, torch.zeros(3, m.D, dtype=torch.float64), at=["b"])
     torch.testing.assert_close(model.state_dict(), before)
     assert torch.equal(generator, torch.default_generator.get_state())
-    assert (torch.manual_seed, torch.random.manual_seed, random.random, torch.Tensor.register_hook) == functions
+    assert (
+        torch.manual_seed,
+        torch.random.manual_seed,
+        random.random,
+        torch.Tensor.register_hook,
+    ) == functions
 
 
 def test_a_parameter_that_another_mode_reads_is_refused_by_name():
@@ -577,7 +645,9 @@ def test_a_parameter_that_another_mode_reads_is_refused_by_name():
     parts = pp.split(model, m.rows(), at=["b"])
     assert set(parts.unused) == {"c.weight", "c.bias"}
     model.train()
-    with pytest.raises(StageError, match="stage 1: it reads the parameter c.weight .* and did not at the split"):
+    with pytest.raises(
+        StageError, match="stage 1: it reads the parameter c.weight .* and did not at the split"
+    ):
         m.in_turn(parts, m.rows())
 
 
@@ -592,7 +662,11 @@ def test_values_that_another_shape_needs_are_refused_by_name():
     parts = pp.split(model, m.rows(2), at=["b", "c"])
     assert parts.skips == ()
     with pytest.raises(
-        StageError, match=r"stage 2: it takes the value linear.* of shape \[6, 4\], called at .*modules?.*|stage 2: it takes the value"
+        StageError,
+        match=(
+            r"stage 2: it takes the value linear.* of shape \[6, 4\], called at .*modules?.*|stage 2: it"
+            r" takes the value"
+        ),
     ):
         m.in_turn(parts, m.rows(6))
     parts = pp.split(model, m.rows(6), at=["b", "c"])
@@ -602,7 +676,9 @@ def test_values_that_another_shape_needs_are_refused_by_name():
 
 def test_params_of_another_form_are_refused():
     parts = pp.split(made(m.Plain), m.rows(), at=["b"])
-    with pytest.raises(ValueError, match=r"params of stage 0 of Plain: got \['a.weight'\], expected \['a.bias', 'a.weight'\]"):
+    with pytest.raises(
+        ValueError, match=r"params of stage 0 of Plain: got \['a.weight'\], expected \['a.bias', 'a.weight'\]"
+    ):
         parts.stages[0]({"a.weight": parts.params[0]["a.weight"]}, m.rows())
     with pytest.raises(TypeError, match="stage 0 of the model got 1 further arguments"):
         parts.stages[0](parts.params[0], m.rows(), {})
@@ -625,7 +701,9 @@ def test_the_model_is_left_as_it_was():
     apply = torch.autograd.Function.__dict__["apply"]
     pp.split(model, kwargs=translation(), at=3)
     assert {name: id(t) for name, t in (*model.named_parameters(), *model.named_buffers())} == tensors
-    assert {name: (dict(vars(part)), len(part._forward_pre_hooks)) for name, part in model.named_modules()} == modules
+    assert {
+        name: (dict(vars(part)), len(part._forward_pre_hooks)) for name, part in model.named_modules()
+    } == modules
     assert torch.autograd.Function.__dict__["apply"] is apply
 
 
@@ -711,7 +789,9 @@ def test_threads_split_and_run_at_the_same_time():
 
 
 def test_a_stage_that_is_traced_waits_for_no_thread_that_waits_for_it():
-    """A step traces under the lock of the process; another thread calls a stage of the same split on inputs of a new form."""
+    """A step traces under the lock of the process; another thread calls a stage of the same split on inputs
+    of a new form.
+    """
     parts = pp.split(made(m.Plain), m.rows(2), at=["b"])
     done = []
 

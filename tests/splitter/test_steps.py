@@ -1,4 +1,6 @@
-"""A split in the place of the stages: its skips and tied parameters come with it, in one process and in several."""
+"""A split in the place of the stages: its skips and tied parameters come with it, in one process and in
+several.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Tied(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.wte = nn.Embedding(V, D)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(D, 2, 2 * D, dropout=0.2, batch_first=True) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(D, 2, 2 * D, dropout=0.2, batch_first=True) for _ in range(4)
+        )
         self.head = nn.Linear(D, V, bias=False)
         self.head.weight = self.wte.weight
         self.double()
@@ -45,7 +49,8 @@ def problem(m=M):
     return model, pp.split(model, ids[:2], at=[f"blocks.{i}" for i in (1, 2, 3)]), ids, targets
 
 
-shared_problem = cache(problem)  # for tests that leave the model as it is: they share what is traced of its stages
+shared_problem = cache(problem)
+"""For tests that leave the model as it is: they share what is traced of its stages."""
 
 
 def whole(model, ids, targets):
@@ -106,8 +111,11 @@ def test_evaluation_and_second_derivatives():
     model, parts, ids, targets = shared_problem(M)
     outputs = pp.evaluate(parts, None, pp.gpipe(4, M), return_outputs=True)(parts.params, ids)
     torch.testing.assert_close(outputs, model(ids).detach())
-    direction = {s: {name: torch.ones_like(p) for name, p in tree.items()} for s, tree in parts.params.items()}
-    (loss, slope, grads), _ = pp.hvp(parts, loss_fn, pp.one_f_one_b(4, M))(parts.params, direction, ids, targets)
+    direction = {
+        s: {name: torch.ones_like(p) for name, p in tree.items()} for s, tree in parts.params.items()
+    }
+    result = pp.hvp(parts, loss_fn, pp.one_f_one_b(4, M))(parts.params, direction, ids, targets)
+    loss, slope, grads = result.loss, result.slope, result.grads
     want, wanted = whole(model, ids, targets)
     torch.testing.assert_close(loss, want)
     assert worst(grads, wanted) < 1e-12
@@ -145,7 +153,9 @@ def test_another_number_of_stages_is_refused():
 def test_a_tie_of_the_split_is_not_replaced():
     _, parts, _, _ = shared_problem(M)
     with pytest.raises(ValueError, match="tied: got 'wte.weight', which the split has tied"):
-        pp.value_and_grad(parts, loss_fn, pp.one_f_one_b(4, M), tied={"wte.weight": [(0, "wte.weight"), (3, "wte.weight")]})
+        pp.value_and_grad(
+            parts, loss_fn, pp.one_f_one_b(4, M), tied={"wte.weight": [(0, "wte.weight"), (3, "wte.weight")]}
+        )
 
 
 def of_the_output(y, target):
@@ -154,12 +164,17 @@ def of_the_output(y, target):
 
 @cache
 def samples_one_by_one(count=16):
-    """A split model, samples, and the loss and gradients of each alone, by name of the parameter."""
+    """Return a split model, samples, and the loss and gradients of each alone, by parameter name."""
     torch.manual_seed(0)
     model = EncoderDecoder().double().eval()
     ids, decoder_ids = torch.randint(11, (count, 5)), torch.randint(11, (count, 4))
-    batch, targets = {"ids": ids, "decoder_ids": decoder_ids, "mask": (ids > 2).long()}, torch.randn(count).double()
-    parts = pp.split(model, kwargs={key: t[:2] for key, t in batch.items()}, at=["encoder.1", "decoder.0", "decoder.1"])
+    batch, targets = (
+        {"ids": ids, "decoder_ids": decoder_ids, "mask": (ids > 2).long()},
+        torch.randn(count).double(),
+    )
+    parts = pp.split(
+        model, kwargs={key: t[:2] for key, t in batch.items()}, at=["encoder.1", "decoder.0", "decoder.1"]
+    )
     params = {key: p.detach() for key, p in model.named_parameters()}
 
     def of_one(params, i):
@@ -167,12 +182,20 @@ def samples_one_by_one(count=16):
         return of_the_output(torch.func.functional_call(model, params, (), given), targets[i : i + 1])
 
     grads, losses = zip(*(torch.func.grad_and_value(of_one)(params, i) for i in range(count)), strict=True)
-    return parts, batch, targets, torch.stack(losses), {key: torch.stack([each[key] for each in grads]) for key in params}
+    return (
+        parts,
+        batch,
+        targets,
+        torch.stack(losses),
+        {key: torch.stack([each[key] for each in grads]) for key in params},
+    )
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_gradients_of_every_sample(name):
-    """Of a model whose mask depends on a parameter, that writes into tensors, and whose stages pass on values without a batch axis."""
+    """Of a model whose mask depends on a parameter, that writes into tensors, and whose stages pass on values
+    without a batch axis.
+    """
     schedule, b = SCHEDULES[name](), 2
     parts, batch, targets, losses, wanted = samples_one_by_one()
     n = schedule.microbatches * b
@@ -187,11 +210,18 @@ def test_gradients_of_every_sample_of_models_with_dropout_or_a_state():
     model, parts, ids, targets = problem()
     model.train()
     with pytest.raises(StageError, match='pass randomness="different" or "same"'):
-        pp.per_sample_grad(parts, loss_fn, pp.one_f_one_b(4, M), samples=2)(parts.params, ids, targets, seed=(0, 0))
+        pp.per_sample_grad(parts, loss_fn, pp.one_f_one_b(4, M), samples=2)(
+            parts.params, ids, targets, seed=(0, 0)
+        )
     step = pp.per_sample_grad(parts, loss_fn, pp.one_f_one_b(4, M), samples=2, randomness="different")
-    one, other = (step(parts.params, torch.cat([ids[:1]] * 2 * M), torch.cat([targets[:1]] * 2 * M), seed=(0, n))[1] for n in range(2))
+    one, other = (
+        step(parts.params, torch.cat([ids[:1]] * 2 * M), torch.cat([targets[:1]] * 2 * M), seed=(0, n))[1]
+        for n in range(2)
+    )
     assert not torch.equal(one[1]["blocks.1.linear1.weight"], other[1]["blocks.1.linear1.weight"])
     assert not torch.equal(*one[1]["blocks.1.linear1.weight"][0])
     normed = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Linear(D, D))
-    with pytest.raises(ValueError, match=r"stages: got a split that writes into the buffer 1\..*split in evaluation"):
+    with pytest.raises(
+        ValueError, match=r"stages: got a split that writes into the buffer 1\..*split in evaluation"
+    ):
         pp.per_sample_grad(pp.split(normed, torch.zeros(2, D), at=["1"]), loss_fn, pp.gpipe(2, 1), samples=2)

@@ -1,4 +1,6 @@
-"""Weights of a split: read by stage from files, for a model on meta too; given back under the model's names."""
+"""Weights of a split: read by stage from files, for a model on meta too; given back under the model's
+names.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def model():
 
 
 def unwritten(state):
-    """A state dict as transformers saves it: of tied names one."""
+    """Return a state dict as transformers saves it: one of the tied names."""
     return {name: t.contiguous() for name, t in state.items() if name != "head.weight"}
 
 
@@ -86,7 +88,9 @@ def test_buffers_without_values_are_named(model):
 
 def test_buffers_assigned_to_the_model_later_are_read(model):
     empty = model_on_meta()
-    loaded = pp.split(empty, kwargs=inputs(), at=AT).load({n: t for n, t in model.state_dict().items() if n != "frequency"})
+    loaded = pp.split(empty, kwargs=inputs(), at=AT).load(
+        {n: t for n, t in model.state_dict().items() if n != "frequency"}
+    )
     empty.frequency = model.frequency
     x = inputs()
     torch.testing.assert_close(m.in_turn(loaded, x)[0], model(**x), rtol=1e-12, atol=1e-12)
@@ -95,9 +99,14 @@ def test_buffers_assigned_to_the_model_later_are_read(model):
 def test_what_is_not_there_or_does_not_fit_is_named(model, tmp_path):
     parts = pp.split(model, kwargs=inputs(), at=AT)
     held = dict(model.state_dict())
-    with pytest.raises(KeyError, match="decoder.0.linear1.bias is not among .* the nearest names are: .*decoder.1.linear1.bias"):
+    with pytest.raises(
+        KeyError,
+        match="decoder.0.linear1.bias is not among .* the nearest names are: .*decoder.1.linear1.bias",
+    ):
         parts.load({n: t for n, t in held.items() if n != "decoder.0.linear1.bias"})
-    with pytest.raises(ValueError, match=r"bias.weight: the weights have the shape \[3\], the model has \[16, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"bias.weight: the weights have the shape \[3\], the model has \[16, 1\]"
+    ):
         parts.load(held | {"bias.weight": torch.zeros(3)})
     with pytest.raises(ValueError, match="stages: got 4, the split has the stages 0 to 3"):
         parts.load(held, stages=[4])
@@ -120,7 +129,10 @@ def test_numbers_for_integers_are_refused_and_others_converted(model, tmp_path):
     weights = source.state_dict() | {"first.num_batches_tracked": torch.tensor(1.5)}
     save_file(weights, tmp_path / "model.safetensors")
     for given in (weights, tmp_path):
-        with pytest.raises(ValueError, match="num_batches_tracked: the weights have the dtype torch.float32, the model has torch.int64"):
+        with pytest.raises(
+            ValueError,
+            match="num_batches_tracked: the weights have the dtype torch.float32, the model has torch.int64",
+        ):
             pp.split(source, torch.randn(5, m.D), at=["b"]).load(given)
 
 
@@ -130,7 +142,9 @@ def test_a_tensor_is_read_in_pieces(tmp_path, monkeypatch):
     model = nn.Sequential(nn.Linear(7, 11), nn.Linear(11, 3))
     save_file({name: t.double() for name, t in model.state_dict().items()}, tmp_path / "model.safetensors")
     loaded = pp.split(model, torch.zeros(2, 7), at=["1"]).load(tmp_path)
-    torch.testing.assert_close({name: t for tree in loaded.params.values() for name, t in tree.items()}, dict(model.state_dict()))
+    torch.testing.assert_close(
+        {name: t for tree in loaded.params.values() for name, t in tree.items()}, dict(model.state_dict())
+    )
 
 
 def test_the_state_is_loaded(model):
@@ -139,12 +153,16 @@ def test_the_state_is_loaded(model):
     for _ in range(3):
         source(torch.randn(5, m.D))
     loaded = pp.split(empty, torch.randn(5, m.D), at=["b"]).load(source.state_dict())
-    assert {n: t for tree in loaded.state.values() for n, t in tree.items()}.keys() == {n for n, _ in source.named_buffers()}
+    assert {n: t for tree in loaded.state.values() for n, t in tree.items()}.keys() == {
+        n for n, _ in source.named_buffers()
+    }
     assert loaded.state[0]["first.num_batches_tracked"] == 3
 
 
 def test_dtypes_are_those_of_the_model(model):
-    parts = pp.split(model, kwargs=inputs(), at=AT).load({n: t.float() for n, t in model.state_dict().items()})
+    parts = pp.split(model, kwargs=inputs(), at=AT).load(
+        {n: t.float() for n, t in model.state_dict().items()}
+    )
     assert {t.dtype for tree in parts.params.values() for t in tree.values()} == {torch.float64}
 
 
@@ -199,11 +217,16 @@ def test_a_split_is_shown_short_and_takes_back_its_own_names_only():
     split = pp.split(model, torch.zeros(2, 4), at=["2"])
     assert repr(split) == "<split of Sequential into 2 stages, cut at 2; parameters 40, 40>"
     for call in (split.put_back, split.state_dict):
-        with pytest.raises(TypeError, match=r"params: got NoneType, expected \{stage: \{name: tensor\}\}, such as split.params"):
+        with pytest.raises(
+            TypeError,
+            match=r"params: got NoneType, expected \{stage: \{name: tensor\}\}, such as split.params",
+        ):
             call(None)
         with pytest.raises(ValueError, match=r"params: got the stage 9, the split has 2"):
             call({9: {}})
-        with pytest.raises(ValueError, match=r"params\[0\] lacks '0.bias'; give all names of split.params\[0\]"):
+        with pytest.raises(
+            ValueError, match=r"params\[0\] lacks '0.bias'; give all names of split.params\[0\]"
+        ):
             call({0: {}})
         with pytest.raises(ValueError, match=r"params\[0\] does not know 'x'"):
             call({0: split.params[0] | {"x": torch.zeros(1)}})
@@ -213,7 +236,11 @@ def test_weights_of_a_wrong_type_are_refused_by_name(tmp_path):
     parts = pp.split(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.zeros(1, 2), at=["1"])
     (tmp_path / "no.safetensors").write_text("no")
     for weights, kind, message in [
-        (3, TypeError, "weights: got 3 of type int, expected a safetensors file, a folder of them, or a state dict"),
+        (
+            3,
+            TypeError,
+            "weights: got 3 of type int, expected a safetensors file, a folder of them, or a state dict",
+        ),
         ({0: torch.zeros(1)}, TypeError, "the name 0: got 0 of type int"),
         ({"0.bias": [0.0]}, TypeError, r"0.bias: got \[0.0\] of type list, expected a tensor"),
         (tmp_path / "no.safetensors", ValueError, "no.safetensors is no safetensors file: "),

@@ -32,7 +32,9 @@ class Box:
         self.value, self.label = value, label
 
 
-optree.register_pytree_node(Box, lambda b: ((b.value,), b.label), lambda label, children: Box(children[0], label), namespace=GLOBAL)
+optree.register_pytree_node(
+    Box, lambda b: ((b.value,), b.label), lambda label, children: Box(children[0], label), namespace=GLOBAL
+)
 
 
 class Case(NamedTuple):
@@ -75,7 +77,11 @@ def batch_norm(p: Any, x: Tensor, state: Tensor) -> Any:
 
 
 def nested_params() -> Any:
-    return {"z": [r(3, 3), None, (r(3),)], "a": Pair(r(3), Box(r(3, 3), "kept")), "n": OrderedDict(q=r(3), c=r(3))}
+    return {
+        "z": [r(3, 3), None, (r(3),)],
+        "a": Pair(r(3), Box(r(3, 3), "kept")),
+        "n": OrderedDict(q=r(3), c=r(3)),
+    }
 
 
 def nested(p: Any, x: Any) -> Any:
@@ -103,33 +109,55 @@ def cases() -> dict[str, Callable[[], Case]]:
     return {
         "linear": lambda: Case(lambda w, x: x @ w, (r(3, 4), r(2, 3))),
         "block": lambda: Case(attention_block, (attention_params(), r(2, 4, 8))),
-        "nested trees": lambda: Case(nested, (nested_params(), {"in": Pair(r(2, 3), torch.arange(4)), "un": None})),
+        "nested trees": lambda: Case(
+            nested, (nested_params(), {"in": Pair(r(2, 3), torch.arange(4)), "un": None})
+        ),
         "several tensors": lambda: Case(lambda w, x: (x[0] @ w, x[1] * x[0]), (r(3, 3), (r(2, 3), r(2, 3)))),
-        "integers pass": lambda: Case(lambda w, x: (w[x[0]] * x[1][:, None], x[0], x[0] > 1), (r(5, 3), (t([1, 4, 0]), r(3)))),
-        "integer parameter": lambda: Case(lambda p, x: x[p["at"]] * p["w"], ({"w": r(2), "at": t([2, 0])}, r(3))),
+        "integers pass": lambda: Case(
+            lambda w, x: (w[x[0]] * x[1][:, None], x[0], x[0] > 1), (r(5, 3), (t([1, 4, 0]), r(3)))
+        ),
+        "integer parameter": lambda: Case(
+            lambda p, x: x[p["at"]] * p["w"], ({"w": r(2), "at": t([2, 0])}, r(3))
+        ),
         "tokens only": lambda: Case(lambda w, x: w[x], (r(5, 3), t([[1, 4], [0, 1]]))),
-        "detached parameter": lambda: Case(lambda p, x: x @ p["w"].detach() + p["b"], ({"w": r(3, 3), "b": r(3)}, r(2, 3))),
+        "detached parameter": lambda: Case(
+            lambda p, x: x @ p["w"].detach() + p["b"], ({"w": r(3, 3), "b": r(3)}, r(2, 3))
+        ),
         "unused parameter": lambda: Case(lambda p, x: x * p[0], ((r(3), r(7), t(3)), r(3))),
         "unused input": lambda: Case(lambda p, x: x[0] * p, (r(3), (r(3), r(2)))),
         "no parameters": lambda: Case(lambda p, x: x.tanh(), ((), r(3))),
         "parameter only": lambda: Case(lambda p, x: (x * p["a"], p["b"] * 2), ({"a": r(3), "b": r(2)}, r(3))),
         "parameter returned": lambda: Case(lambda p, x: (p, x + 1), (r(3), r(3))),
         "output is input": lambda: Case(lambda p, x: x, (r(2), r(3))),
-        "aliased outputs": lambda: Case(lambda p, x: (lambda h: (h, h, h.T, h[0], h.view(-1)))(x * p), (r(3), r(2, 3))),
-        "constant output": lambda: Case(lambda p, x: (x * p, torch.ones(2, dtype=W), t([1, 2])), (r(3), r(3))),
+        "aliased outputs": lambda: Case(
+            lambda p, x: (lambda h: (h, h, h.T, h[0], h.view(-1)))(x * p), (r(3), r(2, 3))
+        ),
+        "constant output": lambda: Case(
+            lambda p, x: (x * p, torch.ones(2, dtype=W), t([1, 2])), (r(3), r(3))
+        ),
         "no gradient at all": lambda: Case(lambda p, x: (x > p).long(), (r(3), r(3))),
-        "bfloat16": lambda: Case(lambda w, x: (x @ w).relu(), (r(4, 4, dtype=torch.bfloat16), r(2, 4, dtype=torch.bfloat16)), tolerance=0),
+        "bfloat16": lambda: Case(
+            lambda w, x: (x @ w).relu(),
+            (r(4, 4, dtype=torch.bfloat16), r(2, 4, dtype=torch.bfloat16)),
+            tolerance=0,
+        ),
         "mixed dtypes": lambda: Case(
             lambda p, x: (x[0].float() @ p["w"], (x[1] * p["v"]).to(torch.bfloat16)),
             ({"w": r(3, 3, dtype=torch.float32), "v": r(3)}, (r(2, 3, dtype=torch.bfloat16), r(3))),
             tolerance=0,
         ),
-        "shared inside": lambda: Case(lambda p, x: x @ p["w"] @ p["v"] @ p["w"], ({"w": r(3, 3), "v": r(3, 3)}, r(2, 3))),
-        "same object twice": lambda: (lambda w: Case(lambda p, x: x @ p[0] @ p[1].T, ((w, w), r(2, 3))))(r(3, 3)),
+        "shared inside": lambda: Case(
+            lambda p, x: x @ p["w"] @ p["v"] @ p["w"], ({"w": r(3, 3), "v": r(3, 3)}, r(2, 3))
+        ),
+        "same object twice": lambda: (lambda w: Case(lambda p, x: x @ p[0] @ p[1].T, ((w, w), r(2, 3))))(
+            r(3, 3)
+        ),
         "scalars": lambda: Case(lambda p, x: x * p + p, (t(2.0, dtype=W), t(3.0, dtype=W))),
         "zero size": lambda: Case(lambda p, x: x @ p, (r(3, 2), r(0, 3))),
         "strided": lambda: Case(lambda p, x: (x.view(2, 3) @ p).T, (r(4, 3).T, r(2, 3).T)),
-        "matrix as bias": lambda: Case(lambda p, x: torch.addmm(p[0], x, p[1].t()), ((r(2, 4), r(4, 3)), r(2, 3))),
+        "matrix as bias": lambda: Case(
+            lambda p, x: torch.addmm(p[0], x, p[1].t()), ((r(2, 4), r(4, 3)), r(2, 3))
+        ),
         "expanded": lambda: Case(lambda p, x: (x * p).expand(4, 2, 3), (r(3), r(1, 3).expand(2, 3))),
         "complex": lambda: Case(
             lambda p, x: ((x @ p).conj(), (x * x.conj()).real, x.abs()),
@@ -137,23 +165,42 @@ def cases() -> dict[str, Callable[[], Case]]:
         ),
         "nn.Parameter": lambda: Case(lambda p, x: (x @ p, p), (torch.nn.Parameter(r(3, 3)), r(2, 3))),
         "in place": lambda: Case(in_place, (r(3, 3), r(4, 3))),
-        "autocast": lambda: Case(autocast, (r(3, 3, dtype=torch.float32), r(2, 3, dtype=torch.float32)), tolerance=0),
+        "autocast": lambda: Case(
+            autocast, (r(3, 3, dtype=torch.float32), r(2, 3, dtype=torch.float32)), tolerance=0
+        ),
         "constants": lambda: Case(lambda p, x, mask, n: (x * p)[n] * mask, (r(3), r(2, 3), r(3), t([1, 0]))),
-        "auxiliary": lambda: Case(lambda p, x, y: ((x @ p, (x * y).sum()), {"n": x.sum(), "m": None}), (r(3, 3), r(2, 3), r(3)), True),
+        "auxiliary": lambda: Case(
+            lambda p, x, y: ((x @ p, (x * y).sum()), {"n": x.sum(), "m": None}),
+            (r(3, 3), r(2, 3), r(3)),
+            True,
+        ),
         "state": lambda: Case(batch_norm, (r(3), r(5, 3), r(3)), True),
-        "convolution": lambda: Case(lambda p, x: F.max_pool2d(F.conv2d(x, *p), 2), ((r(4, 2, 3, 3), r(4)), r(1, 2, 6, 6))),
+        "convolution": lambda: Case(
+            lambda p, x: F.max_pool2d(F.conv2d(x, *p), 2), ((r(4, 2, 3, 3), r(4)), r(1, 2, 6, 6))
+        ),
         "captured constant": lambda: (lambda c: Case(lambda p, x: x @ c @ p, (r(3, 3), r(2, 3))))(r(3, 3)),
-        "second order inside": lambda: Case(lambda p, x: torch.func.grad(lambda a: (a @ p).sin().sum())(x), (r(3, 3), r(2, 3))),
+        "second order inside": lambda: Case(
+            lambda p, x: torch.func.grad(lambda a: (a @ p).sin().sum())(x), (r(3, 3), r(2, 3))
+        ),
         "vmap inside": lambda: Case(lambda p, x: torch.func.vmap(lambda a: a @ p)(x), (r(3, 3), r(2, 3))),
         "strided dropout": lambda: Case(
-            lambda p, x: F.dropout((x @ p).transpose(1, 2), 0.5) + F.dropout(x, 0.2)[0, 0, 0], (r(3, 3), r(2, 5, 3))
+            lambda p, x: F.dropout((x @ p).transpose(1, 2), 0.5) + F.dropout(x, 0.2)[0, 0, 0],
+            (r(3, 3), r(2, 5, 3)),
         ),
-        "two draws": lambda: Case(lambda p, x: torch.rand_like(x) * p + torch.rand_like(x) * x, (r(3), r(4, 3))),
-        "batch norm": lambda: module_case(nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU()), r(2, 2, 5, 5)),
+        "two draws": lambda: Case(
+            lambda p, x: torch.rand_like(x) * p + torch.rand_like(x) * x, (r(3), r(4, 3))
+        ),
+        "batch norm": lambda: module_case(
+            nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU()), r(2, 2, 5, 5)
+        ),
         "batch norm in evaluation": lambda: module_case(nn.BatchNorm1d(3).eval(), r(4, 3)),
         "recurrent": lambda: module_case(nn.LSTM(3, 4, batch_first=True), r(2, 3, 3)),
-        "encoder layer": lambda: module_case(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), r(2, 3, 8)),
-        "split and stack": lambda: Case(lambda p, x: torch.stack([a * p for a in x.chunk(2)]).unbind(1), (r(3), r(4, 3))),
+        "encoder layer": lambda: module_case(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True), r(2, 3, 8)
+        ),
+        "split and stack": lambda: Case(
+            lambda p, x: torch.stack([a * p for a in x.chunk(2)]).unbind(1), (r(3), r(4, 3))
+        ),
     }
 
 
@@ -208,7 +255,9 @@ def _same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
 def cotangent(leaf: Tensor) -> Tensor:
     """Random, and with strides that no stage expects."""
     generator = torch.Generator().manual_seed(leaf.numel())
-    backwards = torch.randn(leaf.shape[::-1], generator=generator, dtype=leaf.dtype if leaf.is_complex() else W)
+    backwards = torch.randn(
+        leaf.shape[::-1], generator=generator, dtype=leaf.dtype if leaf.is_complex() else W
+    )
     return backwards.to(leaf.dtype).permute(tuple(range(leaf.dim() - 1, -1, -1)))
 
 
@@ -249,7 +298,11 @@ def expected() -> Callable[[Case], Result]:
             torch.manual_seed(7)
             out = case.fn(*optree.tree_unflatten(treedef, full), *args[2:])
             y, aux = out if case.has_aux else (out, None)
-            inner = [(cotangent(t).conj() * t).real.sum().to(W) for t in optree.tree_leaves(y) if t.is_floating_point() or t.is_complex()]
+            inner = [
+                (cotangent(t).conj() * t).real.sum().to(W)
+                for t in optree.tree_leaves(y)
+                if t.is_floating_point() or t.is_complex()
+            ]
             return sum(inner, torch.zeros((), dtype=W)), (optree.tree_leaves(y), optree.tree_leaves(aux))
 
         primals = tuple(leaves[i] for i in at)

@@ -1,4 +1,6 @@
-"""Programs that add their gradients up while they run: the same gradients, each once, and the memory of a few."""
+"""Programs that add their gradients up while they run: the same gradients, each once, and the memory of a
+few.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ import pytest
 import torch
 
 from ppfunc.stage import graph
-from ppfunc.stage.tracing import accumulate
-from ppfunc.stage.tracing.accumulate import accumulating
+from ppfunc.stage.engines.tracing import accumulate
+from ppfunc.stage.engines.tracing.accumulate import accumulating
 from ppfunc.stage.tree import tree_leaves
 from tests.live import Live
 
@@ -35,19 +37,26 @@ def chain(params, x):
 
 def chained(rows=2):
     generator = torch.Generator().manual_seed(0)
-    params = [(torch.randn(WIDTH, WIDTH, generator=generator), torch.randn(WIDTH, generator=generator)) for _ in range(LAYERS)]
+    params = [
+        (torch.randn(WIDTH, WIDTH, generator=generator), torch.randn(WIDTH, generator=generator))
+        for _ in range(LAYERS)
+    ]
     return params, torch.randn(rows, WIDTH, generator=generator)
 
 
 def cotangents(program):
     generator = torch.Generator().manual_seed(1)
-    made = (torch.randn(leaf.shape, generator=generator, dtype=torch.float64).to(leaf.dtype) for leaf in program.y.leaves if leaf.grad)
+    made = (
+        torch.randn(leaf.shape, generator=generator, dtype=torch.float64).to(leaf.dtype)
+        for leaf in program.y.leaves
+        if leaf.grad
+    )
     return tuple(made)
 
 
 @pytest.fixture
 def together(monkeypatch):
-    """Sets how many bytes of gradients are added up together."""
+    """Set how many bytes of gradients are added up together."""
     return lambda size: monkeypatch.setattr(accumulate, "_TOGETHER", size)
 
 
@@ -60,7 +69,10 @@ def test_the_gradients_are_those_of_the_program_each_given_once(case, together):
     residuals, gy = flat.forward(params, x, sum(extras, ()))[1], cotangents(program)
     wanted, gx = flat.backward(residuals, gy)
     rest = flat.backward_input(residuals, gy)[1]
-    for function, arguments, others in ((flat.backward, (residuals, gy), gx), (flat.backward_weight, (rest,), None)):
+    for function, arguments, others in (
+        (flat.backward, (residuals, gy), gx),
+        (flat.backward_weight, (rest,), None),
+    ):
         if (changed := function.derived(accumulating)) is None:
             continue  # few gradients, or those of operators that run before
         given = Given()
@@ -70,7 +82,11 @@ def test_the_gradients_are_those_of_the_program_each_given_once(case, together):
         assert len(given.parts) > 1
         assert given.gradients.keys() == {n for n, g in enumerate(wanted) if g is not None}
         for n, (gradient, microbatch) in given.gradients.items():
-            assert microbatch == 5 and gradient.dtype == wanted[n].dtype and gradient.stride() == wanted[n].stride()
+            assert (
+                microbatch == 5
+                and gradient.dtype == wanted[n].dtype
+                and gradient.stride() == wanted[n].stride()
+            )
             assert torch.equal(gradient, wanted[n])
 
 
@@ -128,7 +144,11 @@ def test_few_gradients_and_compiled_programs_are_left_as_they_are(together):
     assert graph(chain, (params, x)).flat.backward.derived(accumulating) is None
     together(1)
     assert graph(chain, (params, x), compile=True).flat.backward.derived(accumulating) is None
-    assert graph(chain, (params[:1], x)).flat.backward.derived(accumulating).recipe.title.endswith("backward_accumulating")
+    assert (
+        graph(chain, (params[:1], x))
+        .flat.backward.derived(accumulating)
+        .recipe.title.endswith("backward_accumulating")
+    )
 
 
 def test_a_changed_program_is_made_once(together):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import ClassVar
 
 import optree
@@ -11,9 +12,11 @@ import torch
 
 import ppfunc as pp
 from ppfunc.stage import outline as outline_of
-from ppfunc.stage.captured import captured
+from ppfunc.stage.engines.captured import captured
 from ppfunc.stage.example import Example
 from ppfunc.stage.program import stage_program
+from tests import models
+from tests.models import affine, same_bits, squared
 
 M, D = 4, 5
 SCHEDULES = {
@@ -68,43 +71,23 @@ def no_recorders():
 
 
 def in_slots(fn, example, *, has_aux=False, name="the stage", device=None, outline=None):
-    """The graph engine, its programs recorded by the stand-in."""
-    plain, seen = pp.graph(fn, example, has_aux=has_aux, name=name, device=device), Example.of(example, device)
+    """Return the graph engine, its programs recorded by the stand-in."""
+    plain, seen = (
+        pp.engines.graph(fn, example, has_aux=has_aux, name=name, device=device),
+        Example.of(example, device),
+    )
     known = outline or outline_of(fn, example, has_aux=has_aux, name=name)
     flat = captured(plain.flat, seen, plain.y, Recorder)
     return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=plain.residual_bytes)
 
 
-def dense(params, x):
-    return torch.tanh(x @ params["w"] + params["b"])
-
-
-def squared(y, target):
-    return (y - target).square().mean()
-
-
-def problem(stages, microbatches=M, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    params = {
-        s: {
-            "w": torch.randn(D, D, generator=generator, dtype=torch.float64),
-            "b": torch.randn(D, generator=generator, dtype=torch.float64),
-        }
-        for s in range(stages)
-    }
-    inputs, targets = (torch.randn(microbatches * 3, D, generator=generator, dtype=torch.float64) for _ in range(2))
-    return params, inputs, targets
-
-
-def same_bits(a, b):
-    a, b = (optree.tree_leaves(tree) for tree in (a, b))
-    return len(a) == len(b) and all(map(torch.equal, a, b))
+problem = partial(models.problem, d=D, leaves="wb")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_slots_give_the_same_bits_in_every_step(name):
     schedule = SCHEDULES[name]()
-    stages = [dense] * len(set(schedule.model_stages))
+    stages = [affine] * len(set(schedule.model_stages))
     params, inputs, targets = problem(len(stages), schedule.microbatches)
     recorded = pp.value_and_grad(stages, squared, schedule, engine=in_slots)
     plain = pp.value_and_grad(stages, squared, schedule)
@@ -122,7 +105,7 @@ def test_as_many_slots_as_microbatches_in_flight():
     stages = 2
     params, inputs, targets = problem(stages, 8)
     schedule = pp.one_f_one_b(2, 8)
-    step = pp.value_and_grad([dense, lambda p, x: dense(p, x) * 2], squared, schedule, engine=in_slots)
+    step = pp.value_and_grad([affine, lambda p, x: affine(p, x) * 2], squared, schedule, engine=in_slots)
     for _ in range(3):
         step(params, inputs, targets)
     assert len(Recorder.made) == 2 + 1
@@ -132,8 +115,8 @@ def test_as_many_slots_as_microbatches_in_flight():
 
 def test_stages_that_share_a_program_have_copies_of_their_parameters():
     """The backward of one reads its own, whatever the other has done in between."""
-    program = in_slots(dense, (problem(1)[0][0], torch.zeros(3, D, dtype=torch.float64)))
-    plain = pp.graph(dense, (problem(1)[0][0], torch.zeros(3, D, dtype=torch.float64)))
+    program = in_slots(affine, (problem(1)[0][0], torch.zeros(3, D, dtype=torch.float64)))
+    plain = pp.engines.graph(affine, (problem(1)[0][0], torch.zeros(3, D, dtype=torch.float64)))
     a, b = problem(2)[0].values()
     x = problem(1)[1][:3]
     _, of_a = program.forward(a, x)
@@ -146,7 +129,7 @@ def test_stages_that_share_a_program_have_copies_of_their_parameters():
 
 
 def test_parameters_written_over_in_place_are_read_anew():
-    program = in_slots(dense, (problem(1)[0][0], torch.zeros(3, D, dtype=torch.float64)))
+    program = in_slots(affine, (problem(1)[0][0], torch.zeros(3, D, dtype=torch.float64)))
     leaves = tuple(problem(1)[0][0][k] for k in "wb")
     x = problem(1)[1][:3]
     with torch.no_grad():
@@ -158,7 +141,7 @@ def test_parameters_written_over_in_place_are_read_anew():
 
 
 def test_a_slot_is_free_when_nothing_refers_to_its_residuals():
-    program = in_slots(dense, (problem(1)[0][0], torch.zeros(3, D, dtype=torch.float64)))
+    program = in_slots(affine, (problem(1)[0][0], torch.zeros(3, D, dtype=torch.float64)))
     params, inputs, _ = problem(1)
     for x in inputs.chunk(M):
         program.forward(params[0], x)  # as a pipeline that only runs forward
@@ -172,7 +155,7 @@ def test_a_slot_is_free_when_nothing_refers_to_its_residuals():
 def test_parameters_are_not_kept_alive():
     import weakref
 
-    program = in_slots(dense, (problem(1)[0][0], torch.zeros(3, D, dtype=torch.float64)))
+    program = in_slots(affine, (problem(1)[0][0], torch.zeros(3, D, dtype=torch.float64)))
     params, inputs, _ = problem(1)
     seen = weakref.ref(params[0]["w"])
     program.forward(params[0], inputs[:3])
@@ -182,15 +165,17 @@ def test_parameters_are_not_kept_alive():
 
 
 def test_refused_under_a_transform_from_outside():
-    program = in_slots(dense, (problem(1)[0][0], torch.zeros(3, D, dtype=torch.float64)))
+    program = in_slots(affine, (problem(1)[0][0], torch.zeros(3, D, dtype=torch.float64)))
     params, inputs, _ = problem(1)
     with pytest.raises(RuntimeError, match=r"under a torch\.func transform.*functional engine"):
         torch.func.vmap(lambda x: program.forward(params[0], x)[0])(inputs.view(M, 3, D))
 
 
 def test_refused_on_the_cpu():
-    with pytest.raises(pp.StageError, match=r"^stage 3: it computes on the device cpu.*leave out cuda_graphs=True"):
-        pp.graph(dense, (problem(1)[0][0], torch.zeros(3, D)), name="stage 3", cuda_graphs=True)
+    with pytest.raises(
+        pp.StageError, match=r"^stage 3: it computes on the device cpu.*leave out cuda_graphs=True"
+    ):
+        pp.engines.graph(affine, (problem(1)[0][0], torch.zeros(3, D)), name="stage 3", cuda_graphs=True)
 
 
 @pytest.mark.cuda
@@ -198,10 +183,12 @@ def test_refused_on_the_cpu():
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_cuda_graphs(name, compiled):
     schedule = SCHEDULES[name]()
-    stages = [dense] * len(set(schedule.model_stages))
+    stages = [affine] * len(set(schedule.model_stages))
     params, inputs, targets = optree.tree_map(lambda t: t.cuda(), problem(len(stages), schedule.microbatches))
-    recorded = pp.value_and_grad(stages, squared, schedule, engine=pp.graph(cuda_graphs=True, compile=compiled))
-    plain = pp.value_and_grad(stages, squared, schedule, engine=pp.graph(compile=compiled))
+    recorded = pp.value_and_grad(
+        stages, squared, schedule, engine=pp.engines.graph(cuda_graphs=True, compile=compiled)
+    )
+    plain = pp.value_and_grad(stages, squared, schedule, engine=pp.engines.graph(compile=compiled))
     for _ in range(3):
         mine, wanted = recorded(params, inputs, targets), plain(params, inputs, targets)
         assert same_bits(mine, wanted)
@@ -211,10 +198,13 @@ def test_cuda_graphs(name, compiled):
 @pytest.mark.cuda
 def test_cuda_graphs_draw_what_programs_draw():
     def drops(params, x):
-        return torch.nn.functional.dropout(dense(params, x), 0.5)
+        return torch.nn.functional.dropout(affine(params, x), 0.5)
 
     params, inputs, targets = optree.tree_map(lambda t: t.cuda(), problem(2))
-    steps = [pp.value_and_grad([drops] * 2, squared, pp.one_f_one_b(2, M), engine=e) for e in (pp.graph(cuda_graphs=True), pp.graph)]
+    steps = [
+        pp.value_and_grad([drops] * 2, squared, pp.one_f_one_b(2, M), engine=e)
+        for e in (pp.engines.graph(cuda_graphs=True), pp.engines.graph)
+    ]
     for n in range(3):
         mine, wanted = (step(params, inputs, targets, seed=(0, n)) for step in steps)
         assert same_bits(mine, wanted)

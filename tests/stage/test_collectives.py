@@ -29,27 +29,38 @@ def summed(value):
     return float(total)
 
 
-# -- transposes ----------------------------------------------------------------------------------------------------
+# -- transposes
+# ----------------------------------------------------------------------------------------------------
 
-# The collective, and whether what it is given, and what it gives, is the same on all ranks, and so counts once.
+# The collective, and whether what it is given, and what it gives, is the same on all ranks, and so counts
+# once.
 MAPS = {
-    "psum": (lambda x, m: pp.psum(x, m), False, True),
-    "pvary": (lambda x, m: pp.pvary(x, m), True, False),
-    "all_gather": (lambda x, m: pp.all_gather(x, m), False, False),
-    "all_gather along the last axis": (lambda x, m: pp.all_gather(x, m, -1), False, False),
-    "all_gather for all alike": (lambda x, m: pp.all_gather(x, m, 1, replicated=True), False, True),
-    "psum_scatter": (lambda x, m: pp.psum_scatter(x, m), False, False),
-    "psum_scatter along another axis": (lambda x, m: pp.psum_scatter(x, m, 1), False, False),
-    "all_to_all": (lambda x, m: pp.all_to_all(x, m, 0, 1), False, False),
-    "all_to_all backwards": (lambda x, m: pp.all_to_all(x, m, 2, -3), False, False),
-    "all_to_all of one axis": (lambda x, m: pp.all_to_all(x, m, 1, 1), False, False),
+    "psum": (lambda x, m: pp.collectives.psum(x, m), False, True),
+    "pvary": (lambda x, m: pp.collectives.pvary(x, m), True, False),
+    "all_gather": (lambda x, m: pp.collectives.all_gather(x, m), False, False),
+    "all_gather along the last axis": (lambda x, m: pp.collectives.all_gather(x, m, -1), False, False),
+    "all_gather for all alike": (
+        lambda x, m: pp.collectives.all_gather(x, m, 1, replicated=True),
+        False,
+        True,
+    ),
+    "psum_scatter": (lambda x, m: pp.collectives.psum_scatter(x, m), False, False),
+    "psum_scatter along another axis": (lambda x, m: pp.collectives.psum_scatter(x, m, 1), False, False),
+    "all_to_all": (lambda x, m: pp.collectives.all_to_all(x, m, 0, 1), False, False),
+    "all_to_all backwards": (lambda x, m: pp.collectives.all_to_all(x, m, 2, -3), False, False),
+    "all_to_all of one axis": (lambda x, m: pp.collectives.all_to_all(x, m, 1, 1), False, False),
 }
 
 
 def transposes(rank, size, dtype):
-    """``<y, A x>`` over all ranks is ``<A' y, x>``, and the same of ``A'``, which is the derivative of the derivative."""
+    """``<y, A x>`` over all ranks is ``<A' y, x>``, and the same of ``A'``, which is the derivative of the
+    derivative.
+    """
     mesh = axis_of(size)
-    dot = lambda a, b: torch.vdot(a.flatten().to(torch.complex128), b.flatten().to(torch.complex128)).real.item()  # noqa: E731
+
+    def dot(a, b):
+        return torch.vdot(a.flatten().to(torch.complex128), b.flatten().to(torch.complex128)).real.item()
+
     for name, (fn, same_x, same_y) in MAPS.items():
         draw = lambda shape, seed, same: torch.randn(  # noqa: E731
             shape, dtype=dtype, generator=torch.Generator().manual_seed(seed + (0 if same else rank))
@@ -78,7 +89,11 @@ def test_transposes_of_four_ranks(four):
 def transposes_of_four(rank, size):
     mesh = axis_of(size)
     x = random((8, 4, 8), rank).requires_grad_()
-    for fn in (lambda: pp.psum_scatter(x, mesh), lambda: pp.all_gather(x, mesh, 2), lambda: pp.all_to_all(x, mesh, 0, 2)):
+    for fn in (
+        lambda: pp.collectives.psum_scatter(x, mesh),
+        lambda: pp.collectives.all_gather(x, mesh, 2),
+        lambda: pp.collectives.all_to_all(x, mesh, 0, 2),
+    ):
         y = fn()
         g = random(tuple(y.shape), 10 + rank)
         (back,) = torch.autograd.grad(y, x, g)
@@ -92,26 +107,35 @@ def values(rank, size):
     for dtype in (torch.int64, torch.float32, torch.complex64):
         xs = [x.to(dtype) for x in given]
         x = xs[rank]
-        assert torch.equal(pp.psum(x, mesh), sum(xs))
-        assert torch.equal(pp.pvary(x, mesh), x)
-        assert torch.equal(pp.all_gather(x, mesh, 1), torch.cat(xs, 1))
-        assert torch.equal(pp.psum_scatter(x, mesh, 2), sum(xs).chunk(size, 2)[rank])
-        assert torch.equal(pp.all_to_all(x, mesh, 0, 2), torch.cat([t.chunk(size, 0)[rank] for t in xs], 2))
-        assert torch.equal(pp.all_to_all(x, mesh, 2, 0), torch.cat([t.chunk(size, 2)[rank] for t in xs], 0))
-        assert torch.equal(pp.psum(x[0, 0, 0], mesh), sum(t[0, 0, 0] for t in xs))
-        assert pp.psum(x[:, :0], mesh).shape == (2, 0, 4) and pp.all_gather(x[:0], mesh).shape == (0, 3, 4)
-    assert torch.equal(pp.psum(xs[rank].conj(), mesh), sum(xs).conj())
+        assert torch.equal(pp.collectives.psum(x, mesh), sum(xs))
+        assert torch.equal(pp.collectives.pvary(x, mesh), x)
+        assert torch.equal(pp.collectives.all_gather(x, mesh, 1), torch.cat(xs, 1))
+        assert torch.equal(pp.collectives.psum_scatter(x, mesh, 2), sum(xs).chunk(size, 2)[rank])
+        assert torch.equal(
+            pp.collectives.all_to_all(x, mesh, 0, 2), torch.cat([t.chunk(size, 0)[rank] for t in xs], 2)
+        )
+        assert torch.equal(
+            pp.collectives.all_to_all(x, mesh, 2, 0), torch.cat([t.chunk(size, 2)[rank] for t in xs], 0)
+        )
+        assert torch.equal(pp.collectives.psum(x[0, 0, 0], mesh), sum(t[0, 0, 0] for t in xs))
+        assert pp.collectives.psum(x[:, :0], mesh).shape == (2, 0, 4) and pp.collectives.all_gather(
+            x[:0], mesh
+        ).shape == (0, 3, 4)
+    assert torch.equal(pp.collectives.psum(xs[rank].conj(), mesh), sum(xs).conj())
 
 
 def test_values(two):
     two(values)
 
 
-# -- derivatives ---------------------------------------------------------------------------------------------------
+# -- derivatives
+# ---------------------------------------------------------------------------------------------------
 
 
 def scalars(model, mesh, rank, size):
-    """A scalar of the whole stage, and of the stage cut, each of ``(params, x)``; and the parts of whole arguments."""
+    """A scalar of the whole stage, and of the stage cut, each of ``(params, x)``; and the parts of whole
+    arguments.
+    """
     cut = model.cut(mesh)
 
     def of_whole(p, x):
@@ -119,7 +143,7 @@ def scalars(model, mesh, rank, size):
 
     def of_parts(p, x):
         total = cut(p, x).sin().sum()
-        return total if model.y is None else pp.psum(total, mesh)
+        return total if model.y is None else pp.collectives.psum(total, mesh)
 
     return of_whole, of_parts, lambda p, x: (model.parts(p, rank, size), part(x, model.x, rank, size))
 
@@ -127,8 +151,10 @@ def scalars(model, mesh, rank, size):
 def inner(model, mesh, pairs):
     """The inner product of whole trees, of the parts that a rank has."""
     (p, x), (tp, tx) = pairs
-    terms = [((p[name] * tp[name]).sum(), model.placements[name].is_shard()) for name in p] + [((x * tx).sum(), model.x is not None)]
-    return sum(pp.psum(term, mesh) if mesh is not None and cut else term for term, cut in terms)
+    terms = [((p[name] * tp[name]).sum(), model.placements[name].is_shard()) for name in p] + [
+        ((x * tx).sum(), model.x is not None)
+    ]
+    return sum(pp.collectives.psum(term, mesh) if mesh is not None and cut else term for term, cut in terms)
 
 
 def derivatives(rank, size, name):
@@ -148,7 +174,10 @@ def derivatives(rank, size, name):
     compare("jvp", lambda f, p, t, m: jvp(f, p, t)[1])
     compare("forward over reverse", lambda f, p, t, m: jvp(grad(f, both), p, t)[1])
     compare("reverse over forward", lambda f, p, t, m: grad(lambda *q: jvp(f, q, t)[1], both)(*p))
-    compare("reverse over reverse", lambda f, p, t, m: grad(lambda *q: inner(model, m, (grad(f, both)(*q), t)), both)(*p))
+    compare(
+        "reverse over reverse",
+        lambda f, p, t, m: grad(lambda *q: inner(model, m, (grad(f, both)(*q), t)), both)(*p),
+    )
     compare("forward over forward", lambda f, p, t, m: jvp(lambda *q: jvp(f, q, t)[1], p, t)[1])
     third = lambda f, p, t, m: jvp(lambda *q: jvp(grad(f, both), q, t)[1], p, t)[1]  # noqa: E731
     compare("third", third)
@@ -156,15 +185,25 @@ def derivatives(rank, size, name):
     # Samples: the axis of the batch by itself, in another place than in front.
     one = lambda f: lambda p, x: f(p, x[None])  # noqa: E731
     along = primals[1].movedim(0, 1)
-    got = vmap(grad(one(of_parts), both), (None, 1))(parts(*primals)[0], part(along, None if model.x is None else 0, rank, size))
+    got = vmap(grad(one(of_parts), both), (None, 1))(
+        parts(*primals)[0], part(along, None if model.x is None else 0, rank, size)
+    )
     want = vmap(grad(one(of_whole), both), (None, 1))(primals[0], along)
     axes = {n: p.dim + 1 if p.is_shard() else None for n, p in model.placements.items()}
-    want_parts = {n: part(t, axes[n], rank, size) for n, t in want[0].items()}, part(want[1], model.x, rank, size)
+    want_parts = (
+        {n: part(t, axes[n], rank, size) for n, t in want[0].items()},
+        part(want[1], model.x, rank, size),
+    )
     assert largest_difference(got, want_parts) < TOLERANCE
     if model.x is None:
         x = primals[1][:1]
         p = parts(*primals)[0]
-        assert largest_difference(hessian(lambda x: of_parts(p, x))(x), hessian(lambda x: of_whole(primals[0], x))(x)) < TOLERANCE
+        assert (
+            largest_difference(
+                hessian(lambda x: of_parts(p, x))(x), hessian(lambda x: of_whole(primals[0], x))(x)
+            )
+            < TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -172,7 +211,8 @@ def test_derivatives_of_any_order_are_those_of_the_whole(two, name):
     two(derivatives, name)
 
 
-# -- engines -------------------------------------------------------------------------------------------------------
+# -- engines
+# -------------------------------------------------------------------------------------------------------
 
 ENGINES = {
     "graph": graph,
@@ -212,12 +252,18 @@ def engines(rank, size, name, which):
 def test_every_engine_gives_the_gradients_of_the_whole(two, name, which):
     sources = two(engines, name, which)
     called = [
-        [re.findall(r"(all_reduce|all_gather|reduce_scatter|all_to_all)\w* =", source) for source in found or ()] for found in sources
+        [
+            re.findall(r"(all_reduce|all_gather|reduce_scatter|all_to_all)\w* =", source)
+            for source in found or ()
+        ]
+        for found in sources
     ]
     assert called[0] == called[1]  # in the same order
     if which == "remat of collectives" and name == "rows and columns":
         forward = sources[0][0]
-        assert "wait_tensor" in forward and not re.search(r"return .*all_reduce", forward)  # nothing is kept before it has arrived
+        assert "wait_tensor" in forward and not re.search(
+            r"return .*all_reduce", forward
+        )  # nothing is kept before it has arrived
 
 
 @pytest.mark.compiler
@@ -229,17 +275,22 @@ def test_compiled_programs_give_the_gradients_of_the_whole(two):
 def test_the_weight_gradient_waits_for_nobody(two):
     """The collective of the forward is in F, that of the input gradient in I, none in W."""
     forward, _, inputs, weights = two(engines, "rows and columns", "graph")[0]
-    assert [source.count("all_reduce = ") + source.count("all_reduce_1 = ") for source in (forward, inputs, weights)] == [1, 1, 0]
+    assert [
+        source.count("all_reduce = ") + source.count("all_reduce_1 = ")
+        for source in (forward, inputs, weights)
+    ] == [1, 1, 0]
 
 
 def kept(rank, size):
-    """A collective whose result one rank alone uses, and two that look alike on one rank alone: all run them."""
+    """A collective whose result one rank alone uses, and two that look alike on one rank alone: all run
+    them.
+    """
     mesh = axis_of(size)
 
     def stage(w, x):
-        y = pp.psum(x * w, mesh)
+        y = pp.collectives.psum(x * w, mesh)
         a, b = x * 2, (x * 2 if rank else x * 3)
-        return (y if rank else x) + pp.psum(a, mesh) + pp.psum(b, mesh)
+        return (y if rank else x) + pp.collectives.psum(a, mesh) + pp.collectives.psum(b, mesh)
 
     program = graph(stage, (torch.ones(3), torch.ones(3)))
     y, _ = program.forward(torch.ones(3), torch.ones(3))
@@ -250,7 +301,8 @@ def test_collectives_run_on_every_rank_whoever_uses_them(two):
     two(kept)
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------
+# -- refusals
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_arguments_that_do_not_fit_are_named(tmp_path):
@@ -259,27 +311,34 @@ def test_arguments_that_do_not_fit_are_named(tmp_path):
         grid = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
         mesh, x = grid["tp"], torch.ones(3, 2)
         with pytest.raises(TypeError, match="psum: got int, expected a tensor"):
-            pp.psum(3, mesh)
+            pp.collectives.psum(3, mesh)
         with pytest.raises(TypeError, match="psum: got a tensor of booleans"):
-            pp.psum(x > 0, mesh)
+            pp.collectives.psum(x > 0, mesh)
         with pytest.raises(TypeError, match="pvary: got str as the mesh, .* such as mesh"):
-            pp.pvary(x, "tp")
+            pp.collectives.pvary(x, "tp")
         with pytest.raises(ValueError, match=r"all_gather: got a mesh with the axes \('dp', 'tp'\)"):
-            pp.all_gather(x, grid)
+            pp.collectives.all_gather(x, grid)
         with pytest.raises(ValueError, match="all_gather: got the axis 2 of a tensor of shape"):
-            pp.all_gather(x, mesh, 2)
+            pp.collectives.all_gather(x, mesh, 2)
         with pytest.raises(ValueError, match="all_gather: got the axis 0 of a tensor of shape"):
-            pp.all_gather(x.sum(), mesh)
+            pp.collectives.all_gather(x.sum(), mesh)
     finally:
         dist.destroy_process_group()
 
 
 def indivisible(rank, size):
     mesh = axis_of(size)
-    with pytest.raises(ValueError, match=r"psum_scatter: got the shape \[3, 2\], axis 0 of which 2 ranks do not divide"):
-        pp.psum_scatter(torch.ones(3, 2), mesh)
-    with pytest.raises(StageError, match=r"all_to_all: got the shape \[2, 3\], axis -1 of which 2 ranks do not divide.*params = "):
-        graph(lambda w, x: pp.all_to_all(x @ w, mesh, -1, 0), (torch.ones(2, 3), torch.ones(2, 2)))
+    with pytest.raises(
+        ValueError, match=r"psum_scatter: got the shape \[3, 2\], axis 0 of which 2 ranks do not divide"
+    ):
+        pp.collectives.psum_scatter(torch.ones(3, 2), mesh)
+    with pytest.raises(
+        StageError,
+        match=r"all_to_all: got the shape \[2, 3\], axis -1 of which 2 ranks do not divide.*params = ",
+    ):
+        graph(
+            lambda w, x: pp.collectives.all_to_all(x @ w, mesh, -1, 0), (torch.ones(2, 3), torch.ones(2, 2))
+        )
 
 
 def test_axes_that_ranks_do_not_divide_are_named(two):
@@ -290,26 +349,36 @@ def test_a_refusal_names_the_collective_to_use():
     ops = torch.ops
     needs = [torch.ones(2, requires_grad=True)]
     for op, words in (
-        (ops._c10d_functional.all_reduce.default, "use ppfunc.psum"),
+        (ops._c10d_functional.all_reduce.default, "use ppfunc.collectives.psum"),
         (ops._c10d_functional.broadcast.default, "zero on all ranks but one"),
-        (ops.c10d.allgather_.default, "writes in place.*use ppfunc.all_gather"),
-        (ops.c10d.reduce_scatter_.default, "use ppfunc.psum_scatter"),
-        (ops.c10d.alltoall_.default, "use ppfunc.all_to_all"),
-        (ops.c10d.send.default, "use ppfunc.psum, pvary"),
+        (ops.c10d.allgather_.default, "writes in place.*use ppfunc.collectives.all_gather"),
+        (ops.c10d.reduce_scatter_.default, "use ppfunc.collectives.psum_scatter"),
+        (ops.c10d.alltoall_.default, "use ppfunc.collectives.all_to_all"),
+        (ops.c10d.send.default, "use ppfunc.collectives.psum, pvary"),
     ):
         fault = fault_of(op, needs, False)
         assert fault is not None and re.search(words, ". ".join(fault)), (op, fault)
-        assert fault_of(op, [torch.ones(2)], False) is None and fault_of(op, [torch.ones(2)], True) is not None
+        assert (
+            fault_of(op, [torch.ones(2)], False) is None and fault_of(op, [torch.ones(2)], True) is not None
+        )
     assert fault_of(ops._c10d_functional.all_gather_into_tensor.default, needs, True) is None
     scatter = ops._c10d_functional.reduce_scatter_tensor.default
-    assert fault_of(scatter, needs, True, "sum") is None and fault_of(scatter, [torch.ones(2)], False, "avg") is None
-    for reduction, words in (("avg", "psum_scatter.* divided by the number of ranks"), ("max", "psum_scatter.*gathered values")):
+    assert (
+        fault_of(scatter, needs, True, "sum") is None
+        and fault_of(scatter, [torch.ones(2)], False, "avg") is None
+    )
+    for reduction, words in (
+        ("avg", "psum_scatter.* divided by the number of ranks"),
+        ("max", "psum_scatter.*gathered values"),
+    ):
         fault = fault_of(scatter, needs, False, reduction)
         assert fault is not None and re.search(words, ". ".join(fault)) and "sums alone" in fault[0]
 
 
 def averages(rank, size, engine):
-    """A reduction of torch that has no derivative: tracing failed, with the advice to take an engine that fails, too."""
+    """A reduction of torch that has no derivative: tracing failed, with the advice to take an engine that
+    fails, too.
+    """
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     group = mesh.get_group().group_name
 
@@ -318,10 +387,13 @@ def averages(rank, size, engine):
         return torch.ops._c10d_functional.wait_tensor(made)
 
     step = pp.value_and_grad([stage], lambda y, t: y.square().sum(), pp.gpipe(1, 1), engine=engine)
-    with pytest.raises(pp.StageError, match="reduce by 'avg'. Instead: use ppfunc.psum_scatter.* divided by the number of ranks"):
+    with pytest.raises(
+        pp.StageError,
+        match="reduce by 'avg'. Instead: use ppfunc.collectives.psum_scatter.* divided by the number of ranks",  # noqa: E501
+    ):
         step({0: {"w": torch.ones(4, 1)}}, torch.ones(4, 1), torch.ones(4, 1))
 
 
-@pytest.mark.parametrize("engine", [pp.graph, pp.eager])
+@pytest.mark.parametrize("engine", [pp.engines.graph, pp.engines.eager])
 def test_an_average_that_is_scattered_is_refused(two, engine):
     two(averages, engine)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ppfunc.stage import graph, stage_from_module
-from ppfunc.stage.tracing import compiled
+from ppfunc.stage.engines.tracing import compiled
 
 pytestmark = pytest.mark.compiler
 

@@ -1,4 +1,6 @@
-"""Every engine on every kind of stage: the gradients of ``torch.func.grad``, the same bits from all engines."""
+"""Every engine on every kind of stage: the gradients of ``torch.func.grad``, the same bits from all
+engines.
+"""
 
 from __future__ import annotations
 
@@ -55,5 +57,7 @@ def test_outputs_are_contiguous_and_detached(engine, case):
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 def test_strides_at_the_boundary_change_no_bit(engine, case, run):
     program = engine(case.fn, case.args, has_aux=case.has_aux)
-    packed = case._replace(args=(case.args[0], *optree.tree_map(lambda t: t.resolve_conj().contiguous(), case.args[1:])))
+    packed = case._replace(
+        args=(case.args[0], *optree.tree_map(lambda t: t.resolve_conj().contiguous(), case.args[1:]))
+    )
     assert run(program, packed) == run(program, case)

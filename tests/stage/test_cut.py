@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ppfunc.stage import Signature, StageError, graph
 from ppfunc.stage.abstract import outline
-from ppfunc.stage.tracing import emit
+from ppfunc.stage.engines.tracing import emit
 from ppfunc.stage.tree import tree_leaves
 
 VIEWS = {
@@ -41,7 +41,9 @@ class Counting(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__.removesuffix("_")  # wherever the result is put, it is the same operator
+        name = func.overloadpacket.__name__.removesuffix(
+            "_"
+        )  # wherever the result is put, it is the same operator
         if name not in VIEWS and func.namespace == "aten":
             self.calls[name] += 1
         return func(*args, **(kwargs or {}))
@@ -101,7 +103,7 @@ def test_residual_bytes_are_those_of_the_storages_kept(transformer, parts, remat
 
 
 def sliced(w, x):
-    """A view of a parameter that both forward and backward use."""
+    """Use a view of a parameter in both forward and backward."""
     return (x @ w[:, 1:3]).sin() @ w[:2].view(2, 2, 2)[:, 0]
 
 
@@ -169,7 +171,9 @@ def test_full_keeps_the_inputs_alone(transformer, parts):
 
 def test_a_predicate_chooses_the_operators(transformer, parts):
     case = transformer(2)
-    calls, _, _ = parts(graph(case.fn, case.args, remat=lambda op: op.overloadpacket is torch.ops.aten.gelu), case)
+    calls, _, _ = parts(
+        graph(case.fn, case.args, remat=lambda op: op.overloadpacket is torch.ops.aten.gelu), case
+    )
     assert calls["B"]["gelu"] == 2 and calls["B"]["native_layer_norm"] == 0
 
 
@@ -250,8 +254,8 @@ def test_a_stage_is_called_once_without_values_and_once_to_be_traced(transformer
 
 def test_only_programs_that_run_are_written(transformer, monkeypatch):
     case, written = transformer(1), []
-    write = emit._write
-    monkeypatch.setattr(emit, "_write", lambda recipe: written.append(recipe.title) or write(recipe))
+    write = emit.write
+    monkeypatch.setattr(emit, "write", lambda recipe: written.append(recipe.title) or write(recipe))
     program = graph(case.fn, case.args)
     for _ in range(2):
         y, residuals = program.forward(*case.args)

@@ -1,4 +1,6 @@
-"""Operators with hidden effects, replaced in a trace by honest ones, and operators that stay what they are."""
+"""Operators with hidden effects, replaced in a trace by honest ones, and operators that stay what they
+are.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ aten = torch.ops.aten
 
 @pytest.mark.parametrize(("training", "running"), [(True, True), (True, False), (False, True)])
 def test_batch_norm_of_cudnn_is_served_without_cudnn(training: bool, running: bool) -> None:
-    """A trace for CUDA meets cuDNN's operator; its program is that of torch's own, running statistics included."""
+    """A trace for CUDA meets cuDNN's operator; its program is that of torch's own, running statistics
+    included.
+    """
 
     def stage(norm: Any) -> Any:
         def fn(params: Any, x: torch.Tensor, state: Any) -> Any:
@@ -31,7 +35,10 @@ def test_batch_norm_of_cudnn_is_served_without_cudnn(training: bool, running: bo
     generator = torch.Generator().manual_seed(0)
     given = (r(3), r(3)), r(5, 3, 4), (r(3), r(3).abs())
     cotangent = r(5, 3, 4)
-    programs = [pp.graph(stage(norm), given, has_aux=True) for norm in (aten.cudnn_batch_norm, aten.native_batch_norm)]
+    programs = [
+        pp.engines.graph(stage(norm), given, has_aux=True)
+        for norm in (aten.cudnn_batch_norm, aten.native_batch_norm)
+    ]
     results = []
     for program in programs:
         (y, state), residuals = program.forward(*given)
@@ -46,7 +53,7 @@ def test_batch_norm_of_cudnn_is_served_without_cudnn(training: bool, running: bo
 def test_what_has_a_kernel_is_not_decomposed(fn: Any) -> None:
     """The derivatives of SiLU and Mish could be, into operators that round in another way."""
     x, gy = torch.randn(2, 500, 4, 4, generator=torch.Generator().manual_seed(0)).split([1, 1])
-    program = pp.graph(lambda w, x: fn(w * x), (torch.ones(()), x))
+    program = pp.engines.graph(lambda w, x: fn(w * x), (torch.ones(()), x))
     y, residuals = program.forward(torch.ones(()), x)
     gx = program.backward(residuals, gy)[1]
     leaf = x.clone().requires_grad_()

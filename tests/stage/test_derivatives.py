@@ -1,4 +1,6 @@
-"""Operators whose derivative is unknown are refused by name and line: their gradients would be zero, silently."""
+"""Operators whose derivative is unknown are refused by name and line: their gradients would be zero,
+silently.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def test_one_with_a_formula_or_without_need_of_one_is_traced(operators):
     product = a * b
     want = 2 * product + (2 * product.detach()) * a
     torch.testing.assert_close(y, want.detach())
-    torch.testing.assert_close(program.backward(residuals, torch.ones(2)), torch.autograd.grad(want.sum(), (a, b)))
+    torch.testing.assert_close(
+        program.backward(residuals, torch.ones(2)), torch.autograd.grad(want.sum(), (a, b))
+    )
 
 
 def test_no_derivative_is_needed_where_gradients_are_off(operators):
@@ -91,7 +95,9 @@ def test_no_derivative_is_needed_where_gradients_are_off(operators):
 
     program = graph(stage, ONES)
     _, residuals = program.forward(*ONES)
-    torch.testing.assert_close(program.backward(residuals, torch.ones(2)), (2 * ONES[0] * ONES[1], torch.zeros(2)))
+    torch.testing.assert_close(
+        program.backward(residuals, torch.ones(2)), (2 * ONES[0] * ONES[1], torch.zeros(2))
+    )
 
 
 def test_a_custom_operator_without_a_formula_is_named():
@@ -122,7 +128,12 @@ def test_collectives_that_write_are_refused(group):
         return h
 
     for engine in (graph, functional, eager):
-        refused(raw, r"the collective c10d\.allreduce_\.default, .* its gradient would be that of the identity", 2, engine)
+        refused(
+            raw,
+            r"the collective c10d\.allreduce_\.default, .* its gradient would be that of the identity",
+            2,
+            engine,
+        )
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch 2.13, about its function
@@ -131,7 +142,12 @@ def test_collectives_of_torch_with_derivatives_of_their_own_are_refused(group):
         return differentiable.all_reduce(w * x)
 
     for engine in (graph, functional, eager):
-        refused(wrapped, r"c10d\.allreduce_\.default by torch.distributed.nn.functional, .* once too often", 1, engine)
+        refused(
+            wrapped,
+            r"c10d\.allreduce_\.default by torch.distributed.nn.functional, .* once too often",
+            1,
+            engine,
+        )
 
 
 def test_collectives_that_write_into_detached_values_are_right_where_nothing_is_traced(group):
@@ -151,7 +167,9 @@ def test_collectives_that_write_into_detached_values_are_right_where_nothing_is_
 
 @pytest.mark.parametrize("engine", [functional, eager])
 def test_what_depends_on_parameters_on_another_path_than_that_of_zeros_has_a_gradient(engine):
-    """The path of zeros, on which outputs are learned, does not depend on ``w``: its gradient was zero on the other, too."""
+    """The path of zeros, on which outputs are learned, does not depend on ``w``: its gradient was zero on the
+    other, too.
+    """
     example = torch.full((2,), 3.0), Signature.of(torch.ones(2)).without_grad()
     program = engine(lambda w, x: w * x if x.sum() > 0 else x * 2, example)
     for x in (torch.ones(2), -torch.ones(2)):
@@ -175,7 +193,12 @@ def test_a_functional_all_reduce_of_what_is_differentiated_is_refused_and_of_the
         return collectives.all_reduce((w * x).detach(), "max", group) * w
 
     for engine in (graph, functional, eager):
-        refused(stage, r"_c10d_functional\.all_reduce\.default, .* too large by the number of ranks .* use ppfunc.psum", 1, engine)
+        refused(
+            stage,
+            r"_c10d_functional\.all_reduce\.default, .* too large by the number of ranks .* use ppfunc.collectives.psum",  # noqa: E501
+            1,
+            engine,
+        )
         program = engine(detached, ONES)
         y, residuals = program.forward(*ONES)
         torch.testing.assert_close(y, ONES[1])
@@ -191,7 +214,9 @@ def test_a_functional_collective_with_the_right_derivative_is_traced(group):
 
 @pytest.mark.parametrize("factor", [2j, 1 + 2j, 3.0])
 def test_complex_tensors_times_complex_numbers(factor):
-    args = tuple(torch.randn(3, dtype=torch.complex128, generator=torch.Generator().manual_seed(n)) for n in range(2))
+    args = tuple(
+        torch.randn(3, dtype=torch.complex128, generator=torch.Generator().manual_seed(n)) for n in range(2)
+    )
     fn = lambda w, x: w * x * factor + factor / w  # noqa: E731
     program = graph(fn, args)
     y, residuals = program.forward(*args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ppfunc.stage import graph
-from ppfunc.stage.tracing import fast_dispatch
+from ppfunc.stage.engines.tracing import fast_dispatch
 
 
 def test_like_calls_share_what_was_found(monkeypatch):

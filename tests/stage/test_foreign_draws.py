@@ -1,4 +1,6 @@
-"""Draws from the generators of Python and numpy are refused, by every engine, wherever the name comes from."""
+"""Draws from the generators of Python and numpy are refused, by every engine, wherever the name comes
+from.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,15 @@ DRAWS = {
     "random": (lambda: random.random(), r"random \(random, called at .*test_foreign_draws.py:\d+"),
     "another name": (lambda: by_another_name(), r"random \(random, called at .*test_foreign_draws.py:\d+"),
     "randint": (lambda: randint(1, 3), r"random \(getrandbits, called at .*test_foreign_draws.py:\d+"),
-    "shuffle": (lambda: random.shuffle([1, 2, 3]) or 1, r"random \(shuffle, called at .*test_foreign_draws.py:\d+"),
+    "shuffle": (
+        lambda: random.shuffle([1, 2, 3]) or 1,
+        r"random \(shuffle, called at .*test_foreign_draws.py:\d+",
+    ),
     "seed": (lambda: random.seed(1) or 1, r"random \(seed, called at .*test_foreign_draws.py:\d+"),
-    "numpy": (lambda: float(numpy.random.rand()), r"numpy.random \(rand, called at .*test_foreign_draws.py:\d+"),
+    "numpy": (
+        lambda: float(numpy.random.rand()),
+        r"numpy.random \(rand, called at .*test_foreign_draws.py:\d+",
+    ),
 }
 
 
@@ -45,7 +53,9 @@ def test_a_stage_that_draws_by_python_is_refused(engine, kind, of_values):
             x = x * 2
         return w * x * draw()
 
-    refused = pytest.raises(StageError, match=f"^stage 2: it draws from the generator of {what}.* order in which microbatches run")
+    refused = pytest.raises(
+        StageError, match=f"^stage 2: it draws from the generator of {what}.* order in which microbatches run"
+    )
     with refused:
         engine(fn, (torch.ones(2), torch.ones(2)), name="stage 2")
 
@@ -57,7 +67,10 @@ def test_a_module_in_a_step_is_refused_by_name():
 
     fn, params, _ = stage_from_module(Dropped(2, 2))
     step = pp.value_and_grad([fn], lambda y, t: (y - t).sum(), pp.gpipe(1, 2))
-    with pytest.raises(StageError, match=r"stage 0: it draws from the generator of random \(random, called at .*test_foreign_draws"):
+    with pytest.raises(
+        StageError,
+        match=r"stage 0: it draws from the generator of random \(random, called at .*test_foreign_draws",
+    ):
         step({0: params}, torch.ones(4, 2), torch.ones(4, 2))
 
 
@@ -66,7 +79,10 @@ def test_a_model_that_is_split_is_refused_by_whatever_name_it_draws():
         def forward(self, x):
             return super().forward(x) * by_another_name()
 
-    with pytest.raises(StageError, match=r"the model: it draws from the generator of random \(random, called at .*test_foreign_draws"):
+    with pytest.raises(
+        StageError,
+        match=r"the model: it draws from the generator of random \(random, called at .*test_foreign_draws",
+    ):
         pp.split(Drops(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2), at=["1"])
 
 

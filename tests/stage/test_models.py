@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ppfunc as pp
+from tests.models import squared
 
 M = 3
-ENGINES = {"graph": pp.graph, "functional": pp.functional, "eager": pp.eager}
+ENGINES = {"graph": pp.engines.graph, "functional": pp.engines.functional, "eager": pp.engines.eager}
 SCHEDULES = {"1f1b": pp.one_f_one_b, "zero bubble": pp.zb_h1}
 WAYS = [("graph", "1f1b"), ("graph", "zero bubble"), ("functional", "zero bubble"), ("eager", "1f1b")]
 
@@ -30,10 +31,6 @@ def seeded() -> None:
 
 def entropy(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), target.flatten())
-
-
-def squared(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().mean()
 
 
 def draw(*shape: int) -> Tensor:
@@ -71,7 +68,8 @@ def run(cut: Cut, engine: str, schedule: str, **given: Any) -> tuple[Tensor, dic
     params = {n: s.params for n, s in enumerate(stages)}
     # Copies: those of the modules change when the whole model runs.
     state = {n: {k: b.clone() for k, b in s.state.items()} for n, s in enumerate(stages) if s.state}
-    (loss, aux), grads = step(params, cut.inputs, cut.targets, state=state, extras=cut.extras, **given)
+    result = step(params, cut.inputs, cut.targets, state=state, extras=cut.extras, **given)
+    loss, aux, grads = result.loss, result.aux, result.grads
     return loss, grads, aux.state
 
 
@@ -81,11 +79,20 @@ def compare(cut: Cut, engine: str, schedule: str = "zero bubble") -> None:
     The whole model runs after the pipeline, so that its buffers are still those from before.
     """
     loss, grads, state = run(cut, engine, schedule)
-    total = sum(cut.loss_fn(cut.whole(x), t) for x, t in zip(cut.inputs.chunk(M), cut.targets.chunk(M), strict=True)) / M
+    total = (
+        sum(
+            cut.loss_fn(cut.whole(x), t)
+            for x, t in zip(cut.inputs.chunk(M), cut.targets.chunk(M), strict=True)
+        )
+        / M
+    )
     named = [dict(part.named_parameters()) for part in cut.parts]
     wanted = [p for own in named for p in own.values() if p.requires_grad]
     rest = iter(torch.autograd.grad(total, wanted, materialize_grads=True))
-    want = {n: {k: next(rest) if p.requires_grad else torch.zeros_like(p) for k, p in own.items()} for n, own in enumerate(named)}
+    want = {
+        n: {k: next(rest) if p.requires_grad else torch.zeros_like(p) for k, p in own.items()}
+        for n, own in enumerate(named)
+    }
     assert any(g.abs().max() > 1e-4 for own in want.values() for g in own.values())
     torch.testing.assert_close(loss, total.detach(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(grads, want, rtol=1e-10, atol=1e-10)
@@ -202,7 +209,10 @@ def test_packed_sequences_want_the_eager_engine():
 @ways
 def test_encoder_layers_with_a_mask_among_the_extras(engine, schedule):
     layers = [
-        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, activation="gelu", batch_first=True, norm_first=n % 2 == 0) for n in range(2)
+        nn.TransformerEncoderLayer(
+            8, 2, 16, dropout=0.0, activation="gelu", batch_first=True, norm_first=n % 2 == 0
+        )
+        for n in range(2)
     ]
     nn.ModuleList(layers).double()
     mask = (torch.arange(5) < torch.tensor([5, 3])[:, None]).logical_not()
@@ -223,7 +233,8 @@ class Experts(nn.Module):
         super().__init__()
         self.gate = nn.Linear(width, experts, bias=False)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width)) for _ in range(experts)
+            nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
+            for _ in range(experts)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -233,7 +244,9 @@ class Experts(nn.Module):
 
     def mixed(self, flat: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Every expert sees all tokens: no shape depends on a value."""
-        return sum(f(flat) * (weights * (chosen == e)).sum(-1, keepdim=True) for e, f in enumerate(self.experts))
+        return sum(
+            f(flat) * (weights * (chosen == e)).sum(-1, keepdim=True) for e, f in enumerate(self.experts)
+        )
 
 
 class Gathering(Experts):
@@ -274,7 +287,9 @@ def test_experts_by_data_dependent_routing(engine, experts, schedule):
 
 @pytest.mark.parametrize(("experts", "operator"), [(Gathering, "aten._unique2"), (Sorting, "aten.bincount")])
 def test_data_dependent_routing_is_refused_by_name_when_traced(experts, operator):
-    message = rf"^stage 0: .* depend on the values of tensors \(operator {operator}.*use the functional engine"
+    message = (
+        rf"^stage 0: .* depend on the values of tensors \(operator {operator}.*use the functional engine"
+    )
     with pytest.raises(pp.StageError, match=message):
         run(mixture(experts), "graph", "1f1b")
 
@@ -343,7 +358,9 @@ def transformers() -> Any:
 
 
 class LlamaStage(nn.Module):
-    """Some layers of a ``LlamaModel``, as the model itself runs them: with its masks and its rotary embedding."""
+    """Some layers of a ``LlamaModel``, as the model itself runs them: with its masks and its rotary
+    embedding.
+    """
 
     def __init__(self, model: nn.Module, layers: slice) -> None:
         super().__init__()
@@ -400,7 +417,9 @@ class LlamaLayers(nn.Module):
 
 
 def test_decoder_layers_of_llama(transformers):
-    config = transformers.LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, vocab_size=32)
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, vocab_size=32
+    )
     model = transformers.LlamaModel(config).double()
     parts = [LlamaLayers(model.layers[n : n + 1], model.rotary_emb) for n in range(2)]
 
@@ -442,7 +461,9 @@ def test_a_matrix_that_two_stages_share_has_its_gradient_in_two_parts(transforme
     model = transformers.GPT2LMHeadModel(gpt2_config(transformers)).double().eval()
     inner, inputs, targets = model.transformer, tokens(M * 2, 5), tokens(M * 2, 5)
     parts = [GPT2First(inner), nn.Sequential(inner.h[1], inner.ln_f, model.lm_head)]
-    total = sum(entropy(model(x).logits, t) for x, t in zip(inputs.chunk(M), targets.chunk(M), strict=True)) / M
+    total = (
+        sum(entropy(model(x).logits, t) for x, t in zip(inputs.chunk(M), targets.chunk(M), strict=True)) / M
+    )
     want = torch.autograd.grad(total, inner.wte.weight)[0]
     _, grads, _ = run(Cut(model, parts, entropy, inputs, targets), "graph", "1f1b")
     torch.testing.assert_close(grads[0]["wte.weight"] + grads[1]["2.weight"], want, rtol=1e-10, atol=1e-10)
@@ -471,7 +492,10 @@ def test_vit(transformers, engine):
     model = transformers.ViTForImageClassification(config).double().eval()
     inner = model.vit
     layers = inner.layers if hasattr(inner, "layers") else inner.encoder.layer
-    parts = [nn.Sequential(inner.embeddings, layers[0]), ViTLast(layers[1], inner.layernorm, model.classifier)]
+    parts = [
+        nn.Sequential(inner.embeddings, layers[0]),
+        ViTLast(layers[1], inner.layernorm, model.classifier),
+    ]
 
     def whole(x: Tensor) -> Tensor:
         return model(x).logits

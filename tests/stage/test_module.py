@@ -12,6 +12,7 @@ from torch import nn
 import ppfunc as pp
 from ppfunc.parallel.partition import Partition
 from ppfunc.stage import StageError, eager, functional, graph, split_sequential, stage_from_module
+from tests.models import squared
 
 ENGINES = [graph, functional, eager]
 
@@ -47,7 +48,9 @@ def test_buffers_come_in_and_go_out_and_the_module_stays_as_it_is():
 
 def test_buffers_that_are_not_given_are_named():
     fn, params, _ = stage_from_module(nn.BatchNorm1d(2))
-    with pytest.raises(StageError, match="has the buffers running_mean, running_var, .* give it to the step, state="):
+    with pytest.raises(
+        StageError, match="has the buffers running_mean, running_var, .* give it to the step, state="
+    ):
         graph(fn, (params, torch.ones(3, 2)))
 
 
@@ -90,29 +93,42 @@ def test_a_shared_parameter_is_listed_once_with_one_gradient():
     y, residuals = program.forward(params, x)
     gparams, _ = program.backward(residuals, torch.ones_like(y))
     assert list(gparams) == ["0.weight"]
-    torch.testing.assert_close(gparams["0.weight"], torch.autograd.grad(module(x).sum(), a.weight)[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        gparams["0.weight"], torch.autograd.grad(module(x).sum(), a.weight)[0], rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
 def test_a_submodule_listed_twice_stays_as_it_is(engine):
     torch.manual_seed(0)
     layer, norm = nn.Linear(3, 3).double(), nn.BatchNorm1d(3).double()
-    module, alone = nn.Sequential(layer, norm, nn.Tanh(), layer, norm), copy.deepcopy(nn.Sequential(layer, norm, nn.Tanh(), layer, norm))
+    module, alone = (
+        nn.Sequential(layer, norm, nn.Tanh(), layer, norm),
+        copy.deepcopy(nn.Sequential(layer, norm, nn.Tanh(), layer, norm)),
+    )
     own = {id(t): t.detach().clone() for t in (*module.parameters(), *module.buffers())}
     fn, params, state = stage_from_module(module)
     assert list(params) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     step = pp.value_and_grad([fn], squared, pp.gpipe(1, 2), engine=engine, has_aux=True)
     x, target = torch.randn(8, 3, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
     for _ in range(2):
-        (loss, aux), grads = step({0: params}, x, target, state={0: state})
+        result = step({0: params}, x, target, state={0: state})
+        loss, aux, grads = result.loss, result.aux, result.grads
         assert all(torch.equal(t.detach(), own[id(t)]) for t in (*module.parameters(), *module.buffers()))
     want = sum(squared(alone(a), t) for a, t in zip(x.chunk(2), target.chunk(2), strict=True)) / 2
     torch.testing.assert_close(loss, want.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(list(grads[0].values()), list(torch.autograd.grad(want, list(alone.parameters()))), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        list(grads[0].values()),
+        list(torch.autograd.grad(want, list(alone.parameters()))),
+        rtol=1e-12,
+        atol=1e-12,
+    )
     torch.testing.assert_close(aux.state[0], dict(alone.named_buffers()), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", [graph, graph(remat="full"), functional, eager], ids=["graph", "remat", "functional", "eager"])
+@pytest.mark.parametrize(
+    "engine", [graph, graph(remat="full"), functional, eager], ids=["graph", "remat", "functional", "eager"]
+)
 @pytest.mark.parametrize("schedule", [pp.gpipe, pp.zb_h1])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_recurrent_layers_of_single_precision(engine, schedule, bidirectional):
@@ -120,9 +136,12 @@ def test_recurrent_layers_of_single_precision(engine, schedule, bidirectional):
     module = nn.LSTM(4, 3, num_layers=2, bidirectional=bidirectional)
     fn, params, _ = stage_from_module(module)
     x, target = torch.randn(10, 2, 4), torch.randn(10, 2, 6 if bidirectional else 3)
-    step = pp.value_and_grad([lambda p, x: fn(p, x)[0]], squared, schedule(1, 2), engine=engine, argnums=(0, 1))
+    step = pp.value_and_grad(
+        [lambda p, x: fn(p, x)[0]], squared, schedule(1, 2), engine=engine, argnums=(0, 1)
+    )
     x.requires_grad_()
-    loss, (grads, gx) = step({0: params}, x, target)
+    result = step({0: params}, x, target)
+    loss, grads, gx = result.loss, result.grads, result.input_grads
     want = sum(squared(module(a)[0], t) for a, t in zip(x.chunk(2), target.chunk(2), strict=True)) / 2
     wanted = torch.autograd.grad(want, [*module.parameters(), x])
     torch.testing.assert_close(loss, want.detach())
@@ -162,7 +181,10 @@ def test_what_a_module_keeps_in_a_call_is_gone_afterwards(engine):
     for length in (4, 5):
         x, target = torch.randn(2 * length, 3), torch.randn(2 * length, 3)
         loss, grads = step({0: params}, x, target)
-        want = sum(squared(copy.deepcopy(alone)(a), t) for a, t in zip(x.chunk(2), target.chunk(2), strict=True)) / 2
+        want = (
+            sum(squared(copy.deepcopy(alone)(a), t) for a, t in zip(x.chunk(2), target.chunk(2), strict=True))
+            / 2
+        )
         torch.testing.assert_close(loss, want.detach())
         assert type(grads[0]["linear.weight"]) is torch.Tensor
     assert module.positions is module.table is None
@@ -228,13 +250,11 @@ class Scaled(nn.Module):
         return self.linear(x) * self.mask * (2 if self.training else 1)
 
 
-def squared(y, target):
-    return (y - target).square().mean()
-
-
 WRAPPED = {
     "partial": lambda fn: pp.value_and_grad([functools.partial(fn)], squared, pp.gpipe(1, 2)),
-    "layers": lambda fn: pp.value_and_grad(pp.stages_from_layers([fn], Partition((0, 1))), squared, pp.gpipe(1, 2)),
+    "layers": lambda fn: pp.value_and_grad(
+        pp.stages_from_layers([fn], Partition((0, 1))), squared, pp.gpipe(1, 2)
+    ),
     "ensemble": lambda fn: pp.value_and_grad(*pp.ensemble([fn], squared), pp.gpipe(1, 2), loss_shape=(1,)),
     "jvp": lambda fn: pp.jvp([fn], squared, pp.gpipe(1, 2)),
     "hvp": lambda fn: pp.hvp([fn], squared, pp.gpipe(1, 2)),
@@ -283,7 +303,8 @@ def test_a_module_with_buffers_may_return_an_output():
 
     fn, params, state = pp.stage_from_module(Losing())
     step = pp.value_and_grad([fn], squared, pp.gpipe(1, 2), has_aux=True)
-    (loss, aux), _ = step({0: params}, torch.randn(8, 3), torch.zeros(8, 3), state={0: state})
+    result = step({0: params}, torch.randn(8, 3), torch.zeros(8, 3), state={0: state})
+    loss, aux = result.loss, result.aux
     assert loss > 90
     assert aux.metrics[0].shape == (2,)
     assert aux.state[0]["norm.num_batches_tracked"] == 2
@@ -296,13 +317,17 @@ def test_what_is_no_module_is_refused():
         split_sequential(nn.Sequential(nn.ReLU()), 2)
     with pytest.raises(TypeError, match=r"expected an nn.Sequential"):
         split_sequential(nn.Linear(2, 2), [1])
-    with pytest.raises(TypeError, match="got RecursiveScriptModule, .* give the module from before it was scripted"):
+    with pytest.raises(
+        TypeError, match="got RecursiveScriptModule, .* give the module from before it was scripted"
+    ):
         stage_from_module(torch.jit.script(nn.Linear(2, 2)))
 
 
 def test_a_lazy_parameter_is_named():
     module = nn.Sequential(nn.Linear(3, 2), nn.LazyLinear(2))
-    with pytest.raises(ValueError, match=r"1\.weight is not initialised, .* run the module once on an example first"):
+    with pytest.raises(
+        ValueError, match=r"1\.weight is not initialised, .* run the module once on an example first"
+    ):
         stage_from_module(module)
     with pytest.raises(ValueError, match="running_mean is not initialised"):
         stage_from_module(nn.LazyBatchNorm1d(affine=False))
@@ -366,7 +391,9 @@ def test_buffers_that_are_written_need_a_state_in_training_and_none_in_evaluatio
 
 def test_a_call_by_hand_that_writes_into_a_buffer_without_a_state_is_refused():
     fn, params, state = stage_from_module(nn.BatchNorm1d(2))
-    with pytest.raises(ValueError, match="has written into its buffer num_batches_tracked, and was given no state"):
+    with pytest.raises(
+        ValueError, match="has written into its buffer num_batches_tracked, and was given no state"
+    ):
         fn(params, torch.randn(4, 2))
     with pytest.raises(ValueError, match="got a state with running_mean; the module has the buffers"):
         fn(params, torch.randn(4, 2), {"running_mean": state["running_mean"]})

@@ -56,7 +56,9 @@ def test_modules_that_run_on_zeros_are_found_too():
     seen = outline(lambda w, x: own(x) if x.sum() < 1 else x, (torch.ones(2), torch.ones(2)))
     assert not seen.known and seen.random is None
     assert seen.modules == (own,)
-    assert "values" in seen.refusal[0] and seen.refusal[1] == "use the functional engine, which runs any Python"
+    assert (
+        "values" in seen.refusal[0] and seen.refusal[1] == "use the functional engine, which runs any Python"
+    )
 
 
 @pytest.mark.parametrize("branch", [False, True])
@@ -67,7 +69,10 @@ def test_examples_without_values(branch):
     args = ({"w": torch.ones(3, 2)}, torch.ones(5, 3), torch.arange(2))
     want = outline(fn, args)
     assert want.known is not branch and str(want.y) == "float32[2,5]"
-    for kind in (Signature.of, lambda tree: Signature.of(tree) if torch.is_tensor(tree) else {"w": tree["w"].to("meta")}):
+    for kind in (
+        Signature.of,
+        lambda tree: Signature.of(tree) if torch.is_tensor(tree) else {"w": tree["w"].to("meta")},
+    ):
         assert outline(fn, tuple(map(kind, args))) == want
     assert outline(fn, (args[0], *(t.to("meta") for t in args[1:]))) == want
 

@@ -20,9 +20,18 @@ EFFECTS = {
     "detached parameter": (lambda p, x: p["a"].detach().add_(1), r"its argument params\['a'\]"),
     "view of a parameter": (lambda p, x: p["a"].data[:1].view(1, 1).fill_(3), r"its argument params\['a'\]"),
     "input": (lambda p, x: x.detach().mul_(2), "its argument x"),
-    "list of parameters": (lambda p, x: torch._foreach_add_([x.detach() * 2, p["a"].detach()], 1), r"its argument params\['a'\]"),
-    "captured tensor": (lambda p, x: KEPT.add_(1), r"a tensor of shape \(2,\) that is not among its arguments"),
-    "view of a captured tensor": (lambda p, x: KEPT.view(2, 1)[0].add_(1), r"a tensor of shape \(1,\) that is not among"),
+    "list of parameters": (
+        lambda p, x: torch._foreach_add_([x.detach() * 2, p["a"].detach()], 1),
+        r"its argument params\['a'\]",
+    ),
+    "captured tensor": (
+        lambda p, x: KEPT.add_(1),
+        r"a tensor of shape \(2,\) that is not among its arguments",
+    ),
+    "view of a captured tensor": (
+        lambda p, x: KEPT.view(2, 1)[0].add_(1),
+        r"a tensor of shape \(1,\) that is not among",
+    ),
     "output of a captured tensor": (
         lambda p, x: torch.add(KEPT, x.detach(), out=KEPT),
         r"a tensor of shape \(2,\) that is not among its arguments",
@@ -42,7 +51,9 @@ def args():
 
 
 def as_before(args):
-    return all(torch.equal(t, torch.ones(2)) for t in (*args[0].values(), args[1])) and not (KEPT.any() or STATISTICS[0].any())
+    return all(torch.equal(t, torch.ones(2)) for t in (*args[0].values(), args[1])) and not (
+        KEPT.any() or STATISTICS[0].any()
+    )
 
 
 @every
@@ -71,7 +82,8 @@ def test_an_effect_behind_a_condition_is_refused_before_it_happens(engine, kind,
         return x * p["a"] * p["b"]
 
     program = engine(fn, (args[0], torch.zeros(2)), name="stage 1")
-    refusals = f"stage 1: it is not pure: it writes into {place}|would mutate a captured Tensor"  # the second by torch.func
+    # the second by torch.func
+    refusals = f"stage 1: it is not pure: it writes into {place}|would mutate a captured Tensor"
     with pytest.raises((StageError, RuntimeError), match=refusals):
         program.forward(*args)
     assert as_before(args)
@@ -116,7 +128,9 @@ def test_a_write_that_no_evaluation_shows_is_told_afterwards(engine):
 
     args = {"a": torch.ones(2)}, torch.ones(2)
     program = engine(fn, args, name="stage 1")
-    with pytest.raises(StageError, match=r"stage 1: it is not pure: it has written into its argument params\['a'\]"):
+    with pytest.raises(
+        StageError, match=r"stage 1: it is not pure: it has written into its argument params\['a'\]"
+    ):
         for _ in range(4):
             program.forward(*args)
 
@@ -131,6 +145,10 @@ def test_inference_tensors_have_no_count_of_writes():
 @running
 def test_a_captured_parameter_behind_a_condition_is_refused(engine):
     weight = torch.nn.Parameter(torch.ones(2))
-    program = engine(lambda w, x: x * (weight if x.sum() > 0 else w), (torch.ones(2), torch.zeros(2)), name="stage 1")
-    with pytest.raises(StageError, match="stage 1: it reads a tensor .* requires a gradient, which would be lost"):
+    program = engine(
+        lambda w, x: x * (weight if x.sum() > 0 else w), (torch.ones(2), torch.zeros(2)), name="stage 1"
+    )
+    with pytest.raises(
+        StageError, match="stage 1: it reads a tensor .* requires a gradient, which would be lost"
+    ):
         program.forward(torch.ones(2), torch.ones(2))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppfunc as pp
-from ppfunc.stage.recurrence import WithoutCudnn
+from ppfunc.stage.engines.recurrence import WithoutCudnn
 from tests.models import normal, squared
 
 
@@ -18,7 +18,10 @@ class Recurrent(nn.Module):
 
     def __init__(self, kind: type[nn.RNNBase], d: int) -> None:
         super().__init__()
-        self.memory, self.out = kind(d, d, num_layers=2, batch_first=True, bidirectional=True), nn.Linear(2 * d, d)
+        self.memory, self.out = (
+            kind(d, d, num_layers=2, batch_first=True, bidirectional=True),
+            nn.Linear(2 * d, d),
+        )
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -27,15 +30,23 @@ class Recurrent(nn.Module):
 
 @pytest.mark.cuda
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
-@pytest.mark.parametrize("engine", [pp.graph, pp.graph(compile=True), pp.eager], ids=["graph", "compiled", "eager"])
+@pytest.mark.parametrize(
+    "engine",
+    [pp.engines.graph, pp.engines.graph(compile=True), pp.engines.eager],
+    ids=["graph", "compiled", "eager"],
+)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_on_cuda_are_those_on_the_cpu(kind: type[nn.RNNBase], engine: pp.Engine) -> None:
+def test_recurrent_layers_on_cuda_are_those_on_the_cpu(
+    kind: type[nn.RNNBase], engine: pp.stage.Engine
+) -> None:
     torch.manual_seed(0)
     stages, params, _ = zip(*(pp.stage_from_module(Recurrent(kind, 4)) for _ in range(2)), strict=True)
     given = dict(enumerate(params)), normal(4, 3, 4, seed=1), normal(4, 3, 4, seed=2)
     schedule = pp.zb_h1(2, 4)
-    wanted = pp.value_and_grad(stages, squared, schedule, engine=pp.eager)(*given)
-    found = pp.value_and_grad(stages, squared, schedule, engine=engine)(*optree.tree_map(torch.Tensor.cuda, given))
+    wanted = pp.value_and_grad(stages, squared, schedule, engine=pp.engines.eager)(*given)
+    found = pp.value_and_grad(stages, squared, schedule, engine=engine)(
+        *optree.tree_map(torch.Tensor.cuda, given)
+    )
     for ours, theirs in zip(optree.tree_leaves(found), optree.tree_leaves(wanted), strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-10, atol=1e-12)
 

@@ -53,8 +53,14 @@ def cautious(w, x):
 compiled = torch.compile(lambda w, x: (x @ w).sin(), backend="eager")
 
 WITH = {
-    "checkpoint": (lambda w, x: checkpoint(lambda a: (a @ w).sin() @ w, x, use_reentrant=False), {graph, eager}),
-    "checkpointed dropout": (lambda w, x: checkpoint(lambda a: F.dropout(a @ w, 0.5), x, use_reentrant=False), {eager}),
+    "checkpoint": (
+        lambda w, x: checkpoint(lambda a: (a @ w).sin() @ w, x, use_reentrant=False),
+        {graph, eager},
+    ),
+    "checkpointed dropout": (
+        lambda w, x: checkpoint(lambda a: F.dropout(a @ w, 0.5), x, use_reentrant=False),
+        {eager},
+    ),
     "reentrant checkpoint": (lambda w, x: checkpoint(lambda a: (a @ w).sin(), x, use_reentrant=True), set()),
     "old autograd.Function": (lambda w, x: OldStyle.apply(x @ w), {graph, eager}),
     "random backward": (lambda w, x: NoisyBackward.apply(x @ w), {eager}),
@@ -157,7 +163,9 @@ def test_captured_tensors(engine):
     constant, weight, state = torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.zeros(2)
     x = (torch.ones(2), torch.ones(2))
     engine(lambda w, x: x * constant * weight.detach(), x)
-    with pytest.raises(StageError, match=r"reads a tensor of shape \(2,\) .* requires a gradient, which would be lost"):
+    with pytest.raises(
+        StageError, match=r"reads a tensor of shape \(2,\) .* requires a gradient, which would be lost"
+    ):
         engine(lambda w, x: x * weight, x)
     with pytest.raises(StageError, match="it writes into a tensor"):
         engine(lambda w, x: x * state.add_(1), x)
@@ -187,7 +195,10 @@ def test_the_line_of_an_error_is_that_of_the_stage_and_not_of_a_library(engine):
     def fn(w, x):
         return F.linear(x, w)
 
-    place, given = f"{__file__}:{fn.__code__.co_firstlineno + 1}", r"params = float32\[3,2\], x = float32\[5\]"
+    place, given = (
+        f"{__file__}:{fn.__code__.co_firstlineno + 1}",
+        r"params = float32\[3,2\], x = float32\[5\]",
+    )
     with pytest.raises(StageError, match=rf"it raised RuntimeError at {place}: .*; it was given {given}\.$"):
         engine(fn, (torch.ones(3, 2), torch.ones(5)))
 
@@ -217,13 +228,18 @@ def test_an_error_of_a_running_stage_has_a_note_with_its_line_and_shapes(engine)
     with pytest.raises(KeyError) as caught:
         program.forward(torch.ones(2), torch.ones(2))
     (note,) = caught.value.__notes__
-    assert note == f"raised in stage 5 at {__file__}:{fn.__code__.co_firstlineno + 2}, which was given params = float32[2], x = float32[2]"
+    assert (
+        note == f"raised in stage 5 at {__file__}:{fn.__code__.co_firstlineno + 2}, which was given params ="
+        " float32[2], x = float32[2]"
+    )
 
 
 @pytest.mark.parametrize("engine", [functional, eager], ids=lambda e: e.__name__)
 @pytest.mark.filterwarnings("ignore:.*Converting a tensor")
 def test_an_output_shape_that_depends_on_values_is_refused_when_it_changes(engine):
-    program = engine(lambda w, x: (x[x > 0] if (x > 0).any() else x) * w, (torch.ones(()), torch.zeros(3)), name="stage 2")
+    program = engine(
+        lambda w, x: (x[x > 0] if (x > 0).any() else x) * w, (torch.ones(()), torch.zeros(3)), name="stage 2"
+    )
     with pytest.raises(StageError, match="stage 2: its output depends on values"):
         program.forward(torch.ones(()), torch.tensor([1.0, -1.0, 1.0]))
 
@@ -288,8 +304,14 @@ def test_a_run_on_zeros_is_told():
 
 
 NOT_DENSE = {
-    "sparse": (lambda w, x: (x @ w).to_sparse(), "got a sparse_coo tensor, expected a dense one; carry its to_dense"),
-    "jagged": (lambda w, x: torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged), "got a nested tensor, .* padded"),
+    "sparse": (
+        lambda w, x: (x @ w).to_sparse(),
+        "got a sparse_coo tensor, expected a dense one; carry its to_dense",
+    ),
+    "jagged": (
+        lambda w, x: torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged),
+        "got a nested tensor, .* padded",
+    ),
 }
 
 
@@ -297,7 +319,9 @@ NOT_DENSE = {
 @pytest.mark.parametrize("kind", NOT_DENSE)
 def test_only_dense_tensors_cross_a_boundary(engine, kind):
     fn, message = NOT_DENSE[kind]
-    with pytest.raises((TypeError, StageError), match=message if engine is eager or kind == "sparse" else "stage 1"):
+    with pytest.raises(
+        (TypeError, StageError), match=message if engine is eager or kind == "sparse" else "stage 1"
+    ):
         engine(fn, (torch.ones(2, 2), torch.ones(2, 2)), name="stage 1")
     with pytest.raises(TypeError, match=message):
         engine(lambda w, x: x @ w, (torch.ones(2, 2), fn(torch.ones(2, 2), torch.ones(2, 2))), name="stage 1")
@@ -331,14 +355,19 @@ def table():
 KEEPING = {
     "cache": lambda table: lambda w, x: table(3) @ w * x.sum(),
     "cache that is returned": lambda table: lambda w, x: table(3),
-    "cache of an intermediate": lambda table: (lambda kept: lambda w, x: kept.setdefault(0, x @ w) + x @ w)({}),
+    "cache of an intermediate": lambda table: (lambda kept: lambda w, x: kept.setdefault(0, x @ w) + x @ w)(
+        {}
+    ),
 }
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
 @pytest.mark.parametrize("kind", KEEPING)
 def test_a_stage_that_reads_a_tensor_of_an_evaluation_that_is_over_is_refused(engine, kind, table, args):
-    message = r"^stage 2: it reads a tensor without values \(float64\[.,3\]\), .* Instead: recompute it in each call; if it is a cache"
+    message = (
+        r"^stage 2: it reads a tensor without values \(float64\[.,3\]\), .* Instead: recompute it in each"
+        r" call; if it is a cache"
+    )
     with pytest.raises(StageError, match=message):
         engine(KEEPING[kind](table), args, name="stage 2")
 
@@ -361,7 +390,10 @@ def test_a_cache_left_by_an_evaluation_is_not_read_and_one_with_values_is(engine
 
     abstract(fn, *args)
     for stage in (fn, asks, lambda w, x: table(3)):
-        with pytest.raises(StageError, match=r"stage 2.* it reads a tensor without values \(float64\[3,3\]\), left by an earlier"):
+        with pytest.raises(
+            StageError,
+            match=r"stage 2.* it reads a tensor without values \(float64\[3,3\]\), left by an earlier",
+        ):
             engine(stage, args, name="stage 2")
     table.cache_clear()
     with pytest.raises(StageError, match=r"stage 2.* it reads a tensor without values"):
@@ -399,16 +431,28 @@ OWN = torch.Generator()
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
 def test_a_generator_of_its_own_must_be_made_in_the_call(engine, args):
-    with pytest.raises(StageError, match="stage 2: .*draws from a torch.Generator of its own, .* Instead: draw from the default generator"):
+    with pytest.raises(
+        StageError,
+        match=(
+            "stage 2: .*draws from a torch.Generator of its own, .* Instead: draw from the default generator"
+        ),
+    ):
         engine(lambda w, x: x @ w + torch.rand(2, 3, generator=OWN), args, name="stage 2")
     with pytest.raises(StageError, match="stage 2: .*draws from a torch.Generator of its own"):
-        engine(lambda w, x: x @ w * torch.empty(2, 3).normal_(generator=OWN) + float(x.sum()), args, name="stage 2")
+        engine(
+            lambda w, x: x @ w * torch.empty(2, 3).normal_(generator=OWN) + float(x.sum()),
+            args,
+            name="stage 2",
+        )
 
     def fn(w, x):
         return x @ w + torch.rand(2, 3, generator=torch.Generator().manual_seed(3), dtype=x.dtype)
 
     if engine is graph:
-        with pytest.raises(StageError, match="it hands a torch.Generator to an operator, .* Instead: use the functional engine"):
+        with pytest.raises(
+            StageError,
+            match="it hands a torch.Generator to an operator, .* Instead: use the functional engine",
+        ):
             engine(fn, args)
     else:
         assert torch.equal(engine(fn, args).forward(*args)[0], fn(*args))
@@ -418,7 +462,10 @@ def test_a_generator_of_its_own_must_be_made_in_the_call(engine, args):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_sparse_gradient_is_refused_by_name(engine):
     embedding = torch.nn.Embedding(5, 2, sparse=True)
-    with pytest.raises(StageError, match=r"stage 2: the gradient of params\['weight'\] is a sparse_coo tensor.*leave out sparse=True"):
+    with pytest.raises(
+        StageError,
+        match=r"stage 2: the gradient of params\['weight'\] is a sparse_coo tensor.*leave out sparse=True",
+    ):
         engine(
             lambda p, x: torch.func.functional_call(embedding, p, (x,)),
             (dict(embedding.named_parameters()), torch.arange(3)),
@@ -433,16 +480,27 @@ def test_a_sparse_tensor_made_in_the_forward_is_not_kept_by_the_graph_engine(arg
     w, x = (t.clone().requires_grad_() for t in args)
     want = torch.autograd.grad(fn(w, x).sum(), (w, x))
     for engine in (graph, graph(remat=10**6)):
-        with pytest.raises(StageError, match="stage 2: its backward needs a sparse tensor .* Instead: use the functional engine, or graph"):
+        with pytest.raises(
+            StageError,
+            match=(
+                "stage 2: its backward needs a sparse tensor .* Instead: use the functional engine, or graph"
+            ),
+        ):
             engine(fn, args, name="stage 2")
     for engine in (graph(remat="full"), functional, eager):
         y, residuals = (program := engine(fn, args)).forward(*args)
-        torch.testing.assert_close(program.backward(residuals, torch.ones_like(y)), want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            program.backward(residuals, torch.ones_like(y)), want, rtol=1e-12, atol=1e-12
+        )
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, graph(remat="full")], ids=["graph", "functional", "eager", "remat"])
+@pytest.mark.parametrize(
+    "engine", [*ENGINES, graph(remat="full")], ids=["graph", "functional", "eager", "remat"]
+)
 def test_a_sparse_constant(engine, args):
-    sparse = torch.tensor([[0.0, 2.0, 0.0], [0.0, 0.0, 3.0], [0.0, 4.0, 0.0]], dtype=torch.float64).to_sparse()
+    sparse = torch.tensor(
+        [[0.0, 2.0, 0.0], [0.0, 0.0, 3.0], [0.0, 4.0, 0.0]], dtype=torch.float64
+    ).to_sparse()
 
     def fn(w, x):
         return torch.sparse.mm(sparse, w @ x.T) + sparse.to_dense() @ w @ x.T
@@ -477,8 +535,13 @@ def test_a_refusal_for_values_says_where_they_were_asked_for(args):
         line = fn.__code__.co_firstlineno + 1
         with pytest.raises(StageError, match=rf"\(operator aten.{operator}, called at {__file__}:{line}\)"):
             graph(fn, args)
-    with pytest.raises(StageError, match=rf"its operator aten.\S+, called at {__file__}:\d+, returns is not known"):
-        graph(lambda w, x: torch.nested.to_padded_tensor(torch.nested.nested_tensor([x, x[:1]]), 0.0)[0] @ w, args)
+    with pytest.raises(
+        StageError, match=rf"its operator aten.\S+, called at {__file__}:\d+, returns is not known"
+    ):
+        graph(
+            lambda w, x: torch.nested.to_padded_tensor(torch.nested.nested_tensor([x, x[:1]]), 0.0)[0] @ w,
+            args,
+        )
 
 
 @pytest.mark.parametrize("engine", [functional, eager], ids=lambda e: e.__name__)
@@ -490,7 +553,9 @@ def test_a_stage_that_seeds_is_served_where_it_runs_and_refused_where_it_is_trac
 
     example = (torch.ones(2, 2), torch.ones(2, 2))
     before = torch.get_rng_state()
-    with pytest.raises(StageError, match="it seeds the generator that it draws from.*Instead: use the functional engine"):
+    with pytest.raises(
+        StageError, match="it seeds the generator that it draws from.*Instead: use the functional engine"
+    ):
         graph(fn, example)
     program = engine(fn, example)
     assert torch.equal(torch.get_rng_state(), before)
@@ -526,7 +591,9 @@ def test_the_result_of_a_functional_collective_is_waited_for(kept, tmp_path):
 
         def fn(w, x):
             y = all_gather(x @ w, 0, dist.group.WORLD)
-            return (y if kept == "as it is" else y.view(-1)), {"aux": collectives.all_reduce(x.detach(), "sum", dist.group.WORLD)}
+            return (y if kept == "as it is" else y.view(-1)), {
+                "aux": collectives.all_reduce(x.detach(), "sum", dist.group.WORLD)
+            }
 
         args = torch.ones(2, 2), torch.ones(3, 2)
         assert isinstance(fn(*args)[1]["aux"], collectives.AsyncCollectiveTensor)
@@ -555,7 +622,10 @@ def test_a_collective_that_one_rank_calls_otherwise_is_refused_on_all(name, engi
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        with pytest.raises(StageError, match=rf"c10d.{name}_.default, called at {__file__}:\d+, in which one rank.*use ppfunc"):
+        with pytest.raises(
+            StageError,
+            match=rf"c10d.{name}_.default, called at {__file__}:\d+, in which one rank.*use ppfunc",
+        ):
             engine(fn, (torch.ones(2, 2), torch.ones(2, 2)), name="stage 3")
     finally:
         dist.destroy_process_group()

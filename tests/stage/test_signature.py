@@ -32,7 +32,12 @@ class Shaped:
         return f"Shaped({self.value.shape})"
 
 
-optree.register_pytree_node(Shaped, lambda t: ((t.value,), None), lambda _, c: Shaped(*c), namespace=optree.registry.__GLOBAL_NAMESPACE)
+optree.register_pytree_node(
+    Shaped,
+    lambda t: ((t.value,), None),
+    lambda _, c: Shaped(*c),
+    namespace=optree.registry.__GLOBAL_NAMESPACE,
+)
 
 
 class Tagged:
@@ -47,9 +52,21 @@ optree.register_pytree_node(
     namespace=optree.registry.__GLOBAL_NAMESPACE,
 )
 
-dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float64])
+dtypes = st.sampled_from(
+    [
+        torch.float32,
+        torch.bfloat16,
+        torch.int64,
+        torch.bool,
+        torch.complex64,
+        torch.float8_e4m3fn,
+        torch.float64,
+    ]
+)
 leaves = st.builds(lambda s, d: torch.empty(s, dtype=d), st.lists(st.integers(0, 3), max_size=3), dtypes)
-keys = st.one_of(st.text(max_size=3), st.integers(), st.booleans(), st.tuples(st.text(max_size=2), st.integers()))
+keys = st.one_of(
+    st.text(max_size=3), st.integers(), st.booleans(), st.tuples(st.text(max_size=2), st.integers())
+)
 
 
 def nodes(below):
@@ -65,7 +82,9 @@ def nodes(below):
         st.dictionaries(keys.filter(lambda k: isinstance(k, tuple)), below, max_size=2),
         st.dictionaries(st.integers(), below, max_size=2),
         st.builds(Point, below, below),
-        st.builds(Tagged, below, st.one_of(st.none(), st.text(max_size=3), st.tuples(st.integers(), st.just("a")))),
+        st.builds(
+            Tagged, below, st.one_of(st.none(), st.text(max_size=3), st.tuples(st.integers(), st.just("a")))
+        ),
     )
 
 
@@ -107,14 +126,19 @@ class Fields:
 @pytest.mark.parametrize("made", [Extended, Fields, lambda a: {1, 2}, type("Listed", (list,), {})])
 def test_a_container_that_optree_does_not_know_is_refused_as_such(made):
     mend = "make it a dict or a tuple of tensors, or register"
-    with pytest.raises(TypeError, match=rf"y\[0\]: got .*, a class that neither optree nor torch.utils._pytree knows, .*; {mend}"):
+    with pytest.raises(
+        TypeError,
+        match=rf"y\[0\]: got .*, a class that neither optree nor torch.utils._pytree knows, .*; {mend}",
+    ):
         Signature.of((made([("a", torch.zeros(1))]),), "y")
 
 
 def test_only_floating_leaves_carry_gradients():
     with pytest.raises(ValueError, match="int64 was marked grad=True"):
         LeafSignature((2,), torch.int64, True)
-    assert [leaf.grad for leaf in Signature.of((torch.zeros(1), torch.zeros(1, dtype=torch.int8))).leaves] == [
+    assert [
+        leaf.grad for leaf in Signature.of((torch.zeros(1), torch.zeros(1, dtype=torch.int8))).leaves
+    ] == [
         True,
         False,
     ]
@@ -122,7 +146,10 @@ def test_only_floating_leaves_carry_gradients():
 
 
 def test_bytes():
-    assert Signature.of((torch.zeros(3, 2, dtype=torch.bfloat16), torch.zeros((), dtype=torch.int64))).nbytes == 20
+    assert (
+        Signature.of((torch.zeros(3, 2, dtype=torch.bfloat16), torch.zeros((), dtype=torch.int64))).nbytes
+        == 20
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,7 +204,10 @@ def test_malformed_texts_are_refused(text):
 
 
 def test_a_class_that_shows_itself_by_what_tensors_alone_have():
-    assert str(Signature.of({"a": Shaped(torch.zeros(2)), "b": torch.zeros(3)})) == "a tree of float32[2], float32[3]"
+    assert (
+        str(Signature.of({"a": Shaped(torch.zeros(2)), "b": torch.zeros(3)}))
+        == "a tree of float32[2], float32[3]"
+    )
 
 
 def test_require_names_the_leaf():
@@ -237,7 +267,13 @@ def test_a_tree_with_another_leaf_is_of_another_form(make, other):
 
 def test_a_tree_of_another_structure_is_of_another_form():
     form = form_of(*flatten({"a": ones(), "b": ones()}))
-    for tree in ({"b": ones(), "a": ones()}, {"a": ones()}, {"a": ones(), "b": ones(), "c": ones()}, (ones(), ones()), ones()):
+    for tree in (
+        {"b": ones(), "a": ones()},
+        {"a": ones()},
+        {"a": ones(), "b": ones(), "c": ones()},
+        (ones(), ones()),
+        ones(),
+    ):
         assert same_form(tree, form) is None
     for kind in (OrderedDict, lambda items: defaultdict(None, items), Extended):
         assert same_form(kind({"a": ones(), "b": ones()}), form) is None

@@ -11,7 +11,16 @@ import torch.nn.functional as F
 from torch.func import grad, jvp, vmap
 
 from ppfunc.stage import StageError, functional, graph
-from ppfunc.stage.transforms import dual, dual_loss, ensemble, for_samples, gauss_newton_loss, held_dual, hessian_loss, per_sample
+from ppfunc.stage.transforms import (
+    dual,
+    dual_loss,
+    ensemble,
+    for_samples,
+    gauss_newton_loss,
+    held_dual,
+    hessian_loss,
+    per_sample,
+)
 from tests.models import BatchNormed, attention_block, attention_params, normal
 
 ENGINES = {"graph": graph, "functional": functional}
@@ -73,7 +82,9 @@ def test_samples_and_models_side_by_side(engine, params):
     assert samples["qkv"].untyped_storage().data_ptr() == params["qkv"].untyped_storage().data_ptr()
     y, gparams, _ = run(engine(per_sample(attention_block), (samples, x)), samples, x, torch.cos)
     assert_near(y, attention_block(params, x))
-    assert_near(gparams, vmap(grad(lambda p, a: attention_block(p, a[None]).sin().sum()), (None, 0))(params, x))
+    assert_near(
+        gparams, vmap(grad(lambda p, a: attention_block(p, a[None]).sin().sum()), (None, 0))(params, x)
+    )
     first, second = ensemble([attention_block, attention_block], torch.sub)[0]
     models = optree.tree_map(lambda t: torch.stack([t, t / 2]), params)
     y, gparams, _ = run(engine(first, (models, x)), models, x, torch.cos)
@@ -100,7 +111,9 @@ def test_models_draw_their_own_random_numbers_if_they_are_to(engine):
 
 
 def test_a_side_input_does_not_move():
-    y, ty = dual(lambda p, x, mask: p * x * mask)((torch.tensor(2.0), None), (torch.tensor(3.0), torch.tensor(1.0)), torch.tensor(5.0))
+    y, ty = dual(lambda p, x, mask: p * x * mask)(
+        (torch.tensor(2.0), None), (torch.tensor(3.0), torch.tensor(1.0)), torch.tensor(5.0)
+    )
     assert (y, ty) == (30.0, 10.0)
 
 
@@ -137,7 +150,10 @@ def test_a_stage_without_a_batch_axis_has_no_samples():
 def test_tracing_of_second_derivatives_logs_nothing(params, caplog):
     log, x = logging.getLogger("torch._subclasses.fake_tensor"), normal(2, 3, 4)
     log.addHandler(caplog.handler)
-    graph(dual(lambda p, x: F.cross_entropy(attention_block(p, x)[0], torch.zeros(3).long())), ((params, params), (x, x)))
+    graph(
+        dual(lambda p, x: F.cross_entropy(attention_block(p, x)[0], torch.zeros(3).long())),
+        ((params, params), (x, x)),
+    )
     log.removeHandler(caplog.handler)
     assert not caplog.records
 
@@ -150,8 +166,12 @@ def conv_norm(kind):
 
 
 NORMS = {
-    "batch": lambda x, scale: F.batch_norm(x, torch.zeros(4).double(), torch.ones(4).double(), scale, scale.sin(), training=True),
-    "batch in evaluation": lambda x, scale: F.batch_norm(x, torch.zeros(4).double(), torch.ones(4).double(), scale, scale.sin()),
+    "batch": lambda x, scale: F.batch_norm(
+        x, torch.zeros(4).double(), torch.ones(4).double(), scale, scale.sin(), training=True
+    ),
+    "batch in evaluation": lambda x, scale: F.batch_norm(
+        x, torch.zeros(4).double(), torch.ones(4).double(), scale, scale.sin()
+    ),
     "instance": lambda x, scale: F.instance_norm(x, weight=scale, bias=scale.sin()),
     "group": lambda x, scale: F.group_norm(x, 2, scale, scale.sin()),
     "layer": lambda x, scale: F.layer_norm(x.mT, (4,), scale, scale.sin()),
@@ -197,8 +217,14 @@ def by_hand(axes, channels):
 
 BY_HAND = {"layer": (lambda x, s: F.layer_norm(x, (4,), s, s.sin()), by_hand([2], 2))} | {
     "batch": (NORMS["batch"], by_hand([0, 2], 1)),
-    "batch without statistics": (lambda x, s: F.batch_norm(x, None, None, s, s.sin(), training=True), by_hand([0, 2], 1)),
-    "batch by torch": (lambda x, s: torch.batch_norm(x, s, s.sin(), None, None, True, 0.1, 1e-5, False), by_hand([0, 2], 1)),
+    "batch without statistics": (
+        lambda x, s: F.batch_norm(x, None, None, s, s.sin(), training=True),
+        by_hand([0, 2], 1),
+    ),
+    "batch by torch": (
+        lambda x, s: torch.batch_norm(x, s, s.sin(), None, None, True, 0.1, 1e-5, False),
+        by_hand([0, 2], 1),
+    ),
     "instance": (NORMS["instance"], by_hand([2], 1)),
 }
 

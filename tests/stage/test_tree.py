@@ -44,7 +44,11 @@ pytree.register_pytree_node(
     flatten_with_keys_fn=lambda d: ([(pytree.MappingKey(k), v) for k, v in d.items()], list(d.keys())),
 )
 CONTEXT = {"deep": [1, (2,)]}
-pytree.register_pytree_node(Plain, lambda p: ([p.value], CONTEXT), lambda values, context: Plain(*values) if context == CONTEXT else None)
+pytree.register_pytree_node(
+    Plain,
+    lambda p: ([p.value], CONTEXT),
+    lambda values, context: Plain(*values) if context == CONTEXT else None,
+)
 
 
 def test_classes_registered_with_torch_are_nodes():
@@ -62,7 +66,9 @@ def test_classes_registered_with_torch_are_nodes():
 
 
 def test_a_class_may_be_registered_at_any_time():
-    with pytest.raises(TypeError, match=r"x: got .* of type Late, a class that neither optree nor torch.utils._pytree knows"):
+    with pytest.raises(
+        TypeError, match=r"x: got .* of type Late, a class that neither optree nor torch.utils._pytree knows"
+    ):
         Signature.of(Late(torch.ones(1), torch.ones(2)), "x")
     pytree.register_pytree_node(Late, lambda v: ([v.a, v.b], None), lambda values, _: Late(*values))
     assert len(Signature.of(Late(torch.ones(1), torch.ones(2))).leaves) == 2
@@ -93,9 +99,10 @@ def test_transforms_take_them():
 
 def test_the_order_of_keys_does_not_depend_on_what_else_is_imported():
     code = (
-        "import torch; from ppfunc.stage import Signature; before = Signature.of({'b': torch.ones(1), 'a': torch.ones(2)}); "
-        "import torch.utils._cxx_pytree; after = Signature.of({'b': torch.ones(1), 'a': torch.ones(2)}); "
-        "assert before == after and before.to_json() == after.to_json() and before.leaves[0].shape == (1,)"
+        "import torch; from ppfunc.stage import Signature; before = Signature.of({'b': torch.ones(1), 'a':"
+        " torch.ones(2)}); import torch.utils._cxx_pytree; after = Signature.of({'b': torch.ones(1), 'a':"
+        " torch.ones(2)}); assert before == after and before.to_json() == after.to_json() and"
+        " before.leaves[0].shape == (1,)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
 
@@ -116,7 +123,19 @@ def test_deep_trees_go_through_json_and_deeper_ones_are_refused_by_name():
         Signature.from_json("[" + "[" * 10_000 + "]" * 10_000 + ", []]")
 
 
-KEYS = ["; run before: ", "\ud800", "\n'\"\\", "", "*", float("inf"), -0.0, 2**70, True, None, ("a", ("; run before: ", 1))]
+KEYS = [
+    "; run before: ",
+    "\ud800",
+    "\n'\"\\",
+    "",
+    "*",
+    float("inf"),
+    -0.0,
+    2**70,
+    True,
+    None,
+    ("a", ("; run before: ", 1)),
+]
 
 
 @pytest.mark.parametrize("key", KEYS, ids=repr)

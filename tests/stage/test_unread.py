@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import ppfunc as pp
-from ppfunc.stage.tracing.interleave import interleave
+from ppfunc.stage.engines.tracing.interleave import interleave
+from tests.models import squared
 
 X, SCHEDULE = torch.ones(4, 3), pp.zb_h1(ranks=2, microbatches=2)
 
@@ -18,18 +19,16 @@ def half(params, x):
     return x * params["used"]
 
 
-def loss_fn(y, target):
-    return (y - target).square().mean()
-
-
 def params(dtype=torch.float32):
     return {s: {"used": torch.ones(3), "spare": torch.ones(2, dtype=dtype)} for s in range(2)}
 
 
 @pytest.mark.parametrize("schedule", [SCHEDULE, pp.gpipe(2, 2)], ids=lambda s: s.name)
 def test_it_is_named_once(schedule):
-    with pytest.warns(UserWarning, match=r"stage \d: nothing depends on params\['spare'\] for such inputs, so") as caught:
-        step = pp.value_and_grad([half, lambda p, x: half(p, x)], loss_fn, schedule)
+    with pytest.warns(
+        UserWarning, match=r"stage \d: nothing depends on params\['spare'\] for such inputs, so"
+    ) as caught:
+        step = pp.value_and_grad([half, lambda p, x: half(p, x)], squared, schedule)
         for _ in range(3):
             _, grads = step(params(), X, X)
     assert len(caught) == 2  # one for each stage
@@ -38,12 +37,15 @@ def test_it_is_named_once(schedule):
 
 def test_many_are_counted():
     with pytest.warns(UserWarning, match=r"params\[1\], params\[2\], params\[3\] and 2 more"):
-        pp.value_and_grad([lambda p, x: x * p[0]], loss_fn, pp.gpipe(1, 2))({0: [torch.ones(3)] * 6}, X, X)
+        pp.value_and_grad([lambda p, x: x * p[0]], squared, pp.gpipe(1, 2))({0: [torch.ones(3)] * 6}, X, X)
 
 
 def test_overlapped_programs_tell_too():
-    program = pp.graph(half, (params()[0], X)).flat
-    assert "nothing depends on params['spare']" in interleave(program.forward.recipe, program.backward.recipe).warning
+    program = pp.engines.graph(half, (params()[0], X)).flat
+    assert (
+        "nothing depends on params['spare']"
+        in interleave(program.forward.recipe, program.backward.recipe).warning
+    )
 
 
 def test_what_has_no_gradient_on_purpose_is_not_named():
@@ -52,7 +54,9 @@ def test_what_has_no_gradient_on_purpose_is_not_named():
     fn, own, _ = pp.stage_from_module(module)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pp.value_and_grad([fn] * 2, loss_fn, SCHEDULE)({0: own, 1: {k: v.clone() for k, v in own.items()}}, X, X)
-        pp.value_and_grad([half] * 2, loss_fn, SCHEDULE)(params(torch.int64), X, X)
+        pp.value_and_grad([fn] * 2, squared, SCHEDULE)(
+            {0: own, 1: {k: v.clone() for k, v in own.items()}}, X, X
+        )
+        pp.value_and_grad([half] * 2, squared, SCHEDULE)(params(torch.int64), X, X)
         # A head for training alone, in evaluation.
-        pp.evaluate([lambda p, x: half(p, x)] * 2, loss_fn, SCHEDULE)(params(), X, X)
+        pp.evaluate([lambda p, x: half(p, x)] * 2, squared, SCHEDULE)(params(), X, X)

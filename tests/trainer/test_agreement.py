@@ -11,12 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ppfunc as pp
-from tests.models import squared
-from tests.trainer.problems import problem, same_bits
+from tests.models import new_trainer, same_bits, squared
+from tests.trainer.problems import problem
 
 
 def failing(rank, size):
-    """One rank of the second pipeline fails in a stage, once; then it overflows, alone; then all is well again."""
+    """One rank of the second pipeline fails in a stage, once; then it overflows, alone; then all is well
+    again.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     calls = []
 
@@ -28,8 +30,8 @@ def failing(rank, size):
 
     _, params, x, y = problem(2)
     schedule, pipe = pp.one_f_one_b(2, 4), mesh.get_local_rank("pp")
-    options = {"axes": pp.Axes("pp", "dp"), "engine": pp.functional, "scale": pp.dynamic_scale()}
-    with pp.train_step([stage] * 2, squared, schedule, pp.sgd(1e-2), mesh, **options) as trainer:
+    options = {"axes": pp.Axes("pp", "dp"), "engine": pp.engines.functional, "scale": pp.dynamic_scale()}
+    with new_trainer([stage] * 2, squared, schedule, pp.optim.sgd(1e-2), mesh, **options) as trainer:
         state = trainer.init({pipe: params[pipe]})
         began = time.monotonic()
         with pytest.raises(pp.PipelineError, match=r"rank 3 failed at .* on purpose") as caught:
@@ -58,7 +60,9 @@ def disagreeing(rank, size):
     pipe = mesh.get_local_rank("pp")
     rows = x if mesh.get_local_rank("tp") else x[:16]
     with (
-        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), mesh, axes=pp.Axes("pp", model="tp")) as trainer,
+        new_trainer(
+            stages, squared, pp.one_f_one_b(2, 4), pp.optim.sgd(1e-2), mesh, axes=pp.Axes("pp", model="tp")
+        ) as trainer,
         pytest.raises(pp.AgreementError, match="4 microbatches of"),
     ):
         trainer.step(trainer.init({pipe: params[pipe]}), rows, y if mesh.get_local_rank("tp") else y[:16])
@@ -72,7 +76,7 @@ def misnamed(rank, size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stages, *_ = problem(2)
     with pytest.raises(ValueError, match="the mesh has the axes pp, dp; name each of them once"):
-        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), mesh)
+        new_trainer(stages, squared, pp.one_f_one_b(2, 4), pp.optim.sgd(1e-2), mesh)
 
 
 def test_every_axis_is_named(four):
@@ -86,8 +90,12 @@ def laid_differently(rank, size):
     pipe, axis = mesh.get_local_rank("pp"), mesh.get_local_rank("tp")
     own = DTensor.from_local(params[pipe]["w"].chunk(2, axis)[axis].contiguous(), mesh["tp"], [Shard(axis)])
     with (
-        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), mesh, axes=pp.Axes("pp", model="tp")) as trainer,
-        pytest.raises(pp.AgreementError, match=r"params\[.\]\['w'\]: torch.float64 of \[6,6\] S\(.\) over tp=2; rank"),
+        new_trainer(
+            stages, squared, pp.one_f_one_b(2, 4), pp.optim.sgd(1e-2), mesh, axes=pp.Axes("pp", model="tp")
+        ) as trainer,
+        pytest.raises(
+            pp.AgreementError, match=r"params\[.\]\['w'\]: torch.float64 of \[6,6\] S\(.\) over tp=2; rank"
+        ),
     ):
         trainer.step(trainer.init({pipe: {"w": own}}), x, y)
 
@@ -101,8 +109,10 @@ def clipped_differently(rank, size):
     stages, params, x, y = problem(2)
     pipe, axes = mesh.get_local_rank("pp"), pp.Axes("pp", "dp")
     with (
-        pp.train_step(stages, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), mesh, axes=axes, clip=1.0 + (rank == 3)) as trainer,
-        pytest.raises(pp.AgreementError, match=r"train_step clip [12].0 of norm 2.0"),
+        new_trainer(
+            stages, squared, pp.one_f_one_b(2, 4), pp.optim.sgd(1e-2), mesh, axes=axes, clip=1.0 + (rank == 3)
+        ) as trainer,
+        pytest.raises(pp.AgreementError, match=r"trainer clip [12].0 of norm 2.0"),
     ):
         trainer.step(trainer.init({pipe: params[pipe]}), x, y)
 
@@ -118,10 +128,14 @@ def calls_apart(rank, size, kind):
     pipe, data = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
 
     def stage(p, x):
-        return torch.tanh(x @ p["w"]) + (0 * torch.sqrt(p["w"].sum() * 0) if kind == "nan" and pipe == 1 else 0)
+        return torch.tanh(x @ p["w"]) + (
+            0 * torch.sqrt(p["w"].sum() * 0) if kind == "nan" and pipe == 1 else 0
+        )
 
-    options = {"axes": pp.Axes("pp", "dp"), "norm_type": math.inf, "engine": pp.functional}
-    with pp.train_step([stage] * 2, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), mesh, **options) as trainer:
+    options = {"axes": pp.Axes("pp", "dp"), "norm_type": math.inf, "engine": pp.engines.functional}
+    with new_trainer(
+        [stage] * 2, squared, pp.one_f_one_b(2, 4), pp.optim.sgd(1e-2), mesh, **options
+    ) as trainer:
         own = {pipe: {"w": params[pipe]["w"].float() if kind == "dtype" and data else params[pipe]["w"]}}
         state = trainer.init(own)
         if kind == "nan":
@@ -151,12 +165,16 @@ def evaluating(rank, size):
     """Pipelines of one rank each: one evaluates where the other trains."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
     stages, params, x, y = problem(1)
-    with pp.train_step(stages, squared, pp.gpipe(1, 4), pp.sgd(1e-2), mesh, axes=pp.Axes("pp", "dp"), shard="params") as trainer:
+    with pytest.raises(ValueError, match="shard: got 'params', and no axis of data ranks"):
+        pp.P2P(mesh=mesh["pp"], axes=pp.Axes("pp"), shard="params")
+    with new_trainer(
+        stages, squared, pp.gpipe(1, 4), pp.optim.sgd(1e-2), mesh, axes=pp.Axes("pp", "dp"), shard="params"
+    ) as trainer:
         state = trainer.init(params)
         with pytest.raises(ValueError, match="got parts over the axis 'dp', expected whole parameters"):
             trainer.init(state.params)
         trainer.step(state, x, y)
-        with pytest.raises(pp.AgreementError, match="train_step"):
+        with pytest.raises(pp.AgreementError, match="trainer clip"):
             trainer.evaluate(state, x, y) if rank else trainer.step(state, x, y)
 
 
@@ -173,8 +191,10 @@ def overflowing(rank, size):
     def stage(p, x):
         return torch.tanh(x @ p["w"]) + torch.sqrt(p["v"].sum() * (0 if rank == odd else 1)) * 0
 
-    options = {"axes": pp.Axes("pp", model="tp"), "engine": pp.functional}
-    with pp.train_step([stage] * 2, squared, pp.one_f_one_b(2, 4), pp.sgd(1e-2), mesh, **options) as trainer:
+    options = {"axes": pp.Axes("pp", model="tp"), "engine": pp.engines.functional}
+    with new_trainer(
+        [stage] * 2, squared, pp.one_f_one_b(2, 4), pp.optim.sgd(1e-2), mesh, **options
+    ) as trainer:
         state = trainer.init({pipe: own})
         for odd in (0, 1, 2, 3, None):
             after, metrics = trainer.step(state, x, y)

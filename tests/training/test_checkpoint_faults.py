@@ -1,4 +1,6 @@
-"""A save that dies at any of its calls of the operating system leaves the old checkpoint or the new one, and never another."""
+"""A save that dies at any of its calls of the operating system leaves the old checkpoint or the new one, and
+never another.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,23 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
+from ppfunc.runtime.control.rendezvous import Rendezvous
 from ppfunc.training.checkpoint.peers import Peers
+from tests.clock import busy
 
-CALLS = ("open", "mkdir", "write", "pwrite", "fsync", "rename", "unlink", "rmdir", "close", "scandir", "listdir")
+CALLS = (
+    "open",
+    "mkdir",
+    "write",
+    "pwrite",
+    "fsync",
+    "rename",
+    "unlink",
+    "rmdir",
+    "close",
+    "scandir",
+    "listdir",
+)
 
 
 def state(step: int) -> dict[str, Any]:
@@ -36,11 +51,16 @@ def state(step: int) -> dict[str, Any]:
 
 def load(root: Path) -> int:
     """The step that is loaded, all of one save."""
-    like = {"step": 0, "a": torch.full((300,), torch.nan), "b": torch.full((7, 5), torch.nan, dtype=torch.float64), "c": torch.tensor(-1)}
-    found = pp.load(root, like=like)
+    like = {
+        "step": 0,
+        "a": torch.full((300,), torch.nan),
+        "b": torch.full((7, 5), torch.nan, dtype=torch.float64),
+        "c": torch.tensor(-1),
+    }
+    found = pp.checkpoint.load(root, like=like)
     step = found["step"]
     assert all(bool((found[name] == step).all()) for name in "abc"), found
-    assert pp.latest(root) == root / f"step-{step}"
+    assert pp.checkpoint.latest(root) == root / f"step-{step}"
     return step
 
 
@@ -101,7 +121,7 @@ def in_child(job: Callable[[], None]) -> int:
 
 @pytest.mark.parametrize(("die", "keep"), [(die_before, 1), (die_before, 2), (die_after, 1), (die_within, 1)])
 def test_a_save_that_is_killed_at_any_call_leaves_old_or_new(tmp_path, die, keep):
-    pp.save(tmp_path / "first", state(1))
+    pp.checkpoint.save(tmp_path / "first", state(1))
     outcomes = []
     for number in range(500):
         root = tmp_path / str(number)
@@ -109,15 +129,15 @@ def test_a_save_that_is_killed_at_any_call_leaves_old_or_new(tmp_path, die, keep
 
         def job(root=root, number=number):
             Count(number, die).patch(setattr)
-            pp.save(root, state(2), keep=keep)
+            pp.checkpoint.save(root, state(2), keep=keep)
 
         ended = in_child(job)
         outcomes.append(load(root))
-        pp.save(root, state(3), keep=1)
+        pp.checkpoint.save(root, state(3), keep=1)
         assert load(root) == 3 and os.listdir(root) == ["step-3"]
         if not ended:
             break
-    assert len(outcomes) > 30 and outcomes[0] == 1 and outcomes[-1] == 2
+    assert len(outcomes) > 25 and outcomes[0] == 1 and outcomes[-1] == 2
     assert outcomes == sorted(outcomes)
 
 
@@ -127,10 +147,10 @@ def test_the_first_save_that_is_killed_leaves_nothing_or_all(tmp_path):
 
         def job(root=root, number=number):
             Count(number, die_before).patch(setattr)
-            pp.save(root, state(2))
+            pp.checkpoint.save(root, state(2))
 
         ended = in_child(job)
-        assert (pp.latest(root) is None) or load(root) == 2
+        assert (pp.checkpoint.latest(root) is None) or load(root) == 2
         if not ended:
             break
     assert load(root) == 2
@@ -144,7 +164,7 @@ def test_an_error_at_any_call_leaves_old_or_new(tmp_path, monkeypatch):
             function(*args, **kwargs)
         raise OSError(28, "No space left on device")
 
-    pp.save(tmp_path / "first", state(1))
+    pp.checkpoint.save(tmp_path / "first", state(1))
     for number in range(500):
         root = tmp_path / str(number)
         shutil.copytree(tmp_path / "first", root)
@@ -153,13 +173,13 @@ def test_an_error_at_any_call_leaves_old_or_new(tmp_path, monkeypatch):
             count.patch(patched.setattr)
             try:
                 with pytest.MonkeyPatch.context():
-                    pp.save(root, state(2), keep=None)
-            except (OSError, pp.CheckpointError) as error:
+                    pp.checkpoint.save(root, state(2), keep=None)
+            except (OSError, pp.checkpoint.CheckpointError) as error:
                 raised = error
             except UserWarning as warning:  # saved, but cleaning has failed
                 raised = warning
         assert load(root) == 2 if raised is None else load(root) in (1, 2)
-        pp.save(root, state(3), keep=1)
+        pp.checkpoint.save(root, state(3), keep=1)
         assert os.listdir(root) == ["step-3"]
         if count.seen <= number:
             break
@@ -176,7 +196,11 @@ def logged(log: int, function: Callable[..., Any]) -> Callable[..., Any]:
         WRITE(log, (json.dumps(event) + "\n").encode())
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        parent = None if kwargs.get("dir_fd") is not None or not isinstance(args[0], (str, Path)) else os.path.dirname(args[0])
+        parent = (
+            None
+            if kwargs.get("dir_fd") is not None or not isinstance(args[0], (str, Path))
+            else os.path.dirname(args[0])
+        )
         new = function.__name__ in ("open", "mkdir") and parent is not None and not os.path.lexists(args[0])
         found = function(*args, **kwargs)
         match function.__name__:
@@ -199,8 +223,10 @@ WRITE = os.write
 
 @pytest.mark.parametrize("lost", ["data", "names", "the first rename"])
 def test_what_was_not_flushed_may_be_lost(tmp_path, lost):
-    """The power fails at any call: bytes that no fsync has followed are gone, or names in folders that none has followed."""
-    pp.save(tmp_path / "first", state(1))
+    """The power fails at any call: bytes that no fsync has followed are gone, or names in folders that none
+    has followed.
+    """
+    pp.checkpoint.save(tmp_path / "first", state(1))
     outcomes = []
     for number in range(500):
         root = tmp_path / str(number)
@@ -211,7 +237,7 @@ def test_what_was_not_flushed_may_be_lost(tmp_path, lost):
             for name in ("open", "mkdir", "write", "pwrite", "fsync", "rename"):
                 setattr(os, name, logged(log, getattr(os, name)))
             Count(number, die_before).patch(setattr)
-            pp.save(root, state(2), keep=1)
+            pp.checkpoint.save(root, state(2), keep=1)
 
         ended = in_child(job)
         lose(root, [json.loads(line) for line in Path(f"{root}.log").read_text().splitlines()], lost)
@@ -225,13 +251,19 @@ def lose(root: Path, events: list[Any], lost: str) -> None:
     """Take from a folder what the loss of power may take."""
     flushed = {event[1]: n for n, event in enumerate(events) if event[0] == "flushed"}
     if lost == "data":
-        dirty = {event[1] for n, event in enumerate(events) if event[0] == "written" and flushed.get(event[1], -1) < n}
+        dirty = {
+            event[1]
+            for n, event in enumerate(events)
+            if event[0] == "written" and flushed.get(event[1], -1) < n
+        }
         for path in root.rglob("*"):
             if path.is_file() and path.stat().st_ino in dirty:
                 os.truncate(path, 0)
         return
     if lost == "the first rename":  # while later ones have reached the disk
-        renamed = [n for n, event in enumerate(events) if event[0] == "renamed" and flushed.get(event[3], -1) < n]
+        renamed = [
+            n for n, event in enumerate(events) if event[0] == "renamed" and flushed.get(event[3], -1) < n
+        ]
         events = events[: renamed[0] + 1] if renamed else []
     for n, event in reversed(list(enumerate(events))):
         if lost != "names" and event[0] != "renamed":
@@ -247,7 +279,15 @@ def lose(root: Path, events: list[Any], lost: str) -> None:
 
 def save_again_and_again(rank, size, root, last):
     for step in range(2, last):
-        pp.save(str(root), {"step": step, "own": {rank: torch.full((20_000,), float(step))}, "all": torch.full((9,), float(step))}, keep=2)
+        pp.checkpoint.save(
+            str(root),
+            {
+                "step": step,
+                "own": {rank: torch.full((20_000,), float(step))},
+                "all": torch.full((9,), float(step)),
+            },
+            keep=2,
+        )
 
 
 def save_and_end_while_connecting(rank, size, root, last):
@@ -255,30 +295,33 @@ def save_and_end_while_connecting(rank, size, root, last):
     from ppfunc.training.checkpoint import peers
 
     if rank == last:
-        peers.make_gloo = lambda *_: os._exit(0)
-    pp.save(root, {"step": 1})
+        peers.SocketLinks = lambda *_: os._exit(0)
+    pp.checkpoint.save(root, {"step": 1})
 
 
 @pytest.mark.parametrize("last", range(3))
 def test_a_rank_that_ends_while_the_others_connect_is_named_at_once(fresh, tmp_path, last):
     processes = fresh(3)
     processes.start(save_and_end_while_connecting, str(tmp_path), last)
-    answers = processes.answers(timeout=20)  # gloo asks an address for minutes
+    answers = processes.answers(timeout=20 * busy())  # gloo asks an address for minutes
     assert answers[last] is None
     for answer in answers[:last] + answers[last + 1 :]:
-        assert isinstance(answer, pp.CheckpointError) and f"rank {last} is gone" in str(answer)
+        assert isinstance(answer, pp.checkpoint.CheckpointError) and f"rank {last} is gone" in str(answer)
 
 
 def save_and_stop_while_connecting(rank, size, root, last):
-    """The last rank is there, and is stopped before the others have reached it. How long the others have waited, and what they raise."""
+    """The last rank is there, and is stopped before the others have reached it. How long the others have
+    waited, and what they raise.
+    """
     from ppfunc.training.checkpoint import peers
 
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4), dist.group.WORLD)
-    peers._CONNECT, make, began = 2.0, peers.make_gloo, time.monotonic()
-    peers.make_gloo = lambda *args: os.kill(os.getpid(), signal.SIGSTOP) if rank == last else make(*args)
+    began = time.monotonic()
+    if rank == last:
+        peers.SocketLinks = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)
     try:
-        pp.save(str(root), {"step": 1})
-    except pp.CheckpointError as error:
+        pp.checkpoint.save(str(root), {"step": 1})
+    except pp.checkpoint.CheckpointError as error:
         return str(error), time.monotonic() - began
 
 
@@ -289,19 +332,8 @@ def test_a_rank_that_is_stopped_while_the_others_connect_is_named(fresh, tmp_pat
     for rank, end in enumerate(processes._ends):
         if rank != last:
             text, seconds = processes._answer(end, 40)
-            told = "serves the store of the process group" if last == 0 else "has not connected within 2 s"
-            assert f"rank {last} {told}" in text and "does not answer" in text and seconds < 20
-
-
-def test_a_rank_that_is_about_to_end_is_named(monkeypatch):
-    """A process that ends closes the connection over which ranks save, and then the one that tells whether it lives."""
-    peers, looks = object.__new__(Peers), iter([True, True, True, False])
-    peers.rank, peers.size, peers._store = 0, 2, None
-    talk: Future[None] = Future()
-    talk.set_exception(RuntimeError("Connection closed by peer [127.0.0.1]:49830"))
-    monkeypatch.setattr(peers, "_alive", lambda peer: peer == 0 or next(looks))
-    with pytest.raises(pp.CheckpointError, match=r"^rank 1 is gone \(Connection closed by peer"), peers._within_reach():
-        talk.result()
+            assert f"rank {last} has failed: " in text and seconds < 20 * busy()
+            assert f"rank {last} has not come" in text or (last == 0 and "serves the store" in text)
 
 
 def save_and_give_up(rank, size, root):
@@ -319,8 +351,8 @@ def save_and_give_up(rank, size, root):
             time.sleep(2.0)
             with peers:
                 peers.all_gather(None)
-        pp.save(str(root), {"a": torch.ones(3)}, step=1)
-    except (RuntimeError, pp.CheckpointError) as error:
+        pp.checkpoint.save(str(root), {"a": torch.ones(3)}, step=1)
+    except (RuntimeError, pp.checkpoint.CheckpointError) as error:
         return type(error).__name__, str(error)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -332,7 +364,7 @@ def test_a_rank_that_gives_up_in_a_save_and_lives_on_is_named(fresh, tmp_path):
     *others, last = processes(save_and_give_up, tmp_path)
     assert last == ("RuntimeError", "terminated")
     for name, text in others:
-        assert name == "RankError" and "rank 2 has given up: RuntimeError" in text
+        assert name == "RankError" and "rank 2 has failed: RuntimeError: terminated" in text
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -349,13 +381,15 @@ def test_a_rank_that_is_killed_leaves_a_whole_checkpoint(fresh, tmp_path, seed):
     processes.workers[draw.randrange(3)].kill()
     answers = processes.answers(timeout=120)
     assert sum(answer is None for answer in answers) == 1
-    assert all(isinstance(answer, pp.CheckpointError) for answer in answers if answer is not None), answers
-    path = pp.latest(tmp_path)
+    assert all(
+        isinstance(answer, pp.checkpoint.CheckpointError) for answer in answers if answer is not None
+    ), answers
+    path = pp.checkpoint.latest(tmp_path)
     if path is not None:
         like = {"step": 0, "own": {rank: torch.zeros(20_000) for rank in range(3)}, "all": torch.zeros(9)}
-        found = pp.load(path, like=like)
+        found = pp.checkpoint.load(path, like=like)
         assert all(bool((leaf == found["step"]).all()) for leaf in (*found["own"].values(), found["all"]))
-    pp.save(tmp_path, {"step": 10**6})
+    pp.checkpoint.save(tmp_path, {"step": 10**6})
     assert not [name for name in os.listdir(tmp_path) if "." in name]
 
 
@@ -363,8 +397,6 @@ def test_where_the_group_of_the_world_has_no_gloo_no_rank_is_taken_for_gone():
     """As under NCCL alone: it refuses a receive on the CPU, which told of a process that had ended."""
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        peers = Peers.__new__(Peers)
-        peers.rank, peers._ranks = 1, [0]
-        assert peers._alive(0)
+        assert Rendezvous("test", dist.group.WORLD, 1.0).alive(0)
     finally:
         dist.destroy_process_group()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ppfunc.training import checksums
-from ppfunc.training.checksums import checksum
+from ppfunc.runtime.agreement import checksums
+from ppfunc.runtime.agreement.checksums import checksum
 
 
 @given(st.lists(st.integers(0, 255), max_size=70), st.data())
@@ -38,7 +38,13 @@ def test_pieces_are_one_sum(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "leaf", [torch.ones(3, dtype=torch.complex64).conj(), torch.tensor(True), torch.zeros(0, 3), torch.arange(9.0)[1:]]
+    "leaf",
+    [
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.tensor(True),
+        torch.zeros(0, 3),
+        torch.arange(9.0)[1:],
+    ],
 )
 def test_layouts_do_not_count(leaf):
     assert int(checksum(leaf)) == int(checksum(leaf.clone().resolve_conj()))

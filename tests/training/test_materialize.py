@@ -9,13 +9,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import ppfunc as pp
 from ppfunc.schedule import dualpipe, interleaved_one_f_one_b, one_f_one_b
-from ppfunc.training import materialize
+from ppfunc.splitter.materialize import materialize
 
 
 class Block(nn.Module):
     def __init__(self, width=4):
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(width, 2 * width), nn.LayerNorm(2 * width), nn.Linear(2 * width, width)
+        self.up, self.norm, self.down = (
+            nn.Linear(width, 2 * width),
+            nn.LayerNorm(2 * width),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, x):
         return x + self.down(self.norm(self.up(x)).tanh())
@@ -73,7 +77,9 @@ def test_a_split_knows_the_names_of_its_model():
     trees = [materialize(pp.split(made, x, at=at), seed=1) for at in (["1", "2"], ["2"], ["1", "2", "3"])]
     flat = [{name: p for tree in params.values() for name, p in tree.items()} for params in trees]
     assert same(flat[0], flat[1]) and same(flat[1], flat[2])
-    assert torch.equal(trees[0][0]["0.weight"], trees[0][2]["0.weight"])  # tied, and each place in memory of its own
+    assert torch.equal(
+        trees[0][0]["0.weight"], trees[0][2]["0.weight"]
+    )  # tied, and each place in memory of its own
     assert trees[0][0]["0.weight"].data_ptr() != trees[0][2]["0.weight"].data_ptr()
 
 
@@ -83,7 +89,9 @@ def test_tied_places_of_modules_hold_the_same():
     params = materialize(stages, tied=tied)
     assert torch.equal(params[0]["weight"], params[1]["weight"])
     assert torch.equal(params[1]["bias"], materialize(stages)[1]["bias"])
-    with pytest.raises(ValueError, match="weight of stage 0 is tied to a place on this rank.*give the module of stage 0"):
+    with pytest.raises(
+        ValueError, match="weight of stage 0 is tied to a place on this rank.*give the module of stage 0"
+    ):
         materialize([None, stages[1]], tied=tied)
 
 
@@ -94,7 +102,9 @@ def test_functions_of_the_caller():
             self.gain, self.linear = nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
 
     stages = on_meta(Scale, 2)
-    with pytest.raises(ValueError, match=r"nothing gives 0.gain its values: Scale has no reset_parameters\(\)"):
+    with pytest.raises(
+        ValueError, match=r"nothing gives 0.gain its values: Scale has no reset_parameters\(\)"
+    ):
         materialize(stages)
 
     def init(name, tensor, generator):
@@ -104,7 +114,9 @@ def test_functions_of_the_caller():
     seen = []
     params = materialize(stages, init=init, each=lambda name, leaf: seen.append(name) or leaf[:1])
     assert params[0]["gain"].item() != params[1]["gain"].item() and params[0]["linear.weight"].shape == (1, 3)
-    assert seen == [f"{stage}.{name}" for stage in range(2) for name in ("gain", "linear.weight", "linear.bias")]
+    assert seen == [
+        f"{stage}.{name}" for stage in range(2) for name in ("gain", "linear.weight", "linear.bias")
+    ]
     with torch.no_grad():
         whole = materialize(stages, init=init)
     assert torch.equal(whole[1]["linear.weight"][:1], params[1]["linear.weight"])
@@ -121,7 +133,11 @@ def test_models_that_initialise_their_modules():
     with torch.device("meta"):
         model = Model(nn.Linear(2, 2), nn.LayerNorm(2))
     params = materialize([model])
-    assert params[0]["0.weight"].eq(0.5).all() and params[0]["1.weight"].eq(1).all() and params[0]["0.bias"].isfinite().all()
+    assert (
+        params[0]["0.weight"].eq(0.5).all()
+        and params[0]["1.weight"].eq(1).all()
+        and params[0]["0.bias"].isfinite().all()
+    )
 
 
 def test_odd_leaves():
@@ -152,7 +168,9 @@ def test_odd_leaves():
 
 def of_a_mesh(rank, size, build):
     blocks = on_meta(Block, {"one_f_one_b": 2}.get(build, 4))
-    schedule = {"one_f_one_b": one_f_one_b, "interleaved": interleaved_one_f_one_b, "dualpipe": dualpipe}[build](2, 4)
+    schedule = {"one_f_one_b": one_f_one_b, "interleaved": interleaved_one_f_one_b, "dualpipe": dualpipe}[
+        build
+    ](2, 4)
     blocks = blocks[: len(set(schedule.model_stages))]
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     whole, own = materialize(blocks, seed=3), materialize(blocks, schedule, mesh, seed=3)
@@ -168,7 +186,8 @@ def of_a_mesh(rank, size, build):
 
 
 @pytest.mark.parametrize(
-    ("build", "expected"), [("one_f_one_b", ([0], [1])), ("interleaved", ([0, 2], [1, 3])), ("dualpipe", ([0, 1], [0, 1]))]
+    ("build", "expected"),
+    [("one_f_one_b", ([0], [1])), ("interleaved", ([0, 2], [1, 3])), ("dualpipe", ([0, 1], [0, 1]))],
 )
 def test_a_rank_of_a_mesh_makes_its_own_stages(two, build, expected):
     assert two(of_a_mesh, build) == [(stages, True) for stages in expected]
@@ -196,7 +215,9 @@ def of_a_stage(rank, size):
     params, whole = materialize([block], seed=2, like={0: stage.params})[0], materialize([plain], seed=2)[0]
     with pytest.raises(ValueError, match="like: up.weight has the shape"):
         materialize([plain], like={0: {name: torch.empty(1) for name in whole}})
-    alike = all(isinstance(p, DTensor) and p.placements == stage.params[name].placements for name, p in params.items())
+    alike = all(
+        isinstance(p, DTensor) and p.placements == stage.params[name].placements for name, p in params.items()
+    )
     return alike and all(torch.equal(p.full_tensor(), whole[name]) for name, p in params.items())
 
 

@@ -6,7 +6,17 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ppfunc.training import Transform, chain, clip_by_global_norm, clip_coefficient, global_norm, leaf_sums, norm_of, norm_sum, sgd
+from ppfunc.training.optim import (
+    Transform,
+    chain,
+    clip_by_global_norm,
+    clip_coefficient,
+    global_norm,
+    leaf_sums,
+    norm_of,
+    norm_sum,
+    sgd,
+)
 
 NORMS = [2, 2.0, 1, 3, 0.5, 2.5, inf]
 
@@ -22,7 +32,9 @@ def grads(dtype=torch.float64, seed=0):
 def test_parts_combine_to_the_norm_of_the_whole(p, ranks):
     leaves = grads()
     whole = torch.cat([leaf.flatten() for leaf in leaves]).norm(p)
-    parts = torch.stack([norm_sum([leaf for leaf, r in zip(leaves, ranks, strict=True) if r == rank], p) for rank in range(3)])
+    parts = torch.stack(
+        [norm_sum([leaf for leaf, r in zip(leaves, ranks, strict=True) if r == rank], p) for rank in range(3)]
+    )
     got = norm_of(parts.max() if p == inf else parts.sum(), p)
     torch.testing.assert_close(got, whole, rtol=1e-13, atol=0)
     torch.testing.assert_close(global_norm(leaves, p), whole, rtol=1e-13, atol=0)
@@ -39,7 +51,13 @@ def test_clipping_is_that_of_torch(p):
         got, _ = clip.update(grads(), clip.init(own), own)
         torch.testing.assert_close(global_norm(grads(), p), norm, rtol=1e-13, atol=0)
         torch.testing.assert_close(
-            got, [g if parameter.grad is None else parameter.grad for parameter, g in zip(own, grads(), strict=True)], rtol=1e-13, atol=0
+            got,
+            [
+                g if parameter.grad is None else parameter.grad
+                for parameter, g in zip(own, grads(), strict=True)
+            ],
+            rtol=1e-13,
+            atol=0,
         )
 
 
@@ -50,10 +68,22 @@ def test_halves_are_squared_in_float32_and_large_sums_in_float64():
 
 
 def test_leaves_of_other_kinds():
-    leaves = [torch.arange(5), torch.tensor([3 + 4j]), torch.tensor([True]), torch.ones(0), torch.tensor(12.0, dtype=torch.bfloat16)]
+    leaves = [
+        torch.arange(5),
+        torch.tensor([3 + 4j]),
+        torch.tensor([True]),
+        torch.ones(0),
+        torch.tensor(12.0, dtype=torch.bfloat16),
+    ]
     assert leaf_sums(leaves).tolist() == [0, 25, 0, 0, 144]
-    assert global_norm(leaves).item() == 13 and global_norm(leaves, inf).item() == 12 and global_norm(leaves, 1).item() == 17
-    assert global_norm([]).item() == global_norm([torch.ones(0)], inf).item() == global_norm({}, 3).item() == 0
+    assert (
+        global_norm(leaves).item() == 13
+        and global_norm(leaves, inf).item() == 12
+        and global_norm(leaves, 1).item() == 17
+    )
+    assert (
+        global_norm([]).item() == global_norm([torch.ones(0)], inf).item() == global_norm({}, 3).item() == 0
+    )
     clip = clip_by_global_norm(6.5)
     got, _ = clip.update(leaves, (), leaves)
     assert got[0] is leaves[0] and got[1].dtype == torch.complex64
@@ -95,8 +125,16 @@ def test_a_chain_that_clips_can_be_taken_apart():
         ((), ValueError, "got no part"),
         ((sgd(0.1), sgd(0.1)), ValueError, "part 0 of 2 is an optimizer"),
         ((chain(clip_by_global_norm(1.0)), clip_by_global_norm(1.0)), ValueError, "part 1 clips by the norm"),
-        ((clip_by_global_norm(2.0), chain(clip_by_global_norm(1.0)), sgd(0.1)), ValueError, "part 1 clips by the norm"),
-        ((Transform(None, None), chain(clip_by_global_norm(1.0), sgd(0.1))), ValueError, "the optimizer clips by the norm"),
+        (
+            (clip_by_global_norm(2.0), chain(clip_by_global_norm(1.0)), sgd(0.1)),
+            ValueError,
+            "part 1 clips by the norm",
+        ),
+        (
+            (Transform(None, None), chain(clip_by_global_norm(1.0), sgd(0.1))),
+            ValueError,
+            "the optimizer clips by the norm",
+        ),
         ((clip_by_global_norm(1.0), Transform(None, None)), ValueError, "without an optimizer"),
         ((3, sgd(0.1)), TypeError, "got int, expected an object with the functions init and update"),
     ],

@@ -3,13 +3,23 @@
 import pytest
 import torch
 
+import ppfunc as pp
 from ppfunc.training import Precision, cast, dynamic_scale, overflow, static_scale
 
 
 def test_casts():
-    tree = {"w": torch.ones(2), "z": torch.ones(2, dtype=torch.complex64), "n": torch.arange(2), "b": torch.tensor(True), "none": None}
+    tree = {
+        "w": torch.ones(2),
+        "z": torch.ones(2, dtype=torch.complex64),
+        "n": torch.arange(2),
+        "b": torch.tensor(True),
+        "none": None,
+    }
     precision = Precision(compute=torch.bfloat16, reduce=torch.float32, master=torch.float64)
-    for got, dtype in ((precision.to_compute(tree), torch.bfloat16), (precision.to_master(tree), torch.float64)):
+    for got, dtype in (
+        (precision.to_compute(tree), torch.bfloat16),
+        (precision.to_master(tree), torch.float64),
+    ):
         assert got["w"].dtype == dtype and all(got[k] is tree[k] for k in ("z", "n", "b", "none"))
     assert cast(tree, None) is tree and Precision().to_compute(tree) is tree
 
@@ -22,7 +32,9 @@ def test_a_dtype_that_is_not_floating_is_refused(bad):
 
 @pytest.mark.parametrize("first", [2.0**16, 2.0**127])
 def test_the_dynamic_scale_is_that_of_torch(first):
-    theirs = torch.amp.GradScaler("cpu", init_scale=first, growth_factor=2.0, backoff_factor=0.5, growth_interval=3)
+    theirs = torch.amp.GradScaler(
+        "cpu", init_scale=first, growth_factor=2.0, backoff_factor=0.5, growth_interval=3
+    )
     ours = dynamic_scale(first, interval=3)
     state = ours.init("cpu")
     parameter = torch.ones(1, requires_grad=True)
@@ -72,3 +84,9 @@ def test_scales_that_make_no_sense(make, words):
 def test_overflow_of_any_number():
     one, bad = torch.tensor(1.0), torch.tensor(float("inf"), dtype=torch.float64)
     assert [overflow(one).item(), overflow(one, bad).item(), overflow(bad / bad, one).item()] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(("make", "name"), [(pp.dynamic_scale, "init"), (pp.static_scale, "scale")])
+def test_a_scale_that_float32_has_not_is_refused(make, name):
+    with pytest.raises(ValueError, match=rf"{name} is 1.39\S+e\+42, expected at most 3.4\S+e\+38"):
+        make(2.0**140)

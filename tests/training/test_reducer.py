@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ppfunc.runtime.collective import Collective
+from ppfunc.runtime.transport.collective import Collective
 from ppfunc.stage import LeafSignature, graph
-from ppfunc.stage.tracing import accumulate
-from ppfunc.training.reducer import Reducer
-from ppfunc.training.sharding import shard
+from ppfunc.stage.engines.tracing import accumulate
+from ppfunc.training.update.reducer import Reducer
+from ppfunc.training.update.sharding import shard
 from tests.live import Live
 from tests.models import normal
 from tests.training.world import World, shard_dims
@@ -28,7 +28,9 @@ WHOLE = (None,) * len(LEAVES)
 
 def reducer_of(leaves=LEAVES, dims=None, ranks=None, **options):
     signatures = [LeafSignature(tuple(leaf.shape), leaf.dtype, True) for leaf in leaves]
-    return Reducer(signatures, (None,) * len(leaves) if dims is None else dims, ranks or Collective(), **options)
+    return Reducer(
+        signatures, (None,) * len(leaves) if dims is None else dims, ranks or Collective(), **options
+    )
 
 
 def gradients(seed):
@@ -70,7 +72,14 @@ def test_sums_over_microbatches(dtype, most):
         assert same(reducer.wait(), total(seeds, dtype))
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.permutations(range(len(LEAVES))), st.sets(st.integers(1, len(LEAVES) - 1))), max_size=4))
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 9), st.permutations(range(len(LEAVES))), st.sets(st.integers(1, len(LEAVES) - 1))
+        ),
+        max_size=4,
+    )
+)
 def test_sums_of_gradients_that_come_in_parts(microbatches):
     """In any parts, each microbatch in others: the same bits as one after the other."""
     reducer, size = reducer_of(most=100), len(LEAVES)

@@ -1,9 +1,12 @@
-"""The sums of gradients within a training step: memory that steps share, what overlaps, and what the host reads."""
+"""The sums of gradients within a training step: memory that steps share, what overlaps, and what the host
+reads.
+"""
 
 from __future__ import annotations
 
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,40 +16,38 @@ from torch.distributed.tensor import DTensor
 import ppfunc as pp
 from ppfunc.schedule import Op
 from ppfunc.stage._torch import TorchDispatchMode
-from ppfunc.stage.tracing import accumulate
+from ppfunc.stage.engines.tracing import accumulate
 from ppfunc.stage.tree import tree_leaves, tree_map
-from tests.models import normal, squared
+from tests import models
+from tests.models import affine, new_trainer, same_bits, squared
 
 WIDTH, ROWS, MICROBATCHES = 6, 16, 4
 AXES = pp.Axes("pp", "dp")
-
-
-def dense(params, x):
-    return torch.tanh(x @ params["w"] + params["b"])
 
 
 def double(params, x):
     return 2 * x
 
 
-def problem(stages):
-    params = {s: {"w": normal(WIDTH, WIDTH, seed=s), "b": normal(WIDTH, seed=10 + s)} for s in range(stages)}
-    return params, normal(ROWS, WIDTH, seed=90), normal(ROWS, WIDTH, seed=91)
+problem = partial(models.problem, m=MICROBATCHES, b=ROWS // MICROBATCHES, d=WIDTH, leaves="wb")
 
 
 def remembering(seen):
-    """Gradient descent whose state is the last gradient, in the memory in which it came; notes where that is."""
+    """Gradient descent whose state is the last gradient, in the memory in which it came; notes where that
+    is.
+    """
 
-    def update(grads, state, params, *, grad_scale=None, found_inf=None, parts=None):
+    def update(grads, state, params, *, grad_scale=None, found_inf=None):
         seen.append([g.data_ptr() for g in tree_leaves(grads)])
         return tree_map(lambda p, g: p - 0.1 * g, params, grads), grads
 
-    return pp.Optimizer(lambda params: tree_map(torch.zeros_like, params), update)
+    return pp.optim.Optimizer(lambda params: tree_map(torch.zeros_like, params), update)
 
 
 def forgetting(seen):
     return remembering(seen)._replace(
-        init=lambda params: (), update=lambda *args, **options: (remembering(seen).update(*args, **options)[0], ())
+        init=lambda params: (),
+        update=lambda *args, **options: (remembering(seen).update(*args, **options)[0], ()),
     )
 
 
@@ -57,14 +58,16 @@ def kept(rank, size, shard):
     found = []
     for optimizer in (remembering, forgetting):
         seen = []
-        with pp.train_step([dense], squared, pp.gpipe(1, MICROBATCHES), optimizer(seen), mesh, axes=AXES, shard=shard) as trainer:
+        with new_trainer(
+            [affine], squared, pp.gpipe(1, MICROBATCHES), optimizer(seen), mesh, axes=AXES, shard=shard
+        ) as trainer:
             state, states, copies = trainer.init(params), [], []
             for _ in range(4):
                 state, _ = trainer.step(state, x, y)
                 del seen[: -len(states) - 1]  # ranks compare what optimizers do before the first step
                 states.append(state.optimizer)
                 copies.append([t.clone() for t in tree_leaves(state.optimizer)])
-            assert all(map(torch.equal, tree_leaves(states), tree_leaves(copies)))
+            assert same_bits(states, copies)
         found.append(len({tuple(places) for places in seen}))
     return found
 
@@ -78,15 +81,26 @@ def test_parts_of_gradients_too(two):
 
 
 def accumulated(rank, size, together):
-    """States after some steps, sums of gradients whole and in parts, with so many bytes of gradients added up at once."""
+    """States after some steps, sums of gradients whole and in parts, with so many bytes of gradients added up
+    at once.
+    """
     mesh, made = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp")), []
     params, x, y = problem(1)
     before, accumulate._TOGETHER = accumulate._TOGETHER, together
     for shard in ("none", "optimizer", "params"):
         for schedule in (pp.gpipe(1, MICROBATCHES), pp.zb_h1(1, MICROBATCHES)):
-            stages = [lambda p, x: dense(p, torch.tanh(x @ p["w"]))]
+            stages = [lambda p, x: affine(p, torch.tanh(x @ p["w"]))]
             precision = pp.Precision(reduce=torch.float32)
-            with pp.train_step(stages, squared, schedule, pp.adamw(0.1), mesh, axes=AXES, shard=shard, precision=precision) as trainer:
+            with new_trainer(
+                stages,
+                squared,
+                schedule,
+                pp.optim.adamw(0.1),
+                mesh,
+                axes=AXES,
+                shard=shard,
+                precision=precision,
+            ) as trainer:
                 state = trainer.init(params)
                 for _ in range(3):
                     state, _ = trainer.step(state, x, y)
@@ -104,10 +118,10 @@ def emptied(rank, size):
     """A step with a stage that has no parameters, beside that of one process."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
     params, x, y = problem(2)
-    stages, schedule = [dense, double], pp.interleaved_one_f_one_b(1, MICROBATCHES, 2)
-    with pp.train_step(stages, squared, schedule, pp.sgd(0.1), mesh, axes=AXES) as trainer:
+    stages, schedule = [affine, double], pp.interleaved_one_f_one_b(1, MICROBATCHES, 2)
+    with new_trainer(stages, squared, schedule, pp.optim.sgd(0.1), mesh, axes=AXES) as trainer:
         state, metrics = trainer.step(trainer.init({0: params[0], 1: {}}), x, y)
-    with pp.train_step(stages, squared, schedule, pp.sgd(0.1)) as trainer:
+    with pp.Trainer(stages, squared, schedule, pp.optim.sgd(0.1)) as trainer:
         wanted, whole = trainer.step(trainer.init({0: params[0], 1: {}}), x, y)
     torch.testing.assert_close((state.params, metrics), (wanted.params, whole), rtol=1e-12, atol=1e-12)
 
@@ -117,7 +131,9 @@ def test_a_stage_without_parameters_has_nothing_to_sum(two):
 
 
 class HostReads(TorchDispatchMode):
-    """Notes the operators that give the host a value of a tensor, where they are called from modules of a folder."""
+    """Notes the operators that give the host a value of a tensor, where they are called from modules of a
+    folder.
+    """
 
     def __init__(self, folder):
         super().__init__()
@@ -125,9 +141,18 @@ class HostReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen += 1
-        if func.overloadpacket.__name__ in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "item", "masked_select"):
+        if func.overloadpacket.__name__ in (
+            "_local_scalar_dense",
+            "equal",
+            "is_nonzero",
+            "nonzero",
+            "item",
+            "masked_select",
+        ):
             self.found += [
-                f"{func} at {frame.filename}:{frame.lineno}" for frame in traceback.extract_stack() if self.inside in frame.filename
+                f"{func} at {frame.filename}:{frame.lineno}"
+                for frame in traceback.extract_stack()
+                if self.inside in frame.filename
             ]
         return func(*args, **kwargs or {})
 
@@ -135,9 +160,16 @@ class HostReads(TorchDispatchMode):
 def unread(rank, size, shard):
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
     params, x, y = problem(1)
-    options = {"clip": 0.1, "scale": pp.dynamic_scale(), "shard": shard, "precision": pp.Precision(reduce=torch.float32)}
-    optimizer = pp.adamw(pp.warmup_cosine(0.1, 2, 10))
-    with pp.train_step([dense], squared, pp.gpipe(1, MICROBATCHES), optimizer, mesh, axes=AXES, **options) as trainer:
+    options = {
+        "clip": 0.1,
+        "scale": pp.dynamic_scale(),
+        "shard": shard,
+        "precision": pp.Precision(reduce=torch.float32),
+    }
+    optimizer = pp.optim.adamw(pp.optim.warmup_cosine(0.1, 2, 10))
+    with new_trainer(
+        [affine], squared, pp.gpipe(1, MICROBATCHES), optimizer, mesh, axes=AXES, **options
+    ) as trainer:
         state, _ = trainer.step(trainer.init(params), x, y)
         with HostReads(str(Path(pp.__file__).parent / "training")) as reads:
             trainer.step(state, x, y)
@@ -150,7 +182,9 @@ def test_the_host_reads_no_value_in_an_update(two):
 
 
 def overlapping(rank, size, late):
-    """Seconds of each sum on a rank whose peer is late with it, and whether a stage computes between its begin and its end."""
+    """Seconds of each sum on a rank whose peer is late with it, and whether a stage computes between its
+    begin and its end.
+    """
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
     params, x, y = problem(2)
     passed = []
@@ -168,10 +202,12 @@ def overlapping(rank, size, late):
             return gradient
 
     def slow(params, x):
-        return dense(params, Late.apply(x))
+        return affine(params, Late.apply(x))
 
     schedule = pp.interleaved_one_f_one_b(1, MICROBATCHES, 2)
-    with pp.train_step([dense, slow], squared, schedule, pp.sgd(0.1), mesh, axes=AXES, engine=pp.eager) as trainer:
+    with new_trainer(
+        [affine, slow], squared, schedule, pp.optim.sgd(0.1), mesh, axes=AXES, engine=pp.engines.eager
+    ) as trainer:
         state, _ = trainer.step(trainer.init(params), x, y)
         _, timeline = trainer.record(state, x, y)
     events = list(zip(timeline.schedule.instructions(0), timeline.starts[0], timeline.ends[0], strict=True))

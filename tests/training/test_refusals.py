@@ -17,26 +17,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppfunc as pp
 from ppfunc.stage.tree import tree_leaves, tree_map
-from tests.models import BatchNormed, normal, squared
+from tests import models
+from tests.models import BatchNormed, dense, new_trainer, normal, same_bits, squared
 
 WIDTH, ROWS = 4, 16
 
 
-def dense(params, x):
-    return torch.tanh(x @ params["w"])
-
-
 def problem(stages=2):
-    params = {s: {"w": normal(WIDTH, WIDTH, seed=s)} for s in range(stages)}
-    return [dense] * stages, params, normal(ROWS, WIDTH, seed=90), normal(ROWS, WIDTH, seed=91)
+    return [dense] * stages, *models.problem(stages, b=ROWS // 4, d=WIDTH)
 
 
 def trainer_of(optimizer=None, stages=None, schedule=None, loss=squared, **options):
-    return pp.train_step(stages or [dense] * 2, loss, schedule or pp.one_f_one_b(2, 4), optimizer or pp.adamw(1e-2), **options)
-
-
-def same_bits(one, other):
-    return all(torch.equal(a, b) for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True))
+    return new_trainer(
+        stages or [dense] * 2,
+        loss,
+        schedule or pp.one_f_one_b(2, 4),
+        optimizer or pp.optim.adamw(1e-2),
+        **options,
+    )
 
 
 # -- arguments -----------------------------------------------------------------------------
@@ -45,33 +43,46 @@ def same_bits(one, other):
 @pytest.mark.parametrize(
     "options, error, text",
     [
-        ({"norm_type": "inf"}, TypeError, r"norm_type is 'inf' of type str, expected a number, such as math.inf"),
+        (
+            {"norm_type": "inf"},
+            TypeError,
+            r"norm_type is 'inf' of type str, expected a number, such as math.inf",
+        ),
         ({"norm_type": True}, TypeError, "norm_type is True"),
-        ({"norm_type": 0}, ValueError, "norm_type is 0, expected a number of more than 0"),
+        ({"norm_type": -1}, ValueError, "norm_type is -1, expected a number of more than 0"),
         ({"norm_type": math.nan}, ValueError, "norm_type is nan"),
         ({"norm_type": -2.0}, ValueError, "norm_type is -2.0"),
-        ({"clip": -1.0}, ValueError, "clip is -1.0, expected a norm, at least 0"),
-        ({"clip": math.nan}, ValueError, "clip is nan"),
-        ({"clip": "1"}, TypeError, "clip is '1' of type str, expected a number"),
-        ({"clip": True}, TypeError, "clip is True"),
-        ({"accumulate": 0}, ValueError, "accumulate is 0, expected at least 1"),
-        ({"accumulate": True}, TypeError, "accumulate is True of type bool"),
-        ({"accumulate": 2.5}, TypeError, "accumulate is 2.5"),
-        ({"accumulate": "2"}, TypeError, "accumulate is '2'"),
-        ({"shard": "optimiser"}, ValueError, "expected 'none' or 'optimizer' or 'params'; did you mean 'optimizer'"),
-        ({"shard": None}, ValueError, "shard: got None"),
-        ({"on_nonfinite": "rise"}, ValueError, "on_nonfinite: got 'rise', expected 'skip' or 'raise' or 'ignore'; did you mean 'raise'"),
+        ({"clip": -1.0}, ValueError, "max_norm is -1.0, expected a norm, at least 0"),
+        ({"clip": math.nan}, ValueError, "max_norm is nan"),
+        ({"clip": "1"}, TypeError, "max_norm is '1' of type str, expected a number"),
+        ({"clip": True}, TypeError, "max_norm is True"),
+        (
+            {"on_nonfinite": "rise"},
+            ValueError,
+            "on_nonfinite: got 'rise', expected 'skip' or 'raise' or 'ignore'; did you mean 'raise'",
+        ),
         ({"on_nonfinite": True}, ValueError, "on_nonfinite: got True"),
         ({"scale": 1024.0}, TypeError, "scale: got 1024.0 of type float, expected LossScale"),
         ({"precision": torch.bfloat16}, TypeError, "precision: got torch.bfloat16 .*, expected Precision"),
-        ({"scale": pp.dynamic_scale(), "on_nonfinite": "raise"}, ValueError, "got 'raise' with the scale dynamic_scale.*; take 'skip'"),
-        ({"scale": pp.dynamic_scale(), "on_nonfinite": "ignore"}, ValueError, "got 'ignore' with the scale dynamic_scale"),
+        (
+            {"scale": pp.dynamic_scale(), "on_nonfinite": "raise"},
+            ValueError,
+            "got 'raise' with the scale dynamic_scale.*; take 'skip'",
+        ),
+        (
+            {"scale": pp.dynamic_scale(), "on_nonfinite": "ignore"},
+            ValueError,
+            "got 'ignore' with the scale dynamic_scale",
+        ),
         ({"mesh": "x"}, TypeError, "mesh: got 'x' of type str, expected a DeviceMesh"),
         ({"axes": "dp"}, TypeError, "axes: got 'dp' of type str, expected ppfunc.Axes"),
         ({"axes": pp.Axes("pp")}, ValueError, "axes: got .*, and no mesh that has them; give the mesh, too"),
-        ({"transport": pp.InProcess(), "axes": pp.Axes("pp")}, ValueError, "got a transport and a mesh or its axes"),
         ({"transport": "gloo"}, TypeError, "transport: got 'gloo' of type str"),
-        ({"optimizer": torch.optim.Adam}, TypeError, "optimizer: got .*, expected init and update, such as ppfunc.adamw"),
+        (
+            {"optimizer": torch.optim.Adam},
+            TypeError,
+            "optimizer: got .*, expected init and update, such as ppfunc.optim.adamw",
+        ),
         ({"optimizer": 1e-3}, TypeError, "optimizer: got 0.001"),
         ({"tied": {"w": [(0, "w"), (7, "w")]}}, ValueError, "a stage that does not exist; the stages are"),
         ({"schedule": pp.one_f_one_b(3, 4)}, ValueError, "stages: got 2, the schedule '.*' has 3"),
@@ -85,31 +96,57 @@ def test_arguments_of_a_trainer_are_named(options, error, text):
 
 
 @pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"shard": "optimiser"}, "expected 'none' or 'optimizer' or 'params'; did you mean 'optimizer'"),
+        ({"shard": None}, "shard: got None"),
+        ({"shard": "params"}, "shard: got 'params', and no axis of data ranks to cut over"),
+    ],
+    ids=str,
+)
+def test_a_wrong_shard_of_a_transport_is_named(options, text):
+    with pytest.raises(ValueError, match=text):
+        pp.P2P(**options)
+
+
+@pytest.mark.parametrize(
     "make, error, text",
     [
-        (lambda: pp.adamw(-1), ValueError, "lr is -1, expected a finite number of at least 0"),
-        (lambda: pp.adamw(math.nan), ValueError, "lr is nan"),
-        (lambda: pp.adamw(math.inf), ValueError, "lr is inf"),
-        (lambda: pp.adamw("1e-3"), TypeError, "lr is '1e-3' of type str, expected a number, or a function of the number of updates"),
-        (lambda: pp.adamw(None), TypeError, "lr is None"),
-        (lambda: pp.adamw(True), TypeError, "lr is True"),
-        (lambda: pp.adamw(1e-3, (0.9, 1.0)), ValueError, r"betas\[1\] is 1.0, expected a number of at least 0 and less than 1"),
-        (lambda: pp.adamw(1e-3, (-0.1, 0.9)), ValueError, r"betas\[0\] is -0.1"),
-        (lambda: pp.adamw(1e-3, (0.9, math.nan)), ValueError, r"betas\[1\] is nan"),
-        (lambda: pp.adamw(1e-3, 0.9), TypeError, "betas is 0.9, expected two numbers"),
-        (lambda: pp.adamw(1e-3, eps=-1e-8), ValueError, "eps is -1e-08"),
-        (lambda: pp.adamw(1e-3, weight_decay=-0.1), ValueError, "weight_decay is -0.1"),
-        (lambda: pp.sgd(-0.1), ValueError, "lr is -0.1"),
-        (lambda: pp.sgd(0.1, -0.9), ValueError, "momentum is -0.9"),
-        (lambda: pp.sgd(0.1, weight_decay=math.inf), ValueError, "weight_decay is inf"),
-        (lambda: pp.constant(-1.0), ValueError, "lr is -1.0"),
-        (lambda: pp.linear(0.1, math.nan, 4), ValueError, "end is nan"),
-        (lambda: pp.linear(0.1, 0.0, 2.5), TypeError, "steps is 2.5 of type float, expected a whole number"),
-        (lambda: pp.warmup_cosine(-0.1, 2, 4), ValueError, "peak is -0.1"),
+        (lambda: pp.optim.adamw(-1), ValueError, "lr is -1, expected a finite number of at least 0"),
+        (lambda: pp.optim.adamw(math.nan), ValueError, "lr is nan"),
+        (lambda: pp.optim.adamw(math.inf), ValueError, "lr is inf"),
+        (
+            lambda: pp.optim.adamw("1e-3"),
+            TypeError,
+            "lr is '1e-3' of type str, expected a number, or a function of the number of updates",
+        ),
+        (lambda: pp.optim.adamw(None), TypeError, "lr is None"),
+        (lambda: pp.optim.adamw(True), TypeError, "lr is True"),
+        (
+            lambda: pp.optim.adamw(1e-3, (0.9, 1.0)),
+            ValueError,
+            r"betas\[1\] is 1.0, expected a number of at least 0 and less than 1",
+        ),
+        (lambda: pp.optim.adamw(1e-3, (-0.1, 0.9)), ValueError, r"betas\[0\] is -0.1"),
+        (lambda: pp.optim.adamw(1e-3, (0.9, math.nan)), ValueError, r"betas\[1\] is nan"),
+        (lambda: pp.optim.adamw(1e-3, 0.9), TypeError, "betas is 0.9, expected two numbers"),
+        (lambda: pp.optim.adamw(1e-3, eps=-1e-8), ValueError, "eps is -1e-08"),
+        (lambda: pp.optim.adamw(1e-3, weight_decay=-0.1), ValueError, "weight_decay is -0.1"),
+        (lambda: pp.optim.sgd(-0.1), ValueError, "lr is -0.1"),
+        (lambda: pp.optim.sgd(0.1, -0.9), ValueError, "momentum is -0.9"),
+        (lambda: pp.optim.sgd(0.1, weight_decay=math.inf), ValueError, "weight_decay is inf"),
+        (lambda: pp.optim.constant(-1.0), ValueError, "lr is -1.0"),
+        (lambda: pp.optim.linear(0.1, math.nan, 4), ValueError, "end is nan"),
+        (
+            lambda: pp.optim.linear(0.1, 0.0, 2.5),
+            TypeError,
+            "steps is 2.5 of type float, expected a whole number",
+        ),
+        (lambda: pp.optim.warmup_cosine(-0.1, 2, 4), ValueError, "peak is -0.1"),
         (lambda: pp.static_scale("2"), TypeError, "scale is '2'"),
         (lambda: pp.dynamic_scale(interval=0), ValueError, "interval is 0, expected at least 1"),
-        (lambda: pp.clip_by_global_norm(math.nan), ValueError, "max_norm is nan"),
-        (lambda: pp.clip_by_global_norm(1.0, "inf"), TypeError, "norm_type is 'inf'"),
+        (lambda: pp.optim.clip_by_global_norm(math.nan), ValueError, "max_norm is nan"),
+        (lambda: pp.optim.clip_by_global_norm(1.0, "inf"), TypeError, "norm_type is 'inf'"),
     ],
 )
 def test_numbers_out_of_range_are_named(make, error, text):
@@ -121,15 +158,25 @@ def test_parameters_that_are_none_are_named():
     _, params, *_ = problem()
     trainer = trainer_of()
     for given, error, text in (
-        (None, TypeError, r"params: got None of type NoneType, expected \{stage: tree\} of the stages \[0, 1\]"),
+        (
+            None,
+            TypeError,
+            r"params: got None of type NoneType, expected \{stage: tree\} of the stages \[0, 1\]",
+        ),
         (params[0]["w"], TypeError, "params: got tensor"),
         ({0: params[0]}, ValueError, r"params: got the stages \[0\], this process runs \[0, 1\]"),
         ({**params, 7: params[0]}, ValueError, r"params: got the stages \[0, 1, 7\]"),
-        ({0: params[0], 1: {"w": 1.0}}, TypeError, r"params\[1\]\['w'\]: got 1.0 of type float, expected a tensor"),
+        (
+            {0: params[0], 1: {"w": 1.0}},
+            TypeError,
+            r"params\[1\]\['w'\]: got 1.0 of type float, expected a tensor",
+        ),
     ):
         with pytest.raises(error, match=text):
             trainer.init(given)
-    with pytest.raises(ValueError, match=r"state: got the stages \[5\], this process runs \[0, 1\]; give those"):
+    with pytest.raises(
+        ValueError, match=r"state: got the stages \[5\], this process runs \[0, 1\]; give those"
+    ):
         trainer.init(params, {5: params[0]})
 
 
@@ -142,8 +189,8 @@ def test_states_of_others_are_named():
     trainer = trainer_of()
     state = trainer.init(params)
     others = {
-        "stages": pp.train_step([dense], squared, pp.gpipe(1, 4), pp.adamw(1e-2)).init({0: params[0]}),
-        "optimizer": trainer_of(pp.sgd(1e-2)).init(params),
+        "stages": pp.Trainer([dense], squared, pp.gpipe(1, 4), pp.optim.adamw(1e-2)).init({0: params[0]}),
+        "optimizer": trainer_of(pp.optim.sgd(1e-2)).init(params),
         "chain": state._replace(optimizer={0: (), 1: ()}),
         "scale": trainer_of(scale=pp.dynamic_scale()).init(params),
         "missing": state._replace(optimizer={0: state.optimizer[0]}),
@@ -175,59 +222,75 @@ def test_what_an_optimizer_cannot_do_is_told_before_anything_runs():
     """Masks and states of another form were found by the first STEP."""
     stages, params, x, y = problem(2)
     every = lambda trees: {s: {name: p.ndim > 1 for name, p in tree.items()} for s, tree in trees.items()}  # noqa: E731
-    called = "mask: it raised AttributeError at .*test_refusals.py.*'items' of a parameter.*it is called with the parameters of one stage"
-    kinds = "mask: got {0: True, 1: True}, expected booleans in the structure of the parameters of one stage, such as {'w': "
+    called = (
+        "mask: it raised AttributeError at .*test_refusals.py.*'items' of a parameter.*it is called with the"
+        " parameters of one stage"
+    )
+    kinds = (
+        "mask: got {0: True, 1: True}, expected booleans in the structure of the parameters of one stage,"
+        " such as {'w': "
+    )
     for mask, text in ((every, called), (lambda trees: {0: True, 1: True}, kinds)):
         with pytest.raises(ValueError, match=text):
-            pp.train_step(stages, squared, pp.gpipe(2, 2), pp.adamw(0.1, mask=mask)).init(params)
-    trainer, other = (pp.train_step(stages, squared, pp.gpipe(2, 2), made) for made in (pp.adamw(0.1), pp.sgd(0.1, momentum=0.9)))
+            pp.Trainer(stages, squared, pp.gpipe(2, 2), pp.optim.adamw(0.1, mask=mask)).init(params)
+    trainer, other = (
+        pp.Trainer(stages, squared, pp.gpipe(2, 2), made)
+        for made in (pp.optim.adamw(0.1), pp.optim.sgd(0.1, momentum=0.9))
+    )
     state = trainer.init(params)
     moments = state.optimizer[0]
     for wrong, text in (
-        (other.init(params).optimizer, r"state.optimizer\[0\]: got no \['mean'\]\['w'\], which the optimizer adamw\(.* keeps; go on with"),
-        ({0: {**moments, "more": moments["updates"]}, 1: moments}, r"state.optimizer\[0\]: got \['more'\], which .* does not keep"),
-        ({0: {**moments, "updates": moments["updates"].float()}, 1: moments}, r"state.optimizer\[0\]\['updates'\]: got torch.float32 of 0"),
+        (
+            other.init(params).optimizer,
+            (
+                r"state.optimizer\[0\]: got no \['mean'\]\['w'\], which the optimizer adamw\(.* keeps; go on"
+                r" with"
+            ),
+        ),
+        (
+            {0: {**moments, "more": moments["updates"]}, 1: moments},
+            r"state.optimizer\[0\]: got \['more'\], which .* does not keep",
+        ),
+        (
+            {0: {**moments, "updates": moments["updates"].float()}, 1: moments},
+            r"state.optimizer\[0\]\['updates'\]: got torch.float32 of 0",
+        ),
     ):
         with pytest.raises(ValueError, match=text):
             trainer.step(state._replace(optimizer=wrong), x, y)
-    with pytest.raises(TypeError, match="state: got an object of type tuple, .*state, metrics = trainer.step"):
+    with pytest.raises(
+        TypeError, match="state: got an object of type tuple, .*state, metrics = trainer.step"
+    ):
         trainer.step(trainer.step(state, x, y), x, y)
 
 
 def test_a_closed_trainer_takes_no_steps():
     stages, params, x, y = problem(2)
-    with pp.train_step(stages, squared, pp.gpipe(2, 2), pp.sgd(0.1)) as trainer:
+    with pp.Trainer(stages, squared, pp.gpipe(2, 2), pp.optim.sgd(0.1)) as trainer:
         state, _ = trainer.step(trainer.init(params), x, y)
-    for call in (lambda: trainer.step(state, x, y), lambda: trainer.evaluate(state, x, y), lambda: trainer.init(params)):
+    for call in (
+        lambda: trainer.step(state, x, y),
+        lambda: trainer.evaluate(state, x, y),
+        lambda: trainer.init(params),
+    ):
         with pytest.raises(RuntimeError, match="the trainer is closed"):
             call()
 
 
-@pytest.mark.parametrize(
-    "batch, text",
-    [
-        (lambda x: x[:4], r"inputs: got 4 rows in shape \(4, 4\), expected a multiple of 6 rows: 2 microbatches for each of 3 passes"),
-        (lambda x: x[0, 0], "inputs: got a scalar, expected a multiple of 6 rows"),
-        (lambda x: pp.microbatch(x[:4], 2), "inputs: got 2 microbatches, expected 6: 2 microbatches for each of 3 passes"),
-    ],
-)
-def test_batches_that_passes_do_not_divide_are_named(batch, text):
-    stages, params, x, y = problem(2)
-    trainer = pp.train_step(stages, squared, pp.gpipe(2, 2), pp.sgd(0.1), accumulate=3)
-    with pytest.raises(ValueError, match=text):
-        trainer.step(trainer.init(params), batch(x), y)
-
-
-@pytest.mark.parametrize("engine", [pp.graph, pp.functional, pp.eager])
+@pytest.mark.parametrize("engine", [pp.engines.graph, pp.engines.functional, pp.engines.eager])
 def test_a_wrong_dtype_is_told_with_the_line_of_the_stage(engine):
     def stage(p, x):
         return x @ p["w"]
 
     params, line = {0: {"w": normal(3, 3)}}, stage.__code__.co_firstlineno + 1
     step = pp.value_and_grad([stage], squared, pp.gpipe(1, 2), engine=engine)
-    with pytest.raises(pp.PipelineError, match=f"float != double at .*test_refusals.py:{line}; its input was float32"):
+    with pytest.raises(
+        pp.PipelineError, match=f"float != double at .*test_refusals.py:{line}; its input was float32"
+    ):
         step(params, normal(2, 3).float(), normal(2, 3))
-    with pytest.raises(pp.StageError, match=f"test_refusals.py:{line}: .*given integers; convert them, as x.float"):
+    with pytest.raises(
+        pp.StageError, match=f"test_refusals.py:{line}: .*given integers; convert them, as x.float"
+    ):
         step(params, torch.ones(2, 3, dtype=torch.int64), normal(2, 3))
 
 
@@ -235,7 +298,9 @@ def test_batches_of_several_steps_are_pairs():
     _, params, x, y = problem()
     trainer = trainer_of()
     for given in (x, [x], [(x, y, x)], "xy", None):
-        with pytest.raises(TypeError, match=r"batches: got .*, expected a list of \(inputs, targets\), one for every step"):
+        with pytest.raises(
+            TypeError, match=r"batches: got .*, expected a list of \(inputs, targets\), one for every step"
+        ):
             trainer.steps(trainer.init(params), given)
     with pytest.raises(ValueError, match="batches: got none"):
         trainer.steps(trainer.init(params), [])
@@ -249,24 +314,35 @@ def test_batches_of_several_steps_are_pairs():
     [
         (lambda g, s, p: p, "has returned .* for stage ., expected \\(parameters, state\\)"),
         (lambda g, s, p: (None, s), "has made the structure .* of the parameters of stage"),
-        (lambda g, s, p: ({"w": 1.0}, s), r"has made 1.0 of the parameter torch.float64\[4, 4\] of stage ., parameter\['w'\]"),
-        (lambda g, s, p: ({"w": p["w"].float()}, s), r"has made torch.float32\[4, 4\] of the parameter torch.float64\[4, 4\]"),
-        (lambda g, s, p: (p, {"n": torch.zeros(2)}), r"has made torch.float32\[2\] of the state torch.float32\[\]"),
+        (
+            lambda g, s, p: ({"w": 1.0}, s),
+            r"has made 1.0 of the parameter torch.float64\[4, 4\] of stage ., parameter\['w'\]",
+        ),
+        (
+            lambda g, s, p: ({"w": p["w"].float()}, s),
+            r"has made torch.float32\[4, 4\] of the parameter torch.float64\[4, 4\]",
+        ),
+        (
+            lambda g, s, p: (p, {"n": torch.zeros(2)}),
+            r"has made torch.float32\[2\] of the state torch.float32\[\]",
+        ),
         (lambda g, s, p: (p, {}), "has made the structure .* of the states of stage"),
     ],
 )
 @pytest.mark.parametrize("on_nonfinite", ["ignore", "raise"])
 def test_results_of_an_optimizer_of_another_form_are_named(update, text, on_nonfinite):
     _, params, x, y = problem()
-    optimizer = pp.Optimizer(lambda params: {"n": torch.zeros(())}, update)
+    optimizer = pp.optim.Optimizer(lambda params: {"n": torch.zeros(())}, update)
     trainer = trainer_of(optimizer, on_nonfinite=on_nonfinite)
     with pytest.raises(pp.PipelineError, match=text):
         trainer.step(trainer.init(params), x, y)
 
 
 def test_the_state_of_an_optimizer_is_tensors():
-    trainer = trainer_of(pp.Optimizer(lambda params: {"n": 0}, lambda g, s, p: (p, s)))
-    with pytest.raises(TypeError, match=r"optimizer.init\(params\[0\]\)\['n'\]: got 0 of type int, expected a tensor"):
+    trainer = trainer_of(pp.optim.Optimizer(lambda params: {"n": 0}, lambda g, s, p: (p, s)))
+    with pytest.raises(
+        TypeError, match=r"optimizer.init\(params\[0\]\)\['n'\]: got 0 of type int, expected a tensor"
+    ):
         trainer.init(problem()[1])
 
 
@@ -276,7 +352,7 @@ def test_an_optimizer_that_takes_any_keyword_skips_too():
     def update(grads, state, params, **options):
         return tree_map(lambda p, g: p - 0.1 * g, params, grads), tree_map(lambda n: n + 1, state)
 
-    trainer = trainer_of(pp.Optimizer(lambda params: {"n": torch.zeros(())}, update))
+    trainer = trainer_of(pp.optim.Optimizer(lambda params: {"n": torch.zeros(())}, update))
     state = trainer.init(params)
     skipped, metrics = trainer.step(state, x / 0, y)
     assert metrics.skipped == 1
@@ -292,7 +368,7 @@ def test_an_optimizer_that_takes_any_keyword_skips_too():
 @pytest.mark.parametrize("clip", [None, 0.0, math.inf, 0.5])
 def test_an_overflow_on_the_first_step_changes_nothing(scale, clip):
     _, params, x, y = problem()
-    trainer = trainer_of(pp.sgd(0.1, 0.9), scale=scale, clip=clip)
+    trainer = trainer_of(pp.optim.sgd(0.1, 0.9), scale=scale, clip=clip)
     state = trainer.init(params)
     after, metrics = trainer.step(state, x * math.inf, y)
     assert metrics.skipped == 1
@@ -305,7 +381,9 @@ def test_an_overflow_on_the_first_step_changes_nothing(scale, clip):
 def half_precision(weights, loss=lambda y, t: (y.float() * t).sum(), **options):
     params, x = {0: {"w": torch.ones(4)}}, torch.ones(4, 4)
     precision = pp.Precision(compute=torch.float16, reduce=torch.float32, master=torch.float32)
-    trainer = trainer_of(pp.sgd(1.0), [lambda p, x: x * p["w"]], pp.gpipe(1, 2), loss, precision=precision, **options)
+    trainer = trainer_of(
+        pp.optim.sgd(1.0), [lambda p, x: x * p["w"]], pp.gpipe(1, 2), loss, precision=precision, **options
+    )
     return trainer.step(trainer.init(params), x, torch.full((4, 4), 0.25), loss_weights=weights)
 
 
@@ -313,13 +391,16 @@ def test_many_tokens_do_not_overflow_half_precision():
     (state, metrics), (wanted, _) = half_precision([3e5, 1e5]), half_precision([0.75, 0.25])
     assert metrics.skipped == 0
     assert same_bits(state.params, wanted.params)
-    (few, metrics) = half_precision([3e-9, 1e-9])
+    few, metrics = half_precision([3e-9, 1e-9])
     assert metrics.grad_norm > 0
     assert same_bits(few.params, wanted.params)
 
 
 def test_a_scaled_loss_in_half_precision_is_refused():
-    with pytest.raises(ValueError, match=r"the loss of stage 0 is float16, in which a scaled loss overflows; compute it in float32"):
+    with pytest.raises(
+        ValueError,
+        match=r"the loss of stage 0 is float16, in which a scaled loss overflows; compute it in float32",
+    ):
         half_precision(None, lambda y, t: (y * t.half()).sum(), scale=pp.static_scale(2.0**16))
 
 
@@ -384,7 +465,9 @@ def test_frozen_leaves_may_be_tied():
 
 
 def spoiled(at, kind):
-    """A stage that makes no number of the microbatch whose first element is ``at``, forward or backward alone."""
+    """A stage that makes no number of the microbatch whose first element is ``at``, forward or backward
+    alone.
+    """
 
     class Spoil(torch.autograd.Function):
         @staticmethod
@@ -430,15 +513,21 @@ def test_the_first_number_that_is_not_finite_is_named(kind, build, step):
     text = rf"rank . failed {place}: FloatingPointError: the loss .*; first not finite: {what}"
     with pytest.raises(pp.PipelineError, match=text) as caught:
         if step == "train":
-            trainer = trainer_of(stages=stages, schedule=schedule, on_nonfinite="raise", engine=pp.functional, clip=1.0)
+            trainer = trainer_of(
+                stages=stages, schedule=schedule, on_nonfinite="raise", engine=pp.engines.functional, clip=1.0
+            )
             trainer.step(trainer.init(params), x, y)
         else:
-            pp.value_and_grad(stages, squared, schedule, engine=pp.functional, on_nonfinite="raise")(params, x, y)
+            pp.value_and_grad(stages, squared, schedule, engine=pp.engines.functional, on_nonfinite="raise")(
+                params, x, y
+            )
     assert caught.value.microbatch == 3
 
 
 def test_the_pass_and_the_step_where_a_number_is_not_finite_are_found():
-    """Of several steps of two passes each, in the third; with states of stages, whose values are those of that step."""
+    """Of several steps of two passes each, in the third; with states of stages, whose values are those of
+    that step.
+    """
     _, params, x, y = problem()
     bad = x.clone()
     bad[12] = math.nan
@@ -446,9 +535,9 @@ def test_the_pass_and_the_step_where_a_number_is_not_finite_are_found():
     def counting(params, x, state):
         return pp.Output(dense(params, x), state=state + 1, metrics=state)
 
-    trainer = trainer_of(stages=[counting, dense], schedule=pp.zb_h1(2, 2), accumulate=2, on_nonfinite="raise")
+    trainer = trainer_of(stages=[counting, dense], schedule=pp.zb_h1(2, 4), on_nonfinite="raise")
     state = trainer.init(params, {0: torch.zeros(())})
-    with pytest.raises(pp.PipelineError, match=r"at 0F1, .*: its output; already its input had such numbers"):
+    with pytest.raises(pp.PipelineError, match=r"at 0F3, .*: its output; already its input had such numbers"):
         trainer.steps(state, [(x, y), (x, y), (bad, y)])
     after, metrics = trainer.steps(state, [(x, y)] * 3)
     assert after.stage_state[0] == 12
@@ -462,7 +551,7 @@ def test_the_states_of_stages_are_those_of_that_step():
     def counting(params, x, state):
         return pp.Output(dense(params, x) * torch.where(state == 9, math.nan, 1.0), state=state + 1)
 
-    trainer = trainer_of(stages=[counting, dense], schedule=pp.zb_h1(2, 2), accumulate=2, on_nonfinite="raise")
+    trainer = trainer_of(stages=[counting, dense], schedule=pp.zb_h1(2, 4), on_nonfinite="raise")
     with pytest.raises(pp.PipelineError, match=r"at 0F1, .*: its output; its input was"):
         trainer.steps(trainer.init(params, {0: torch.zeros(())}), [(x, y)] * 3)
 
@@ -470,10 +559,15 @@ def test_the_states_of_stages_are_those_of_that_step():
 def test_a_loss_and_a_norm_that_overflow_are_named():
     _, params, x, y = problem()
     trainer = trainer_of(loss=lambda y, t: squared(y, t) / 0, on_nonfinite="raise")
-    with pytest.raises(pp.PipelineError, match=r"at 1F0, .*: FloatingPointError: the loss is inf.*; first not finite: its loss"):
+    with pytest.raises(
+        pp.PipelineError,
+        match=r"at 1F0, .*: FloatingPointError: the loss is inf.*; first not finite: its loss",
+    ):
         trainer.step(trainer.init(params), x, y)
     huge = trainer_of(loss=lambda y, t: squared(y, t) * 1e200, on_nonfinite="raise")
-    with pytest.raises(FloatingPointError, match="the norm of the gradients inf; every microbatch is finite by itself"):
+    with pytest.raises(
+        FloatingPointError, match="the norm of the gradients inf; every microbatch is finite by itself"
+    ):
         huge.step(huge.init(params), x, y)
 
 
@@ -499,20 +593,24 @@ def normalised():
 def test_states_of_stages_are_trained_on_with():
     _, _, x, y = problem()
     stages = normalised()
-    params, state = ({s: getattr(stage, part) for s, stage in enumerate(stages)} for part in ("params", "state"))
+    params, state = (
+        {s: getattr(stage, part) for s, stage in enumerate(stages)} for part in ("params", "state")
+    )
     functions = [stage.fn for stage in stages]
-    (_, aux), grads = pp.value_and_grad(functions, squared, pp.one_f_one_b(2, 4), has_aux=True)(params, x, y, state=state)
-    trainer = trainer_of(pp.sgd(0.1), functions)
+    result = pp.value_and_grad(functions, squared, pp.one_f_one_b(2, 4), has_aux=True)(
+        params, x, y, state=state
+    )
+    aux, grads = result.aux, result.grads
+    trainer = trainer_of(pp.optim.sgd(0.1), functions)
     before = trainer.init(params, state)
     after, metrics = trainer.step(before, x, y)
     assert same_bits(after.stage_state, aux.state)
     assert same_bits(before.stage_state, state)
-    assert torch.allclose(tree_leaves(after.params)[0], tree_leaves(params)[0] - 0.1 * tree_leaves(grads)[0], rtol=1e-12)
+    assert torch.allclose(
+        tree_leaves(after.params)[0], tree_leaves(params)[0] - 0.1 * tree_leaves(grads)[0], rtol=1e-12
+    )
     assert metrics.stages == {}
     assert trainer.evaluate(after, x, y).isfinite()
-    twice = trainer_of(pp.sgd(0.1), functions, pp.one_f_one_b(2, 2), accumulate=2)
-    again, _ = twice.step(twice.init(params, state), x, y)
-    assert same_bits(again, after)
     with pytest.raises(pp.StageError, match="which are its state: give it to the step"):
         trainer.step(trainer.init(params), x, y)
     with pytest.raises(TypeError, match="state: got"):
@@ -525,7 +623,10 @@ def test_the_state_of_a_split_is_asked_for():
     split = pp.split(model, x, at=["1"])
     trainer = trainer_of(stages=split)
     with pytest.raises(
-        ValueError, match=r"state: got none of the stages \[1\], whose buffers the model writes into; expected trainer.init"
+        ValueError,
+        match=(
+            r"state: got none of the stages \[1\], whose buffers the model writes into; expected trainer.init"
+        ),
     ):
         trainer.init(split.params)
     state, _ = trainer.step(trainer.init(split.params, split.state), x, y)
@@ -535,8 +636,10 @@ def test_the_state_of_a_split_is_asked_for():
 def test_a_skipped_update_leaves_the_states_of_stages():
     _, _, x, y = problem()
     stages = normalised()
-    params, state = ({s: getattr(stage, part) for s, stage in enumerate(stages)} for part in ("params", "state"))
-    trainer = trainer_of(pp.sgd(0.1), [stage.fn for stage in stages])
+    params, state = (
+        {s: getattr(stage, part) for s, stage in enumerate(stages)} for part in ("params", "state")
+    )
+    trainer = trainer_of(pp.optim.sgd(0.1), [stage.fn for stage in stages])
     bad = x.clone()
     bad[0, 0] = math.nan
     before = trainer.init(params, state)
@@ -556,7 +659,7 @@ def measuring(params, x):
 
 def test_metrics_of_stages_are_returned_by_stage_and_microbatch():
     _, params, x, y = problem()
-    trainer = trainer_of(stages=[measuring, dense], schedule=pp.zb_h1(2, 2), accumulate=2)
+    trainer = trainer_of(stages=[measuring, dense], schedule=pp.zb_h1(2, 4))
     state = trainer.init(params)
     _, metrics = trainer.step(state, x, y)
     wanted = torch.stack([dense(params[0], rows).square().mean() for rows in x.chunk(4)])
@@ -569,13 +672,13 @@ def test_metrics_of_stages_are_returned_by_stage_and_microbatch():
 
 def breaking(calls, after):
     """An update in place that fails at one call."""
-    inner = pp.sgd(0.1, donate=True)
+    inner = pp.optim.sgd(0.1, donate=True)
 
-    def update(grads, state, params, *, grad_scale=None, found_inf=None, parts=None):
+    def update(grads, state, params, *, grad_scale=None, found_inf=None):
         calls.append(None)
         if len(calls) == after:
             raise ValueError("on purpose")
-        return inner.update(grads, state, params, grad_scale=grad_scale, found_inf=found_inf, parts=parts)
+        return inner.update(grads, state, params, grad_scale=grad_scale, found_inf=found_inf)
 
     return inner._replace(update=update)
 
@@ -589,19 +692,22 @@ def test_a_state_that_a_failed_step_has_written_into_is_refused():
         trainer.step(state, x, y)
     assert len(calls) == 2
     for use in (trainer.step, trainer.evaluate):
-        with pytest.raises(ValueError, match="state: it was updated in place by a step that has failed since; go on from the state"):
+        with pytest.raises(
+            ValueError,
+            match="state: a step was given it, and has updated it in place, as donate=True says; go on from",
+        ):
             use(state, x, y)
     after, _ = trainer.step(copy, x, y)
-    wanted, _ = trainer_of(pp.sgd(0.1)).step(trainer.init(params), x, y)
+    wanted, _ = trainer_of(pp.optim.sgd(0.1)).step(trainer.init(params), x, y)
     assert same_bits(after.params, wanted.params)
-    with pytest.raises(ValueError, match="state: it was given up to a step by donate=True"):
+    with pytest.raises(ValueError, match="state: a step was given it, and has updated it in place"):
         trainer.step(copy, x, y)
     trainer.step(after, x, y)
 
 
 def test_a_state_that_a_failed_step_has_not_written_into_is_as_before():
     _, params, x, y = problem()
-    for optimizer in (breaking([], 1), pp.adamw(0.1)):
+    for optimizer in (breaking([], 1), pp.optim.adamw(0.1)):
         calls = []
 
         def failing(p, x, calls=calls):
@@ -610,7 +716,7 @@ def test_a_state_that_a_failed_step_has_not_written_into_is_as_before():
                 raise ValueError("on purpose")
             return dense(p, x)
 
-        trainer = trainer_of(optimizer, [dense, failing], engine=pp.functional)
+        trainer = trainer_of(optimizer, [dense, failing], engine=pp.engines.functional)
         state = trainer.init(tree_map(torch.clone, params))
         copy = tree_map(torch.clone, state)
         with pytest.raises(pp.PipelineError, match="on purpose"):
@@ -632,7 +738,10 @@ class Reads(TorchDispatchMode):
         self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(word in str(func) for word in ("_local_scalar_dense", "is_nonzero", "equal.default", "item", "nonzero")):
+        if any(
+            word in str(func)
+            for word in ("_local_scalar_dense", "is_nonzero", "equal.default", "item", "nonzero")
+        ):
             self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -641,11 +750,15 @@ class Reads(TorchDispatchMode):
     "options",
     [
         {},
-        {"clip": 0.5, "scale": pp.dynamic_scale(), "accumulate": 2},
+        {"clip": 0.5, "scale": pp.dynamic_scale()},
         {"clip": 0.5, "norm_type": math.inf, "scale": pp.static_scale(2.0)},
         {"on_nonfinite": "ignore"},
         {"precision": pp.Precision(compute=torch.bfloat16, reduce=torch.float32, master=torch.float32)},
-        {"clip": 0.5, "scale": pp.dynamic_scale(), "shard": "params", "engine": pp.graph(remat="full")},
+        {
+            "clip": 0.5,
+            "scale": pp.dynamic_scale(),
+            "engine": pp.engines.graph(remat="full"),
+        },
         {"clip": 0.5, "tied": {"w": [(0, "w"), (1, "w")]}},
     ],
     ids=" ".join,
@@ -653,13 +766,16 @@ class Reads(TorchDispatchMode):
 def test_no_value_is_read_by_the_host_in_a_step(options):
     _, params, x, y = problem()
     params[1]["w"] = params[0]["w"].clone()
-    rate = pp.warmup_cosine(1e-2, 2, 10)
-    trainer = trainer_of(pp.adamw(rate), [measuring, dense], loss=lambda y, t: squared(y.float(), t.float()), **options)
+    rate = pp.optim.warmup_cosine(1e-2, 2, 10)
+    trainer = trainer_of(
+        pp.optim.adamw(rate), [measuring, dense], loss=lambda y, t: squared(y.float(), t.float()), **options
+    )
     state, _ = trainer.step(trainer.init(params), x, y)
+    trainer.evaluate(state, x, y)  # ranks compare values where they meet
     with Reads() as reads:
         for _ in range(2):
             state, metrics = trainer.step(state, x, y)
-        weights = torch.arange(1.0, 1.0 + 4 * options.get("accumulate", 1))
+        weights = torch.arange(1.0, 5.0)
         state, metrics = trainer.step(state, x, y, loss_weights=weights)
         trainer.evaluate(state, x, y, loss_weights=weights)
     assert reads.seen == []
@@ -695,16 +811,19 @@ def many_steps(rank, size, shape=None):
     if shape == (1, 2):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp"))
         transport, own, build = (
-            pp.P2P(timeout=30, mesh=mesh, axes=pp.Axes("pp", "dp")),
+            pp.P2P(timeout=30, mesh=mesh, axes=pp.Axes("pp", "dp"), shard="params"),
             params,
             lambda m: pp.interleaved_one_f_one_b(1, m, 2),
         )
         params[1] = {"w": params[0]["w"].clone()}
-        options |= {"tied": {"w": [(0, "w"), (1, "w")]}, "shard": "params", "accumulate": 2}
+        options |= {"tied": {"w": [(0, "w"), (1, "w")]}}
     else:
         transport, own = (pp.P2P(timeout=30), {rank: params[rank]}) if size == 2 else (pp.InProcess(), params)
         build = lambda m: pp.zb_h1(2, m)  # noqa: E731
-    trainers = [trainer_of(pp.adamw(1e-3), [measuring, dense], build(m), transport=transport, **options) for m in (2, 4, 8)]
+    trainers = [
+        trainer_of(pp.optim.adamw(1e-3), [measuring, dense], build(m), transport=transport, **options)
+        for m in (2, 4, 8)
+    ]
     state, bad, found = trainers[0].init(own), x / 0, []
     for n in range(200):
         state, _ = trainers[n % 3].step(state, bad if n % 40 == 7 else x, y)
@@ -741,29 +860,45 @@ def test_two_hundred_steps_do_not_grow(two, shape, request):
 
 
 OPTIMIZERS = {
-    "lr": (lambda r: pp.adamw(1e-3 * (1 + r)), "adamw\\(lr 0.00[12]"),
-    "betas": (lambda r: pp.adamw(1e-3, (0.9, 0.99 + 0.001 * r)), r"betas \(0.9, 0.99"),
-    "decay": (lambda r: pp.adamw(1e-3, weight_decay=0.1 * r), "weight decay 0"),
-    "kind": (lambda r: pp.sgd(1e-3) if r else pp.adamw(1e-3), "optimizer (sgd|adamw)"),
-    "rate": (lambda r: pp.adamw(pp.warmup_cosine(1e-3, 2 + r, 10)), r"warmup_cosine\(0.001, [23], 10"),
-    "momentum": (lambda r: pp.sgd(1e-3, 0.5 * r), "momentum 0"),
-    "own rate": (lambda r: pp.sgd(lambda updates: 1e-3 * (1 + r)), r"lr .*lambda> \(0.00[12] at 0"),
-    "later rate": (lambda r: pp.sgd(lambda updates: 1e-3 * (1 + r * (updates > 50))), r"0.001\d* at 10, 0.00[12]\d* at 100"),
-    "mask": (lambda r: pp.adamw(1e-3, mask=lambda params: bool(r)), "ones updated by the optimizer of stage 0 with the checksum"),
-    "own optimizer": (lambda r: pp.from_updates(descent(1e-3 * (1 + r))), "ones updated by the optimizer of stage 0 with the checksum"),
+    "lr": (lambda r: pp.optim.adamw(1e-3 * (1 + r)), "adamw\\(lr 0.00[12]"),
+    "betas": (lambda r: pp.optim.adamw(1e-3, (0.9, 0.99 + 0.001 * r)), r"betas \(0.9, 0.99"),
+    "decay": (lambda r: pp.optim.adamw(1e-3, weight_decay=0.1 * r), "weight decay 0"),
+    "kind": (lambda r: pp.optim.sgd(1e-3) if r else pp.optim.adamw(1e-3), "optimizer (sgd|adamw)"),
+    "rate": (
+        lambda r: pp.optim.adamw(pp.optim.warmup_cosine(1e-3, 2 + r, 10)),
+        r"warmup_cosine\(0.001, [23], 10",
+    ),
+    "momentum": (lambda r: pp.optim.sgd(1e-3, 0.5 * r), "momentum 0"),
+    "own rate": (lambda r: pp.optim.sgd(lambda updates: 1e-3 * (1 + r)), r"lr .*lambda> \(0.00[12] at 0"),
+    "later rate": (
+        lambda r: pp.optim.sgd(lambda updates: 1e-3 * (1 + r * (updates > 50))),
+        r"0.001\d* at 10, 0.00[12]\d* at 100",
+    ),
+    "mask": (
+        lambda r: pp.optim.adamw(1e-3, mask=lambda params: bool(r)),
+        "ones updated by the optimizer of stage 0 with the checksum",
+    ),
+    "own optimizer": (
+        lambda r: pp.optim.from_updates(descent(1e-3 * (1 + r))),
+        "ones updated by the optimizer of stage 0 with the checksum",
+    ),
 }
 
 
 def descent(rate):
     """Differences of gradient descent, in optax's form, of which only the name of a function is known."""
-    return pp.training.Transform(lambda params: (), lambda grads, state, params: (tree_map(lambda g: -rate * g, grads), state))
+    return pp.optim.Transform(
+        lambda params: (), lambda grads, state, params: (tree_map(lambda g: -rate * g, grads), state)
+    )
 
 
 def disagreeing(rank, size, kind):
-    """Two data ranks that are given other numbers are told so before anything is updated, within two seconds."""
+    """Two data ranks that are given other numbers are told so before anything is updated, within two
+    seconds.
+    """
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
     stages, params, x, y = problem(1)
-    optimizer, options, text = pp.adamw(1e-3), {}, kind
+    optimizer, options, text = pp.optim.adamw(1e-3), {}, kind
     if kind in OPTIMIZERS:
         make, text = OPTIMIZERS[kind]
         optimizer = make(rank)
@@ -773,18 +908,28 @@ def disagreeing(rank, size, kind):
         text = r"equal weights, seed \(0, [01]\)"
     elif kind in ("scale of the state", "step of the state"):
         options = {"scale": pp.dynamic_scale(256.0)}
+    elif kind == "parameters that are cut":
+        options = {"shard": "params"}
     began = time.monotonic()
-    with pp.train_step(stages, squared, pp.gpipe(1, 4), optimizer, mesh, axes=pp.Axes("pp", "dp"), **options) as trainer:
-        if kind == "parameters":
+    with new_trainer(
+        stages, squared, pp.gpipe(1, 4), optimizer, mesh, axes=pp.Axes("pp", "dp"), **options
+    ) as trainer:
+        if kind in ("parameters", "parameters that are cut"):
             params, text = {0: {"w": params[0]["w"] + rank}}, "the parameters of stage 0 with the checksum"
         state = trainer.init(params)
         if kind == "scale of the state":
-            state, text = state._replace(scale={**state.scale, "scale": state.scale["scale"] * (1 + rank)}), "with the scale"
+            state, text = (
+                state._replace(scale={**state.scale, "scale": state.scale["scale"] * (1 + rank)}),
+                "with the scale",
+            )
         elif kind == "step of the state":
             state, text = state._replace(step=state.step + rank), "state of step [01]"
         elif kind == "moments":
             moments = {**state.optimizer[0], "mean": tree_map(lambda t: t + rank, state.optimizer[0]["mean"])}
-            state, text = state._replace(optimizer={0: moments}), "the optimizer state of stage 0 with the checksum"
+            state, text = (
+                state._replace(optimizer={0: moments}),
+                "the optimizer state of stage 0 with the checksum",
+            )
         elif kind == "state of stages":
             return refuse_state(trainer, params)
         with pytest.raises(pp.AgreementError, match=text):
@@ -798,7 +943,17 @@ def refuse_state(trainer, params):
     return 0.0
 
 
-KINDS = [*OPTIMIZERS, "scale", "scale of the state", "step of the state", "parameters", "moments", "state of stages", "seed"]
+KINDS = [
+    *OPTIMIZERS,
+    "scale",
+    "scale of the state",
+    "step of the state",
+    "parameters",
+    "parameters that are cut",
+    "moments",
+    "state of stages",
+    "seed",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -817,17 +972,19 @@ def misfitting(rank, size):
 
 
 def unmade(rank, size):
-    """A trainer that one rank cannot make: the other is told what and why by its first step, and does not wait at its second."""
+    """A trainer that one rank cannot make: the other is told what and why by its first step, and does not
+    wait at its second.
+    """
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
     stages, params, x, y = problem(1)
     options = {"mesh": mesh, "axes": pp.Axes("pp", "dp")}
     if rank:
-        with pytest.raises(ValueError, match="clip is -1"):
-            pp.train_step(stages, squared, pp.gpipe(1, 4), pp.sgd(0.1), clip=-1, **options)
+        with pytest.raises(ValueError, match="on_nonfinite: got"):
+            new_trainer(stages, squared, pp.gpipe(1, 4), pp.optim.sgd(0.1), on_nonfinite="", **options)
         return 0.0
-    with pp.train_step(stages, squared, pp.gpipe(1, 4), pp.sgd(0.1), **options) as trainer:
+    with new_trainer(stages, squared, pp.gpipe(1, 4), pp.optim.sgd(0.1), **options) as trainer:
         state, began = trainer.init(params), time.monotonic()
-        for text in ("rank 1 failed outside its program: ValueError: clip is -1", "rank 1 failed"):
+        for text in ("rank 1 failed outside its program: ValueError: on_nonfinite: got", "rank 1 failed"):
             with pytest.raises(pp.PipelineError, match=text):
                 trainer.step(state, x, y)
         return time.monotonic() - began
@@ -838,21 +995,26 @@ def test_a_trainer_that_one_rank_cannot_make_is_told_to_the_others(two, soon):
 
 
 def later_weights(rank, size, steps):
-    """Loss weights of which one rank has others in the last pass of the schedule alone."""
+    """Loss weights of which one rank has another for the last microbatch alone."""
     _, params, x, y = problem()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    with trainer_of(mesh=mesh, accumulate=2) as trainer:
+    with trainer_of(mesh=mesh, schedule=pp.one_f_one_b(2, 8)) as trainer:
         state = trainer.init({rank: params[rank]})
         weights = [1.0] * 7 + [1.0 + rank]
         if steps == 1:
-            with pytest.raises(pp.AgreementError, match=r"rank \d has loss weights \[1.0, .*, rank \d has loss weights \[1.0, "):
+            with pytest.raises(
+                pp.AgreementError,
+                match=r"rank \d has loss weights \[1.0, .*, rank \d has loss weights \[1.0, ",
+            ):
                 trainer.step(state, x, y, loss_weights=weights)
         state, metrics = trainer.step(state, x, y, loss_weights=[1.0] * 8)
         return metrics.loss.item()
 
 
 def wrong_in_the_block(rank, size, kind, soon):
-    """One rank, or both, give another thing to ``init``, or raise by themselves; a rank that steps hears of it. Then both are closed."""
+    """One rank, or both, give another thing to ``init``, or raise by themselves; a rank that steps hears of
+    it. Then both are closed.
+    """
     stages, params, x, y = problem(2)
     mesh, begin = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), time.monotonic()
     text = r"params: got the stages \[\], this process runs" if kind != "own" else "no such file"
@@ -861,7 +1023,7 @@ def wrong_in_the_block(rank, size, kind, soon):
     told = text if wanted is error else f"rank 1 failed outside its program: {error.__name__}: {text}"
     with (
         pytest.raises(wanted, match=told),
-        pp.train_step(stages, squared, pp.gpipe(2, 2), pp.sgd(0.1), mesh, axes=pp.Axes("pp")) as trainer,
+        new_trainer(stages, squared, pp.gpipe(2, 2), pp.optim.sgd(0.1), mesh, axes=pp.Axes("pp")) as trainer,
     ):
         if kind != "own" and wanted is error:
             trainer.init({})
@@ -871,7 +1033,7 @@ def wrong_in_the_block(rank, size, kind, soon):
             raise FileNotFoundError("no such file")
         trainer.step(state, x, y)
     assert time.monotonic() - begin < 2 * soon
-    with pp.train_step(stages, squared, pp.gpipe(2, 2), pp.sgd(0.1), mesh, axes=pp.Axes("pp")) as trainer:
+    with new_trainer(stages, squared, pp.gpipe(2, 2), pp.optim.sgd(0.1), mesh, axes=pp.Axes("pp")) as trainer:
         state, _ = trainer.step(trainer.init({rank: params[rank]}), x, y)
     for call in (lambda: trainer.step(state, x, y), lambda: trainer.init({rank: params[rank]})):
         with pytest.raises(RuntimeError, match="the trainer is closed"):
@@ -884,7 +1046,7 @@ def test_an_error_that_ends_the_block_of_one_rank_is_told_to_the_other(two, soon
     two(wrong_in_the_block, kind, soon)
 
 
-def test_loss_weights_of_every_pass_are_compared(two):
+def test_the_loss_weights_of_every_microbatch_are_compared(two):
     refused, plain = two(later_weights, 1), two(later_weights, 0)
     assert refused == plain and len({*refused}) == 1
 
@@ -894,33 +1056,41 @@ def test_meshes_that_do_not_fit_are_named(two):
 
 
 def odd_leaves(rank, size, shard):
-    """Leaves of odd forms, over two data ranks, one of which has tokens; beside one process with the batch that counts."""
+    """Leaves of odd forms, over two data ranks, one of which has tokens; beside one process with the batch
+    that counts.
+    """
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
 
     def stage(p, x):
-        return (x @ p["w"]) * p["s"] + p["row"] + p["odd"].sum() + p["z"].real.sum() + p["empty"].sum() + p["n"]
+        return (
+            (x @ p["w"]) * p["s"] + p["row"] + p["odd"].sum() + p["z"].real.sum() + p["empty"].sum() + p["n"]
+        )
 
     params = {
-        "w": normal(WIDTH, WIDTH), "s": torch.tensor(1.5, dtype=torch.float64), "row": normal(1, WIDTH), "odd": normal(3, 5),
-        "z": torch.complex(normal(3), normal(3)), "empty": torch.zeros(0, 3, dtype=torch.float64), "n": torch.tensor(2),
+        "w": normal(WIDTH, WIDTH), "s": torch.tensor(1.5, dtype=torch.float64), "row": normal(1, WIDTH), "odd": normal(3, 5),  # noqa: E501
+        "z": torch.complex(normal(3), normal(3)).cfloat(), "empty": torch.zeros(0, 3, dtype=torch.float64), "n": torch.tensor(2),  # noqa: E501
     }  # fmt: skip
     x, y = normal(ROWS, WIDTH), normal(ROWS, WIDTH, seed=1)
     options = {"clip": 0.5, "on_nonfinite": "skip"}
     with trainer_of(stages=[stage], schedule=pp.gpipe(1, 4), **options) as alone:
         wanted, found = alone.step(alone.init({0: tree_map(torch.clone, params)}), x, y)
     weights = [0.0] * 4 if rank else [1.0] * 4
-    with trainer_of(stages=[stage], schedule=pp.gpipe(1, 4), mesh=mesh, axes=pp.Axes("pp", "dp"), shard=shard, **options) as trainer:
+    with trainer_of(
+        stages=[stage], schedule=pp.gpipe(1, 4), mesh=mesh, axes=pp.Axes("pp", "dp"), shard=shard, **options
+    ) as trainer:
         state, metrics = trainer.step(trainer.init({0: params}), x + rank, y, loss_weights=weights)
         with pytest.raises((ValueError, pp.PipelineError), match="their sum over all data ranks is 0"):
             trainer.step(state, x, y, loss_weights=[0.0] * 4)
         assert trainer.evaluate(state, x + rank, y, loss_weights=weights).isfinite()
     moments = tree_leaves(state.optimizer[0]["mean"])
-    assert [isinstance(t, DTensor) for t in moments] == [shard != "none" and t.numel() % 2 == 0 and t.numel() > 0 for t in moments]
-    assert metrics.loss.item() == pytest.approx(found.loss.item(), rel=1e-12)
-    assert metrics.grad_norm.item() == pytest.approx(found.grad_norm.item(), rel=1e-12)
+    assert [isinstance(t, DTensor) for t in moments] == [
+        shard != "none" and t.numel() % 2 == 0 and t.numel() > 0 for t in moments
+    ]
+    assert metrics.loss.item() == pytest.approx(found.loss.item(), rel=1e-6)
+    assert metrics.grad_norm.item() == pytest.approx(found.grad_norm.item(), rel=1e-6)
     for name, leaf in state.params[0].items():
         leaf = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-        assert torch.allclose(leaf, wanted.params[0][name], rtol=1e-12)
+        assert torch.allclose(leaf, wanted.params[0][name], rtol=1e-5)
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "params"])
@@ -974,12 +1144,19 @@ def naming(rank, size, shape, kind):
     schedule = pp.zb_h1(2, 4) if pipes == 2 else pp.interleaved_one_f_one_b(1, 4, 2)
     good, mine = x.clone(), {s: params[s] for s in schedule.model_stages_of(pipe)}
     good[12, 0] = 1.0
-    options = {"mesh": mesh, "axes": pp.Axes("pp", "dp"), "engine": pp.functional, "on_nonfinite": "raise"}
+    options = {
+        "mesh": mesh,
+        "axes": pp.Axes("pp", "dp"),
+        "engine": pp.engines.functional,
+        "on_nonfinite": "raise",
+    }
     with trainer_of(stages=stages, schedule=schedule, **options) as trainer:
         state = trainer.init(mine)
         state, _ = trainer.step(state, good, y)
         began = time.monotonic()
-        with pytest.raises(pp.PipelineError, match="FloatingPointError: the loss .*; first not finite: ") as caught:
+        with pytest.raises(
+            pp.PipelineError, match="FloatingPointError: the loss .*; first not finite: "
+        ) as caught:
             trainer.step(trainer.init(mine), x if data == shape[1] - 1 else good, y)
         seconds = time.monotonic() - began
         state, _ = trainer.step(state, good, y)
@@ -987,7 +1164,9 @@ def naming(rank, size, shape, kind):
     return error.rank, error.stage, error.microbatch, str(error.instruction), seconds, int(state.step)
 
 
-@pytest.mark.parametrize("shape, kind, place", [((2, 1), "F", (0, 0, 3)), ((2, 1), "W", (1, 1, 3)), ((1, 2), "W", (1, 0, 3))])
+@pytest.mark.parametrize(
+    "shape, kind, place", [((2, 1), "F", (0, 0, 3)), ((2, 1), "W", (1, 1, 3)), ((1, 2), "W", (1, 0, 3))]
+)
 def test_every_rank_names_where_a_number_was_first_not_finite(two, soon, shape, kind, place):
     answers = two(naming, shape, kind)
     for answer in answers:
@@ -1002,9 +1181,11 @@ def gradients_of_two(rank, size):
     _, params, x, y = problem(2)
     x[12, 0] = 77.0
     with pp.P2P(timeout=30) as transport:
-        options = {"engine": pp.functional, "on_nonfinite": "raise"}
+        options = {"engine": pp.engines.functional, "on_nonfinite": "raise"}
         step = pp.value_and_grad([spoiled(77.0, "W"), dense], squared, pp.zb_h1(2, 4), transport, **options)
-        with pytest.raises(pp.PipelineError, match="first not finite: the gradient of its parameter 'w'") as caught:
+        with pytest.raises(
+            pp.PipelineError, match="first not finite: the gradient of its parameter 'w'"
+        ) as caught:
             step({rank: params[rank]}, x, y)
         x[12, 0] = 1.0
         loss, _ = step({rank: params[rank]}, x, y)
@@ -1022,14 +1203,18 @@ def with_states(rank, size):
     """States and metrics of stages over two ranks of a pipeline, as in one process."""
     _, _, x, y = problem()
     stages = normalised()
-    params, state = ({s: getattr(stage, part) for s, stage in enumerate(stages)} for part in ("params", "state"))
+    params, state = (
+        {s: getattr(stage, part) for s, stage in enumerate(stages)} for part in ("params", "state")
+    )
     functions, schedule = [stage.fn for stage in stages], pp.zb_h1(2, 4)
-    with trainer_of(pp.sgd(0.1), functions, schedule) as alone:
+    with trainer_of(pp.optim.sgd(0.1), functions, schedule) as alone:
         wanted, _ = alone.step(alone.init(tree_map(torch.clone, params), tree_map(torch.clone, state)), x, y)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    with trainer_of(pp.sgd(0.1), functions, schedule, mesh=mesh) as trainer:
+    with trainer_of(pp.optim.sgd(0.1), functions, schedule, mesh=mesh) as trainer:
         after, _ = trainer.step(trainer.init({rank: params[rank]}, {rank: state[rank]}), x, y)
-    assert same_bits((after.stage_state, after.params[rank]), ({rank: wanted.stage_state[rank]}, wanted.params[rank]))
+    assert same_bits(
+        (after.stage_state, after.params[rank]), ({rank: wanted.stage_state[rank]}, wanted.params[rank])
+    )
 
 
 def test_states_of_stages_over_two_ranks(two):

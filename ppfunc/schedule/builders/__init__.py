@@ -4,7 +4,11 @@ from collections.abc import Callable
 
 from ..schedule import Schedule
 from .bidirectional import chimera as chimera, dualpipe as dualpipe, dualpipev as dualpipev
-from .deepspeed import data_parallel as data_parallel, deepspeed_inference as deepspeed_inference, deepspeed_train as deepspeed_train
+from .deepspeed import (
+    data_parallel as data_parallel,
+    deepspeed_inference as deepspeed_inference,
+    deepspeed_train as deepspeed_train,
+)
 from .interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
 from .one_stage import gpipe, inference, one_f_one_b, zb_h1, zb_h2
 from .v_shape import v_half, v_min, zbv

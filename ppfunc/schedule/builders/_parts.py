@@ -1,12 +1,10 @@
 """Share among builders the check of arguments, and the orders of 1F1B."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 
-from ...parallel.counts import require_counts as require_counts
-from ..instruction import I, Instruction, Op, W, instructions_of
+from ppfunc.parallel.counts import require_counts as require_counts
 
-forwards_of, backwards_of = partial(instructions_of, Op.F), partial(instructions_of, Op.B)
+from ..instruction import I, Instruction, W
 
 
 def require(name: str, got: object, holds: bool, expected: str, mend: str) -> None:
@@ -15,8 +13,10 @@ def require(name: str, got: object, holds: bool, expected: str, mend: str) -> No
         raise ValueError(f"{name} = {got!r}, expected {expected}: {mend}")
 
 
-def alternate(forwards: Sequence[Instruction], backwards: Iterable[Sequence[Instruction]], warm_up: int) -> Iterator[Instruction]:
-    """``warm_up`` forwards, then a forward and the instructions of a backward in turn; last the backwards that are left."""
+def alternate(
+    forwards: Sequence[Instruction], backwards: Iterable[Sequence[Instruction]], warm_up: int
+) -> Iterator[Instruction]:
+    """Run ``warm_up`` forwards, then a forward and a backward in turn, then the remaining backwards."""
     yield from forwards[:warm_up]
     for k, backward in enumerate(backwards):
         yield from forwards[warm_up + k : warm_up + k + 1]
@@ -35,5 +35,9 @@ def delayed_weights(
         delay: input gradients whose weight gradient is still to be done in the steady state.
     """
     late: list[list[Instruction]] = [[]] * delay + [[W(*backward)] for backward in backwards]
-    yield from alternate(forwards, [[I(*backward), *weight] for backward, weight in zip(backwards, late, strict=False)], warm_up)
+    yield from alternate(
+        forwards,
+        [[I(*backward), *weight] for backward, weight in zip(backwards, late, strict=False)],
+        warm_up,
+    )
     yield from (weight for weights in late[len(backwards) :] for weight in weights)

@@ -1,7 +1,5 @@
 """The runs of the zero-bubble heuristic: which of F, I and W every rank does next, and when."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import inf
 from typing import Any, NamedTuple
@@ -12,7 +10,8 @@ Letters = list[str]
 class StageTimes(NamedTuple):
     """Per rank: the times of F, I and W, and of a message that the rank sends; its memory in whole units.
 
-    An activation takes ``held`` from F to I and ``kept`` from then to W; ``cap`` is what all of them may take.
+    An activation takes ``held`` from F to I and ``kept`` from then to W; ``cap`` is what all of them may
+    take.
     """
 
     forward: Sequence[Any]
@@ -24,7 +23,7 @@ class StageTimes(NamedTuple):
     cap: Sequence[int]
 
     def is_full(self, rank: int, forwards: int, backwards: int, weights: int) -> bool:
-        """Whether one more forward would exceed the cap, after so many F, I and W."""
+        """Tell if one more forward would exceed the cap, after so many F, I and W."""
         held, kept = self.held[rank], self.kept[rank]
         return (forwards - backwards + 1) * held + (backwards - weights) * kept > self.cap[rank]
 
@@ -55,18 +54,27 @@ class Outcome(NamedTuple):
 
 
 def warm_ups(times: StageTimes, microbatches: int) -> list[list[int]]:
-    """Forwards of each rank before its first input gradient: what fits in time, as in 1F1B, what memory allows."""
+    """List candidates for the forwards of each rank before its first input gradient.
+
+    They follow the round trip of a message, 1F1B, and the memory.
+    """
     f, i, _, message, held, _, cap = times
     ranks = len(f)
     room = [min(microbatches, c // size) if size else microbatches for c, size in zip(cap, held, strict=True)]
-    round_trips = [sum(f[s] + i[s] + message[s - 1] + message[s] for s in range(r + 1, ranks)) for r in range(ranks)]
+    round_trips = [
+        sum(f[s] + i[s] + message[s - 1] + message[s] for s in range(r + 1, ranks)) for r in range(ranks)
+    ]
     fitting = [1 + int(round_trip // f[r]) if f[r] else room[r] for r, round_trip in enumerate(round_trips)]
-    shapes = ([min(room[r] - r, n) for r, n in enumerate(fitting)], [min(room[r], ranks - r) for r in range(ranks)], room)
+    shapes = (
+        [min(room[r] - r, n) for r, n in enumerate(fitting)],
+        [min(room[r], ranks - r) for r in range(ranks)],
+        room,
+    )
     return [[max(1, n) for n in shape] for shape in shapes]
 
 
 def play(times: StageTimes, microbatches: int, rules: Rules) -> Outcome | None:
-    """Let the rank that can start first do its next instruction, until all is done; None if they get stuck."""
+    """Let the rank that can start first do its next instruction; None if ranks get stuck."""
     ranks = range(len(times.forward))
     letters: tuple[Letters, ...] = tuple([] for _ in ranks)
     ends: dict[str, list[list[Any]]] = {letter: [[] for _ in ranks] for letter in "FIW"}
@@ -95,7 +103,7 @@ def play(times: StageTimes, microbatches: int, rules: Rules) -> Outcome | None:
 def _next(
     r: int, times: StageTimes, ends: dict[str, list[list[Any]]], free: Any, microbatches: int, rules: Rules
 ) -> tuple[Any, str] | None:
-    """The time and the letter of the rank's next start, or None while an arrival is unknown."""
+    """Return the time and the letter of the rank's next start, or None while an arrival is unknown."""
     f, b, w = (len(ends[letter][r]) for letter in "FIW")
     warm = f >= rules.warm_up[r]
     forward = inf if f == microbatches or (b == 0 and warm) else _arrival("F", r, r - 1, f, times, ends)
@@ -108,7 +116,9 @@ def _next(
     else:
         if forward == backward == inf:
             return weight
-        backward_first = backward <= max(forward, free) or (rules.hold and backward < max(forward, free) + times.forward[r])
+        backward_first = backward <= max(forward, free) or (
+            rules.hold and backward < max(forward, free) + times.forward[r]
+        )
     if not backward_first and times.is_full(r, f, b, w):
         if weight or backward == inf:
             return weight
@@ -119,8 +129,10 @@ def _next(
     return start, "I" if backward_first else "F"
 
 
-def _arrival(letter: str, r: int, source: int, number: int, times: StageTimes, ends: dict[str, list[list[Any]]]) -> Any:
-    """The time at which the product of the neighbour ``source`` is there, as far as is known; 0 where there is none."""
+def _arrival(
+    letter: str, r: int, source: int, number: int, times: StageTimes, ends: dict[str, list[list[Any]]]
+) -> Any:
+    """Return when the product of neighbour ``source`` arrives: 0 without a neighbour, infinity if unknown."""
     if not 0 <= source < len(times.forward):
         return 0
     known = ends[letter][source]

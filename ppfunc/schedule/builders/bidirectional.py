@@ -4,7 +4,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ...parallel.placement import bidirectional, v_shape
+from ppfunc.parallel.placement import bidirectional, v_shape
+
 from ..instruction import B, F, Instruction, Op, overlap
 from ..schedule import Chain, Schedule, single_chain
 from ._parts import require, require_counts
@@ -35,13 +36,22 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     References:
         DeepSeek-AI, DeepSeek-V3 Technical Report (arXiv:2412.19437), section 3.2.1;
         deepseek-ai/DualPipe, ``dualpipe.py``.
-    """
+    """  # noqa: E501
     require_counts(ranks=ranks, microbatches=microbatches)
     require("ranks", ranks, ranks % 2 == 0, "an even number", "use an even number, or dualpipev")
     fits = microbatches % 2 == 0 and microbatches >= 2 * ranks
-    require("microbatches", microbatches, fits, f"an even number of at least 2 * ranks = {2 * ranks}", "split the batch finer")
+    require(
+        "microbatches",
+        microbatches,
+        fits,
+        f"an even number of at least 2 * ranks = {2 * ranks}",
+        "split the batch finer",
+    )
     half = microbatches // 2
-    chains = (Chain(tuple(range(ranks)), range(half)), Chain(tuple(range(ranks, 2 * ranks)), range(half, microbatches)))
+    chains = (
+        Chain(tuple(range(ranks)), range(half)),
+        Chain(tuple(range(ranks, 2 * ranks)), range(half, microbatches)),
+    )
     programs = []
     for r in range(ranks):
         up, down = stream(r, chains[0].microbatches), stream(2 * ranks - 1 - r, chains[1].microbatches)
@@ -71,12 +81,15 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
 
     References:
         deepseek-ai/DualPipe, ``dualpipev.py``; Sea AI Lab, "Cut-in-half", 2025.
-    """
+    """  # noqa: E501
     require_counts(ranks=ranks, microbatches=microbatches)
     fits = microbatches >= 2 * ranks
     require("microbatches", microbatches, fits, f"at least 2 * ranks = {2 * ranks}", "split the batch finer")
     walked = range(microbatches)
-    programs = (eight_phases(stream(r, walked), stream(2 * ranks - 1 - r, walked), ranks, r, microbatches) for r in range(ranks))
+    programs = (
+        eight_phases(stream(r, walked), stream(2 * ranks - 1 - r, walked), ranks, r, microbatches)
+        for r in range(ranks)
+    )
     return single_chain("dualpipev", v_shape(ranks), microbatches, programs)
 
 
@@ -107,9 +120,18 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     """
     require_counts(ranks=ranks, microbatches=microbatches)
     require("ranks", ranks, ranks % 2 == 0, "an even number", "use an even number, or one_f_one_b")
-    require("microbatches", microbatches, microbatches % 2 == 0, "an even number", "split the batch in one more or less")
+    require(
+        "microbatches",
+        microbatches,
+        microbatches % 2 == 0,
+        "an even number",
+        "split the batch in one more or less",
+    )
     half = microbatches // 2
-    chains = (Chain(tuple(range(ranks)), range(half)), Chain(tuple(range(ranks, 2 * ranks)), range(half, microbatches)))
+    chains = (
+        Chain(tuple(range(ranks)), range(half)),
+        Chain(tuple(range(ranks, 2 * ranks)), range(half, microbatches)),
+    )
     programs = []
     for r in range(ranks):
         slots = {}
@@ -130,12 +152,14 @@ class MicrobatchStream(NamedTuple):
 
 
 def stream(stage: int, microbatches: range) -> MicrobatchStream:
-    """The work of one stage on its microbatches, none of it done yet."""
+    """Make the stream of a stage's work on its microbatches, with nothing done yet."""
     return MicrobatchStream((F(stage, m) for m in microbatches), (B(stage, m) for m in microbatches))
 
 
-def eight_phases(a: MicrobatchStream, b: MicrobatchStream, width: int, place: int, microbatches: int) -> Iterator[Instruction]:
-    """The eight phases of the rank that is ``place`` ranks from the end where stream a enters.
+def eight_phases(
+    a: MicrobatchStream, b: MicrobatchStream, width: int, place: int, microbatches: int
+) -> Iterator[Instruction]:
+    """Yield the eight phases of the rank that is ``place`` ranks from the end where stream a enters.
 
     Args:
         a: the stream that starts here early and ends late (phase 0 in the original).

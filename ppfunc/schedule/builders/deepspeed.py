@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from ...parallel.placement import loop
+from ppfunc.parallel.placement import loop
+
 from ..instruction import TAIL, Instruction, Op
 from ..schedule import Chain, Schedule, Step
 from ._parts import require, require_counts
@@ -35,7 +36,9 @@ def deepspeed_train(ranks: int, microbatches: int, order: str = "source") -> Sch
     require_counts(ranks=ranks, microbatches=microbatches)
     require("order", order, order in ("source", "head"), "'source' or 'head'", "name one of the two orders")
     programs = tuple(tuple(_training_steps(r, ranks, microbatches, order == "head")) for r in range(ranks))
-    return Schedule("deepspeed_train", loop(ranks), (Chain(tuple(range(ranks)), range(microbatches)),), programs)
+    return Schedule(
+        "deepspeed_train", loop(ranks), (Chain(tuple(range(ranks)), range(microbatches)),), programs
+    )
 
 
 def _training_steps(stage: int, stages: int, microbatches: int, head: bool) -> Iterator[Step]:
@@ -48,9 +51,16 @@ def _training_steps(stage: int, stages: int, microbatches: int, head: bool) -> I
         linked = stage > 0 if forward else stage < stages - 1
         give, take = (Op.SEND_B, Op.RECV_F) if forward else (Op.SEND_F, Op.RECV_B)
         messages = [(give, before, linked), (take, now, linked)]
-        compute = [(Op.LOAD, now, forward and stage in (0, stages - 1)), (Op.F if forward else Op.B, now, True)]
+        compute = [
+            (Op.LOAD, now, forward and stage in (0, stages - 1)),
+            (Op.F if forward else Op.B, now, True),
+        ]
         wanted = (messages if forward == head else messages[::-1]) + compute
-        numbered = (Instruction(op, stage, m, slot=m % buffers) for op, m, holds in wanted if holds and 0 <= m < microbatches)
+        numbered = (
+            Instruction(op, stage, m, slot=m % buffers)
+            for op, m, holds in wanted
+            if holds and 0 <= m < microbatches
+        )
         yield (*numbered, *(Instruction(op, stage) for op in TAIL if step == last))
         before = now
 
@@ -78,7 +88,9 @@ def deepspeed_inference(ranks: int, microbatches: int) -> Schedule:
     """
     require_counts(ranks=ranks, microbatches=microbatches)
     programs = tuple(tuple(_inference_steps(r, ranks, microbatches)) for r in range(ranks))
-    return Schedule("deepspeed_inference", loop(ranks), (Chain(tuple(range(ranks)), range(microbatches)),), programs)
+    return Schedule(
+        "deepspeed_inference", loop(ranks), (Chain(tuple(range(ranks)), range(microbatches)),), programs
+    )
 
 
 def _inference_steps(stage: int, stages: int, microbatches: int) -> Iterator[Step]:
@@ -91,7 +103,11 @@ def _inference_steps(stage: int, stages: int, microbatches: int) -> Iterator[Ste
         load = (Op.LOAD, now, into, stage in (0, stages - 1))
         messages = (receive, send) if stage % 2 else (send, receive)
         wanted = (load, *messages, (Op.F, now, into, True))
-        yield tuple(Instruction(op, stage, m, slot=slot) for op, m, slot, holds in wanted if holds and 0 <= m < microbatches)
+        yield tuple(
+            Instruction(op, stage, m, slot=slot)
+            for op, m, slot, holds in wanted
+            if holds and 0 <= m < microbatches
+        )
 
 
 def data_parallel(ranks: int, microbatches: int) -> Schedule:
@@ -124,5 +140,7 @@ def data_parallel(ranks: int, microbatches: int) -> Schedule:
 
 def _accumulating_steps(stage: int, microbatches: range) -> Iterator[Step]:
     for m in microbatches:
-        tail = (Instruction(Op.REDUCE_GRAD, stage), Instruction(Op.STEP, stage)) if m == microbatches[-1] else ()
+        tail = (
+            (Instruction(Op.REDUCE_GRAD, stage), Instruction(Op.STEP, stage)) if m == microbatches[-1] else ()
+        )
         yield (*(Instruction(op, stage, m, slot=0) for op in (Op.LOAD, Op.F, Op.B)), *tail)

@@ -1,13 +1,18 @@
-"""Schedules of several chunks per rank, dealt round the ranks: interleaved 1F1B, interleaved zero bubble, breadth first."""
+"""Schedules of several chunks per rank, dealt round the ranks: interleaved 1F1B, interleaved zero bubble,
+breadth first.
+"""
 
-from ...parallel.placement import loop, stages_of
+from ppfunc.parallel.placement import loop, stages_of
+
 from ..instruction import B, F, Op
 from ..schedule import Schedule, single_chain
 from ._parts import alternate, delayed_weights, require, require_counts
 
 
-def interleaved_one_f_one_b(ranks: int, microbatches: int, chunks: int = 2, group: int | None = None) -> Schedule:
-    """1F1B over chunks: a rank runs a group of microbatches through one chunk, then the next.
+def interleaved_one_f_one_b(
+    ranks: int, microbatches: int, chunks: int = 2, group: int | None = None
+) -> Schedule:
+    """Run 1F1B over chunks: a rank takes a group of microbatches through one chunk, then the next.
 
     Bubble time ``(p - 1)(F + B)/v`` where m is a multiple of p; ``(v - 1)p + 2(p - 1) + 1``
     live chunk activations on rank 0.
@@ -36,7 +41,9 @@ def interleaved_one_f_one_b(ranks: int, microbatches: int, chunks: int = 2, grou
     warm_ups = (2 * (ranks - 1 - r) + (chunks - 1) * size for r in range(ranks))
     programs = (
         alternate(
-            [F(chunk * ranks + r, m) for chunk, m in order], [[B((chunks - 1 - chunk) * ranks + r, m)] for chunk, m in order], warm_up
+            [F(chunk * ranks + r, m) for chunk, m in order],
+            [[B((chunks - 1 - chunk) * ranks + r, m)] for chunk, m in order],
+            warm_up,
         )
         for r, warm_up in enumerate(warm_ups)
     )
@@ -44,7 +51,7 @@ def interleaved_one_f_one_b(ranks: int, microbatches: int, chunks: int = 2, grou
 
 
 def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """Interleaved 1F1B with a shorter warm-up; weight gradients start r input gradients late.
+    """Run interleaved 1F1B with a shorter warm-up; weight gradients start r input gradients late.
 
     Rank r warms up with ``p - 1 - r + (v - 1)N`` forwards, N the size of a group, and does the
     weight gradients in the order of the input gradients. Bubble time ``(p - 1)(F + I - W)/v``
@@ -67,7 +74,7 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> S
     References:
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 2;
         Narayanan et al., Megatron-LM, SC 2021, section 2.2.
-    """
+    """  # noqa: E501
     require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
     size = group_size(ranks, microbatches, chunks)
     order = walk(microbatches, chunks, size)
@@ -84,7 +91,7 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> S
 
 
 def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """All forwards chunk by chunk, then all backwards, chunks and microbatches reversed.
+    """Run all forwards chunk by chunk, then all backwards, chunks and microbatches reversed.
 
     Bubble time ``(p - 1)(F + B)/v`` where ``m >= p``; ``m v`` live chunk activations.
 
@@ -112,7 +119,7 @@ def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def walk(microbatches: int, chunks: int, group: int) -> list[tuple[int, int]]:
-    """``(chunk, microbatch)`` of the k-th forward of every rank; the last group may be smaller.
+    """List ``(chunk, microbatch)`` of the k-th forward of every rank; the last group may be smaller.
 
     >>> walk(microbatches=3, chunks=2, group=2)
     [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (1, 2)]
@@ -122,7 +129,7 @@ def walk(microbatches: int, chunks: int, group: int) -> list[tuple[int, int]]:
 
 
 def group_size(ranks: int, microbatches: int, chunks: int, group: int | None = None) -> int:
-    """The number of microbatches that a rank runs through one chunk before it takes the next.
+    """Return the number of microbatches that a rank runs through one chunk before it takes the next.
 
     Where ``group`` is None: an even division in ``max(1, m // p)`` groups where there is one,
     else the smallest size from p upwards that does not stall.
@@ -143,7 +150,7 @@ def group_size(ranks: int, microbatches: int, chunks: int, group: int | None = N
 
 
 def _stalls(ranks: int, microbatches: int, chunks: int, group: int) -> bool:
-    """Whether two groups in a row are too small to bridge the way to the last rank and back.
+    """Tell if two groups in a row are too small to bridge the way to the last rank and back.
 
     The backward of a group on the first rank waits for forwards of the next group that are
     ``2(p - 1)`` further on in 1F1B; these must not need the very backward that waits.

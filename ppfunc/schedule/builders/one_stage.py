@@ -1,11 +1,12 @@
 """Schedules of one stage per rank, in a fixed pattern: GPipe, 1F1B, ZB-H1, ZB-H2, inference."""
 
+from ..instruction import B, F
 from ..schedule import Schedule, single_chain
-from ._parts import alternate, backwards_of, delayed_weights, forwards_of, require_counts
+from ._parts import alternate, delayed_weights, require_counts
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards, both in the order of the microbatches.
+    """Run all forwards, then all backwards, both in the order of the microbatches.
 
     Bubble time ``(p - 1)(F + B)``; ``m`` live activations on every rank.
 
@@ -27,12 +28,12 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
     """
     require_counts(ranks=ranks, microbatches=microbatches)
     walk = range(microbatches)
-    programs = (forwards_of(r, walk) + backwards_of(r, walk) for r in range(ranks))
+    programs = ([op(r, m) for op in (F, B) for m in walk] for r in range(ranks))
     return single_chain("gpipe", range(ranks), microbatches, programs)
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """Warm-up forwards by distance from the last rank, then forward and backward in turn.
+    """Run warm-up forwards by distance from the last rank, then forward and backward in turn.
 
     Bubble time ``(p - 1)(F + B)``, of the makespan ``(p - 1) / (m + p - 1)``; at most
     ``min(p - r, m)`` live activations on rank r.
@@ -55,12 +56,14 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """
     require_counts(ranks=ranks, microbatches=microbatches)
     walk = range(microbatches)
-    programs = (alternate(forwards_of(r, walk), list(zip(backwards_of(r, walk))), ranks - 1 - r) for r in range(ranks))
+    programs = (
+        alternate([F(r, m) for m in walk], [[B(r, m)] for m in walk], ranks - 1 - r) for r in range(ranks)
+    )
     return single_chain("one_f_one_b", range(ranks), microbatches, programs)
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """Forwards and input gradients as in 1F1B; rank r starts weight gradients after r + 1 of them.
+    """Run forwards and input gradients as in 1F1B; rank r starts weight gradients after r + 1 of them.
 
     Bubble time ``(p - 1)(F + I - W)`` where ``m >= p`` and W <= I; on every rank at most p
     activations wait for their W.
@@ -83,12 +86,15 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """
     require_counts(ranks=ranks, microbatches=microbatches)
     walk = range(microbatches)
-    programs = (delayed_weights(forwards_of(r, walk), [(r, m) for m in walk], warm_up=ranks - 1 - r, delay=r) for r in range(ranks))
+    programs = (
+        delayed_weights([F(r, m) for m in walk], [(r, m) for m in walk], warm_up=ranks - 1 - r, delay=r)
+        for r in range(ranks)
+    )
     return single_chain("zb_h1", range(ranks), microbatches, programs)
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """Twice the warm-up of 1F1B, and weight gradients twice as late as in ZB-H1: a parallelogram.
+    """Double the warm-up of 1F1B, and delay weight gradients twice as long as ZB-H1: a parallelogram.
 
     Bubble time ``(p - 1)(F + I - 2W)`` of the span, none where F = I = W; at most ``2p - 1``
     activations wait for their W. The ranks end one after another: the optimizer step must not
@@ -113,13 +119,16 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     require_counts(ranks=ranks, microbatches=microbatches)
     walk = range(microbatches)
     programs = (
-        delayed_weights(forwards_of(r, walk), [(r, m) for m in walk], warm_up=2 * (ranks - 1 - r), delay=2 * r) for r in range(ranks)
+        delayed_weights(
+            [F(r, m) for m in walk], [(r, m) for m in walk], warm_up=2 * (ranks - 1 - r), delay=2 * r
+        )
+        for r in range(ranks)
     )
     return single_chain("zb_h2", range(ranks), microbatches, programs)
 
 
 def inference(ranks: int, microbatches: int) -> Schedule:
-    """The forwards of all microbatches in order, and no backward.
+    """Run the forwards of all microbatches in order, and no backward.
 
     Bubble time ``(p - 1)F``; nothing is kept for a backward.
 
@@ -140,4 +149,9 @@ def inference(ranks: int, microbatches: int) -> Schedule:
         Huang et al., GPipe, NeurIPS 2019 (arXiv:1811.06965), section 2.3.
     """
     require_counts(ranks=ranks, microbatches=microbatches)
-    return single_chain("inference", range(ranks), microbatches, (forwards_of(r, range(microbatches)) for r in range(ranks)))
+    return single_chain(
+        "inference",
+        range(ranks),
+        microbatches,
+        ([F(r, m) for m in range(microbatches)] for r in range(ranks)),
+    )

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate, count
 from operator import itemgetter
 
-from ...parallel.placement import v_shape
+from ppfunc.parallel.placement import v_shape
+
 from ..instruction import F, I, Instruction, Op, microbatch_of
 from ..schedule import Schedule, single_chain
 from ._parts import require_counts
@@ -32,14 +33,17 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
 
     References:
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 6.
-    """
+    """  # noqa: E501
     require_counts(ranks=ranks, microbatches=microbatches)
-    programs = ((i for i in _program(r, ranks, max(2 * ranks - 1, microbatches)) if microbatch_of(i) < microbatches) for r in range(ranks))
+    programs = (
+        (i for i in _program(r, ranks, max(2 * ranks - 1, microbatches)) if microbatch_of(i) < microbatches)
+        for r in range(ranks)
+    )
     return single_chain("zbv", v_shape(ranks), microbatches, programs)
 
 
 def _program(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
-    """The letters of the pattern: capitals the first chunk, small ones the second."""
+    """Write the letters of the pattern: capitals for the first chunk, small ones for the second."""
     warm_up = "F" * (2 * (ranks - rank) - 1) + "fF" * rank + "fiw" * (ranks - rank)
     steady = "FIWfiw" * (microbatches - 2 * ranks + rank + 1) + "IWfiw" * (ranks - rank - 1)
     cool_down = "Ii" * rank + "IW" * (ranks - rank) + "w" * rank + "W" * rank
@@ -74,7 +78,12 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
     """
     require_counts(ranks=ranks, microbatches=microbatches)
     p, shift = ranks, 0 if ranks % 2 else 3
-    return from_pattern("v_half", ranks, microbatches, lambda r: (2 * r, 3 * p - r - 2, 3 * p + shift + 2 * r - 1, 6 * p + shift - r - 2))
+    return from_pattern(
+        "v_half",
+        ranks,
+        microbatches,
+        lambda r: (2 * r, 3 * p - r - 2, 3 * p + shift + 2 * r - 1, 6 * p + shift - r - 2),
+    )
 
 
 def v_min(ranks: int, microbatches: int) -> Schedule:
@@ -103,7 +112,9 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     """
     require_counts(ranks=ranks, microbatches=microbatches)
     p, shift = ranks, 0 if ranks % 3 else 2
-    return from_pattern("v_min", ranks, microbatches, lambda r: (r, 2 * p - r - 1, 2 * p + shift + r, 4 * p + shift - r - 1))
+    return from_pattern(
+        "v_min", ranks, microbatches, lambda r: (r, 2 * p - r - 1, 2 * p + shift + r, 4 * p + shift - r - 1)
+    )
 
 
 PERIOD = 6  # slots of a microbatch on a rank: forward, input and weight gradient of two chunks
@@ -112,7 +123,7 @@ Slots = tuple[int, int, int, int]
 
 
 def from_pattern(name: str, ranks: int, microbatches: int, slots: Callable[[int], Slots]) -> Schedule:
-    """The schedule that repeats ``slots(rank)`` every six slots, as early as memory allows.
+    """Repeat ``slots(rank)`` every six slots, each instruction as early as memory allows.
 
     Args:
         slots: where microbatch 0 has, on a rank, the forward of the first and of the second
@@ -120,13 +131,19 @@ def from_pattern(name: str, ranks: int, microbatches: int, slots: Callable[[int]
     """
     placement = v_shape(ranks)
     pattern = [_repeat(r, 2 * ranks - 1 - r, microbatches, slots(r)) for r in range(ranks)]
-    return single_chain(name, placement, microbatches, _drain(_squeeze(pattern, placement), pattern, 2 * ranks))
+    return single_chain(
+        name, placement, microbatches, _drain(_squeeze(pattern, placement), pattern, 2 * ranks)
+    )
 
 
 def _repeat(first: int, second: int, microbatches: int, slots: Slots) -> SlotNumbers:
-    """The slots of a rank with nothing moved; weight gradients take free slots, first in first out."""
+    """Place the slots of a rank unmoved; weight gradients take free slots, first in first out."""
     kinds = ((F, first), (F, second), (I, second), (I, first))
-    times = {op(s, m): slot + PERIOD * m for (op, s), slot in zip(kinds, slots, strict=True) for m in range(microbatches)}
+    times = {
+        op(s, m): slot + PERIOD * m
+        for (op, s), slot in zip(kinds, slots, strict=True)
+        for m in range(microbatches)
+    }
     taken = {time: i for i, time in times.items()}
     waiting: deque[Instruction] = deque()
     for time in range(max(taken) + len(taken)):
@@ -139,7 +156,7 @@ def _repeat(first: int, second: int, microbatches: int, slots: Slots) -> SlotNum
 
 
 def _needs(i: Instruction, stages: int) -> Iterator[Instruction]:
-    """The instructions whose results this one consumes."""
+    """List the instructions whose results this one consumes."""
     if i.op is Op.W:
         yield i._replace(op=Op.I)
         return
@@ -156,11 +173,15 @@ def _peak(times: SlotNumbers) -> int:
 
 
 def _squeeze(pattern: list[SlotNumbers], placement: tuple[int, ...]) -> SlotNumbers:
-    """Every instruction, in the order of the pattern, in the earliest free slot that its inputs
-    and the peak of the pattern's activations allow."""
+    """Move every instruction to its earliest free slot, in the order of the pattern.
+
+    Inputs come before uses, and activations stay within the peak of the pattern.
+    """
     peak = max(map(_peak, pattern))
     busy: list[set[int]] = [set() for _ in pattern]
-    live: list[list[int]] = [[] for _ in pattern]  # activations in each slot so far; after the last, as many as are held
+    live: list[list[int]] = [
+        [] for _ in pattern
+    ]  # activations in each slot so far; after the last, as many as are held
     held = [0] * len(pattern)
     moved: SlotNumbers = {}
     for i, time in sorted((item for times in pattern for item in times.items()), key=itemgetter(1)):
@@ -170,7 +191,9 @@ def _squeeze(pattern: list[SlotNumbers], placement: tuple[int, ...]) -> SlotNumb
         if i.op is Op.F and time > len(known) and held[rank] >= peak:
             ready = time
         elif i.op is Op.F:
-            ready = next((s + 1 for s in range(min(time, len(known)) - 1, ready - 1, -1) if known[s] >= peak), ready)
+            ready = next(
+                (s + 1 for s in range(min(time, len(known)) - 1, ready - 1, -1) if known[s] >= peak), ready
+            )
         slot = moved[i] = next(s for s in range(ready, time + 1) if s not in busy[rank])
         busy[rank].add(slot)
         known += [held[rank]] * (slot + 1 - len(known))
@@ -182,7 +205,7 @@ def _squeeze(pattern: list[SlotNumbers], placement: tuple[int, ...]) -> SlotNumb
 
 
 def _drain(squeezed: SlotNumbers, pattern: list[SlotNumbers], stages: int) -> list[list[Instruction]]:
-    """The orders with, after a rank's last forward, weight gradients only where no input gradient is ready."""
+    """Delay the weight gradients after a rank's last forward until no input gradient is ready."""
     orders = [sorted(times, key=squeezed.__getitem__) for times in pattern]
     ends = [max(k for k, i in enumerate(order) if i.op is Op.F) + 1 for order in orders]
     programs = [order[:end] for order, end in zip(orders, ends, strict=True)]
@@ -202,6 +225,6 @@ def _drain(squeezed: SlotNumbers, pattern: list[SlotNumbers], stages: int) -> li
 
 
 def _queues(tail: list[Instruction], first: int) -> list[deque[Instruction]]:
-    """The input gradients of a rank's second and of its first stage, and its weight gradients."""
+    """Return the input gradients of a rank's second and of its first stage, and its weight gradients."""
     late, early = ([i for i in tail if i.op is Op.I and (i.stage == first) == own] for own in (True, False))
     return [deque(early), deque(late), deque(i for i in tail if i.op is Op.W)]

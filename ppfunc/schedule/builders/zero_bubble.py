@@ -1,10 +1,9 @@
 """The zero-bubble heuristic: for any costs and any cap of memory, the best of some greedy runs."""
 
-from __future__ import annotations
-
 from itertools import count, product
 
-from ...parallel.placement import loop
+from ppfunc.parallel.placement import loop
+
 from ..costs import Costs, Number, require_costs
 from ..instruction import Instruction, Op
 from ..planner.problem import problem_of
@@ -13,8 +12,10 @@ from ._parts import require_counts
 from ._play import Rules, StageTimes, play, warm_ups
 
 
-def zero_bubble(ranks: int, microbatches: int, cap: Number | None = None, costs: Costs | None = None) -> Schedule:
-    """Forwards and input gradients as they arrive, weight gradients in the gaps and where memory forces them.
+def zero_bubble(
+    ranks: int, microbatches: int, cap: Number | None = None, costs: Costs | None = None
+) -> Schedule:
+    """Run forwards and input gradients as they arrive, weight gradients in gaps or when memory is full.
 
     Of several warm-ups and rules the one with the shortest span is kept. At equal costs of all
     stages and with ``cap >= p`` the span is at most a few percent above the lower bounds of
@@ -46,7 +47,9 @@ def zero_bubble(ranks: int, microbatches: int, cap: Number | None = None, costs:
         cap = [ranks * costs.of("activation", s) + costs.of("parameters", s) for s in range(ranks)]
     p = problem_of(costs, loop(ranks), microbatches, cap)
     times = StageTimes(p.forward, p.backward, p.weight, [*p.down[:-1], p.up[-1]], p.held, p.kept, p.cap)
-    runs = [Rules(w, *rules) for w in warm_ups(times, microbatches) for rules in product((False, True), repeat=3)]
+    runs = [
+        Rules(w, *rules) for w in warm_ups(times, microbatches) for rules in product((False, True), repeat=3)
+    ]
     outcomes = filter(None, (play(times, microbatches, rules) for rules in runs))
     best = min(outcomes, key=lambda outcome: outcome[:2])
     programs = (_numbered(r, letters) for r, letters in enumerate(best.letters))
@@ -54,6 +57,6 @@ def zero_bubble(ranks: int, microbatches: int, cap: Number | None = None, costs:
 
 
 def _numbered(stage: int, letters: list[str]) -> list[Instruction]:
-    """The instructions of the letters, the microbatches of each in order."""
+    """Make the instructions of the letters, the microbatches of each in order."""
     numbers = {letter: count() for letter in "FIW"}
     return [Instruction(Op(letter), stage, next(numbers[letter])) for letter in letters]

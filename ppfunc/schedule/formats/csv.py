@@ -1,4 +1,5 @@
-"""Write and read the CSV form of ``torch.distributed.pipelining``: one row per rank, one instruction per cell.
+"""Write and read the CSV form of ``torch.distributed.pipelining``: one row per rank, one instruction per
+cell.
 
 What torch has a token for comes out as torch's own file, compute only or with communication, and
 torch's files are read, blanks included. Everything else is written in the same grammar (see
@@ -7,7 +8,8 @@ connection as ``>PEER`` and a slot as ``@SLOT``.
 
 * A cell is a step of its own, as torch runs it: the cells of one step stand in its order.
 * A blank is an idle step. Only a file of nothing but compute may have blanks.
-* The rank of a stage is the row that computes it, most often where rows disagree: ``check`` names what is wrong.
+* The rank of a stage is the row that computes it, most often where rows disagree: ``check`` names what is
+  wrong.
 * Chains are those that the forwards contradict least. All stages work on all microbatches: one chain.
   Two chains, as in DualPipe, are stages ``0..p-1`` working on the first half of the microbatches and
   stages ``p..2p-1`` on the second half; k chains likewise, in k equal parts.
@@ -44,7 +46,9 @@ def to_csv(schedule: Schedule) -> str:
     """
     require_schedule(schedule)
     idle = ("",) if schedule.ops <= COMPUTE else ()
-    rows = (",".join([str(cell) for step in program for cell in step or idle]) for program in schedule.programs)
+    rows = (
+        ",".join([str(cell) for step in program for cell in step or idle]) for program in schedule.programs
+    )
     return "".join(row + "\n" for row in rows)
 
 
@@ -80,7 +84,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def _rows(text: str) -> list[_Row]:
-    """The instructions of every row, None for a blank."""
+    """Read the instructions of every row, None for a blank."""
     rows: list[_Row] = []
     seen: set[str] = set()
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
@@ -92,7 +96,9 @@ def _rows(text: str) -> list[_Row]:
         if cells is None:
             return rows
         if not any(cells):
-            raise ScheduleError(len(rows), (0, 0), None, "its row is empty: expected at least one stage in every row")
+            raise ScheduleError(
+                len(rows), (0, 0), None, "its row is empty: expected at least one stage in every row"
+            )
         row: _Row = []
         rows.append(row)
         for cell in cells:
@@ -108,7 +114,9 @@ def _cell(cell: str, rows: list[_Row]) -> Instruction:
     try:
         return parse_instruction(cell)
     except FormatError as error:
-        raise FormatError(f"row {len(rows)} (rank {len(rows) - 1}), column {len(rows[-1]) + 1}: {error}") from None
+        raise FormatError(
+            f"row {len(rows)} (rank {len(rows) - 1}), column {len(rows[-1]) + 1}: {error}"
+        ) from None
 
 
 def _first(rows: list[_Row], instruction: Instruction) -> str:
@@ -120,19 +128,24 @@ def _refuse_blanks(rows: list[_Row], token: str) -> None:
     for rank, row in enumerate(rows):
         if None in row:
             place = f"row {rank + 1} (rank {rank}), column {row.index(None) + 1}"
-            raise FormatError(f"{place}: a blank, but only files of nothing but compute may have blanks: this has {token}")
+            raise FormatError(
+                f"{place}: a blank, but only files of nothing but compute may have blanks: this has {token}"
+            )
 
 
 def _refuse_padding(rows: list[_Row]) -> None:
-    """Even if nothing ran beside anything else, a rank would be idle for no more steps than the others take."""
+    """Refuse a rank with far more blanks than all instructions can take one after the other."""
     instructions = sum(len(row) - row.count(None) for row in rows)
     for rank, row in enumerate(rows):
         if (blanks := row.count(None)) > _UNITS * instructions:
-            raise FormatError(f"row {rank + 1} (rank {rank}): {blanks} blanks, far more than {instructions} instructions can take")
+            raise FormatError(
+                f"row {rank + 1} (rank {rank}): {blanks} blanks, far more than {instructions} instructions"
+                " can take"
+            )
 
 
 def _skips(rows: list[_Row], stages: int) -> tuple[tuple[int, int], ...]:
-    """The edges of messages that name their peer, each from its source stage."""
+    """Collect the edges of messages that name their peer, each from its source stage."""
     edges = set()
     for rank, row in enumerate(rows):
         for position, i in enumerate(row):
@@ -145,7 +158,7 @@ def _skips(rows: list[_Row], stages: int) -> tuple[tuple[int, int], ...]:
 
 
 def _layout(rows: list[_Row]) -> tuple[tuple[int, ...], tuple[Chain, ...]]:
-    """Infer placement and chains from the compute instructions, in linear time and trusting no number of them.
+    """Infer placement and chains from the compute instructions, in linear time and trusting no number.
 
     A wrong table so keeps its nearest meaning, which ``check`` can refuse with a place.
     """
@@ -155,7 +168,9 @@ def _layout(rows: list[_Row]) -> tuple[tuple[int, ...], tuple[Chain, ...]]:
     for rank, row in enumerate(rows):
         parts = _compute(row)
         if not parts:
-            raise ScheduleError(rank, (0, 0), row[0], "its row computes nothing: expected at least one stage in every row")
+            raise ScheduleError(
+                rank, (0, 0), row[0], "its row computes nothing: expected at least one stage in every row"
+            )
         held.append(Counter([part.stage for part in parts]))
         forwards.update((part.stage, microbatch_of(part)) for part in parts if part.op is Op.F)
         others.update((part.stage, microbatch_of(part)) for part in parts if part.op is not Op.F)
@@ -174,7 +189,9 @@ def _refuse(rows: list[_Row], wrong: Callable[[Instruction], bool], reason: str)
         for position, instruction in enumerate(row):
             for part in _compute([instruction]):
                 if wrong(part):
-                    raise ScheduleError(rank, (position, 0), instruction, f"stage or microbatch out of range: {reason}")
+                    raise ScheduleError(
+                        rank, (position, 0), instruction, f"stage or microbatch out of range: {reason}"
+                    )
 
 
 def _placement(rows: list[_Row], held: list[Counter[int]], stages: int) -> tuple[int, ...]:
@@ -189,7 +206,7 @@ def _placement(rows: list[_Row], held: list[Counter[int]], stages: int) -> tuple
 
 
 def _microbatches(computed: set[tuple[int, int]]) -> int:
-    """The number of microbatches for which least is missing below it and least stands out of range above it.
+    """Choose the number of microbatches with the fewest missing below it and out of range above it.
 
     Each microbatch is expected in as many stages as most are; of equals the largest number.
     """
@@ -204,8 +221,10 @@ def _microbatches(computed: set[tuple[int, int]]) -> int:
     return best
 
 
-def _chains(rows: list[_Row], stages: int, microbatches: int, forwards: set[tuple[int, int]]) -> tuple[Chain, ...]:
-    """The division into equal chains that the forwards contradict least.
+def _chains(
+    rows: list[_Row], stages: int, microbatches: int, forwards: set[tuple[int, int]]
+) -> tuple[Chain, ...]:
+    """Choose the division into equal chains that the forwards contradict least.
 
     With k chains, chain j holds stages ``j*S/k`` to ``(j+1)*S/k - 1`` and the j-th of k equal
     ranges of microbatches; k is 1 unless another one leaves fewer forwards missing or out of place.
@@ -222,7 +241,13 @@ def _chains(rows: list[_Row], stages: int, microbatches: int, forwards: set[tupl
             if outside + missing < least:
                 best, least = count, outside + missing
     if least > too_many:
-        reason = f"{stages} stages with {microbatches} microbatches need far more than the {len(forwards)} forwards there are"
+        reason = (
+            f"{stages} stages with {microbatches} microbatches need far more than the {len(forwards)}"
+            " forwards there are"
+        )
         _refuse(rows, lambda part: part.microbatch == microbatches - 1, reason)
     length, share = stages // best, microbatches // best
-    return tuple(Chain(tuple(range(j * length, (j + 1) * length)), range(j * share, (j + 1) * share)) for j in range(best))
+    return tuple(
+        Chain(tuple(range(j * length, (j + 1) * length)), range(j * share, (j + 1) * share))
+        for j in range(best)
+    )

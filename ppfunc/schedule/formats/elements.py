@@ -7,7 +7,10 @@ from math import floor, log10
 from numbers import Real
 
 _WIDEST = 100_000
-_FONT = '.ppfunc { font: 11px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-variant-numeric: tabular-nums }'
+_FONT = (
+    '.ppfunc { font: 11px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif;'
+    " font-variant-numeric: tabular-nums }"
+)
 _STYLE = """
 .paper { fill: #ffffff } .ink { fill: #1c2330 } .soft { fill: #667085 } .tick { stroke: #d5dae3 }
 .h { font-size: 18px; font-weight: 600 } .end { text-anchor: end } .mid { text-anchor: middle }"""
@@ -29,9 +32,15 @@ def page(title: str, width: float, height: float, style: str, dark: str, element
     """Return a picture: ``style`` for its classes, and ``dark`` for those that differ on a dark page."""
     size = f'width="{number(width)}" height="{number(height)}"'
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="ppfunc" role="img" viewBox="0 0 {number(width)} {number(height)}" {size}>',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="ppfunc" role="img" viewBox="0 0 {number(width)}'
+            f' {number(height)}" {size}>'
+        ),
         f"<title>{escaped(title)}</title>",
-        f"<style>\n{_FONT}{_scoped(_STYLE + style)}\n@media (prefers-color-scheme: dark) {{{_scoped(_DARK + dark)}\n}}\n</style>",
+        (
+            f"<style>\n{_FONT}{_scoped(_STYLE + style)}\n@media (prefers-color-scheme: dark)"
+            f" {{{_scoped(_DARK + dark)}\n}}\n</style>"
+        ),
         f'<rect class="paper" {size}/>',
         *elements,
         "</svg>",
@@ -44,15 +53,17 @@ def _scoped(style: str) -> str:
     return re.sub(r"(?<![\w.])\.(?=[a-zA-Z])", ".ppfunc .", style)
 
 
-def rect(kind: str, x: float, y: float, width: float, height: float, extra: str = "", inside: str = "") -> str:
-    """A rectangle of the class ``kind``."""
+def rect(
+    kind: str, x: float, y: float, width: float, height: float, extra: str = "", inside: str = ""
+) -> str:
+    """Draw a rectangle of the class ``kind``."""
     place = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
     body = f'rect class="{kind}" {place} {extra}'.rstrip()
     return f"<{body}>{inside}</rect>" if inside else f"<{body}/>"
 
 
 def line(x1: float, y1: float, x2: float, y2: float, kind: str = "tick") -> str:
-    """A line of the class ``kind``."""
+    """Draw a line of the class ``kind``."""
     return f'<line class="{kind}" x1="{number(x1)}" x2="{number(x2)}" y1="{number(y1)}" y2="{number(y2)}"/>'
 
 
@@ -67,7 +78,7 @@ def escaped(content: str) -> str:
 
 
 def number(value: float) -> str:
-    """A number with at most two decimals, none where it is whole."""
+    """Write a number with at most two decimals, none if it is whole."""
     return f"{float(value):.2f}".rstrip("0").rstrip(".")
 
 
@@ -78,7 +89,7 @@ def amount(memory: float) -> str:
 
 
 def short(value: float) -> str:
-    """A number in whatever unit it has, seconds or multiples of a forward, in six digits."""
+    """Write a number of any unit (seconds, multiples of a forward) in six digits."""
     return f"{float(value):.6g}"
 
 

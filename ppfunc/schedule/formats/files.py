@@ -16,7 +16,7 @@ LIMIT = 256 * 2**20
 
 
 def read_schedule(path: str | PathLike[str]) -> Schedule:
-    """Read the schedule in the file ``path``: JSON or a trace where it begins with ``{``, else CSV. It is not yet checked.
+    """Read a schedule from a file, unchecked: JSON or a trace if it begins with ``{``, else CSV.
 
     Raises:
         OSError: the file cannot be read.
@@ -28,11 +28,19 @@ def read_schedule(path: str | PathLike[str]) -> Schedule:
 
 
 def parse(text: str, name: str) -> Schedule | Timeline:
-    """Read a schedule, called ``name`` where the text does not say; a trace has its times too. Raises as :func:`read_schedule`."""
+    """Read a schedule from text, and the times of a trace; raise as :func:`read_schedule`.
+
+    ``name`` is for texts that have none.
+    """
     if not text.strip():
-        raise FormatError("nothing is in it: expected a schedule, as `ppfunc show 1f1b --ranks 4 --microbatches 8 --format csv` writes one")
+        raise FormatError(
+            "nothing is in it: expected a schedule, as `ppfunc show 1f1b --ranks 4 --microbatches 8 --format"
+            " csv` writes one"
+        )
     if text.startswith("rank 0"):
-        raise FormatError("a grid or a list of steps, which only people read: expected CSV or JSON (ppfunc show --format)")
+        raise FormatError(
+            "a grid or a list of steps, which only people read: expected CSV or JSON (ppfunc show --format)"
+        )
     if not text.lstrip().startswith("{"):
         return from_csv(text, name)
     document = load(text)
@@ -52,8 +60,13 @@ def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
 def read_text(path: str | PathLike[str]) -> str:
     """Read a regular file of text; raises as :func:`read_schedule`."""
     mode = Path(path).stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a directory fails, opening a pipe can wait for ever
-        raise FormatError(f"{path}: a pipe or a device, expected a file; ppfunc reads standard input where its file is called -")
+    if not (
+        stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+    ):  # opening a directory fails, opening a pipe can wait for ever
+        raise FormatError(
+            f"{path}: a pipe or a device, expected a file; ppfunc reads standard input where its file is"
+            " called -"
+        )
     with Path(path).open("rb") as file:
         return text_of(file, str(path))
 

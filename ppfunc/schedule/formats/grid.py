@@ -10,7 +10,8 @@ from collections.abc import Container
 from math import ceil, floor
 from typing import Any, NamedTuple
 
-from ...parallel.counts import require_counts
+from ppfunc.parallel.counts import require_counts
+
 from ..costs import Costs
 from ..errors import ScheduleError
 from ..instruction import COMPUTE, Instruction, Op
@@ -41,11 +42,13 @@ def to_grid(schedule: Schedule, timeline: Timeline | None = None, *, width: int 
     Args:
         schedule: the one to draw.
         timeline: start and end of every instruction, simulated or measured; the shortest one is the unit.
-        width: the most characters of a line. A longer grid on a scale of time is drawn smaller: an instruction has its name
-            where that fits, else the letter of its kind, ``O`` for an overlapped pair, in every column.
+        width: the most characters of a line. A longer grid on a scale of time is drawn smaller: an
+            instruction has its name where that fits, else the letter of its kind, ``O`` for an overlapped
+            pair, in every column.
 
     Raises:
-        ValueError: a line would be longer and has no scale of time, or an instruction takes no time and has no place.
+        ValueError: a line would be longer and has no scale of time, or an instruction takes no time and has
+            no place.
 
     >>> from ppfunc.schedule import gpipe, zb_h1
     >>> print(to_grid(gpipe(ranks=2, microbatches=3)), end="")
@@ -61,7 +64,9 @@ def to_grid(schedule: Schedule, timeline: Timeline | None = None, *, width: int 
     lines = _lines(schedule, timeline, width)
     longest = max(map(len, lines))
     if width is not None and longest > width:
-        raise ValueError(f"the grid has {longest} columns, expected at most width = {width}; an SVG has any width")
+        raise ValueError(
+            f"the grid has {longest} columns, expected at most width = {width}; an SVG has any width"
+        )
     return "".join(line + "\n" for line in lines)
 
 
@@ -78,14 +83,14 @@ def _lines(schedule: Schedule, timeline: Timeline | None, width: int | None) -> 
 
 
 def show_grid(schedule: Schedule, printer: Any, cycle: bool) -> None:
-    """Show the short form of a schedule and, where IPython displays it by itself, the grid: its ``_repr_pretty_``."""
+    """Show a schedule to IPython in short form, with its grid at top level (``_repr_pretty_``)."""
     printer.text(repr(schedule))
     if len(printer.stack) == 1 and sum(schedule.counts.values()) <= _SHOWN:
         printer.text("\n" + clipped(to_grid(schedule)))
 
 
 def _in_time(rows: list[list[Bar]], width: int | None) -> list[str]:
-    """The lines of a grid on a scale of time, drawn smaller where they would be longer than ``width``."""
+    """Draw the lines of a grid on a scale of time, smaller if they would be longer than ``width``."""
     try:
         lines = _in_units(rows)
         if width is None or max(map(len, lines)) <= width:
@@ -95,28 +100,40 @@ def _in_time(rows: list[list[Bar]], width: int | None) -> list[str]:
             raise
     columns = width - len(f"rank {len(rows) - 1}  ")
     if columns < _LEAST:
-        raise ValueError(f"width is {width}, expected at least {_LEAST + width - columns} for a grid of {len(rows)} ranks")
-    return _labelled([_in_columns(row, columns / max(bar.end for row in rows for bar in row), columns) for row in rows])
+        raise ValueError(
+            f"width is {width}, expected at least {_LEAST + width - columns} for a grid of {len(rows)} ranks"
+        )
+    return _labelled(
+        [_in_columns(row, columns / max(bar.end for row in rows for bar in row), columns) for row in rows]
+    )
 
 
 def _in_units(rows: list[list[Bar]]) -> list[str]:
     bars = [bar for row in rows for bar in row]
     none = next((bar for bar in bars if bar.end <= bar.start), None)
     if none is not None:
-        raise ValueError(f"{none.instruction} takes no time, so it has no place in a grid; use an SVG, or costs above 0")
+        raise ValueError(
+            f"{none.instruction} takes no time, so it has no place in a grid; use an SVG, or costs above 0"
+        )
     unit = min((bar.end - bar.start for bar in bars), default=1.0)
     exact = all(abs(time / unit - round(time / unit)) < 1e-6 for bar in bars for time in bar[1:])
-    # The widest bar in relation to its time decides how wide a unit is; one that begins within a unit loses a part of a column.
+    # The widest bar in relation to its time decides how wide a unit is; one that begins within a unit loses a
+    # part of a column.
     wanted = (len(_name(bar)) + (1 if exact else 2) for bar in bars)
-    cell = max((ceil(n * unit / (bar.end - bar.start) - 1e-6) for n, bar in zip(wanted, bars, strict=True)), default=0)
+    cell = max(
+        (ceil(n * unit / (bar.end - bar.start) - 1e-6) for n, bar in zip(wanted, bars, strict=True)),
+        default=0,
+    )
     length = ceil(max((bar.end for bar in bars), default=0) / unit - 1e-6)
     if length * cell * len(rows) > _MOST:
-        raise ValueError(f"the grid would have {length * cell} columns: the shortest instruction is too short; use an SVG")
+        raise ValueError(
+            f"the grid would have {length * cell} columns: the shortest instruction is too short; use an SVG"
+        )
     return _labelled(["".join(_row(row, unit, cell, length)) for row in rows])
 
 
 def _row(row: list[Bar], unit: float, cell: int, length: int) -> list[str]:
-    """The characters of a line: ``cell`` of them for each unit of time."""
+    """Draw a line with ``cell`` characters for each unit of time."""
     line = [" "] * (length * cell)
     for bar in row:
         start, end = (floor(time / unit * cell + 1e-6) for time in bar[1:])
@@ -128,7 +145,7 @@ def _row(row: list[Bar], unit: float, cell: int, length: int) -> list[str]:
 
 
 def _in_columns(row: list[Bar], scale: float, columns: int) -> str:
-    """The characters of a line, ``scale`` of them for each unit of time."""
+    """Draw a line with ``scale`` characters for each unit of time."""
     line = ["."] * columns
     for bar in row:
         start = min(floor(bar.start * scale), columns - 1)
@@ -145,7 +162,9 @@ def _name(bar: Bar) -> str:
 def _in_steps(rows: list[list[str]]) -> list[str]:
     steps = max(map(len, rows))
     widths = [max((len(row[step]) for row in rows if step < len(row)), default=0) for step in range(steps)]
-    return _labelled(["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) for row in rows])
+    return _labelled(
+        ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) for row in rows]
+    )
 
 
 def _labelled(lines: list[str]) -> list[str]:
@@ -167,9 +186,15 @@ def bars_of(schedule: Schedule, timeline: Timeline, ops: Container[Op]) -> list[
     """
     require_schedule(schedule)
     if not isinstance(timeline, Timeline):
-        raise TypeError(f"timeline: got {type(timeline).__name__}, expected a Timeline, as simulate(...) or step.record(...)[1] gives")
+        raise TypeError(
+            f"timeline: got {type(timeline).__name__}, expected a Timeline, as simulate(...) or"
+            " step.record(...)[1] gives"
+        )
     if list(map(len, timeline.starts)) != [sum(map(len, program)) for program in schedule.programs]:
-        raise ValueError(f"timeline: got that of {timeline.schedule!r}, expected one of {schedule!r}; its own is timeline.schedule")
+        raise ValueError(
+            f"timeline: got that of {timeline.schedule!r}, expected one of {schedule!r}; its own is"
+            " timeline.schedule"
+        )
     return [
         [
             Bar(instruction, float(start), float(end))

@@ -1,6 +1,7 @@
 """Write and read the JSON form: all of a schedule, versioned, so that reading gives back an equal value.
 
-The document is one object; steps are lists of instructions in the grammar of :mod:`ppfunc.schedule.formats.text`::
+The document is one object; steps are lists of instructions in the grammar of
+:mod:`ppfunc.schedule.formats.text`::
 
     {"format": "ppfunc.schedule", "version": 1, "name": "gpipe", "placement": [0, 1],
      "chains": [{"stages": [0, 1], "microbatches": [0, 2]}], "skips": [],
@@ -21,6 +22,8 @@ from .text import FormatError, parse_instruction, shortened
 
 FORMAT = "ppfunc.schedule"
 VERSION = 1
+# Those of a trace of 256 ranks and 1024 microbatches, with some room.
+_MOST_CONTAINERS, _MOST_COMMAS = 2_000_000, 10_000_000
 _KEYS = ("format", "version", "name", "placement", "chains", "skips", "programs")
 
 
@@ -41,13 +44,19 @@ def to_json(schedule: Schedule) -> str:
         "chains": [{"stages": c.stages, "microbatches": _bounds(c)} for c in schedule.chains],
         "skips": schedule.skips,
     }
-    programs = ",\n".join(json.dumps([[str(i) for i in step] for step in program], separators=(",", ":")) for program in schedule.programs)
+    programs = ",\n".join(
+        json.dumps([[str(i) for i in step] for step in program], separators=(",", ":"))
+        for program in schedule.programs
+    )
     return f'{json.dumps(head)[:-1]}, "programs": [\n{programs}\n]}}\n'
 
 
 def _bounds(chain: Chain) -> list[int]:
     if chain.microbatches.step != 1:
-        raise ValueError(f"the microbatches of a chain are consecutive: expected a range with step 1, got {chain.microbatches}")
+        raise ValueError(
+            "the microbatches of a chain are consecutive: expected a range with step 1, got"
+            f" {chain.microbatches}"
+        )
     return [chain.microbatches.start, chain.microbatches.stop]
 
 
@@ -63,12 +72,21 @@ def from_json(text: str) -> Schedule:
 
 
 def load(text: str) -> Any:
-    """Return the document that JSON ``text`` holds; no object in it has a key twice."""
+    """Return the document that JSON ``text`` holds; no object in it has a key twice.
+
+    Memory is bounded before anything is parsed: an empty list takes some 70 bytes, an object 240, a number
+    32.
+    """
+    for kind, signs, most in (("lists and objects", "[{", _MOST_CONTAINERS), ("commas", ",", _MOST_COMMAS)):
+        if (count := sum(map(text.count, signs))) > most:
+            raise FormatError(f"$: {count} {kind}, expected at most {most}: no schedule has more")
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except FormatError:
         raise
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise FormatError("$: not JSON: nested too deeply") from None
+    except ValueError as error:
         raise FormatError(f"$: not JSON: {str(error)[:200]}") from None
 
 
@@ -132,7 +150,7 @@ def _object(path: str, value: Any, keys: tuple[str, ...]) -> None:
 
 
 def _items(path: str, value: Any) -> list[tuple[str, Any]]:
-    """The items of a list, each behind its own path."""
+    """List the items of a list, each behind its own path."""
     if not isinstance(value, list):
         raise _wrong(path, value, "a list")
     return [(f"{path}[{n}]", item) for n, item in enumerate(value)]

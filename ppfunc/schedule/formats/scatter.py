@@ -10,7 +10,12 @@ from ..overview import Overview, ScheduleFigures
 from .elements import line, number, page, require_width, short, text, ticks
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 150.0, 84.0, 60.0
-_LINE, _LETTER, _RADIUS, _CLEAR = 14.0, 6.6, 5.0, 9.0  # pixels of a line of text, of a letter in it, of a point, beside it
+_LINE, _LETTER, _RADIUS, _CLEAR = (
+    14.0,
+    6.6,
+    5.0,
+    9.0,
+)  # pixels of a line of text, of a letter in it, of a point, beside it
 _TRIES, _LONGEST = 60, 60  # places for a label, and letters in a name
 _STYLE = """
 .point { fill: #3f72d0 } .twice { fill: #e5a62f } .over { fill-opacity: 0.35 } .lead { stroke: #b4bdcc }"""
@@ -28,9 +33,10 @@ class _Point(NamedTuple):
 
 
 def to_scatter(overview: Overview, *, width: float | None = None) -> str:
-    """Return the picture of ``overview`` as the text of an SVG file: each schedule by its bubble and its peak of activations.
+    """Draw ``overview`` as an SVG file: each schedule by its bubble and its peak of activations.
 
-    The nearer to the corner at the left below, the better. Schedules that hold parameters twice or more stand out by their colour.
+    The nearer to the corner at the left below, the better. Schedules that hold parameters twice or more stand
+    out by their colour.
 
     Args:
         width: of the picture, in pixels from 720 to 100000; by default 900.
@@ -54,12 +60,15 @@ def _figures(row: ScheduleFigures) -> tuple[float, float]:
 
 
 def _points(overview: Overview, scale: list[float], bottom: float) -> list[_Point]:
-    """The points from top to bottom; those that lie on each other are one."""
+    """List the points from top to bottom; merge those in the same place."""
     found: dict[tuple[int, int], list[ScheduleFigures]] = {}
     for row in overview.rows:
         x, y = _figures(row)
         found.setdefault((round(_LEFT + x * scale[0]), round(bottom - y * scale[1])), []).append(row)
-    return [_Point(x, y, rows, ", ".join(map(_name, rows))) for (x, y), rows in sorted(found.items(), key=lambda item: item[0][1])]
+    return [
+        _Point(x, y, rows, ", ".join(map(_name, rows)))
+        for (x, y), rows in sorted(found.items(), key=lambda item: item[0][1])
+    ]
 
 
 def _name(row: ScheduleFigures) -> str:
@@ -70,7 +79,12 @@ def _name(row: ScheduleFigures) -> str:
 def _axes(overview: Overview, most: list[float], right: float, bottom: float) -> Iterator[str]:
     yield text("ink h", _LEFT, 34, f"{overview.ranks} ranks, {overview.microbatches} microbatches")
     pale = "" if overview.cap is None else f"; pale: over the cap of {short(overview.cap)}"
-    yield text("soft", _LEFT, 56, f"peak activations, in those of one microbatch in one rank's share of the model{pale}")
+    yield text(
+        "soft",
+        _LEFT,
+        56,
+        f"peak activations, in those of one microbatch in one rank's share of the model{pale}",
+    )
     for value in ticks(most[0], right - _LEFT):
         x = _LEFT + value / most[0] * (right - _LEFT)
         yield line(x, _TOP, x, bottom + 5)
@@ -90,12 +104,17 @@ def _marks(overview: Overview, points: list[_Point]) -> Iterator[str]:
 
 
 def _labels(points: list[_Point], width: float) -> Iterator[str]:
-    """Each label at the nearest place where it covers no point and no other label, with a line to where it went."""
-    taken = [_Box(point.x - _CLEAR, point.y - _RADIUS, point.x + _CLEAR, point.y + _RADIUS) for point in points]
+    """Put each label at the nearest place that covers no point or label, with a line from its point."""
+    taken = [
+        _Box(point.x - _CLEAR, point.y - _RADIUS, point.x + _CLEAR, point.y + _RADIUS) for point in points
+    ]
     for point in points:
         length = _LETTER * len(point.label)
         boxes = [_Box(x, y - _LINE / 2, x + length, y + _LINE / 2) for x, y in _places(point, length)]
-        box = next((b for b in boxes if b.left > _LEFT and b.right < width and not any(map(b.covers, taken))), boxes[0])
+        box = next(
+            (b for b in boxes if b.left > _LEFT and b.right < width and not any(map(b.covers, taken))),
+            boxes[0],
+        )
         taken.append(box)
         yield text("ink", box.left, box.bottom - 3, point.label)
         if abs(box.top + _LINE / 2 - point.y) >= _LINE / 2:
@@ -109,7 +128,12 @@ class _Box(NamedTuple):
     bottom: float
 
     def covers(self, other: _Box) -> bool:
-        return self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+        return (
+            self.left < other.right
+            and other.left < self.right
+            and self.top < other.bottom
+            and other.top < self.bottom
+        )
 
 
 def _places(point: _Point, length: float) -> Iterator[tuple[float, float]]:

@@ -4,7 +4,8 @@ A line ``rank R``, then a line per step, its instructions separated by blanks, o
 step. An operation on a buffer names its slot, as in ``ForwardPass(buffer_id=0)``; one without a slot
 names its microbatch, ``ForwardPass(micro_batch_id=3)``. What belongs to a whole stage has empty
 parentheses, ``OptimizerStep()``. On a rank that holds several stages each names its own,
-``ForwardPass(stage_id=2, micro_batch_id=3)``. An operation that DeepSpeed has no name for keeps its token, ``0W3``.
+``ForwardPass(stage_id=2, micro_batch_id=3)``. An operation that DeepSpeed has no name for keeps its token,
+``0W3``.
 """
 
 from ..instruction import WHOLE_STAGE, Instruction, Op

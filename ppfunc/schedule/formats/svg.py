@@ -30,11 +30,15 @@ _COLUMN = 960.0  # pixels of a page that a notebook has for a picture
 _MOST = 1000  # compute instructions that a notebook shows as a picture, of some 200 bytes each
 
 _STYLE = """
-.track { fill: #eceff4 } .level { fill: #b4bdcc } .F { fill: #3f72d0 } .B { fill: #23906c } .I { fill: #8a5cc8 } .W { fill: #e5a62f }
-.UNSHARD { fill: #0f8c9b } .REDUCE_TIED { fill: #7d6a4f } .REDUCE_GRAD { fill: #c04a4a } .STEP { fill: #5b6577 }
-.n { fill: #ffffff; text-anchor: middle } .n.dark { fill: #3a2600 } .n.pale { fill: #16202f } .n.half { font-size: 10px }"""
+.track { fill: #eceff4 } .level { fill: #b4bdcc }
+.F { fill: #3f72d0 } .B { fill: #23906c } .I { fill: #8a5cc8 } .W { fill: #e5a62f }
+.UNSHARD { fill: #0f8c9b } .REDUCE_TIED { fill: #7d6a4f }
+.REDUCE_GRAD { fill: #c04a4a } .STEP { fill: #5b6577 }
+.n { fill: #ffffff; text-anchor: middle } .n.half { font-size: 10px }
+.n.dark { fill: #3a2600 } .n.pale { fill: #16202f }"""
 _DARK = """
-.track { fill: #232a35 } .level { fill: #566277 } .F { fill: #4477dd } .B { fill: #23906c } .I { fill: #9165d6 } .W { fill: #e5ad42 }
+.track { fill: #232a35 } .level { fill: #566277 }
+.F { fill: #4477dd } .B { fill: #23906c } .I { fill: #9165d6 } .W { fill: #e5ad42 }
 .n.pale { fill: #f2f4f8 }"""
 
 
@@ -63,7 +67,8 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None, *, width: float
         schedule: the one to draw; messages and loads take no space, nor does what takes no time.
         timeline: start and end of every instruction, simulated or measured (see
             :func:`ppfunc.schedule.simulate.timeline_of`); by default simulated with the default costs.
-        width: of the picture, in pixels from 960 to 100000; by default such that most bars have room for their number.
+        width: of the picture, in pixels from 960 to 100000; by default such that most bars have room for
+            their number.
 
     Raises:
         ValueError: a width out of range.
@@ -71,12 +76,24 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None, *, width: float
     if width is not None:
         require_width(width, 960)
     timeline = simulate(schedule) if timeline is None else timeline
-    rows, whole, makespan = compute_bars(schedule, timeline), bars_of(schedule, timeline, _WHOLE), float(timeline.makespan)
+    rows, whole, makespan = (
+        compute_bars(schedule, timeline),
+        bars_of(schedule, timeline, _WHOLE),
+        float(timeline.makespan),
+    )
     scale = _scale(rows, makespan, width)
     timed = {bar.instruction.op for row in whole for bar in row if bar.end > bar.start}
-    elements = [*_heading(schedule, timeline), *_legend(schedule, rows, timed), *_axis(scale, makespan, len(rows))]
+    elements = [
+        *_heading(schedule, timeline),
+        *_legend(schedule, rows, timed),
+        *_axis(scale, makespan, len(rows)),
+    ]
     for rank, row in enumerate(rows):
-        elements += [*_margins(scale, timeline, rank), *_bars(schedule, scale, rank, row), *_whole_bars(scale, rank, whole[rank])]
+        elements += [
+            *_margins(scale, timeline, rank),
+            *_bars(schedule, scale, rank, row),
+            *_whole_bars(scale, rank, whole[rank]),
+        ]
     size = _LEFT + scale.width + _RIGHT, scale.y(len(rows)) + _BOTTOM
     return page(schedule.name, *size, _STYLE, _DARK, elements)
 
@@ -84,7 +101,8 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None, *, width: float
 def picture(value: Schedule | Timeline) -> str | None:
     """Return the picture of a schedule or a timeline for a notebook: its ``_repr_svg_``.
 
-    None where it would be too large, or where a schedule cannot run and has no times: the text stands alone there.
+    None where it would be too large, or where a schedule cannot run and has no times: the text stands alone
+    there.
     """
     schedule, timeline = (value.schedule, value) if isinstance(value, Timeline) else (value, None)
     if sum(count for op, count in schedule.counts.items() if op in COMPUTE) > _MOST:
@@ -96,7 +114,7 @@ def picture(value: Schedule | Timeline) -> str | None:
 
 
 def _scale(rows: list[list[Bar]], makespan: float, width: float | None) -> _Scale:
-    """As wide as is asked, or wide enough for the numbers of three bars in four, within what a page can show."""
+    """Return the scale for the width asked for, or for one that fits the numbers of three bars in four."""
     durations = sorted(bar.end - bar.start for row in rows for bar in row)
     parts = (part for row in rows for bar in row for part in parts_of(bar.instruction))
     digits = max((len(str(part.microbatch)) for part in parts), default=1)
@@ -108,7 +126,11 @@ def _scale(rows: list[list[Bar]], makespan: float, width: float | None) -> _Scal
 
 
 def _heading(schedule: Schedule, timeline: Timeline) -> Iterator[str]:
-    counts = ((schedule.ranks, "rank", "s"), (schedule.stages, "stage", "s"), (schedule.microbatches, "microbatch", "es"))
+    counts = (
+        (schedule.ranks, "rank", "s"),
+        (schedule.stages, "stage", "s"),
+        (schedule.microbatches, "microbatch", "es"),
+    )
     facts = [
         *(f"{n} {word}{plural * (n != 1)}" for n, word, plural in counts),
         f"makespan {short(timeline.makespan)}",
@@ -157,7 +179,7 @@ def _axis(scale: _Scale, makespan: float, ranks: int) -> Iterator[str]:
 
 
 def _margins(scale: _Scale, timeline: Timeline, rank: int) -> Iterator[str]:
-    """The name of the rank at the left, its idle share and its memory at the right."""
+    """Write the name of the rank at the left, its idle share and its memory at the right."""
     middle, right = scale.y(rank) + scale.row / 2 + 4, _LEFT + scale.width
     idle = float(timeline.idle[rank] / timeline.makespan) if timeline.makespan else 0.0
     peak, most = float(timeline.peak_activations[rank]), float(max(timeline.peak_activations)) or 1.0
@@ -195,4 +217,11 @@ def _whole_bars(scale: _Scale, rank: int, row: list[Bar]) -> Iterator[str]:
             height = scale.bar if instruction.op is Op.STEP else _THIN
             tip = f"<title>{instruction} on rank {rank}, {short(start)} to {short(end)}</title>"
             width = max((end - start) * scale.per_time - 0.8, 0.4)
-            yield rect(instruction.op.value, scale.x(start), scale.y(rank) + 2 + scale.bar - height, width, height, inside=tip)
+            yield rect(
+                instruction.op.value,
+                scale.x(start),
+                scale.y(rank) + 2 + scale.bar - height,
+                width,
+                height,
+                inside=tip,
+            )

@@ -54,10 +54,14 @@ def parse_instruction(text: str) -> Instruction:
         return _parse_overlap(text)
     match = _ELEMENTARY.fullmatch(text)
     if match is None:
-        raise FormatError(f"{shortened(text)} is not an instruction: expected STAGE OP MICROBATCH such as 2F0 or 0SEND_F3")
+        raise FormatError(
+            f"{shortened(text)} is not an instruction: expected STAGE OP MICROBATCH such as 2F0 or 0SEND_F3"
+        )
     stage, token, microbatch, peer, slot = match.groups()
     if token not in _OPS:
-        raise FormatError(f"{shortened(text)} has the unknown operation {token}: expected one of {' '.join(_OPS)}")
+        raise FormatError(
+            f"{shortened(text)} has the unknown operation {token}: expected one of {' '.join(_OPS)}"
+        )
     op, numbered, message = _OPS[token]
     if numbered == (microbatch is None):
         needs = "needs a microbatch" if numbered else "belongs to a whole stage: expected no microbatch"
@@ -76,8 +80,12 @@ def _integer(digits: str | None) -> int | None:
 def _parse_overlap(text: str) -> Instruction:
     match = _OVERLAP.fullmatch(text)
     if match is None:
-        raise FormatError(f"{shortened(text)} is not an overlapped pair: expected a form such as (0F3;3B1)OVERLAP_F_B")
+        raise FormatError(
+            f"{shortened(text)} is not an overlapped pair: expected a form such as (0F3;3B1)OVERLAP_F_B"
+        )
     forward, backward = (parse_instruction(part) for part in match.groups())
     if forward.op is not Op.F or backward.op not in (Op.B, Op.I):
-        raise FormatError(f"{shortened(text)}: expected a forward, then a backward (B or I), got {forward} and {backward}")
+        raise FormatError(
+            f"{shortened(text)}: expected a forward, then a backward (B or I), got {forward} and {backward}"
+        )
     return overlap(forward, backward)

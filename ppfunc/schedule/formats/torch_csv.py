@@ -1,4 +1,6 @@
-"""Write the CSV file that the runtime of ``torch.distributed.pipelining`` loads as ``compute_comms`` and runs."""
+"""Write the CSV file that the runtime of ``torch.distributed.pipelining`` loads as ``compute_comms`` and
+runs.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,10 +24,11 @@ _Item = tuple[float, int, int, Instruction]
 def to_torch_csv(schedule: Schedule) -> str:
     r"""Return the CSV text with which torch's runtime computes the mean gradients over the microbatches.
 
-    The order of the compute is that of ``schedule``. Everything else is placed anew: messages one by one, at both ends in the
-    order in which they are made, which no communicator that all ranks share can block; REDUCE_GRAD, where torch divides
-    by the number of microbatches (``scale_grads=True``) and reduces FSDP's gradients, after the last backward of
-    its stage; UNSHARD and RESHARD, without which a stage under FSDP cannot compute, around the next three stages.
+    The order of the compute is that of ``schedule``. Everything else is placed anew: messages one by one, at
+    both ends in the order in which they are made, which no communicator that all ranks share can block;
+    REDUCE_GRAD, where torch divides by the number of microbatches (``scale_grads=True``) and reduces FSDP's
+    gradients, after the last backward of its stage; UNSHARD and RESHARD, without which a stage under FSDP
+    cannot compute, around the next three stages.
 
     Raises:
         ScheduleError: the schedule is wrong.
@@ -55,15 +58,19 @@ def _refuse(schedule: Schedule) -> None:
         mend = "compute_only(schedule), or `ppfunc show --format csv`, leaves the compute"
         raise ValueError(f"{schedule.name} has {', '.join(more)}, which torch's runtime cannot read: {mend}")
     if len(schedule.chains) > 1:
-        raise ValueError(f"{schedule.name} has {len(schedule.chains)} chains of stages, torch's runtime runs one")
+        raise ValueError(
+            f"{schedule.name} has {len(schedule.chains)} chains of stages, torch's runtime runs one"
+        )
     if schedule.skips:
-        raise ValueError(f"{schedule.name} has skip connections such as {schedule.skips[0]}, which torch's runtime has not")
+        raise ValueError(
+            f"{schedule.name} has skip connections such as {schedule.skips[0]}, which torch's runtime has not"
+        )
     if schedule.forward_only:
         raise ValueError(f"{schedule.name} has no backward, torch's runtime needs one of every microbatch")
 
 
 def _around_compute(schedule: Schedule, rank: int, timeline: Timeline) -> Iterator[_Item]:
-    """The compute of a rank with its reductions, and each UNSHARD and RESHARD before the compute that needs the room."""
+    """Yield the compute of a rank, its reductions, and UNSHARD and RESHARD before the compute they serve."""
     compute = list(schedule.instructions(rank))
     numbers = count()
     left = {stage: 0 for stage in schedule.stages_of(rank)}
@@ -71,7 +78,9 @@ def _around_compute(schedule: Schedule, rank: int, timeline: Timeline) -> Iterat
         for part in parts_of(i):
             left[part.stage] += part.op in (Op.B, Op.W)
     active: list[int] = []
-    for instruction, start, end, wanted in zip(compute, timeline.starts[rank], timeline.ends[rank], _next_stages(compute), strict=True):
+    for instruction, start, end, wanted in zip(
+        compute, timeline.starts[rank], timeline.ends[rank], _next_stages(compute), strict=True
+    ):
         for stage in sorted(set(active) - set(wanted)):
             yield start, _COMPUTE, next(numbers), Instruction(Op.RESHARD, stage)
         for stage in wanted:
@@ -88,7 +97,7 @@ def _around_compute(schedule: Schedule, rank: int, timeline: Timeline) -> Iterat
 
 
 def _next_stages(compute: list[Instruction]) -> list[list[int]]:
-    """Before each instruction, the stages that are used next, soonest first, at most three but those of the instruction all."""
+    """List up to three stages used next, soonest first, before each instruction."""
     order: list[int] = []
     found = []
     for instruction in reversed(compute):
@@ -98,10 +107,14 @@ def _next_stages(compute: list[Instruction]) -> list[list[int]]:
     return found[::-1]
 
 
-def _messages(schedule: Schedule, timeline: Timeline) -> Iterator[tuple[float, int, int, Instruction, int, Instruction]]:
+def _messages(
+    schedule: Schedule, timeline: Timeline
+) -> Iterator[tuple[float, int, int, Instruction, int, Instruction]]:
     """Time, number, rank and instruction at both ends of every message."""
     numbers = count()
-    for rank, (instructions, ends) in enumerate(zip(map(schedule.instructions, range(schedule.ranks)), timeline.ends, strict=True)):
+    for rank, (instructions, ends) in enumerate(
+        zip(map(schedule.instructions, range(schedule.ranks)), timeline.ends, strict=True)
+    ):
         for instruction, end in zip(instructions, ends, strict=True):
             for op, stage, microbatch, *_ in parts_of(instruction):
                 forward = op is Op.F
@@ -110,7 +123,14 @@ def _messages(schedule: Schedule, timeline: Timeline) -> Iterator[tuple[float, i
                     continue
                 send, receive = (Op.SEND_F, Op.RECV_F) if forward else (Op.SEND_B, Op.RECV_B)
                 other = schedule.placement[peer]
-                yield end, next(numbers), rank, Instruction(send, stage, microbatch), other, Instruction(receive, peer, microbatch)
+                yield (
+                    end,
+                    next(numbers),
+                    rank,
+                    Instruction(send, stage, microbatch),
+                    other,
+                    Instruction(receive, peer, microbatch),
+                )
 
 
 def _program(items: list[_Item]) -> Program:

@@ -1,8 +1,10 @@
-"""Write a schedule in time as a Chrome trace, which opens in Perfetto (ui.perfetto.dev) and chrome://tracing, and read it again.
+"""Write a schedule in time as a Chrome trace, which opens in Perfetto (ui.perfetto.dev) and chrome://tracing,
+and read it again.
 
-One track per rank, one slice per compute instruction and optimizer step, one arrow per message, from the end of
-the instruction that makes the value to the start of the one that consumes it; a second track where collectives take
-time, which run beside compute. Times are whole nanoseconds, so that slices of a track never overlap. Beside the events
+One track per rank, one slice per compute instruction and optimizer step, one arrow per message, from the end
+of the instruction that makes the value to the start of the one that consumes it; a second track where
+collectives take time, which run beside compute. Times are whole nanoseconds, so that slices of a track never
+overlap. Beside the events
 stands the timeline itself, which viewers show as metadata and which :func:`from_trace` reads::
 
     "ppfunc": {"schedule": {...}, "starts": [[...], ...], "ends": [[...], ...], "peak_activations": [...]}
@@ -45,7 +47,10 @@ def to_trace(schedule: Schedule, timeline: Timeline | None = None, *, microsecon
     if not 0 < microseconds < inf:
         raise ValueError(f"microseconds: got {microseconds!r}, expected a number above 0")
     timeline = simulate(schedule) if timeline is None else timeline
-    rows = [[_Slice.of(rank, bar, microseconds) for bar in row] for rank, row in enumerate(compute_bars(schedule, timeline))]
+    rows = [
+        [_Slice.of(rank, bar, microseconds) for bar in row]
+        for rank, row in enumerate(compute_bars(schedule, timeline))
+    ]
     bars = (
         _Slice.of(rank + schedule.ranks * (bar.instruction.op in BESIDE), bar, microseconds)
         for rank, row in enumerate(bars_of(schedule, timeline, BESIDE | {Op.STEP}))
@@ -53,9 +58,15 @@ def to_trace(schedule: Schedule, timeline: Timeline | None = None, *, microsecon
         if bar.end > bar.start
     )
     slices = [*(piece for row in rows for piece in row), *bars]
-    events = [*_names(schedule, {piece.track for piece in slices}), *(piece.event() for piece in slices), *_arrows(schedule, rows)]
+    events = [
+        *_names(schedule, {piece.track for piece in slices}),
+        *(piece.event() for piece in slices),
+        *_arrows(schedule, rows),
+    ]
     lines = ",\n".join(json.dumps(event) for event in events)
-    return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n],\n"{_KEY}": {_data(schedule, timeline)}}}\n'
+    return (
+        f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n],\n"{_KEY}": {_data(schedule, timeline)}}}\n'
+    )
 
 
 def from_trace(trace: str | dict[str, Any]) -> Timeline:
@@ -79,10 +90,14 @@ def from_trace(trace: str | dict[str, Any]) -> Timeline:
     data = document[_KEY]
     schedule = from_document(data.get("schedule"), f"$.{_KEY}.schedule")
     check_structure(schedule)
-    starts, ends = (times_of(f"$.{_KEY}.{name}", data.get(name), schedule.ranks) for name in ("starts", "ends"))
+    starts, ends = (
+        times_of(f"$.{_KEY}.{name}", data.get(name), schedule.ranks) for name in ("starts", "ends")
+    )
     (peaks,) = times_of(f"$.{_KEY}.peak_activations", [data.get("peak_activations")], 1)
     if len(peaks) != schedule.ranks:
-        raise FormatError(f"$.{_KEY}.peak_activations: expected {schedule.ranks} numbers, one per rank, got {len(peaks)}")
+        raise FormatError(
+            f"$.{_KEY}.peak_activations: expected {schedule.ranks} numbers, one per rank, got {len(peaks)}"
+        )
     try:
         return replace(timeline_of(schedule, starts, ends), peak_activations=tuple(peaks))
     except ValueError as error:
@@ -95,7 +110,10 @@ def _data(schedule: Schedule, timeline: Timeline) -> str:
 
     starts, ends = (json.dumps([numbers(row) for row in rows]) for rows in (timeline.starts, timeline.ends))
     peaks = json.dumps(numbers(timeline.peak_activations))
-    return f'{{"schedule": {to_json(schedule).strip()},\n"starts": {starts},\n"ends": {ends},\n"peak_activations": {peaks}}}'
+    return (
+        f'{{"schedule": {to_json(schedule).strip()},\n"starts": {starts},\n"ends":'
+        f' {ends},\n"peak_activations": {peaks}}}'
+    )
 
 
 def _names(schedule: Schedule, tracks: set[int]) -> Iterator[_TraceEvent]:
@@ -104,7 +122,13 @@ def _names(schedule: Schedule, tracks: set[int]) -> Iterator[_TraceEvent]:
         beside, rank = divmod(track, schedule.ranks)
         name = f"rank {rank}, collectives" if beside else f"rank {rank}"
         yield {"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": name}}
-        yield {"ph": "M", "pid": 0, "tid": track, "name": "thread_sort_index", "args": {"sort_index": 2 * rank + beside}}
+        yield {
+            "ph": "M",
+            "pid": 0,
+            "tid": track,
+            "name": "thread_sort_index",
+            "args": {"sort_index": 2 * rank + beside},
+        }
 
 
 class _Slice(NamedTuple):
@@ -117,7 +141,12 @@ class _Slice(NamedTuple):
 
     @classmethod
     def of(cls, track: int, bar: Bar, microseconds: float) -> Self:
-        return cls(bar.instruction, track, round(bar.start * microseconds * 1000), round(bar.end * microseconds * 1000))
+        return cls(
+            bar.instruction,
+            track,
+            round(bar.start * microseconds * 1000),
+            round(bar.end * microseconds * 1000),
+        )
 
     def event(self) -> _TraceEvent:
         return {
@@ -133,13 +162,13 @@ class _Slice(NamedTuple):
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """A number that a viewer which cuts off at nanoseconds takes for the same, up to a step of ten days."""
+    """Round a time so that viewers that cut off at nanoseconds keep it, up to a step of ten days."""
     time = nanoseconds / 1000
     return time if int(time * 1000) == nanoseconds else nextafter(time, inf)
 
 
 def _arrows(schedule: Schedule, rows: list[list[_Slice]]) -> Iterator[_TraceEvent]:
-    """A pair of events per message; ``bp: e`` ends the arrow at the slice that encloses its time."""
+    """Write a pair of events per message; ``bp: e`` ends the arrow at the slice around its time."""
     forward, backward = _places(rows, (Op.F,)), _places(rows, (Op.B, Op.I))
     number = 0
     for source, target in schedule.crossing_edges:
@@ -155,11 +184,17 @@ def _arrows(schedule: Schedule, rows: list[list[_Slice]]) -> Iterator[_TraceEven
                 sent = max(giver.start, giver.end - 1)
                 yield {"ph": "s", "tid": giver.track, "ts": _microseconds(sent), **shared}
                 # Clocks of two hosts agree only so far, and an arrow never goes back in time.
-                yield {"ph": "f", "bp": "e", "tid": taker.track, "ts": _microseconds(max(sent, taker.start)), **shared}
+                yield {
+                    "ph": "f",
+                    "bp": "e",
+                    "tid": taker.track,
+                    "ts": _microseconds(max(sent, taker.start)),
+                    **shared,
+                }
 
 
 def _places(rows: list[list[_Slice]], ops: tuple[Op, ...]) -> dict[int, dict[int, _Slice]]:
-    """The slice of the instruction of each stage and microbatch."""
+    """Find the slice of the instruction of each stage and microbatch."""
     places: dict[int, dict[int, _Slice]] = {}
     for row in rows:
         for piece in row:

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from ..dataflow import dataflow, find_routes
+from ..dataflow import Dataflow
 from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op
 from ..proof.buffers import Holder, uses
 from ..proof.order import check_order
-from ..proof.queues import check_queues
+from ..proof.queues import QueueRun, check_queues
 from ..proof.structure import check_structure
-from ..proof.traffic import traffic
 from ..schedule import Program, Schedule
 from .remove import remove_slots
 
@@ -29,7 +29,7 @@ class Moments(NamedTuple):
     """The moments of messages in one run of the schedule."""
 
     latest: list[list[float]]  # per rank and step, the last moment at which the step may have begun
-    sends: list[dict[Holder, list[tuple[int, int]]]]  # per rank and holder, (step, completion) of the sends
+    sends: list[dict[Holder, list[tuple[int, float]]]]  # per rank and holder, (step, completion) of the sends
 
 
 def allocate_slots(schedule: Schedule) -> Schedule:
@@ -66,23 +66,17 @@ def allocate_slots(schedule: Schedule) -> Schedule:
 
 
 def _moments(schedule: Schedule) -> Moments:
-    flow = dataflow(schedule)
-    routes = find_routes(schedule, flow)
-    record = check_order(schedule, flow, routes)
-    found = traffic(schedule, flow, routes, "pair")
-    state = check_queues(schedule, flow, record, found)
-    latest = [[inf] * (len(program) + 1) for program in schedule.programs]
-    for rank, (events, clocks) in enumerate(zip(found.events, state.clocks, strict=True)):
-        for (_, step, _), clock in zip(events, clocks, strict=True):
-            latest[rank][step] = min(latest[rank][step], clock)
-        for step in reversed(range(len(latest[rank]) - 1)):
-            latest[rank][step] = min(latest[rank][step], latest[rank][step + 1])
-    batch_of = {(found.owner[b], m): b for m, ends in found.ends.items() for b in ends}
-    holders = [{(step, place): holder for step, place, _, holder in uses(program)} for program in schedule.programs]
-    sends: list[dict[Holder, list[tuple[int, int]]]] = [{} for _ in schedule.programs]
+    flow = Dataflow(schedule)
+    record = check_order(flow)
+    check_queues(flow, record)
+    run = QueueRun(flow)
+    latest = [list(accumulate([inf, *reversed(began)], min))[::-1] for began in run.began]
+    holders = [
+        {(step, place): holder for step, place, _, holder in uses(program)} for program in schedule.programs
+    ]
+    sends: list[dict[Holder, list[tuple[int, float]]]] = [{} for _ in schedule.programs]
     for message, (rank, step, place) in record.sends.items():
-        gone = state.complete[batch_of[rank, message]]
-        sends[rank].setdefault(holders[rank][step, place], []).append((step, gone))
+        sends[rank].setdefault(holders[rank][step, place], []).append((step, run.sent[message].complete))
     return Moments(latest, sends)
 
 
@@ -95,12 +89,14 @@ def _ranges(program: Program) -> Iterable[Range]:
 
 
 def _colour(ranges: Iterable[Range], found: Moments | None, rank: int) -> dict[Holder, int]:
-    """The slot of every holder; ``ranges`` come in the order of their begins."""
+    """Choose the slot of every holder; ``ranges`` come in the order of their begins."""
     last: dict[int, list[Range]] = {}
     slots: dict[Holder, int] = {}
     for r in ranges:
         mine = last.setdefault(r.holder[0], [])
-        free = (n for n, before in enumerate(mine) if before.end < r.begin and _gone(found, rank, before, r.step))
+        free = (
+            n for n, before in enumerate(mine) if before.end < r.begin and _gone(found, rank, before, r.step)
+        )
         slot = next(free, len(mine))
         mine[slot : slot + 1] = [r]
         slots[r.holder] = slot
@@ -108,7 +104,7 @@ def _colour(ranges: Iterable[Range], found: Moments | None, rank: int) -> dict[H
 
 
 def _gone(found: Moments | None, rank: int, before: Range, step: int) -> bool:
-    """Whether the sends that read the slot are over when ``step`` begins, or when it ends if they are part of it."""
+    """Tell if the sends that read the slot are over when ``step`` begins, or ends if they are in it."""
     if found is None:
         return True
     sends = found.sends[rank].get(before.holder, ())
@@ -116,13 +112,17 @@ def _gone(found: Moments | None, rank: int, before: Range, step: int) -> bool:
 
 
 def _written(program: Program, slots: dict[Holder, int]) -> Program:
-    """The program with its slots."""
+    """Write the slots into the program."""
     at: dict[tuple[int, int], list[Instruction]] = {}
     for step, place, part, holder in uses(program):
         at.setdefault((step, place), []).append(part._replace(slot=slots[holder]))
     return tuple(
         tuple(
-            i if i[0] in WHOLE_STAGE else i._replace(parts=tuple(at[s, p])) if i[0] is Op.OVERLAP_F_B else at[s, p][0]
+            i
+            if i[0] in WHOLE_STAGE
+            else i._replace(parts=tuple(at[s, p]))
+            if i[0] is Op.OVERLAP_F_B
+            else at[s, p][0]
             for p, i in enumerate(step)
         )
         for s, step in enumerate(program)

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ...parallel.counts import require_counts
+from ppfunc.parallel.counts import require_counts
+
 from ..arguments import require_stages
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, parts_of
 from ..proof.structure import require_schedule
@@ -12,10 +13,11 @@ from .remove import remove_slots
 
 
 def insert_loads(schedule: Schedule, *, targets: bool | None = None) -> Schedule:
-    """Put a LOAD into the step of every forward that takes data: inputs in first stages, targets in last ones.
+    """Put a LOAD into the step of every forward that takes data: inputs first, targets last.
 
     Equivalent to: before each F of the first stage of a chain, and of the last one where targets
-    are wanted, and after the communications of the step, write the LOAD of the same microbatch, unless it is loaded anywhere already.
+    are wanted, and after the communications of the step, write the LOAD of the same microbatch, unless it is
+    loaded anywhere already.
 
     Args:
         targets: whether last stages load; by default where there is a backward.
@@ -30,7 +32,9 @@ def insert_loads(schedule: Schedule, *, targets: bool | None = None) -> Schedule
     bare = remove_slots(schedule)
     parts = (part for p in bare.programs for step in p for i in step for part in parts_of(i))
     there = frozenset((p.stage, p.microbatch) for p in parts if p.op is Op.LOAD)
-    programs = tuple(tuple(_with_loads(step, loading, there) for step in program) for program in bare.programs)
+    programs = tuple(
+        tuple(_with_loads(step, loading, there) for step in program) for program in bare.programs
+    )
     return replace(bare, programs=programs)
 
 
@@ -50,7 +54,9 @@ def _with_loads(step: Step, loading: set[int], there: frozenset[tuple[int, int |
 Moves = dict[int, list[Instruction]]
 
 
-def insert_offloads(schedule: Schedule, stages: Iterable[int] | None = None, *, lookahead: int = 1) -> Schedule:
+def insert_offloads(
+    schedule: Schedule, stages: Iterable[int] | None = None, *, lookahead: int = 1
+) -> Schedule:
     """Move residuals away after their forward and back before the backward that uses them first.
 
     Equivalent to: after each F of the chosen stages write OFFLOAD; before the compute instruction
@@ -91,7 +97,7 @@ def _move(program: Program, chosen: set[int], lookahead: int) -> Program:
 
 
 def _moves(program: Program, chosen: set[int], lookahead: int) -> tuple[Moves, Moves]:
-    """The residuals that leave after, and that come back before, each compute instruction."""
+    """List the residuals to offload after, and to fetch before, each compute instruction."""
     moved = {(i.stage, i.microbatch) for step in program for i in step if i.op in (Op.OFFLOAD, Op.FETCH)}
     made: dict[tuple[int, int | None], int] = {}
     leave: Moves = {}
@@ -104,7 +110,9 @@ def _moves(program: Program, chosen: set[int], lookahead: int) -> tuple[Moves, M
                 continue
             if op is Op.F:
                 made[key] = number
-            elif op in (Op.B, Op.I) and stage in chosen and key in made and number - lookahead > made[key] + 1:
+            elif (
+                op in (Op.B, Op.I) and stage in chosen and key in made and number - lookahead > made[key] + 1
+            ):
                 leave.setdefault(made[key], []).append(Instruction(Op.OFFLOAD, stage, microbatch))
                 back.setdefault(number - lookahead, []).append(Instruction(Op.FETCH, stage, microbatch))
     return leave, back

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from ..dataflow import Dataflow, consumed, dataflow, products
+from ..dataflow import Dataflow
 from ..errors import ScheduleError, cycle_text, schedule_error
 from ..instruction import COMPUTE
 from ..proof.structure import check_structure
@@ -10,17 +10,18 @@ from ..schedule import Schedule, Step
 
 
 def linearize(schedule: Schedule) -> tuple[tuple[int, int], ...]:
-    """Return an order ``((rank, step index), ...)`` of all steps in which each comes after those that it consumes from.
+    """Return all steps as ``((rank, step index), ...)``, each after those that it consumes from.
 
     Equivalent to: in turn, every rank runs its next step if it can, until all have ended. Ranks
     advance evenly, so few values wait between them. Communications are not looked at: in one
     process a value is there once it has been computed.
 
     Raises:
-        ScheduleError: a value that is no schedule, or steps that wait for each other for ever, or for a value that no rank computes.
+        ScheduleError: a value that is no schedule, or steps that wait for each other for ever, or for a value
+            that no rank computes.
     """
     check_structure(schedule)
-    flow = dataflow(schedule)
+    flow = Dataflow(schedule)
     there: set[int] = set()
     waiting: dict[int, list[int]] = {}
     order: list[tuple[int, int]] = []
@@ -46,19 +47,24 @@ def linearize(schedule: Schedule) -> tuple[tuple[int, int], ...]:
 
 
 def _try(step: Step, flow: Dataflow, there: set[int]) -> tuple[int | None, set[int]]:
-    """The value that a step waits for, or None and the values that it computes."""
+    """Return the value that a step waits for, or None, and the values that it computes."""
     made: set[int] = set()
     for instruction in step:
         if instruction.op in COMPUTE:
-            for value, *_ in consumed(flow, instruction):
+            for value, _ in flow.consumed(instruction):
                 if value not in there and value not in made:
                     return value, made
-            made.update(products(flow, instruction))
+            made.update(flow.products(instruction))
     return None, made
 
 
 def _stuck(schedule: Schedule, flow: Dataflow, at: list[int], missing: dict[int, int]) -> ScheduleError:
-    """The error for steps that wait for ever; ``missing`` gives what each blocked rank waits for."""
-    sentences = [f"rank {rank} waits at step {at[rank]} for {flow.name(value)}" for rank, value in sorted(missing.items())]
+    """Make the error for steps that wait for ever; ``missing`` gives the value per blocked rank."""
+    sentences = [
+        f"rank {rank} waits at step {at[rank]} for {flow.name(value)}"
+        for rank, value in sorted(missing.items())
+    ]
     rank = min(missing)
-    return schedule_error(schedule, rank, (at[rank], 0), "no order of the steps exists: " + cycle_text(sentences))
+    return schedule_error(
+        schedule, rank, (at[rank], 0), "no order of the steps exists: " + cycle_text(sentences)
+    )

@@ -7,11 +7,12 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from ...parallel.counts import require_counts
+from ppfunc.parallel.counts import require_counts
+
 from ..collector import collector_paused
-from ..dataflow import PRODUCT, Dataflow, EdgeFlow, dataflow, edge_flows, message_numbers
+from ..dataflow import PRODUCT, Dataflow, EdgeFlow, edge_flows
 from ..earliest import earliest
-from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, instructions_of
+from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
 from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step
 from .remove import remove_slots
@@ -19,8 +20,9 @@ from .remove import remove_slots
 # Any positive durations give a valid order; these are the usual proportions.
 _DURATION = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
 
-# Plain tuples, because there are as many as messages: gap (index of the instruction before which it is posted), batch within
-# the gap, end of the producer, sending rank, number of the message, send or receive. They sort in the order of the program.
+# Plain tuples, because there are as many as messages: gap (index of the instruction before which it is
+# posted), batch within the gap, end of the producer, sending rank, number of the message, send or receive.
+# They sort in the order of the program.
 Posting = tuple[int, int, int, int, int, Instruction]
 
 
@@ -70,7 +72,7 @@ def place_communication(schedule: Schedule, *, lookahead: int = 0) -> Schedule:
     if schedule.ops & COMMUNICATION:
         return schedule
     schedule = remove_slots(schedule)
-    flow = dataflow(schedule)
+    flow = Dataflow(schedule)
     times = earliest(schedule, lambda op, stage: _DURATION[op], lambda f, b: 3, lambda a, b: 0)
     computes = [_computes(*of_rank, lookahead) for of_rank in zip(schedule.programs, times.ends, strict=True)]
     pairs = _pairs(schedule)
@@ -78,7 +80,7 @@ def place_communication(schedule: Schedule, *, lookahead: int = 0) -> Schedule:
     programs = []
     for low, program in enumerate(schedule.programs):
         for high, edges in pairs.get(low, {}).items():
-            if rows := sorted(chain.from_iterable(_along(schedule, flow, edge, times.done) for edge in edges)):
+            if rows := sorted(chain.from_iterable(_along(flow, edge, times.done) for edge in edges)):
                 messages = Messages(*zip(*rows, strict=True))
                 gaps = {rank: _gaps(messages, rank, computes[rank]) for rank in (low, high)}
                 for rank, other in ((low, high), (high, low)):
@@ -100,7 +102,7 @@ def _computes(program: Program, ends: Sequence[int], lookahead: int) -> Computes
 
 
 def _pairs(schedule: Schedule) -> dict[int, dict[int, list[EdgeFlow]]]:
-    """The edges between each two ranks, by the lower and then by the higher one."""
+    """Group the edges between each two ranks, by the lower and then by the higher one."""
     pairs: dict[int, dict[int, list[EdgeFlow]]] = {}
     for edge in edge_flows(schedule):
         low, high = sorted((schedule.placement[edge.source], schedule.placement[edge.target]))
@@ -109,34 +111,42 @@ def _pairs(schedule: Schedule) -> dict[int, dict[int, list[EdgeFlow]]]:
     return pairs
 
 
-def _along(schedule: Schedule, flow: Dataflow, edge: EdgeFlow, done: Mapping[int, Mapping[int, int]]) -> Iterable[tuple]:
-    """The messages of all microbatches along one edge that have a consumer, as rows."""
+def _along(flow: Dataflow, edge: EdgeFlow, done: Mapping[int, Mapping[int, int]]) -> Iterable[tuple]:
+    """Iterate over the consumed messages of all microbatches along one edge, as rows."""
     a, b, op, send, receive, far, near = edge
     first, then = (flow.output(stage, 0) + PRODUCT[op] for stage in (a, b))
     made, used = done.get(first, {}), done.get(then, {})
     numbers = [m for m in made if m in used]
     return zip(
         map(made.__getitem__, numbers),
-        repeat(schedule.placement[a]),
-        message_numbers(schedule, first, b, numbers),
+        repeat(flow.schedule.placement[a]),
+        (flow.message(first, b) + flow.stride * m for m in numbers),
         map(used.__getitem__, numbers),
-        instructions_of(send, a, numbers, far),
-        instructions_of(receive, b, numbers, near),
+        map(Instruction._make, zip(repeat(send), repeat(a), numbers, repeat(far), repeat(None), repeat(()))),
+        map(
+            Instruction._make,
+            zip(repeat(receive), repeat(b), numbers, repeat(near), repeat(None), repeat(())),
+        ),
     )
 
 
 def _gaps(messages: Messages, rank: int, computes: Computes) -> list[int]:
-    """The gap of each message on ``rank``: never after that of a later message, and receives early if the order lets them."""
+    """Choose the gap of each message on ``rank``, in the order of the messages and receives early."""
     at, early, _ = computes
     ends = list(zip(messages.made, messages.sender, messages.used, strict=True))
     wanted = [at[made] + 1 if sender == rank else at[used] for made, sender, used in ends]
     latest = list(accumulate(reversed(wanted), min))[::-1]
-    hoisted = [gap if sender == rank or gap < early[used] else early[used] for gap, (_, sender, used) in zip(latest, ends, strict=True)]
+    hoisted = [
+        gap if sender == rank or gap < early[used] else early[used]
+        for gap, (_, sender, used) in zip(latest, ends, strict=True)
+    ]
     return list(accumulate(hoisted, max))
 
 
-def _posted(messages: Messages, rank: int, other: int, gaps: Sequence[int], before: Iterable[int], apart: bool) -> Iterable[Posting]:
-    """The end of each message on ``rank``, with its gap and batch.
+def _posted(
+    messages: Messages, rank: int, other: int, gaps: Sequence[int], before: Iterable[int], apart: bool
+) -> Iterable[Posting]:
+    """List the end of each message on ``rank``, with its gap and batch.
 
     Args:
         messages: all between ``rank`` and ``other``.
@@ -144,14 +154,22 @@ def _posted(messages: Messages, rank: int, other: int, gaps: Sequence[int], befo
         other: the rank at the other end.
         gaps: the gap of each message on ``rank``.
         before: end of the last compute of ``other`` before it posts the message.
-        apart: whether no two receives share a batch, so that a compute does not wait for what a later one consumes.
+        apart: whether no two receives share a batch, so that a compute does not wait for what a later one
+            consumes.
     """
     batches: list[int] = []
     ends: list[Instruction] = []
     tie = int(other < rank)  # of two computes that end at the same time, that of the lower rank is first
     last, batch, wait = -1, 0, inf  # gap, batch, end of the first compute that waits for the batch
     for gap, made, sender, used, there, send, receive in zip(
-        gaps, messages.made, messages.sender, messages.used, before, messages.send, messages.receive, strict=True
+        gaps,
+        messages.made,
+        messages.sender,
+        messages.used,
+        before,
+        messages.send,
+        messages.receive,
+        strict=True,
     ):
         receives = sender != rank
         if gap != last:
@@ -166,7 +184,7 @@ def _posted(messages: Messages, rank: int, other: int, gaps: Sequence[int], befo
 
 
 def _emit(program: Program, postings: Sequence[Posting]) -> Program:
-    """The program with its communications: each batch begins a step."""
+    """Write the program with its communications: each batch begins a step."""
     batches = _batches(postings)
     steps: list[Step] = []
     index = 0
@@ -198,7 +216,7 @@ def _emit(program: Program, postings: Sequence[Posting]) -> Program:
 
 
 def _batches(postings: Sequence[Posting]) -> dict[int, list[Step]]:
-    """The batches of each gap."""
+    """Collect the batches of each gap."""
     found: dict[int, list[Step]] = {}
     for gap, batch, _, _, _, instruction in postings:
         if gap not in found:

@@ -42,7 +42,7 @@ def remove_unshards(schedule: Schedule) -> Schedule:
 
 
 def remove_slots(schedule: Schedule) -> Schedule:
-    """Return the schedule as it was before slots were allocated. Passes that add instructions begin with this.
+    """Return the schedule without slots; passes that add instructions begin with this.
 
     >>> from ppfunc.schedule import allocate_slots, gpipe
     >>> remove_slots(allocate_slots(gpipe(ranks=2, microbatches=2))) == gpipe(ranks=2, microbatches=2)
@@ -51,7 +51,10 @@ def remove_slots(schedule: Schedule) -> Schedule:
     require_schedule(schedule)
     if not schedule.has_slots:
         return schedule
-    return replace(schedule, programs=tuple(tuple(tuple(map(_bare, step)) for step in program) for program in schedule.programs))
+    return replace(
+        schedule,
+        programs=tuple(tuple(tuple(map(_bare, step)) for step in program) for program in schedule.programs),
+    )
 
 
 def compute_only(schedule: Schedule) -> Schedule:
@@ -62,7 +65,9 @@ def compute_only(schedule: Schedule) -> Schedule:
     1F0 1B0
     """
     require_schedule(schedule)
-    programs = tuple(tuple(tuple(i for i in step if i.op in COMPUTE) for step in program) for program in schedule.programs)
+    programs = tuple(
+        tuple(tuple(i for i in step if i.op in COMPUTE) for step in program) for program in schedule.programs
+    )
     return remove_slots(replace(schedule, programs=programs))
 
 
@@ -78,8 +83,13 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 def _without(schedule: Schedule, ops: Container[Op]) -> Schedule:
     require_schedule(schedule)
-    programs = ([(step, tuple(i for i in step if i.op not in ops)) for step in program] for program in schedule.programs)
-    return replace(schedule, programs=tuple(tuple(new for old, new in program if new or not old) for program in programs))
+    programs = (
+        [(step, tuple(i for i in step if i.op not in ops)) for step in program]
+        for program in schedule.programs
+    )
+    return replace(
+        schedule, programs=tuple(tuple(new for old, new in program if new or not old) for program in programs)
+    )
 
 
 def _bare(instruction: Instruction) -> Instruction:

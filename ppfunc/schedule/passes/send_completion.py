@@ -9,8 +9,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 from ..arguments import require_number
-from ..dataflow import Dataflow, Routes, dataflow, find_routes, message_number
-from ..instruction import COMMUNICATION, SENDS, Instruction, Op
+from ..dataflow import Dataflow
+from ..instruction import COMMUNICATION, SENDS, Instruction, Op, microbatch_of
 from ..proof.structure import require_schedule
 from ..schedule import Schedule
 
@@ -36,19 +36,20 @@ def send_completion(schedule: Schedule, rank: int) -> dict[int, list[Instruction
     require_schedule(schedule)
     require_number("rank", rank, schedule.ranks)
     last = len(schedule.programs[rank]) - 1
-    flow = dataflow(schedule)
-    routes = find_routes(schedule, flow)
+    flow = Dataflow(schedule)
     posted: dict[int, list[tuple[int, Instruction, int]]] = {}  # by peer: own step, send, message
     answers: dict[int, list[tuple[int, int]]] = {}  # by peer: message, own step that consumes it
     consumed = _consumption(schedule, rank)
-    for step, instruction, peer, message in _messages(schedule, flow, routes, rank):
+    for step, instruction, peer, message in _messages(flow, rank):
         if instruction[0] in SENDS:
             posted.setdefault(peer, []).append((step, instruction, message))
         else:
-            answers.setdefault(peer, []).append((message, consumed[instruction[0] is Op.RECV_F, instruction[1], instruction[2]]))
+            answers.setdefault(peer, []).append(
+                (message, consumed[instruction[0] is Op.RECV_F, instruction[1], instruction[2]])
+            )
     points: dict[int, list[Instruction]] = {}
     for peer, sends in posted.items():
-        there = {message: step for step, _, other, message in _messages(schedule, flow, routes, peer) if other == rank}
+        there = {message: step for step, _, other, message in _messages(flow, peer) if other == rank}
         known = sorted((there[message], step) for message, step in answers.get(peer, ()))
         earliest = [last] * (len(known) + 1)
         for n in range(len(known) - 1, -1, -1):
@@ -59,17 +60,18 @@ def send_completion(schedule: Schedule, rank: int) -> dict[int, list[Instruction
     return points
 
 
-def _messages(schedule: Schedule, flow: Dataflow, routes: Routes, rank: int) -> Iterator[tuple[int, Instruction, int, int]]:
-    """The communications of a rank: step, instruction, the rank at the other end, the number of the message."""
-    for step, instructions in enumerate(schedule.programs[rank]):
+def _messages(flow: Dataflow, rank: int) -> Iterator[tuple[int, Instruction, int, int]]:
+    """Iterate over the communications of a rank: step, instruction, rank at the other end, message."""
+    for step, instructions in enumerate(flow.schedule.programs[rank]):
         for instruction in instructions:
-            if instruction[0] in COMMUNICATION:
-                route = routes[instruction[0], instruction[1], instruction[3]]
-                yield step, instruction, route.other, message_number(schedule, flow, instruction, route.distance, route.target)
+            op, stage, _, peer, _, _ = instruction
+            if op in COMMUNICATION:
+                route = flow.routes[op, stage, peer]
+                yield step, instruction, route.other, route.first + flow.stride * microbatch_of(instruction)
 
 
 def _consumption(schedule: Schedule, rank: int) -> dict[tuple[bool, int, int | None], int]:
-    """The step of ``rank`` that runs the forward (True) or the backward of each (stage, microbatch)."""
+    """Map (is forward, stage, microbatch) to the step of ``rank`` that runs that compute."""
     return {
         (part[0] is Op.F, part[1], part[2]): step
         for step, instructions in enumerate(schedule.programs[rank])

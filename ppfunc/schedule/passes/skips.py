@@ -11,31 +11,37 @@ from .remove import remove_communication
 
 
 def with_skips(schedule: Schedule, skips: Collection[tuple[int, int]]) -> Schedule:
-    """The schedule with skip connections: what ``Output.skips`` carries from one stage to a later one.
+    """Add skip connections: ``Output.skips`` carries values from one stage to a later one.
 
     Args:
         schedule: any; its communication is placed anew if it has some.
-        skips: ``(source stage, destination stage)`` of each, stages of the model, the source before the destination.
-            The source returns ``Output(y, skips={destination: tree})``, the destination gets
+        skips: ``(source stage, destination stage)`` of each, stages of the model, the source before the
+            destination. The source returns ``Output(y, skips={destination: tree})``, the destination gets
             ``Received(x, {source: tree})`` in the place of ``x``. Replicas have the same ones.
 
     Raises:
         TypeError: something else.
-        ValueError: a stage does not exist, or the destination does not come after the source and its neighbour.
+        ValueError: a stage does not exist, or the destination does not come after the source and its
+            neighbour.
 
     >>> from ppfunc import gpipe
     >>> with_skips(gpipe(ranks=3, microbatches=2), [(0, 2)]).skips
     ((0, 2),)
     """
     require_schedule(schedule)
-    if not isinstance(skips, Collection) or not all(isinstance(edge, tuple | list) and len(edge) == 2 for edge in skips):
-        raise TypeError(f"skips: got {reprlib.repr(skips)} of type {type(skips).__name__}, expected a list of pairs (source, destination)")
+    if not isinstance(skips, Collection) or not all(
+        isinstance(edge, tuple | list) and len(edge) == 2 for edge in skips
+    ):
+        raise TypeError(
+            f"skips: got {reprlib.repr(skips)} of type {type(skips).__name__}, expected a list of pairs"
+            " (source, destination)"
+        )
     places = {schedule.model_stages[stage]: place for place, stage in enumerate(schedule.chains[0].stages)}
     for source, destination in skips:
         if not {source, destination} <= places.keys() or places[destination] < places[source] + 2:
             raise ValueError(
-                f"got a skip connection from stage {source} to stage {destination}; expected two stages of the model, "
-                f"the destination after the neighbour of the source"
+                f"got a skip connection from stage {source} to stage {destination}; expected two stages of"
+                " the model, the destination after the neighbour of the source"
             )
     edges = [(c.stages[places[a]], c.stages[places[b]]) for a, b in skips for c in schedule.chains]
     bare = remove_communication(schedule) if schedule.ops & {Op.SEND_F, Op.RECV_F} else schedule

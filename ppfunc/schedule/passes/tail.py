@@ -1,7 +1,5 @@
 """Write what ends a step of training into a schedule: the sums of gradients and the optimizer steps."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -11,7 +9,13 @@ from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step
 
 
-def append_tail(schedule: Schedule, *, tied: bool | Collection[int] | None = None, reduce_grad: bool = True, step: bool = True) -> Schedule:
+def append_tail(
+    schedule: Schedule,
+    *,
+    tied: bool | Collection[int] | None = None,
+    reduce_grad: bool = True,
+    step: bool = True,
+) -> Schedule:
     """Add one last step to every rank: the reductions and optimizer steps of all its stages.
 
     Equivalent to, on each rank::
@@ -20,12 +24,12 @@ def append_tail(schedule: Schedule, *, tied: bool | Collection[int] | None = Non
         for stage in stages: sum the gradients over the data parallel ranks
         for stage in stages: step the optimizer
 
-    What a stage has already stays where it is, unless something is added that must come before it. Replicas of a stage come
-    in the order of their groups, so that no two ranks wait for each other in different sums.
+    What a stage has already stays where it is, unless something is added that must come before it. Replicas
+    of a stage come in the order of their groups, so that no two ranks wait for each other in different sums.
 
     Args:
-        tied: the stages that get REDUCE_TIED, or whether all do: a stage in which nothing is tied has nothing to
-            add to the sums. By default all where the chains hold replicas of stages, else none.
+        tied: the stages that get REDUCE_TIED, or whether all do: a stage in which nothing is tied has nothing
+            to add to the sums. By default all where the chains hold replicas of stages, else none.
         reduce_grad: whether to write REDUCE_GRAD, in every stage.
         step: whether to write STEP, in every stage.
 
@@ -44,7 +48,9 @@ def append_tail(schedule: Schedule, *, tied: bool | Collection[int] | None = Non
     if isinstance(tied, bool):
         tied = range(schedule.stages) if tied else ()
     chosen = require_stages("tied", tied, schedule.stages)
-    there = {(i.op, i.stage) for program in schedule.programs for step in program for i in step if i.op in TAIL}
+    there = {
+        (i.op, i.stage) for program in schedule.programs for step in program for i in step if i.op in TAIL
+    }
     added: list[Instruction] = []
     group = {stage: number for number, stages in enumerate(schedule.replicas) for stage in stages}
     for stage in sorted(range(schedule.stages), key=lambda s: (group.get(s, s), s)):
@@ -54,15 +60,21 @@ def append_tail(schedule: Schedule, *, tied: bool | Collection[int] | None = Non
         added += [Instruction(op, stage) for op in ops[first:]]
     moved = {i for i in added if (i.op, i.stage) in there}
     programs = (_crossed_out(program, moved) for program in schedule.programs)
-    tails = [tuple(i for op in TAIL for i in added if i.op is op and schedule.placement[i.stage] == r) for r in range(schedule.ranks)]
-    return replace(schedule, programs=tuple((*p, tail) if tail else p for p, tail in zip(programs, tails, strict=True)))
+    tails = [
+        tuple(i for op in TAIL for i in added if i.op is op and schedule.placement[i.stage] == r)
+        for r in range(schedule.ranks)
+    ]
+    return replace(
+        schedule, programs=tuple((*p, tail) if tail else p for p, tail in zip(programs, tails, strict=True))
+    )
 
 
 def reduce_early(schedule: Schedule) -> Schedule:
-    """Put the REDUCE_GRAD of every stage right behind its last backward, so that it runs beside what other stages compute.
+    """Put every REDUCE_GRAD right behind the last backward of its stage, to overlap other compute.
 
-    Equivalent to: cross out every REDUCE_GRAD; after the last B or W of each stage and the gathers that stand behind it, or
-    after its REDUCE_TIED where that is later, write REDUCE_GRAD. A schedule without a backward stays as it is.
+    Equivalent to: cross out every REDUCE_GRAD; after the last B or W of each stage and the gathers that stand
+    behind it, or after its REDUCE_TIED where that is later, write REDUCE_GRAD. A schedule without a backward
+    stays as it is.
 
     >>> from ppfunc.schedule import append_tail, gpipe
     >>> print(reduce_early(append_tail(gpipe(ranks=1, microbatches=1))))
@@ -77,7 +89,7 @@ def reduce_early(schedule: Schedule) -> Schedule:
 
 
 def _crossed_out(program: Program, instructions: Collection[Instruction]) -> Program:
-    """A program without these; a step that held nothing else is dropped."""
+    """Remove these instructions from a program; drop a step that held nothing else."""
     steps = ((step, tuple(i for i in step if i not in instructions)) for step in program)
     return tuple(new for old, new in steps if new or not old)
 

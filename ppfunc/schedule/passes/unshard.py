@@ -1,16 +1,17 @@
 """Write into a schedule when the parameters of each stage are gathered, and when they are freed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
-from ...parallel.counts import require_counts
+from ppfunc.parallel.counts import require_counts
+
 from ..instruction import COMPUTE, Instruction, Op, parts_of
 from ..proof.order import in_order
 from ..schedule import Program, Schedule, Step
 from .remove import remove_unshards
 
-Orders = list[tuple[int, ...]]  # before each compute instruction, the stages in the order in which they are next used
+Orders = list[
+    tuple[int, ...]
+]  # before each compute instruction, the stages in the order in which they are next used
 
 
 def insert_unshards(schedule: Schedule, most: int = 2) -> Schedule:
@@ -24,8 +25,8 @@ def insert_unshards(schedule: Schedule, most: int = 2) -> Schedule:
             UNSHARD what is wanted and not there
         RESHARD the rest
 
-    All of them stand right behind the compute instruction before, so that a gather runs beside the next one. Those that
-    are there already are replaced.
+    All of them stand right behind the compute instruction before, so that a gather runs beside the next one.
+    Those that are there already are replaced.
 
     Args:
         most: how many stages may be unsharded at once on a rank, at least 1.
@@ -34,7 +35,8 @@ def insert_unshards(schedule: Schedule, most: int = 2) -> Schedule:
         ValueError: ``most`` is less than 1, or than the stages of an overlapped pair.
 
     References:
-        Belady, A study of replacement algorithms for a virtual-storage computer, 1966: free what is used latest.
+        Belady, A study of replacement algorithms for a virtual-storage computer, 1966: free what is used
+        latest.
 
     >>> from ppfunc.schedule import gpipe, looped_bfs
     >>> print(insert_unshards(gpipe(ranks=1, microbatches=1)))
@@ -43,7 +45,9 @@ def insert_unshards(schedule: Schedule, most: int = 2) -> Schedule:
     0UNSHARD+0F0+0RESHARD+1UNSHARD 1F0 1B0+1RESHARD+0UNSHARD 0B0+0RESHARD
     """
     require_counts(most=most)
-    return replace(schedule, programs=tuple(_gathered(program, most) for program in remove_unshards(schedule).programs))
+    return replace(
+        schedule, programs=tuple(_gathered(program, most) for program in remove_unshards(schedule).programs)
+    )
 
 
 def _gathered(program: Program, most: int) -> Program:
@@ -64,15 +68,20 @@ def _gathered(program: Program, most: int) -> Program:
 
 
 def _moves(uses: list[tuple[int, ...]], most: int) -> list[list[Instruction]]:
-    """The gathers and frees before the first use, and behind each."""
+    """List the gathers and frees before the first use, and behind each."""
     held: set[int] = set()
     moves: list[list[Instruction]] = []
     for now, order in zip([*uses, ()], [*_orders(uses), ()], strict=True):
         if len(now) > most:
-            raise ValueError(f"most is {most}, but an overlapped pair uses stages {now[0]} and {now[1]} at once: expected at least 2")
+            raise ValueError(
+                f"most is {most}, but an overlapped pair uses stages {now[0]} and {now[1]} at once: expected"
+                " at least 2"
+            )
         wanted = order[: min(len(now) + 1, most)]
         # What is not used again comes first, then what is used latest.
-        spare = sorted(held.difference(wanted), key=lambda s: (s in order, -order.index(s) if s in order else s))
+        spare = sorted(
+            held.difference(wanted), key=lambda s: (s in order, -order.index(s) if s in order else s)
+        )
         needed = max(sum(s not in order for s in held), len(held.union(wanted)) - most)
         moves.append([Instruction(Op.RESHARD, s) for s in spare[:needed]])
         moves[-1] += [Instruction(Op.UNSHARD, s) for s in wanted if s not in held]

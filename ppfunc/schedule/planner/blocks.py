@@ -1,13 +1,12 @@
 """Make first orders from blocks: one microbatch laid out so that its copies, a period apart, never collide.
 
-Every rank is a circle whose circumference is the period. A beam walks the chain of a microbatch, F of stages 0, 1, ...
-and then I of stages ..., 1, 0, and lays each operation into a free arc of its rank such that all the others of
-the rank, weight gradients too, still pack into the arcs that are left, and such that what the rank holds on average,
-at best, fits in its cap; weight gradients follow. The block repeated for
-each microbatch and sorted by time is an order that cannot deadlock. Times are rounded to ticks here: only the order is used.
+Every rank is a circle whose circumference is the period. A beam walks the chain of a microbatch, F of stages
+0, 1, ... and then I of stages ..., 1, 0, and lays each operation into a free arc of its rank such that all
+the others of the rank, weight gradients too, still pack into the arcs that are left, and such that what the
+rank holds on average, at best, fits in its cap; weight gradients follow. The block repeated for
+each microbatch and sorted by time is an order that cannot deadlock. Times are rounded to ticks here: only the
+order is used.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -24,7 +23,8 @@ Arc = tuple[int, int]
 _TICKS = 20_000
 _RATIOS = (1, 1.015, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.45, 1.65, 2, 2.5, 3.5, 6)
 _NARROW, _WIDE, _TRIES = 4, 24, 8
-_WORK = 8  # operations replayed in the time in which one operation is laid in one layout; 2 per chunk where that is more
+# operations replayed in the time in which one operation is laid in one layout; 2 per chunk where that is more
+_WORK = 8
 _EXACT = 12  # operations of one rank that are packed by trying all ways
 _NOISE = 0.25  # of a period, in the time by which layouts are ranked
 
@@ -46,7 +46,9 @@ class _Shape(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """A block so far: the end of its last operation; per rank the free arcs and the ticks still to be laid; the starts."""
+    """A block so far: the end of its last operation; per rank the free arcs and the ticks still to be laid;
+    the starts.
+    """
 
     time: int
     arcs: tuple[tuple[Arc, ...], ...]
@@ -55,10 +57,10 @@ class _Layout(NamedTuple):
 
 
 def block_orders(p: Problem, d: Direction) -> Iterator[tuple[int, Order | None]]:
-    """Yield ``(effort, order)`` of blocks without end; None instead of an order that fits no cap, or is not new.
+    """Yield ``(effort, order)`` of blocks without end; None for orders that repeat or fit no cap.
 
-    A narrow beam climbs the periods until an order fits. Wide beams then try periods around it, exactly at first, and then
-    with noise in the order of the time that the chain reaches.
+    A narrow beam climbs the periods until an order fits. Wide beams then try periods around it, exactly at
+    first, and then with noise in the order of the time that the chain reaches.
     """
     shape, draw = _shape(p), Random(0)
     seen = set()
@@ -90,15 +92,20 @@ def _shape(p: Problem) -> _Shape:
     ticks = [[max(1, round(time / tick)) for time in times] for times in (p.forward, p.backward, p.weight)]
     stages = range(len(p.place))
     chain = [(p.place[s], 3 * s, ticks[0][s], round(p.down[s - 1] / tick) if s else 0) for s in stages]
-    chain += [(p.place[s], 3 * s + 1, ticks[1][s], round(p.up[s + 1] / tick) if s + 1 < len(stages) else 0) for s in reversed(stages)]
+    chain += [
+        (p.place[s], 3 * s + 1, ticks[1][s], round(p.up[s + 1] / tick) if s + 1 < len(stages) else 0)
+        for s in reversed(stages)
+    ]
     weights = [[(3 * s + 2, ticks[2][s]) for s in mine] for mine in p.stages_by_rank]
     work = max(sum(ticks[k][s] for k in range(3) for s in mine) for mine in p.stages_by_rank)
     ends = list(accumulate(t + latency for _, _, t, latency in chain))
     return _Shape(chain, ends, weights, work)
 
 
-def _block(p: Problem, shape: _Shape, period: int, width: int, noise: float, draw: Random) -> tuple[dict[int, int], int] | None:
-    """Lay out one microbatch; returns the start of every code and the period, or None where the beam runs dry."""
+def _block(
+    p: Problem, shape: _Shape, period: int, width: int, noise: float, draw: Random
+) -> tuple[dict[int, int], int] | None:
+    """Lay out one microbatch; return the start of every code and the period, None if the beam runs dry."""
     rest: list[list[int]] = [[ticks for _, ticks in weights] for weights in shape.weights]
     for rank, _, ticks, _ in shape.chain:
         rest[rank].append(ticks)
@@ -126,15 +133,20 @@ def _block(p: Problem, shape: _Shape, period: int, width: int, noise: float, dra
     return starts, period
 
 
-def _lay(layout: _Layout, rank: int, arcs: tuple[Arc, ...], others: tuple[int, ...], start: int, ticks: int) -> _Layout:
-    """The layout with one more operation."""
+def _lay(
+    layout: _Layout, rank: int, arcs: tuple[Arc, ...], others: tuple[int, ...], start: int, ticks: int
+) -> _Layout:
+    """Return the layout with one more operation."""
     all_arcs = (*layout.arcs[:rank], arcs, *layout.arcs[rank + 1 :])
     all_rest = (*layout.rest[:rank], others, *layout.rest[rank + 1 :])
     return _Layout(start + ticks, all_arcs, all_rest, (*layout.starts, start))
 
 
 def _held(p: Problem, shape: _Shape, starts: tuple[int, ...]) -> int:
-    """The least that the rank of the last operation laid may hold, times the period: each activation from its F to its I and W."""
+    """Bound from below what the last operation's rank holds, times the period.
+
+    Each activation is held from its F to its I and W.
+    """
     last = len(starts) - 1
     rank, _, ticks, _ = shape.chain[last]
     ahead = starts[last] + ticks - shape.ends[last]
@@ -154,7 +166,7 @@ def _without(ticks: tuple[int, ...], one: int) -> tuple[int, ...]:
 
 
 def _starts(arcs: tuple[Arc, ...], ready: int, ticks: int, others: tuple[int, ...], period: int) -> list[int]:
-    """Where an operation may start: as early and as late as an arc lets it, and with exactly one other before or after it."""
+    """List candidate starts: as early and as late as an arc allows, or next to exactly one other."""
     found = set()
     for begin, length in arcs:
         slack = length - ticks
@@ -169,7 +181,7 @@ def _starts(arcs: tuple[Arc, ...], ready: int, ticks: int, others: tuple[int, ..
 
 
 def _cut(arcs: tuple[Arc, ...], start: int, ticks: int, period: int) -> tuple[Arc, ...]:
-    """The free arcs after an operation has been laid into one of them."""
+    """Return the free arcs after an operation has been laid into one of them."""
     cut: list[Arc] = []
     for begin, length in arcs:
         before = (start - begin) % period
@@ -182,13 +194,13 @@ def _cut(arcs: tuple[Arc, ...], start: int, ticks: int, period: int) -> tuple[Ar
 
 
 def _packs(arcs: tuple[Arc, ...], items: tuple[int, ...]) -> bool:
-    """Whether items, ascending, are seen to fit into arcs; where they are many, not all ways are tried."""
+    """Tell if ascending items are seen to fit into arcs; of many, not all ways are tried."""
     return _packs_into(tuple(sorted(length for _, length in arcs)), items, len(items) <= _EXACT)
 
 
 @lru_cache(maxsize=200_000)
 def _packs_into(room: tuple[int, ...], items: tuple[int, ...], exactly: bool) -> bool:
-    """Whether items fit into arcs of these lengths, both ascending; where not exactly, each goes where it fits best."""
+    """Tell if ascending items fit into arcs of these lengths: exact fits first, then best fits."""
     if not items:
         return True
     *rest, item = items
@@ -201,7 +213,9 @@ def _packs_into(room: tuple[int, ...], items: tuple[int, ...], exactly: bool) ->
     return False
 
 
-def _lay_weights(starts: dict[int, int], weights: list[tuple[int, int]], arcs: tuple[Arc, ...], shape: _Shape, period: int) -> None:
+def _lay_weights(
+    starts: dict[int, int], weights: list[tuple[int, int]], arcs: tuple[Arc, ...], shape: _Shape, period: int
+) -> None:
     """Start each W of a rank as soon after its I as an arc is free, such that the others still pack."""
     ends = {code: starts[code] + ticks for _, code, ticks, _ in shape.chain if code in starts}
     waiting = sorted(weights, key=lambda weight: ends[weight[0] - 1])
@@ -215,7 +229,7 @@ def _lay_weights(starts: dict[int, int], weights: list[tuple[int, int]], arcs: t
 
 
 def _repeat(p: Problem, d: Direction, starts: dict[int, int], period: int) -> Order | None:
-    """The order of the block repeated for every microbatch; None where a weight gradient found no place."""
+    """Repeat the block for every microbatch; None if a weight gradient finds no place."""
     if len(starts) < len(d.rank):
         return None
     words = []

@@ -1,18 +1,26 @@
 """Cut layers into stages so that the bound of the schedule is low."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
 
-from ...parallel.balance import partition_balanced
-from ...parallel.partition import Partition
-from ..bounds import bound_of
+from ppfunc.parallel.balance import partition_balanced
+from ppfunc.parallel.partition import Partition
+
 from ..costs import Costs, Number
+from .bounds import bound_of
 from .problem import Cap, Objective, problem_of
 
-_SUMS = ("forward", "backward_input", "backward_weight", "parameters", "unshard", "reduce_tied", "reduce_grad", "step")
+_SUMS = (
+    "forward",
+    "backward_input",
+    "backward_weight",
+    "parameters",
+    "unshard",
+    "reduce_tied",
+    "reduce_grad",
+    "step",
+)
 _LAST = ("communication", "bytes", "bandwidth")
 _SWEEPS = 8
 
@@ -22,8 +30,8 @@ def cut_layers(
 ) -> tuple[Costs, Partition]:
     """Choose the layers of every stage, and return the costs of the stages and the cut.
 
-    From the cut with the least load of the heaviest stage, boundaries move by one layer as long as that lowers the bound
-    of the schedule. A cut that does not fit in the cap counts as worse than one that does.
+    From the cut with the least load of the heaviest stage, boundaries move by one layer as long as that
+    lowers the bound of the schedule. A cut that does not fit in the cap counts as worse than one that does.
 
     Args:
         costs: per layer.
@@ -39,7 +47,10 @@ def cut_layers(
     costs = costs.fitting(layers)
     if len(place) > layers:
         raise ValueError(f"{layers} layers cannot be cut into {len(place)} stages: use fewer ranks or chunks")
-    loads = [costs.of("forward", n) + costs.of("backward_input", n) + costs.of("backward_weight", n) for n in range(layers)]
+    loads = [
+        costs.of("forward", n) + costs.of("backward_input", n) + costs.of("backward_weight", n)
+        for n in range(layers)
+    ]
 
     def value(boundaries: Sequence[int]) -> tuple[Number, Number]:
         stages = costs_of_stages(costs, boundaries)
@@ -69,11 +80,19 @@ def cut_layers(
 def costs_of_stages(costs: Costs, boundaries: Sequence[int]) -> Costs:
     """Add up costs per layer to costs per stage; a message is that of the last layer of a stage."""
     stages = [range(start, end) for start, end in pairwise(boundaries)]
-    added = {name: [sum(costs.of(name, n) for n in stage) for stage in stages] for name in (*_SUMS, "activation")}
+    added = {
+        name: [sum(costs.of(name, n) for n in stage) for stage in stages] for name in (*_SUMS, "activation")
+    }
     kept = [sum(costs.of("activation", n) * costs.of("weight_share", n) for n in stage) for stage in stages]
     shares = [min(1, k / a) if a else 0 for k, a in zip(kept, added["activation"], strict=True)]
     if len(set(costs.of("weight_share", n) for n in range(boundaries[-1]))) == 1:
         shares = [costs.of("weight_share", 0)] * len(stages)
-    last = {name: [costs.of(name, stage[-1]) for stage in stages] for name in _LAST if getattr(costs, name) is not None}
-    assert set(added) | set(last) | {"weight_share", "backward", "overlapped", "bandwidth"} == {f.name for f in fields(costs)}
+    last = {
+        name: [costs.of(name, stage[-1]) for stage in stages]
+        for name in _LAST
+        if getattr(costs, name) is not None
+    }
+    assert set(added) | set(last) | {"weight_share", "backward", "overlapped", "bandwidth"} == {
+        f.name for f in fields(costs)
+    }
     return replace(costs, **added, **last, weight_share=shares)

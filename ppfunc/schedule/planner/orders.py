@@ -1,13 +1,12 @@
 """Represent a schedule as one word of codes per rank, and time it.
 
-Nothing is lost if microbatches take their turn in every operation of a stage. So an order is, per rank, a word
-of *codes*: 3 s is F of stage s, 3 s + 1 its I, 3 s + 2 its W, and the k-th time that a code occurs it is for microbatch k.
+Nothing is lost if microbatches take their turn in every operation of a stage. So an order is, per rank, a
+word of *codes*: 3 s is F of stage s, 3 s + 1 its I, 3 s + 2 its W, and the k-th time that a code occurs it is
+for microbatch k.
 
-A *direction* reads such words forwards in time, or backwards from the end, where the last microbatch comes first, I and
-W acquire memory and F releases it. What holds forwards and backwards is written once, for both.
+A *direction* reads such words forwards in time, or backwards from the end, where the last microbatch comes
+first, I and W acquire memory and F releases it. What holds forwards and backwards is written once, for both.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import count
@@ -35,7 +34,8 @@ class Direction(NamedTuple):
         source: the code whose product it consumes, -1 for none.
         latency: the time from the end of the source until the product is there.
         local: another code of the same rank that has to come first, -1 for none.
-        change: memory held after it less that before it; what it acquires is there from its start, what it releases until its end.
+        change: memory held after it less that before it; what it acquires is there from its start, what it
+            releases until its end.
         cap: memory of each rank.
         objective: what is to be short.
         begin: per rank, a start of its time that no order can beat.
@@ -67,12 +67,20 @@ def directions(p: Problem) -> tuple[Direction, Direction]:
 
     def forward_rows(s: int) -> Iterable[_CodeRules]:
         yield 3 * (s - 1) if s else -1, p.down[s - 1] if s else 0, -1, p.held[s]
-        yield (3 * (s + 1) + 1, p.up[s + 1], -1, p.kept[s] - p.held[s]) if s < last else (3 * s, 0, -1, p.kept[s] - p.held[s])
+        yield (
+            (3 * (s + 1) + 1, p.up[s + 1], -1, p.kept[s] - p.held[s])
+            if s < last
+            else (3 * s, 0, -1, p.kept[s] - p.held[s])
+        )
         yield 3 * s + 1, 0, -1, -p.kept[s]
 
     def backward_rows(s: int) -> Iterable[_CodeRules]:
         yield (3 * (s + 1), p.down[s], -1, -p.held[s]) if s < last else (3 * s + 1, 0, -1, -p.held[s])
-        yield (3 * (s - 1) + 1, p.up[s], 3 * s + 2, p.held[s] - p.kept[s]) if s else (3 * s + 2, 0, -1, p.held[s] - p.kept[s])
+        yield (
+            (3 * (s - 1) + 1, p.up[s], 3 * s + 2, p.held[s] - p.kept[s])
+            if s
+            else (3 * s + 2, 0, -1, p.held[s] - p.kept[s])
+        )
         yield -1, 0, -1, p.kept[s]
 
     begin = early if p.objective == "span" else [0] * p.ranks
@@ -80,8 +88,10 @@ def directions(p: Problem) -> tuple[Direction, Direction]:
     return forwards, _direction(p, (row for s in stages for row in backward_rows(s)), [0] * p.ranks, late)
 
 
-def _direction(p: Problem, rows: Iterable[_CodeRules], begin: list[Number], release: list[Number]) -> Direction:
-    """The rules of one direction of time, of those of every code."""
+def _direction(
+    p: Problem, rows: Iterable[_CodeRules], begin: list[Number], release: list[Number]
+) -> Direction:
+    """Build the rules of one direction of time from those of every code."""
     rank = [r for r in p.place for _ in _LETTERS]
     duration = [time for times in zip(p.forward, p.backward, p.weight, strict=True) for time in times]
     source, latency, local, change = (list(column) for column in zip(*rows, strict=True))
@@ -93,7 +103,20 @@ def _direction(p: Problem, rows: Iterable[_CodeRules], begin: list[Number], rele
     for code in sorted(range(len(rank)), key=change.__getitem__):
         codes[rank[code]].append(code)
     return Direction(
-        p.ranks, p.microbatches, rank, duration, source, latency, local, change, list(p.cap), p.objective, begin, release, readers, codes
+        p.ranks,
+        p.microbatches,
+        rank,
+        duration,
+        source,
+        latency,
+        local,
+        change,
+        list(p.cap),
+        p.objective,
+        begin,
+        release,
+        readers,
+        codes,
     )
 
 
@@ -150,11 +173,13 @@ def evaluate(d: Direction, order: Order) -> Timing | None:
         return None
     if d.objective == "makespan":
         return Timing(max(free), free)
-    return Timing(max(end - ends[word[0]][0] + d.duration[word[0]] for end, word in zip(free, order, strict=True)), free)
+    return Timing(
+        max(end - ends[word[0]][0] + d.duration[word[0]] for end, word in zip(free, order, strict=True)), free
+    )
 
 
 def fits(d: Direction, order: Order) -> bool:
-    """Whether every rank stays within its cap."""
+    """Tell if every rank stays within its cap."""
     for word, cap in zip(order, d.cap, strict=True):
         held = 0
         for code in word:
@@ -165,10 +190,12 @@ def fits(d: Direction, order: Order) -> bool:
 
 
 def order_of(schedule: Schedule) -> Order:
-    """Read the order of a schedule of one chain; a whole backward becomes I and W, microbatches take their turn."""
+    """Read the order of a single-chain schedule, splitting B into I and W."""
     letters = {Op.F: (0,), Op.I: (1,), Op.W: (2,), Op.B: (1, 2)}
     parts = ((part for i in schedule.instructions(r) for part in parts_of(i)) for r in range(schedule.ranks))
-    return tuple([3 * i.stage + letter for i in row if i.op in letters for letter in letters[i.op]] for row in parts)
+    return tuple(
+        [3 * i.stage + letter for i in row if i.op in letters for letter in letters[i.op]] for row in parts
+    )
 
 
 def schedule_of(p: Problem, order: Order, name: str = "plan") -> Schedule:

@@ -1,14 +1,13 @@
 """List the placements that a plan may choose from, with the costs of their stages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Literal, NamedTuple
 
-from ...parallel.counts import require_counts
-from ...parallel.partition import Partition
-from ...parallel.placement import Placement, explicit, loop
+from ppfunc.parallel.counts import require_counts
+from ppfunc.parallel.partition import Partition
+from ppfunc.parallel.placement import Placement, explicit, loop
+
 from ..costs import Costs, exact_portion
 from .layers import cut_layers
 from .problem import Cap, Objective
@@ -47,7 +46,7 @@ def candidates(
     cap: Cap,
     objective: Objective,
 ) -> list[Candidate]:
-    """Return the placements that are asked for. The arguments are those of :func:`ppfunc.schedule.planner.plan.plan`."""
+    """Return the placements asked for; arguments as of :func:`ppfunc.schedule.planner.plan.plan`."""
     require_counts(ranks=ranks)
     shapes = _shapes(ranks, costs, placement, chunks, layers)
     least = min(len(place) for place in shapes.values())
@@ -56,23 +55,33 @@ def candidates(
         if layers is None:
             found.append(Candidate(name, place, shared_costs(costs, least, len(place)).fitting(len(place))))
         else:
-            found.append(Candidate(name, place, *cut_layers(costs, layers, place, microbatches, cap, objective)))
+            found.append(
+                Candidate(name, place, *cut_layers(costs, layers, place, microbatches, cap, objective))
+            )
     return found
 
 
 def _shapes(
-    ranks: int, costs: Costs, placement: Style | Sequence[int], chunks: int | Sequence[int] | None, layers: int | None
+    ranks: int,
+    costs: Costs,
+    placement: Style | Sequence[int],
+    chunks: int | Sequence[int] | None,
+    layers: int | None,
 ) -> dict[str, Placement]:
-    """The placements by name."""
+    """Return the placements by name."""
     if isinstance(placement, Sequence) and not isinstance(placement, str):
         place = explicit(placement)
         if max(place) + 1 != ranks:
             raise ValueError(f"placement has {max(place) + 1} ranks, expected {ranks}")
         if chunks is not None:
-            raise ValueError(f"chunks is {chunks!r}, but the placement is given rank by rank: leave chunks out")
+            raise ValueError(
+                f"chunks is {chunks!r}, but the placement is given rank by rank: leave chunks out"
+            )
         return {"explicit": place}
     if not isinstance(placement, str) or placement not in ("loop", "v", "wave", "any"):
-        raise ValueError(f"placement is {placement!r}, expected 'loop', 'v', 'wave', 'any' or the rank of every stage")
+        raise ValueError(
+            f"placement is {placement!r}, expected 'loop', 'v', 'wave', 'any' or the rank of every stage"
+        )
     counts = _chunk_counts(ranks, costs, placement, chunks, layers)
     shapes: dict[str, Placement] = {}
     for v in counts:
@@ -83,18 +92,27 @@ def _shapes(
     return shapes
 
 
-def _chunk_counts(ranks: int, costs: Costs, placement: str, chunks: int | Sequence[int] | None, layers: int | None) -> Sequence[int]:
+def _chunk_counts(
+    ranks: int, costs: Costs, placement: str, chunks: int | Sequence[int] | None, layers: int | None
+) -> Sequence[int]:
     """How many stages a rank may have."""
-    sizes = {len(value) for field in fields(costs) if isinstance(value := getattr(costs, field.name), Sequence)}
+    sizes = {
+        len(value) for field in fields(costs) if isinstance(value := getattr(costs, field.name), Sequence)
+    }
     named = any(isinstance(getattr(costs, field.name), Mapping) for field in fields(costs))
     if placement == "v":
         if chunks not in (None, 2) and (not isinstance(chunks, Sequence) or list(chunks) != [2]):
-            raise ValueError(f"chunks is {chunks!r}, but a V has 2: leave chunks out, or use placement='wave'")
+            raise ValueError(
+                f"chunks is {chunks!r}, but a V has 2: leave chunks out, or use placement='wave'"
+            )
         return [2]
     if chunks is None and sizes and layers is None:
         stages = max(sizes)
         if not stages or stages % ranks:
-            raise ValueError(f"costs are given for {stages} stages, expected a multiple of {ranks} ranks; or pass layers={stages}")
+            raise ValueError(
+                f"costs are given for {stages} stages, expected a multiple of {ranks} ranks; or pass"
+                f" layers={stages}"
+            )
         return [stages // ranks]
     if chunks is None:
         counts = {"loop": [1], "wave": [2], "any": [1, 2, 3, 4]}[placement]
@@ -108,12 +126,15 @@ def _chunk_counts(ranks: int, costs: Costs, placement: str, chunks: int | Sequen
         require_counts(layers=layers)
         counts = [v for v in counts if v * ranks <= layers] or counts[:1]
     elif len(counts) > 1 and (sizes or named):
-        raise ValueError("costs are given per stage, but chunks allows several numbers of stages: give costs per layer, and layers=")
+        raise ValueError(
+            "costs are given per stage, but chunks allows several numbers of stages: give costs per layer,"
+            " and layers="
+        )
     return counts
 
 
 def shared_costs(costs: Costs, stages: int, wanted: int) -> Costs:
-    """Costs of one of ``stages`` stages, given as one number for all, for a model that is cut into ``wanted`` stages instead."""
+    """Convert costs of one of ``stages`` stages, equal for all, to a model cut into ``wanted`` stages."""
     if stages == wanted:
         return costs
     return replace(costs, **{name: exact_portion(getattr(costs, name), stages, wanted) for name in _SHARED})

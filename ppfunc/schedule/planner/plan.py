@@ -3,11 +3,14 @@
 The way of a plan, and where each part lives:
 
 * ``placements`` and ``layers``: which stage is where, and what it costs;
-* ``problem``: the numbers of one placement; :mod:`ppfunc.schedule.bounds`: what no schedule can beat;
+* ``problem``: the numbers of one placement; :mod:`ppfunc.schedule.planner.bounds`: what no schedule can beat;
 * ``orders``: a schedule as one word per rank, the rules of both directions of time, and the run of an order;
-* ``starts`` and ``blocks``: orders to start from, of the builders and of a microbatch that repeats without collisions;
-* ``replay``: list scheduling in the order of a word, in which operations overtake where data and memory let them;
-* ``search``: replays backwards and forwards in time, and random delays, until the bound is met or the effort is used up;
+* ``starts`` and ``blocks``: orders to start from, of the builders and of a microbatch that repeats without
+  collisions;
+* ``replay``: list scheduling in the order of a word, in which operations overtake where data and memory let
+  them;
+* ``search``: replays backwards and forwards in time, and random delays, until the bound is met or the effort
+  is used up;
 * ``repeat``: the middle of a plan repeated, where there are too many microbatches to search.
 """
 
@@ -19,13 +22,14 @@ from math import inf
 from numbers import Real
 from typing import NamedTuple
 
-from ...parallel.partition import Partition
-from ..bounds import Bound, bound_of
+from ppfunc.parallel.partition import Partition
+
 from ..collector import collector_paused
 from ..costs import Costs, Number, exact_portion, require_costs
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate
 from .blocks import block_orders
+from .bounds import Bound, bound_of
 from .orders import Order, directions, evaluate, schedule_of
 from .placements import Candidate, Style, candidates
 from .problem import Cap, Objective, Problem, problem_of
@@ -86,7 +90,7 @@ class Plan:
 
     @property
     def optimal(self) -> bool:
-        """Whether the schedule is proved to be the shortest of its placement."""
+        """Tell if the schedule is proved to be the shortest of its placement."""
         return self.gap <= 1e-9
 
 
@@ -105,31 +109,35 @@ def plan(
 ) -> Plan:
     """Search for the shortest schedule that fits in memory.
 
-    The same arguments give the same schedule in every process. It is never longer than that of any builder that has the
-    placement and fits in the cap.
+    The same arguments give the same schedule in every process. It is never longer than that of any builder
+    that has the placement and fits in the cap.
 
     Args:
         ranks: number of ranks p.
         microbatches: number of microbatches m.
-        costs: times, messages and memory of each stage, or of each layer where ``layers`` is given. Numbers that are the
-            same for all stages may go with several numbers of chunks: they are for the first of these, and smaller in
-            proportion where a rank has more stages; messages stay as they are.
-        cap: memory of a rank for activations and parameters, in the unit of the costs, one number or one per rank; None for
-            no limit.
+        costs: times, messages and memory of each stage, or of each layer where ``layers`` is given. Numbers
+            that are the same for all stages may go with several numbers of chunks: they are for the first of
+            these, and smaller in proportion where a rank has more stages; messages stay as they are.
+        cap: memory of a rank for activations and parameters, in the unit of the costs, one number or one per
+            rank; None for no limit.
         placement: ``"loop"``, ``"v"``, ``"wave"``, ``"any"`` of them, or the rank of every stage.
-        chunks: stages per rank, one number or several to choose from; by default as many as the costs have stages, else
-            1 for a loop, 2 for a wave, 1 to 4 for any.
+        chunks: stages per rank, one number or several to choose from; by default as many as the costs have
+            stages, else 1 for a loop, 2 for a wave, 1 to 4 for any.
         layers: number of layers, which are then also cut into stages.
-        objective: ``"makespan"``, from 0 to the last end, or ``"span"``, the largest over the ranks of last end minus first start.
+        objective: ``"makespan"``, from 0 to the last end, or ``"span"``, the largest over the ranks of last
+            end minus first start.
         effort: how long to search; 1 takes some two seconds for 8 ranks and 24 microbatches, 2 twice that.
-        progress: called as ``progress(share of the effort, best value, bound)``; the search stops where it returns True.
+        progress: called as ``progress(share of the effort, best value, bound)``; the search stops where it
+            returns True.
 
     Raises:
-        ValueError: an argument that is out of range; costs that do not fit the stages; a cap in which one microbatch does not
-            fit; costs of overlapped pairs, or of a whole backward that is not I and W together, of which plans make no use.
+        ValueError: an argument that is out of range; costs that do not fit the stages; a cap in which one
+            microbatch does not fit; costs of overlapped pairs, or of a whole backward that is not I and W
+            together, of which plans make no use.
 
     References:
-        Li and Willis 1992 for the search; Qi et al., Zero Bubble and Controllable Memory, for schedules in which W is apart.
+        Li and Willis 1992 for the search; Qi et al., Zero Bubble and Controllable Memory, for schedules in
+        which W is apart.
 
     >>> plan(ranks=4, microbatches=8, costs=Costs(weight_share=1), cap=4, placement="loop", objective="span")
     Plan(loop of 1, span 27, bound 27 (work, rank 0), optimal, bubble 0.1111, memory 4)
@@ -143,7 +151,9 @@ def plan(
     with collector_paused():
         attempts: list[_Attempt] = []
         stop = _reporter(attempts, effort, progress)
-        attempts += [_Attempt.of(*entry, cap, effort, stop) for entry in _fitting(found, microbatches, cap, objective)]
+        attempts += [
+            _Attempt.of(*entry, cap, effort, stop) for entry in _fitting(found, microbatches, cap, objective)
+        ]
         best, sure = _best(attempts, effort).plan(), min(attempts, key=lambda attempt: attempt.given_value)
         return best if best.value <= sure.given_value else sure.plan()
 
@@ -153,11 +163,15 @@ def _require_parts(costs: Costs) -> None:
     if costs.overlapped is not None:
         raise ValueError("overlapped is given, but a plan overlaps nothing: leave it out")
     if costs.backward is not None:
-        raise ValueError("backward is given, but a plan has I and W apart: give backward_input and backward_weight only")
+        raise ValueError(
+            "backward is given, but a plan has I and W apart: give backward_input and backward_weight only"
+        )
 
 
-def _fitting(found: list[Candidate], microbatches: int, cap: Cap, objective: Objective) -> list[tuple[Candidate, Problem, Bound]]:
-    """The candidates of which one microbatch fits in the cap, least bound first."""
+def _fitting(
+    found: list[Candidate], microbatches: int, cap: Cap, objective: Objective
+) -> list[tuple[Candidate, Problem, Bound]]:
+    """List the candidates of which one microbatch fits in the cap, least bound first."""
     fitting: list[tuple[Candidate, Problem, Bound]] = []
     refused: ValueError | None = None
     for candidate in found:
@@ -190,29 +204,44 @@ class _Attempt(NamedTuple):
     search: Search
 
     @classmethod
-    def of(cls, candidate: Candidate, p: Problem, bound: Bound, cap: Cap, effort: float, stop: Callable[[], bool]) -> _Attempt:
+    def of(
+        cls, candidate: Candidate, p: Problem, bound: Bound, cap: Cap, effort: float, stop: Callable[[], bool]
+    ) -> _Attempt:
         given = _given(p, candidate.costs, cap)
         if 3 * len(p.place) * p.microbatches <= _LARGE:
             return cls(candidate, p, bound, given, _search(p, bound, given, effort, stop))
         short = p._replace(microbatches=fewer_microbatches(p))
-        return cls(candidate, p, bound, given, _search(short, bound_of(short), _given(short, candidate.costs, cap), effort, stop))
+        return cls(
+            candidate,
+            p,
+            bound,
+            given,
+            _search(short, bound_of(short), _given(short, candidate.costs, cap), effort, stop),
+        )
 
     @property
     def given_value(self) -> Number:
-        """The value of the shortest given order, in the unit of the costs."""
+        """Return the value of the shortest given order, in the unit of the costs."""
         return self.problem.time_of(self.given[0][0])
 
     @property
     def value(self) -> Number:
-        """The best value so far; where the search is of fewer microbatches, as if the others took no longer than their work."""
+        """Return the best value so far.
+
+        A search of fewer microbatches counts the others as if they took no longer than their work.
+        """
         p, searched = self.problem, self.search.problem.microbatches
         if self.search.best.value == inf:
             return self.given_value
-        more = exact_portion(max(p.work), p.microbatches - searched, p.microbatches) if searched < p.microbatches else 0
+        more = (
+            exact_portion(max(p.work), p.microbatches - searched, p.microbatches)
+            if searched < p.microbatches
+            else 0
+        )
         return min(self.given_value, p.time_of(self.search.best.value + more))
 
     def plan(self) -> Plan:
-        """The plan of the best order."""
+        """Make the plan of the best order."""
         p, forwards, search = self.problem, directions(self.problem)[0], self.search
         found = self.given[:1]
         m, order, name = search.problem.microbatches, search.best.order, search.found
@@ -227,26 +256,30 @@ class _Attempt(NamedTuple):
 
 
 def _given(p: Problem, costs: Costs, cap: Cap) -> list[tuple[Number, str, Order]]:
-    """The orders of the builders that fit, and one that always fits, shortest first."""
+    """List the orders of the builders that fit, and one that always fits, shortest first."""
     forwards = directions(p)[0]
     orders = [*builder_orders(p, forwards, costs, cap), ("one by one", one_by_one(p))]
     found = [(timing.value, name, order) for name, order in orders if (timing := evaluate(forwards, order))]
     return sorted(found, key=lambda entry: entry[0])
 
 
-def _search(p: Problem, bound: Bound, given: list[tuple[Number, str, Order]], effort: float, stop: Callable[[], bool]) -> Search:
+def _search(
+    p: Problem, bound: Bound, given: list[tuple[Number, str, Order]], effort: float, stop: Callable[[], bool]
+) -> Search:
     rules = directions(p)
     orders = [(name, order) for _, name, order in given]
-    return Search(p, rules, bound.value * p.ticks, effort * _operations(p), orders, block_orders(p, rules[0]), stop)
+    return Search(
+        p, rules, bound.value * p.ticks, effort * _operations(p), orders, block_orders(p, rules[0]), stop
+    )
 
 
 def _operations(p: Problem) -> int:
-    """The operations that an effort of 1 replays."""
+    """Count the operations that an effort of 1 replays."""
     return max(_OPERATIONS, _REPLAYS * 3 * len(p.place) * p.microbatches)
 
 
 def _reporter(attempts: list[_Attempt], effort: float, progress: Progress | None) -> Callable[[], bool]:
-    """Return what searches ask after every replay: whether the caller wants to stop, who is told how far all of them are."""
+    """Return a callback that reports the progress of all searches and tells if the caller wants to stop."""
 
     stopped = False
 
@@ -277,7 +310,7 @@ def _best(attempts: list[_Attempt], effort: float) -> _Attempt:
 
 
 def _finished(candidate: Candidate, p: Problem, bound: Bound, order: Order, found: str) -> Plan:
-    """The plan of an order."""
+    """Make the plan of an order."""
     schedule = schedule_of(p, order)
     timeline = simulate(schedule, candidate.costs)
     value = timeline.makespan if p.objective == "makespan" else timeline.span
@@ -285,5 +318,15 @@ def _finished(candidate: Candidate, p: Problem, bound: Bound, order: Order, foun
     memory = tuple(a + b for a, b in zip(timeline.peak_activations, taken, strict=True))
     gap = float(value / bound.value) - 1 if bound.value else 0.0
     return Plan(
-        schedule, value, bound, max(0.0, gap), memory, timeline, p.objective, candidate.name, found, candidate.costs, candidate.partition
+        schedule,
+        value,
+        bound,
+        max(0.0, gap),
+        memory,
+        timeline,
+        p.objective,
+        candidate.name,
+        found,
+        candidate.costs,
+        candidate.partition,
     )

@@ -1,4 +1,6 @@
-"""State a planning problem as plain numbers per stage: times and latencies in ticks, memory in whole units."""
+"""State a planning problem as plain numbers per stage: times and latencies in ticks, memory in whole
+units.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ from math import lcm
 from numbers import Rational, Real
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-from ...parallel.counts import require_counts
-from ...parallel.placement import explicit
+from ppfunc.parallel.counts import require_counts
+from ppfunc.parallel.placement import explicit
+
 from ..costs import Costs, Number, exact_portion, require_costs
 
 if TYPE_CHECKING:
@@ -18,14 +21,16 @@ if TYPE_CHECKING:
 Objective = Literal["makespan", "span"]
 Cap = Number | Sequence[Number] | None
 
-_ROUNDING = 2.0**-50  # of a cap that is a float: a sum of activations and shares may be rounded to a float below it
+_ROUNDING = (
+    2.0**-50
+)  # of a cap that is a float: a sum of activations and shares may be rounded to a float below it
 
 
 class Problem(NamedTuple):
     """One chain of stages on ranks, with all its numbers.
 
-    Times are whole numbers of ticks where those of the costs are exact, else floats; memory is counted in whole
-    units. So sums are exact, and quick.
+    Times are whole numbers of ticks where those of the costs are exact, else floats; memory is counted in
+    whole units. So sums are exact, and quick.
 
     Args:
         place: rank of every stage.
@@ -61,7 +66,7 @@ class Problem(NamedTuple):
 
     @property
     def stages_by_rank(self) -> list[list[int]]:
-        """The stages of each rank, ascending."""
+        """List the stages of each rank, ascending."""
         stages: list[list[int]] = [[] for _ in range(self.ranks)]
         for stage, rank in enumerate(self.place):
             stages[rank].append(stage)
@@ -74,11 +79,17 @@ class Problem(NamedTuple):
         return [self.microbatches * sum(one[s] for s in stages) for stages in self.stages_by_rank]
 
     def time_of(self, ticks: Number) -> Number:
-        """A time in the unit of the costs, whole where it can be."""
+        """Convert a time to the unit of the costs, whole if it can be."""
         return ticks if self.ticks == 1 else exact_portion(ticks, 1, self.ticks)
 
 
-def problem_of(costs: Costs, placement: Sequence[int], microbatches: int, cap: Cap = None, objective: Objective = "makespan") -> Problem:
+def problem_of(
+    costs: Costs,
+    placement: Sequence[int],
+    microbatches: int,
+    cap: Cap = None,
+    objective: Objective = "makespan",
+) -> Problem:
     """Collect the numbers of a problem.
 
     Args:
@@ -99,13 +110,16 @@ def problem_of(costs: Costs, placement: Sequence[int], microbatches: int, cap: C
     costs = require_costs(costs).fitting(len(place))
     (forward, backward, weight, down, up), ticks = _times(costs, place)
     held, kept, caps = _memory(costs, place, microbatches, cap)
-    problem = Problem(place, microbatches, forward, backward, weight, down, up, held, kept, caps, ticks, objective)
+    problem = Problem(
+        place, microbatches, forward, backward, weight, down, up, held, kept, caps, ticks, objective
+    )
     for rank, mine in enumerate(problem.stages_by_rank):
         need = sum(held[s] for s in mine)
         if need > caps[rank]:
             least = float(sum(costs.of("activation", s) + costs.of("parameters", s) for s in mine))
             raise ValueError(
-                f"cap is {_on(rank, cap)}, but one microbatch and the parameters of rank {rank} take {least:g}: raise it to that"
+                f"cap is {_on(rank, cap)}, but one microbatch and the parameters of rank {rank} take"
+                f" {least:g}: raise it to that"
             )
     return problem
 
@@ -121,12 +135,17 @@ def _exact(value: Number) -> Fraction:
 
 
 def _times(costs: Costs, place: tuple[int, ...]) -> tuple[list[tuple[Number, ...]], int]:
-    """Times of F, I and W and latencies down and up, per stage in ticks, and the number of ticks in one unit of time."""
-    rows = [[costs.of(name, s) for s in range(len(place))] for name in ("forward", "backward_input", "backward_weight")]
+    """Return F, I, W and latencies down and up per stage in ticks, and the ticks in a unit of time."""
+    rows = [
+        [costs.of(name, s) for s in range(len(place))]
+        for name in ("forward", "backward_input", "backward_weight")
+    ]
     crosses = [a != b for a, b in pairwise(place)]
     rows.append([*(costs.message_of(s) if cross else 0 for s, cross in enumerate(crosses)), 0])
     rows.append([0, *(costs.message_of(s) if cross else 0 for s, cross in enumerate(crosses, start=1))])
-    times: list[Number] = [time if isinstance(time, Rational) else float(time) for row in rows for time in row]
+    times: list[Number] = [
+        time if isinstance(time, Rational) else float(time) for row in rows for time in row
+    ]
     if not all(isinstance(time, Rational) for time in times):
         return [tuple(map(float, row)) for row in rows], 1
     ticks = lcm(*(int(time.denominator) for time in times))
@@ -140,9 +159,15 @@ def _memory(costs: Costs, place: tuple[int, ...], microbatches: int, cap: Cap) -
     kept = [size * _exact(costs.of("weight_share", s)) for s, size in enumerate(held)]
     unit = lcm(*(size.denominator for size in (*held, *kept)))
     if cap is None:
-        free = [microbatches * sum(size for s, size in enumerate(held) if place[s] == rank) for rank in range(ranks)]
+        free = [
+            microbatches * sum(size for s, size in enumerate(held) if place[s] == rank)
+            for rank in range(ranks)
+        ]
     else:
-        free = [_exact(limit) * (1 if isinstance(limit, Rational) else 1 + _exact(_ROUNDING)) for limit in _limits(cap, ranks)]
+        free = [
+            _exact(limit) * (1 if isinstance(limit, Rational) else 1 + _exact(_ROUNDING))
+            for limit in _limits(cap, ranks)
+        ]
         for stage in stages:
             free[place[stage]] -= _exact(costs.of("parameters", stage))
     return [tuple(int(size * unit // 1) for size in sizes) for sizes in (held, kept, free)]

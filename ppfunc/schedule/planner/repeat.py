@@ -1,7 +1,5 @@
 """Plan very many microbatches by repeating the middle of a plan for fewer."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 
 from ..costs import Number
@@ -10,7 +8,7 @@ from .problem import Problem
 
 
 def fewer_microbatches(p: Problem) -> int:
-    """Return a number of microbatches, two to three times the ranks, that differs from the problem's by a multiple of 12."""
+    """Return how many microbatches to search: all, less a multiple of 12 beyond twice the ranks."""
     least = 2 * p.ranks
     return min(p.microbatches, least + (p.microbatches - least) % 12)
 
@@ -18,8 +16,9 @@ def fewer_microbatches(p: Problem) -> int:
 def extend(d: Direction, order: Order, microbatches: int) -> Order | None:
     """Repeat a stretch of every word until it is for so many microbatches; None where no stretch repeats.
 
-    A stretch of q microbatches reaches, on every rank, from the F of the rank's first stage for microbatch x to that for
-    x + q, and holds q operations of each code, so that it leaves memory as it was. Of all that run, the shortest is kept.
+    A stretch of q microbatches reaches, on every rank, from the F of the rank's first stage for microbatch x
+    to that for x + q, and holds q operations of each code, so that it leaves memory as it was. Of all that
+    run, the shortest is kept.
 
     Args:
         d: the rules of the problem with so many ``microbatches``.
@@ -34,7 +33,10 @@ def extend(d: Direction, order: Order, microbatches: int) -> Order | None:
         for x in range(len(places[0]) - q):
             cuts = [(at[x], at[x + q]) for at in places]
             if all(_holds_each(counted, cut, q) for counted, cut in zip(counts, cuts, strict=True)):
-                longer = tuple(word[:a] + word[a:b] * (1 + more // q) + word[b:] for word, (a, b) in zip(order, cuts, strict=True))
+                longer = tuple(
+                    word[:a] + word[a:b] * (1 + more // q) + word[b:]
+                    for word, (a, b) in zip(order, cuts, strict=True)
+                )
                 timing = evaluate(d, longer)
                 if timing and (best is None or timing.value < best[0]):
                     best = timing.value, longer
@@ -43,7 +45,7 @@ def extend(d: Direction, order: Order, microbatches: int) -> Order | None:
 
 
 def _counts(word: Word) -> dict[int, list[int]]:
-    """The places of each code in a word."""
+    """Find the places of each code in a word."""
     places: dict[int, list[int]] = {}
     for n, code in enumerate(word):
         places.setdefault(code, []).append(n)
@@ -51,5 +53,5 @@ def _counts(word: Word) -> dict[int, list[int]]:
 
 
 def _holds_each(places: dict[int, list[int]], cut: tuple[int, int], q: int) -> bool:
-    """Whether the stretch holds q operations of each code."""
+    """Tell if the stretch holds q operations of each code."""
     return all(bisect_left(at, cut[1]) - bisect_left(at, cut[0]) == q for at in places.values())

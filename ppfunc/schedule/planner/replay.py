@@ -1,16 +1,14 @@
 """Replay an order as a list schedule: operations may overtake where data and memory let them.
 
-In time order, a rank that is free takes the first operation of its remaining order that is ready. One that comes later
-in the order may overtake only if the rest of the order then still keeps the cap, so a replay never gets stuck, and
-its result is again an order that fits. A rank runs ahead while the head of its order is ready, which nothing could overtake.
-Replaying an order backwards and forwards in turn is *double justification*: it pushes every operation to the end and
-then to the start.
+In time order, a rank that is free takes the first operation of its remaining order that is ready. One that
+comes later in the order may overtake only if the rest of the order then still keeps the cap, so a replay
+never gets stuck, and its result is again an order that fits. A rank runs ahead while the head of its order is
+ready, which nothing could overtake. Replaying an order backwards and forwards in turn is *double
+justification*: it pushes every operation to the end and then to the start.
 
 References:
     Li and Willis, An iterative scheduling technique for resource-constrained project scheduling, EJOR 1992.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from heapq import heappop, heappush
@@ -30,8 +28,8 @@ class Manner(NamedTuple):
     """How a replay chooses.
 
     Args:
-        patience: a rank waits for an operation that the order has earlier than the first ready one, if it arrives within
-            this share of the time of that one.
+        patience: a rank waits for an operation that the order has earlier than the first ready one, if it
+            arrives within this share of the time of that one.
         lazy: whether weight gradients come only where nothing else is ready.
         hold: operations that are held back.
     """
@@ -50,7 +48,14 @@ class Replayed(NamedTuple):
 
 def replay(d: Direction, order: Order, manner: Manner = Manner()) -> Replayed:  # noqa: B008 - a value
     """Replay ``order``, which fits its caps, in its own direction of time."""
-    duration, change, local, readers, lazy, hold = d.duration, d.change, d.local, d.readers, manner.lazy, manner.hold
+    duration, change, local, readers, lazy, hold = (
+        d.duration,
+        d.change,
+        d.local,
+        d.readers,
+        manner.lazy,
+        manner.hold,
+    )
     rests = [word[:] for word in order]
     words: Order = tuple([] for _ in order)
     arrivals = _first_arrivals(d, hold)
@@ -65,7 +70,11 @@ def replay(d: Direction, order: Order, manner: Manner = Manner()) -> Replayed:  
         rest, word, wake[rank], started = rests[rank], words[rank], 0, False
         while rest:
             code = rest[0]
-            if due[code] <= now and not (lazy and code % 3 == 2) and (local[code] < 0 or done[code] < done[local[code]]):
+            if (
+                due[code] <= now
+                and not (lazy and code % 3 == 2)
+                and (local[code] < 0 or done[code] < done[local[code]])
+            ):
                 del rest[0]
             elif started:
                 heappush(events, (now, rank))
@@ -85,7 +94,9 @@ def replay(d: Direction, order: Order, manner: Manner = Manner()) -> Replayed:  
             done[code] = number + 1
             due[code] = arrivals[code][number + 1]
             for reader, reading_rank, latency in readers[code]:
-                arrivals[reader][number] = arrival = now + latency + hold.get((reader, number), 0) if hold else now + latency
+                arrivals[reader][number] = arrival = (
+                    now + latency + hold.get((reader, number), 0) if hold else now + latency
+                )
                 if done[reader] == number:
                     due[reader] = arrival
                     if arrival < wake[reading_rank]:
@@ -96,15 +107,25 @@ def replay(d: Direction, order: Order, manner: Manner = Manner()) -> Replayed:  
 
 
 def _first_arrivals(d: Direction, hold: Hold) -> list[list[Number]]:
-    """Per code, when each of its operations is ready: infinity where that depends on another one, and after the last one."""
+    """Return when each operation is ready, per code; infinity if it depends on another or ends the list."""
     m = d.microbatches
-    return [[inf] * (m + 1) if source >= 0 else [*(hold.get((code, k), 0) for k in range(m)), inf] for code, source in enumerate(d.source)]
+    return [
+        [inf] * (m + 1) if source >= 0 else [*(hold.get((code, k), 0) for k in range(m)), inf]
+        for code, source in enumerate(d.source)
+    ]
 
 
 def _choose(
-    d: Direction, rank: int, rest: Word, due: list[Number], done: list[int], held: int, now: Number, manner: Manner
+    d: Direction,
+    rank: int,
+    rest: Word,
+    due: list[Number],
+    done: list[int],
+    held: int,
+    now: Number,
+    manner: Manner,
 ) -> tuple[int, Number]:
-    """The place in ``rest`` of the operation to start now, -1 to sleep; and when the next one arrives that is known.
+    """Choose the place in ``rest`` to start now, -1 to sleep, and the time of the next known arrival.
 
     ``due`` is when the next operation of each code arrives, infinity where that is not known or none is left.
     """
@@ -139,7 +160,7 @@ def _choose(
 
 
 def _may_overtake(change: list[int], rest: Word, place: int, room: int, extra: int) -> bool:
-    """Whether the order keeps the cap, with so much room now, if the operation at ``place``, which takes so much extra, goes first."""
+    """Tell if the order keeps the cap after the operation at ``place`` goes first."""
     if extra <= 0:
         return True
     room -= extra

@@ -1,10 +1,9 @@
-"""Search for the shortest order: double justification of many orders, then of the best one with random delays.
+"""Search for the shortest order: double justification of many orders, then of the best one with random
+delays.
 
-Every order that is tried fits its caps and never deadlocks, because replays keep both. Work is counted in operations
-replayed, not in seconds, so that a search gives the same order everywhere.
+Every order that is tried fits its caps and never deadlocks, because replays keep both. Work is counted in
+operations replayed, not in seconds, so that a search gives the same order everywhere.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from math import inf
@@ -68,12 +67,12 @@ class Search:
 
     @property
     def elapsed(self) -> float:
-        """The share of the work that is done."""
+        """Return the share of the work that is done."""
         return min(1.0, self.spent / self.operations)
 
     @property
     def over(self) -> bool:
-        """Whether the bound is met, or the caller has stopped the search."""
+        """Tell if the bound is met, or the caller has stopped the search."""
         return self.stopped or self.best.value <= self.bound * _CLOSE
 
     def advance(self, operations: float) -> None:
@@ -82,8 +81,10 @@ class Search:
         while self.spent < target and not self.over and next(self._steps, self) is None:
             pass
 
-    def _run(self, given: Iterable[tuple[str, Order]], seeds: Iterable[tuple[int, Order | None]]) -> Iterator[None]:
-        """Improve the given orders, then seeds, then delay operations of the best one at random; yields now and then."""
+    def _run(
+        self, given: Iterable[tuple[str, Order]], seeds: Iterable[tuple[int, Order | None]]
+    ) -> Iterator[None]:
+        """Improve the given orders, then seeds, then random delays of the best; yield now and then."""
         pool: list[_Start] = []
         for name, order in given:
             if pool and self.elapsed > _GIVEN:
@@ -106,7 +107,7 @@ class Search:
         return _Start(*self.improve(order), name)
 
     def improve(self, order: Order) -> Replayed:
-        """Justify an order while its value falls: backwards, forwards, backwards, forwards with weight gradients last."""
+        """Justify an order backwards and forwards while its value falls, also with weight gradients last."""
         best = Replayed(self._value(order), order)
         last = order
         while True:
@@ -137,7 +138,7 @@ class Search:
             yield
 
     def _neighbour(self, order: Order) -> Replayed:
-        """The best of an order replayed with delays and of two justifications of that.
+        """Return the best of an order replayed with delays and of two justifications of that.
 
         Ranks are a little patient in all of these: without any patience hardly an order survives a replay.
         """
@@ -151,13 +152,15 @@ class Search:
         return min(found, key=lambda r: r.value)
 
     def _delays(self) -> Hold:
-        """Some operations, one code for a run of microbatches, or half of the codes of one microbatch, held back."""
+        """Delay some operations: one code for a run of microbatches, or half of one microbatch's codes."""
         draw, m, codes = self._random, self.problem.microbatches, len(self._forwards.rank)
         mean = sum(self._forwards.duration) / codes
         kind = draw.randrange(3)
         if kind == 0:
             count = draw.randint(1, 16)
-            return {(draw.randrange(codes), draw.randrange(m)): mean * draw.uniform(0.2, 3) for _ in range(count)}
+            return {
+                (draw.randrange(codes), draw.randrange(m)): mean * draw.uniform(0.2, 3) for _ in range(count)
+            }
         if kind == 1:
             code, first, late = draw.randrange(codes), draw.randrange(m), mean * draw.uniform(0.1, 2)
             return {(code, k): late for k in range(first, min(m, first + draw.randint(2, max(2, m))))}
@@ -165,7 +168,7 @@ class Search:
         return {(code, k): late for code in range(codes) if draw.random() < 0.5}
 
     def _value(self, order: Order) -> Number:
-        """The value of an order as replays count it."""
+        """Return the value of an order as replays count it."""
         timing = evaluate(self._forwards, order)
         assert timing, "an order to start from deadlocks"
         return max(end - begin for end, begin in zip(timing.ends, self._forwards.begin, strict=True))

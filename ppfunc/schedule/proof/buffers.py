@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import accumulate, chain, islice, repeat
+from itertools import accumulate, islice
 
 from ..errors import fault_at, schedule_error
 from ..instruction import COMPUTE, WHOLE_STAGE, Instruction, Op, parts_of
@@ -29,10 +29,9 @@ def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
         ScheduleError: at the first F or FETCH that goes beyond the limit.
     """
     peaks = []
-    pairs = Op.OVERLAP_F_B in schedule.ops
     for rank, program in enumerate(schedule.programs):
-        ops = (part[0] for i in chain.from_iterable(program) for part in i[5] or (i,)) if pairs else schedule.columns[rank].op
-        changes = map(_LIVE.get, ops, repeat(0))
+        parts = (part for step in program for i in step for part in i[5] or (i,))
+        changes = (_LIVE.get(part[0], 0) for part in parts)
         live = list(changes if schedule.forward_only else accumulate(changes))
         peaks.append(max(0, max(live, default=0)))
         if limit is not None and peaks[-1] > limit:
@@ -115,7 +114,7 @@ def check_slots(schedule: Schedule) -> tuple[int, ...]:
 
 
 def uses(program: Program) -> Iterator[tuple[int, int, Instruction, Holder]]:
-    """Iterate over the uses of slots: step, place, instruction, and its holder: stage, microbatch, times offloaded."""
+    """Iterate over uses of slots: step, place, instruction, holder (stage, microbatch, times offloaded)."""
     moved: Counter[tuple[int, int | None]] = Counter()
     for step, instructions in enumerate(program):
         for place, instruction in in_order(instructions):
@@ -129,7 +128,12 @@ def uses(program: Program) -> Iterator[tuple[int, int, Instruction, Holder]]:
 
 
 def _take(
-    slot_of: dict[Holder, int], holder: dict[tuple[int, int], Holder], left: Counter[Holder], stage: int, slot: int, key: Holder
+    slot_of: dict[Holder, int],
+    holder: dict[tuple[int, int], Holder],
+    left: Counter[Holder],
+    stage: int,
+    slot: int,
+    key: Holder,
 ) -> str:
     if slot_of.setdefault(key, slot) != slot:
         return f"its microbatch is in slot {slot_of[key]} of stage {stage}, got slot {slot}"

@@ -1,9 +1,9 @@
 """Prove the order of each rank on its own: inputs before uses, everything once, nothing missing."""
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..dataflow import PRODUCT, Dataflow, Routes, message_number
+from ..dataflow import PRODUCT, Dataflow
 from ..errors import ScheduleError, fault_at, last_place, schedule_error
 from ..instruction import COMMUNICATION, COMPUTE, SENDS, Instruction, Op, parts_of
 from ..schedule import Schedule, Step
@@ -12,18 +12,18 @@ Position = tuple[int, int, int]  # rank, step, place
 
 
 class OrderRecord(NamedTuple):
-    """The position of everything that happens. A message is numbered ``value * S + stage that consumes it``."""
+    """The position of everything that happens, by the numbers of :class:`Dataflow`."""
 
-    made: dict[int, Position]  # position of the instruction that makes each value
-    weights: dict[int, Position]  # position of the weight gradient, by the number of the input gradient that it follows
-    sends: dict[int, Position]  # position of each message's send
-    receives: dict[int, Position]  # position of each message's receive
+    made: dict[int, Position]  # by value, the instruction that computes it
+    weights: dict[int, Position]  # by input gradient, the B or the W that computes the weight gradient
+    sends: dict[int, Position]  # by message
+    receives: dict[int, Position]  # by message
 
 
-def in_order(step: Step) -> Iterable[tuple[int, Instruction]]:
+def in_order(step: Step) -> Iterable[tuple[int, Any]]:
     """Return the instructions of a step with their places, in the order of its meaning.
 
-    Communications first, then loads, then the rest.
+    Communications come first, then loads, then the rest.
     """
     before = 0
     for instruction in step:
@@ -37,7 +37,7 @@ def in_order(step: Step) -> Iterable[tuple[int, Instruction]]:
 _PHASE = {**dict.fromkeys(COMMUNICATION, 0), Op.LOAD: 1}
 
 
-def walk(schedule: Schedule) -> Iterator[tuple[Position, Instruction]]:
+def walk(schedule: Schedule) -> Iterator[tuple[Position, Any]]:
     """Iterate over all instructions and their positions, those of a step in the order of its meaning."""
     for rank, program in enumerate(schedule.programs):
         for step, instructions in enumerate(program):
@@ -45,7 +45,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[Position, Instruction]]:
                 yield (rank, step, place), instruction
 
 
-def check_order(schedule: Schedule, flow: Dataflow, routes: Routes) -> OrderRecord:
+def check_order(flow: Dataflow) -> OrderRecord:
     """Walk through each program and refuse faults that no other rank can mend.
 
     Every value that a rank itself must provide is there before it is used or sent, every value
@@ -55,76 +55,65 @@ def check_order(schedule: Schedule, flow: Dataflow, routes: Routes) -> OrderReco
     Raises:
         ScheduleError: naming the first place of the first rank where this does not hold.
     """
-    record = OrderRecord({}, {}, {}, {})
+    schedule, routes, inputs, stride = flow.schedule, flow.routes, flow.inputs, flow.stride
+    record = made, weights, sends, receives = OrderRecord({}, {}, {}, {})
     lowered = bool(schedule.ops & COMMUNICATION)
     for position, instruction in walk(schedule):
-        fault = ""
-        if instruction[0] in COMPUTE:
-            fault = _compute(schedule, flow, record, instruction, position, lowered)
-        elif instruction[0] in COMMUNICATION:
-            fault = _message(schedule, flow, routes, record, instruction, position)
-        if fault:
-            raise fault_at(schedule, position, fault)
-    _check_complete(schedule, flow, routes, record)
+        op, stage, microbatch, peer, _, parts = instruction
+        if op in COMMUNICATION:
+            route = routes.get((op, stage, peer))
+            if route is None:
+                raise fault_at(schedule, position, _no_route(schedule, instruction))
+            message = route[0] + stride * microbatch
+            ends = sends if op in SENDS else receives
+            if message in ends or (ends is sends and message // schedule.stages not in made):
+                raise fault_at(schedule, position, _message_fault(flow, message, op, ends.get(message)))
+            ends[message] = position
+        elif op in COMPUTE:
+            products = []
+            for op, stage, microbatch, *_ in parts or (instruction,):
+                values, messages = inputs[op, stage]
+                for first in values:
+                    if first + 2 * microbatch not in made:
+                        name = flow.name(first + 2 * microbatch)
+                        reason = f"it needs {name}, which this rank has not computed before"
+                        raise fault_at(schedule, position, reason)
+                for first in messages if lowered else ():
+                    if first + stride * microbatch not in receives:
+                        name = flow.name((first + stride * microbatch) // schedule.stages)
+                        reason = f"it needs {name}, but its receive has not been posted before"
+                        raise fault_at(schedule, position, reason)
+                product = flow.output(stage, microbatch) + PRODUCT[op]
+                if product in (weights if op is Op.W else made):
+                    raise fault_at(schedule, position, _product_fault(flow, record, product, op))
+                if op is not Op.W:
+                    products.append((made, product))
+                if op in (Op.B, Op.W):
+                    products.append((weights, product))
+            for positions, product in products:
+                positions[product] = position
+    _check_complete(flow, record)
     return record
 
 
-def _compute(schedule: Schedule, flow: Dataflow, record: OrderRecord, instruction: Instruction, position: Position, lowered: bool) -> str:
-    """Record a compute instruction; returns its fault in words, empty where there is none."""
-    home = schedule.placement
-    entered: list[tuple[dict[int, Position], int]] = []
-    for op, stage, microbatch, *_ in instruction[5] or (instruction,):
-        assert microbatch is not None
-        output = 2 * (stage * flow.microbatches + microbatch)
-        for distance, origin in flow.needs[op][stage]:
-            value = output + distance
-            if home[origin] == position[0]:
-                if value not in record.made:
-                    return f"it needs {flow.name(value)}, which this rank has not computed before"
-            elif lowered and value * len(home) + stage not in record.receives:
-                return f"it needs {flow.name(value)}, but its receive has not been posted before"
-        product = PRODUCT.get(op)
-        if product is None:
-            fault = _weight_fault(schedule, record, output + 1)
-            if fault:
-                return fault
-            entered.append((record.weights, output + 1))
-        elif output + product in record.made:
-            _, step, place = record.made[output + product]
-            return f"{flow.name(output + product)} is computed twice, first at step {step}, place {place}"
-        else:
-            entered.append((record.made, output + product))
-    for record_of, value in entered:
-        record_of[value] = position
-    return ""
+def _message_fault(flow: Dataflow, message: int, op: Op, earlier: Position | None) -> str:
+    """Say why a message cannot be sent or received here, or not again."""
+    if earlier is None:
+        name = flow.name(message // flow.schedule.stages)
+        return f"it sends {name}, which this rank has not computed in an earlier step"
+    _, step, place = earlier
+    verb = "sent" if op in SENDS else "received"
+    return f"this message is {verb} twice, first at step {step}, place {place}"
 
 
-def _weight_fault(schedule: Schedule, record: OrderRecord, gradient: int) -> str:
-    if gradient in record.weights:
-        _, step, place = record.weights[gradient]
-        return f"this weight gradient is computed twice, first at step {step}, place {place}"
-    rank, step, place = record.made[gradient]
-    if schedule.programs[rank][step][place].op is Op.B:
+def _product_fault(flow: Dataflow, record: OrderRecord, product: int, op: Op) -> str:
+    """Say that the product of an instruction has been computed before."""
+    rank, step, place = (record.weights if op is Op.W else record.made)[product]
+    if op is not Op.W:
+        return f"{flow.name(product)} is computed twice, first at step {step}, place {place}"
+    if parts_of(flow.schedule.programs[rank][step][place])[-1].op is Op.B:
         return f"the full backward at step {step}, place {place} has computed the weight gradient already"
-    return ""
-
-
-def _message(schedule: Schedule, flow: Dataflow, routes: Routes, record: OrderRecord, instruction: Instruction, position: Position) -> str:
-    """Record one end of a message; returns its fault in words, empty where there is none."""
-    route = routes.get((instruction[0], instruction[1], instruction[3]))
-    if route is None:
-        return _no_route(schedule, instruction)
-    message = message_number(schedule, flow, instruction, route[0], route[1])
-    sending = instruction[0] in SENDS
-    ends = record.sends if sending else record.receives
-    if message in ends:
-        _, step, place = ends[message]
-        return f"this message is {'sent' if sending else 'received'} twice, first at step {step}, place {place}"
-    value = message // len(schedule.placement)
-    if sending and value not in record.made:
-        return f"it sends {flow.name(value)}, which this rank has not computed in an earlier step"
-    ends[message] = position
-    return ""
+    return f"this weight gradient is computed twice, first at step {step}, place {place}"
 
 
 def _no_route(schedule: Schedule, instruction: Instruction) -> str:
@@ -132,40 +121,58 @@ def _no_route(schedule: Schedule, instruction: Instruction) -> str:
     stage, other = instruction.stage, schedule.other_end(instruction)
     if instruction.peer is None and other is None:
         end = "last" if instruction.op in (Op.SEND_F, Op.RECV_B) else "first"
-        return f"stage {stage} is the {end} of its chain, so there is no stage for the other end of this message"
+        return (
+            f"stage {stage} is the {end} of its chain, so there is no stage for the other end of this message"
+        )
     if instruction.peer is None:
-        return f"stages {stage} and {other} are both on rank {schedule.placement[stage]}: no message passes between them"
-    return f"no skip connection that leaves the rank joins stages {stage} and {instruction.peer!r:.40} in this direction"
+        return (
+            f"stages {stage} and {other} are both on rank {schedule.placement[stage]}: no message passes"
+            " between them"
+        )
+    return (
+        f"no skip connection that leaves the rank joins stages {stage} and {instruction.peer!r:.40} in this"
+        " direction"
+    )
 
 
-def _check_complete(schedule: Schedule, flow: Dataflow, routes: Routes, record: OrderRecord) -> None:
-    """Every stage has computed everything for every microbatch of its chain, and every message has two ends."""
+def _check_complete(flow: Dataflow, record: OrderRecord) -> None:
+    """Refuse a stage that lacks a microbatch of its chain, and a message with one end."""
+    schedule = flow.schedule
     per_stage = 1 if schedule.forward_only else 2
     # Not their len(), which knows no range beyond the word size of the machine.
-    expected = sum(len(c.stages) * (c.microbatches.stop - c.microbatches.start) * per_stage for c in schedule.chains)
+    expected = sum(
+        len(c.stages) * (c.microbatches.stop - c.microbatches.start) * per_stage for c in schedule.chains
+    )
     if len(record.made) != expected:
-        raise _missing(schedule, flow, record, per_stage)
-    for value, (rank, step, place) in record.made.items():
-        if value % 2 and value not in record.weights and parts_of(schedule.programs[rank][step][place])[-1].op is Op.I:
-            raise schedule_error(schedule, rank, (step, place), "its weight gradient W is missing: after I there must be one W")
-    for ends, others, verb in ((record.sends, record.receives, "receives"), (record.receives, record.sends, "sends")):
+        raise _missing(flow, record, per_stage)
+    if not schedule.forward_only and len(record.weights) != expected // 2:
+        position = next(p for value, p in record.made.items() if value % 2 and value not in record.weights)
+        reason = "its weight gradient W is missing: after I there must be one W"
+        raise fault_at(schedule, position, reason)
+    for ends, others, verb in (
+        (record.sends, record.receives, "receives"),
+        (record.receives, record.sends, "sends"),
+    ):
         for message, position in ends.items():
             if message not in others:
                 rank, step, place = position
-                instruction = schedule.programs[rank][step][place]
-                other = routes[instruction.op, instruction.stage, instruction.peer].other
-                raise fault_at(schedule, position, f"rank {other}, at the other end, never {verb} this message")
+                op, stage, _, peer, _, _ = schedule.programs[rank][step][place]
+                other = flow.routes[op, stage, peer].other
+                reason = f"rank {other}, at the other end, never {verb} this message"
+                raise fault_at(schedule, position, reason)
 
 
-def _missing(schedule: Schedule, flow: Dataflow, record: OrderRecord, per_stage: int) -> ScheduleError:
-    """The error for the first stage and microbatch that lack a forward or a backward."""
-    for chain in schedule.chains:
+def _missing(flow: Dataflow, record: OrderRecord, per_stage: int) -> ScheduleError:
+    """Make the error for the first stage and microbatch that lack a forward or a backward."""
+    for chain in flow.schedule.chains:
         for microbatch in chain.microbatches:
             for stage in chain.stages:
                 for product, name in ((0, "forward F"), (1, "backward, B or I"))[:per_stage]:
-                    if flow.output(stage, microbatch) + product not in record.made:
-                        rank = schedule.placement[stage]
-                        partner = record.made.get(flow.output(stage, microbatch))
+                    output = flow.output(stage, microbatch)
+                    if output + product not in record.made:
+                        rank = flow.schedule.placement[stage]
+                        forward = record.made.get(output)
+                        place = forward[1:] if forward else last_place(flow.schedule, rank)
                         reason = f"the {name} of stage {stage} for microbatch {microbatch} is missing"
-                        return schedule_error(schedule, rank, partner[1:] if partner else last_place(schedule, rank), reason)
+                        return schedule_error(flow.schedule, rank, place, reason)
     raise AssertionError("a value is missing, yet none is")

@@ -7,7 +7,7 @@ from .order import Position, walk
 
 
 def check_loads(schedule: Schedule) -> None:
-    """Prove that, where anything is loaded, every microbatch is, once, before its forward, in the stages that take data.
+    """Prove that if anything is loaded, each microbatch is, once, before its forward, where data enters.
 
     All first stages load their inputs; the last stages load their targets, all of them or none.
 
@@ -30,13 +30,16 @@ def check_loads(schedule: Schedule) -> None:
                 raise fault_at(schedule, position, "this microbatch is loaded twice")
             loads.add(key)
         elif part.op is Op.F and part.stage in loading and key not in loads:
-            raise fault_at(schedule, position, "its LOAD is missing or comes later, but other microbatches are loaded")
+            raise fault_at(
+                schedule, position, "its LOAD is missing or comes later, but other microbatches are loaded"
+            )
 
 
 def check_tail(schedule: Schedule) -> None:
-    """Prove reductions and the optimizer step: once in all stages or in none, in order, after the last backward.
+    """Prove that reductions and steps come once in all stages or in none, in order, after all backwards.
 
-    REDUCE_TIED is in the stages in which something is tied, which a schedule does not know, and in all replicas of one.
+    REDUCE_TIED is in the stages in which something is tied, which a schedule does not know, and in all
+    replicas of one.
 
     Raises:
         ScheduleError: one that is missing, doubled, early or out of order, or without a backward
@@ -61,7 +64,11 @@ def check_tail(schedule: Schedule) -> None:
     _check_all_stages(schedule, present, found)
     for (op, stage), position in found.items():
         if schedule.forward_only or last[stage] > position:
-            reason = "the schedule has no backward" if schedule.forward_only else f"stage {stage} still computes after it"
+            reason = (
+                "the schedule has no backward"
+                if schedule.forward_only
+                else f"stage {stage} still computes after it"
+            )
             raise fault_at(schedule, position, f"{reason}, expected {op} after all backward work")
 
 
@@ -76,9 +83,19 @@ def _check_all_stages(schedule: Schedule, present: list[Op], found: dict[tuple[O
         for stage in group if summed else ():
             if stage not in summed:
                 rank = schedule.placement[stage]
-                reason = f"stage {stage} has no REDUCE_TIED, but its replica {summed[0]} has: expected it in all replicas or none"
+                reason = (
+                    f"stage {stage} has no REDUCE_TIED, but its replica {summed[0]} has: expected it in all"
+                    " replicas or none"
+                )
                 raise schedule_error(schedule, rank, last_place(schedule, rank), reason)
         # Replicas that are all of the model are data parallel ranks.
-        if Op.STEP in present and not summed and not (len(schedule.replicas) == 1 and Op.REDUCE_GRAD in present):
-            reason = f"stages {group} are replicas, but their gradients are never summed: expected REDUCE_TIED before STEP"
+        if (
+            Op.STEP in present
+            and not summed
+            and not (len(schedule.replicas) == 1 and Op.REDUCE_GRAD in present)
+        ):
+            reason = (
+                f"stages {group} are replicas, but their gradients are never summed: expected REDUCE_TIED"
+                " before STEP"
+            )
             raise fault_at(schedule, found[Op.STEP, group[0]], reason)

@@ -1,6 +1,6 @@
-"""Carry, beside every value of a stage, its derivative along a direction; of that, products with second derivatives."""
-
-from __future__ import annotations
+"""Carry, beside every value of a stage, its derivative along a direction; of that, products with second
+derivatives.
+"""
 
 from functools import wraps
 from typing import Any
@@ -17,7 +17,7 @@ from .tangents import flatten_tangents, push, replaced
 
 
 def dual(fn: Stage) -> Stage:
-    """The stage on pairs of a value and its tangent: forward mode.
+    """Transform a stage into one on pairs of a value and its tangent: forward mode.
 
     Equivalent to, for any trees::
 
@@ -47,17 +47,20 @@ def dual(fn: Stage) -> Stage:
         y, ty = push(lambda p, a: fn(p, a, *extras), (params, x), (tangents, tx), ("params", "x"))
         if not isinstance(y, Output):
             return y, ty
-        ty = Output(None) if ty is None else ty
-        skips = None if y.skips is None else {s: (v, None if ty.skips is None else ty.skips[s]) for s, v in y.skips.items()}
-        return Output((y.y, ty.y), None if y.loss is None else _pair(y.loss, ty.loss), y.metrics, y.state, skips)
+        ty = ty or Output(None)
+        slopes = ty.skips or {}
+        skips = y.skips and {s: (value, slopes.get(s)) for s, value in y.skips.items()}
+        loss = None if y.loss is None else _pair(y.loss, ty.loss)
+        return Output((y.y, ty.y), loss, y.metrics, y.state, skips)
 
     return declaring(stage, Boundary.of(fn).map(lambda prefix: (prefix, prefix)))
 
 
 def dual_loss(loss_fn: Loss) -> Loss:
-    """The loss of what dual stages return: ``loss((y, ty), target) -> tensor[2]``, itself and its derivative along the direction.
+    """Return ``loss((y, ty), target) -> tensor[2]``: the loss, and its derivative along the direction.
 
-    >>> dual_loss(lambda y, target: (y - target) ** 2)((torch.tensor(3.0), torch.tensor(1.0)), torch.tensor(1.0))
+    >>> loss = dual_loss(lambda y, target: (y - target) ** 2)
+    >>> loss((torch.tensor(3.0), torch.tensor(1.0)), torch.tensor(1.0))
     tensor([4., 4.])
     """
 
@@ -69,23 +72,26 @@ def dual_loss(loss_fn: Loss) -> Loss:
 
 
 def sloping(fn: Stage) -> Stage:
-    """As :func:`dual`, with an auxiliary loss of which only the derivative along the direction is differentiated."""
+    """Return the :func:`dual` stage, whose auxiliary loss is differentiated in its slope alone."""
     stage = dual(fn)
 
     @wraps(fn)
     def sloped(params: Any, x: Any, *extras: Any) -> Any:
         out = stage(params, x, *extras)
-        return out._replace(loss=_slope_alone(out.loss)) if isinstance(out, Output) and out.loss is not None else out
+        if isinstance(out, Output) and out.loss is not None:
+            return out._replace(loss=_slope_alone(out.loss))
+        return out
 
     return sloped
 
 
 def hessian_loss(loss_fn: Loss) -> Loss:
-    """The loss whose gradient over :func:`sloping` stages has a Hessian-vector product and the gradient of ``loss_fn``.
+    """Return the loss over :func:`sloping` stages whose gradient holds a Hessian-vector product.
 
-    With ``g`` the gradient and ``H`` the Hessian of the loss, dual stages compute the slope ``<g(params), tangents>``. Its
-    gradient with respect to ``params`` is ``H tangents``; with respect to ``tangents`` it is ``g``. Returns
-    ``loss((y, ty), target) -> tensor[2]``: the loss, without a gradient, and the slope.
+    With ``g`` the gradient and ``H`` the Hessian of the loss, dual stages compute the slope
+    ``<g(params), tangents>``. Its gradient with respect to ``params`` is ``H tangents``; with respect to
+    ``tangents`` it is ``g``. Returns ``loss((y, ty), target) -> tensor[2]``: the loss, without a gradient,
+    and the slope.
 
     References:
         Pearlmutter, Fast exact multiplication by the Hessian, 1994.
@@ -99,7 +105,7 @@ def hessian_loss(loss_fn: Loss) -> Loss:
 
 
 def held_dual(fn: Stage) -> Stage:
-    """As :func:`dual`, with tangents that are constants: no gradient of them is computed or travels back."""
+    """Return the :func:`dual` stage with constant tangents: no gradient of them is computed or sent back."""
     stage = dual(fn)
 
     @wraps(fn)
@@ -111,17 +117,19 @@ def held_dual(fn: Stage) -> Stage:
 
 
 def gauss_newton_loss(loss_fn: Loss) -> Loss:
-    """The loss whose gradient over :func:`held_dual` stages is the Gauss-Newton matrix of ``loss_fn`` times the tangents.
+    """Return the loss over :func:`held_dual` stages whose gradient is a Gauss-Newton-vector product.
 
-    With ``J`` the Jacobian of the model and ``H`` the Hessian of the loss in the outputs ``y``, the gradient of ``<y, H ty>``,
-    in which ``H ty = H J tangents`` is a constant, is ``J' H J tangents``. Returns ``loss((y, ty), target) -> tensor[2]``: the
-    loss, without a gradient, and ``<y, H ty>``, moved to the value ``<ty, H ty>``, the curvature ``<tangents, J' H J tangents>``.
+    With ``J`` the Jacobian of the model and ``H`` the Hessian of the loss in the outputs ``y``, the gradient
+    of ``<y, H ty>``, in which ``H ty = H J tangents`` is a constant, is ``J' H J tangents``. Returns
+    ``loss((y, ty), target) -> tensor[2]``: the loss, without a gradient, and ``<y, H ty>``, moved to the
+    value ``<ty, H ty>``, the curvature ``<tangents, J' H J tangents>``.
 
     References:
         Schraudolph, Fast curvature matrix-vector products for second-order gradient descent, 2002.
 
     >>> loss = gauss_newton_loss(lambda y, target: (y - target) ** 3)
-    >>> torch.func.grad_and_value(lambda y: loss(y, torch.tensor(1.0))[1])((torch.tensor(3.0), torch.tensor(2.0)))
+    >>> pair = torch.tensor(3.0), torch.tensor(2.0)
+    >>> torch.func.grad_and_value(lambda y: loss(y, torch.tensor(1.0))[1])(pair)
     ((tensor(24.), tensor(0.)), tensor(48.))
     """
 
@@ -138,10 +146,12 @@ def gauss_newton_loss(loss_fn: Loss) -> Loss:
             return loss_fn(treedef.unflatten(replaced(leaves, moving, moved)), target)
 
         gradient = torch.func.grad_and_value(of, tuple(range(len(moving))))
-        at, along = tuple(leaves[i].detach() for i in moving), tuple(t.detach() for t in tangents if t is not None)
+        at = tuple(leaves[i].detach() for i in moving)
+        along = tuple(t.detach() for t in tangents if t is not None)
         pushed: tuple[Any, ...] = jvp(gradient, at, along)
         (_, value), (products, _) = pushed
-        # The loss sums over ranks whose outputs are parts of one; an inner product of the parts would be that of one rank.
+        # The loss sums over ranks whose outputs are parts of one; an inner product of the parts would be that
+        # of one rank.
         curvature: Any = jvp(lambda *y: jvp(of, y, along)[1], at, along)[1]
         parts = [_inner(leaves[i] - y0, product) for i, y0, product in zip(moving, at, products, strict=True)]
         return torch.stack([value, sum(parts, curvature.detach())]).to(value.dtype)
@@ -150,7 +160,7 @@ def gauss_newton_loss(loss_fn: Loss) -> Loss:
 
 
 def _inner(a: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
-    """The real scalar product with a constant."""
+    """Return the real scalar product with a constant."""
     product = a * constant.detach().conj()
     return (product.real if product.is_complex() else product).sum()
 
@@ -162,9 +172,10 @@ def _hold(pairs: Any) -> Any:
     if isinstance(pairs, Output):
         if pairs.loss is not None:
             raise ValueError(
-                "got a stage with an auxiliary loss, which has no Gauss-Newton matrix; give it to the loss function of the last stage"
+                "got a stage with an auxiliary loss, which has no Gauss-Newton matrix; give it to the loss"
+                " function of the last stage"
             )
-        skips = None if pairs.skips is None else {s: _hold(pair) for s, pair in pairs.skips.items()}
+        skips = pairs.skips and {s: _hold(pair) for s, pair in pairs.skips.items()}
         return pairs._replace(y=_hold(pairs.y), skips=skips)
     value, tangent = pairs
     return value, _held(tangent)

@@ -5,8 +5,6 @@ the mean and the variance of the input for constants when they are differentiate
 2.13): gradients through them are wrong, without an error. Those of their decompositions are exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,12 +23,19 @@ _BATCH = DECOMPOSITIONS[torch.ops.aten._native_batch_norm_legit.no_stats]
 class DecomposedNorms(TorchFunctionMode):
     """Compute normalisation by decompositions."""
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _DECOMPOSED.get(func, func)(*args, **(kwargs or {}))
 
 
 def _layer_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enable: bool = True
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
 ) -> Tensor:
     return _LAYER(input, list(normalized_shape), weight, bias, eps)[0]
 
@@ -67,7 +72,10 @@ def _instance_norm(
     if not use_input_stats:
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     if running_mean is not None or running_var is not None:
-        raise NotImplementedError("instance norm with running statistics has no second derivatives here; set track_running_stats=False")
+        raise NotImplementedError(
+            "instance norm with running statistics has no second derivatives here; set"
+            " track_running_stats=False"
+        )
     require_spatial(input.size())
     b = len(input)
     scale, shift = (None if t is None else t.repeat(b) for t in (weight, bias))
@@ -78,8 +86,12 @@ def _instance_norm(
 _DECOMPOSED: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.layer_norm: _layer_norm,
     F.layer_norm: _layer_norm,
-    torch.batch_norm: lambda x, weight, bias, mean, var, *rest: _batch_norm(x, mean, var, weight, bias, *rest[:3]),
+    torch.batch_norm: lambda x, weight, bias, mean, var, *rest: _batch_norm(
+        x, mean, var, weight, bias, *rest[:3]
+    ),
     F.batch_norm: _batch_norm,
-    torch.instance_norm: lambda x, weight, bias, mean, var, *rest: _instance_norm(x, mean, var, weight, bias, *rest[:3]),
+    torch.instance_norm: lambda x, weight, bias, mean, var, *rest: _instance_norm(
+        x, mean, var, weight, bias, *rest[:3]
+    ),
     F.instance_norm: _instance_norm,
 }

@@ -1,7 +1,5 @@
 """Compute per-sample gradients by a copy of the parameters for every sample, and use them."""
 
-from __future__ import annotations
-
 from functools import wraps
 from typing import Any
 
@@ -17,15 +15,15 @@ from .ensemble import batched
 
 
 def per_sample(fn: Stage, *, randomness: str = "error", alone: bool = True, joined: bool = True) -> Stage:
-    """The stage with parameters of its own for every sample, so that gradients do not add up over them.
+    """Give every sample parameters of its own, so that gradients do not add up over samples.
 
-    Equivalent to ``torch.func.vmap(fn)``, with every sample a batch of one: parameters (see :func:`for_samples`), ``x`` and the
-    further arguments have a leading axis b.
+    Equivalent to ``torch.func.vmap(fn)``, with every sample a batch of one: parameters (see
+    :func:`for_samples`), ``x`` and the further arguments have a leading axis b.
 
     Args:
         randomness: that of ``vmap``.
-        alone: whether ``x`` and the further arguments have a batch axis, which becomes one sample long; else the stage
-            gets what the one before it returned for that sample.
+        alone: whether ``x`` and the further arguments have a batch axis, which becomes one sample long; else
+            the stage gets what the one before it returned for that sample.
         joined: whether outputs have a batch axis, which becomes b long; else they get a further axis b.
     """
 
@@ -33,7 +31,8 @@ def per_sample(fn: Stage, *, randomness: str = "error", alone: bool = True, join
         out = fn(params, *(_alone(sample) if alone else sample))
         if isinstance(out, Output) and (out.loss, out.metrics, out.state) != (None, None, None):
             raise ValueError(
-                "it returns an auxiliary loss, metrics or a state, of which there are none per sample; return y and skips alone"
+                "it returns an auxiliary loss, metrics or a state, of which there are none per sample; return"
+                " y and skips alone"
             )
         return out
 
@@ -46,7 +45,7 @@ def per_sample(fn: Stage, *, randomness: str = "error", alone: bool = True, join
 
 
 def per_sample_loss(loss_fn: Loss, *, joined: bool = True) -> Loss:
-    """The losses of every sample as a batch of one: ``loss(y, target) -> tensor[b]``. ``joined`` is that of the stages."""
+    """Return ``loss(y, target) -> tensor[b]``, the losses of every sample as a batch of one."""
 
     def one(y: Any, target: Any) -> torch.Tensor:
         return loss_fn(_alone(y) if joined else y, _alone(target))
@@ -58,7 +57,7 @@ def per_sample_loss(loss_fn: Loss, *, joined: bool = True) -> Loss:
 
 
 def for_samples(params: Any, samples: int) -> Any:
-    """The parameters with a leading axis of samples: views, without a copy.
+    """Expand the parameters along a leading axis of samples: views, without a copy.
 
     >>> for_samples({"w": torch.zeros(3)}, 5)["w"].shape
     torch.Size([5, 3])
@@ -66,13 +65,15 @@ def for_samples(params: Any, samples: int) -> Any:
 
     def copies(p: torch.Tensor) -> torch.Tensor:
         layout = layout_of(p)
-        return distributed(repeat(local(p).detach(), "... -> b ...", b=samples), layout and layout.stacked(samples))
+        return distributed(
+            repeat(local(p).detach(), "... -> b ...", b=samples), layout and layout.stacked(samples)
+        )
 
     return tree_map(copies, params)
 
 
 def square_norms(grads: Any) -> torch.Tensor:
-    """The square of the norm of every per-sample gradient, over all leaves of ``grads``.
+    """Compute the squared norm of every per-sample gradient, over all leaves of ``grads``.
 
     Args:
         grads: a tree of per-sample gradients, [m, b, ...] each. Where the stages of a model are on several
@@ -90,7 +91,7 @@ def square_norms(grads: Any) -> torch.Tensor:
 
 
 def clipped_sum(grads: Any, square_norms: torch.Tensor, max_norm: float) -> Any:
-    """The sum of per-sample gradients, each scaled down to a norm of ``max_norm`` at most.
+    """Sum per-sample gradients, each scaled down to a norm of ``max_norm`` at most.
 
     Args:
         grads: a tree of per-sample gradients, [m, b, ...] each.
@@ -122,15 +123,15 @@ def clipped_sum(grads: Any, square_norms: torch.Tensor, max_norm: float) -> Any:
 
 
 def _alone(sample: Any) -> Any:
-    """A sample as a batch of one."""
+    """Make a sample a batch of one."""
     return tree_map(lambda t: rearrange(t, "... -> 1 ..."), sample)
 
 
 def _joined(t: torch.Tensor) -> torch.Tensor:
-    """Batches of one as one batch: [b, 1, ...] becomes [b, ...]."""
+    """Join batches of one to one batch: [b, 1, ...] becomes [b, ...]."""
     if t.ndim < 2 or t.shape[1] != 1:
         raise ValueError(
-            f"got an output of shape {list(t.shape[1:])} for a batch of one; a stage with per-sample gradients "
-            "must return leaves with a leading batch axis"
+            f"got an output of shape {list(t.shape[1:])} for a batch of one; a stage with per-sample"
+            " gradients must return leaves with a leading batch axis"
         )
     return rearrange(t, "b 1 ... -> b ...")

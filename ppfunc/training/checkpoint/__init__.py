@@ -1,4 +1,16 @@
-"""Checkpoints that are whole or not there: saved, verified and loaded by name, on any grid of ranks."""
+"""Save and load checkpoints that are there as a whole or not at all, by name, on any grid of ranks.
+
+::
+
+    save    api -> naming: a name for each leaf -> boxes: the part that each rank holds
+            -> saving: the same plan on all ranks -> tensor_file: one file a rank, digests, flushed
+            -> manifest: written last -> folders: the rename that makes the checkpoint appear
+    load    api -> loading -> folders: the latest first -> manifest -> verify: the next one if it is refused
+            -> tensor_file: the parts that this rank needs -> boxes: copied into what it holds
+
+``peers`` carries answers between ranks: a failure on one rank raises on all. ``model_files`` writes and
+reads the safetensors files of a model under its own names.
+"""
 
 from .api import Saving, load, save, save_async
 from .errors import CheckpointError

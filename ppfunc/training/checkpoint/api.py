@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ppfunc.stage.interrupts import hold_interrupts
-
 from .loading import load_tree
 from .naming import Names
 from .peers import Group, Peers
@@ -20,38 +18,47 @@ from .saving import SaveWork, prepare, write
 
 
 def save(
-    folder: str | Path, state: Any, keep: int | None = 3, *, step: int | None = None, names: Names = None, group: Group = None
-) -> Path:  # fmt: skip
+    folder: str | Path,
+    state: Any,
+    keep: int | None = 3,
+    *,
+    step: int | None = None,
+    names: Names = None,
+    group: Group = None,
+) -> Path:
     """Write a state to ``folder/step-N``. The checkpoint appears when it is complete and flushed.
 
-    All ranks call it, each with what it holds: DTensors, and plain tensors, which are the same on all ranks that hold one. Each element
-    is written once. It can be loaded into any state with the same names: schedule, sharding and number of ranks may be others, and
-    with ``names`` the stages, too.
+    All ranks call it, each with what it holds: DTensors, and plain tensors, which are the same on all ranks
+    that hold one. Each element is written once. It can be loaded into any state with the same names:
+    schedule, sharding and number of ranks may be others, and with ``names`` also the stages.
 
     Args:
         folder: of all checkpoints of a run; all ranks share it.
-        state: a tree of tensors, numbers and texts, such as a :class:`ppfunc.TrainState`, or a dictionary of one and the position in
-            the data.
-        keep: how many checkpoints stay; those of the earliest steps are deleted. None keeps all. A checkpoint counts if its files have
-            their sizes: their bytes are not read again, so 1 leaves nothing to fall back to where the disk damages the last one.
-        step: number of the checkpoint; by default the leaf of the state that is called ``step``, or else that of the one TrainState in
-            it, which does not count skipped updates.
-        names: names of the parameters that do not depend on the stages: a :class:`ppfunc.Split`, ``{stage: {name of a leaf: name in the
-            model}}``, or such a function of stage and name. By default a name has its stage, and is loaded into the same stages only.
-        group: the ranks that save: a mesh or a process group; by default all, or this process where ``torch.distributed`` is not
-            initialised.
+        state: a tree of tensors, numbers and texts, such as a :class:`ppfunc.TrainState`, or a dictionary of
+            one and the position in the data.
+        keep: how many checkpoints stay; those of the earliest steps are deleted. None keeps all. A checkpoint
+            counts if its files have their sizes: their bytes are not read again, so 1 leaves nothing to fall
+            back to where the disk damages the last one.
+        step: number of the checkpoint; by default the leaf of the state that is called ``step``, or else that
+            of the one TrainState in it, which does not count skipped updates.
+        names: names of the parameters that do not depend on the stages: a :class:`ppfunc.Split`,
+            ``{stage: {name of a leaf: name in the model}}``, or such a function of stage and name. By default
+            a name has its stage, and is loaded into the same stages only.
+        group: the ranks that save: a mesh or a process group; by default all, or this process where
+            ``torch.distributed`` is not initialised.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        FileExistsError: a good checkpoint of this step, or of a later one, is there. Damaged ones are put aside.
+        FileExistsError: a good checkpoint of this step, or of a later one, is there. Damaged ones are put
+            aside.
         ValueError, TypeError: names, shapes or values that do not fit together, which are named.
         CheckpointError: another rank is gone, or has failed in another way.
         OSError: the disk of this rank is full, or does not work.
 
-    Jobs on different hosts should not save into one folder: the lock by which one tells that another still writes may be local to a host
-    on a network file system.
+    Jobs on different hosts should not save into one folder: the lock by which one tells that another still
+    writes may be local to a host on a network file system.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as runs:
@@ -60,45 +67,56 @@ def save(
     ('step-1', {'w': tensor([1., 1.]), 'batch': 7})
     """
     _flight.end_last()
-    with Peers(group) as peers, ExitStack() as held:
-        return write(peers, prepare(peers, folder, state, step, keep, names, group, None, held))
+    with Peers(group) as peers, ExitStack() as stack:
+        return write(peers, prepare(peers, folder, state, step, keep, names, None, stack))
 
 
 def save_async(
-    folder: str | Path, state: Any, keep: int | None = 3, *, step: int | None = None, names: Names = None, group: Group = None
-) -> Saving:  # fmt: skip
-    """Begin to save a state, as :func:`save` does: returns when it is copied to the host's memory, so that training can go on.
+    folder: str | Path,
+    state: Any,
+    keep: int | None = 3,
+    *,
+    step: int | None = None,
+    names: Names = None,
+    group: Group = None,
+) -> Saving:
+    """Begin to save a state, as :func:`save` does: returns when it is copied to the host's memory, so that
+    training can go on.
 
-    The rest is done by a thread, over a process group of its own. One save is under way at a time: the next one, and the end of the
-    program, wait for it, and warn if it has failed, unless :meth:`Saving.result` has raised that. Take the result of the last one before
-    ``destroy_process_group``. The memory of the copies is kept for the next one.
+    The rest is done by a thread, over a process group of its own. One save is under way at a time: the next
+    one, and the end of the program, wait for it, and warn if it has failed, unless :meth:`Saving.result` has
+    raised that. Take the result of the last one before ``destroy_process_group``. The memory of the copies is
+    kept for the next one.
 
     Args:
-        folder, state, keep, step, names, group: see :func:`save`.
+        folder, state, keep, step, names, group: as for :func:`save`.
     """
-    with _flight.lock, ExitStack() as held:
+    with _flight.lock, ExitStack() as stack:
         _flight.end_last()
-        peers = held.enter_context(Peers(group))
-        work = prepare(peers, folder, state, step, keep, names, group, _flight.spare, held)
-        with hold_interrupts():
-            _flight.spare = work.mine
-            _flight.last = Saving(peers, work, held.pop_all())
+        peers = stack.enter_context(Peers(group))
+        # Memory that a thread may still read is never that of the next save.
+        spare, _flight.spare = _flight.spare, {}
+        work = prepare(peers, folder, state, step, keep, names, spare, stack)
+        _flight.last = Saving(peers, work, stack.pop_all())
         return _flight.last
 
 
 class Saving:
-    """A save that is under way: made by :func:`save_async`."""
+    """Handle a save that is under way: made by :func:`save_async`."""
 
-    def __init__(self, peers: Peers, work: SaveWork, held: ExitStack) -> None:
-        self._target = work.target
+    def __init__(self, peers: Peers, work: SaveWork, stack: ExitStack) -> None:
+        self._copies = work.mine
+        self._target = work.contents.folder
         self._error: BaseException | None = None
         self._seen = False
         self._ended = threading.Event()  # a thread whose join is interrupted is taken for one that has ended
-        threading.Thread(target=self._run, args=(peers, work, held), name=f"ppfunc {work.target.name}").start()
+        threading.Thread(
+            target=self._run, args=(peers, work, stack), name=f"ppfunc {self._target.name}"
+        ).start()
 
-    def _run(self, peers: Peers, work: SaveWork, held: ExitStack) -> None:
+    def _run(self, peers: Peers, work: SaveWork, stack: ExitStack) -> None:
         try:
-            with held:
+            with stack:
                 write(peers, work)
         except BaseException as error:
             self._error = error
@@ -110,7 +128,7 @@ class Saving:
         return f"<save of {self._target}, {state}>"
 
     def done(self) -> bool:
-        """Tell whether it has ended, well or not."""
+        """Tell if the save has ended, well or not."""
         return self._ended.is_set()
 
     def result(self, timeout: float | None = None) -> Path:
@@ -130,12 +148,16 @@ class Saving:
             raise self._error
         return self._target
 
-    def end(self) -> None:
-        """Wait until it has ended; warn of a failure that nobody has seen."""
+    def end(self) -> dict[str, Tensor]:
+        """Wait until it has ended, warn of a failure that nobody has seen, and hand over the copies."""
         self._ended.wait()
         if self._error is not None and not self._seen:
             self._seen = True
-            warnings.warn(f"{self._target} was not saved: {type(self._error).__name__}: {self._error}", stacklevel=4)
+            warnings.warn(
+                f"{self._target} was not saved: {type(self._error).__name__}: {self._error}", stacklevel=4
+            )
+        copies, self._copies = self._copies, {}
+        return copies
 
 
 class _Flight:
@@ -150,8 +172,8 @@ class _Flight:
         """Wait for the save that is under way, and warn if it has failed."""
         with self.lock:
             if self.last is not None:
-                self.last.end()
-                self.last = None  # not before: who interrupts the wait may save again, and the memory of the copies is still read
+                self.spare = self.last.end()
+                self.last = None  # not before: who interrupts the wait may save again
 
 
 _flight = _Flight()
@@ -161,14 +183,16 @@ atexit.register(_flight.end_last)
 def load(folder: str | Path, like: Any, *, names: Names = None, group: Group = None) -> Any:
     """Load a state: every rank reads what it needs, and verifies every byte that it takes.
 
-    All ranks call it. What is loaded is new tensors; when it raises, it raises on all ranks, and nothing has changed.
+    All ranks call it. What is loaded is new tensors; when it raises, it raises on all ranks, and nothing has
+    changed.
 
     Args:
-        folder: that was given to :func:`save`, whose latest good checkpoint is loaded, with a warning where later ones are damaged; or
-            a checkpoint, such as :func:`latest` gives; or a folder of safetensors files under a model's own names, as :func:`export` and
-            Hugging Face write them, which have no digests. Ignored are files that nothing reads, whose names begin with a dot.
-        like: a state of the form to load, such as ``trainer.init(params)``. Its names, shapes and dtypes have to be those of the
-            checkpoint, all of them; layouts over a mesh and devices are its own.
+        folder: that was given to :func:`save`, whose latest good checkpoint is loaded, with a warning where
+            later ones are damaged; or a checkpoint, such as :func:`latest` gives; or a folder of safetensors
+            files under a model's own names, as :func:`export` and Hugging Face write them, which have no
+            digests. Ignored are files that nothing reads, whose names begin with a dot.
+        like: a state of the form to load, such as ``trainer.init(params)``. Its names, shapes and dtypes have
+            to be those of the checkpoint, all of them; layouts over a mesh and devices are its own.
         names, group: see :func:`save`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Boxes: the part of a tensor that a rank holds, or that a file has, as offset and shape in the whole."""
+"""Describe the part of a tensor that a rank or a file holds, by its offset and shape in the whole."""
 
 from __future__ import annotations
 
@@ -7,18 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ppfunc.stage._torch import is_dtensor
 from ppfunc.stage.layout import local
 
 
 class Box(NamedTuple):
-    """A part of a tensor.
-
-    Args:
-        offset: of its first element, per dimension.
-        shape: of the part.
-    """
+    """Describe a part of a tensor: the offset of its first element, and its shape."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -34,11 +29,13 @@ class Box(NamedTuple):
         return math.prod(self.shape)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Find the place of this box in a tensor that holds ``outer``."""
-        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.offset, outer.offset, self.shape, strict=True))
+        """Return the slices of this box in a tensor that holds ``outer``."""
+        return tuple(
+            slice(a - b, a - b + n) for a, b, n in zip(self.offset, outer.offset, self.shape, strict=True)
+        )
 
     def __and__(self, other: Box) -> Box | None:
-        """Intersect two boxes; None where there is none.
+        """Intersect two boxes; None where no element is in both.
 
         >>> Box((0, 0), (2, 4)) & Box((1, 2), (5, 5)), Box((0,), (2,)) & Box((2,), (1,))
         (Box(offset=(1, 2), shape=(1, 2)), None)
@@ -55,41 +52,48 @@ def box_of(tensor: torch.Tensor, name: str) -> Box:
     Raises:
         ValueError: a DTensor whose ranks hold parts of a sum, or parts that are no boxes.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return Box.of_whole(tensor.shape)
     mesh, offset, shape = tensor.device_mesh, [0] * tensor.ndim, list(tensor.shape)
     place = mesh.get_coordinate()
+    if not place:
+        return Box(tuple(offset), (0,) * tensor.ndim)
+    from torch.distributed.tensor import Replicate, Shard  # here, because the import takes long
+
     for axis, placement in enumerate(tensor.placements):
         if type(placement) is Shard:
             dim = placement.dim % tensor.ndim
             size = -(-shape[dim] // mesh.size(axis))  # as torch.chunk cuts
-            start = min(shape[dim], size * place[axis]) if place else shape[dim]
+            start = min(shape[dim], size * place[axis])
             offset[dim], shape[dim] = offset[dim] + start, min(size, shape[dim] - start)
         elif type(placement) is not Replicate:
-            raise ValueError(f"{name} has the placement {placement}, whose parts are no boxes; redistribute it to Shard or Replicate first")
-    box = Box(tuple(offset), tuple(shape)) if place else Box(tuple(offset), (0,) * tensor.ndim)
-    if place and box.shape != tuple(local(tensor).shape):
+            raise ValueError(
+                f"{name} has the placement {placement}, whose parts are no boxes; redistribute it to Shard or"
+                " Replicate first"
+            )
+    if shape != list(local(tensor).shape):
         raise ValueError(
-            f"{name}: this rank holds the shape {list(local(tensor).shape)}, its placements {tensor.placements} give {list(box.shape)}"
+            f"{name}: this rank holds the shape {list(local(tensor).shape)}, its placements"
+            f" {tensor.placements} give {shape}"
         )
-    return box
+    return Box(tuple(offset), tuple(shape))
 
 
-def require_tiled(boxes: Sequence[Box], shape: Sequence[int], name: str) -> None:
-    """Raise ValueError unless every element of a tensor is in one box, and in one only."""
-    whole, ahead = Box.of_whole(shape), [box for box in sorted(boxes) if box.numel]
-    for box in ahead:
+def require_tiled(boxes: Iterable[Box], shape: Sequence[int], name: str) -> None:
+    """Raise ValueError unless every element of a tensor is in exactly one box."""
+    whole, count = Box.of_whole(shape), 0
+    open_: list[Box] = []  # those that may overlap the next one, whose offsets are not smaller
+    for box in sorted(box for box in boxes if box.numel):
         if len(box.offset) != len(whole.shape) or (box & whole) != box:
-            raise ValueError(f"{name} of shape {list(shape)} has the part {_told(box)}, which leaves it")
-    open_: list[Box] = []
-    for box in ahead:
+            raise ValueError(f"{name} of shape {list(shape)} has the part {_shown(box)}, which leaves it")
         open_ = [o for o in open_ if not o.shape or o.offset[0] + o.shape[0] > box.offset[0]]
-        if (other := next((o for o in open_ if o & box), None)) is not None:
-            raise ValueError(f"{name} has the parts {_told(other)} and {_told(box)}, which overlap")
+        if other := next((o for o in open_ if o & box), None):
+            raise ValueError(f"{name} has the parts {_shown(other)} and {_shown(box)}, which overlap")
         open_.append(box)
-    if sum(box.numel for box in ahead) != whole.numel:
-        raise ValueError(f"{name} of shape {list(shape)} has parts for {sum(box.numel for box in ahead)} of {whole.numel} elements")
+        count += box.numel
+    if count != whole.numel:
+        raise ValueError(f"{name} of shape {list(shape)} has parts for {count} of {whole.numel} elements")
 
 
-def _told(box: Box) -> str:
+def _shown(box: Box) -> str:
     return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(*box, strict=True)) + "]"

@@ -1,7 +1,5 @@
 """Define the errors of checkpoints, and escape foreign names in them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -9,7 +7,7 @@ _MOST = 200  # characters
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is damaged, incomplete, or none; or the ranks that save or load together cannot go on."""
+    """Refuse a checkpoint that is damaged or incomplete; or the ranks that save or load cannot go on."""
 
 
 class RankError(CheckpointError):
@@ -18,7 +16,9 @@ class RankError(CheckpointError):
 
 @contextmanager
 def reading(name: object) -> Iterator[None]:
-    """Raise CheckpointError where the operating system cannot read this, so that an earlier checkpoint is tried."""
+    """Raise CheckpointError where the operating system cannot read this, so that an earlier checkpoint is
+    tried.
+    """
     try:
         yield
     except OSError as error:

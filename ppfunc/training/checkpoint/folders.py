@@ -1,4 +1,5 @@
-"""Keep the folders of checkpoints: one per step, which appears whole by a rename, and old ones that go the same way.
+"""Keep the folders of checkpoints: one per step, which appears whole by a rename, and old ones that go the
+same way.
 
 ========================  ====================================================================================
 ``step-12``               a checkpoint
@@ -8,17 +9,14 @@
 ========================  ====================================================================================
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re
 import secrets
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from .errors import CheckpointError, escaped, reading
 from .manifest import MANIFEST, Contents, read_manifest
@@ -34,20 +32,19 @@ def step_of(folder: Path) -> int | None:
     >>> step_of(Path("runs/step-12")), step_of(Path("runs/step-12.writing-a0"))
     (12, None)
     """
-    found = _STEP.fullmatch(folder.name)
-    return None if found is None else int(found[1])
+    match = _STEP.fullmatch(folder.name)
+    return None if match is None else int(match[1])
 
 
 def on_the_way(folder: Path) -> str | None:
-    """Tell whether a folder is one that is being ``writing`` or ``deleting``; None for neither."""
-    found = _ON_THE_WAY.fullmatch(folder.name)
-    return None if found is None else found[1]
+    """Tell by its name if a folder is ``writing`` or ``deleting``; None for neither."""
+    match = _ON_THE_WAY.fullmatch(folder.name)
+    return None if match is None else match[1]
 
 
 def is_stray(name: str) -> bool:
-    """Tell whether a file is one that nothing reads, such as file systems and viewers leave behind: its name begins with a dot.
-
-    Not ``.metadata``, which torch.distributed.checkpoint would unpickle.
+    """Tell if nothing reads a file, such as file systems and viewers leave behind: its name begins with
+    a dot, but for ``.metadata``, which torch.distributed.checkpoint would unpickle.
 
     >>> [name for name in (".DS_Store", ".nfs0001", ".metadata", "x.pkl") if is_stray(name)]
     ['.DS_Store', '.nfs0001']
@@ -56,10 +53,13 @@ def is_stray(name: str) -> bool:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """List the checkpoints in a folder, good or not, the latest first; a link or a file by such a name is one that is not good."""
+    """List the checkpoints in a folder, good or not, the latest first; a link or a file of such a name is one
+    that is not good.
+    """
     with reading(root):
-        found = [Path(entry.path) for entry in os.scandir(root)] if root.is_dir() else []
-    return sorted((path for path in found if step_of(path) is not None), key=lambda path: -(step_of(path) or 0))
+        paths = [Path(entry.path) for entry in os.scandir(root)] if root.is_dir() else []
+    steps = {path: step for path in paths if (step := step_of(path)) is not None}
+    return sorted(steps, key=steps.__getitem__, reverse=True)
 
 
 def flush_folder(folder: Path) -> None:
@@ -71,76 +71,12 @@ def flush_folder(folder: Path) -> None:
         os.close(file)
 
 
-class Draft:
-    """A checkpoint that is being written; a context manager that deletes it unless it was committed.
-
-    Args:
-        root: the folder of checkpoints, made where there is none.
-        step: of the checkpoint.
-    """
-
-    def __init__(self, root: Path, step: int) -> None:
-        if (root / MANIFEST).exists():
-            raise ValueError(f"folder: {root} is a checkpoint itself; give the folder in which there is one for each step")
-        self.target = root / f"step-{step}"
-        make_folder(root)
-        self._lock = -1
-        while self._lock < 0:  # a save beside this one may delete the folder before it is locked
-            self.nonce = secrets.token_hex(8)
-            self.folder = writing(self.target, self.nonce)
-            os.mkdir(self.folder)
-            self._lock = _locked(self.folder)
-
-    def seal(self, contents: Contents, text: bytes) -> None:
-        """Write the manifest, and flush it.
-
-        Args:
-            contents: that the ranks have written.
-            text: of the manifest.
-
-        Raises:
-            CheckpointError: a file that another rank has written is not here.
-        """
-        for name, (size, _) in contents.files.items():
-            if not (self.folder / name).exists() or os.stat(self.folder / name).st_size != size:
-                raise CheckpointError(f"{self.folder / name} is not as a rank has written it; give a folder that all ranks share")
-        file = os.open(self.folder / MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            memory = memoryview(text)
-            while len(memory):
-                memory = memory[os.write(file, memory) :]
-            os.fsync(file)
-        finally:
-            os.close(file)
-        flush_folder(self.folder)
-
-    def commit(self) -> None:
-        """Make the checkpoint appear, once it is sealed.
-
-        Raises:
-            FileExistsError: another has saved this step at the same time.
-        """
-        try:
-            os.rename(self.folder, self.target)
-        except OSError as error:
-            if self.target.exists():
-                raise FileExistsError(f"{self.target} has been saved by another at the same time") from error
-            raise
-        self._unlock()
-        flush_folder(self.target.parent)
-
-    def _unlock(self) -> None:
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            os.close(lock)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._lock >= 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        self._unlock()
+def make_folder(root: Path) -> None:
+    """Make a folder, and the folders around it, on the disk."""
+    for path in reversed([path for path in (root, *root.parents) if not path.exists()]):
+        with suppress(FileExistsError):
+            os.mkdir(path)
+        flush_folder(path.parent)
 
 
 def writing(target: Path, nonce: str) -> Path:
@@ -148,13 +84,29 @@ def writing(target: Path, nonce: str) -> Path:
     return target.with_name(f"{target.name}.writing-{nonce}")
 
 
-def make_folder(root: Path) -> None:
-    """Make a folder, and the folders around it, on the disk."""
-    missing = [path for path in (root, *root.parents) if not path.exists()]
-    for path in reversed(missing):
-        with suppress(FileExistsError):
-            os.mkdir(path)
-        flush_folder(path.parent)
+@contextmanager
+def draft(target: Path) -> Iterator[str]:
+    """Make the folder in which a checkpoint is written, and yield its nonce; delete it unless it was
+    committed.
+
+    Args:
+        target: the folder of the checkpoint.
+    """
+    root, lock = target.parent, -1
+    if (root / MANIFEST).exists():
+        raise ValueError(
+            f"folder: {root} is a checkpoint itself; give the folder in which there is one for each step"
+        )
+    make_folder(root)
+    while lock < 0:  # a save beside this one may delete the folder before it is locked
+        nonce = secrets.token_hex(8)
+        os.mkdir(writing(target, nonce))
+        lock = _locked(writing(target, nonce))
+    try:
+        yield nonce
+    finally:
+        shutil.rmtree(writing(target, nonce), ignore_errors=True)
+        os.close(lock)
 
 
 def _locked(folder: Path) -> int:
@@ -177,63 +129,72 @@ def _locked(folder: Path) -> int:
 
 
 def clean(written: Path, keep: int | None) -> None:
-    """Delete what dead writers have left around a checkpoint, and all checkpoints but this one and the latest ``keep`` complete ones.
+    """Delete what dead writers have left around a checkpoint, and all checkpoints but this one and the latest
+    ``keep`` complete ones.
 
-    Complete is told by names and sizes: bytes are not read again. One that is not complete does not count, and is deleted with those
-    before the last that is kept. Whether a writer is dead is told by its lock, which a network file system may keep to its host:
-    two jobs on different hosts should not save into one folder.
+    Complete is told by names and sizes: bytes are not read again. One that is not complete does not count,
+    and is deleted with those before the last that is kept. Whether a writer is dead is told by its lock,
+    which a network file system may keep to its host: two jobs on different hosts should not save into one
+    folder.
     """
-    root = written.parent
+    root, count = written.parent, 0
     for entry in list(os.scandir(root)):
-        if on_the_way(Path(entry.path)) and entry.is_dir(follow_symlinks=False) and (lock := _locked(Path(entry.path))) >= 0:
+        if (
+            on_the_way(Path(entry.path))
+            and entry.is_dir(follow_symlinks=False)
+            and (lock := _locked(Path(entry.path))) >= 0
+        ):
             shutil.rmtree(entry.path, ignore_errors=True)
             os.close(lock)
     if keep is None:
         return
-    kept = 0
     for path in checkpoints(root):
-        if path.is_symlink() or not path.is_dir():  # somebody else's, to whom a load tells it
+        if path.is_symlink() or not path.is_dir():  # somebody else's: a load names it
             continue
-        if path != written and kept >= keep:
-            with suppress(FileNotFoundError):  # another save deletes it, too
-                _delete(path)
-        elif path == written or is_complete(path):
-            kept += 1
+        if path == written or (count < keep and is_complete(path)):
+            count += 1
+        elif count >= keep:
+            with suppress(FileNotFoundError):  # another save deletes it as well
+                # At once for those who look for one.
+                gone = path.with_name(f"{path.name}.deleting-{secrets.token_hex(8)}")
+                os.rename(path, gone)
+                flush_folder(root)
+                shutil.rmtree(gone, ignore_errors=True)
 
 
-def _delete(path: Path) -> None:
-    """Delete a checkpoint: at once for those who look for one."""
-    gone = path.with_name(f"{path.name}.deleting-{secrets.token_hex(8)}")
-    os.rename(path, gone)
-    flush_folder(path.parent)
-    shutil.rmtree(gone, ignore_errors=True)
-
-
-def require_complete(contents: Contents) -> None:
-    """Check, without reading tensors, that all files of a checkpoint are there, and nothing else.
+def open_checkpoint(folder: Path) -> Contents:
+    """Read the manifest of a checkpoint, and check, without reading tensors, that all of its files are there,
+    and nothing else.
 
     Raises:
-        CheckpointError: a file is lost, cut, a link, foreign, or the checkpoint is that of another step, or cannot be read.
+        CheckpointError: a file is lost, cut, a link, foreign, or the checkpoint is that of another step, or
+            cannot be read.
     """
-    folder = contents.folder
     with reading(folder):  # another save may delete it
-        for name, (size, _) in contents.files.items():
-            file = open_plain(folder, name)
-            try:
-                if (found := os.fstat(file).st_size) != size:
-                    raise CheckpointError(f"{escaped(f'{folder.name}/{name}')} has {found} bytes, expected {size}")
-            finally:
-                os.close(file)
-        if foreign := sorted(name for name in os.listdir(folder) if name not in contents.files and name != MANIFEST and not is_stray(name)):
-            raise CheckpointError(f"{escaped(f'{folder.name}/{foreign[0]}')} is no part of the checkpoint; take it away")
+        if not folder.is_dir() or folder.is_symlink():
+            raise CheckpointError(f"{escaped(folder)} is no folder, or a link; put the folder itself there")
+        if on_the_way(folder):
+            raise CheckpointError(f"{escaped(folder.name)} was not committed")
+        contents = read_manifest(folder)
+        for name, (expected, _) in contents.files.items():
+            with open_plain(folder, name) as (_, size):
+                if size != expected:
+                    raise CheckpointError(
+                        f"{escaped(f'{folder.name}/{name}')} has {size} bytes, expected {expected}"
+                    )
+        for name in sorted(os.listdir(folder)):
+            if name not in contents.files and name != MANIFEST and not is_stray(name):
+                raise CheckpointError(
+                    f"{escaped(f'{folder.name}/{name}')} is no part of the checkpoint; take it away"
+                )
     if step_of(folder) not in (None, contents.step):
         raise CheckpointError(f"{escaped(folder.name)} holds the checkpoint of step {contents.step}")
+    return contents
 
 
 def is_complete(folder: Path) -> bool:
-    """Tell whether a checkpoint is complete, without reading tensors."""
-    try:
-        require_complete(read_manifest(folder))
-    except CheckpointError:
-        return False
-    return True
+    """Tell if a checkpoint is complete, without reading tensors."""
+    with suppress(CheckpointError):
+        open_checkpoint(folder)
+        return True
+    return False

@@ -1,11 +1,9 @@
-"""Write down what a checkpoint holds, and read it again: ``manifest.json``, which is the sign that a checkpoint is whole."""
-
-from __future__ import annotations
+"""Write and read ``manifest.json``: what a checkpoint holds, and the sign that it is whole."""
 
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +11,7 @@ import torch
 
 from .boxes import Box, require_tiled
 from .errors import CheckpointError, escaped
-from .tensor_file import DTYPES_BY_NAME, dtype_name, is_sizes, read_json, read_plain
+from .tensor_file import DTYPES_BY_NAME, dtype_name, is_sizes, read_json, read_plain, require_readable
 
 MANIFEST = "manifest.json"
 _FORMAT, _VERSION = "ppfunc checkpoint", 2
@@ -25,7 +23,7 @@ Value = bool | int | float | str
 
 
 class StoredPart(NamedTuple):
-    """A part of a tensor in a file; ``digest`` is that of its bytes (``tensor_file.py``), None where nobody has noted it."""
+    """Place a box of a tensor in a file; ``digest`` is that of its bytes (``tensor_file.py``) or None."""
 
     box: Box
     file: str
@@ -33,34 +31,21 @@ class StoredPart(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A tensor, as files hold it.
-
-    Args:
-        dtype, shape: of the whole.
-        parts: each element is in one of them.
-    """
+    """Describe a tensor in files: dtype and shape of the whole, and parts that hold each element once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: tuple[StoredPart, ...]
 
 
-class NamedPart(NamedTuple):
-    """A part of a tensor with what is needed to read it: the name and the dtype of the tensor."""
-
-    name: str
-    dtype: torch.dtype
-    part: StoredPart
-
-
 class Contents(NamedTuple):
-    """The tensors and values of a folder.
+    """List the tensors and values of a folder.
 
     Args:
         folder: with the files.
         tensors, values: by name.
-        files: by name, size in bytes and SHA-256 of the header, None where nobody has noted it.
-        step: None where it has none.
+        files: by name, size in bytes and SHA-256 of the header, None if unknown.
+        step: None for files under a model's own names.
     """
 
     folder: Path
@@ -69,13 +54,9 @@ class Contents(NamedTuple):
     files: Mapping[str, tuple[int, str | None]]
     step: int | None
 
-    def parts(self) -> Iterator[NamedPart]:
-        """List all parts of all tensors."""
-        return (NamedPart(name, stored.dtype, part) for name, stored in self.tensors.items() for part in stored.parts)
-
     @property
     def digest(self) -> str:
-        """SHA-256 of all but the folder; the same for a copy in another."""
+        """Compute the SHA-256 of all but the folder; a copy in another folder has the same."""
         return hashlib.sha256(repr(self[1:]).encode()).hexdigest()
 
 
@@ -88,77 +69,95 @@ def file_name(rank: int, ranks: int) -> str:
     return f"{rank + 1:05}-of-{ranks:05}.safetensors"
 
 
-def manifest_text(contents: Contents, save: str, grid: Mapping[str, int]) -> bytes:
+def manifest_text(contents: Contents, save: str) -> bytes:
     """Write the text of the manifest.
 
     Args:
         save: names the save, in the manifest and in the header of every file.
-        grid: sizes of the axes of the mesh that has saved; for people.
     """
     tensors = {
         name: {
-            "dtype": dtype_name(t.dtype),
-            "shape": list(t.shape),
-            "parts": [{"offset": list(p.box.offset), "shape": list(p.box.shape), "file": p.file, "digest": p.digest} for p in t.parts],
+            "dtype": dtype_name(stored.dtype),
+            "shape": stored.shape,
+            "parts": [
+                {**part.box._asdict(), "file": part.file, "digest": part.digest} for part in stored.parts
+            ],
         }
-        for name, t in contents.tensors.items()
+        for name, stored in contents.tensors.items()
     }
-    content = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "step": contents.step,
-        "save": save,
-        "grid": dict(grid),
-        "files": {name: {"size": size, "header_sha256": header} for name, (size, header) in contents.files.items()},
-        "tensors": tensors,
-        "values": {name: {"float": value.hex()} if type(value) is float else value for name, value in contents.values.items()},
+    files = {name: {"size": size, "header_sha256": header} for name, (size, header) in contents.files.items()}
+    values = {
+        name: {"float": value.hex()} if type(value) is float else value
+        for name, value in contents.values.items()
     }
-    text = _with_digest(content)
-    if len(text) > _MOST:
-        raise ValueError(f"{MANIFEST} takes {len(text)} bytes, expected at most {_MOST}; save fewer, larger tensors")
+    text = signed(
+        {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "step": contents.step,
+            "save": save,
+            "files": files,
+            "tensors": tensors,
+            "values": values,
+        }
+    )
+    require_readable(text, _MOST, MANIFEST)
     return text
 
 
-def _with_digest(content: Any) -> bytes:
+def signed(content: Any) -> bytes:
+    """Write JSON in its one form, followed by its digest."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return f'{{"content":{text},"sha256":"{hashlib.sha256(text.encode()).hexdigest()}"}}\n'.encode()
 
 
 def read_manifest(folder: Path) -> Contents:
-    """Read the manifest of a checkpoint, and check it: every tensor is covered once, and no name leaves the folder.
+    """Read the manifest of a checkpoint, and check it: every tensor is covered once, and no name leaves the
+    folder.
 
     Raises:
-        CheckpointError: it is not there, damaged, or says what cannot be.
+        CheckpointError: it is lost, damaged or foreign.
     """
-    text = read_plain(folder, MANIFEST, _MOST)
-    found = read_json(text, f"{folder.name}/{MANIFEST}")
-    where = f"{escaped(f'{folder.name}/{MANIFEST}')}"
+    text, where = read_plain(folder, MANIFEST, _MOST), f"{folder.name}/{MANIFEST}"
+    signed_content = read_json(text, where)
     try:
-        content = found["content"]
-        if text != _with_digest(content):
+        content = signed_content["content"]
+        if text != signed(content):
             raise ValueError("its digest is another")
         if content["format"] != _FORMAT or content["version"] != _VERSION:
             got = f"{escaped(content['format'])}, version {escaped(content['version'])}"
             raise ValueError(f"got the format {got}, expected {_FORMAT!r}, version {_VERSION}")
-        files = {_file(name): (_number(f["size"]), _digest(f["header_sha256"])) for name, f in content["files"].items()}
+        files = {
+            _matching(_FILE, name, "name of a file of a checkpoint"): (
+                _number(file["size"]),
+                _matching(_DIGEST, file["header_sha256"], "digest"),
+            )
+            for name, file in content["files"].items()
+        }
         tensors = {name: _stored(name, entry, files) for name, entry in content["tensors"].items()}
         values = {name: _value(name, value) for name, value in content["values"].items()}
         return Contents(folder, tensors, values, files, _number(content["step"]))
     except KeyError as error:
-        raise CheckpointError(f"{where} is damaged or foreign: it has no {escaped(error.args[0])}") from None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{where} is damaged or foreign: {str(error)[:500]}") from None
+        problem = f"it has no {escaped(error.args[0])}"
+    # Malformed numbers may overflow.
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        problem = str(error)[:500]
+    raise CheckpointError(f"{escaped(where)} is damaged or foreign: {problem}")
 
 
 def _stored(name: str, entry: Any, files: Mapping[str, Any]) -> Stored:
-    shape = _sizes(entry["shape"])
-    parts = tuple(StoredPart(Box(_sizes(p["offset"]), _sizes(p["shape"])), _file(p["file"]), _digest(p["digest"])) for p in entry["parts"])
-    if lost := [part.file for part in parts if part.file not in files]:
-        raise ValueError(f"tensor {escaped(name)} is in the file {lost[0]}, which is not among the files")
+    parts = []
+    for part in entry["parts"]:
+        file = _matching(_FILE, part["file"], "name of a file of a checkpoint")
+        if file not in files:
+            raise ValueError(f"tensor {escaped(name)} is in the file {file}, which is not among the files")
+        box = Box(_sizes(part["offset"]), _sizes(part["shape"]))
+        parts.append(StoredPart(box, file, _matching(_DIGEST, part["digest"], "digest")))
     if len({part.file for part in parts}) < len(parts):
         raise ValueError(f"tensor {escaped(name)} has two parts in one file")
+    shape = _sizes(entry["shape"])
     require_tiled([part.box for part in parts], shape, f"tensor {escaped(name)}")
-    return Stored(DTYPES_BY_NAME[entry["dtype"]], shape, parts)
+    return Stored(DTYPES_BY_NAME[entry["dtype"]], shape, tuple(parts))
 
 
 def _value(name: str, value: Any) -> Value:
@@ -169,22 +168,16 @@ def _value(name: str, value: Any) -> Value:
     return value
 
 
-def _file(name: Any) -> str:
-    if type(name) is not str or not _FILE.fullmatch(name):
-        raise ValueError(f"{escaped(name)} is no name of a file of a checkpoint")
-    return name
-
-
-def _digest(text: Any) -> str:
-    if type(text) is not str or not _DIGEST.fullmatch(text):
-        raise ValueError(f"{escaped(text)} is no digest")
+def _matching(pattern: re.Pattern[str], text: Any, what: str) -> str:
+    if type(text) is not str or not pattern.fullmatch(text):
+        raise ValueError(f"{escaped(text)} is no {what}")
     return text
 
 
 def _number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
+    if not is_sizes([value]):
         raise ValueError(f"{escaped(value)} is no size")
-    return value
+    return int(value)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:

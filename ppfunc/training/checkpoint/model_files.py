@@ -1,57 +1,60 @@
 """Write and find safetensors files under a model's own names, with an index, as Hugging Face has them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ppfunc.runtime.agreement.checksums import checksum
 from ppfunc.stage.layout import whole
 
-from ..checksums import checksum
 from .boxes import Box
 from .errors import CheckpointError, escaped, listed
 from .folders import flush_folder, make_folder
-from .manifest import Contents, Stored, StoredPart
+from .manifest import Contents, Stored, StoredPart, file_name
 from .naming import Names, named_leaves
 from .peers import Group, Peers
 from .saving import forms_of, plan_of, require_same
-from .tensor_file import TensorFile, on_host, read_json, read_plain, write_tensors
+from .tensor_file import new_file, on_host, open_tensors, read_json, read_plain, write_at, write_tensors
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors", re.ASCII)
 _MOST_INDEX = 2**28  # bytes
 
 
-def export(folder: str | Path, params: Any, names: Names = None, *, most: int = 5 * 10**9, group: Group = None) -> Path:
-    """Write parameters as safetensors files under the model's own names, as Hugging Face does: transformers and others read them.
+def export(
+    folder: str | Path, params: Any, names: Names = None, *, most: int = 5 * 10**9, group: Group = None
+) -> Path:
+    """Write parameters as safetensors files under the model's own names, as Hugging Face does: transformers
+    and others read them.
 
-    All ranks call it; tensors that lie over a mesh are gathered one after the other, and each rank writes files of its own.
+    All ranks call it; tensors that lie over a mesh are gathered one after the other, and each rank writes
+    files of its own.
 
     Args:
         folder: may have other files, such as ``config.json``.
-        params: ``{stage: tree}`` of this process, or any other tree of tensors, taken as they are: take those of the state that the last
-            step returned, since a step with ``donate=True`` writes into the tensors of the state before, and where it fails leaves them
-            half updated.
-        names: see :func:`ppfunc.save`; a name without them has the number of its stage.
+        params: ``{stage: tree}`` of this process, or any other tree of tensors, taken as they are: take those
+            of the state that the last step returned, since a step with ``donate=True`` writes into the
+            tensors of the state before, and where it fails leaves them half updated.
+        names: see :func:`ppfunc.checkpoint.save`; a name without them has the number of its stage.
         most: bytes of a file; a larger tensor has one of its own.
-        group: see :func:`ppfunc.save`.
+        group: see :func:`ppfunc.checkpoint.save`.
 
     Returns:
-        The folder, with ``model.safetensors``, or with ``model-00001-of-00002.safetensors`` and so on and the index, which is written last.
+        The folder, with ``model.safetensors``, or with ``model-00001-of-00002.safetensors`` and so on and the
+        index, which is written last.
 
     Raises:
         FileExistsError: the folder has weights.
         OSError: the disk is full, or does not work; nothing is left of the export.
-        TypeError, ValueError: a leaf that is no tensor, no tensor at all, or tensors that do not fit together; names them.
+        TypeError, ValueError: a leaf that is no tensor, no tensor at all, or tensors that do not fit
+            together; names them.
 
     >>> import tempfile
     >>> from safetensors.torch import load_file
@@ -67,86 +70,71 @@ def export(folder: str | Path, params: Any, names: Names = None, *, most: int = 
         leaves: list[tuple[str, Tensor]] = []
 
         def look() -> dict[str, Any]:
-            leaves.extend(_tensors(params, names))
-            return {**forms_of(leaves, whole=True), "nonce": secrets.token_hex(8)}
+            for name, leaf in named_leaves(params, names, "params")[0]:
+                if not isinstance(leaf, Tensor):
+                    raise TypeError(f"params: {escaped(name)} is no tensor")
+                leaves.append((name, leaf))
+            return {"forms": forms_of(leaves, whole=True), "nonce": secrets.token_hex(8)}
 
-        told = peers.together(look)
-        if not any(rank["tensors"] for rank in told):
-            raise ValueError("params: got no tensor, on any rank; expected {stage: tree}, such as split.params")
+        answers = peers.together(look)
+        plan, shared = plan_of(root, None, [answer["forms"] for answer in answers])
+        if not plan.tensors:
+            raise ValueError(
+                "params: got no tensor, on any rank; expected {stage: tree}, such as split.params"
+            )
         peers.together(lambda: _require_no_weights(root))
-        tensors: dict[str, Tensor] = {}
+        mine: dict[str, Tensor] = {}
 
+        @torch.no_grad()
         def gather() -> dict[str, Any]:
-            sums = _gather(tensors, leaves, told, peers.rank)
-            return {"files": _files(tensors, most), "bytes": sum(t.nbytes for t in tensors.values()), "sums": sums}
+            sums = []
+            for name, leaf in leaves:
+                full = whole(leaf.detach())  # on all ranks: they gather it together
+                if (name, Box.of_whole(leaf.shape)) in shared:
+                    sums.append([name, [], int(checksum(full))])
+                if plan.tensors[name].parts[0].file == file_name(peers.rank, peers.size) and name not in mine:
+                    mine[name] = on_host(full)
+            return {
+                "files": _divided(mine, most),
+                "bytes": sum(t.nbytes for t in mine.values()),
+                "sums": sums,
+            }
 
-        found = peers.together(gather)
-        require_same([rank["sums"] for rank in found])
-        files = _titled([(rank, own) for rank, one in enumerate(found) for own in one["files"]], root, told[0]["nonce"])
+        gathered = peers.together(gather)
+        require_same([answer["sums"] for answer in gathered])
+        files = _titled([files for answer in gathered for files in answer["files"]])
+        drafts = {title: root / f".{title}.{answers[0]['nonce']}" for title in (*files, INDEX)}
+
+        def write() -> None:
+            for title, tensors in files.items():
+                if tensors[0] in mine:
+                    write_tensors(drafts[title], {name: mine[name] for name in tensors}, {"format": "pt"})
+
+        def publish() -> None:
+            if peers.rank == 0:
+                if len(files) > 1:
+                    _write_index(drafts[INDEX], files, sum(answer["bytes"] for answer in gathered))
+                _publish(root, drafts)
+
         try:
-            peers.together(lambda: _write([file for file in files if file.rank == peers.rank], tensors))
-            size = sum(one["bytes"] for one in found)
-            peers.together(lambda: _publish(root, files, size) if peers.rank == 0 else None)
+            peers.together(write)
+            peers.together(publish)
         finally:
-            for file in files:
-                if file.rank == peers.rank:
-                    file.draft.unlink(missing_ok=True)
+            for title, draft in drafts.items():
+                if title == INDEX or files[title][0] in mine:
+                    draft.unlink(missing_ok=True)
     return root
-
-
-class ModelFile(NamedTuple):
-    """A file of an export: the rank that writes it, its tensors, where it is written, and where it goes."""
-
-    rank: int
-    tensors: list[str]
-    draft: Path
-    target: Path
-
-
-def _tensors(params: Any, names: Names) -> list[tuple[str, Tensor]]:
-    """Name the parameters.
-
-    Raises:
-        TypeError: a leaf is no tensor.
-    """
-    leaves = named_leaves(params, names, "params")[0]
-    if bad := [name for name, leaf in leaves if not isinstance(leaf, Tensor)]:
-        raise TypeError(f"params: {listed(bad)} is no tensor")
-    return [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _require_no_weights(root: Path) -> None:
     """Make the folder, and raise FileExistsError if it has weights."""
     make_folder(root)
-    if there := [entry.name for entry in os.scandir(root) if entry.name == INDEX or _is_weights(entry.name)]:
-        raise FileExistsError(f"{root} has weights: {listed(there)}; give another folder, or delete them")
+    titles = re.compile(rf"{INDEX}|{ONE}|model-\d{{5}}-of-\d{{5}}\.safetensors")
+    if weights := [entry.name for entry in os.scandir(root) if titles.fullmatch(entry.name)]:
+        raise FileExistsError(f"{root} has weights: {listed(weights)}; give another folder, or delete them")
 
 
-@torch.no_grad()
-def _gather(into: dict[str, Tensor], leaves: Sequence[tuple[str, Tensor]], told: Sequence[Mapping[str, Any]], rank: int) -> list[list[Any]]:
-    """Gather the tensors that this rank writes.
-
-    Returns:
-        The checksums of those that others hold, too.
-    """
-    plan = plan_of(told)
-    owners = {name: holder for holder in reversed(range(len(told))) for name, *_ in told[holder]["tensors"]}  # empty ones: the first holder
-    owners |= {name: owner for (name, _), owner in plan.owners.items()}
-    sums: list[list[Any]] = []
-    for name, leaf in leaves:
-        full = whole(leaf.detach())  # on all ranks: they gather it together
-        if (name, Box.of_whole(leaf.shape)) in plan.shared:
-            sums.append([name, [], int(checksum(full))])
-        if owners[name] == rank and name not in into:
-            into[name] = on_host(full)
-    return sums
-
-
-def _is_weights(name: str) -> bool:
-    return name == ONE or re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", name) is not None
-
-
-def _files(tensors: dict[str, Tensor], most: int) -> list[list[str]]:
+def _divided(tensors: Mapping[str, Tensor], most: int) -> list[list[str]]:
     """Divide names into files of at most so many bytes."""
     files: list[list[str]] = []
     room = 0
@@ -159,67 +147,67 @@ def _files(tensors: dict[str, Tensor], most: int) -> list[list[str]]:
     return files
 
 
-def _titled(files: Sequence[tuple[int, list[str]]], root: Path, nonce: str) -> list[ModelFile]:
-    """Number the files of all ranks."""
-    titles = [ONE] if len(files) == 1 else [f"model-{n + 1:05}-of-{len(files):05}.safetensors" for n in range(len(files))]
-    return [ModelFile(*file, root / f".{title}.{nonce}", root / title) for file, title in zip(files, titles, strict=True)]
+def _titled(files: Sequence[list[str]]) -> dict[str, list[str]]:
+    """Name the files of all ranks."""
+    if len(files) == 1:
+        return {ONE: files[0]}
+    return {
+        f"model-{n:05}-of-{len(files):05}.safetensors": tensors for n, tensors in enumerate(files, start=1)
+    }
 
 
-def _write(files: Sequence[ModelFile], tensors: Mapping[str, Tensor]) -> None:
-    for file in files:
-        write_tensors(file.draft, {name: tensors[name] for name in file.tensors}, {"format": "pt"})
+def _publish(root: Path, drafts: Mapping[str, Path]) -> None:
+    """Give the files their names, the index last; where that fails, delete all of them."""
+    try:
+        for title, draft in drafts.items():
+            if title != INDEX or draft.exists():
+                os.rename(draft, root / title)
+                flush_folder(root)
+    except BaseException:
+        for title in drafts:
+            (root / title).unlink(missing_ok=True)
+        raise
 
 
-def _publish(root: Path, files: Sequence[ModelFile], size: int) -> None:
-    """Give the files their names, and write the index in the end; where that fails, take all of them away again."""
-    with ExitStack() as made:
-        for file in files:
-            os.rename(file.draft, file.target)
-            made.callback(file.target.unlink, missing_ok=True)
-        flush_folder(root)
-        if len(files) > 1:
-            draft = root / f".{INDEX}.{secrets.token_hex(8)}"
-            made.callback(draft.unlink, missing_ok=True)
-            _write_index(draft, files, size)
-            os.rename(draft, root / INDEX)
-            made.callback((root / INDEX).unlink, missing_ok=True)
-            flush_folder(root)
-        made.pop_all()
-
-
-def _write_index(path: Path, files: Sequence[ModelFile], size: int) -> None:
-    weight_map = {name: file.target.name for file in files for name in file.tensors}
-    text = json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
-    with open(path, "x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def _write_index(path: Path, files: Mapping[str, Sequence[str]], size: int) -> None:
+    homes = {name: title for title, names in files.items() for name in names}
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(homes.items()))}
+    with new_file(path) as file:
+        write_at(file, (json.dumps(index, indent=2) + "\n").encode(), 0)
 
 
 def holds_model_files(folder: Path) -> bool:
-    """Tell whether a folder has a model's weights as Hugging Face lays them out."""
+    """Tell if a folder has a model's weights as Hugging Face lays them out."""
     return any((folder / name).exists() for name in (INDEX, ONE))
 
 
 def open_model_files(folder: Path) -> Contents:
-    """Find the tensors of such a folder; nobody has noted digests.
+    """Find the tensors of such a folder, which has no digests.
 
     Raises:
         CheckpointError: the index and the files do not have the same tensors, or a name leaves the folder.
     """
-    weight_map = None
+    homes = None
     if (folder / INDEX).exists():
-        weight_map = read_json(read_plain(folder, INDEX, _MOST_INDEX), f"{folder.name}/{INDEX}").get("weight_map")
-        if type(weight_map) is not dict or not all(type(file) is str and _FILE.fullmatch(file) for file in weight_map.values()):
-            raise CheckpointError(f"{escaped(f'{folder.name}/{INDEX}')} has no weight_map from names to files beside it")
+        index = read_json(read_plain(folder, INDEX, _MOST_INDEX), f"{folder.name}/{INDEX}")
+        homes = index.get("weight_map")
+        if type(homes) is not dict or not all(
+            type(file) is str and _FILE.fullmatch(file) for file in homes.values()
+        ):
+            raise CheckpointError(
+                f"{escaped(f'{folder.name}/{INDEX}')} has no weight_map from names to files beside it"
+            )
     tensors: dict[str, Stored] = {}
     files: dict[str, tuple[int, str | None]] = {}
-    for file_name in sorted(set(weight_map.values())) if weight_map is not None else [ONE]:
-        with TensorFile(folder, file_name) as file:
-            files[file_name] = file.size, file.header
-            expected = file.spans.keys() if weight_map is None else {name for name, home in weight_map.items() if home == file_name}
-            if odd := file.spans.keys() ^ expected:
-                raise CheckpointError(f"{escaped(file.name)} and the index do not have the same tensors: {listed(odd)}")
+    for title in [ONE] if homes is None else sorted(set(homes.values())):
+        with open_tensors(folder, title) as file:
+            files[title] = file.size, file.header
+            expected = file.spans if homes is None else [n for n, home in homes.items() if home == title]
+            if odd := file.spans.keys() ^ set(expected):
+                raise CheckpointError(
+                    f"{escaped(file.name)} and the index do not have the same tensors: {listed(odd)}"
+                )
             for name, span in file.spans.items():
-                tensors[name] = Stored(span.dtype, span.shape, (StoredPart(Box.of_whole(span.shape), file_name, None),))
+                part = StoredPart(Box.of_whole(span.shape), title, None)
+                tensors[name] = Stored(span.dtype, span.shape, (part,))
     return Contents(folder, tensors, {}, files, None)

@@ -1,7 +1,5 @@
 """Name the leaves of a state as the model does, so that no name depends on the stages or the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -9,15 +7,15 @@ import optree
 import torch
 from optree import PyTreeAccessor, PyTreeSpec
 
+from ppfunc._text import shown
 from ppfunc.stage.tree import tree_flatten
 
-from ..._text import shown
-from ..train_state import TrainState
+from ..update.train_state import TrainState
 from .errors import escaped
 
 
 class NamedStages(Protocol):
-    """The stages of a model with the model's own names, as a :class:`ppfunc.Split` has them.
+    """Hold the stages of a model with the model's own names, as a :class:`ppfunc.Split` has them.
 
     Args:
         params, state: by stage, parameters and buffers by name.
@@ -41,16 +39,18 @@ Path = tuple[Any, ...]
 def named_leaves(tree: Any, names: Names, what: str) -> tuple[list[tuple[str, Leaf]], PyTreeSpec]:
     """Name the leaves of a tree, and give its structure.
 
-    A name is the keys on the way to a leaf, joined by dots: ``params.0.w``. Where ``names`` are given, the first integer key of a
-    dictionary is a stage, and it and what is behind it become the name in the model: ``params.h.3.w``, and in the state of the
-    optimizer ``optimizer.mean.h.3.w``. What the optimizer keeps once per stage loses its stage, since all stages have the same.
+    A name is the keys on the way to a leaf, joined by dots: ``params.0.w``. Where ``names`` are given, the
+    first integer key of a dictionary is a stage, and it and what is behind it become the name in the model:
+    ``params.h.3.w``, and in the state of the optimizer ``optimizer.mean.h.3.w``. What the optimizer keeps
+    once per stage loses its stage, since all stages have the same.
 
     Args:
         what: the name of the tree, for errors.
 
     Raises:
         TypeError: a leaf is neither a tensor nor a number or text of Python.
-        ValueError: two leaves of the tree have one name, and no ``names`` say that they are one; a stage without names.
+        ValueError: two leaves of the tree have one name, and no ``names`` say that they are one; a stage
+            without names.
 
     >>> named_leaves({"a": torch.zeros(1), 0: [1, 2.0]}, None, "state")[0]
     [('a', tensor([0.])), ('0.0', 1), ('0.1', 2.0)]
@@ -62,11 +62,19 @@ def named_leaves(tree: Any, names: Names, what: str) -> tuple[list[tuple[str, Le
     seen: dict[str, PyTreeAccessor] = {}
     for (name, leaf), accessor in zip(found, accessors, strict=True):
         if type(leaf) not in (bool, int, float, str) and not isinstance(leaf, torch.Tensor):
-            raise TypeError(f"{accessor.codify(what)} is of type {type(leaf).__name__}, expected a tensor, a number or a text")
+            raise TypeError(
+                f"{accessor.codify(what)} is of type {type(leaf).__name__}, expected a tensor, a number or a"
+                " text"
+            )
         if name == "__metadata__":
-            raise ValueError(f"{accessor.codify(what)}: safetensors keeps the name {name!r} for itself; take another key")
+            raise ValueError(
+                f"{accessor.codify(what)}: safetensors keeps the name {name!r} for itself; take another key"
+            )
         if names is None and name in seen:
-            raise ValueError(f"{seen[name].codify(what)} and {accessor.codify(what)} are both called {escaped(name)}; change a key")
+            raise ValueError(
+                f"{seen[name].codify(what)} and {accessor.codify(what)} are both called {escaped(name)};"
+                " change a key"
+            )
         seen[name] = accessor
     return found, treedef
 
@@ -95,9 +103,14 @@ def _model_name(names: Names, stage: int, leaf: str) -> str:
     elif names is not None and hasattr(names, "params") and hasattr(names, "state"):
         name = leaf if leaf in {**names.params.get(stage, {}), **names.state.get(stage, {})} else None
     else:
-        raise TypeError(f"names: got {shown(names)}, expected a split, {{stage: {{leaf: name in the model}}}}, or a function of both")
+        raise TypeError(
+            f"names: got {shown(names)}, expected a split, {{stage: {{leaf: name in the model}}}}, or a"
+            " function of both"
+        )
     if not isinstance(name, str):
-        raise ValueError(f"names: got {name!r} for {leaf!r} of stage {stage}, expected the model's name of it")
+        raise ValueError(
+            f"names: got {name!r} for {leaf!r} of stage {stage}, expected the model's name of it"
+        )
     return name
 
 
@@ -114,17 +127,23 @@ def _parameters(accessors: Sequence[PyTreeAccessor]) -> dict[int, set[Path]]:
 
 def _stage_at(accessor: PyTreeAccessor) -> int | None:
     """Find where on its way the stage is: the first integer key of a dictionary."""
-    return next((n for n, e in enumerate(accessor) if isinstance(e, optree.MappingEntry) and type(e.entry) is int), None)
+    return next(
+        (n for n, e in enumerate(accessor) if isinstance(e, optree.MappingEntry) and type(e.entry) is int),
+        None,
+    )
 
 
 def _under(accessor: PyTreeAccessor, at: int, field: str) -> bool:
-    """Tell whether the dictionary of stages at a place is this field of a training state."""
+    """Tell if the dictionary of stages at a place is this field of a training state."""
     entry = accessor[at - 1] if at else None
     return isinstance(entry, optree.NamedTupleEntry) and entry.type is TrainState and entry.field == field
 
 
 def _keys(accessor: PyTreeAccessor) -> Path:
-    return tuple(e.field if isinstance(e, optree.NamedTupleEntry | optree.DataclassEntry) else e.entry for e in accessor)
+    return tuple(
+        e.field if isinstance(e, optree.NamedTupleEntry | optree.DataclassEntry) else e.entry
+        for e in accessor
+    )
 
 
 def _joined(path: Path) -> str:

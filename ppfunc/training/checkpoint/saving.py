@@ -1,7 +1,7 @@
 """Save a tree of tensors, on one rank or many: all of it appears, or nothing.
 
-Files are written here, not by ``torch.distributed.checkpoint``: its ranks talk in pickles, which run code, and neither of its storages has
-digests, flushes, or checks that what it reads covers a tensor.
+Files are written here, not by ``torch.distributed.checkpoint``: its ranks talk in pickles, which run code,
+and neither of its storages has digests, flushes, or checks that what it reads covers a tensor.
 
 ====================  =================================================================================
 every rank            tells names, dtypes, shapes and the boxes that it holds; the same plan is made on all
@@ -10,8 +10,7 @@ the first rank        writes the manifest, flushes it, renames the folder, flush
 ====================  =================================================================================
 """
 
-from __future__ import annotations
-
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -19,253 +18,277 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import optree
-import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
+from ppfunc.runtime.agreement.checksums import checksum
+from ppfunc.stage.interrupts import hold_interrupts
 from ppfunc.stage.layout import local
 
-from ..checksums import checksum
-from ..train_state import TrainState, require_not_given_up
+from ..update.train_state import TrainState, require_not_donated
 from .boxes import Box, box_of, require_tiled
 from .errors import CheckpointError, escaped
-from .folders import Draft, clean, flush_folder, writing
-from .manifest import Contents, Stored, StoredPart, Value, file_name, manifest_text
+from .folders import clean, draft, flush_folder, writing
+from .manifest import MANIFEST, Contents, Stored, StoredPart, Value, file_name, manifest_text
 from .naming import Leaf, Names, named_leaves
-from .peers import Group, Peers
-from .tensor_file import DTYPES_BY_NAME, copied, dtype_name, require_storable, write_tensors
+from .peers import Peers
+from .tensor_file import (
+    DTYPES_BY_NAME,
+    copied,
+    dtype_name,
+    new_file,
+    require_storable,
+    write_at,
+    write_tensors,
+)
 from .verify import clear_way
 
 Key = tuple[str, Box]
 
 
-class TensorForm(NamedTuple):
-    """A tensor of a state, without its values."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-class WritePlan(NamedTuple):
-    """Who writes what.
-
-    Args:
-        forms: of all tensors, by name.
-        owners: the rank that writes a box.
-        shared: the boxes that several leaves hold, whose values have to be the same.
-        values: numbers and texts, by name.
+def forms_of(leaves: Sequence[tuple[str, Leaf]], whole: bool = False) -> list[list[Any]]:
+    """Describe a rank's leaves as JSON: name and value, or name, dtype, shape, and offset and shape of the
+    part that it holds; with ``whole``, as if it held all tensors whole.
     """
-
-    forms: dict[str, TensorForm]
-    owners: dict[Key, int]
-    shared: set[Key]
-    values: dict[str, Value]
-
-
-def forms_of(leaves: Sequence[tuple[str, Leaf]], whole: bool = False) -> dict[str, Any]:
-    """Describe the forms of a rank's leaves, as JSON; with ``whole``, of all tensors as if it held them whole."""
-    tensors: list[list[Any]] = []
-    values: dict[str, list[Any]] = {}
+    forms: list[list[Any]] = []
     for name, leaf in leaves:
         if isinstance(leaf, Tensor):
             require_storable(local(leaf), escaped(name))
             box = Box.of_whole(leaf.shape) if whole else box_of(leaf, escaped(name))
-            tensors.append([name, dtype_name(leaf.dtype), list(leaf.shape), *map(list, box)])
+            forms.append([name, dtype_name(leaf.dtype), list(leaf.shape), *map(list, box)])
         else:
-            value = leaf.hex() if type(leaf) is float else leaf
-            if values.setdefault(name, [type(leaf).__name__, value]) != [type(leaf).__name__, value]:
-                raise ValueError(f"{escaped(name)} is {leaf!r} in one place, and {values[name][1]!r} in another")
-    return {"tensors": tensors, "values": values}
+            forms.append([name, leaf])
+    return forms
 
 
-def plan_of(told: Sequence[Mapping[str, Any]]) -> WritePlan:
-    """Plan who writes what, from what all ranks have told; the same on every rank.
+def plan_of(folder: Path, step: int | None, answers: Sequence[Sequence[Any]]) -> tuple[Contents, set[Key]]:
+    """Plan who writes what, from the forms of all ranks; the same on every rank.
+
+    Returns:
+        The contents of the checkpoint, without files and digests, and the boxes that several leaves hold,
+        whose values have to be the same.
 
     Raises:
-        ValueError: ranks hold one name with other shapes, dtypes or values, or their parts leave a gap or overlap.
+        ValueError: ranks hold one name with other shapes, dtypes or values, or their parts leave a gap or
+            overlap.
     """
-    forms: dict[str, tuple[TensorForm, int]] = {}
+    forms: dict[str, tuple[str, int]] = {}
     holders: dict[Key, list[int]] = {}
-    values: dict[str, tuple[Any, int]] = {}
-    for rank, found in enumerate(told):
-        for name, dtype, shape, offset, part in found["tensors"]:
-            form = TensorForm(DTYPES_BY_NAME[dtype], tuple(shape))
-            known, other = forms.setdefault(name, (form, rank))
-            if form != known:
-                raise ValueError(f"{escaped(name)} is {_told(known)} on rank {other}, and {_told(form)} on rank {rank}")
+    tensors: dict[str, Stored] = {}
+    values: dict[str, Value] = {}
+    for rank, leaves in enumerate(answers):
+        for name, *form in leaves:
+            text = repr(form[0]) if len(form) == 1 else f"{form[0]}{form[1]}"
+            known, other = forms.setdefault(name, (text, rank))
+            if text != known:
+                raise ValueError(
+                    f"{escaped(name)} is {known} on rank {other}, and {text} on rank {rank}; expected"
+                    " the same"
+                )
+            if len(form) == 1:
+                values[name] = form[0]
+                continue
+            dtype, shape, offset, part = form
+            tensors[name] = Stored(DTYPES_BY_NAME[dtype], tuple(shape), ())
             holders.setdefault((name, Box(tuple(offset), tuple(part))), []).append(rank)
-        for name, value in found["values"].items():
-            known_value, other = values.setdefault(name, (value, rank))
-            if value != known_value:
-                raise ValueError(f"{escaped(name)} is {known_value[1]} on rank {other}, and {value[1]} on rank {rank}; expected the same")
-    if both := sorted(values.keys() & forms.keys()):
-        raise ValueError(f"{escaped(both[0])} is a tensor in one place, and a number or a text in another")
-    boxes: dict[str, list[Box]] = {}
-    for name, box in holders:
-        boxes.setdefault(name, []).append(box)
-    for name, (form, _) in forms.items():
-        require_tiled(boxes[name], form.shape, escaped(name))
-    owners, load = {}, [0] * len(told)
-    for key in sorted((key for key in holders if key[1].numel), key=lambda key: (-key[1].numel * forms[key[0]][0].dtype.itemsize, key)):
-        owners[key] = min(holders[key], key=lambda rank: (load[rank], rank))
-        load[owners[key]] += key[1].numel * forms[key[0]][0].dtype.itemsize
+    sizes = {(name, box): box.numel * tensors[name].dtype.itemsize for name, box in holders}
+    parts: dict[str, list[StoredPart]] = {name: [] for name in tensors}
+    load = [0] * len(answers)
+    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):  # each to the rank that has least so far
+        name, box = key
+        if sizes[key] or box == Box.of_whole(tensors[name].shape):
+            writer = min(holders[key], key=lambda rank: (load[rank], rank))
+            load[writer] += sizes[key]
+            parts[name].append(StoredPart(box, file_name(writer, len(answers)), None))
+    for name, stored in tensors.items():
+        require_tiled((part.box for part in parts[name]), stored.shape, escaped(name))
+        tensors[name] = stored._replace(parts=tuple(sorted(parts[name])))
     shared = {key for key, ranks in holders.items() if len(ranks) > 1}
-    plain = {name: float.fromhex(value) if kind == "float" else value for name, ((kind, value), _) in values.items()}
-    return WritePlan({name: form for name, (form, _) in forms.items()}, owners, shared, plain)
+    return Contents(folder, tensors, values, {}, step), shared
 
 
-def _told(form: TensorForm) -> str:
-    return f"{dtype_name(form.dtype)}{list(form.shape)}"
-
-
-def sums_of(leaves: Sequence[tuple[str, Leaf]], plan: WritePlan) -> list[list[Any]]:
-    """Compute the checksums of the boxes of this rank that others hold, too."""
-    found = []
-    for name, leaf in leaves:
-        if isinstance(leaf, Tensor):
-            key = name, box_of(leaf, name)
-            if key in plan.shared:
-                found.append([name, list(key[1].offset), int(checksum(local(leaf)))])
-    return found
-
-
-def require_same(told: Sequence[Sequence[Sequence[Any]]]) -> None:
-    """Raise ValueError where copies of one tensor differ."""
+def require_same(answers: Sequence[Sequence[Sequence[Any]]]) -> None:
+    """Raise ValueError where copies of one tensor differ: name, offset and checksum of each, by rank."""
     first: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
-    for rank, sums in enumerate(told):
+    for rank, sums in enumerate(answers):
         for name, offset, bits in sums:
             known, other = first.setdefault((name, tuple(offset)), (bits, rank))
             if bits != known:
-                where = f"on rank {other} and on rank {rank}" if rank != other else f"in two places of rank {rank}"
+                where = (
+                    f"on rank {other} and on rank {rank}"
+                    if rank != other
+                    else f"in two places of rank {rank}"
+                )
                 mend = "parts of one tensor have to be DTensors, and different tensors need different names"
                 raise ValueError(f"{escaped(name)} has other values {where}; {mend}")
 
 
 class SaveWork(NamedTuple):
-    """The rest of a save, for which the state is not needed any more.
+    """Describe the rest of a save, for which the state is not needed any more.
 
     Args:
-        target: the folder of the checkpoint.
+        contents: the plan of all ranks.
         nonce: of the save.
         mine: the boxes that this rank writes, by name.
-        sums: see :func:`sums_of`.
-        plan: of all ranks.
-        grid: sizes of the axes, for people.
+        sums: name, offset and checksum of the boxes of this rank that others hold as well.
         keep: checkpoints.
-        draft: of the first rank.
     """
 
-    target: Path
+    contents: Contents
     nonce: str
     mine: dict[str, Tensor]
     sums: list[list[Any]]
-    plan: WritePlan
-    grid: dict[str, int]
     keep: int | None
-    draft: Draft | None
 
 
 def prepare(
-    peers: Peers, folder: str | Path, state: Any, step: int | None, keep: int | None, names: Names, group: Group,
-    spare: Mapping[str, Tensor] | None, held: ExitStack,
-) -> SaveWork:  # fmt: skip
+    peers: Peers,
+    folder: str | Path,
+    state: Any,
+    step: int | None,
+    keep: int | None,
+    names: Names,
+    spare: Mapping[str, Tensor] | None,
+    stack: ExitStack,
+) -> SaveWork:
     """Agree on a plan: the first part of a save.
 
     Args:
-        spare: memory for copies, which the work is to have of its tensors; None where it needs none.
-        held: of the draft.
+        spare: memory for copies of the tensors; None to take the tensors themselves.
+        stack: deletes the draft in the end.
     """
     root = Path(folder).absolute()
     leaves: list[tuple[str, Leaf]] = []
 
     def look() -> dict[str, Any]:
         if keep is not None and (type(keep) is not int or keep < 1):
-            raise ValueError(f"keep: got {keep!r}, expected a number of checkpoints, at least 1, or None for all")
-        states = _train_states(state)
+            raise ValueError(
+                f"keep: got {keep!r}, expected a number of checkpoints, at least 1, or None for all"
+            )
+        states = [
+            part
+            for part in optree.tree_leaves(state, is_leaf=lambda part: isinstance(part, TrainState))
+            if isinstance(part, TrainState)
+        ]
         for one in states:
-            require_not_given_up(one)
+            require_not_donated(one)
         leaves.extend(named_leaves(state, names, "state")[0])
-        found: dict[str, Any] = {"step": _step(leaves, states, step), **forms_of(leaves)}
+        answer: dict[str, Any] = {"step": _step(leaves, states, step), "forms": forms_of(leaves)}
         if peers.rank == 0:
-            draft.append(held.enter_context(Draft(root, found["step"])))
-            clear_way(draft[0].target, draft[0].nonce)
-            found["nonce"] = draft[0].nonce
-        return found
+            target = root / f"step-{answer['step']}"
+            answer["nonce"] = stack.enter_context(draft(target))
+            clear_way(target, answer["nonce"])
+        return answer
 
-    draft: list[Draft] = []
-    told = peers.together(look)
-    if other := [rank for rank, found in enumerate(told) if found["step"] != told[0]["step"]]:
-        raise ValueError(f"step: rank 0 saves step {told[0]['step']}, rank {other[0]} saves step {told[other[0]]['step']}")
-    plan = plan_of(told)
+    answers = peers.together(look)
+    agreed = answers[0]["step"]
+    if other := [rank for rank, answer in enumerate(answers) if answer["step"] != agreed]:
+        raise ValueError(
+            f"step: rank 0 saves step {agreed}, rank {other[0]} saves step {answers[other[0]]['step']}"
+        )
+    contents, shared = plan_of(root / f"step-{agreed}", agreed, [answer["forms"] for answer in answers])
     mine: dict[str, Tensor] = {}
+    sums: list[list[Any]] = []
     for name, leaf in leaves:
-        if isinstance(leaf, Tensor) and name not in mine and plan.owners.get((name, box_of(leaf, name))) == peers.rank:
-            mine[name] = local(leaf) if spare is None else copied(local(leaf), spare.get(name))
-    return SaveWork(
-        root / f"step-{told[0]['step']}", told[0]["nonce"], mine, sums_of(leaves, plan), plan, _grid(leaves, group, peers), keep,
-        draft[0] if draft else None,
-    )  # fmt: skip
+        if isinstance(leaf, Tensor):
+            box, held = box_of(leaf, name), local(leaf)
+            if (name, box) in shared:
+                sums.append([name, box.offset, int(checksum(held))])
+            if (
+                name not in mine
+                and StoredPart(box, file_name(peers.rank, peers.size), None) in contents.tensors[name].parts
+            ):
+                mine[name] = held if spare is None else copied(held, spare.get(name))
+    return SaveWork(contents, answers[0]["nonce"], mine, sums, keep)
 
 
-def _train_states(tree: Any) -> list[TrainState]:
-    """Find the training states in a tree."""
-    parts = optree.tree_leaves(tree, is_leaf=lambda part: isinstance(part, TrainState))
-    return [part for part in parts if isinstance(part, TrainState)]
-
-
-def _step(leaves: Sequence[tuple[str, Leaf]], states: Sequence[TrainState], step: int | None) -> int:
+def _step(leaves: Sequence[tuple[str, Leaf]], states: Sequence[TrainState], step: Any) -> int:
     """Take the step that is given, or the leaf called ``step``, or that of the one training state."""
     if step is None:
-        found = dict(leaves).get("step", states[0].step if len(states) == 1 else None)
-        step = int(found) if isinstance(found, Tensor) and found.numel() == 1 and not found.dtype.is_floating_point else found  # type: ignore[assignment]
+        step = dict(leaves).get("step", states[0].step if len(states) == 1 else None)
+        if isinstance(step, Tensor) and step.numel() == 1 and not step.dtype.is_floating_point:
+            step = int(step)
     if type(step) is not int or step < 0:
-        raise ValueError(f"step: got {step!r}, expected a number; give step=, or a state with a leaf called step, or with one TrainState")
+        raise ValueError(
+            f"step: got {step!r}, expected a number; give step=, or a state with a leaf called step, or with"
+            " one TrainState"
+        )
     return step
-
-
-def _grid(leaves: Sequence[tuple[str, Leaf]], group: Group, peers: Peers) -> dict[str, int]:
-    mesh = group if isinstance(group, DeviceMesh) else next((t.device_mesh for _, t in leaves if isinstance(t, DTensor)), None)
-    axes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) if mesh is not None and mesh.mesh_dim_names else {}
-    return {"ranks": peers.size, **axes}
 
 
 def write(peers: Peers, work: SaveWork) -> Path:
     """Write, commit, delete old checkpoints: the second part of a save."""
-    file, temporary = file_name(peers.rank, peers.size), writing(work.target, work.nonce)
+    target, folder = work.contents.folder, writing(work.contents.folder, work.nonce)
 
     def put() -> dict[str, Any]:
         record = None
         if work.mine:
-            if not temporary.is_dir():
-                raise CheckpointError(f"{temporary}, which the first rank has made, is not there; give a folder that all ranks share")
-            record = write_tensors(temporary / file, work.mine, {"save": work.nonce, "format": "pt"})
-            flush_folder(temporary)
+            if not folder.is_dir():
+                raise CheckpointError(
+                    f"{folder}, which the first rank has made, is not there; give a folder that all ranks"
+                    " share"
+                )
+            path = folder / file_name(peers.rank, peers.size)
+            record = write_tensors(path, work.mine, {"save": work.nonce, "format": "pt"})
+            flush_folder(folder)
         return {"file": record, "sums": work.sums}
 
-    told = peers.together(put)
+    answers = peers.together(put)
 
-    def commit() -> None:
-        if work.draft is not None:
-            require_same([found["sums"] for found in told])
-            contents = _contents(work, [found["file"] for found in told])
-            work.draft.seal(contents, manifest_text(contents, work.nonce, work.grid))
-            clear_way(work.target, work.nonce)
-            work.draft.commit()
+    def end() -> None:
+        if peers.rank == 0:
+            require_same([answer["sums"] for answer in answers])
+            _commit(_with_digests(work.contents, [answer["file"] for answer in answers]), work.nonce)
             try:
-                clean(work.target, work.keep)
+                clean(target, work.keep)
             except (OSError, CheckpointError) as error:  # the checkpoint is there
-                warnings.warn(f"{work.target} is saved, but old checkpoints could not be deleted: {error}", stacklevel=2)
+                warnings.warn(
+                    f"{target} is saved, but old checkpoints could not be deleted: {error}", stacklevel=2
+                )
 
-    peers.together(commit)
-    return work.target
+    with hold_interrupts():  # what one rank has committed is saved on all
+        peers.together(end)
+    return target
 
 
-def _contents(work: SaveWork, records: Sequence[Any]) -> Contents:
-    """Describe the files that the ranks have written."""
-    parts: dict[str, list[StoredPart]] = {name: [] for name in work.plan.forms}
-    for (name, box), rank in work.plan.owners.items():
-        parts[name].append(StoredPart(box, file_name(rank, len(records)), records[rank][2][name]))
-    files = {file_name(rank, len(records)): (record[0], record[1]) for rank, record in enumerate(records) if record}
-    tensors = {name: Stored(form.dtype, form.shape, tuple(sorted(parts[name]))) for name, form in work.plan.forms.items()}
-    return Contents(work.target, tensors, work.plan.values, files, int(work.target.name.removeprefix("step-")))
+def _with_digests(plan: Contents, records: Sequence[Any]) -> Contents:
+    """Complete a plan by what the ranks have written."""
+    written = {
+        file_name(rank, len(records)): record for rank, record in enumerate(records) if record is not None
+    }
+    tensors = {
+        name: stored._replace(
+            parts=tuple(part._replace(digest=written[part.file][2][name]) for part in stored.parts)
+        )
+        for name, stored in plan.tensors.items()
+    }
+    files = {name: (size, header) for name, (size, header, _) in written.items()}
+    return plan._replace(tensors=tensors, files=files)
+
+
+def _commit(contents: Contents, nonce: str) -> None:
+    """Write the manifest, and make the checkpoint appear in its folder.
+
+    Args:
+        contents: that the ranks have written into the draft of this nonce.
+
+    Raises:
+        CheckpointError: a file that another rank has written is not here.
+        FileExistsError: a good checkpoint of this step, or of a later one, is there.
+    """
+    target, folder = contents.folder, writing(contents.folder, nonce)
+    for name, (size, _) in contents.files.items():
+        if not (folder / name).exists() or os.stat(folder / name).st_size != size:
+            raise CheckpointError(
+                f"{folder / name} is not as a rank has written it; give a folder that all ranks share"
+            )
+    with new_file(folder / MANIFEST) as file:
+        write_at(file, manifest_text(contents, nonce), 0)
+    flush_folder(folder)
+    clear_way(target, nonce)
+    try:
+        os.rename(folder, target)
+    except OSError as error:
+        if target.exists():
+            raise FileExistsError(f"{target} has been saved by another at the same time") from error
+        raise
+    flush_folder(target.parent)

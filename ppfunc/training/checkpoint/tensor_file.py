@@ -1,9 +1,9 @@
 """Write and read safetensors files: with digests, flushed to the disk, and trusting nothing that is read.
 
-The package safetensors is not used here: it writes without a digest and without flushing, and reads memory that the file may still change.
+The package safetensors does not serve here. Its writer copies all tensors first, and neither hashes nor
+flushes. Its reader maps the file, whose bytes may change between their check and their use; a process that
+reads a mapped file dies where another cuts it.
 """
-
-from __future__ import annotations
 
 import ctypes
 import hashlib
@@ -11,11 +11,11 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,9 +34,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16, "U32": torch.uint32,
-    "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
 }  # fmt: skip
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 DTYPES_BY_NAME = {dtype_name(dtype): dtype for dtype in DTYPES.values()}
@@ -44,10 +45,11 @@ DTYPES_BY_NAME = {dtype_name(dtype): dtype for dtype in DTYPES.values()}
 _MOST_HEADER = 100_000_000  # bytes, as safetensors has it
 _CHUNK = 2**22  # bytes of a tensor that have a digest of their own
 _PIECE = 2**18  # bytes that are hashed while they are in the cache
+_MEMORY = {b"{": 210, b"[": 90, b",": 60}  # bytes of memory that JSON takes for each of these, at most
 
 
 class FileRecord(NamedTuple):
-    """A file that was written.
+    """Describe a file that was written.
 
     Args:
         size: in bytes.
@@ -61,7 +63,7 @@ class FileRecord(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A tensor in a file: its bytes are those from ``begin`` to ``end``."""
+    """Place a tensor in a file: its bytes are those from ``begin`` to ``end``."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -74,7 +76,10 @@ def require_storable(tensor: Tensor, name: str) -> None:
     if tensor.dtype not in _CODES:
         raise TypeError(f"{name} has the dtype {tensor.dtype}, expected one of {', '.join(DTYPES_BY_NAME)}")
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-        raise TypeError(f"{name} is on {tensor.device} with the layout {tensor.layout}, expected a dense tensor with values")
+        raise TypeError(
+            f"{name} is on {tensor.device} with the layout {tensor.layout}, expected a dense tensor with"
+            " values"
+        )
 
 
 def on_host(tensor: Tensor) -> Tensor:
@@ -91,11 +96,14 @@ def copied(tensor: Tensor, into: Tensor | None) -> Tensor:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """View the memory of a row-major tensor on the CPU, which the caller keeps alive."""
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr() if tensor.numel() else 1)).cast("B")
+    return memoryview(
+        (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr() if tensor.numel() else 1)
+    ).cast("B")
 
 
 def _digest(size: int, bring: Callable[[int, int], memoryview]) -> str:
-    """Digest a tensor of ``size`` bytes: the SHA-256 of the SHA-256 of its chunks, in order, so that several threads hash one tensor.
+    """Digest a tensor of ``size`` bytes: the SHA-256 of the SHA-256 of its chunks, in order, so that several
+    threads hash one tensor.
 
     Args:
         bring: reads or writes the bytes from a begin to an end, and returns them.
@@ -111,199 +119,230 @@ def _digest(size: int, bring: Callable[[int, int], memoryview]) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
-    """Write a new file, and flush it to the disk.
+    """Write a new safetensors file, and flush it to the disk.
 
     Args:
         tensors: by name, on any device.
         metadata: texts for the header.
     """
-    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # so that each begins at a multiple of its item
+    # Large items first, so that each tensor begins at a multiple of its item.
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name in order:
         begin, end = end, end + tensors[name].nbytes
-        entries[name] = {"dtype": _CODES[tensors[name].dtype], "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
+        entries[name] = {
+            "dtype": _CODES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    require_readable(text, _MOST_HEADER, f"the header of {path.name}")
     header = len(text).to_bytes(8, "little") + text
-    if len(text) > _MOST_HEADER:
-        raise ValueError(
-            f"{path.name}: the header takes {len(text)} bytes, expected at most {_MOST_HEADER}; use fewer tensors or shorter names"
-        )
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        _write(file, memoryview(header), 0)
+    with new_file(path) as file:
+        write_at(file, header, 0)
 
         def put(name: str) -> str:
             host, at = on_host(tensors[name]), len(header) + entries[name]["data_offsets"][0]
             memory = bytes_of(host)
 
             def bring(begin: int, end: int) -> memoryview:
-                _write(file, memory[begin:end], at + begin)
+                write_at(file, memory[begin:end], at + begin)
                 return memory[begin:end]
 
             return _digest(len(memory), bring)
 
         digests = dict(zip(order, in_threads(put, order), strict=True))
-        os.fsync(file)
-    finally:
-        os.close(file)
     return FileRecord(len(header) + end, hashlib.sha256(header).hexdigest(), digests)
 
 
-def _write(file: int, memory: memoryview, at: int) -> None:
-    while len(memory):
-        done = os.pwrite(file, memory, at)
-        memory, at = memory[done:], at + done
+@contextmanager
+def new_file(path: Path) -> Iterator[FileIO]:
+    """Make a file to write to; flush it to the disk in the end."""
+    with open(path, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o666)) as file:
+        yield file
+        os.fsync(file.fileno())
 
 
-class TensorFile:
-    """A safetensors file that is open for reading; a context manager.
+def write_at(file: FileIO, data: bytes | memoryview, at: int) -> None:
+    """Write all bytes at an offset."""
+    left = memoryview(data)
+    while len(left):
+        done = os.pwrite(file.fileno(), left, at)
+        left, at = left[done:], at + done
+
+
+class TensorFile(NamedTuple):
+    """Read a safetensors file that is open: made by :func:`open_tensors`.
 
     Args:
-        folder: with the file, whose name is that of no link.
-
-    Raises:
-        CheckpointError: it is not there, no plain file, or its header is none.
+        name: of the folder and the file, for errors.
+        size: in bytes.
+        header: SHA-256 of what is before the tensors.
+        spans: of all tensors, by name.
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.name = f"{folder.name}/{name}"
-        self._file = open_plain(folder, name)
-        try:
-            self.size = os.fstat(self._file).st_size
-            self.spans, self.header = self._read_header()
-        except BaseException:
-            self.close()
-            raise
-
-    def _read_header(self) -> tuple[dict[str, Span], str]:
-        length = bytearray(8)
-        self._read(memoryview(length), 0)
-        size = int.from_bytes(length, "little")
-        if size > min(_MOST_HEADER, self.size - 8):
-            raise CheckpointError(f"{escaped(self.name)} claims a header of {size} bytes, in a file of {self.size}")
-        text = bytearray(size)
-        self._read(memoryview(text), 8)
-        entries = read_json(bytes(text), self.name)
-        metadata = entries.pop("__metadata__", {})
-        if type(metadata) is not dict or any(type(value) is not str for value in metadata.values()):
-            raise CheckpointError(f"{escaped(self.name)}: the metadata in the header is no dictionary of texts")
-        spans = {name: self._span(name, entry, 8 + size) for name, entry in entries.items()}
-        end = 8 + size
-        for name, span in sorted(spans.items(), key=lambda item: item[1][2:]):
-            if span.begin != end:
-                raise CheckpointError(
-                    f"{escaped(self.name)}: tensor {escaped(name)} begins at byte {span.begin}, the one before ends at {end}"
-                )
-            end = span.end
-        if end != self.size:
-            raise CheckpointError(f"{escaped(self.name)} has {self.size} bytes, expected {end}: it is cut, or something was added")
-        return spans, hashlib.sha256(length + text).hexdigest()
-
-    def _span(self, name: str, entry: Any, base: int) -> Span:
-        """Check an entry of the header."""
-        if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"} or str(entry["dtype"]) not in DTYPES:
-            raise CheckpointError(f"{escaped(self.name)}: tensor {escaped(name)} has the entry {escaped(entry)} in the header")
-        dtype, shape, offsets = DTYPES[str(entry["dtype"])], entry["shape"], entry["data_offsets"]
-        fits = is_sizes(shape) and is_sizes(offsets) and len(offsets) == 2
-        if not fits or math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
-            raise CheckpointError(
-                f"{escaped(self.name)}: tensor {escaped(name)} has the shape {escaped(shape)} at the bytes {escaped(offsets)}"
-            )
-        return Span(dtype, tuple(shape), base + offsets[0], base + offsets[1])
+    name: str
+    file: FileIO
+    size: int
+    header: str
+    spans: dict[str, Span]
 
     def read(self, name: str, into: Tensor | None = None) -> str:
-        """Read a tensor into a row-major one on the CPU, or nowhere; returns its digest."""
+        """Read a tensor into a row-major one on the CPU, or nowhere; return its digest."""
         span = self.spans[name]
         memory = None if into is None else bytes_of(into)
 
         def bring(begin: int, end: int) -> memoryview:
             piece = memoryview(bytearray(end - begin)) if memory is None else memory[begin:end]
-            self._read(piece, span.begin + begin)
+            _read_at(self.file, self.name, piece, span.begin + begin)
             return piece
 
         return _digest(span.end - span.begin, bring)
 
-    def _read(self, memory: memoryview, at: int) -> None:
-        while len(memory):
-            with reading(self.name):
-                done = os.preadv(self._file, [memory], at)
-            if not done:
-                raise CheckpointError(f"{escaped(self.name)} is cut: it ends at byte {at}")
-            memory, at = memory[done:], at + done
 
-    def close(self) -> None:
-        os.close(self._file)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-
-def open_plain(folder: Path, name: str) -> int:
-    """Open a file of a folder for reading; not through a link, and nothing else than a plain file.
+@contextmanager
+def open_tensors(folder: Path, name: str) -> Iterator[TensorFile]:
+    """Open a safetensors file of a folder, and check its header.
 
     Raises:
-        CheckpointError: it is not there, or something else.
+        CheckpointError: it is not there, no plain file, or its header is malformed.
     """
+    path = f"{folder.name}/{name}"
+    with open_plain(folder, name) as (file, size):
+        length = bytearray(8)
+        _read_at(file, path, memoryview(length), 0)
+        end = 8 + int.from_bytes(length, "little")
+        if end > min(_MOST_HEADER + 8, size):
+            raise CheckpointError(
+                f"{escaped(path)} claims a header of {end - 8} bytes, in a file of {size} bytes"
+            )
+        text = bytearray(end - 8)
+        _read_at(file, path, memoryview(text), 8)
+        entries = read_json(bytes(text), path)
+        metadata = entries.pop("__metadata__", {})
+        if type(metadata) is not dict or any(type(value) is not str for value in metadata.values()):
+            raise CheckpointError(f"{escaped(path)}: the metadata in the header is no dictionary of texts")
+        header = hashlib.sha256(length + text).hexdigest()
+        spans = {tensor: _span(path, tensor, entry, end) for tensor, entry in entries.items()}
+        for tensor, span in sorted(spans.items(), key=lambda item: item[1][2:]):
+            if span.begin != end:
+                raise CheckpointError(
+                    f"{escaped(path)}: tensor {escaped(tensor)} begins at byte {span.begin}, the one before"
+                    f" ends at {end}"
+                )
+            end = span.end
+        if end != size:
+            raise CheckpointError(
+                f"{escaped(path)} has {size} bytes, expected {end}: it is cut, or something was added"
+            )
+        yield TensorFile(path, file, size, header, spans)
+
+
+def _span(path: str, name: str, entry: Any, base: int) -> Span:
+    """Check an entry of the header."""
+    where = f"{escaped(path)}: tensor {escaped(name)}"
+    if (
+        type(entry) is not dict
+        or entry.keys() != {"dtype", "shape", "data_offsets"}
+        or str(entry["dtype"]) not in DTYPES
+    ):
+        raise CheckpointError(f"{where} has the entry {escaped(entry)} in the header")
+    dtype, shape, offsets = DTYPES[str(entry["dtype"])], entry["shape"], entry["data_offsets"]
+    fits = is_sizes(shape) and is_sizes(offsets) and len(offsets) == 2
+    if not fits or math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
+        raise CheckpointError(f"{where} has the shape {escaped(shape)} at the bytes {escaped(offsets)}")
+    return Span(dtype, tuple(shape), base + offsets[0], base + offsets[1])
+
+
+@contextmanager
+def open_plain(folder: Path, name: str) -> Iterator[tuple[FileIO, int]]:
+    """Open a plain file of a folder for reading, not through a link; also give its size in bytes.
+
+    Raises:
+        CheckpointError: it is not there, no plain file, or cannot be read.
+    """
+    where, flags = escaped(f"{folder.name}/{name}"), os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        file = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = open(  # noqa: SIM115
+            folder / name, "rb", buffering=0, opener=lambda path, mode: os.open(path, mode | flags)
+        )
     except FileNotFoundError:
-        raise CheckpointError(f"{escaped(f'{folder.name}/{name}')} is lost") from None
+        raise CheckpointError(f"{where} is lost") from None
     except OSError as error:
-        raise CheckpointError(f"{escaped(f'{folder.name}/{name}')} is a link, or cannot be read: {error.strerror}") from error
-    with ExitStack() as opened, reading(f"{folder.name}/{name}"):
-        opened.callback(os.close, file)
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise CheckpointError(f"{escaped(f'{folder.name}/{name}')} is no plain file")
-        opened.pop_all()
-    return file
+        raise CheckpointError(
+            f"{where} is a link, no plain file, or cannot be read: {error.strerror}"
+        ) from error
+    with file, reading(f"{folder.name}/{name}"):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{where} is no plain file")
+        yield file, status.st_size
+
+
+def _read_at(file: FileIO, name: str, memory: memoryview, at: int) -> None:
+    while len(memory):
+        with reading(name):
+            done = os.preadv(file.fileno(), [memory], at)
+        if not done:
+            raise CheckpointError(f"{escaped(name)} is cut: it ends at byte {at}")
+        memory, at = memory[done:], at + done
 
 
 def read_plain(folder: Path, name: str, most: int) -> bytes:
-    """Read a small file of a folder."""
-    file = open_plain(folder, name)
-    with ExitStack() as opened, reading(f"{folder.name}/{name}"):
-        opened.callback(os.close, file)
-        size = os.fstat(file).st_size
+    """Read a file of a folder that has at most so many bytes."""
+    with open_plain(folder, name) as (file, size):
         if size > most:
-            raise CheckpointError(f"{escaped(f'{folder.name}/{name}')} has {size} bytes, expected at most {most}")
-        text = bytearray()
-        while len(text) < size and (piece := os.pread(file, size - len(text), len(text))):
-            text += piece
+            raise CheckpointError(
+                f"{escaped(f'{folder.name}/{name}')} has {size} bytes, expected at most {most}"
+            )
+        text = bytearray(size)
+        _read_at(file, f"{folder.name}/{name}", memoryview(text), 0)
     return bytes(text)
 
 
+def require_readable(text: bytes, most: int, what: str) -> None:
+    """Raise ValueError for JSON that takes too much memory: 2**30 bytes, or far more than its own text.
+
+    ``[],[],...`` would take 24 times its text, that of a checkpoint takes 3 to 12 times.
+    """
+    memory = sum(text.count(mark) * cost for mark, cost in _MEMORY.items())
+    if len(text) > most or memory > min(16 * len(text) + 2**16, 2**30):
+        raise ValueError(
+            f"{what} has {len(text)} bytes, whose values may take {memory} bytes of memory; expected at most"
+            f" {most} bytes, and 16 times as much memory; save fewer tensors, with shorter names"
+        )
+
+
 def read_json(text: bytes, name: str) -> dict[str, Any]:
-    """Parse a dictionary: no name twice, no number that is none, not too deep.
+    """Parse a dictionary: no name twice, no number that is not finite, not too deep, not too dense.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: it is malformed.
     """
     try:
-        found = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        require_readable(text, len(text), "it")
+        content = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{escaped(name)} has no JSON that can be read: {escaped(error)}") from None
-    if type(found) is not dict:
+    if type(content) is not dict:
         raise CheckpointError(f"{escaped(name)} has JSON that is no dictionary")
-    return found
+    return content
 
 
 def is_sizes(value: Any) -> bool:
-    """Tell whether this is a list of sizes."""
+    """Tell if this is a list of sizes."""
     return type(value) is list and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
 def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in entries:
             raise ValueError(f"the name {key[:200]!r} comes twice")
-        found[key] = value
-    return found
+        entries[key] = value
+    return entries
 
 
 def _no_constant(text: str) -> Any:

@@ -1,65 +1,50 @@
-"""Do independent work in several threads of this process."""
-
-from __future__ import annotations
+"""Run independent tasks in several threads: hashing and reading release the interpreter's lock."""
 
 import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ppfunc.stage.interrupts import hold_interrupts, let_interrupts
+from ppfunc.stage.interrupts import hold_interrupts
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-_MOST = 8  # helpers at a time, in the whole process
-
-
-class _Helper(threading.Thread):
-    """A thread of :func:`in_threads`."""
+helpers_left = threading.Semaphore(min(os.cpu_count() or 1, 8))  # of the whole process
 
 
 def in_threads(work: Callable[[T], R], tasks: Sequence[T]) -> list[R]:
-    """Do ``work`` for every task, several at a time: hashing and reading leave Python to others.
+    """Run ``work`` on every task, several at a time, and return the results in order.
 
-    ``work`` may call this, too: a large task gets helpers as soon as those around it leave some free.
-
-    Threads are its own: those of ``concurrent.futures`` end before an asynchronous save that the process still waits for.
+    ``work`` may call this itself: a large task gets the helpers that others leave. Threads of
+    ``concurrent.futures`` do not serve: they end before an asynchronous save that the process waits for.
     """
-    if len(tasks) < 2:
-        return [work(task) for task in tasks]
-    found: dict[int, R] = {}
-    left = iter(list(enumerate(tasks)))
+    results: dict[int, R] = {}
+    todo = iter(list(enumerate(tasks)))
     failures: list[BaseException] = []
-    helpers: list[_Helper] = []
+    helpers: list[threading.Thread] = []
 
     def run() -> None:
         try:
-            for n, task in left:
+            for n, task in todo:
                 if failures:
                     return
-                if n + 1 < len(tasks) and _may_hire():
-                    with hold_interrupts():
-                        helper = _Helper(target=run)
-                        helper.start()
-                        helpers.append(helper)
-                found[n] = work(task)
+                if n + 1 < len(tasks) and helpers_left.acquire(blocking=False):
+                    helper = threading.Thread(target=help_out)
+                    helper.start()
+                    helpers.append(helper)
+                results[n] = work(task)
         except BaseException as error:
             failures.append(error)
 
-    # A second interrupt waits, too, until all threads have ended: the caller closes the file, and another gets its descriptor.
-    with hold_interrupts():
-        try:
-            with let_interrupts():
-                run()
-        finally:
-            while helpers:
-                helpers.pop().join()
+    def help_out() -> None:
+        run()
+        helpers_left.release()
+
+    run()
+    with hold_interrupts():  # the caller closes the file, and another gets its descriptor
+        for helper in helpers:  # which may hire others meanwhile
+            helper.join()
     if failures:
         raise failures[0]
-    return [found[n] for n in range(len(tasks))]
-
-
-def _may_hire() -> bool:
-    """Tell whether another helper may have a processor: as many as there are, since the thread that is helped may be waiting."""
-    return sum(isinstance(thread, _Helper) for thread in threading.enumerate()) < min(os.cpu_count() or 1, _MOST)
+    return [results[n] for n in range(len(tasks))]

@@ -1,0 +1,230 @@
+"""Make step functions: read what the caller gives, prove the schedule, and tell the peers of a mistake."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
+from inspect import signature
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from ppfunc._text import shown
+from ppfunc.runtime import InProcess, StepFunction, StepResult, StepSpec, Transport, interleaved, two_streams
+from ppfunc.runtime.agreement.ties import Tied, TiedPlaces, read_tied
+from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, read_loss_weights
+from ppfunc.runtime.call.refusals import require_honoured
+from ppfunc.runtime.call.spec import Pipeline
+from ppfunc.runtime.lowering.stage_programs import StagePrograms
+from ppfunc.schedule import Op, Schedule, append_tail, check, forward_only, place_communication, with_skips
+from ppfunc.splitter import Split
+from ppfunc.stage import Engine, Loss, ModuleStage, Stage
+from ppfunc.stage.frozen import FrozenLeaves
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Stages = Sequence[Stage | None] | Split
+"""One function per stage of the model, None for those of other processes; or a model that was split, with its
+skips and ties.
+"""
+
+
+@contextmanager
+def mistakes_told(transport: Transport | None) -> Iterator[None]:
+    """Tell the other ranks of a mistake in the body: their next step fails, and the transport can be used no
+    more.
+
+    Raises:
+        TypeError: something else than a transport.
+    """
+    if transport is not None and (isinstance(transport, type) or not hasattr(transport, "local_ranks")):
+        raise TypeError(
+            f"transport: got {shown(transport)}, expected one such as ppfunc.InProcess() or ppfunc.P2P(group)"
+        )
+    with nullcontext() if transport is None else transport.making_step():
+        yield
+
+
+def told_to_peers(make: Callable[P, R]) -> Callable[P, R]:
+    """Tell the other ranks of a mistake in a call of ``make``, in the names of its arguments too; one is the
+    transport.
+    """
+    n = list(signature(make).parameters).index("transport")  # not bound: a wrong name is to be told, too
+
+    @wraps(make)
+    def making(*args: P.args, **kwargs: P.kwargs) -> R:
+        with mistakes_told(kwargs.get("transport", args[n] if len(args) > n else None)):  # type: ignore[arg-type]
+            return make(*args, **kwargs)
+
+    return making
+
+
+def unpacked(
+    stages: Stages,
+    loss_fn: Loss | None,
+    schedule: Schedule,
+    tied: TiedPlaces,
+    parts: Sequence[str] = ("",),
+    *,
+    loss_wanted: bool = True,
+) -> tuple[Sequence[Stage | None], Schedule, Tied]:
+    """Take apart stages and schedule: the functions, the schedule with the skips of a split, and the ties.
+
+    Args:
+        parts: as of :func:`read_tied`.
+
+    Raises:
+        TypeError, ValueError: something else than stages, a schedule, a loss function, places.
+    """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"schedule: got {shown(schedule)}, expected a schedule, such as ppfunc.one_f_one_b(ranks=4,"
+            " microbatches=8)"
+        )
+    if (loss_fn is None and loss_wanted) or (loss_fn is not None and not callable(loss_fn)):
+        raise TypeError(f"loss_fn: got {shown(loss_fn)}, expected a function loss(y, target) -> scalar")
+    if not isinstance(stages, Split):
+        if not isinstance(stages, Sequence) or isinstance(stages, str):
+            raise TypeError(
+                f"stages: got {shown(stages)}, expected a list of functions, one per stage, or what"
+                " ppfunc.split returns"
+            )
+        return stages, schedule, read_tied(tied, schedule, parts)
+    _require_count(stages.stages, schedule)
+    schedule = with_skips(schedule, stages.skips) if stages.skips else schedule
+    return stages.stages, schedule, read_tied(tied, schedule, parts, stages.tied)
+
+
+def make_step(
+    stages: Sequence[Stage | None],
+    loss_fn: Loss | None,
+    schedule: Schedule,
+    transport: Transport | None,
+    engine: Engine,
+    spec: StepSpec,
+    read: Callable[..., RawArguments | list[RawArguments]],
+    returned: Callable[[StepResult], Any] | None = None,
+    loss_weights: LossWeights = None,
+    *,
+    training: bool = True,
+    programs: StagePrograms | None = None,
+) -> StepFunction[..., Any]:
+    """Make the step function of :func:`value_and_grad`, :func:`evaluate`, the transforms and the trainer.
+
+    Args:
+        read: ``(*arguments of a call) -> RawArguments``, or a list of those of several passes.
+        returned: ``(results) -> return value of a call``; by default what the spec wants.
+        loss_weights: the weights that ``read`` takes where a call has none of its own.
+        training: whether there are backwards.
+        programs: those of a step function with the same stages, to be shared.
+    """
+    _require(stages, schedule, engine, spec)
+    if training and schedule.forward_only:
+        raise ValueError(
+            f"the schedule {schedule.name!r} has no backward; use ppfunc.evaluate, or a schedule for training"
+        )
+    if loss_weights is not None and loss_fn is None:
+        raise ValueError(
+            "loss_weights: got some, and no loss function whose losses they would weigh; leave them out"
+        )
+    read_loss_weights(loss_weights, schedule.microbatches)
+    if training and spec.frozen is None:
+        spec = spec._replace(frozen=FrozenLeaves(stages, None))
+    if spec.overlapped is not None and Op.OVERLAP_F_B not in schedule.ops:
+        raise ValueError(
+            f"overlapped: got a function, and the schedule {schedule.name!r} overlaps nothing; use dualpipe"
+            " or dualpipev"
+        )
+    proved = prove(schedule if training or schedule.forward_only else forward_only(schedule), spec)
+    transport = InProcess() if transport is None else transport
+    programs, ranks = programs or StagePrograms(engine), transport.local_ranks(proved.ranks)
+    pipeline = Pipeline(list(stages), loss_fn, proved, transport, spec, programs, ranks)
+    return StepFunction(pipeline, read, returned or partial(StepResult.asked_for, wants=spec.wants))
+
+
+def prove(schedule: Schedule, spec: StepSpec) -> Schedule:
+    """Complete a schedule as it runs, with communication and the sums over shared parameters, and prove it.
+
+    Raises:
+        ScheduleError: it is wrong.
+        ValueError: it has an instruction that nothing would honour.
+    """
+    require_honoured(schedule, spec)
+    if not schedule.has_messages:
+        # A receive is posted one compute early: its message crosses while the rank is busy.
+        schedule = place_communication(schedule, lookahead=1)
+    if (schedule.replicas or spec.tied) and not schedule.forward_only and Op.REDUCE_TIED not in schedule.ops:
+        schedule = append_tail(schedule, tied=True, reduce_grad=False, step=False)
+    check(schedule)
+    return schedule
+
+
+def map_stages(stages: Sequence[Stage | None], transform: Callable[[Stage], Stage]) -> list[Stage | None]:
+    """Transform the stages; equal ones stay equal, so that they share their programs."""
+    made = {id(fn): transform(fn) for fn in stages if callable(fn)}
+    return [made.get(id(fn), fn) for fn in stages]
+
+
+def named_step(read: Callable[P, RawArguments]) -> Callable[P, RawArguments]:
+    """Call a function ``step()`` in the errors of Python about its arguments."""
+    read.__name__ = read.__qualname__ = "step"
+    return read
+
+
+@named_step
+def read_call(
+    default: LossWeights,
+    params: Mapping[int, Any],
+    inputs: Any,
+    targets: Any = None,
+    *,
+    loss_weights: LossWeights = None,
+    seed: Seed = None,
+    extras: Mapping[int, Any] | None = None,
+    state: Mapping[int, Any] | None = None,
+) -> RawArguments:
+    """Read the arguments of a step as the caller writes them; ``default`` are loss weights."""
+    weights = default if loss_weights is None else loss_weights
+    return RawArguments(params, inputs, targets, extras, state, weights, seed)
+
+
+def _require(stages: Sequence[Any], schedule: Schedule, engine: Any, spec: StepSpec) -> None:
+    """Raise TypeError where an argument has another type than expected."""
+    for stage, fn in enumerate(stages):
+        module = isinstance(fn, torch.nn.Module | ModuleStage)
+        if module or not (fn is None or callable(fn)):
+            mend = "; take ppfunc.stage_from_module(module).fn, and its params" if module else ""
+            raise TypeError(
+                f"stages[{stage}]: got {shown(fn)}, expected a function fn(params, x) -> y, or None for a"
+                f" stage of another process{mend}"
+            )
+    _require_count(stages, schedule)
+    if not callable(engine):
+        raise TypeError(f"engine: got {shown(engine)}, expected ppfunc.engines.graph, functional or eager")
+    if not isinstance(spec.loss_shape, tuple) or not all(isinstance(n, int) for n in spec.loss_shape):
+        raise TypeError(
+            f"loss_shape: got {shown(spec.loss_shape)}, expected a tuple of integers, such as (3,) for an"
+            " ensemble of three"
+        )
+    overlapped: Any = spec.overlapped
+    if overlapped in (interleaved, two_streams):
+        raise TypeError(
+            f"overlapped: got ppfunc.{overlapped.__name__} itself, expected what it returns:"
+            f" ppfunc.{overlapped.__name__}()"
+        )
+    if overlapped is not None and not callable(overlapped):
+        raise TypeError(
+            f"overlapped: got {shown(overlapped)}, expected a function, such as ppfunc.interleaved() or"
+            " ppfunc.two_streams()"
+        )
+
+
+def _require_count(stages: Sequence[Any], schedule: Schedule) -> None:
+    expected = len(set(schedule.model_stages))
+    if len(stages) != expected:
+        parts = f"{expected // schedule.ranks} stages on each of " if expected > schedule.ranks else ""
+        raise ValueError(
+            f"stages: got {len(stages)}, the schedule {schedule.name!r} has {expected}"
+            f" ({parts}{schedule.ranks} ranks); give one function for each (or pp.split(model, ...,"
+            f" at={expected})), or build another schedule"
+        )

@@ -1,0 +1,153 @@
+"""Compare the steps, facts, modes and layouts of several ranks.
+
+Each function raises :class:`~ppfunc.runtime.AgreementError` where they differ, and says which rank has what.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from itertools import zip_longest
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ppfunc.stage import LeafSignature, Signature
+
+from ..call.arguments import StepForm
+from ..errors import AgreementError
+
+
+def require_same_step(mine: str, theirs: str, rank: int, other: int) -> None:
+    """Require that two ranks begin the same step; terms are separated by ``"; "``."""
+    if mine != theirs:
+        here, there = _differences(mine, theirs)
+        mend = (
+            "make the same calls of the same step functions, with the same schedule and with batches of the"
+            " same shapes"
+        )
+        if "steps ended" in here:
+            mend = "go on from the same point: load the same checkpoint on every rank, and make a new P2P()"
+        raise AgreementError(
+            f"the ranks disagree on the step that begins: rank {rank} has {here}, rank {other} has {there};"
+            f" every rank must {mend}"
+        )
+
+
+def require_same_facts(mine: str, theirs: str, rank: int, other: int) -> None:
+    """Require that two ranks have the same facts; terms are separated by ``"; "``."""
+    if mine != theirs:
+        here, there = _differences(mine, theirs)
+        raise AgreementError(
+            f"the ranks disagree: rank {rank} has {here}; rank {other} has {there}; every rank must be given"
+            " the same"
+        )
+
+
+def require_same_modes(training: int, evaluation: int) -> None:
+    """Require that modules of these ranks are in one mode; -1 stands for no rank."""
+    if training >= 0 and evaluation >= 0:
+        raise AgreementError(
+            f"the ranks disagree on the mode of their modules: training on rank {training}, evaluation on"
+            f" rank {evaluation}; call train() or eval() on every rank (where a stage is frozen on purpose,"
+            " leave its outermost module in training mode)"
+        )
+
+
+def _differences(one: str, other: str) -> tuple[str, str]:
+    """Select the terms that differ of the first lines of two texts; what follows them is for programs.
+
+    >>> _differences("call 2; f; seed None", "call 3; f; seed (0, 1)")
+    ('call 2; seed None', 'call 3; seed (0, 1)')
+    """
+    terms = (text.partition("\n")[0].split("; ") for text in (one, other))
+    pairs = [(a, b) for a, b in zip_longest(*terms, fillvalue="nothing") if a != b]
+    return "; ".join(a for a, _ in pairs), "; ".join(b for _, b in pairs)
+
+
+class LaidOut(NamedTuple):
+    """Describe how the DTensors among the arguments of a step lie over meshes.
+
+    Args:
+        leaves: dtype and layout, by the name of the leaf.
+        digest: of all of them, equal where they are; empty without DTensors.
+    """
+
+    leaves: Mapping[str, str]
+    digest: str
+
+    def __str__(self) -> str:
+        return "; ".join(f"{name}: {leaf}" for name, leaf in self.leaves.items()) or "no DTensors"
+
+
+def laid_out(form: StepForm) -> LaidOut:
+    """Describe how the arguments of this form lie over meshes."""
+    leaves = {name: f"{leaf.dtype} {leaf.layout}" for name, leaf in _leaves(form) if leaf.layout is not None}
+    return LaidOut(leaves, sha256(repr(leaves).encode()).hexdigest()[:16] if leaves else "")
+
+
+def require_alike(by_rank: Mapping[int, Mapping[str, str]], axis: str) -> None:
+    """Require that all ranks lay out every leaf in one way.
+
+    Args:
+        by_rank: the leaves of :class:`LaidOut`.
+        axis: of the mesh, along which the ranks are.
+    """
+    for name in sorted({name for leaves in by_rank.values() for name in leaves}):
+        layouts = {rank: leaves.get(name, "no DTensor") for rank, leaves in by_rank.items()}
+        if len(set(layouts.values())) > 1:
+            listed = "; ".join(f"rank {rank} has {text}" for rank, text in layouts.items())
+            raise AgreementError(
+                f"{name} lies over {axis} in several ways: {listed}; give every rank the same placements"
+            )
+
+
+def require_same_layouts(form: StepForm) -> None:
+    """Compare the layouts of all DTensors along every axis of their meshes, over the groups of these.
+
+    It serves transports that have no link along these axes. Every rank of the mesh calls it.
+    """
+    mine = json.dumps(laid_out(form).leaves)
+    for mesh in {leaf.layout.mesh: None for _, leaf in _leaves(form) if leaf.layout is not None}:
+        for axis in range(mesh.ndim if mesh is not None else 0):
+            assert mesh is not None
+            group = mesh.get_group(axis)
+            # All ranks of a fake group are this process.
+            if mesh.size(axis) > 1 and dist.get_backend(group) != "fake":
+                leaves, names = map(json.loads, _gather_texts(mesh, group, mine)), mesh.mesh_dim_names
+                require_alike(
+                    dict(enumerate(leaves)), f"the axis {names[axis]!r}" if names else f"axis {axis}"
+                )
+
+
+def _gather_texts(mesh: DeviceMesh, group: dist.ProcessGroup, text: str) -> list[str]:
+    """Gather the texts of all ranks of a group, without pickle."""
+    data = torch.frombuffer(bytearray(text.encode(errors="surrogatepass")), dtype=torch.uint8)
+    data = data.to(mesh.device_type)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=data.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, sizes[0].new_tensor([data.numel()]), group=group)
+    longest = int(torch.stack(sizes).max())
+    padded = [data.new_zeros(longest) for _ in sizes]
+    dist.all_gather(padded, torch.cat([data, data.new_zeros(longest - data.numel())]), group=group)
+    return [
+        bytes(row[: int(size)].tolist()).decode(errors="surrogatepass")
+        for row, size in zip(padded, sizes, strict=True)
+    ]
+
+
+def _leaves(form: StepForm) -> Iterator[tuple[str, LeafSignature]]:
+    """List the leaves of all arguments, with their names."""
+    trees: list[tuple[str, Signature]] = []
+    for name, by_stage in (("params", form.params), ("state", form.state)):
+        trees += [(f"{name}[{stage}]", signature) for stage, signature in by_stage.items()]
+    rows = {"inputs": form.inputs or (), "targets": form.targets or ()} | {
+        f"extras[{s}]": rows for s, rows in form.extras.items()
+    }
+    trees += [
+        (f"{name}, microbatch {m}, ", signature)
+        for name, signatures in rows.items()
+        for m, signature in enumerate(signatures)
+    ]
+    for name, signature in trees:
+        yield from ((name + path, leaf) for path, leaf in zip(signature.paths, signature.leaves, strict=True))

@@ -1,0 +1,14 @@
+"""Call a step: read the arguments, run, and make results.
+
+::
+
+    step.py          StepFunction       one call, which fails on all ranks or on none
+      arguments.py     read_arguments   what the caller gave -> leaves, without history
+                         StepForm       all that a program depends on beside the values
+        batch.py         cut            a batch -> microbatches, as views
+      refusals.py      StepRefusals     what a step would not honour
+      results.py       collect          buffers -> a StepResult
+                         Owned          copies results that share memory
+
+``spec.py`` says what a step function is made of (`Pipeline`) and what is wanted of a step (`StepSpec`).
+"""

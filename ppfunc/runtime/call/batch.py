@@ -1,0 +1,169 @@
+"""Cut batches into microbatches, or take microbatches as the caller made them."""
+
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from numbers import Integral
+from typing import Any
+
+import torch
+from einops import rearrange
+from optree import PyTreeSpec
+
+from ppfunc.stage import Signature
+from ppfunc.stage._torch import register_pytree_node
+from ppfunc.stage.layout import distributed, layout_of, local
+from ppfunc.stage.signature import flatten
+from ppfunc.stage.tree import tree_map, tree_paths
+
+Leaves = tuple[torch.Tensor, ...]
+
+
+class Microbatches:
+    """Holds the microbatches of one batch: trees of tensors, which may differ in structure and shape.
+
+    It is a sequence, and a node of torch's pytrees. :func:`microbatch` makes one from a batch. A step whose
+    inputs are Microbatches returns their gradients and its outputs as Microbatches.
+
+    Args:
+        trees: one tree of tensors per microbatch, in order.
+
+    >>> [x.shape[0] for x in Microbatches([torch.zeros(3, 2), torch.zeros(1, 2)])]
+    [3, 1]
+    """
+
+    __slots__ = ("trees",)
+
+    def __init__(self, trees: Iterable[Any]) -> None:
+        self.trees = tuple(trees)
+
+    def __len__(self) -> int:
+        return len(self.trees)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.trees[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.trees)
+
+    def __repr__(self) -> str:
+        try:
+            forms = list(dict.fromkeys(str(Signature.of(tree)) for tree in self.trees))
+        except (TypeError, ValueError):  # trees whose leaves are not tensors
+            forms = list(map(reprlib.repr, self.trees[:2]))
+        shown = " and ".join([*forms[:2], *(["others"] if len(forms) > 2 else [])])
+        shown = shown if len(shown) < 200 else f"{shown[:200]}..."
+        return f"Microbatches({len(self.trees)} of {shown})" if self.trees else "Microbatches([])"
+
+    def map(self, function: Callable[[Any], Any]) -> "Microbatches":
+        """Apply a function to each microbatch."""
+        return Microbatches(map(function, self.trees))
+
+    def join(self) -> Any:
+        """Concatenate the microbatches along axis 0 into one tree, which undoes :func:`microbatch`.
+
+        >>> microbatch(torch.arange(4), 2).join()
+        tensor([0, 1, 2, 3])
+        """
+        return tree_map(_joined, *self.trees)
+
+    def stack(self) -> Any:
+        """Stack the microbatches along a new axis 0 into one tree, ``[m, ...]``."""
+        return tree_map(_stacked, *self.trees)
+
+
+def _joined(*leaves: torch.Tensor) -> torch.Tensor:
+    layout, rows = layout_of(leaves[0]), sum(leaf.shape[0] for leaf in leaves)
+    return distributed(
+        torch.cat([*map(local, leaves)]), layout and replace(layout, shape=(rows, *layout.shape[1:]))
+    )
+
+
+def _stacked(*leaves: torch.Tensor) -> torch.Tensor:
+    layout = layout_of(leaves[0])
+    return distributed(torch.stack([*map(local, leaves)]), layout and layout.stacked(len(leaves)))
+
+
+register_pytree_node(
+    Microbatches, lambda batch: (list(batch.trees), None), lambda trees, _: Microbatches(trees)
+)
+
+
+def microbatch(batch: Any, microbatches: int) -> Microbatches:
+    """Cut a batch along axis 0: every leaf ``[m b, ...]`` becomes ``m`` views ``[b, ...]``.
+
+    Of a DTensor, each rank cuts its local tensor.
+
+    Args:
+        batch: a tree of tensors with the same size of axis 0.
+        microbatches: ``m``, at least 1, which must divide that size.
+
+    Raises:
+        ValueError: a leaf has no axis 0, or one that is not divisible by ``m``, or leaves disagree on its
+            size.
+        TypeError: a leaf is not a tensor, or ``microbatches`` is not an integer.
+
+    >>> microbatch({"x": torch.zeros(6, 2)}, 3)[0]["x"].shape
+    torch.Size([2, 2])
+    """
+    if not isinstance(microbatches, Integral):
+        raise TypeError(
+            f"got {type(microbatches).__name__} as the number of microbatches, expected an integer"
+        )
+    if microbatches < 1:
+        raise ValueError(f"got {microbatches} microbatches, expected at least 1")
+    leaves, treedef = flatten(batch, "batch")
+    refuse_microbatches(treedef, "batch")
+    m, parts, signature = int(microbatches), tuple(map(local, leaves)), Signature.of(batch)
+    require_divisible(parts, tree_paths(treedef), m, "batch")
+    return Microbatches(map(signature.cut(m).wrap, cut(parts, m)))
+
+
+def refuse_microbatches(treedef: PyTreeSpec, name: str) -> None:
+    """Raise TypeError for Microbatches within a tree, whose rows would be cut again."""
+    nodes = [treedef]
+    while nodes:  # not by recursion: trees may be as deep as optree allows
+        node = nodes.pop()
+        if node.type is Microbatches:
+            raise TypeError(
+                f"{name}: got Microbatches within a tree; expected Microbatches of trees: Microbatches([tree,"
+                " tree, ...])"
+            )
+        nodes += node.children()
+
+
+def cut(leaves: Sequence[torch.Tensor], microbatches: int) -> list[Leaves]:
+    """Cut leaves into those of every microbatch, as views."""
+    if not leaves:
+        return [()] * microbatches
+    columns = [rearrange(leaf, "(m b) ... -> m b ...", m=microbatches).unbind(0) for leaf in leaves]
+    return list(zip(*columns, strict=True))
+
+
+def require_divisible(
+    leaves: Sequence[torch.Tensor], paths: Sequence[str], microbatches: int, name: str
+) -> None:
+    """Raise ValueError for a leaf that cannot be cut into ``microbatches`` along axis 0."""
+    sizes = [leaf.shape[0] if leaf.ndim else None for leaf in leaves]
+    for path, leaf, size in zip(paths, leaves, sizes, strict=True):
+        if size is None:
+            raise ValueError(
+                f"{name}{path}: got a scalar, expected a leading batch axis to cut into {microbatches}"
+                " microbatches"
+            )
+        if size < microbatches:
+            mend = f"use at most {size} microbatches" if size else "give it at least one row for each"
+            raise ValueError(
+                f"{name}{path}: got {size} rows in shape {tuple(leaf.shape)} for {microbatches} microbatches;"
+                f" {mend}"
+            )
+        if size % microbatches:
+            divisors = (k for k in range(1, size + 1) if size % k == 0)
+            near = sorted(sorted(divisors, key=lambda k: abs(k - microbatches))[:2])
+            raise ValueError(
+                f"{name}{path}: got {size} rows in shape {tuple(leaf.shape)}, which {microbatches}"
+                f" microbatches do not divide; the nearest numbers that do are {' and '.join(map(str, near))}"
+            )
+    if len(set(sizes)) > 1:
+        listed = ", ".join(f"{name}{path}: {size}" for path, size in zip(paths, sizes, strict=True))
+        raise ValueError(f"the leaves of a batch must have the same number of rows in axis 0, got {listed}")

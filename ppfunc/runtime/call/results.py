@@ -1,0 +1,230 @@
+"""Make the results of a step, as trees that belong to the caller, from its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from ppfunc.stage import Signature
+from ppfunc.stage._torch import is_wrapped
+from ppfunc.stage.layout import distributed, layout_of, local
+from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
+
+from ..execution.buffers import Buffers, Key, Leaves, Tag
+from ..lowering.lowered import BATCH, LoweredStage, LoweredStep
+from .arguments import StepArguments
+from .batch import Microbatches
+
+_NOTHING = tree_structure(None)
+
+
+class Aux(NamedTuple):
+    """Hold the metrics and states that the stages of this process return, by stage of the model.
+
+    Args:
+        metrics: trees with a leading axis of the microbatches that this process ran, ascending, step after
+            step; Microbatches, with None for those without, where they differ in form.
+        state: trees, after the last microbatch.
+    """
+
+    metrics: dict[int, Any]
+    state: dict[int, Any]
+
+
+class StepResult(NamedTuple):
+    """Name the results of one step. Results that were not asked for are None.
+
+    Args:
+        loss: the weighted sum of all losses, a tensor of the shape of a loss, on every rank.
+        grads: the gradients of the parameters of this process, ``{stage of the model: tree}``.
+        input_grads: the gradients of the inputs, in their form; None if this process runs no first stage.
+        outputs: what the last stages of this process return, in the form of the inputs; None if it runs no
+            last stage.
+        aux: metrics and state, :class:`Aux`.
+        slope: the derivative of the loss along the tangents, of :func:`ppfunc.jvp` and :func:`ppfunc.hvp`.
+        output_tangents: the derivative of the outputs along the tangents, of :func:`ppfunc.jvp`.
+        curvature: the inner product of the vector and ``products``, of :func:`ppfunc.gnvp`.
+        products: a matrix times the vector, like ``grads``, of :func:`ppfunc.hvp` and :func:`ppfunc.gnvp`.
+        update_state: what the update of the step has left.
+    """
+
+    loss: Any = None
+    grads: Any = None
+    input_grads: Any = None
+    outputs: Any = None
+    aux: Any = None
+    slope: Any = None
+    output_tangents: Any = None
+    curvature: Any = None
+    products: Any = None
+    update_state: Any = None
+
+    def asked_for(self, wants: Sequence[str]) -> Any:
+        """Return what a caller asked for: one result itself, a loss with gradients as a pair, more by name.
+
+        Args:
+            wants: names of fields.
+        """
+        if len(wants) == 1:
+            return getattr(self, wants[0])
+        if len(wants) == 2 and wants[1] in ("grads", "input_grads"):
+            return self.loss, getattr(self, wants[1])
+        return self
+
+
+def collect(lowered: LoweredStep, steps: Sequence[StepArguments], buffers: Buffers) -> StepResult:
+    """Make the wanted results from the buffers of the last step.
+
+    The loss is not among them: it needs the losses of the other ranks.
+    """
+    wants, owned, arguments = lowered.spec.wants, Owned(_tensors(steps)), steps[0]
+    return StepResult(
+        None,
+        _gradients(lowered, arguments, buffers, owned) if "grads" in wants else None,
+        _input_gradients(lowered, arguments, buffers, owned) if "input_grads" in wants else None,
+        _outputs(lowered, buffers, owned) if "outputs" in wants else None,
+        _aux(lowered, arguments, buffers, owned) if "aux" in wants else None,
+        update_state=buffers.update_state,
+    )
+
+
+def _tensors(steps: Sequence[StepArguments]) -> Iterator[torch.Tensor]:
+    """List the tensors of the caller."""
+    yield from chain.from_iterable((*steps[0].params.values(), *steps[0].state.values()))
+    for step in steps:
+        for batch in (step.inputs, step.targets, *step.extras.values()):
+            yield from chain.from_iterable(batch)
+
+
+def _gradients(
+    lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, owned: Owned
+) -> dict[int, Any]:
+    """Make the gradients of every stage of the model, with the structure of its parameters."""
+    trees: dict[int, Any] = {}
+    # The first replica has the sum over all.
+    sums = {
+        lowered.schedule.model_stages[stage]: gradients
+        for stage, gradients in reversed(buffers.gradients.items())
+    }
+    for model, leaves in arguments.params.items():
+        signature, gradients = arguments.form.params[model], sums[model]
+        if all([leaf.grad and leaf.layout is None for leaf in signature.leaves]):
+            trees[model] = signature.unflatten(gradients.take(leaves, owned))
+            continue
+        whole = Signature(signature.treedef, tuple(map(gradients.signature, signature.leaves)))
+        taken = iter(
+            gradients.take(
+                tuple(t for t, leaf in zip(leaves, signature.leaves, strict=True) if leaf.grad), owned
+            )
+        )
+        zeros = zip(leaves, whole.leaves, strict=True)
+        trees[model] = whole.wrap(
+            [next(taken) if leaf.grad else t.new_zeros(leaf.shape, dtype=leaf.dtype) for t, leaf in zeros]
+        )
+    return trees
+
+
+def _input_gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, owned: Owned) -> Any:
+    schedule, signatures = lowered.schedule, arguments.form.inputs or ()
+    firsts = {m: chain.stages[0] for chain in schedule.chains for m in chain.microbatches}
+    if not any(schedule.placement[stage] in lowered.ranks for stage in firsts.values()):
+        return None
+
+    def row(m: int) -> Any:
+        wanted = signatures[m].with_grad()
+        gradients = iter(buffers.values.pop(Tag("B", firsts[m], BATCH, m), ()))
+        pairs = zip(wanted.leaves, arguments.inputs[m], strict=True)
+        return wanted.wrap([next(gradients) if leaf.grad else torch.zeros_like(t) for leaf, t in pairs])
+
+    return _in_form_of_inputs([row(m) for m in range(schedule.microbatches)], lowered, owned)
+
+
+def _outputs(lowered: LoweredStep, buffers: Buffers, owned: Owned) -> Any:
+    lasts = [chain.stages[-1] for chain in lowered.schedule.chains]
+    rows = [row for stage in lasts for row in _kept(lowered, buffers.kept, stage, lambda low: low.outputs)]
+    return _in_form_of_inputs(rows, lowered, owned) if rows else None
+
+
+def _in_form_of_inputs(rows: list[Any], lowered: LoweredStep, owned: Owned) -> Any:
+    """Join rows along axis 0 where the inputs were a whole batch; else return Microbatches."""
+    if lowered.form.rows is not None:
+        return Microbatches(rows).join()
+    return Microbatches(tree_map(owned, row) for row in rows)
+
+
+def _aux(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, owned: Owned) -> Aux:
+    schedule, metrics = lowered.schedule, {}
+    for model in sorted(
+        {low.model_stage for low in lowered.stages.values() if low.metrics.treedef != _NOTHING}
+    ):
+        stages = [s for s in range(schedule.stages) if schedule.model_stages[s] == model]
+        steps = [*buffers.kept_before, buffers.kept]
+        rows = [
+            row
+            for kept in steps
+            for stage in stages
+            for row in _kept(lowered, kept, stage, lambda low: low.metrics)
+        ]
+        if any(row is not None for row in rows):
+            metrics[model] = _stacked(rows, owned)
+    state = {s: arguments.form.state[s].wrap(map(owned, leaves)) for s, leaves in buffers.state.items()}
+    return Aux(metrics, state)
+
+
+def _kept(
+    lowered: LoweredStep, kept: Mapping[Key, Leaves], stage: int, which: Callable[[LoweredStage], Signature]
+) -> Iterator[Any]:
+    """List a tree that a stage keeps for the caller, for every microbatch that this process ran."""
+    for m in _microbatches(lowered, stage):
+        if (stage, m) not in lowered.stages:
+            continue
+        low, leaves = lowered.stages[stage, m], kept.get((stage, m), ())
+        start = int(low.loss is not None)
+        for signature in (low.outputs, low.metrics):
+            stop = start + len(signature.leaves)
+            if signature is which(low):
+                yield signature.wrap(leaves[start:stop])
+            start = stop
+
+
+def _stacked(rows: list[Any], owned: Owned) -> Any:
+    """Stack trees along a new axis; return Microbatches if they differ in structure, shape or dtype."""
+    first, *others = ((tree_structure(row), [(t.shape, t.dtype) for t in tree_leaves(row)]) for row in rows)
+    if any(other != first for other in others):
+        return Microbatches(tree_map(owned, row) for row in rows)
+    return Microbatches(rows).stack()
+
+
+def _microbatches(lowered: LoweredStep, stage: int) -> range:
+    return next(chain.microbatches for chain in lowered.schedule.chains if stage in chain.stages)
+
+
+class Owned:
+    """Copies a tensor unless it is the only one that uses its memory, so that results belong to the caller.
+
+    Args:
+        arguments: tensors of the caller, whose memory results must not share; read at the first call.
+    """
+
+    def __init__(self, arguments: Iterable[torch.Tensor]) -> None:
+        self._arguments = arguments
+        self._taken: set[int] | None = None
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._taken is None:
+            self._taken = {t.untyped_storage().data_ptr() for t in self._arguments if not is_wrapped(t)}
+        if (layout := layout_of(tensor)) is not None:
+            return distributed(self(local(tensor)), layout)
+        if is_wrapped(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        whole = storage.nbytes() == tensor.numel() * tensor.element_size()
+        # A scalar may be the weight of the microbatch itself, which later steps use again.
+        if tensor._is_view() or not whole or address in self._taken or tensor.ndim == 0:
+            return tensor.clone()
+        self._taken.add(address)
+        return tensor

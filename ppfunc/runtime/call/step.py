@@ -1,0 +1,192 @@
+"""Run steps: read the arguments, lower, compile and execute behind a cache, with all ranks in agreement."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
+
+import torch
+
+from ppfunc.schedule import Schedule, Timeline
+
+from ..errors import Failure, StepFailed
+from ..execution.execute import run_step
+from ..execution.record import Recorder
+from ..lowering.analysis import LoweredFunction
+from ..lowering.compiled_steps import CacheInfo, CompiledSteps, Finder
+from .arguments import RawArguments, StepArguments, read_arguments
+from .refusals import StepRefusals, require_servable_under_transforms
+from .results import StepResult
+from .spec import Pipeline
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class StepFunction(Generic[P, R]):
+    """Runs a step and caches its compiled programs by the form of the arguments.
+
+    Args:
+        pipeline: what runs.
+        read: makes the arguments of a step out of those of a call, or a list of those of several
+            steps. Its errors fail the step on all ranks.
+        returned: makes what a call returns out of the results.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        read: Callable[P, RawArguments | list[RawArguments]],
+        returned: Callable[[StepResult], R],
+    ) -> None:
+        self.pipeline, self._read, self._returned = pipeline, read, returned
+        self.__signature__ = inspect.signature(read)  # for help() and editors
+        if pipeline.spec.finite:
+            pipeline.transport.collective("world")  # to be had before the transport connects
+        self._stages = pipeline.model_stages
+        self._refusals = StepRefusals(pipeline.spec)
+        self._compiled = CompiledSteps(pipeline, repr(self))
+
+    def __repr__(self) -> str:
+        stages = ", ".join(map(str, self._stages))
+        return f"<step function {self.pipeline.spec.name}, {self.schedule!r}, stages {stages} here>"
+
+    @property
+    def schedule(self) -> Schedule:
+        """Return the schedule that runs: proved, with its communication."""
+        return self.pipeline.schedule
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run one step.
+
+        Raises:
+            PipelineError: an instruction failed, here or on another rank.
+            AgreementError: the ranks were given different programs or batches.
+            StageError: the engine cannot serve a stage.
+            ValueError, TypeError: the arguments do not fit the schedule.
+        """
+        return self._run(args, kwargs)[0]
+
+    def record(self, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Timeline]:
+        """Run one step and measure it; where ranks are processes, every one calls it.
+
+        Args:
+            args, kwargs: as of a call. What is traced or compiled in a first call does not count, since it
+                comes before.
+
+        Returns:
+            What a call returns, and the timeline of all ranks in seconds from the first call of a program on,
+            on every rank; of the type that :func:`ppfunc.schedule.simulate` returns. Clocks of hosts are
+            aligned by a handshake.
+
+        Raises:
+            As a call.
+        """
+        result, timeline = self._run(args, kwargs, Recorder())
+        assert timeline is not None
+        return result, timeline
+
+    def _run(
+        self, args: Any, kwargs: Any, recorder: Recorder | None = None, find: Finder | None = None
+    ) -> tuple[R, Timeline | None]:
+        """Run one step, and measure it if a recorder is given.
+
+        ``find`` finds the compiled step, by default in the cache.
+
+        Over a transport between processes, interrupts act between the calls of a step, and while this rank
+        waits for peers before its vote. They fail the step as an error does. After the vote they wait until
+        the result is returned. With :class:`InProcess` they act anywhere except while a stage is traced.
+        """
+        transport, ended = self.pipeline.transport, False
+        try:
+            with transport.hold_interrupts(later=True), _outside_inference_mode():
+                try:
+                    require_servable_under_transforms(self.pipeline)
+                    steps = self._steps(self._read(*args, **kwargs))
+                    find = find or partial(self._compiled.find, purpose="recorded" if recorder else "run")
+                    result, timeline = run_step(find(steps), steps, transport, recorder)
+                except BaseException as raised:
+                    self._fail(raised)
+                ended = True
+                return self._returned(result), timeline
+        except BaseException:
+            if ended:
+                transport.lose_step()
+            raise
+
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> LoweredFunction:
+        """Lower the step for these arguments, and run nothing; where ranks are processes, every one calls it.
+
+        Args:
+            args, kwargs: as of a call. Tensors may be on the device meta, and trees may be signatures.
+        """
+        transport = self.pipeline.transport
+        with transport.hold_interrupts():
+            try:
+                raw = self._read(*args, **kwargs)
+                assert isinstance(raw, RawArguments)  # of one pass
+                lowered, guards = self._compiled.lower(self._arguments(raw, None, abstract=True))
+                transport.end({}, {})
+            except BaseException as raised:
+                self._fail(raised)
+        return LoweredFunction(
+            lowered,
+            self.pipeline.programs,
+            transport,
+            lambda compiled: self._running(self._compiled.reuse(compiled, guards)),
+        )
+
+    def cache_info(self) -> CacheInfo:
+        """Count the calls that found their program compiled, and those that did not."""
+        return self._compiled.info()
+
+    def cache_clear(self) -> None:
+        """Drop every compiled program, and what is kept of the stages' functions for other step functions."""
+        self._compiled.clear()
+
+    # -- one call --------------------------------------------------------------------------
+
+    def _arguments(
+        self, raw: RawArguments, last: StepArguments | None, *, abstract: bool = False
+    ) -> StepArguments:
+        with_targets = self.pipeline.loss_fn is not None
+        return read_arguments(raw, self.schedule, self._stages, with_targets, last, abstract=abstract)
+
+    def _steps(self, raw: RawArguments | list[RawArguments]) -> Sequence[StepArguments]:
+        """Read the arguments of every step of the call, all of one form."""
+        steps, last = [], self._compiled.last_arguments
+        for one in raw if isinstance(raw, list) else [raw]:
+            last = self._arguments(one, last)
+            steps.append(last)
+        self._refusals.require(steps)
+        return steps
+
+    def _running(self, find: Finder) -> Callable[P, R]:
+        """Make a function that runs a step that was compiled ahead of time."""
+        return lambda *args, **kwargs: self._run(args, kwargs, find=find)[0]
+
+    def _fail(self, raised: BaseException) -> NoReturn:
+        """Tell the peers of a failure, and raise."""
+        failure = (
+            raised.described()
+            if isinstance(raised, StepFailed)
+            else Failure(self.pipeline.ranks[0], None, None, raised)
+        )
+        cause = error = failure.cause
+        try:
+            error = self.pipeline.transport.fail(failure)
+            if error is cause or not isinstance(cause, Exception):
+                raise cause from cause.__cause__  # an interrupt stays what it is
+            raise error from cause
+        finally:
+            del raised, failure, cause, error  # an error that is kept keeps this frame
+
+
+def _outside_inference_mode() -> AbstractContextManager[object]:
+    if not torch.is_inference_mode_enabled():
+        return nullcontext()
+    modes = ExitStack()
+    modes.enter_context(torch.inference_mode(False))
+    modes.enter_context(torch.no_grad())
+    return modes

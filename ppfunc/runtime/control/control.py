@@ -1,0 +1,334 @@
+"""Keep the ranks of a pipeline together: a step begins, ends or fails on all of them, along a binary tree."""
+
+import json
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+
+from ppfunc.stage.interrupts import hold_interrupts, keep_holding, send_later
+
+from ..agreement.comparison import (
+    LaidOut,
+    require_alike,
+    require_same_facts,
+    require_same_modes,
+    require_same_step,
+)
+from ..errors import CLOSED, Failure, FailureRecord, LinkError
+from ..transport.grid import Grid
+from ..transport.protocols import LossPart, Mode
+from .loss_bytes import sum_bytes, sum_of, to_bytes
+from .tree import BEGIN, END, LOSSES, SHAPES, Links, TreeMessages, is_below
+
+_KEY, _TEXT = "key", "text"  # channels besides those of trees
+# Of messages at the end of a step: steps ended; a rank in training mode, one in evaluation mode, or -1.
+_HEAD = struct.Struct("<qii")
+_OTHER = (
+    "got a step while another step runs on the same P2P(); the order of their messages would differ between "
+    "ranks: wait for the first, or make a P2P() for each thread, in the same order on every rank"
+)
+
+
+class StepRunning(RuntimeError):
+    """A step was called while another one runs on the same transport; the running one is not disturbed."""
+
+    refused = False  # whether `fail` has returned it
+
+
+class Control:
+    """The control half of a transport with one rank in each process (or thread), over its links.
+
+    Steps begin down a tree, and end up and down again, with the losses on the way. Where several pipelines
+    train together, the ranks of all of them begin, end and fail a step together; those that run the same
+    batch also agree on it.
+
+    Args:
+        links: carry the messages; closed with it.
+        grid: which ranks make which pipeline; by default all make one.
+    """
+
+    has_peers = True
+
+    def __init__(self, links: Links, grid: Grid | None = None) -> None:
+        everyone = tuple(range(links.size))
+        self.links, self.grid = links, grid or Grid((everyone,), (links.rank,), links.size, links.rank)
+        self.line = self.grid.pipeline
+        self.rank, self.size = self.line.index(links.rank), len(self.line)  # of the pipeline
+        self.ended = 0  # steps that have ended on this rank
+        trees: dict[tuple[int, ...], TreeMessages] = {}  # one for each set of ranks
+
+        def tree(members: tuple[int, ...], channel: str) -> TreeMessages:
+            return trees.setdefault(members, TreeMessages(links, members, channel))
+
+        self._world = tree(everyone, "tree")
+        self._replica = tree(self.grid.same_batch, "replica")
+        self._line = tree(self.line, "line")
+        self._model = tree(self.grid.model, "model") if len(self.grid.model) > 1 else None
+        self._data = tree(self.grid.data, "data")
+        self._running, self._closed = threading.Lock(), False
+        self._made = 0  # step functions
+        self._executing = False  # whether peers may wait for this rank in a collective of a stage
+        self._unusable: str | None = None  # why, and what to do
+
+    @property
+    def device(self) -> torch.device:
+        """Where losses are summed, and returned."""
+        return torch.device("cpu")
+
+    @property
+    def generation(self) -> int:
+        return self.links.generation
+
+    def local_ranks(self, ranks: int) -> tuple[int, ...]:
+        if ranks != self.size:
+            raise ValueError(
+                f"the schedule is for {ranks} ranks, the transport has {self.size}; "
+                f"build the schedule with ranks={self.size}, or start {ranks} processes"
+            )
+        return (self.rank,)
+
+    def register_step(self) -> int:
+        self._made += 1
+        return self._made
+
+    @contextmanager
+    def making_step(self) -> Iterator[None]:
+        made = self._made
+        try:
+            yield
+        except Exception as cause:
+            failure = Failure(self.rank, None, None, cause)
+            # The peers have lost a step by it, this rank has not: the batches would not be the same.
+            self._unusable = (
+                f"a step function could not be made ({failure.reason}); mend that, and make a new P2P() on"
+                " every rank"
+            )
+            self.fail(failure)
+            raise
+        except BaseException:  # an interrupt: the peers have theirs
+            self._made = made
+            raise
+
+    def hold_interrupts(self, later: bool = False) -> hold_interrupts:
+        return hold_interrupts(send_later if later else None)
+
+    def lose_step(self) -> None:
+        self.ended -= 1
+
+    def tear_down(self) -> None:
+        """Abort the data communicators that peers may block on. Called after a failure is published."""
+
+    # -- agreement -------------------------------------------------------------------------
+
+    def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:
+        if not self._running.acquire(blocking=False):
+            raise StepRunning(CLOSED if self._closed else _OTHER)
+        if self._unusable is not None:
+            raise RuntimeError(self._unusable)
+        if key is None and self.rank == source:
+            raise ValueError(
+                f"inputs: got None on rank {self.rank}, which tells the others their shapes; give it the"
+                " inputs"
+            )
+        self.links.check()
+        common = f"{common}; steps ended: {self.ended}" if common else f"steps ended: {self.ended}"
+        tree = self._replica
+        first = self.grid.pipelines[0][source]  # of the ranks that are given the batch, the one that counts
+        if tree is not self._world:
+            self._pass_down(self._world, common)
+            common = ""
+        mine = "; ".join(filter(None, (call, f"shapes from rank {first}", common)))
+        shapes = self._pass_down(tree, mine, key if first == tree.top else None)
+        if shapes is None:
+            shapes = self._shapes(tree, key, first)
+        if key is not None:
+            require_same_step(key, shapes, self.links.rank, tree.top)
+        return shapes
+
+    @property
+    def compares_layouts(self) -> bool:
+        return self._model is not None
+
+    def ready(self, laid: LaidOut) -> None:
+        if self._model is not None and len(set(self._model.gather_texts(laid.digest).values())) > 1:
+            texts = self._model.gather_texts(json.dumps(laid.leaves))
+            layouts = {rank: json.loads(text) for rank, text in sorted(texts.items())}
+            require_alike(layouts, "the axis of the model")
+        self._executing = True
+
+    def rest(self) -> None:
+        self._executing = False
+
+    def _pass_down(self, tree: TreeMessages, mine: str, shapes: str | None = None) -> str | None:
+        """Compare the call with that of the top of a tree, and pass it down. Return the shapes with it."""
+        call = mine
+        if tree.parent is not None:
+            call, shapes = json.loads(tree.recv(tree.parent, BEGIN))
+            require_same_step(mine, call, self.links.rank, tree.top)
+        tree.send_down(BEGIN, json.dumps([call, shapes]).encode())
+        return shapes
+
+    def _shapes(self, tree: TreeMessages, key: str | None, source: int) -> str:
+        """Pass the key of a rank to the top of a tree, and from there to all."""
+        if self.links.rank == source:
+            assert key is not None
+            self.links.send(tree.top, _KEY, json.dumps(key).encode())
+        shapes = self.links.recv(source, _KEY) if tree.parent is None else tree.recv(tree.parent, SHAPES)
+        tree.send_down(SHAPES, shapes)
+        return str(json.loads(shapes))
+
+    def all_gather(self, text: str) -> list[str]:
+        with self.hold_interrupts():
+            texts = self._line.gather_texts(text)
+        return [texts[rank] for rank in self.line]
+
+    def require_same(self, facts: str, among: Literal["world", "peers", "data"] = "world") -> None:
+        tree = {"world": self._world, "peers": self._replica, "data": self._data}[among]
+        if among == "peers" and tree is self._line:
+            return
+        with self.hold_interrupts():
+            texts = tree.gather_texts(json.dumps([self.rank, facts]))
+        for rank, text in sorted(texts.items()):
+            place, theirs = json.loads(text)
+            if among != "peers" or place == self.rank:
+                require_same_facts(facts, theirs, self.links.rank, rank)
+
+    def send_text(self, peer: int, text: str) -> None:
+        with self.hold_interrupts():
+            self.links.send(self.line[peer], _TEXT, text.encode(errors="surrogatepass"))
+
+    def recv_text(self, peer: int) -> str:
+        with self.hold_interrupts():
+            return self.links.recv(self.line[peer], _TEXT).decode(errors="surrogatepass")
+
+    # -- the end of a step -----------------------------------------------------------------
+
+    def end(
+        self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed"
+    ) -> torch.Tensor | None:
+        self.synchronize()
+        of_line = None
+        if parts and self._line is not self._world:
+            of_line, parts = self._sum_up(self._line, LOSSES, losses, parts, mode), {}
+        total = self._sum_up(self._world, END, losses, parts, mode)
+        self._executing = False
+        self.ended += 1
+        self._running.release()
+        return total if of_line is None else of_line
+
+    def synchronize(self) -> None:
+        """Wait until all that a step has begun here is done; on the CPU it is."""
+
+    def _sum_up(
+        self,
+        tree: TreeMessages,
+        kind: bytes,
+        losses: Mapping[int, torch.Tensor],
+        parts: Mapping[int, LossPart],
+        mode: Mode,
+    ) -> torch.Tensor | None:
+        """Sum the losses of all ranks of a tree, once all are here.
+
+        ``END`` ends the step on all ranks, or fails it.
+        """
+        gathered, modes = self._gather(tree, kind, losses, parts, mode)
+        head = _HEAD.pack(self.ended, *modes)
+        if kind == END:
+            keep_holding()  # the step may have ended on some ranks already
+        if tree.parent is None:
+            data = sum_bytes(gathered, parts, self.device)
+        else:
+            if kind == END:
+                self.links.vote(self.ended)
+            tree.send(tree.parent, kind, head + b"".join(part for _, part in sorted(gathered.items())))
+            _, data = self._recv_losses(tree, tree.parent, kind)
+        if kind == END:
+            self.links.commit(self.ended)
+        tree.send_down(kind, head + data)  # before anything that may fail here
+        return sum_of(data, parts, self.device)
+
+    def _gather(
+        self,
+        tree: TreeMessages,
+        kind: bytes,
+        losses: Mapping[int, torch.Tensor],
+        parts: Mapping[int, LossPart],
+        mode: Mode,
+    ) -> tuple[dict[int, bytes], tuple[int, int]]:
+        """Gather the losses of this rank and those below it, by stage, and a rank in either mode."""
+        training, evaluation = (
+            self.links.rank if mode == name else -1 for name in ("training", "evaluation")
+        )
+        gathered = {}
+        for stage, part in parts.items():
+            if part.rank == self.rank:
+                got, leaf = losses[stage], part.leaf
+                assert (got.shape, got.dtype) == (leaf.shape, leaf.dtype), (got.shape, got.dtype, leaf)
+                gathered[stage] = to_bytes(got)
+        for place, child in tree.children.items():
+            modes, data = self._recv_losses(tree, child, kind)
+            training, evaluation = max(training, modes[0]), max(evaluation, modes[1])
+            for stage, part in sorted(parts.items()):
+                if is_below(place, part.rank):
+                    size = part.leaf.nbytes
+                    gathered[stage], data = data[:size], data[size:]
+        require_same_modes(training, evaluation)
+        return gathered, (training, evaluation)
+
+    def _recv_losses(self, tree: TreeMessages, peer: int, kind: bytes) -> tuple[tuple[int, int], bytes]:
+        """Receive the modes and the losses of a peer at the end of the same step."""
+        data = tree.recv(peer, kind)
+        theirs, *modes = _HEAD.unpack_from(data)
+        if theirs != self.ended:
+            require_same_step(f"steps ended: {self.ended}", f"steps ended: {theirs}", self.links.rank, peer)
+        return (modes[0], modes[1]), data[_HEAD.size :]
+
+    # -- failures --------------------------------------------------------------------------
+
+    def fail(self, failure: Failure) -> BaseException:
+        """Publish a failure, begin the next generation, and return the error to raise.
+
+        Returns:
+            The cause itself where it arose here outside the program, or no step can be run any more; else the
+            first failure, which rank it was and where.
+        """
+        cause, rank = failure.cause, self.links.rank
+        failure, refused = failure._replace(rank=self.line[failure.rank]), self._unusable is not None
+        if isinstance(cause, StepRunning) and not cause.refused:
+            cause.refused = True
+            return cause
+        with self.hold_interrupts():
+            keep_holding()
+            try:
+                mine = FailureRecord.of(failure, rank, self.links.suspect)
+                first = FailureRecord.read(self.links.publish(mine.write()))
+            finally:
+                try:
+                    self.tear_down()
+                finally:
+                    self._executing = False
+                    if self._running.locked():
+                        self._running.release()
+        arose_here = first == mine and failure.instruction is None and not isinstance(cause, LinkError)
+        if arose_here or refused:
+            return cause
+        return first.error(rank)
+
+    def close(self) -> None:
+        """End all connections: peers that still use this transport raise. Idempotent."""
+        with self.hold_interrupts():
+            self._closed = True
+            self.links.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,169 @@
+"""Decide along a tree of ranks which failure is the first, without sockets, threads or clocks."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from .tree import RankTree
+
+_KEPT = 16  # failures that a rank which comes late receives
+
+
+class Verdict(NamedTuple):
+    """The first failure of a generation, and how many steps rank 0 had committed before it."""
+
+    committed: int
+    failure: str
+
+    def stops(self, voted: int | None) -> bool:
+        """Tell whether it stops a rank that has voted for this step, or for none.
+
+        A step that was committed before goes on to its end.
+        """
+        return voted is None or self.committed <= voted
+
+
+class Tell(Protocol):
+    """Sends a message to a neighbour, for its ``hear``."""
+
+    def __call__(self, neighbour: int, kind: str, *message: object) -> None: ...
+
+
+class FailureTree:
+    """Knows the failures of one rank, and tells its neighbours of them.
+
+    A failure travels up to the highest rank that can be reached, which takes the first as that of its
+    generation and tells it down. At the top, one that comes while the outcome of a vote is unknown waits for
+    it.
+
+    Args:
+        tree: over all ranks, as this one sees it.
+        tell: sends a message to a neighbour.
+        on_verdict: called with the generation and its verdict, once it is known here.
+
+    Attributes:
+        generation: how many failures this rank has taken notice of.
+        verdicts: the last ones, by generation.
+        gone: the neighbours that have ended.
+    """
+
+    def __init__(self, tree: RankTree, tell: Tell, on_verdict: Callable[[int, Verdict], None]) -> None:
+        self.generation = 0
+        self.verdicts: dict[int, Verdict] = {}
+        self.gone: set[int] = set()
+        self._tree, self._tell, self._on_verdict = tree, tell, on_verdict
+        self._voted: int | None = None
+        self._committed = 0
+        self._deferred: list[tuple[int, str]] = []  # failures that came between a vote and its outcome
+        self._read: dict[int, int] = {}  # by child: the last failure that all ranks from there down have read
+        self._sent_read = -1
+
+    @property
+    def stopped(self) -> bool:
+        """Tell whether this rank has to fail what it does."""
+        verdict = self.verdicts.get(self.generation)
+        return verdict is not None and verdict.stops(self._voted)
+
+    @property
+    def last(self) -> int:
+        """Return the last generation that has a verdict, or -1."""
+        return max(self.verdicts, default=-1)
+
+    @property
+    def undecided(self) -> int:
+        """Return the first generation that this rank is still in, or will be, and that has no verdict."""
+        return max(self.generation, self.last + 1)
+
+    @property
+    def read_by_all(self) -> int:
+        """Return the last failure that this rank has read, and all that live from here down."""
+        return min(
+            [
+                self.last,
+                *(
+                    self._read.get(child, -1)
+                    for child in self._tree.children.values()
+                    if child not in self.gone
+                ),
+            ]
+        )
+
+    def lost(self, peer: int) -> bool:
+        """Tell whether a peer is gone and not needed. After its vote, a rank waits for the outcome."""
+        return self._voted is None and peer in self.gone
+
+    def vote(self, step: int) -> None:
+        """Leave it to rank 0 whether this step fails."""
+        self._voted = step
+
+    def commit(self, step: int) -> None:
+        """Mark the step committed: nobody can fail it. Take up what has failed meanwhile."""
+        self._committed, self._voted = step + 1, None
+        deferred, self._deferred = self._deferred, []
+        for generation, failure in deferred:
+            self.report(generation, failure)
+
+    def publish(self, failure: str) -> None:
+        """Report a failure of this rank, which fails its step with it."""
+        self._voted, self._deferred = None, []
+        self.report(self.generation, failure)
+
+    def notice(self) -> str:
+        """Begin the next generation; return the failure of the one that ends."""
+        self.generation += 1
+        return self.verdicts[self.generation - 1].failure
+
+    def report(self, generation: int, failure: str) -> None:
+        """Bring a failure to the rank that decides."""
+        if generation in self.verdicts:
+            return
+        if self._tree.parent is not None and self._tree.parent not in self.gone:
+            self._tell(self._tree.parent, "failed", generation, failure)
+        elif self._voted is not None:
+            self._deferred.append((generation, failure))
+        else:
+            self.decide(generation, failure)
+
+    def decide(self, generation: int, failure: str) -> None:
+        """Take a failure as the first of its generation, where there is no other yet."""
+        self._learn(generation, Verdict(self._committed, failure))
+
+    def lose(self, peer: int, failure: str) -> None:
+        """Note that a neighbour is gone: a failure of the first generation that has none."""
+        if peer not in self.gone:
+            self.gone.add(peer)
+            self.report(self.undecided, failure)
+            self._pass_on_read()
+
+    def greet(self, neighbour: int) -> None:
+        """Tell a rank below that has come what has failed before."""
+        if neighbour != self._tree.parent:
+            for generation, verdict in self.verdicts.items():
+                self._tell(neighbour, "decided", generation, *verdict)
+
+    def hear(self, peer: int, kind: str, *message: Any) -> None:
+        """Take up what a neighbour tells of failures."""
+        if kind == "failed":
+            self.report(*message)
+        elif kind == "decided":
+            generation, committed, failure = message
+            self._learn(generation, Verdict(committed, failure))
+        elif kind == "read":
+            (self._read[peer],) = message
+            self._pass_on_read()
+
+    def _learn(self, generation: int, verdict: Verdict) -> None:
+        if generation in self.verdicts:
+            return
+        self.verdicts[generation] = verdict
+        self.verdicts.pop(min(self.generation, generation) - _KEPT, None)
+        for child in self._tree.children.values():
+            self._tell(child, "decided", generation, *verdict)
+        self._pass_on_read()
+        self._on_verdict(generation, verdict)
+
+    def _pass_on_read(self) -> None:
+        """Send up which failure the ranks from here down have read, so that those above may leave."""
+        read, parent = self.read_by_all, self._tree.parent
+        if read > self._sent_read and parent is not None and parent not in self.gone:
+            self._sent_read = read
+            self._tell(parent, "read", read)

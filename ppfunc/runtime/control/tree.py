@@ -1,0 +1,197 @@
+"""Exchange messages between ranks, directly and along a binary tree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from ..errors import AgreementError
+
+BEGIN, SHAPES, GATHER, LOSSES, END = b"B", b"S", b"G", b"L", b"E"
+_CALLS = {
+    BEGIN: "begins a step",
+    SHAPES: "begins a step",
+    GATHER: "gathers texts",
+    LOSSES: "ends a step",
+    END: "ends a step",
+}
+
+
+class Links(Protocol):
+    """Messages of bytes between ranks, and one place where the first failure is decided.
+
+    Messages of one channel from one rank to another arrive in order. ``generation`` counts the calls of
+    ``publish`` on this rank. Messages of an earlier generation are dropped.
+
+    A rank decides alone whether it fails a step until it votes. From then on only rank 0 does. Rank 0 either
+    commits the step, or a failure came first. It announces a commit down the tree. No failure can undo it.
+
+    A call that raises an interrupt, such as KeyboardInterrupt, has done nothing but wait.
+    """
+
+    rank: int
+    size: int
+
+    @property
+    def generation(self) -> int: ...
+
+    def send(self, peer: int, channel: str, data: bytes) -> None:
+        """Send a message of any length without waiting. A peer that is gone does not receive it."""
+        ...
+
+    def recv(self, peer: int, channel: str) -> bytes:
+        """Receive the next message.
+
+        Raises:
+            LinkError: there is none, and the peer is gone or late, or a failure has been published; after
+                ``vote(step)`` a failure that was published when rank 0 had committed that step is no reason.
+            RuntimeError: the links have been closed.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise if a failure has been published, or a neighbour in the tree is gone.
+
+        Raises:
+            LinkError: of the peer -1 and the kind ``"failed"``, or of the neighbour.
+            RuntimeError: the links have been closed.
+        """
+        ...
+
+    def vote(self, step: int) -> None:
+        """Leave it to rank 0 whether this step fails.
+
+        Raises:
+            LinkError: a failure has been published.
+        """
+        ...
+
+    def commit(self, step: int) -> None:
+        """Mark the step committed: no failure can undo it. Rank 0 calls it first, others by its message.
+
+        Raises:
+            LinkError: on rank 0, a failure has been published.
+        """
+        ...
+
+    def publish(self, failure: str) -> str:
+        """Publish a failure of this generation and begin the next one.
+
+        Returns:
+            The failure that was published first, the same on every rank that can be reached.
+        """
+        ...
+
+    def suspect(self, peer: int) -> tuple[int, str]:
+        """Return the rank that holds up a late peer, and its state: the peer, or whom it waits for."""
+        ...
+
+    def close(self) -> None:
+        """End all connections, so that peers that wait raise at once."""
+        ...
+
+
+class RankTree(NamedTuple):
+    """A binary tree over some ranks, as one of them sees it.
+
+    Args:
+        members: the ranks; that at place n has those at 2n + 1 and 2n + 2 below it.
+        parent: the rank above, None at the top.
+        children: the ranks below, by place.
+    """
+
+    members: Sequence[int]
+    parent: int | None
+    children: dict[int, int]
+
+    @classmethod
+    def over(cls, members: Sequence[int], rank: int) -> RankTree:
+        """Return the tree as ``rank`` sees it, over ranks in this order.
+
+        >>> RankTree.over((0, 4, 8, 12), 4).neighbours
+        [0, 12]
+        """
+        place = members.index(rank)
+        below = (n for n in (2 * place + 1, 2 * place + 2) if n < len(members))
+        return cls(members, members[(place - 1) // 2] if place else None, {n: members[n] for n in below})
+
+    @property
+    def neighbours(self) -> list[int]:
+        """Return the rank above, if there is one, and those below."""
+        above = [] if self.parent is None else [self.parent]
+        return [*above, *self.children.values()]
+
+
+def is_below(top: int, place: int) -> bool:
+    """Tell whether a place is in the tree under ``top``, or is it.
+
+    >>> [place for place in range(15) if is_below(2, place)]
+    [2, 5, 6, 11, 12, 13, 14]
+    """
+    while place > top:
+        place = (place - 1) // 2
+    return place == top
+
+
+def path(one: int, other: int) -> list[int]:
+    """Return the way through the tree from one place to another.
+
+    >>> path(3, 5)
+    [3, 1, 0, 2, 5]
+    """
+    up, down = [one], [other]
+    while up[-1] != down[-1]:
+        longer = up if up[-1] > down[-1] else down
+        longer.append((longer[-1] - 1) // 2)
+    return up + down[-2::-1]
+
+
+class TreeMessages:
+    """The messages of one tree.
+
+    Args:
+        links: carry them.
+        members: the ranks of the tree.
+        channel: its name, another one for each tree.
+    """
+
+    def __init__(self, links: Links, members: Sequence[int], channel: str) -> None:
+        self._links, self._channel = links, channel
+        tree = RankTree.over(members, links.rank)
+        self.top, self.parent, self.children = members[0], tree.parent, tree.children
+
+    def send(self, peer: int, kind: bytes, data: bytes) -> None:
+        self._links.send(peer, self._channel, kind + data)
+
+    def send_down(self, kind: bytes, data: bytes) -> None:
+        for child in self.children.values():
+            self.send(child, kind, data)
+
+    def recv(self, peer: int, kind: bytes) -> bytes:
+        """Receive the next message of a neighbour.
+
+        Raises:
+            AgreementError: it is of another kind.
+        """
+        data = self._links.recv(peer, self._channel)
+        if data[:1] != kind:
+            raise AgreementError(
+                f"the ranks disagree on what comes next: rank {self._links.rank} {_CALLS[kind]}, rank {peer} "
+                f"{_CALLS[data[:1]]}; every rank must make the same calls in the same order"
+            )
+        return data[1:]
+
+    def gather_texts(self, text: str) -> dict[int, str]:
+        """Gather the texts of all ranks of the tree. Collective."""
+        texts = {self._links.rank: text}
+        for child in self.children.values():
+            texts |= self._recv_texts(child)
+        if self.parent is not None:
+            self.send(self.parent, GATHER, json.dumps(texts).encode())
+            texts = self._recv_texts(self.parent)
+        self.send_down(GATHER, json.dumps(texts).encode())
+        return texts
+
+    def _recv_texts(self, peer: int) -> dict[int, str]:
+        return {int(rank): text for rank, text in json.loads(self.recv(peer, GATHER)).items()}

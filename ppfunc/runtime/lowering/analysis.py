@@ -1,0 +1,275 @@
+"""Show lowered steps to people: their text, their memory and their cost, from shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ppfunc.schedule import Instruction, Op, Schedule, parts_of
+from ppfunc.schedule.instruction import COMMUNICATION
+from ppfunc.stage import StageProgram
+from ppfunc.stage.abstract import without_values
+from ppfunc.stage.engines.tracing.emit import emit
+from ppfunc.stage.example import Example
+from ppfunc.stage.output import children
+
+from ..execution.buffers import Key
+from ..transport.protocols import Transport
+from .compile import CompiledStep, build_programs, compile_step, new_gradients
+from .lowered import BATCH, LoweredStage, LoweredStep
+from .stage_programs import StagePrograms
+
+
+class Memory(NamedTuple):
+    """Bytes that one rank holds in a step, by kind.
+
+    Args:
+        params: the parameters of its stages.
+        gradients: their sums.
+        batch: inputs, targets and extras that this rank reads.
+        residuals: what forwards keep for their backwards, at the peak of live microbatches; None where an
+            engine cannot know it.
+        messages: the largest message that it sends or receives.
+        outputs: what is kept for the caller: losses, outputs, metrics, the last state.
+    """
+
+    params: int
+    gradients: int
+    batch: int
+    residuals: int | None
+    messages: int
+    outputs: int
+
+
+class Cost(NamedTuple):
+    """Floating point operations of one rank in a step, by instruction."""
+
+    forward: int
+    backward: int
+    backward_input: int
+    backward_weight: int
+
+    @property
+    def total(self) -> int:
+        """Add all of them up."""
+        return sum(self)
+
+
+class LoweredFunction:
+    """Shows a step function lowered for some arguments, which has not run; ``step.lower(...)`` returns it.
+
+    Args:
+        step: the value that :func:`ppfunc.runtime.lowering.lower` returns.
+        programs, transport: with which it is compiled.
+        runs: makes the function that runs a compiled step.
+    """
+
+    def __init__(
+        self,
+        step: LoweredStep,
+        programs: StagePrograms,
+        transport: Transport,
+        runs: Callable[[CompiledStep], Callable[..., Any]],
+    ) -> None:
+        self.step, self._programs, self._transport, self._runs = step, programs, transport, runs
+
+    def __repr__(self) -> str:
+        return repr(self.step)
+
+    def compile(self) -> CompiledFunction:
+        """Build the stage programs and the list of calls.
+
+        Raises:
+            StageError: the engine cannot serve a stage.
+        """
+        compiled = compile_step(self.step, self._programs, self._transport)
+        return CompiledFunction(compiled, self._runs(compiled))
+
+    def as_text(self) -> str:
+        """Return the program of every rank of this process, its stages, and its messages with their bytes."""
+        return "\n".join(_text(self.step))
+
+    def memory_analysis(self) -> dict[int, Memory]:
+        """Return bytes per rank and kind, from abstract values: stages are traced, nothing runs."""
+        programs = build_programs(self.step, self._programs)
+        return {rank: _memory(self.step, programs, rank) for rank in self.step.ranks}
+
+    def cost_analysis(self) -> dict[int, Cost]:
+        """Return floating point operations per rank, as torch's flop counter counts them; nothing runs."""
+        step, programs = self.step, build_programs(self.step, self._programs)
+        counted: dict[int, tuple[int, int, int, int]] = {}
+        for key, program in programs.items():
+            if id(program) not in counted:
+                counted[id(program)] = _flops(
+                    program, step.stages[key], training=not step.schedule.forward_only
+                )
+        flops = {key: counted[id(program)] for key, program in programs.items()}
+        return {rank: _cost(step.schedule, flops, rank) for rank in step.ranks}
+
+
+class CompiledFunction(NamedTuple):
+    """Step function compiled for some arguments: it is called as the step function, with some of this form.
+
+    Where ranks are processes, every one calls what it has compiled. Raises, beside what the step function
+    does:
+
+    * ValueError: the arguments have another form than those for which the step was lowered.
+    * RuntimeError: a step has failed since: what the ranks agreed on has to be agreed on again.
+
+    Args:
+        step: its calls, and where they come from.
+        run: runs it.
+    """
+
+    step: CompiledStep
+    run: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return repr(self.step)
+
+
+def _text(step: LoweredStep) -> Iterator[str]:
+    schedule = step.schedule
+    yield (
+        f"{step.spec.name} under {schedule.name}: {schedule.ranks} ranks, {schedule.microbatches}"
+        " microbatches"
+    )
+    for rank in step.ranks:
+        yield f"rank {rank}"
+        for stage in schedule.stages_of(rank):
+            yield from _stage_text(step, stage)
+        yield "  program"
+        for position, instructions in enumerate(schedule.programs[rank]):
+            yield f"    {position}: {' '.join(_instruction_text(step, i) for i in instructions)}"
+
+
+def _stage_text(step: LoweredStep, stage: int) -> Iterator[str]:
+    model_stage = step.schedule.model_stages[stage]
+    name = f"stage {stage}" if stage == model_stage else f"stage {stage}, replica of stage {model_stage}"
+    yield f"  {name} on {step.form.devices[model_stage]}: params {step.form.params[model_stage]}"
+    microbatches: dict[
+        int, list[int]
+    ] = {}  # by identity of what is lowered once for microbatches of one form
+    for s, m in step.stages:
+        if s == stage:
+            microbatches.setdefault(id(step.stages[s, m]), []).append(m)
+    for numbers in microbatches.values():
+        low = step.stages[stage, numbers[0]]
+        received, sent = (
+            ", ".join(str(edge.signature) for edge in edges) for edges in (low.sources, low.sinks)
+        )
+        yield f"    microbatches {_ranges(numbers)}: x {received} -> {sent or 'nothing'}"
+        for part in ("loss", "outputs", "metrics", "state"):
+            signature = getattr(low, part)
+            if signature is not None and signature.leaves:
+                yield f"      {part} {signature}"
+
+
+def _instruction_text(step: LoweredStep, instruction: Instruction) -> str:
+    if instruction.op not in COMMUNICATION:
+        return str(instruction)
+    return f"{instruction}({_message_bytes(step, instruction)} B)"
+
+
+def _message_bytes(step: LoweredStep, message: Instruction) -> int:
+    edge = step.edge_of(message)
+    return sum(leaf.nbytes for leaf in edge.travelling(message.op in (Op.SEND_F, Op.RECV_F)))
+
+
+def _ranges(numbers: list[int]) -> str:
+    if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ", ".join(map(str, numbers))
+
+
+def _memory(step: LoweredStep, programs: dict[Key, StageProgram], rank: int) -> Memory:
+    schedule, form = step.schedule, step.form
+    stages = schedule.stages_of(rank)
+    model_stages = [schedule.model_stages[s] for s in stages]
+    gradients = batch = outputs = 0
+    if not schedule.forward_only:
+        leaves = [leaf for k in model_stages for leaf in form.params[k].leaves if leaf.grad]
+        gradients = sum(new_gradients(step).signature(leaf).nbytes for leaf in leaves)
+    for (stage, m), low in step.stages.items():
+        if stage not in stages:
+            continue
+        if low.sources[0].stage == BATCH:
+            batch += low.sources[0].signature.nbytes
+        if form.targets and not low.sinks:
+            batch += form.targets[m].nbytes
+        if low.model_stage in form.extras:
+            batch += form.extras[low.model_stage][m].nbytes
+        outputs += low.outputs.nbytes + low.metrics.nbytes + (low.loss.nbytes if low.loss else 0)
+    own = set(model_stages)
+    return Memory(
+        params=sum(form.params[k].nbytes for k in own),
+        gradients=gradients,
+        batch=batch,
+        residuals=_residuals(schedule, programs, rank),
+        messages=max(
+            (_message_bytes(step, i) for i in schedule.instructions(rank) if i.op in COMMUNICATION), default=0
+        ),
+        outputs=outputs + sum(form.state[k].nbytes for k in own if k in form.state),
+    )
+
+
+def _computed(schedule: Schedule, rank: int) -> Iterator[tuple[Op, Key]]:
+    """Yield what a rank computes for microbatches, in order."""
+    for instruction in schedule.instructions(rank):
+        for part in parts_of(instruction):
+            if part.op in (Op.F, Op.B, Op.I, Op.W) and part.microbatch is not None:
+                yield part.op, (part.stage, part.microbatch)
+
+
+def _residuals(schedule: Schedule, programs: dict[Key, StageProgram], rank: int) -> int | None:
+    """Return the most bytes of residuals alive at once: from each forward to the end of its backward."""
+    now = most = 0
+    for op, key in () if schedule.forward_only else _computed(schedule, rank):
+        size = programs[key].residual_bytes
+        if size is None:
+            return None
+        if op is not Op.I:
+            now += size if op is Op.F else -size
+        most = max(most, now)
+    return most
+
+
+def _flops(program: StageProgram, low: LoweredStage, *, training: bool) -> tuple[int, int, int, int]:
+    """Count the operations of forward, backward, input and weight gradient of one microbatch."""
+    y = children(low.outline.y)  # what is differentiated: the activation, the skip connections, the loss
+    gy = [leaf for part in y for leaf in part.leaves if leaf.grad]
+    flat = program.flat
+    with torch.no_grad(), without_values():
+        example = Example.of(low.example, low.device)
+        (_, saved), forward = _counted(flat.forward, *example.make())
+        if not training:
+            return forward, 0, 0, 0
+        cotangents = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=example.device) for leaf in gy)
+        _, backward = _counted(flat.backward, saved, cotangents)
+        (_, saved), _ = _counted(flat.forward, *example.make())
+        (_, rest), backward_input = _counted(flat.backward_input, saved, cotangents)
+        _, backward_weight = _counted(flat.backward_weight, rest)
+    return forward, backward, backward_input, backward_weight
+
+
+def _counted(function: Callable[..., Any], *args: Any) -> tuple[Any, int]:
+    """Return the result of a function of a program, as traced where it is compiled, and its operations."""
+    recipe = getattr(function, "recipe", None)
+    if recipe is not None and recipe.compile:
+        function = emit(recipe._replace(compile=False))
+    with FlopCounterMode(display=False) as counter:
+        result = function(*args)
+    return result, counter.get_total_flops()
+
+
+def _cost(schedule: Schedule, flops: dict[Key, tuple[int, int, int, int]], rank: int) -> Cost:
+    totals = {Op.F: 0, Op.B: 0, Op.I: 0, Op.W: 0}
+    for op, key in _computed(schedule, rank):
+        totals[op] += flops[key][list(totals).index(op)]
+    return Cost(*totals.values())

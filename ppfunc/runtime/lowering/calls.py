@@ -1,0 +1,283 @@
+"""Make calls of stage programs: forward, backward, input and weight gradient, each a function of the buffers
+of a step.
+
+A forward pops its input from ``buffers.values`` and puts its output there; a backward pops gradients and puts
+gradients. Residuals are kept by (stage, microbatch), used once and dropped.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+
+from ppfunc.schedule import Instruction
+from ppfunc.stage import FlatProgram, LeafSignature
+from ppfunc.stage.engines.tracing.accumulate import accumulating
+from ppfunc.stage.engines.tracing.emit import TracedFunction
+from ppfunc.stage.process import process_lock
+
+from ..execution.buffers import Buffers, Key, Leaves, Tag, moved
+from ..execution.gradients import Gradients, LeafGradients, Numbers
+from ..execution.torch_state import generator_of
+from ..transport.protocols import Call
+from .lowered import BATCH, Edge, LoweredStage
+
+
+class Origin(NamedTuple):
+    """Place in the schedule of a call; ``awaited`` is the message that it waits for, if it does only that."""
+
+    rank: int
+    position: int
+    instruction: Instruction
+    awaited: Tag | None = None
+
+
+PlacedCall = tuple[Call, Origin]
+
+
+class ProgramCall(NamedTuple):
+    """Call of a program, taken apart: ``put(buffers, run(*take(buffers)))`` is the whole of it.
+
+    Args:
+        run: the function of the program.
+        take: gathers its arguments from the buffers.
+        put: puts its result into the buffers.
+    """
+
+    run: Callable[..., Any]
+    take: Callable[[Buffers], tuple[Any, ...]]
+    put: Callable[[Buffers, Any], None]
+
+
+def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residuals: bool) -> ProgramCall:
+    """Take apart a forward: values in, values out, residuals, and the outputs that the caller wants."""
+    (stage, microbatch), model_stage, kept, states = key, low.model_stage, low.kept, len(low.state.leaves)
+    # An edge without leaves carries no message.
+    sources = [Tag("F", e.stage, stage, microbatch) for e in low.sources if e.leaves]
+    sinks = [(Tag("F", stage, e.stage, microbatch), place) for e, place in _places(low.sinks) if e.leaves]
+    passed = sum(len(e.leaves) for e in low.sinks)
+
+    def take(buffers: Buffers) -> tuple[Leaves, Leaves, Leaves]:
+        x = tuple([t for tag in sources for t in buffers.values.pop(tag)])
+        return (
+            buffers.params[model_stage],
+            x,
+            buffers.extras.get(key, ()) + buffers.state.get(model_stage, ()),
+        )
+
+    def put(buffers: Buffers, result: tuple[Leaves, tuple[Any, ...]]) -> None:
+        outputs, saved = result
+        for tag, place in sinks:
+            buffers.values[tag] = outputs[place]
+        if keep_residuals:
+            buffers.residuals[key] = saved
+        if kept:
+            buffers.kept[key] = outputs[passed : passed + kept]
+        if states:
+            buffers.state[model_stage] = outputs[passed + kept :]
+
+    return ProgramCall(program.forward, take, put)
+
+
+def forward(low: LoweredStage, program: FlatProgram, key: Key, keep_residuals: bool) -> Call:
+    """Make the call of a forward."""
+    run, take, put = forward_call(low, program, key, keep_residuals)
+    return lambda buffers: put(buffers, run(*take(buffers)))
+
+
+def seeded(low: LoweredStage, microbatch: int, forward: Call) -> Call:
+    """Set the generator before a forward: it draws by (seed, step, stage of the model, microbatch) alone.
+
+    Without a seed, raise if the stage draws random numbers.
+    """
+    if low.outline.random is False:
+        return forward
+    generator, model_stage = generator_of(low.device), low.model_stage
+
+    def run_seeded(buffers: Buffers) -> None:
+        with process_lock:
+            if buffers.seed is None:
+                before = generator.get_state()
+                forward(buffers)
+                if not torch.equal(before, generator.get_state()):
+                    raise ValueError(
+                        f"stage {model_stage} drew random numbers; pass seed=(seed, step) to the step, two"
+                        " integers"
+                    )
+                return
+            text = repr((*buffers.seed, model_stage, buffers.microbatch_offset + microbatch)).encode()
+            generator.manual_seed(
+                int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
+            )
+            forward(buffers)
+
+    return run_seeded
+
+
+def load(low: LoweredStage, key: Key) -> Call | None:
+    """Bring inputs and targets of a microbatch to the stage's device."""
+    device, tag = low.device, Tag("F", BATCH, *key)
+    if device.type == "cpu" and not torch.cuda.is_available():
+        return None
+
+    def run_load(buffers: Buffers) -> None:
+        if tag in buffers.values:
+            buffers.values[tag] = moved(buffers.values[tag], device)
+        if key in buffers.extras:
+            buffers.extras[key] = moved(buffers.extras[key], device)
+
+    return run_load
+
+
+def backward_call(low: LoweredStage, program: FlatProgram, key: Key, whole: bool) -> ProgramCall:
+    """Take apart a full backward, or an input gradient that leaves the rest to a weight gradient."""
+    (stage, microbatch), cotangents, pass_on = key, _cotangents(low, key), _pass_on(low, key)
+    numbers = _numbers(program.backward)
+
+    def take(buffers: Buffers) -> tuple[tuple[Any, ...], Leaves]:
+        return buffers.residuals.pop(key), cotangents(buffers)
+
+    def put(buffers: Buffers, result: tuple[Any, Any]) -> None:
+        first, second = result
+        if whole:
+            _add(buffers.gradients[stage], first, numbers, microbatch)
+        else:
+            buffers.residuals[key] = second
+        pass_on(buffers, second if whole else first)
+
+    return ProgramCall(program.backward if whole else program.backward_input, take, put)
+
+
+def backward(low: LoweredStage, program: FlatProgram, key: Key, whole: bool) -> Call:
+    """Make the call of a backward. It hands over the only reference to the residuals, which it frees."""
+    (stage, microbatch), cotangents, pass_on = key, _cotangents(low, key), _pass_on(low, key)
+    add = _accumulating(program.backward) if whole else None
+    if add is not None:
+        return lambda buffers: pass_on(
+            buffers,
+            add()(buffers.residuals.pop(key), cotangents(buffers), (buffers.gradients[stage], microbatch)),
+        )
+    run, _, put = backward_call(low, program, key, whole)
+    function = _function(run)
+    return lambda buffers: put(buffers, function()(buffers.residuals.pop(key), cotangents(buffers)))
+
+
+def unless_left_out(microbatch: int, run: Call, instead: Call) -> Call:
+    """Call ``run``; ``instead`` where the microbatch has weight 0."""
+    return lambda buffers: (instead if microbatch in buffers.left_out else run)(buffers)
+
+
+def leave_out(low: LoweredStage, key: Key, whole: bool) -> Call:
+    """Make the call in place of a backward: zeros for the inputs, since 0 times NaN would be NaN."""
+    cotangents, pass_on = _cotangents(low, key), _pass_on(low, key)
+    zeros = (None,) * sum(len(edge.carrying) for edge in low.sources)
+
+    def run_without(buffers: Buffers) -> None:
+        del buffers.residuals[key]
+        if not whole:
+            buffers.residuals[key] = ()
+        cotangents(buffers)
+        pass_on(buffers, zeros)
+
+    return run_without
+
+
+def leave_out_weight(key: Key) -> Call:
+    """Make the call in place of a weight gradient."""
+
+    def run_without(buffers: Buffers) -> None:
+        del buffers.residuals[key]
+
+    return run_without
+
+
+def _cotangents(low: LoweredStage, key: Key) -> Callable[[Buffers], Leaves]:
+    """Gather the gradients of the outputs: from the stages that took them, then the weight of the loss."""
+    (stage, microbatch), weighted = key, low.loss is not None and low.loss.leaves[0].grad
+    sinks = [Tag("B", e.stage, stage, microbatch) for e in low.sinks if e.carrying]
+
+    def cotangents(buffers: Buffers) -> Leaves:
+        gy = tuple([t for tag in sinks for t in buffers.values.pop(tag)])
+        return gy + buffers.cotangents[key] if weighted else gy
+
+    return cotangents
+
+
+def _pass_on(low: LoweredStage, key: Key) -> Callable[[Buffers, LeafGradients], None]:
+    """Put the gradients of the inputs where the stages that gave these look for them."""
+    (stage, microbatch), device = key, low.device
+    sources = [
+        (Tag("B", stage, e.stage, microbatch), e.carrying, place)
+        for e, place in _places(low.sources, carrying=True)
+        if e.carrying
+    ]
+
+    def pass_on(buffers: Buffers, gradients: LeafGradients) -> None:
+        for tag, leaves, place in sources:
+            buffers.values[tag] = _dense(gradients[place], leaves, device)
+
+    return pass_on
+
+
+def weight(program: FlatProgram, key: Key) -> Call:
+    """Make the call of a weight gradient."""
+    run, (stage, microbatch) = program.backward_weight, key
+    add = _accumulating(run)
+    if add is not None:
+        return lambda buffers: add()(buffers.residuals.pop(key), (buffers.gradients[stage], microbatch))
+    function, numbers = _function(run), _numbers(run)
+    return lambda buffers: _add(
+        buffers.gradients[stage], function()(buffers.residuals.pop(key)), numbers, microbatch
+    )
+
+
+def _accumulating(program: Callable[..., Any]) -> Callable[[], Callable[..., Any]] | None:
+    """Return the program that adds parameter gradients up as it makes them.
+
+    None where it makes all at once, or few.
+    """
+    accumulate = program.derived(accumulating) if isinstance(program, TracedFunction) else None
+    return None if accumulate is None else _function(accumulate)
+
+
+def _function(program: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+    """Return a getter of a program's function, which is written when it is first called.
+
+    In its calls nobody else refers to the arguments.
+    """
+    return (lambda: program.function) if isinstance(program, TracedFunction) else (lambda: program)
+
+
+def _numbers(program: Callable[..., Any]) -> Numbers | None:
+    """List the leaves for which a traced program has gradients; None where only its results tell."""
+    return _present(program.recipe.block.results[0]) if isinstance(program, TracedFunction) else None
+
+
+def _present(gradients: Sequence[object]) -> Numbers:
+    present = tuple([n for n, gradient in enumerate(gradients) if gradient is not None])
+    return present if len(present) < len(gradients) else range(len(gradients))
+
+
+def _add(sums: Gradients, gradients: LeafGradients, numbers: Numbers | None, microbatch: int) -> None:
+    """Add the gradients of all leaves at once."""
+    numbers = _present(gradients) if numbers is None else numbers
+    present: Any = gradients if len(numbers) == len(gradients) else [g for g in gradients if g is not None]
+    sums.add(present, numbers, microbatch)
+
+
+def _dense(gradients: LeafGradients, leaves: tuple[LeafSignature, ...], device: torch.device) -> Leaves:
+    """Put zeros where a gradient is structurally zero: the other end expects a tensor."""
+    pairs = zip(gradients, leaves, strict=True)
+    return tuple(
+        [torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if g is None else g for g, leaf in pairs]
+    )
+
+
+def _places(edges: tuple[Edge, ...], carrying: bool = False) -> Iterator[tuple[Edge, slice]]:
+    """Yield each edge with the place of its leaves in the tuple of all of them."""
+    start = 0
+    for edge in edges:
+        stop = start + len(edge.carrying if carrying else edge.leaves)
+        yield edge, slice(start, stop)
+        start = stop

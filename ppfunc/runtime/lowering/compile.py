@@ -1,0 +1,288 @@
+"""Compile a lowered step: the programs of its stages, and one flat list of calls with every lookup resolved.
+
+A call reads and writes the buffers of the running step: `calls.py` has those of stage programs, `tail_calls`
+and `shared_sums.py` those that end a program, a transport those of messages, which post what is in
+``buffers.values``, or put there what has arrived.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ppfunc.schedule import Instruction, Op, Schedule, linearize, parts_of, send_completion
+from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL
+from ppfunc.stage import Signature, StageProgram
+from ppfunc.stage.interrupts import act_on_interrupts
+
+from ..agreement.shared_sums import sum_over_places
+from ..execution.buffers import Buffers, Key, Tag
+from ..execution.gradients import Gradients, Stack, Sum
+from ..transport.protocols import Call, DataTransport, Transfer
+from . import calls
+from .calls import Origin, PlacedCall
+from .lowered import BATCH, LoweredStep
+from .residual_calls import move_residuals, release_params, restore_params
+from .stage_programs import StagePrograms
+from .tail_calls import is_late, sharding_call, share_input_gradients, update_call, update_parameters
+
+
+class CompiledStep(NamedTuple):
+    """Step that is ready to run; it holds no memory of a call.
+
+    Args:
+        lowered: where it comes from.
+        programs: of every stage of this process, by (stage of the schedule, microbatch).
+        calls: what a step runs, in order.
+        places: where in the schedule each call comes from.
+    """
+
+    lowered: LoweredStep
+    programs: Mapping[Key, StageProgram]
+    calls: tuple[Call, ...]
+    places: tuple[Origin, ...]
+
+    def __repr__(self) -> str:
+        return f"<compiled {self.lowered.spec.name}, {self.lowered.schedule!r}, {len(self.calls)} calls>"
+
+
+def compile_step(lowered: LoweredStep, programs: StagePrograms, data: DataTransport) -> CompiledStep:
+    """Build the program of every stage, and bind every instruction.
+
+    Args:
+        lowered: what every instruction means.
+        programs: of the stages, those with which the step was lowered.
+        data: carries the messages; its connections are open.
+
+    Raises:
+        StageError: the engine cannot serve a stage.
+    """
+    return bind(lowered, build_programs(lowered, programs), data)
+
+
+def bind(
+    lowered: LoweredStep, programs: Mapping[Key, StageProgram], data: DataTransport, *, tail: bool = True
+) -> CompiledStep:
+    """Bind every instruction to these programs; without a tail, nothing that ends a program."""
+    binder = _Binder(lowered, programs, data)
+    placed = binder.bind_all()
+    if tail:
+        placed += sum_over_places(lowered, data, new_gradients(lowered).signature)
+        placed += share_input_gradients(lowered, data)
+        placed += update_parameters(lowered, binder.late)
+    else:
+        placed = [(call, place) for call, place in placed if place.instruction.op not in TAIL]
+    return CompiledStep(
+        _without_tensors(lowered),
+        programs,
+        tuple(call for call, _ in placed),
+        tuple(place for _, place in placed),
+    )
+
+
+def _without_tensors(lowered: LoweredStep) -> LoweredStep:
+    """Keep no parameters of the example alive."""
+    bare = {
+        id(low): low._replace(example=tuple(map(Signature.of, low.example)))
+        for low in lowered.stages.values()
+    }
+    return lowered._replace(stages={key: bare[id(low)] for key, low in lowered.stages.items()})
+
+
+def build_programs(lowered: LoweredStep, programs: StagePrograms) -> dict[Key, StageProgram]:
+    """Build the program of every stage, once for equal stages and forms."""
+    built: dict[int, StageProgram] = {}  # by identity of the outline, which equal ones share
+    for low in lowered.stages.values():
+        act_on_interrupts()
+        if id(low.outline) not in built:
+            built[id(low.outline)] = programs.program(
+                low.function, low.example, low.outline, f"stage {low.model_stage}", low.device
+            )
+    return {key: built[id(low.outline)] for key, low in lowered.stages.items()}
+
+
+def gradients_of(lowered: LoweredStep, buffers: Buffers, model_stage: int) -> Gradients:
+    """Make the sum of the gradients of a stage of the model, for one step."""
+    gradients, update = new_gradients(lowered), lowered.spec.update
+    if update is None:
+        return gradients
+    leaves = enumerate(lowered.form.params[model_stage].leaves)
+    forms = {n: gradients.signature(leaf) for n, leaf in leaves if leaf.grad}
+    return update.sums(buffers, model_stage, forms) or gradients
+
+
+def new_gradients(lowered: LoweredStep) -> Gradients:
+    """Make the sum of the gradients of one stage."""
+    if lowered.spec.per_microbatch:
+        return Stack(lowered.schedule.microbatches)
+    return Sum(lowered.spec.sum_dtype)
+
+
+class _Binder:
+    """Binds instructions to calls.
+
+    Attributes:
+        late: the updates that are left to the end of the program.
+    """
+
+    def __init__(
+        self, lowered: LoweredStep, programs: Mapping[Key, StageProgram], data: DataTransport
+    ) -> None:
+        self._lowered, self._programs, self._data = lowered, programs, data
+        self._schedule = lowered.schedule
+        self._trains = not self._schedule.forward_only
+        self._frees = Op.RESHARD in self._schedule.ops  # parameters, between a forward and its backward
+        self._loaded: set[Key] = set()
+        self.late: list[Origin] = []
+
+    def bind_all(self) -> list[PlacedCall]:
+        """Bind the steps of this process, each after what it consumes."""
+        schedule, ranks = self._schedule, self._lowered.ranks
+        steps: Sequence[tuple[int, int]] = [(ranks[0], n) for n in range(len(schedule.programs[ranks[0]]))]
+        if len(ranks) > 1:
+            steps = [(rank, position) for rank, position in linearize(schedule) if rank in ranks]
+        completed: Mapping[int, Mapping[int, Sequence[Instruction]]] = {}
+        if len(ranks) < schedule.ranks:
+            completed = {rank: send_completion(schedule, rank) for rank in ranks}
+        placed: list[PlacedCall] = []
+        for rank, position in steps:
+            placed += self._step(rank, position, completed.get(rank, {}).get(position, ()))
+        return placed
+
+    def _step(self, rank: int, position: int, completed: Sequence[Instruction]) -> Iterator[PlacedCall]:
+        """Post the messages of a step, compute, wait for the sends that are known to be received."""
+        step = self._schedule.programs[rank][position]
+        messages = [i for i in step if i.op in COMMUNICATION]
+        if batch := [transfer for i in messages for transfer in self._transfers(i)]:
+            yield from _at(Origin(rank, position, messages[0]), self._data.post(batch))
+        for instruction in step:
+            place = Origin(rank, position, instruction)
+            if (
+                instruction.op is Op.OVERLAP_F_B
+                and self._lowered.spec.overlapped is not None
+                and self._trains
+            ):
+                yield from self._overlap(place)
+            elif instruction.op in (Op.UNSHARD, Op.RESHARD):
+                yield from _at(place, sharding_call(self._lowered, instruction))
+            elif instruction.op in (Op.REDUCE_GRAD, Op.STEP):
+                if is_late(self._lowered, instruction):
+                    self.late.append(place)
+                else:
+                    yield from _at(place, update_call(self._lowered, instruction))
+            elif instruction.op is not Op.REDUCE_TIED and instruction.op not in COMMUNICATION:
+                # REDUCE_TIED: sums over places end the program, see sum_over_places.
+                for part in parts_of(instruction):
+                    yield from self._compute(Origin(rank, position, part))
+        for instruction in completed:
+            for transfer in self._transfers(instruction):
+                place = Origin(rank, position, instruction, transfer.tag)
+                yield from _at(place, self._data.wait_send(transfer))
+
+    # -- communication
+
+    def _transfers(self, instruction: Instruction) -> Iterator[Transfer]:
+        """Yield the transfer of a SEND or RECV; none where no tensor travels that edge."""
+        edge, low = self._lowered.edge_of(instruction), self._lowered.stages[_key(instruction)]
+        if leaves := edge.travelling(instruction.op in (Op.SEND_F, Op.RECV_F)):
+            tag, peer = tag_of(self._schedule, instruction), self._schedule.placement[edge.stage]
+            yield Transfer(instruction.op in SENDS, tag, peer, leaves, low.device)
+
+    def _arrivals(self, place: Origin, part: Instruction) -> Iterator[PlacedCall]:
+        """Wait for what a forward or a backward consumes of other ranks."""
+        stage, microbatch = _key(part)
+        low, forward = self._lowered.stages[stage, microbatch], part.op is Op.F
+        for edge in low.sources if forward else low.sinks:
+            leaves = edge.travelling(forward)
+            peer = place.rank if edge.stage == BATCH else self._schedule.placement[edge.stage]
+            if leaves and peer != place.rank:
+                tag = Tag("F" if forward else "B", edge.stage, stage, microbatch)
+                wait = self._data.wait_recv(Transfer(False, tag, peer, leaves, low.device))
+                yield from _at(place._replace(awaited=tag), wait)
+
+    # -- instructions that compute
+
+    def _compute(self, place: Origin) -> Iterator[PlacedCall]:
+        part, key = place.instruction, _key(place.instruction)
+        low, program = self._lowered.stages[key], self._programs[key].flat
+        match part.op:
+            case Op.LOAD:
+                yield from _at(place, self._load(key))
+            case Op.F:
+                yield from _at(place, self._load(key))
+                yield from self._arrivals(place, part)
+                run = calls.seeded(low, key[1], calls.forward(low, program, key, self._trains))
+                yield from _at(place, run, self._release(key) if self._trains else None)
+            case Op.B | Op.I:
+                yield from self._arrivals(place, part)
+                whole = part.op is Op.B
+                run = calls.backward(low, program, key, whole)
+                run = calls.unless_left_out(key[1], run, calls.leave_out(low, key, whole))
+                yield from _at(place, self._restore(key), run, None if whole else self._release(key))
+            case Op.W:
+                run = calls.unless_left_out(key[1], calls.weight(program, key), calls.leave_out_weight(key))
+                yield from _at(place, self._restore(key), run)
+            case Op.OFFLOAD | Op.FETCH:
+                target = torch.device("cpu") if part.op is Op.OFFLOAD else low.device
+                yield from _at(place, move_residuals(low, key, target))
+            case _:
+                raise AssertionError(part)  # lowering refuses it
+
+    def _overlap(self, place: Origin) -> Iterator[PlacedCall]:
+        """Run a forward and a backward as one: both wait for what they consume first."""
+        forward, backward = place.instruction.parts
+        f_key, b_key, whole = _key(forward), _key(backward), backward.op is Op.B
+        f_low, b_low = self._lowered.stages[f_key], self._lowered.stages[b_key]
+        f_program, b_program = self._programs[f_key].flat, self._programs[b_key].flat
+        overlapped = self._lowered.spec.overlapped
+        assert overlapped is not None
+        yield from _at(place, self._load(f_key))
+        yield from self._arrivals(place, forward)
+        yield from self._arrivals(place, backward)
+        first = calls.forward_call(f_low, f_program, f_key, True)
+        second = calls.backward_call(b_low, b_program, b_key, whole)
+        alone, without = calls.forward(f_low, f_program, f_key, True), calls.leave_out(b_low, b_key, whole)
+
+        def both(buffers: Buffers) -> None:
+            outputs, gradients = overlapped(first.run, first.take(buffers), second.run, second.take(buffers))
+            first.put(buffers, outputs)
+            second.put(buffers, gradients)
+
+        def one(buffers: Buffers) -> None:
+            alone(buffers)
+            without(buffers)
+
+        run = calls.seeded(f_low, f_key[1], calls.unless_left_out(b_key[1], both, one))
+        release = None if whole else self._release(b_key)
+        yield from _at(place, self._restore(b_key), run, self._release(f_key), release)
+
+    def _load(self, key: Key) -> Call | None:
+        """Bring inputs and targets of a microbatch to the stage's device, once."""
+        if key in self._loaded:
+            return None
+        self._loaded.add(key)
+        return calls.load(self._lowered.stages[key], key)
+
+    def _release(self, key: Key) -> Call | None:
+        return release_params(self._lowered.stages[key], key) if self._frees else None
+
+    def _restore(self, key: Key) -> Call | None:
+        return restore_params(self._lowered.stages[key], key) if self._frees else None
+
+
+def _at(place: Origin, *made: Call | None) -> Iterator[PlacedCall]:
+    return ((call, place) for call in made if call is not None)
+
+
+def tag_of(schedule: Schedule, message: Instruction) -> Tag:
+    """Return the name of the message of a SEND or RECV."""
+    stage, other = message.stage, schedule.other_end(message)
+    assert other is not None and message.microbatch is not None
+    source, destination = (stage, other) if message.op in SENDS else (other, stage)
+    return Tag("F" if message.op in (Op.SEND_F, Op.RECV_F) else "B", source, destination, message.microbatch)
+
+
+def _key(part: Instruction) -> Key:
+    """Return stage and microbatch of an instruction that has both."""
+    assert part.microbatch is not None
+    return part.stage, part.microbatch

@@ -1,0 +1,130 @@
+"""Describe a lowered step: what every stage and every edge is for arguments of one form."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ppfunc.schedule import Instruction, Op, Schedule, parts_of
+from ppfunc.stage import LeafSignature, Outline, Signature
+from ppfunc.stage.errors import line_of
+
+from ..call.arguments import StepForm
+from ..call.spec import StepSpec
+from ..errors import Failure
+from ..execution.buffers import Key
+from ..transport.protocols import LossPart
+from .stage_programs import StageFunction
+
+BATCH = -1
+"""Number of the "stage" that the batch comes from."""
+
+
+class Edge(NamedTuple):
+    """Part of a stage's input, or of its output, for one microbatch.
+
+    Args:
+        stage: the stage of the schedule at the other end, ``BATCH`` for the batch.
+        signature: of what travels.
+    """
+
+    stage: int
+    signature: Signature
+
+    @property
+    def leaves(self) -> tuple[LeafSignature, ...]:
+        """Return signatures of the tensors that travel forward."""
+        return self.signature.leaves
+
+    @property
+    def carrying(self) -> tuple[LeafSignature, ...]:
+        """Return signatures of those whose gradients travel back."""
+        return tuple(leaf for leaf in self.leaves if leaf.grad)
+
+    def travelling(self, forward: bool) -> tuple[LeafSignature, ...]:
+        """Return signatures of what a message holds, of activations or of their gradients."""
+        return self.leaves if forward else self.carrying
+
+
+class LoweredStage(NamedTuple):
+    """Stage for one form of its arguments.
+
+    Args:
+        model_stage: its number in the model.
+        function: the stage with its loss, in the form that engines take.
+        example: ``(params, x, *extras)``: signatures, or trees of tensors.
+        params: signature of its parameters; the leaves with ``grad`` get gradients.
+        device: where it computes.
+        outline: of the function.
+        sources: where the parts of its input come from: the stage before or the batch, then skip connections.
+        sinks: where its output goes: the stage after it, if any, then skip connections.
+        loss: signature of the loss, None where the stage has none.
+        outputs, metrics, state: signatures of what is not differentiated, in the order of the output.
+    """
+
+    model_stage: int
+    function: StageFunction
+    example: tuple[Any, ...]
+    params: Signature
+    device: torch.device
+    outline: Outline
+    sources: tuple[Edge, ...]
+    sinks: tuple[Edge, ...]
+    loss: Signature | None
+    outputs: Signature
+    metrics: Signature
+    state: Signature
+
+    @property
+    def kept(self) -> int:
+        """Count the output leaves that the caller may want: loss, outputs, metrics."""
+        return (self.loss is not None) + len(self.outputs.leaves) + len(self.metrics.leaves)
+
+
+class LoweredStep(NamedTuple):
+    """Lowered step: values only.
+
+    Args:
+        schedule: proved, with communication placed.
+        spec: what is wanted.
+        form: of the arguments.
+        ranks: those of this process.
+        stages: the stages of this process, by (stage of the schedule, microbatch).
+        losses: form of the losses of the stages of this process, by stage of the schedule.
+        drawing: the stages of the model, of this process, that are known to draw random numbers.
+    """
+
+    schedule: Schedule
+    spec: StepSpec
+    form: StepForm
+    ranks: tuple[int, ...]
+    stages: Mapping[Key, LoweredStage]
+    losses: Mapping[int, LossPart]
+    drawing: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        return f"<lowered {self.spec.name}, {self.schedule!r}>"
+
+    def differentiated(self, stage: int) -> tuple[int, ...]:
+        """Return the numbers of the leaves of a stage that have gradients."""
+        leaves = self.form.params[self.schedule.model_stages[stage]].leaves
+        return () if self.schedule.forward_only else tuple(n for n, leaf in enumerate(leaves) if leaf.grad)
+
+    def edge_of(self, message: Instruction) -> Edge:
+        """Return the edge that a SEND or RECV of this process is about."""
+        assert message.microbatch is not None
+        low, other = self.stages[message.stage, message.microbatch], self.schedule.other_end(message)
+        edges = low.sinks if message.op in (Op.SEND_F, Op.RECV_B) else low.sources
+        return next(edge for edge in edges if edge.stage == other)
+
+    def context_of(self, failure: Failure) -> str:
+        """Describe the line of the user's code that failed, and the arguments of a failed forward."""
+        if failure.instruction is None or not isinstance(failure.cause, Exception):
+            return ""
+        line = line_of(failure.cause)
+        for part in parts_of(failure.instruction):
+            if part.op is Op.F and part.microbatch is not None:
+                low = self.stages[part.stage, part.microbatch]
+                received = ", ".join(str(edge.signature) for edge in low.sources)
+                return f"{line}; its input was {received}, its parameters {low.params}"
+        return line

@@ -1,0 +1,100 @@
+"""Run the forward and the backward of an ``OVERLAP_F_B`` as one: interleaved in one program, or on two
+streams.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ppfunc.stage.engines.tracing.emit import Recipe, emit
+from ppfunc.stage.engines.tracing.interleave import interleave
+from ppfunc.stage.tree import tree_leaves
+
+Program = Callable[..., Any]
+
+Overlapped = Callable[[Program, tuple[Any, ...], Program, tuple[Any, ...]], tuple[Any, Any]]
+"""``(forward, its arguments, backward, its arguments) -> (result of one, result of the other)``."""
+
+
+def interleaved() -> Overlapped:
+    """Run both as one traced program, their operators in turn; bitwise the same results.
+
+    For ``overlapped=`` of :func:`~ppfunc.value_and_grad`, with the graph engine. What one of the two
+    leaves idle the other can use: kernels that are launched while a collective in the other is on
+    its way. Compiled programs become one that inductor schedules as a whole.
+
+    Raises (when a pair runs):
+        TypeError: the stages have another engine, or are captured in CUDA graphs.
+    """
+    merged: WeakKeyDictionary[Program, WeakKeyDictionary[Program, Program]] = WeakKeyDictionary()
+
+    def overlapped(
+        forward: Program, arguments: tuple[Any, ...], backward: Program, others: tuple[Any, ...]
+    ) -> tuple[Any, Any]:
+        known = merged.setdefault(forward, WeakKeyDictionary())
+        if backward not in known:
+            known[backward] = emit(interleave(_recipe(forward), _recipe(backward)))
+        outputs, residuals, first, second = known[backward](*arguments, *others)
+        return (outputs, residuals), (first, second)
+
+    return overlapped
+
+
+def _recipe(program: Program) -> Recipe:
+    if not hasattr(program, "recipe"):
+        raise TypeError(
+            "interleaved() got a stage that is not traced: use the graph engine without cuda_graphs=True, or"
+            " leave out overlapped="
+        )
+    return program.recipe
+
+
+def two_streams() -> Overlapped:
+    """Run the backward on a CUDA stream of its own beside the forward; bitwise the same results.
+
+    For ``overlapped=`` of :func:`~ppfunc.value_and_grad`, with any engine. Both begin when what was
+    issued before is done, and what follows waits for both.
+
+    Raises:
+        ValueError: there is no CUDA device; or, when a pair runs, the stages do not compute on one.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "two_streams() is for CUDA, and there is no such device here; leave out overlapped=, or take"
+            " interleaved()"
+        )
+    streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def overlapped(
+        forward: Program, arguments: tuple[Any, ...], backward: Program, others: tuple[Any, ...]
+    ) -> tuple[Any, Any]:
+        given = [t for t in tree_leaves((arguments, others)) if isinstance(t, torch.Tensor)]
+        device = next((t.device for t in given), torch.device("cpu"))
+        if device.type != "cuda":
+            raise ValueError(
+                f"two_streams() got stages that compute on {device}; leave out overlapped= where there is no"
+                " CUDA"
+            )
+        if device not in streams:
+            streams[device] = torch.cuda.Stream(device)
+        here, beside = torch.cuda.current_stream(device), streams[device]
+        beside.wait_stream(here)
+        for tensor in tree_leaves(others):
+            _used_on(beside, tensor)
+        with torch.cuda.stream(beside):
+            gradients = backward(*others)
+        outputs = forward(*arguments)
+        here.wait_stream(beside)
+        for tensor in tree_leaves(gradients):
+            _used_on(here, tensor)
+        return outputs, gradients
+
+    return overlapped
+
+
+def _used_on(stream: torch.cuda.Stream, leaf: Any) -> None:
+    """Keep the memory of a tensor from being used anew before ``stream`` is done with it."""
+    if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
+        leaf.record_stream(stream)

@@ -1,0 +1,241 @@
+"""Evaluate stages and build their programs, once for every function object and form of its arguments.
+
+A program depends on the user's function, the loss function folded into it, the form of the arguments, what is
+frozen, autocast, and the mode (training or evaluation) of the modules that run in it. What the function reads
+from elsewhere is that of the trace, as with ``jax.jit``. Step functions do not share programs, so that a new
+one traces what is there now; those of one trainer do.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from ppfunc.stage import Engine, Loss, Outline, Signature, Stage, StageProgram, outline
+from ppfunc.stage._torch import without_transforms
+from ppfunc.stage.output import canonical
+from ppfunc.stage.process import process_lock
+from ppfunc.stage.tree import tree_leaves
+
+CACHE_SIZE = 32
+"""Most forms of arguments for which a step function keeps what is compiled, and a stage its programs."""
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def keep(cache: OrderedDict[K, V], key: K, value: V) -> None:
+    """Add to a bounded cache; the least recently used entry goes."""
+    cache[key] = value
+    cache.move_to_end(key)
+    while len(cache) > CACHE_SIZE:
+        cache.popitem(last=False)
+
+
+def autocast() -> tuple[Hashable, ...]:
+    """Return which autocast is on, by kind of device."""
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+    )
+
+
+def modes(outline: Outline) -> tuple[bool, ...]:
+    """Return for each module that ran in a stage whether it is in training mode now."""
+    return tuple(module.training for module in outline.modules)
+
+
+def _states(outline: Outline) -> list[tuple[bool, ...]]:
+    """Return for each module that ran in a stage its mode, and which of its own parameters are not frozen."""
+    return [
+        (module.training, *(p.requires_grad for p in module.parameters(recurse=False)))
+        for module in outline.modules
+    ]
+
+
+class StageFunction(NamedTuple):
+    """Stage with its loss, in the form that engines take.
+
+    Args:
+        fn: the user's function.
+        loss_fn: the user's loss function, for a last stage.
+        variant: what else is added to the function.
+        frozen: numbers of the parameters that get no gradient.
+        call: ``(params, x, *extras) -> ((y, skips, loss), (outputs, metrics, state))``.
+    """
+
+    fn: Stage
+    loss_fn: Loss | None
+    variant: tuple[Hashable, ...]
+    frozen: frozenset[int]
+    call: Callable[..., Any]
+
+    @classmethod
+    def of(
+        cls,
+        fn: Stage,
+        *,
+        last: bool,
+        loss_fn: Loss | None,
+        return_outputs: bool,
+        skips: tuple[int, ...],
+        frozen: frozenset[int],
+    ) -> StageFunction:
+        """Return the stage as it stands in a chain; see :func:`ppfunc.stage.output.canonical`."""
+        variant = (last, return_outputs and last, skips)
+        call = canonical(
+            fn,
+            last=last,
+            loss_fn=loss_fn,
+            return_outputs=return_outputs,
+            skips=skips,
+            targeted=last and loss_fn is not None,
+            frozen=frozen,
+        )
+        return cls(fn, loss_fn, variant, frozen, call)
+
+    def key(self, example: tuple[Any, ...], device: torch.device) -> tuple[Hashable, ...]:
+        """Return a key that is equal for one form of the arguments: signatures, types and strides."""
+        tensors = [t for tree in example if not isinstance(tree, Signature) for t in tree_leaves(tree)]
+        form = tuple(map(Signature.of, example)), tuple((type(t), t.stride()) for t in tensors)
+        return (id(self.loss_fn), self.variant, self.frozen, form, device, autocast())
+
+
+class _Traced(NamedTuple):
+    """Evaluation of a stage, valid while its modules are in the states of then.
+
+    Args:
+        function: what was evaluated; kept alive, since keys have its number.
+        states: of the modules that ran.
+        outline: the evaluation.
+        programs: the program that was built of it, if one was.
+    """
+
+    function: StageFunction
+    states: list[tuple[bool, ...]]
+    outline: Outline
+    programs: list[StageProgram]
+
+
+class StagePrograms:
+    """Keeps the evaluations and programs of the stages of a step function, or of a trainer.
+
+    Args:
+        engine: builds the programs.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._traced: dict[int, OrderedDict[Hashable, list[_Traced]]] = {}
+
+    def outline(
+        self, function: StageFunction, example: tuple[Any, ...], name: str, device: torch.device
+    ) -> Outline:
+        """Evaluate a stage without values, or return the earlier evaluation of an equal one.
+
+        Raises:
+            StageError: it cannot be evaluated.
+        """
+        with without_transforms(), process_lock:
+            key, of_function = function.key(example, device), self._of(function)
+            same_form = of_function.get(key, [])
+            for traced in same_form:
+                if _states(traced.outline) == traced.states:
+                    return traced.outline
+            evaluation = outline(function.call, example, has_aux=True, name=name, device=device)
+            referred = (*_modules_referred(function.fn), *_modules_referred(function.loss_fn))
+            evaluation = evaluation._replace(modules=tuple(dict.fromkeys((*evaluation.modules, *referred))))
+            if evaluation.lasts:
+                traced = _Traced(function, _states(evaluation), evaluation, [])
+                keep(of_function, key, [*same_form, traced])
+            return evaluation
+
+    def program(
+        self,
+        function: StageFunction,
+        example: tuple[Any, ...],
+        known: Outline,
+        name: str,
+        device: torch.device,
+    ) -> StageProgram:
+        """Build the program of a stage, or return that of an equal one.
+
+        Args:
+            known: what :meth:`outline` gave for this function and example.
+
+        Raises:
+            StageError: the engine cannot serve it.
+            TypeError: the engine returned something else than a program.
+        """
+        with without_transforms(), process_lock:
+            same_form = self._of(function).get(function.key(example, device), [])
+            programs = next((traced.programs for traced in same_form if traced.outline is known), [])
+            if programs:
+                return programs[0]
+            program = self._engine(
+                function.call, example, has_aux=True, name=name, device=device, outline=known
+            )
+            if not isinstance(program, StageProgram):
+                raise TypeError(
+                    f"engine: it returned an object of type {type(program).__name__} for {name}, expected a"
+                    " StageProgram"
+                )
+            if hasattr(program.flat.forward, "recipe"):  # traced: it has no memory of its own
+                programs.append(program)
+            return program
+
+    def clear(self) -> None:
+        """Drop everything that is kept."""
+        self._traced.clear()
+
+    def _of(self, function: StageFunction) -> OrderedDict[Hashable, list[_Traced]]:
+        return self._traced.setdefault(id(function.fn), OrderedDict())
+
+
+def _modules_referred(function: Any) -> Iterator[nn.Module]:
+    """Yield the modules that a function refers to, with their submodules: a stage may read their mode without
+    calling them.
+    """
+    for value in _referred(function):
+        if isinstance(value, nn.Module):
+            yield from value.modules()
+
+
+def _referred(function: Any) -> Iterator[Any]:
+    """Yield what a function refers to by name, or what a callable object has as attributes."""
+    match function:
+        case FunctionType():
+            yield from (cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))
+            names = set(_names(function.__code__))
+            for name in names & function.__globals__.keys():
+                value = function.__globals__[name]
+                yield value
+                if isinstance(value, ModuleType):
+                    yield from (vars(value)[inner] for inner in names & vars(value).keys())
+        case MethodType():
+            yield function.__self__
+            yield from _referred(function.__self__)
+        case partial():
+            yield from (function.func, *function.args, *function.keywords.values())
+        case _:
+            yield from getattr(function, "__dict__", {}).values()
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names that code reads, and those that functions within it read."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False

@@ -1,0 +1,245 @@
+"""Private and unstable names of torch.distributed that the transports use, each used here only.
+
+``tests/test_torch_names.py`` says which of them another torch than 2.13 has not.
+"""
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_MAKING = threading.Lock()
+_PROBE = 0x70706675  # a tag
+_ABORT = 10.0  # seconds
+_LOOK = 5e-5  # seconds between looks at the GPU
+_AT_EXIT = 5.0  # seconds that the end of the process waits for communicators that are ended or dropped
+_ASIDE: set[threading.Thread] = set()
+
+# Without a registry such a communicator ends when it is let go, and peers that wait on it raise.
+ProcessGroupGloo = dist.ProcessGroupGloo
+
+
+def ProcessGroupNCCL(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Make an NCCL communicator over its own connection to the store: waiting there holds up no other.
+
+    What fails on it fails the step, and does not end the process, as torch would have it.
+    """
+    options, before = dist.ProcessGroupNCCL.Options(), os.environ.get(_HANDLING)
+    options._timeout = timeout
+    with _MAKING:
+        os.environ[_HANDLING] = "0"  # read as it is made
+        try:
+            return dist.ProcessGroupNCCL(store.clone(), rank, size, options)  # type: ignore[attr-defined]
+        finally:
+            if before is None:
+                del os.environ[_HANDLING]
+            else:
+                os.environ[_HANDLING] = before
+
+
+def connect_nccl(group: Any, place: int, size: int, device: int, messages: bool) -> None:
+    """Let the ranks of a new NCCL communicator connect, which all come here: for messages from the first to
+    the second, or for sums.
+
+    A communicator connects in the first operation of each kind, and holds up the host until the other end
+    comes to that operation, too. In the middle of a step the other end may be held up by its GPU, which waits
+    for what this one has not sent.
+    """
+    torch.cuda.set_device(device)  # of this thread
+    with torch.cuda.stream(torch.cuda.Stream()):  # the others wait for no rank that may not come
+        mine, all_of_them = torch.zeros(1, device=device), torch.empty(size, device=device)
+        if messages:
+            start_coalescing(group)
+            group.recv([mine], 0, 0) if place else group.send([mine], 1, 0)
+            end_coalescing(group).wait()
+        else:
+            for work in (
+                all_reduce(group, mine, "sum"),
+                all_gather(group, all_of_them, mine),
+                reduce_scatter(group, mine, all_of_them),
+            ):
+                work.wait()
+        torch.cuda.current_stream().synchronize()
+
+
+def start_coalescing(group: Any) -> None:
+    """Collect the operations that follow, for :func:`end_coalescing` to issue as one."""
+    group._start_coalescing()
+
+
+def end_coalescing(group: Any) -> Any:
+    """Issue what was collected."""
+    return group._end_coalescing()
+
+
+def all_reduce(group: Any, tensor: torch.Tensor, op: str) -> Any:
+    """Begin to sum in place, or to take the largest, over the ranks of a communicator."""
+    options: Any = dist.AllreduceOptions()
+    options.reduceOp = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+    return group.allreduce([tensor], options)
+
+
+def reduce_scatter(group: Any, part: torch.Tensor, whole: torch.Tensor) -> Any:
+    """Begin to sum flat tensors, of which every rank gets a part."""
+    return group._reduce_scatter_base(part, whole, dist.ReduceScatterOptions())
+
+
+def all_gather(group: Any, whole: torch.Tensor, part: torch.Tensor) -> Any:
+    """Begin to gather flat tensors of all ranks."""
+    return group._allgather_base(whole, part)
+
+
+def all_to_all(
+    group: Any, received: torch.Tensor, sent: torch.Tensor, receives: list[int], sends: list[int]
+) -> Any:
+    """Begin to exchange flat tensors: ``sends`` elements go to, ``receives`` come from, each rank."""
+    return group.alltoall_base(received, sent, receives, sends, dist.AllToAllOptions())
+
+
+def forget_group(mesh: Any, axis: str) -> Any:
+    """Take the group of an axis from its mesh and from torch, and return it. Under gloo it ends with its last
+    reference, and peers
+    which wait in one of its operations raise.
+    """
+    group, root = mesh.get_group(axis), getattr(mesh, "_root_mesh", None) or mesh
+    dist.destroy_process_group(group)
+    getattr(root, "_pg_registry", {}).pop(group.group_name, None)
+    return group
+
+
+class Aborts:
+    """Ends NCCL communicators, each once and all at the same time: the end of one waits for all that the GPU
+    runs, also on the others.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun: dict[
+            int, tuple[Any, threading.Thread | None]
+        ] = {}  # by identity of the communicator, which is kept alive
+
+    def begin(self, groups: Iterable[Any]) -> None:
+        """Begin to end those that are new."""
+        with self._lock:
+            for group in groups:
+                if id(group) not in self._begun:
+                    self._begun[id(group)] = group, _aside(group.abort, "ppfunc aborts")
+
+    def wait(self) -> None:
+        """Wait until all have ended, and forget them."""
+        with self._lock:
+            begun, self._begun = self._begun, {}
+        end = time.monotonic() + _ABORT
+        for _, thread in begun.values():
+            if thread is not None:
+                thread.join(max(0.0, end - time.monotonic()))
+
+
+def drop_aside(groups: list[Any]) -> None:
+    """Drop the last references to communicators, each in a thread, and empty the list.
+
+    One of gloo ends when what is under way on it has ended. A peer that it waits for may itself wait for what
+    the caller ends next.
+    """
+    while groups:
+        _aside([groups.pop()].clear, "ppfunc drops")
+
+
+def _aside(work: Callable[[], None], name: str) -> threading.Thread | None:
+    """Do something in a thread that the end of the process waits for; None where none begins any more."""
+
+    def run(last: list[Callable[[], None]]) -> None:
+        try:
+            last.pop()()
+        finally:
+            _ASIDE.discard(threading.current_thread())
+
+    thread = threading.Thread(target=run, args=([work],), name=name, daemon=True)
+    _ASIDE.add(thread)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is ending
+        _ASIDE.discard(thread)
+        return None
+    return thread
+
+
+@atexit.register
+def _join_background_threads() -> None:
+    """Join background threads at exit: one that returns from C++ later aborts the process."""
+    end = time.monotonic() + _AT_EXIT
+    for thread in list(_ASIDE):
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+def begun_in(group: dist.ProcessGroup) -> int:
+    """How many collectives this rank has begun in a group."""
+    device = torch.device("cuda" if backend_of(group) == "nccl" else "cpu")
+    backend: Any = group._get_backend(device)
+    return int(backend._get_sequence_number_for_group())
+
+
+def synchronize_stream(seconds: float, look: Callable[[], None] = lambda: None) -> bool:
+    """Wait until the current stream has done what it was given, for so long at most; whether it has. ``look``
+    is called meanwhile.
+    """
+    if not torch.cuda.is_initialized():
+        return True
+    done, end = torch.cuda.Event(), time.monotonic() + seconds
+    done.record()
+    while not done.query():
+        look()
+        if time.monotonic() > end:
+            return False
+        time.sleep(_LOOK)
+    return True
+
+
+def store_of(group: dist.ProcessGroup) -> Store:
+    """Return the store through which the ranks of a group met."""
+    return group.get_group_store()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long operations of a group may take."""
+    device = torch.device("cuda" if backend_of(group) == "nccl" else "cpu")
+    return group._get_backend(device).options._timeout
+
+
+def backend_of(group: dist.ProcessGroup) -> str | None:
+    """Return the backend of a group for the device that computes; a group may have one for each kind."""
+    by_device = _backends(group)
+    backend = by_device.get("cuda") if torch.cuda.is_available() else None
+    return backend or by_device.get("cpu") or by_device.get("cuda")
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    return dict(entry.split(":") for entry in str(dist.get_backend_config(group)).split(","))
+
+
+def gloo_of(group: dist.ProcessGroup) -> Any:
+    """Return the part of a group that is gloo, with a connection to each rank, or None."""
+    return group._get_backend(torch.device("cpu")) if _backends(group).get("cpu") == "gloo" else None
+
+
+def alive(gloo: Any, peer: int) -> bool:
+    """Tell whether the process of a rank of a group may still live.
+
+    Gloo refuses to receive over a connection that has ended. Nothing is ever sent with this tag. Without gloo
+    in the group, nothing is known.
+    """
+    if gloo is None:
+        return True
+    try:
+        gloo.recv([torch.empty(1, device="cpu")], peer, _PROBE)
+    except RuntimeError:
+        return False
+    return True

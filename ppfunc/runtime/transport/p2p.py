@@ -1,0 +1,430 @@
+"""Ranks in separate processes: point-to-point messages over torch.distributed."""
+
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ppfunc._text import require_one_of
+from ppfunc.stage.interrupts import act_on_interrupts, hold_interrupts
+
+from ..control.control import Control
+from ..control.rendezvous import Rendezvous
+from ..control.socket_links import SocketLinks
+from ..control.suspects import Answer
+from ..errors import CLOSED, Failure, LinkError, PipelineError
+from . import _torch
+from .collective import Among, Collective
+from .grid import Axes, ShardWhat, grid_of
+from .opening import open_group
+from .pair_groups import CARRIES, PairGroups, lost, require_carried
+from .protocols import Call, LossPart, Mode, Route, Transfer
+
+_DRAIN = 1.0  # seconds for what a step that has failed has given the GPU
+
+
+class P2P(Control):
+    """The transport of a pipeline with one process per rank.
+
+    Tensors from a rank to another have communicators of their own, made at the first step and after a
+    failure: operations of one NCCL communicator run in the order in which they were issued, whoever the peer
+    is, a send and a receive of one batch side by side, and nobody must wait for another. Under gloo there is
+    one for each kind of message, too: a connection is locked while something is written to it, and what
+    arrives on it meanwhile keeps a thread spinning. Control messages take TCP connections along a binary
+    tree, so no GPU has to be waited for, and a process that ends is noticed at once. Under gloo the store of
+    the user's group is asked only until the ranks have met, so that it may end with its process. A rank that
+    is late is named, not those that wait for it.
+
+    Under NCCL a step returns when the GPUs of all ranks have done it, within ``timeout``: what has only been
+    given to a GPU may fail, or be lost with a peer, after others have gone on.
+
+    A rank in a collective of a stage, over the axis ``model``, raises at once when a peer of that axis fails
+    or ends; where one is stopped, when the limit of that group is over. In a collective between steps, or
+    over a group that is no axis of ``mesh``, it raises when a process of the group ends, or at its limit,
+    which ``init_process_group(timeout=...)`` gives: nothing can wake it earlier, and ``timeout`` here does
+    not change that.
+
+    Every rank makes its transports over a group in the same order, and so its step functions over a
+    transport. After a failure that all ranks survive, also of this constructor, the next transport that all
+    make works. A step returns on all ranks, once each is at its end, or fails on all of them. One step runs
+    at a time.
+
+    Signals with Python handlers, such as Ctrl-C, act between the calls of a step, and fail it as an error
+    does: the other ranks name this one, and the step can be tried again. From the vote of a rank, when it is
+    done with its part, they wait until the step has returned its result.
+
+    Over a mesh, several pipelines train together, and a step begins, ends and fails on all of them. The ranks
+    along the axes ``pipe`` and ``model`` run the same batch, and agree on it. ``PipelineError.rank`` counts
+    the ranks of the mesh.
+
+    Args:
+        group: an initialised process group; its ranks, in order, are the ranks of the pipeline. The default
+            group where none is given.
+        timeout: seconds to wait for a peer; that of the group where none is given.
+        mesh: in the place of a group, a mesh whose ranks train together.
+        axes: the names of its axes; ``Axes()``, which has one, where none is given.
+        shard: what a :class:`ppfunc.Trainer` cuts over the data ranks. ``"optimizer"``: each data rank keeps
+            a shard of the optimizer's state and updates its shard of the parameters, which are then gathered.
+            ``"params"``: each data rank also keeps a shard of the parameters. Each stage is gathered before
+            it computes and freed afterwards, at most two at a time. Numbers agree with ``"none"`` to
+            rounding. Parameters that cannot be cut evenly are whole on every rank.
+
+    Raises:
+        RuntimeError: torch.distributed has not been initialised, or this process is not in the group.
+        TypeError: something else than a mesh, or its axes.
+        ValueError: the timeout is no number of seconds, the group has another backend than gloo or NCCL for
+            the device that computes, the axes do not fit the mesh, or there is no data axis to shard over.
+        PipelineError: the store of the group does not answer.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout: float | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        axes: Axes | None = None,
+        shard: ShardWhat = "none",
+    ) -> None:
+        try:
+            with hold_interrupts():
+                # Each call of a rank counts, also one that is refused: else later ones would not meet.
+                rendezvous = _rendezvous(group, timeout if _is_limit(timeout) else None, mesh)
+                with nullcontext() if rendezvous is None else rendezvous.opening():
+                    _require_group(group, timeout, mesh, axes, shard)
+                    assert rendezvous is not None
+                    self._open(rendezvous, mesh, axes or Axes())
+                    self.shard: ShardWhat = shard
+        except LinkError as error:
+            raise PipelineError(
+                error.peer,
+                None,
+                None,
+                error.reason,
+                reported_by=dist.get_rank(group if isinstance(group, dist.ProcessGroup) else None),
+            ) from error
+        except BaseException:
+            if hasattr(self, "_collectives"):
+                self.close()
+            raise
+
+    def _open(self, rendezvous: Rendezvous, mesh: DeviceMesh | None, axes: Axes) -> None:
+        if rendezvous.backend not in CARRIES:
+            raise ValueError(
+                f"P2P got a process group with the backend {rendezvous.backend!r}, it knows 'gloo' and"
+                " 'nccl'; make one with torch.distributed.new_group(backend='gloo') and give it as P2P(group)"
+            )
+        grid = None if mesh is None else grid_of(mesh, axes, dist.get_rank())
+        self._rendezvous = rendezvous
+        links = SocketLinks(rendezvous)
+        super().__init__(links, grid)
+        self.links: SocketLinks
+        self.backend = rendezvous.backend
+        self._pair_groups = PairGroups(self._rendezvous, links, self.line)
+        self._collectives: dict[Among, Collective] = {}
+        self._aborts, self._synchronizing = _torch.Aborts(), False
+        self.mesh, self.axes = mesh, axes
+        links.status, links.on_failure = self._status, self._unblock
+
+    # -- control ---------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(CARRIES[self.backend])
+
+    def fail(self, failure: Failure) -> BaseException:
+        with self.hold_interrupts():
+            try:
+                return super().fail(failure._replace(cause=self._explained(failure.cause)))
+            finally:
+                _let_go(failure.cause)
+
+    def _explained(self, cause: BaseException) -> BaseException:
+        """Return what an error of a backend says of a peer.
+
+        Where a connection has ended, who is gone, or why, is about to be published.
+        """
+        peers, here = self.grid.model, self.grid.model.index(self.links.rank)
+        read = lost(peers[(here + 1) % len(peers)], cause)
+        if not isinstance(read, LinkError) or read.kind == "failed":
+            return cause
+        if self.links.closed:  # while the step runs: peers have let go of what they shared with this rank
+            return RuntimeError(CLOSED)
+        if read.kind == "gone":
+            self.links.await_failure(read.peer)
+        elif (
+            read is not cause and len(peers) > 1
+        ):  # in a collective of a stage: which rank is late, its answers tell
+            read.__cause__ = cause
+            return read
+        return cause
+
+    def _status(self) -> Answer:
+        peers = self.grid.model if len(self.grid.model) > 1 else ()
+        return Answer(
+            None, self._running.locked(), self.ended, peers, self._stage_collectives() if peers else 0
+        )
+
+    def _stage_collectives(self) -> int:
+        """How many collectives of stages this rank has begun; 0 where their group has ended, after a failure
+        or by its owner.
+        """
+        assert self.mesh is not None and self.axes.model is not None
+        try:
+            return _torch.begun_in(self.mesh.get_group(self.axes.model))
+        except (RuntimeError, ValueError):  # the mesh, or torch.distributed, knows the group no more
+            return 0
+
+    def _unblock(self, committed: int) -> None:
+        """End the communicators of a step that has failed, which under NCCL hold up the GPU until then.
+
+        Called by the thread that watches. A step that was committed before is finished: its last collectives
+        have begun on all ranks, or will.
+        """
+        if self.backend == "nccl" and (self._executing or self._synchronizing) and committed <= self.ended:
+            self._begin_aborts()
+
+    def synchronize(self) -> None:
+        """Wait for the GPU, on which a step may fail that has ended on the host, and which has what the peers
+        have sent.
+        """
+        if self.backend != "nccl" or self.links.size == 1:
+            return
+        peer = (self.links.rank + 1) % self.links.size
+        self._synchronizing, self.links.waiting_on = True, peer
+        try:
+            if not _torch.synchronize_stream(self._rendezvous.timeout, self._raise_if_failed):
+                waited = (
+                    f"rank {self.links.rank} waited for what it has given its GPU, which has not ended in"
+                )
+                raise LinkError(peer, "late", f"{waited} {self._rendezvous.timeout:g} s")
+        finally:
+            self._synchronizing = False
+        self.links.waiting_on = None
+
+    def _raise_if_failed(self) -> None:
+        """Raise if a rank has failed meanwhile, or an interrupt has come."""
+        act_on_interrupts()
+        self.links.check()
+
+    def _begin_aborts(self) -> None:
+        """Begin to end the NCCL communicators in which a step may be, that of the user in its stages, too."""
+        self._aborts.begin(
+            [*self._pair_groups.groups, *self._in_stages(), *_connected(self._collectives.values())]
+        )
+
+    def _in_stages(self) -> list[Any]:
+        """Return the user's communicator over the axis ``model``, if a stage that runs may use it."""
+        if (
+            self._executing
+            and self.mesh is not None
+            and self.axes.model is not None
+            and len(self.grid.model) > 1
+        ):
+            with suppress(
+                RuntimeError, ValueError
+            ):  # the mesh, or torch.distributed, knows the group no more
+                return [self.mesh.get_group(self.axes.model)]
+        return []
+
+    def tear_down(self) -> None:
+        ended = self._disconnect()
+        if self._in_stages():
+            assert self.axes.model is not None
+            self._unusable = (
+                "an earlier step has failed in the middle of a stage, whose collectives may hang: the"
+                f" process group of the axis {self.axes.model!r} has been ended; make a new mesh and a new"
+                " P2P() on every rank"
+            )
+            ended.append(_torch.forget_group(self.mesh, self.axes.model))
+        _torch.drop_aside(ended)
+
+    def end(
+        self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed"
+    ) -> torch.Tensor | None:
+        total = super().end(losses, parts, mode)
+        if self.links.closed:  # by another thread, which has left this to the step
+            self._disconnect()
+        return total
+
+    def close(self) -> None:
+        """End all connections: peers that still use this transport raise. A step that runs here, in another
+        thread, fails, and
+        lets go of what it uses itself. Idempotent.
+        """
+        with self.hold_interrupts():
+            super().close()
+            if self._running.acquire(blocking=False):
+                try:
+                    self._disconnect()
+                finally:
+                    self._running.release()
+            elif self.backend == "nccl":  # which would not hear of it from peers
+                self._begin_aborts()
+
+    # -- data ------------------------------------------------------------------------------
+
+    def connect(self, routes: Iterable[Route]) -> None:
+        self._pair_groups.connect(routes)
+        # In one order on all ranks, which are on their way here: they have just compared facts.
+        for among, collective in sorted(self._collectives.items(), key=lambda item: _named(item[0])):
+            if collective.group is None and collective.size > 1:
+                members = self._members(among)
+                name, ranks = _named(among)[0], "-".join(map(str, members))
+                collective.group = open_group(self._rendezvous, self.links, f"{name}/{ranks}", members)
+
+    def collective(self, among: Among) -> Collective:
+        members = self._members(among)
+        place = members.index(self.links.rank)
+        guard = partial(self._guarded, members[(place + 1) % len(members)])
+        return self._collectives.setdefault(
+            among, Collective(len(members), place, guard, self._require_carried)
+        )
+
+    def _require_carried(self, device: torch.device) -> None:
+        """Raise ValueError for a collective on a device whose tensors NCCL does not carry; gloo takes all."""
+        if self.backend == "nccl":
+            place = f"rank {self.links.rank} sums or gathers tensors on the device {device}"
+            require_carried(self.backend, device, place)
+
+    def _guarded(self, peer: int, wait: Callable[[], None]) -> None:
+        """Wait for a collective, in which this rank may wait for any other: for one that is late, ``suspect``
+        finds which.
+        """
+        self.links.waiting_on = peer
+        try:
+            wait()
+        except RuntimeError as error:
+            read = lost(peer, error)
+            if isinstance(read, LinkError) and read.kind == "late":
+                raise read from error
+            raise  # the connection has ended: who is gone, or why, is about to be told
+        self.links.waiting_on = None
+
+    def _members(self, among: Among) -> tuple[int, ...]:
+        if isinstance(among, tuple):
+            return tuple(self.line[rank] for rank in among)
+        return {"data": self.grid.data, "model": self.grid.model, "world": tuple(range(self.grid.size))}[
+            among
+        ]
+
+    def post(self, batch: Sequence[Transfer]) -> Call | None:
+        return self._pair_groups.post(batch)
+
+    def wait_recv(self, transfer: Transfer) -> Call | None:
+        return self._pair_groups.wait_recv(transfer)
+
+    def wait_send(self, transfer: Transfer) -> Call | None:
+        return self._pair_groups.wait_send(transfer)
+
+    def _disconnect(self) -> list[Any]:
+        """Let go of every communicator, which ends with its last reference: peers that wait on one raise at
+        once. The next step makes
+        new ones.
+
+        Of a step that has ended, nothing is under way, see :meth:`synchronize`.
+        """
+        ended = [*self._pair_groups.groups, *_connected(self._collectives.values())]
+        if self.backend == "nccl":
+            self._begin_aborts()
+            self._aborts.wait()
+            with suppress(RuntimeError):  # the GPU has failed
+                _torch.synchronize_stream(_DRAIN)  # what it runs may use the memory that is let go here
+        self._pair_groups.let_go()
+        for collective in self._collectives.values():
+            collective.let_go()
+        return ended
+
+
+def _named(among: Among) -> tuple[str, tuple[int, ...]]:
+    """Name a set of ranks, such that sets sort in one order on all ranks."""
+    return ("line", among) if isinstance(among, tuple) else (among, ())
+
+
+def _connected(collectives: Iterable[Collective]) -> list[Any]:
+    """Their communicators, as far as they are connected."""
+    return [collective.group for collective in collectives if collective.group is not None]
+
+
+def _rendezvous(group: Any, timeout: float | None, mesh: DeviceMesh | None) -> Rendezvous | None:
+    """Pair up this call with those of the other ranks; None where it is not known which these are."""
+    if not dist.is_available() or not dist.is_initialized() or group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    ranks = mesh.mesh.flatten().tolist() if isinstance(mesh, DeviceMesh) else None
+    if ranks is not None and dist.get_rank() not in ranks:
+        return None
+    shared: Any = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+    return Rendezvous("ppfunc/transports", shared, timeout, ranks)
+
+
+def _is_limit(timeout: object) -> bool:
+    """Tell if this is a limit of time: None, or seconds that a lock can wait."""
+    return timeout is None or (
+        isinstance(timeout, int | float)
+        and not isinstance(timeout, bool)
+        and 0 < timeout <= threading.TIMEOUT_MAX
+    )
+
+
+def _require_group(
+    group: dist.ProcessGroup | None,
+    timeout: float | None,
+    mesh: DeviceMesh | None,
+    axes: Axes | None,
+    shard: ShardWhat,
+) -> None:
+    """Raise where these arguments of :class:`P2P` are wrong, or do not go together."""
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else None  # a number, or a group
+    wanted = (
+        (
+            "group",
+            None if group is outside else group,
+            dist.ProcessGroup,
+            "a group; P2P(mesh=mesh) takes a mesh",
+        ),
+        ("mesh", mesh, DeviceMesh, "a DeviceMesh, such as torch's init_device_mesh makes"),
+        ("axes", axes, Axes, "ppfunc.Axes('pp', data='dp')"),
+    )
+    for name, value, kind, expected in wanted:
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected {expected}")
+    if not _is_limit(timeout):
+        raise ValueError(
+            f"timeout: got {timeout!r}, expected seconds, more than 0 and at most {threading.TIMEOUT_MAX:g}"
+        )
+    if group is not None and mesh is not None:
+        raise ValueError(
+            "P2P got a process group and a mesh; expected P2P(group), or P2P(mesh=mesh, axes=axes)"
+        )
+    if axes is not None and mesh is None:
+        raise ValueError(f"axes: got {axes}, and no mesh that has them; give the mesh, too")
+    require_one_of("shard", shard, get_args(ShardWhat))
+    if shard != "none" and (axes is None or axes.data is None):
+        raise ValueError(
+            f"shard: got {shard!r}, and no axis of data ranks to cut over; expected P2P(mesh=mesh,"
+            " axes=Axes('pp', data='dp'), shard=...)"
+        )
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "P2P got no process group; call torch.distributed.init_process_group first, or use InProcess()"
+        )
+    if group is outside:
+        raise RuntimeError("P2P got a process group of which this process is not a member")
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Clear our frames from a traceback: a stored exception would keep the connection open."""
+    seen: set[int] = set()  # an exception that was raised again may be a cause of its own cause
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_globals.get("__package__") == __package__:
+                with suppress(RuntimeError):
+                    frame.clear()
+        error = error.__cause__ or error.__context__

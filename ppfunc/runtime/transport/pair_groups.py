@@ -1,0 +1,245 @@
+"""Carry tensors between pairs of ranks, each way on communicators of its own."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..control.rendezvous import Rendezvous
+from ..control.socket_links import SocketLinks, give_way
+from ..errors import GONE, LinkError
+from ..execution.buffers import Buffers
+from . import _torch
+from .opening import open_group
+from .protocols import Call, Route, Transfer
+
+# Dtypes that every backend can carry; anything else travels as its bytes.
+_PLAIN = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+}
+CARRIES = {"gloo": "cpu", "nccl": "cuda"}  # the kind of device whose tensors a backend carries
+_LOST = (
+    "Connection closed",
+    "Connection reset",
+    "Broken pipe",
+    "Connection refused",
+    "aborted",
+)  # in messages of backends
+
+
+class _PairGroup:
+    """A communicator from a rank, which is its rank 0, to another; ``group`` is None until it is connected,
+    and again after a failure.
+    """
+
+    def __init__(self) -> None:
+        self.group: Any = None
+
+
+class PairGroups:
+    """The communicators of this rank with others, and what is under way on them.
+
+    Args:
+        rendezvous, links: of the transport.
+        line: the ranks of the pipeline.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, links: SocketLinks, line: Sequence[int]) -> None:
+        self._rendezvous, self._links, self._line = rendezvous, links, line
+        self._rank, self._backend = line.index(links.rank), rendezvous.backend
+        self._pairs: dict[str, _PairGroup] = {}
+        self._pending: dict[Any, Any] = {}  # that of the buffers of the running step
+
+    @property
+    def groups(self) -> list[Any]:
+        """Return the communicators that are connected."""
+        return [pair.group for pair in self._pairs.values() if pair.group is not None]
+
+    def let_go(self) -> None:
+        """Forget all communicators and what is under way, so that peers which wait raise."""
+        self._pending.clear()
+        for pair in self._pairs.values():
+            pair.group = None
+
+    def connect(self, routes: Iterable[Route]) -> None:
+        # In one order on all ranks, so that nobody waits in a circle; every other pair of a chain at the same
+        # time.
+        for route in sorted(routes, key=lambda route: (min(route.sender, route.receiver) % 2, route)):
+            if self._rank in (route.sender, route.receiver) and route.sender != route.receiver:
+                name = self._name(route)
+                pair = self._pairs.setdefault(name, _PairGroup())
+                if pair.group is None:
+                    members = self._line[route.sender], self._line[route.receiver]
+                    pair.group = open_group(self._rendezvous, self._links, name, members, messages=True)
+
+    def _name(self, route: Route) -> str:
+        """Return the name of the communicator of a route, the same at both ends."""
+        way = f"{self._line[route.sender]}-{self._line[route.receiver]}"
+        # NCCL takes the messages of one way in order; those of both ways in one batch would wait for each
+        # other, each send for a receive.
+        return way if self._backend == "nccl" else f"{route.direction}/{way}"
+
+    def _pair(self, transfer: Transfer) -> _PairGroup:
+        ends = (self._rank, transfer.peer) if transfer.outgoing else (transfer.peer, self._rank)
+        return self._pairs[self._name(Route(transfer.tag.direction, *ends))]
+
+    def post(self, batch: Sequence[Transfer]) -> Call | None:
+        for device in {transfer.device for transfer in batch}:
+            require_carried(
+                self._backend, device, f"a stage of rank {self._rank} computes on the device {device}"
+            )
+        if self._backend == "nccl":
+            by_way: dict[tuple[int, bool], list[Transfer]] = {}
+            for transfer in batch:
+                by_way.setdefault((transfer.peer, transfer.outgoing), []).append(transfer)
+            calls = [self._coalesced(part) for part in by_way.values()]
+        else:
+            calls = [self._end(transfer) for transfer in batch]
+        yielding = self._backend != "nccl" and any(transfer.outgoing for transfer in batch)
+
+        def post_all(buffers: Buffers) -> None:
+            self._pending = buffers.pending
+            if (
+                yielding
+            ):  # its receive is to be posted before a send, which takes another round trip otherwise
+                give_way()
+            for call in calls:
+                call(buffers)
+            if yielding:  # to take in what it delivers
+                give_way()
+
+        return post_all if calls else None
+
+    def _coalesced(self, batch: list[Transfer]) -> Call:
+        """Post what goes over one communicator as one operation."""
+        pair, calls = self._pair(batch[0]), [self._end(transfer) for transfer in batch]
+        tags = [transfer.tag for transfer in batch]
+
+        def post_coalesced(buffers: Buffers) -> None:
+            _torch.start_coalescing(pair.group)
+            for call in calls:
+                call(buffers)
+            work = _torch.end_coalescing(pair.group)
+            for tag in tags:
+                buffers.pending[tag] = [] if work is None else [work], buffers.pending[tag][1]
+
+        return post_coalesced
+
+    def _end(self, transfer: Transfer) -> Call:
+        return self._sender(transfer) if transfer.outgoing else self._receiver(transfer)
+
+    def _sender(self, transfer: Transfer) -> Call:
+        pair, tag, wire, rank = self._pair(transfer), transfer.tag, _wire(transfer), self._line[transfer.peer]
+
+        def send(buffers: Buffers) -> None:
+            tensors = wire([t.contiguous() for t in buffers.values.pop(tag)])
+            try:
+                buffers.pending[tag] = [pair.group.send([t], 1, 0) for t in tensors], tensors
+            except RuntimeError as error:
+                raise lost(rank, error) from error
+
+        return send
+
+    def _receiver(self, transfer: Transfer) -> Call:
+        pair, tag, wire, rank = self._pair(transfer), transfer.tag, _wire(transfer), self._line[transfer.peer]
+        device = transfer.device
+        made = [(leaf.shape, leaf.dtype) for leaf in transfer.leaves]
+
+        def receive(buffers: Buffers) -> None:
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in made]
+            try:
+                buffers.pending[tag] = [pair.group.recv([t], 0, 0) for t in wire(tensors)], tensors
+            except RuntimeError as error:
+                raise lost(rank, error) from error
+
+        return receive
+
+    def wait_recv(self, transfer: Transfer) -> Call | None:
+        tag, wait = transfer.tag, self._waiter(transfer)
+
+        def take(buffers: Buffers) -> None:
+            buffers.values[tag] = tuple(wait(buffers))
+
+        return take
+
+    def wait_send(self, transfer: Transfer) -> Call | None:
+        wait = self._waiter(transfer)
+
+        def let_go(buffers: Buffers) -> None:
+            wait(buffers)
+
+        return let_go
+
+    def _waiter(self, transfer: Transfer) -> Callable[[Buffers], list[torch.Tensor]]:
+        """Make the call that waits for what was posted for a transfer, and returns its tensors."""
+        tag, peer, links = transfer.tag, self._line[transfer.peer], self._links
+
+        def wait(buffers: Buffers) -> list[torch.Tensor]:
+            works: list[Any]
+            tensors: list[torch.Tensor]
+            works, tensors = buffers.pending.pop(tag)
+            links.waiting_on = peer
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                raise lost(peer, error) from error
+            links.waiting_on = None
+            return tensors
+
+        return wait
+
+
+def require_carried(backend: str, device: torch.device, place: str) -> None:
+    """Raise ValueError for a device whose tensors a backend does not carry.
+
+    Args:
+        place: what uses the device, for the error.
+    """
+    carried = CARRIES[backend]
+    if device.type != carried:
+        other = next((name for name, kind in CARRIES.items() if kind == device.type), "another backend")
+        raise ValueError(
+            f"{place}, whose tensors the backend {backend!r} of its process group does not carry;"
+            f" move its parameters to a device of type {carried!r}, or give P2P a group of {other!r},"
+            f" such as torch.distributed.new_group(backend={other!r})"
+        )
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+        raise ValueError(
+            f"{place}, and the current one is cuda:{torch.cuda.current_device()}; call"
+            f" torch.cuda.set_device({device.index}) first"
+        )
+
+
+def lost(peer: int, error: BaseException) -> BaseException:
+    """Return what an error of a backend says of the peer; the error itself if it says nothing."""
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    if "Timed out waiting" in text:
+        return LinkError(peer, "late", f"it has not answered in time ({text.splitlines()[0]})")
+    if isinstance(error, dist.DistNetworkError) or any(words in text for words in _LOST):
+        return LinkError(peer, "gone", GONE)
+    return error
+
+
+def _wire(transfer: Transfer) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """How the tensors of a transfer travel: as they are, or as their bytes where a backend may not know the
+    dtype.
+    """
+    if all(leaf.dtype in _PLAIN and 0 not in leaf.shape for leaf in transfer.leaves):
+        return lambda tensors: tensors
+    return lambda tensors: [t if t.dtype in _PLAIN else _as_bytes(t) for t in tensors if t.numel()]
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,248 @@
+"""The two protocols of a transport: data, which carries tensors between stages, and control, which keeps
+ranks together.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Literal, NamedTuple, Protocol, Self
+
+import torch
+
+from ppfunc.stage import LeafSignature
+
+from ..agreement.comparison import LaidOut
+from ..errors import Failure
+from ..execution.buffers import Buffers, Tag
+from .collective import Among, Collective
+
+Call = Callable[[Buffers], None]
+"""One entry of a compiled program: reads and writes the buffers of the running step, and nothing else."""
+
+
+class Route(NamedTuple):
+    """Messages of one direction from one rank to another.
+
+    Args:
+        direction: as in :class:`Tag`.
+        sender, receiver: two ranks.
+    """
+
+    direction: str
+    sender: int
+    receiver: int
+
+
+class Transfer(NamedTuple):
+    """One end of one message.
+
+    Args:
+        outgoing: whether this is the sending end.
+        tag: the name of the message; the tensors are popped from, or put into, ``buffers.values[tag]``.
+        peer: the rank at the other end.
+        leaves: shape and dtype of each tensor, agreed at both ends before data moves.
+        device: where received tensors are to live.
+    """
+
+    outgoing: bool
+    tag: Tag
+    peer: int
+    leaves: tuple[LeafSignature, ...]
+    device: torch.device
+
+
+class LossPart(NamedTuple):
+    """Where the losses of one stage of the schedule are computed, and their form.
+
+    Args:
+        rank: the rank that computes them.
+        leaf: signature of all of them beside each other, ``[microbatches of the chain, *shape of a loss]``.
+    """
+
+    rank: int
+    leaf: LeafSignature
+
+
+Mode = Literal["training", "evaluation", "mixed"]
+"""The mode of all modules that run in the stages of a process; mixed also where there are none."""
+
+
+class DataTransport(Protocol):
+    """Carries tensors between ranks.
+
+    ``post``, ``wait_recv`` and ``wait_send`` are called while a program is compiled. They return the call
+    that does it in every step, or None where nothing has to be done.
+    """
+
+    def connect(self, routes: Iterable[Route]) -> None:
+        """Open what messages need on these routes, and what collectives need; every rank names the same ones.
+        Collective, idempotent.
+        """
+        ...
+
+    def collective(self, among: Among) -> Collective:
+        """Operations among these ranks; of this one alone where there are no others. To be had before
+        ``connect``.
+        """
+        ...
+
+    def post(self, batch: Sequence[Transfer]) -> Call | None:
+        """Post sends and receives as one batch, in the order given."""
+        ...
+
+    def wait_recv(self, transfer: Transfer) -> Call | None:
+        """Wait until a posted receive is in ``buffers.values``."""
+        ...
+
+    def wait_send(self, transfer: Transfer) -> Call | None:
+        """Wait until a posted send no longer needs its tensors, and let go of them."""
+        ...
+
+
+class ControlTransport(Protocol):
+    """Keeps the ranks of one pipeline together. All methods act at once.
+
+    ``generation`` counts the failures: what was agreed before one has to be agreed again.
+    """
+
+    @property
+    def generation(self) -> int:
+        """Return the number of failures so far."""
+        ...
+
+    @property
+    def has_peers(self) -> bool:
+        """Tell whether other processes may run ranks, with which this one has to agree."""
+        ...
+
+    def local_ranks(self, ranks: int) -> tuple[int, ...]:
+        """Return the ranks of a pipeline of ``ranks`` that live in this process.
+
+        Raises:
+            ValueError: the number does not fit.
+        """
+        ...
+
+    def register_step(self) -> int:
+        """Return the number of one more step function; ranks make theirs in the same order."""
+        ...
+
+    def making_step(self) -> AbstractContextManager[object]:
+        """Enter a context in which a step function is made.
+
+        Where it raises, the peers are told, and no step can be run with this transport any more; after an
+        interrupt, it may be made again.
+        """
+        ...
+
+    def all_gather(self, text: str) -> list[str]:
+        """Gather the text of every process of the pipeline, by rank. Collective."""
+        ...
+
+    def require_same(self, facts: str, among: Literal["world", "peers", "data"] = "world") -> None:
+        """Raise AgreementError on every rank where one has other facts. Collective.
+
+        Args:
+            facts: terms separated by ``"; "``.
+            among: all ranks that train together; those that hold the same parameters, for other batches; or
+                those that have this rank's place in other pipelines on the same batch.
+        """
+        ...
+
+    def send_text(self, peer: int, text: str) -> None:
+        """Send a text of any length, without waiting until the peer receives it."""
+        ...
+
+    def recv_text(self, peer: int) -> str:
+        """Receive the next text of a peer."""
+        ...
+
+    def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:
+        """Begin a step: every rank compares ``call``, and gets the ``key`` of rank ``source``.
+
+        Args:
+            call: what all ranks that run this batch have to agree on, terms separated by ``"; "``.
+            key: names the shapes of the batch; None on ranks that were not given the batch.
+            source: a rank whose key is not None.
+            common: what all ranks that train together have to agree on, too.
+
+        Raises:
+            AgreementError: a rank makes another call, or has another key; on every rank.
+        """
+        ...
+
+    @property
+    def compares_layouts(self) -> bool:
+        """Tell whether :meth:`ready` knows the ranks that compute parts of the same stages."""
+        ...
+
+    def ready(self, laid: LaidOut) -> None:
+        """Say that this rank is about to execute a step; wait for those that compute parts of the same stage,
+        so that no
+        collective of theirs begins where one of them has failed before.
+
+        Raises:
+            AgreementError: one of them was given arguments that lie otherwise over a mesh.
+        """
+        ...
+
+    def rest(self) -> None:
+        """Say that no rank is in a collective of a stage, nor will be before the next step, so that none is
+        ended by a failure now.
+        """
+        ...
+
+    def end(
+        self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed"
+    ) -> torch.Tensor | None:
+        """End a step: returns once every rank is at its end, so that a step fails on all ranks or on none.
+
+        Equivalent to, with the ``losses`` of all ranks together:
+        ``torch.cat([losses[s] for s in sorted(parts)]).sum(0)``.
+
+        Args:
+            losses: the weighted losses of the stages of this process, as ``parts`` says.
+            parts: the form of the losses of all ranks, the same everywhere; empty where there is no loss.
+            mode: of the modules of this process.
+
+        Raises:
+            AgreementError: the modules of one rank are in training mode, those of another in evaluation mode.
+
+        Returns:
+            The sum, on every rank, None where ``parts`` is empty.
+        """
+        ...
+
+    def hold_interrupts(self, later: bool = False) -> AbstractContextManager[object]:
+        """Delay interrupts around a step, as :class:`~ppfunc.stage.interrupts.hold_interrupts` does.
+
+        With no rank in another process, nothing is delayed.
+
+        Args:
+            later: whether those that are delayed to the end act a moment after it.
+        """
+        ...
+
+    def lose_step(self) -> None:
+        """Say that the results of the step that has ended cannot be returned here: the next one is refused on
+        all ranks.
+        """
+        ...
+
+    def fail(self, failure: Failure) -> BaseException:
+        """Tell the peers, tear down what they may be waiting on, and return the error to raise here."""
+        ...
+
+
+class Transport(DataTransport, ControlTransport, Protocol):
+    """Both; owns connections, so it is a context manager."""
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

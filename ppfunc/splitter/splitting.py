@@ -1,0 +1,181 @@
+"""Split any model into stages: trace one call of it, and cut the trace at named modules."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ppfunc.parallel.partition import Partition
+
+from .balance import Balance, choose
+from .call import CallForm
+from .pipe import PipeModule, as_pipe, replicas
+from .source import Source
+from .stages import make_stage
+from .trace import LeafForm, Tensors
+from .value import Split
+from .weights import by_stage, overlapping
+
+
+def split(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    at: Sequence[str] | int | Partition | None = None,
+    balance: Balance = "flops",
+) -> Split:
+    """Split a model into stages: trace one call of it, and cut the operators where the named modules begin.
+
+    The inputs of a step have the form of ``args``: one tensor, a tuple of positional arguments, or a
+    dictionary of keyword arguments (given as ``args`` or as ``kwargs``); where both are given, a tuple of the
+    positional ones and, last, the dictionary. What is no tensor in them is part of the split: a step's inputs
+    leave such keyword arguments out, and have None in the place of others. What the model returns, in its own
+    class, is what the loss function gets: ``loss_fn(output, target)``. A model that takes labels and returns
+    its loss is given the labels as inputs, and ``loss_fn=lambda output, _: output.loss``.
+
+    Other batch sizes and lengths work: the model is traced again for every form of the inputs, the mode
+    (training or evaluation) that it is in, and autocast. Values that later stages need travel by skip
+    connections; what depends on integer inputs alone (masks, tables of positions) is computed again where it
+    is needed. Random operators, ``no_grad`` and ``autocast`` regions, and functions with a backward of their
+    own are kept. Numbers that the model reads from its attributes, and from objects among these, are those of
+    the time at which a step is traced. Control flow and shapes may depend on the values of tensors that come
+    of numbers in its code, such as a mask of ones. Checks of values (``torch._check``, the arguments of
+    ``torch.distributions``) are not made by the stages.
+
+    Args:
+        model: any module, also on ``meta``, which is left unmodified; or a
+            ``torch.distributed.pipelining.Pipe``.
+        args, kwargs: the arguments of one call on one microbatch; tensors may be on ``meta``.
+        at: names of modules, each of which begins a stage at its first call; or the number of stages, which
+            are then balanced; or a partition of the layers of the model. A ``Pipe`` has its own stages, and
+            needs none.
+        balance: of ``at=n``, what is made equal: ``"flops"``, those of the operators; or ``"time"``, measured
+            by calling the model with these arguments.
+
+    Returns:
+        The split, in the mode that the model is in.
+
+    Raises:
+        StageError: the model cannot be traced, or cut there: control flow or shapes that depend on values, a
+            buffer that several stages write into, hooks on gradients, draws by Python or numpy. The message
+            names the line.
+        TypeError: a module is scripted or compiled, a parameter is no plain tensor.
+        ValueError: a name is not that of a module, modules are not called in this order, or two parameters
+            share memory.
+
+    >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    >>> parts = split(model, torch.zeros(8, 2), at=["2"])
+    >>> [sorted(parts.params[stage]) for stage in range(2)]
+    [['0.bias', '0.weight'], ['2.bias', '2.weight']]
+    """
+    _require_module(model)
+    whole, pipe = model, as_pipe(model)
+    if pipe is not None:
+        model, at = pipe, _stages_of_pipe(pipe, at)
+    if at is None:
+        raise TypeError("at: got none, expected names of modules, a number of stages, or a Partition")
+    form, tensors = CallForm.of(args, kwargs)
+    inputs = tuple(LeafForm(tuple(t.shape), t.dtype) for t in tensors)
+    device = _device(model, tensors)
+    if isinstance(at, Sequence):
+        names, traced = _names(model, at), None
+    else:
+        names, traced = choose(model, form, tensors, device, at, balance)
+    source = Source(model, form, names, {})
+    source.codes(inputs, device, traced=traced)
+    layout = source.layout
+    assert layout is not None
+    tensors_of = Tensors.of(model)
+    values = {name: t.detach() for name, t in (*tensors_of.params.items(), *tensors_of.buffers.items())}
+    places = {
+        name: tuple((s, name) for s, of in enumerate(layout.params) if name in of)
+        for name in tensors_of.params
+    }
+    params = {stage: {name: values[name] for name in of} for stage, of in enumerate(layout.params)}
+    tied = {name: homes for name, homes in places.items() if len(homes) > 1}
+    return Split(
+        tuple(make_stage(source, stage) for stage in range(source.stages)),
+        params,
+        by_stage(layout.state, values),
+        tied if pipe is None else tied | replicas(whole, params),
+        layout.skips,
+        tuple(name for name, homes in places.items() if not homes),
+        tuple(names),
+        source,
+    )
+
+
+def _stages_of_pipe(pipe: PipeModule, at: Any) -> list[str]:
+    """List the names of the stages of a pipe after the first."""
+    if at is not None:
+        raise ValueError(
+            f"at: got {at!r}, and a Pipe, which is cut already; leave at out, or split the model itself"
+        )
+    return [name for name, _ in pipe.named_children()][1:]
+
+
+def _require_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    for name, part in model.named_modules():
+        what = f"{name or 'model'}: got {type(part).__name__}"
+        if isinstance(part, torch.jit.ScriptModule):
+            raise TypeError(f"{what}, which cannot be traced; give the module from before it was scripted")
+        if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
+            raise TypeError(
+                f"{what}, which is compiled; give the module from before that, and compile stages:"
+                " engine=graph(compile=True)"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} is not initialised, its shape is not known; run the model once on an example first"
+            )
+        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+            raise TypeError(
+                f"{name}: got a {type(tensor).__name__}, expected a plain tensor; split the model before it"
+                " is sharded or quantised"
+            )
+    if (pair := overlapping(dict(model.named_parameters()))) is not None:
+        one, other = pair
+        raise ValueError(
+            f"{one} and {other} are two parameters that share memory; tie them as one, {other} = {one}, or"
+            " clone one of them"
+        )
+
+
+def _device(model: nn.Module, inputs: Sequence[Tensor]) -> torch.device:
+    """Find where the model computes: the CPU if everything is on ``meta``."""
+    tensors = (*model.parameters(), *inputs)
+    return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
+
+
+def _names(model: nn.Module, at: Sequence[str]) -> list[str]:
+    """Check the names of modules."""
+    if isinstance(at, str):
+        raise TypeError(f"at: got {at!r}, expected a list of names of modules, such as [{at!r}]")
+    known = dict(model.named_modules(remove_duplicate=False))
+    for name in at:
+        if not isinstance(name, str) or not name or name not in known:
+            raise ValueError(f"at: got {name!r}, which is no module of the model; {_near(str(name), known)}")
+    if len({id(known[name]) for name in at}) < len(at):
+        raise ValueError(f"at: got {list(at)}, expected each module once")
+    return list(at)
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """Suggest names: those that end in the unknown one first, or else those of the outermost modules."""
+    names = [*filter(None, known)]
+    near = dict.fromkeys(
+        [*(n for n in names if n.endswith(f".{name}")), *get_close_matches(name, names, n=3)]
+    )
+    outermost = sorted(names, key=lambda n: n.count("."))
+    return (
+        f"the nearest are {', '.join([*near][:3])}"
+        if near
+        else f"its outermost modules are {', '.join(outermost[:8]) or 'none'}"
+    )

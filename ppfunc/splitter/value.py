@@ -1,0 +1,174 @@
+"""Hold a model cut into stages: the value `Split`.
+
+Steps ask whether stages are a `Split`. What traces models is imported when one is split, or loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .source import Source
+
+Params = Mapping[int, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A model cut into stages.
+
+    Args:
+        stages: one pure function per stage, ``fn(params, x) -> y``, or ``fn(params, x, state) -> Output`` for
+            a stage with a state. The last returns what the model returns, in the model's own class; what is
+            neither a tensor nor a plain value in it, such as a cache, raises where it is used.
+        params: ``{stage: {name: tensor}}``, by the model's own names, detached; the model's tensors are not
+            copied. A tied parameter is in every stage that reads it, under its first name, as the same
+            tensor.
+        state: ``{stage: {name: tensor}}``, the buffers that the model writes into, of the stages that have
+            some.
+        tied: ``{name: ((stage, name), ...)}``: the places of every parameter that several stages read. The
+            gradient of the parameter is the sum of those at its places.
+        skips: ``(source, destination)`` of the values that travel further than to the next stage; see
+            `ppfunc.with_skips`.
+        unused: the parameters that no stage reads.
+        at: the names of the modules that begin the stages after the first.
+    """
+
+    stages: tuple[Callable[..., Any], ...]
+    params: dict[int, dict[str, Tensor]]
+    state: dict[int, dict[str, Tensor]]
+    tied: dict[str, tuple[tuple[int, str], ...]]
+    skips: tuple[tuple[int, int], ...]
+    unused: tuple[str, ...]
+    at: tuple[str, ...]
+    _source: Source = field(repr=False)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(
+            str(sum(t.numel() for t in tree.values())) for _, tree in sorted(self.params.items())
+        )
+        cuts = f", cut at {', '.join(self.at)}" if self.at else ""
+        tied = f", tied {', '.join(self.tied)}" if self.tied else ""
+        return (
+            f"<split of {type(self.model).__name__} into {len(self.stages)} stages{cuts}; parameters"
+            f" {sizes}{tied}>"
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the model that was split."""
+        return self._source.model
+
+    def load(
+        self, weights: str | PathLike[str] | Mapping[str, Tensor], stages: Iterable[int] | None = None
+    ) -> Split:
+        """Read the weights of some stages from files.
+
+        A model on ``meta`` is never materialised whole.
+
+        Args:
+            weights: a safetensors file, a folder of them with or without an index, or a state dict. Names are
+                the model's; of a tied parameter any of its names will do.
+            stages: the stages to read, those of this process; all by default.
+
+        Returns:
+            A split whose ``params`` and ``state`` have these stages alone. Tensors have the dtypes of the
+            model, and are on the device of its tensors, or on the CPU where those are on ``meta``; buffers
+            that are only read are loaded too, of these stages, where the files have them.
+
+        Raises:
+            KeyError: a tensor is not there.
+            TypeError: something else than weights, or than numbers of stages.
+            ValueError: a tensor has another shape, or a file is no safetensors file.
+        """
+        from .stages import make_stage
+        from .weights import read_weights
+
+        chosen = list(
+            range(len(self.stages))
+            if stages is None
+            else stages
+            if isinstance(stages, Iterable)
+            else [stages]
+        )
+        params, state, buffers = read_weights(self._source, self.params, self.state, weights, chosen)
+        source = self._source.with_buffers(buffers)
+        made = tuple(make_stage(source, stage) for stage in range(len(self.stages)))
+        return replace(self, stages=made, params=params, state=state, _source=source)
+
+    def put_back(self, params: Params, model: nn.Module | None = None, state: Params | None = None) -> None:
+        """Copy parameters, and a state, into a model.
+
+        Args:
+            params: ``{stage: tree}`` in the form of ``self.params``; of any stages.
+            model: the model to write into, with the names of the one that was split; that one by default.
+            state: ``{stage: tree}`` in the form of ``self.state``.
+
+        Raises:
+            ValueError: places of a tied parameter differ, a stage has other names, or a tensor of the model
+                has no values.
+        """
+        from .weights import join, put_back
+
+        self._require_form(params, state)
+        if not isinstance(model, nn.Module | None):
+            raise TypeError(
+                f"model: got {type(model).__name__}, expected a torch.nn.Module with the names of the one"
+                " that was split"
+            )
+        put_back(self._source.model if model is None else model, join(params, state, self.tied))
+
+    def state_dict(self, params: Params, state: Params | None = None) -> dict[str, Tensor]:
+        """Name parameters, and a state, as the model's ``load_state_dict`` does.
+
+        Args:
+            params, state: ``{stage: tree}``, of any stages.
+
+        Returns:
+            Tensors by name, not copied. Given all stages, it is a whole state dict: parameters that no stage
+            reads, and buffers that are only read, come from the model.
+
+        Raises:
+            ValueError: places of a tied parameter differ; or stages with a state are given without it.
+        """
+        from .weights import join, state_dict
+
+        self._require_form(params, state)
+        if missing := [
+            stage for stage in params if stage in self.state and stage not in ({} if state is None else state)
+        ]:
+            raise ValueError(
+                f"state: got none for stage {missing[0]}, which has one; give what the last step returned, or"
+                " split.state"
+            )
+        return state_dict(
+            self._source, join(params, state, self.tied), whole=set(params) == set(range(len(self.stages)))
+        )
+
+    def _require_form(self, params: Params, state: Params | None) -> None:
+        """Raise TypeError or ValueError unless trees have the stages and names of the split."""
+        for kind, trees, own in (
+            ("params", params, self.params),
+            ("state", {} if state is None else state, self.state),
+        ):
+            if not isinstance(trees, Mapping) or not all(
+                isinstance(tree, Mapping) for tree in trees.values()
+            ):
+                raise TypeError(
+                    f"{kind}: got {type(trees).__name__}, expected {{stage: {{name: tensor}}}}, such as"
+                    f" split.{kind}"
+                )
+            for stage, tree in trees.items():
+                if stage not in range(len(self.stages)):
+                    raise ValueError(f"{kind}: got the stage {stage!r}, the split has {len(self.stages)}")
+                if odd := tree.keys() ^ own[stage].keys() if stage in own else None:
+                    name = min(odd, key=str)
+                    what = "lacks" if name in own[stage] else "does not know"
+                    raise ValueError(
+                        f"{kind}[{stage}] {what} {name!r}; give all names of split.{kind}[{stage}]"
+                    )

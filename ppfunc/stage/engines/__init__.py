@@ -1,0 +1,15 @@
+"""Differentiate a stage: the engines ``graph``, ``functional`` and ``eager``.
+
+An engine is a function ``engine(fn, example) -> StageProgram``. All reduce the stage to a function of its
+differentiable leaves (`differentiable`), and give the same gradients::
+
+    graph        trace forward and backward (`tracing.joint`), clean the trace (`tracing.clean`), cut it in
+                 F, I and W (`tracing.cut`, `tracing.remat`), write each as Python (`tracing.emit`),
+                 on request as CUDA graphs (`captured`)
+    functional   torch.func.vjp at every forward (`dynamic_engines`)
+    eager        the tape of autograd, one per forward (`dynamic_engines`)
+"""
+
+from ..program import Engine as Engine, StageProgram as StageProgram
+from .dynamic_engines import eager as eager, functional as functional
+from .graph_engine import graph as graph

@@ -1,0 +1,133 @@
+"""Reduce a stage to a function of its differentiable leaves, which engines differentiate."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from .._torch import awaited, version
+from ..abstract import Outline
+from ..errors import StageError, line_of
+from ..example import Example, Leaves, split_aux
+from ..layout import local
+from ..program import Gradients
+from ..purity import LogicalDraws, NoValuesError, Purity, require_values
+from ..signature import differentiable
+from .recurrence import recurrence
+
+
+def contiguous(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...]:
+    """Return the tensors as they would arrive over a wire: contiguous, without lazy conjugation.
+
+    In process and between processes this gives the same bits. None, the absence of a gradient, stays.
+
+    Results of functional collectives are waited for.
+
+    >>> contiguous([torch.zeros(2, 3).T])[0].stride()
+    (2, 1)
+    """
+    return tuple(None if t is None else awaited(t).resolve_conj().resolve_neg().contiguous() for t in tensors)
+
+
+class DifferentiableStage:
+    """Reduces a stage to a function of its differentiable leaves; the others are bound beforehand."""
+
+    def __init__(
+        self, fn: Callable[..., Any], example: Example, known: Outline, has_aux: bool, name: str
+    ) -> None:
+        self.fn, self.example, self.known, self.has_aux, self.name = fn, example, known, has_aux, name
+        self.param_at = [i for i, leaf in enumerate(example.params.leaves) if differentiable(leaf.dtype)]
+        self.x_at = [i for i, leaf in enumerate(example.x.leaves) if leaf.grad]
+        self.y_at = [i for i, leaf in enumerate(known.y.leaves) if leaf.grad]
+        self.y = known.y
+
+    def primals(self, params: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
+        return tuple(params[i] for i in self.param_at), tuple(x[i] for i in self.x_at)
+
+    def with_others(
+        self, params: Leaves, x: Leaves, extras: Leaves
+    ) -> Callable[[Leaves, Leaves], tuple[Leaves, Leaves]]:
+        """Bind the other leaves: ``(primal params, primal x) -> (y leaves with gradient, all outputs)``."""
+
+        def run(primal_params: Leaves, primal_x: Leaves) -> tuple[Leaves, Leaves]:
+            p, a = list(params), list(x)
+            for i, value in zip(self.param_at, primal_params, strict=True):
+                p[i] = value
+            for i, value in zip(self.x_at, primal_x, strict=True):
+                a[i] = value
+            with self._mode(params + x + extras):
+                out = self._call(self.example.unflatten((*p, *a, *extras)))
+            (y, y_def), (aux, _) = split_aux(out, self.has_aux, self.name)
+            y, aux = tuple(map(local, y)), tuple(map(local, aux))
+            self.require_same(y, aux, y_def)
+            y = contiguous(y)
+            return tuple(y[i] for i in self.y_at), y + contiguous(aux)
+
+        return run
+
+    def _call(self, trees: tuple[Any, ...]) -> Any:
+        """Call the stage. An exception gets a note with the stage, the line and the arguments."""
+        try:
+            with recurrence(self.known.modules, self.example.device):
+                return self.fn(*trees)
+        except NoValuesError as error:
+            raise error.told(self.name) from None
+        except StageError:
+            raise
+        except Exception as error:
+            error.add_note(f"raised in {self.name}{line_of(error)}, which was given {self.example}")
+            raise
+
+    def _mode(self, arguments: Leaves) -> AbstractContextManager[Any]:
+        """Draw in logical order.
+
+        Where the stage may take another path than the one seen, refuse its effects before they happen.
+        """
+        if not self.known.known:
+            return Purity(self.name, zip(self.example.paths, arguments, strict=True))
+        return LogicalDraws() if self.known.draws else nullcontext()
+
+    @contextmanager
+    def unchanged(self, params: Leaves, x: Leaves, extras: Leaves) -> Iterator[None]:
+        """Raise if a call writes into its arguments, told by the counts of writes into them."""
+        arguments = params + x + extras
+        before = [version(t) for t in arguments]
+        yield
+        written = [
+            n for n, (t, count) in enumerate(zip(arguments, before, strict=True)) if version(t) != count
+        ]
+        if written:
+            reason = (
+                f"it is not pure: it has written into its argument {self.example.paths[written[0]]}, whose"
+                " values are others now"
+            )
+            raise StageError(self.name, reason, "return the new value, or work on a clone")
+
+    def dense(self, gradients: Gradients) -> Gradients:
+        """Wait for gradients of the parameters that are results of collectives. Raise if one is sparse."""
+        for at, gradient in zip(self.param_at, gradients, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                reason = (
+                    f"the gradient of params{self.example.params.paths[at]} is a {str(gradient.layout)[6:]}"
+                    " tensor, expected a dense one"
+                )
+                raise StageError(self.name, reason, "leave out sparse=True")
+        return tuple(None if t is None else awaited(t) for t in gradients)
+
+    def no_gradients(self, gy: Leaves, **_: Any) -> tuple[Gradients, Gradients]:
+        """Run the backward of a stage through which no gradient flows."""
+        return (None,) * len(self.param_at), (None,) * len(self.x_at)
+
+    def require_same(self, y: Leaves, aux: Leaves, treedef: Any) -> None:
+        """Raise unless ``y`` is what the outline promised its neighbours, and all outputs have values."""
+        require_values(y + aux, self.name)
+        same = treedef == self.y.treedef and all(
+            tuple(t.shape) == s.shape and t.dtype == s.dtype for t, s in zip(y, self.y.leaves, strict=True)
+        )
+        if not same:
+            got = [f"{t.dtype}{list(t.shape)}" for t in y]
+            reason = f"its output depends on values in structure or shape: got {got}, expected {self.y}"
+            raise StageError(
+                self.name, reason, "return the same shapes for every microbatch, by padding for instance"
+            )

@@ -1,0 +1,212 @@
+"""Differentiate stages at run time: by ``torch.func.vjp``, or by the tape of autograd."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec
+
+import torch
+
+from ..abstract import DATA_DEPENDENT, Outline, data_dependence, outline as outline_of, without_values
+from ..errors import StageError, by_dtensor, first_line
+from ..example import Example, Leaves, stand_ins
+from ..interrupts import without_interrupts
+from ..program import FlatProgram, Gradients, StageProgram, stage_program
+from .differentiable import DifferentiableStage, contiguous
+
+P = ParamSpec("P")
+Forward = Callable[[Leaves, Leaves, Leaves], tuple[Leaves, tuple[Any, ...]]]
+Backward = Callable[[tuple[Any, ...], Leaves], tuple[Gradients, Gradients]]
+
+
+def _engine(build: Callable[P, StageProgram]) -> Callable[P, StageProgram]:
+    """Say how an engine is used where it is called as if it had options."""
+
+    @wraps(build)
+    def engine(*args: P.args, **kwargs: P.kwargs) -> StageProgram:
+        if len(args) < 2 and not {"fn", "example"} <= kwargs.keys():
+            name = build.__name__
+            raise TypeError(
+                f"{name} has no options: give the engine itself to a step, engine=ppfunc.engines.{name}, or"
+                f" call {name}(fn, (params, x))"
+            )
+        return build(*args, **kwargs)
+
+    return engine
+
+
+@_engine
+def functional(
+    fn: Callable[..., Any],
+    example: tuple[Any, ...],
+    *,
+    has_aux: bool = False,
+    name: str = "the stage",
+    device: torch.device | str | None = None,
+    outline: Outline | None = None,
+) -> StageProgram:
+    """Differentiate a stage by ``torch.func.vjp`` at every forward.
+
+    Control flow may depend on values, and the programs nest under ``vmap``, ``jvp`` and ``grad``.
+    ``residuals`` is one opaque function, to be used once. The whole backward runs in ``backward_input``,
+    which hands the gradients of the parameters over to ``backward_weight``. A stage whose abstract evaluation
+    needs values is run once on zeros, to learn its outputs.
+
+    Not detected: writes into an argument through ``.data``, ``numpy()`` or a pointer after the evaluation.
+    They do not count as writes.
+
+    Args, Returns: as :class:`~ppfunc.stage.program.Engine`; ``device`` as :meth:`Example.of`.
+
+    Raises:
+        StageError: the stage changes its arguments, or uses what ``torch.func`` cannot take.
+
+    >>> program = functional(lambda w, x: (w * x).sin(), (torch.ones(2), torch.zeros(2)))
+    >>> y, residuals = program.forward(torch.ones(2), torch.zeros(2))
+    >>> gw, gx = program.backward(residuals, torch.ones(2))
+    >>> gx
+    tensor([1., 1.])
+    """
+    return _program(
+        _by_vjp, "torch.func", "use the eager engine", fn, example, has_aux, name, device, outline
+    )
+
+
+@_engine
+def eager(
+    fn: Callable[..., Any],
+    example: tuple[Any, ...],
+    *,
+    has_aux: bool = False,
+    name: str = "the stage",
+    device: torch.device | str | None = None,
+    outline: Outline | None = None,
+) -> StageProgram:
+    """Differentiate a stage by the tape of autograd, one per forward.
+
+    For ``torch.utils.checkpoint`` (``use_reentrant=False``), modules under ``torch.compile``,
+    ``autograd.Function`` of the old style, and DTensor. ``residuals`` holds the tape: it can be used once.
+    Otherwise as :func:`functional`, also in what is not detected. It does not nest under transforms.
+
+    Args, Returns: as :class:`~ppfunc.stage.program.Engine`; ``device`` as :meth:`Example.of`.
+
+    Raises:
+        StageError: the stage changes its arguments, or autograd refuses it.
+
+    >>> program = eager(lambda w, x: (w * x).sin(), (torch.ones(2), torch.zeros(2)))
+    >>> y, residuals = program.forward(torch.ones(2), torch.zeros(2))
+    >>> program.backward(residuals, torch.ones(2))
+    (tensor([0., 0.]), tensor([1., 1.]))
+    """
+    instead = "rewrite what it refuses; a checkpoint, for instance, needs use_reentrant=False"
+    return _program(_by_tape, "torch.autograd.grad", instead, fn, example, has_aux, name, device, outline)
+
+
+@without_interrupts
+def _program(
+    differentiate: Callable[[DifferentiableStage], tuple[Forward, Backward]],
+    by: str,
+    instead: str,
+    fn: Callable[..., Any],
+    example: tuple[Any, ...],
+    has_aux: bool,
+    name: str,
+    device: torch.device | str | None,
+    outline: Outline | None,
+) -> StageProgram:
+    """Build the program of a stage, and try its differentiation.
+
+    ``by`` names the way, and ``instead`` is the advice if it refuses.
+    """
+    seen = Example.of(example, device)
+    known = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
+    forward, backward = differentiate(DifferentiableStage(fn, seen, known, has_aux, name))
+
+    def backward_input(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, tuple[Any, ...]]:
+        gparams, gx = backward(residuals, gy)
+        return gx, gparams
+
+    flat = FlatProgram(forward, backward, backward_input, lambda gparams: gparams)
+    try:
+        if known.known:
+            try:
+                with without_values():
+                    _run(flat, known, seen.make())
+            except DATA_DEPENDENT as error:
+                # Libraries that look for fake tensors, to ask them for no values, do not see them within a
+                # transform. They may take another path than the one seen.
+                known = known._replace(refusal=(data_dependence(error), "use the functional engine"))
+        if not known.known:
+            _run(flat, known, stand_ins(example, seen.device))
+    except StageError:
+        raise
+    except Exception as error:
+        if by_dtensor(error):
+            raise StageError(
+                name,
+                f"it uses DTensors, whose own functions {by} cannot differentiate",
+                "use the graph engine",
+            ) from error
+        raise StageError(
+            name, f"it runs, but {by} cannot differentiate it ({first_line(error)})", instead
+        ) from error
+    return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=None)
+
+
+@torch.no_grad()
+def _run(flat: FlatProgram, known: Outline, arguments: tuple[Leaves, Leaves, Leaves]) -> None:
+    """Run forward and backward once, to find out whether the stage can be differentiated."""
+    outputs, residuals = flat.forward(*arguments)
+    flat.backward(
+        residuals,
+        tuple(torch.ones_like(t) for t, leaf in zip(outputs, known.y.leaves, strict=False) if leaf.grad),
+    )
+
+
+def _by_vjp(stage: DifferentiableStage) -> tuple[Forward, Backward]:
+    def forward(params: Leaves, x: Leaves, extras: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
+        x, extras = contiguous(x), contiguous(extras)
+        if not torch.is_grad_enabled():  # nothing is recorded of them outside of a transform
+            params, x, extras = (
+                tuple(t.detach() if t.requires_grad else t for t in leaves) for leaves in (params, x, extras)
+            )
+        primals = stage.primals(params, x)
+        run = stage.with_others(params, x, extras)
+        with stage.unchanged(params, x, extras):
+            if not (stage.y_at and any(primals)):
+                return run(*primals)[1], (stage.no_gradients,)
+            with (
+                torch.enable_grad()
+            ):  # some operators keep what their backward needs only where it is on below the transform, too
+                pulled: tuple[Any, ...] = torch.func.vjp(run, *primals, has_aux=True)
+            return pulled[2], (pulled[1],)
+
+    def backward(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, Gradients]:
+        again = torch.is_grad_enabled()
+        gparams, gx = residuals[0](contiguous(gy), retain_graph=again, create_graph=again)
+        return stage.dense(gparams), contiguous(gx)
+
+    return forward, backward
+
+
+def _by_tape(stage: DifferentiableStage) -> tuple[Forward, Backward]:
+    def forward(params: Leaves, x: Leaves, extras: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
+        # Autograd saves no inference tensors: copies take their place.
+        groups = (params, contiguous(x), contiguous(extras))
+        params, x, extras = (tuple(t.clone() if t.is_inference() else t for t in leaves) for leaves in groups)
+        with stage.unchanged(params, x, extras), torch.enable_grad():
+            primals = tuple(
+                tuple(t.detach().requires_grad_() for t in group) for group in stage.primals(params, x)
+            )
+            y, outputs = stage.with_others(params, x, extras)(*primals)
+        return tuple(t.detach() for t in outputs), (y, *primals)
+
+    def backward(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, Gradients]:
+        y, params, x = residuals
+        del residuals
+        reached = [(t, g) for t, g in zip(y, contiguous(gy), strict=True) if t.requires_grad]
+        if not (reached and (params or x)):
+            return stage.no_gradients(gy)
+        outputs, cotangents = zip(*reached, strict=True)
+        gradients = torch.autograd.grad(outputs, params + x, cotangents, allow_unused=True)
+        return stage.dense(gradients[: len(params)]), contiguous(gradients[len(params) :])
+
+    return forward, backward

@@ -1,0 +1,218 @@
+"""Write parts of a trace as Python functions, for engines and splits: straight-line code on flat tuples."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import threading
+from collections.abc import Callable
+from itertools import chain, groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from ...errors import TRACED_LINES, warn
+from .compiled import compiled
+from .cut import Block
+from .fast_dispatch import find_call
+from .operators import arguments, constant_name, is_element
+
+_writing = threading.RLock()  # one thread at a time
+
+
+class Recipe(NamedTuple):
+    """All that a function is made of."""
+
+    block: Block
+    names: tuple[str, ...]  # of the arguments
+    constants: dict[str, torch.Tensor]  # of ``get_attr`` nodes
+    title: str  # name of the function, and of its place in a traceback
+    settle: tuple[str, ...] = ()  # names of the arguments whose tensors may come with any strides
+    compile: bool = False  # whether the body is one function compiled by inductor
+    warning: str = ""  # given when the function is first called
+
+
+def copied(graph: Graph, recipe: Recipe, constants: dict[str, torch.Tensor]) -> Block:
+    """Copy a part into another graph under names of its own. Its constants join the others."""
+    block = recipe.block
+    copies: dict[Node, Node] = {}
+    for node in chain(*block.arguments):
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+
+    def copy(node: Node) -> Node:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copy)
+            if node.op == "get_attr":
+                copies[node].target = name = f"constant{len(constants)}"
+                constants[name] = recipe.constants[constant_name(node)]
+        return copies[node]
+
+    return Block(
+        tuple(tuple(map(copy, nodes)) for nodes in block.arguments),
+        tuple(map(copy, block.body)),
+        tuple(tuple(n and copy(n) for n in nodes) for nodes in block.results),
+    )
+
+
+class TracedFunction:
+    """A function made of a part of a trace, whose docstring is its source.
+
+    Its code is written at the first call: a W that is never called costs nothing.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._function: Callable[..., Any] | None = None
+        self._derived: dict[Callable[[Recipe], Recipe | None], TracedFunction | None] = {}
+        for node in () if recipe.compile else recipe.block.body:
+            if not is_element(node):
+                find_call(node)  # now, since transforms and modes may be active at the first call
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.function(*arguments)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """Return the function itself, a call of which drops each argument after its last use."""
+        return self._function or self._written()
+
+    def derived(self, change: Callable[[Recipe], Recipe | None]) -> TracedFunction | None:
+        """Return the function of the changed recipe, made once; None if ``change`` returns None."""
+        with _writing:
+            if change not in self._derived:
+                recipe = change(self.recipe)
+                self._derived[change] = None if recipe is None else TracedFunction(recipe)
+            return self._derived[change]
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]  # written at the first call
+        return self.function.__doc__
+
+    def _written(self) -> Callable[..., Any]:
+        with _writing:
+            if self._function is None:
+                if self.recipe.warning:
+                    warn(self.recipe.warning)
+                self._function = write(self.recipe)
+        return self._function
+
+
+emit = TracedFunction
+
+
+def write(recipe: Recipe) -> Callable[..., Any]:
+    """Write the function of a recipe. Its docstring is its source."""
+    block, title, writer = recipe.block, recipe.title, _Writer(recipe.block, recipe.constants)
+    writer.unpack(recipe.names, recipe.settle)
+    if recipe.compile and block.body:
+        writer.call_compiled(*compiled(block, recipe.constants))
+    else:
+        writer.calls()
+    source = writer.source(title, recipe.names)
+    scope = writer.objects | {TRACED_LINES: writer.places}
+    exec(builtins.compile(source, f"<{title}>", "exec"), scope)  # the source was written right here
+    function = scope[title.split()[-1]]
+    function.__doc__ = source
+    return function
+
+
+class _Writer:
+    """Writes one function."""
+
+    def __init__(self, block: Block, constants: dict[str, torch.Tensor]) -> None:
+        self.block, self.constants = block, constants
+        self.lines: list[str] = []
+        self.objects: dict[str, Any] = {}
+        self.known: dict[int, str] = {}
+        self.places: dict[int, str] = {}  # by line of the source, that of the user which it comes from
+        self.last: dict[Node, Node | None] = {
+            a: n for n in block.body for a in n.all_input_nodes
+        }  # the call that uses a value last
+        self.last.update(
+            (n, None) for results in block.results for n in results if n is not None
+        )  # what is returned stays
+
+    def unpack(self, names: tuple[str, ...], settle: tuple[str, ...]) -> None:
+        for name, nodes in zip(names, self.block.arguments, strict=True):
+            used = [n for n in nodes if n in self.last]
+            if used:
+                self.lines.append(f"{', '.join(self.target(n) for n in nodes)}, = {name}")
+            self.lines.append(f"del {name}")
+            for node in used if name in settle else ():
+                lazy = ".resolve_conj()" if node.meta["val"].is_complex() else ""
+                self.lines.append(f"{node.name} = {node.name}{lazy}.contiguous()")
+
+    def calls(self) -> None:
+        """Write the calls of the body, those of a region (``meta["within"]``) in the block of its context."""
+        operators = (n for n in self.block.body if not is_element(n))
+        for within, nodes in groupby(operators, key=lambda n: n.meta.get("within")):
+            if within is not None:
+                self.lines.append(f"with {self.object(within, 'region')}():")
+            start = len(self.lines)
+            for node in nodes:
+                self.call(node)
+            if within is not None:
+                self.lines[start:] = [f"    {line}" for line in self.lines[start:]]
+
+    def target(self, node: Node | None) -> str:
+        return node.name if node in self.last else "_"
+
+    def call(self, node: Node) -> None:
+        text, targets, end = self.expression(node), [self.target(node)], ""
+        if elements := {n.args[1]: n for n in node.users if is_element(n)}:
+            targets, end = [self.target(elements.get(i)) for i in range(node.meta["results"])], ","
+        self.lines.append(f"{', '.join(targets)}{end} = {text}")
+        if place := node.meta.get("place"):
+            self.places[len(self.lines) + 1] = place.removeprefix(", called at ")
+        dead = [n.name for n in node.all_input_nodes if self.last.get(n) is node and n.op != "get_attr"]
+        if "_" in targets:
+            dead.append("_")
+        if dead:
+            self.lines.append(f"del {', '.join(dead)}")
+
+    def call_compiled(
+        self, function: Callable[..., Any], inputs: tuple[Node, ...], outputs: tuple[Node, ...]
+    ) -> None:
+        arguments, results = ", ".join(n.name for n in inputs), "".join(f"{n.name}, " for n in outputs)
+        self.lines.append(f"{results}= {self.object(function, 'op')}({arguments})")
+
+    def expression(self, node: Node) -> str:
+        """Write a call."""
+        call, args = find_call(node), arguments(node)
+        texts = [self.value(a) for a in args]
+        if call.spread:
+            texts[-1:] = map(self.value, args[-1])
+        texts += [f"{k}={self.value(v)}" for k, v in node.kwargs.items()]
+        if call.method:
+            return f"{texts[0]}.{call.method}({', '.join(texts[1:])})"
+        return f"{self.object(call.function, 'op')}({', '.join(texts)})"
+
+    def value(self, value: Any) -> str:
+        """Write an argument."""
+        if isinstance(value, Node):
+            return (
+                self.object(self.constants[constant_name(value)], "const")
+                if value.op == "get_attr"
+                else value.name
+            )
+        if isinstance(value, (list, tuple)):
+            return f"({''.join(self.value(v) + ', ' for v in value)})"
+        plain = (
+            value is None
+            or type(value) in (bool, int, str)
+            or (type(value) is float and math.isfinite(value))
+        )
+        return repr(value) if plain else self.object(value, "const")
+
+    def object(self, value: Any, prefix: str) -> str:
+        """Return the global name of an operator or a constant."""
+        if id(value) not in self.known:
+            self.known[id(value)] = name = f"{prefix}{len(self.objects)}"
+            self.objects[name] = value
+        return self.known[id(value)]
+
+    def source(self, title: str, names: tuple[str, ...]) -> str:
+        body = [*self.lines, f"return {', '.join(map(self.value, self.block.results))}"]
+        return f"def {title.split()[-1]}({', '.join(names)}):\n" + "".join(f"    {line}\n" for line in body)

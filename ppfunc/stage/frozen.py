@@ -1,0 +1,197 @@
+"""Say once which parameters of a step are frozen: when a step function or a trainer is made."""
+
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import optree
+import torch
+from optree import PyTreeSpec
+from torch import nn
+
+from ppfunc._text import limited, shown
+
+from .errors import raised
+from .process import process_lock
+from .signature import Signature, leaf_names
+from .tree import NAMESPACE
+
+Mask = Callable[[Any], Any]
+"""From the parameters of a stage to a tree of booleans, or one whose leaves stand for whole branches."""
+
+Trainable = Mapping[int, Any] | Mask | None
+"""Mask of every stage: ``{stage: tree of booleans, or function}``, or one function for all stages."""
+
+_undeclared: ContextVar[list[str] | None] = ContextVar("undeclared", default=None)
+_PARAMETERS = "ppfunc_parameters"  # an attribute of the function of a stage, which functools.wraps copies
+
+
+class ParameterKind:
+    """Stands for a parameter in a call of a mask: a rank may hold a shard of it.
+
+    Args:
+        ndim: the number of its dimensions.
+        dtype: its dtype.
+    """
+
+    def __init__(self, ndim: int, dtype: torch.dtype) -> None:
+        self.ndim, self.dtype = ndim, dtype
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"got {name!r} of a parameter, expected ndim or dtype; a rank may hold a shard of it, of another"
+            " size"
+        )
+
+
+def masked_leaves(mask: Any, params: Signature, name: str = "mask") -> list[bool]:
+    """Read what a mask says of every leaf of the parameters of one stage.
+
+    Args:
+        mask: a function of the parameters, or the tree that it would return.
+        name: of the mask, for errors.
+
+    Raises:
+        TypeError, ValueError: the mask gave something other than booleans in the structure of the parameters.
+    """
+    example = f"such as {limited(str(params), 200)}"
+    tree = params.treedef.unflatten(ParameterKind(len(leaf.shape), leaf.dtype) for leaf in params.leaves)
+    if callable(mask):
+        try:
+            mask = mask(tree)
+        except Exception as error:
+            raise ValueError(
+                f"{name}: {raised(error)}; it is called with the parameters of one stage, {example}"
+            ) from error
+    try:
+        leaves: list[Any] = params.treedef.flatten_up_to(
+            optree.tree_broadcast_prefix(mask, tree, namespace=NAMESPACE)
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"{name}: got {reprlib.repr(mask)}, expected booleans in the structure of the parameters of one"
+            f" stage, {example}"
+        ) from error
+    if not all(isinstance(leaf, bool) for leaf in leaves):
+        raise TypeError(
+            f"{name}: got {reprlib.repr(mask)}, expected a boolean for every parameter, or for a branch of"
+            " them"
+        )
+    return leaves
+
+
+def note_parameters(fn: Callable[..., Any], module: nn.Module, names: Iterable[str]) -> None:
+    """Note the parameters of these names with the function of a stage; which are frozen is read later."""
+    places = []  # the dictionaries in which modules keep parameters, which may be replaced there
+    for name in names:
+        path, _, key = name.rpartition(".")
+        places.append((name, module.get_submodule(path)._parameters, key))
+    vars(fn)[_PARAMETERS] = lambda: {
+        name: p for name, parameters, key in places if (p := parameters.get(key)) is not None
+    }
+
+
+def detached(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """Detach a parameter that its module has frozen; note it where a step asks for its gradient."""
+    undeclared = _undeclared.get()
+    if undeclared is not None and parameter.requires_grad:
+        undeclared.append(name)
+    return parameter.detach()
+
+
+@contextmanager
+def noting_undeclared() -> Iterator[list[str]]:
+    """Collect the frozen parameters of which a step asks for gradients, since it does not know of them."""
+    names: list[str] = []
+    token = _undeclared.set(names)
+    try:
+        yield names
+    finally:
+        _undeclared.reset(token)
+
+
+class FrozenLeaves:
+    """Knows which leaves of the parameters are frozen, as it was said when a step function was made.
+
+    A leaf is frozen where the module of its stage requires no gradient of it, or the mask of the stage is
+    False. A module that changes its mind later is refused.
+
+    Args:
+        stages: the functions of the stages, None for those of other processes.
+        trainable: the masks.
+    """
+
+    def __init__(self, stages: Sequence[Callable[..., Any] | None], trainable: Trainable) -> None:
+        if trainable is not None and not callable(trainable) and not isinstance(trainable, Mapping):
+            raise TypeError(
+                f"trainable: got {shown(trainable)}, expected {{stage: mask}}, or one function"
+                " mask(params of a stage) -> tree of booleans"
+            )
+        if isinstance(trainable, Mapping) and not set(trainable) <= set(range(len(stages))):
+            raise ValueError(
+                f"trainable: got masks of the stages {list(trainable)}, expected some of 0 to"
+                f" {len(stages) - 1}"
+            )
+        self._trainable = trainable
+        self._names: dict[int, set[str]] = {}
+        self._numbers: dict[tuple[int, PyTreeSpec], frozenset[int]] = {}
+        self._watched: dict[int, tuple[str, nn.Parameter, bool]] = {}
+        with process_lock:  # a call of a module replaces its parameters
+            for stage, fn in enumerate(stages):
+                parameters: dict[str, nn.Parameter] = getattr(fn, _PARAMETERS, dict)()
+                self._names[stage] = {name for name, p in parameters.items() if not p.requires_grad}
+                for name, p in parameters.items():
+                    self._watch(f"stages[{stage}]: {name}", p)
+
+    def numbers(self, stage: int, params: Signature) -> frozenset[int]:
+        """Return the numbers of the frozen leaves of a stage of the model.
+
+        Raises:
+            TypeError, ValueError: a mask that does not fit the parameters.
+        """
+        key = stage, params.treedef
+        if key not in self._numbers:
+            mask = self._trainable.get(stage) if isinstance(self._trainable, Mapping) else self._trainable
+            flags = [True] * len(params.leaves)
+            if mask is not None:
+                flags = masked_leaves(mask, params, f"trainable[{stage}]")
+            frozen = self._names[stage]
+            self._numbers[key] = frozenset(
+                n
+                for n, (name, trained) in enumerate(zip(leaf_names(params), flags, strict=True))
+                if name in frozen or not trained
+            )
+        return self._numbers[key]
+
+    def names(self, stage: int, params: Signature) -> list[str]:
+        """Name the frozen leaves of a stage of the model."""
+        names = leaf_names(params)
+        return [names[n] for n in sorted(self.numbers(stage, params))]
+
+    def watch(self, stage: int, modules: Sequence[nn.Module]) -> None:
+        """Watch the parameters of modules that run in a stage: its function may call those of others."""
+        with process_lock:
+            for module in modules:
+                for name, p in module.named_parameters(recurse=False):
+                    self._watch(f"stages[{stage}]: {name} of its {type(module).__name__}", p)
+
+    def require_unchanged(self) -> None:
+        """Raise ValueError where a module has frozen a parameter since, or set one free."""
+        for name, p, trained in self._watched.values():
+            if p.requires_grad is not trained:
+                then, now = ("trained", "frozen") if trained else ("frozen", "trained")
+                raise ValueError(
+                    f"{name} was {then} when this step function was made, and is {now} by its module's"
+                    " requires_grad; set it back, or make another step function or trainer, on every rank"
+                )
+
+    def _watch(self, name: str, p: nn.Parameter) -> None:
+        self._watched.setdefault(id(p), (name, p, p.requires_grad))

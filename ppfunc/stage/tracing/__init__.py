@@ -1,1 +1,0 @@
-"""Trace stages: forward and backward become one graph, and the graph becomes programs."""

@@ -1,0 +1,16 @@
+"""Test schedules and steps: Hypothesis strategies of schedules, and a seeded, faulty transport."""
+
+from typing import TYPE_CHECKING
+
+from .._lazy import attach
+
+if TYPE_CHECKING:
+    from .simulated import (
+        Fault as Fault,
+        InjectedError as InjectedError,
+        RankStopped as RankStopped,
+        Simulated as Simulated,
+    )
+    from .strategies import mutated_schedules as mutated_schedules, schedules as schedules
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -1,0 +1,270 @@
+"""Carry messages between simulated ranks: each takes a seeded time, and faults strike."""
+
+import signal
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+
+import torch
+
+from ppfunc.runtime.control.failure_tree import Verdict
+from ppfunc.runtime.errors import GONE, LinkError
+from ppfunc.stage.interrupts import receive
+
+from .faults import Fault, InjectedError, RankStopped, require_possible
+from .scheduler import Scheduler
+
+
+def interrupt() -> None:
+    """Send SIGINT to the rank of this thread."""
+    receive(signal.default_int_handler, signal.SIGINT, None)
+
+
+@dataclass(slots=True)
+class Member:
+    """The state of one rank.
+
+    Args:
+        operations: how many it has begun.
+        generation: how many failures it has taken notice of.
+        heard: of how many failures it has heard.
+        lost: peers of which it knows that they are gone.
+        waits: the peer that it waits for, and for what.
+        due: faults that are to strike.
+        voted: the step that it will not fail, while it waits to hear if rank 0 has committed it.
+        settling: whether a step that it has voted for or committed has not yet ended here.
+        ended: the error of every further operation, where there can be none.
+        interrupted: whether SIGINT is to come in its next operation.
+    """
+
+    operations: int = 0
+    generation: int = 0
+    heard: int = 0
+    lost: set[int] = field(default_factory=set)
+    waits: tuple[int, str] | None = None
+    due: list[Fault] = field(default_factory=list)
+    voted: int | None = None
+    settling: bool = False
+    ended: Exception | None = None
+    interrupted: bool = False
+
+
+class Pipe:
+    """One direction of a connection: delivers in order what is sent, each message after a time of its own."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._last = 0.0
+        self._broken = self._torn = False
+        self.under_way = 0
+        self.arrived: deque[bytes] = deque()
+
+    def send(self, seconds: float, deliver: Callable[[], None]) -> None:
+        """Call ``deliver`` once the message has arrived; never where ``seconds`` is infinite, nor for
+        messages after that one.
+        """
+        self._broken |= seconds == inf
+        if not (self._broken or self._torn):
+            self._last = max(self._last, self._scheduler.now + seconds)
+            self.under_way += 1
+            self._scheduler.after(self._last - self._scheduler.now, partial(self._arrive, deliver))
+
+    def _arrive(self, deliver: Callable[[], None]) -> None:
+        if not self._torn:
+            self.under_way -= 1
+            deliver()
+
+    def tear(self) -> None:
+        """Lose what is under way, and what will be sent."""
+        self._torn, self.under_way = True, 0
+
+
+class Network:
+    """Owns the messages, failures and clock of a simulation. Arguments as of :class:`Simulated`."""
+
+    def __init__(
+        self, ranks: int, seed: int, faults: tuple[Fault, ...], timeout: float, latency: float
+    ) -> None:
+        if ranks < 1:
+            raise ValueError(f"got {ranks} ranks, expected at least 1")
+        if not (0 < timeout < inf and 0 <= latency < inf):
+            raise ValueError(f"got timeout={timeout} and latency={latency}, expected finite seconds")
+        require_possible(faults, ranks)
+        self.faults, self.timeout, self.latency = faults, timeout, latency
+        self.scheduler = Scheduler(seed)
+        self.members = [Member() for _ in range(ranks)]
+        self.trace: list[str] = []
+        self.published: list[Verdict] = []  # by generation
+        self.committed = 0  # steps, by rank 0
+        # By generation, ranks, number of the operation, and rank: the tensors of every peer.
+        self.exchanged: dict[tuple[int, tuple[int, ...], int, int], dict[int, torch.Tensor]] = defaultdict(
+            dict
+        )
+        self._pipes: dict[tuple[int, int, int, str], Pipe] = defaultdict(partial(Pipe, self.scheduler))
+
+    # -- operations ------------------------------------------------------------------------
+
+    def operation(self, rank: int, text: str, *, can_fail: bool = True) -> None:
+        """Begin an operation of a rank: faults strike, then others may run. One that cannot fail raises
+        none.
+        """
+        member = self.members[rank]
+        if member.ended is not None:
+            raise member.ended.with_traceback(None)
+        member.due += [fault for fault in self.faults if (fault.rank, fault.at) == (rank, member.operations)]
+        self.log(f"rank {rank}.{member.operations} {text}")
+        member.operations += 1
+        later = {"delay", "drop"} if can_fail and not member.settling else {"delay", "drop", "raise"}
+        if member.interrupted:
+            member.interrupted = False
+            interrupt()
+        for fault in [f for f in member.due if f.kind not in later]:
+            member.due.remove(fault)
+            self._strike(rank, fault)
+        self.scheduler.wait(rank)
+
+    def log(self, text: str) -> None:
+        self.trace.append(f"{self.scheduler.now:.6f} {text}")
+
+    def wait(self, rank: int, peer: int, text: str, ready: Callable[[], bool], pipe: Pipe) -> None:
+        """Wait for a peer, or for what it has sent on a pipe and is still under way.
+
+        Raises:
+            LinkError: it is in vain.
+        """
+        member = self.members[rank]
+        member.waits = peer, text
+        deadline = self.scheduler.now + self.timeout
+        self.scheduler.wait(rank, lambda: ready() or self.trouble(rank, peer, pipe) is not None, deadline)
+        if ready():
+            member.waits = None
+            return
+        error = self.trouble(rank, peer, pipe) or LinkError(peer, "late", self._lateness(rank))
+        member.waits = None
+        self.log(f"rank {rank} gives up: {error}")
+        raise error
+
+    def trouble(self, rank: int, peer: int, pipe: Pipe | None = None) -> LinkError | None:
+        """Why a rank need not wait for a peer, as far as it knows; not for its death while messages are under
+        way on the pipe.
+        """
+        member = self.members[rank]
+        if member.heard > member.generation and self.published[member.generation].stops(member.voted):
+            return LinkError(peer, "failed", "a failure has been published")
+        if peer in member.lost and not (pipe is not None and pipe.under_way):
+            return LinkError(peer, "gone", GONE)
+        return None
+
+    def _lateness(self, rank: int) -> str:
+        waits = self._waits(rank)
+        told = "".join(f"; rank {waiting} waits for {text} of rank {peer}" for waiting, peer, text in waits)
+        circle = waits[-1][1] in (waiting for waiting, _, _ in waits)
+        deadlock = "; a deadlock" if circle and not self.scheduler.events else ""
+        return f"rank {waits[0][1]} has not answered within {self.timeout:g} s{deadlock}{told}"
+
+    def _waits(self, rank: int) -> list[tuple[int, int, str]]:
+        """Who waits for whom and for what, from a rank on, up to one that does not wait or has been named."""
+        found: list[tuple[int, int, str]] = []
+        while (awaited := self.members[rank].waits) is not None and rank not in (
+            waiting for waiting, _, _ in found
+        ):
+            found.append((rank, *awaited))
+            rank = awaited[0]
+        return found
+
+    def suspect(self, rank: int, peer: int) -> int:
+        """Return the rank that holds up a peer, or the peer where they wait in a circle."""
+        awaited = [peer, *(awaited for _, awaited, _ in self._waits(peer))]
+        return peer if rank in awaited or awaited[-1] in awaited[:-1] else awaited[-1]
+
+    # -- faults ----------------------------------------------------------------------------
+
+    def delay(self, rank: int) -> float:
+        """Seconds that the next message of a rank takes; infinite where it never arrives."""
+        member = self.members[rank]
+        seconds = self.scheduler.random.uniform(0, self.latency)
+        for fault in [f for f in member.due if f.kind in ("delay", "drop")]:
+            member.due.remove(fault)
+            self.log(f"rank {rank} {fault.kind}")
+            seconds += inf if fault.seconds is None else fault.seconds
+        return seconds
+
+    def soon(self, event: Callable[[], None]) -> None:
+        """Let an event happen after a seeded delay."""
+        self.scheduler.after(self.scheduler.random.uniform(0, self.latency), event)
+
+    def _strike(self, rank: int, fault: Fault) -> None:
+        if self.scheduler.random.random() < 0.5:  # in the middle of the operation
+            self._sleep(rank, self.scheduler.random.uniform(0, 3 * self.latency))
+        self.log(f"rank {rank} {fault.kind}")
+        if fault.kind == "raise":
+            raise InjectedError(f"operation {fault.at} of rank {rank} fails")
+        if fault.kind == "interrupt":
+            interrupt()
+            return
+        if fault.kind == "kill":
+            self._lose_pipes(rank)
+            self.close(rank)
+        if fault.seconds is None:
+            self._stop(rank)
+        else:
+            self._sleep(rank, fault.seconds)
+
+    def _sleep(self, rank: int, seconds: float) -> None:
+        until = self.scheduler.now + seconds
+        self.scheduler.after(seconds, lambda: None)
+        self.scheduler.wait(rank, lambda: self.scheduler.now >= until)
+
+    def _stop(self, rank: int) -> None:
+        self.scheduler.wait(rank, lambda: self.scheduler.over)
+        self.members[rank].ended = error = RankStopped(f"rank {rank} has stopped")
+        raise error
+
+    def _lose_pipes(self, rank: int) -> None:
+        """Lose what a rank has sent, on half of its connections."""
+        for (_, sender, receiver, channel), pipe in self._pipes.items():
+            if sender == rank and self.scheduler.random.random() < 0.5:
+                if pipe.under_way:
+                    self.log(f"rank {rank} loses {pipe.under_way} messages to {receiver} ({channel})")
+                pipe.tear()
+
+    def close(self, rank: int) -> None:
+        """End the connections of a rank; peers notice later, each at its time."""
+        for member in self.members:
+            if member is not self.members[rank]:
+                self.soon(partial(member.lost.add, rank))
+
+    # -- messages and failures ----------------------------------------------------------------
+
+    def pipe(self, generation: int, sender: int, receiver: int, channel: str) -> Pipe:
+        """Return a connection; each generation has its own, so that earlier messages are dropped."""
+        return self._pipes[generation, sender, receiver, channel]
+
+    def commit(self, step: int) -> None:
+        """Commit a step on rank 0.
+
+        Raises:
+            LinkError: a failure has been published, whether rank 0 has heard of it or not.
+        """
+        root = self.members[0]
+        if len(self.published) > root.generation:
+            raise LinkError(0, "failed", "a failure has been published")
+        root.settling, self.committed = True, step + 1
+        self.log(f"step {step} is committed")
+
+    def publish(self, rank: int, text: str) -> str:
+        """Publish a failure, and begin the next generation."""
+        member = self.members[rank]
+        generation = member.generation
+        if generation == len(self.published):
+            self.published.append(Verdict(self.committed, text))
+            self.log(f"failure {generation} is published by rank {rank}")
+            for peer in self.members:
+                self.soon(partial(self._hear, peer, generation + 1))
+        member.generation, member.voted = generation + 1, None
+        return self.published[generation].failure
+
+    def _hear(self, member: Member, failures: int) -> None:
+        member.heard = max(member.heard, failures)

@@ -1,0 +1,30 @@
+"""Optimizers as pairs of pure functions, ``init(params)`` and ``update(grads, state, params)``::
+
+gradient_transforms.py  chain: transforms of gradients, then an optimizer
+optimizers.py           adamw, sgd: torch's fused kernels on lists of leaves
+  leaves.py               trees taken apart for the kernels
+  rates.py                learning rates by the number of updates
+norms.py                norms of gradients, of which each rank has a part
+"""
+
+from .gradient_transforms import (
+    chain as chain,
+    clip_by_global_norm as clip_by_global_norm,
+    from_updates as from_updates,
+)
+from .norms import (
+    clip_coefficient as clip_coefficient,
+    global_norm as global_norm,
+    leaf_sums as leaf_sums,
+    norm_of as norm_of,
+    norm_sum as norm_sum,
+)
+from .optimizers import adamw as adamw, sgd as sgd
+from .protocols import (
+    Clip as Clip,
+    Optimizer as Optimizer,
+    Ranks as Ranks,
+    Transform as Transform,
+    accepting_scale as accepting_scale,
+)
+from .rates import constant as constant, linear as linear, warmup_cosine as warmup_cosine

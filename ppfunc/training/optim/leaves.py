@@ -1,0 +1,185 @@
+"""Flatten trees for the fused kernels of torch: lists of real row-major tensors, by device and dtype."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from optree import PyTreeSpec
+from torch import Tensor
+
+from ppfunc.stage.signature import Form, differentiable, flatten, form_of, same_form
+from ppfunc.stage.tree import tree_flatten, tree_map, tree_paths, tree_structure
+
+from .._torch import copy_into_each
+from .protocols import Tree
+
+
+class LeafPlan(NamedTuple):
+    """Describe how to flatten the trees of an update, for trees of one form.
+
+    Args:
+        forms: of the parameters, of their gradients, and of each tree of the state.
+        trained: the leaves of the parameters that have gradients.
+        groups: positions among them, of one device and real dtype each.
+        plain: the kernels can work on the tensors as they are.
+    """
+
+    forms: tuple[Form, ...]
+    trained: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+    plain: bool
+
+
+Leaves = tuple[Tensor, ...]
+
+
+def leaves_of(plan: LeafPlan, trees: Sequence[Tree]) -> list[Leaves] | None:
+    """Return the leaves of trees that have the forms of a plan, else None."""
+    leaves = []
+    for tree, form in zip(trees, plan.forms, strict=True):
+        same = same_form(tree, form)
+        if same is None:
+            return None
+        leaves.append(same)
+    return leaves
+
+
+def plan_of(params: Tree, grads: Tree, states: dict[str, Tree]) -> tuple[LeafPlan, list[Leaves]]:
+    """Check that the trees of an update fit together; return their plan and their leaves.
+
+    Raises:
+        ValueError: gradients or state that do not match the parameters; names the leaf.
+    """
+    wanted, structure = flatten(params, "params")
+    trained = tuple(n for n, p in enumerate(wanted) if differentiable(p.dtype))
+    trained_leaves = [wanted[n] for n in trained]
+    leaves, forms = [wanted], [form_of(wanted, structure)]
+    for name, tree in (("grads", grads), *states.items()):
+        got, got_structure = flatten(tree, name)
+        if name == "grads":
+            _require_match(name, got, got_structure, wanted, structure)
+        else:
+            _require_match(name, got, got_structure, trained_leaves, tree_structure(_trained_only(params)))
+        leaves.append(got)
+        forms.append(form_of(got, got_structure))
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for n, p in enumerate(trained_leaves):
+        groups.setdefault((p.device, p.real.dtype if p.dtype.is_complex else p.dtype), []).append(n)
+    plain = all(_is_plain(leaf) for tree in leaves for leaf in tree if differentiable(leaf.dtype))
+    return LeafPlan(tuple(forms), trained, tuple(map(tuple, groups.values())), plain), leaves
+
+
+def _require_match(
+    name: str, got: Sequence[Tensor], structure: PyTreeSpec, wanted: Sequence[Tensor], expected: PyTreeSpec
+) -> None:
+    if structure != expected:
+        raise ValueError(f"{name} must have the structure of params, got {structure} and expected {expected}")
+    for n, (g, p) in enumerate(zip(got, wanted, strict=True)):
+        if g.shape != p.shape or g.dtype != p.dtype or g.device != p.device:
+            raise ValueError(
+                f"{tree_paths(expected, name)[n]} must match its parameter: got {g.dtype}{list(g.shape)} "
+                f"on {g.device}, expected {p.dtype}{list(p.shape)} on {p.device}"
+            )
+
+
+def _trained_only(params: Tree) -> Tree:
+    return tree_map(lambda p: p if differentiable(p.dtype) else None, params)
+
+
+def zeros_like(params: Tree) -> Tree:
+    """Make zeros in row-major memory, None for leaves that are neither floating nor complex."""
+    return tree_map(
+        lambda p: torch.zeros(p.shape, dtype=p.dtype, device=p.device) if differentiable(p.dtype) else None,
+        params,
+    )
+
+
+def owned(
+    plan: LeafPlan, trees: Sequence[Tree], leaves: Sequence[Leaves], donate: bool
+) -> tuple[list[Tree], list[Sequence[Tensor]]]:
+    """Copy the parameters and the state for an update in place; donated ones are taken as they are.
+
+    Returns:
+        The trees, and the leaves of each for the kernels.
+
+    Raises:
+        ValueError: donated leaves that share memory.
+    """
+    if donate and plan.plain:
+        new, columns = list(trees), [_trained(plan, column) for column in leaves]
+    else:
+        dense = [_densified(column) if donate else _copies(column) for column in leaves]
+        new = [tree_structure(tree).unflatten(column) for tree, column in zip(trees, dense, strict=True)]
+        columns = [[_as_real(leaf) for leaf in column if differentiable(leaf.dtype)] for column in dense]
+    if donate:
+        for column in columns:
+            _require_own_memory(column, trees[0])
+    return new, columns
+
+
+def gradients_of(plan: LeafPlan, leaves: Leaves, copy: bool) -> Sequence[Tensor]:
+    """Return the gradients for the kernels, copied where the kernels may not write to them."""
+    trained = _trained(plan, leaves)
+    if not plan.plain:
+        trained = [_as_real(_dense(leaf)) for leaf in trained]
+    return [leaf.clone() for leaf in trained] if copy else trained
+
+
+def _trained(plan: LeafPlan, leaves: Leaves) -> Sequence[Tensor]:
+    return leaves if len(plan.trained) == len(leaves) else [leaves[n] for n in plan.trained]
+
+
+def _as_real(leaf: Tensor) -> Tensor:
+    """View the same memory in a real dtype: the kernels know no complex numbers."""
+    return torch.view_as_real(leaf) if leaf.dtype.is_complex else leaf
+
+
+def _dense(leaf: Tensor) -> Tensor:
+    """Put a leaf into row-major memory, without history.
+
+    The kernels walk the memory of several tensors side by side.
+    """
+    return leaf if _is_dense(leaf) else leaf.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _densified(leaves: Leaves) -> list[Tensor]:
+    """Put the trained leaves into row-major memory, without history."""
+    return [_dense(leaf) if differentiable(leaf.dtype) else leaf for leaf in leaves]
+
+
+def _is_dense(leaf: Tensor) -> bool:
+    return not (leaf.requires_grad or leaf.is_conj() or leaf.is_neg()) and leaf.is_contiguous()
+
+
+def _is_plain(leaf: Tensor) -> bool:
+    return _is_dense(leaf) and not leaf.dtype.is_complex
+
+
+def _copies(leaves: Leaves) -> list[Tensor]:
+    """Copy the trained leaves into row-major memory."""
+    trained = [leaf for leaf in leaves if differentiable(leaf.dtype)]
+    fresh = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in trained]
+    if fresh:
+        copy_into_each(fresh, trained)
+    copies = iter(fresh)
+    return [next(copies) if differentiable(leaf.dtype) else leaf for leaf in leaves]
+
+
+def _require_own_memory(leaves: Sequence[Tensor], params: Tree) -> None:
+    """Raise ValueError with the paths of two leaves whose memory updates in place would change twice."""
+    if len({leaf.data_ptr() for leaf in leaves if leaf.numel()}) == sum(leaf.numel() > 0 for leaf in leaves):
+        return
+    seen: dict[int, str] = {}
+    every, structure = tree_flatten(params)
+    for path, leaf in zip(tree_paths(structure, "params"), every, strict=True):
+        trained = differentiable(leaf.dtype) and leaf.numel()
+        first = seen.setdefault(leaf.data_ptr(), path) if trained else path
+        if first != path:
+            raise ValueError(
+                f"{first} and {path} share their memory, so that they cannot both be "
+                "updated in place; pass donate=False or make them separate tensors"
+            )
+    raise ValueError(
+        "two leaves of the state share their memory, so that they cannot both be updated in place; pass"
+        " donate=False"
+    )

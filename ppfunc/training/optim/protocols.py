@@ -1,0 +1,169 @@
+"""Define what an optimizer and a transform of gradients are: pairs of pure functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ppfunc.runtime.transport.collective import Wait as Wait
+from ppfunc.stage._torch import versions
+from ppfunc.stage.signature import differentiable
+from ppfunc.stage.tree import tree_leaves, tree_map
+
+Tree = Any
+
+
+class Update(Protocol):
+    """Update parameters: the second function of an :class:`Optimizer`."""
+
+    def __call__(
+        self,
+        grads: Tree,
+        state: Tree,
+        params: Tree,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> tuple[Tree, Tree]: ...
+
+
+class Ranks(Protocol):
+    """Begins collectives among some ranks, all of which call the same, in the same order.
+
+    Args:
+        size: how many ranks.
+        index: of this rank among them.
+    """
+
+    size: int
+    index: int
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Wait:
+        """Replace a tensor by the sum, or the largest, of those of all ranks."""
+
+    def reduce_scatter(self, tensor: Tensor, part: Tensor) -> Wait:
+        """Write this rank's part of the sum of tensors [size * n] into ``part``, [n]."""
+
+    def all_gather(self, part: Tensor) -> tuple[Tensor, Wait]:
+        """Concatenate the tensors [n] of all ranks, [size * n]."""
+
+
+class Transform(NamedTuple):
+    """Pair the functions that change gradients, in the form of optax.
+
+    Args:
+        init: ``init(params) -> state``, a tree of tensors.
+        update: ``update(grads, state, params=params) -> (updates, state)``.
+    """
+
+    init: Callable[[Tree], Tree]
+    update: Callable[..., tuple[Tree, Tree]]
+
+
+class Clip(NamedTuple):
+    """Clip by the norm of all gradients of the model: a :class:`Transform` whose arguments can be read.
+
+    Args:
+        init, update: as of a transform.
+        max_norm: larger norms are clipped to it.
+        norm_type: p of the norm.
+    """
+
+    init: Callable[[Tree], Tree]
+    update: Callable[..., tuple[Tree, Tree]]
+    max_norm: float
+    norm_type: float
+
+    @property
+    def text(self) -> str:
+        """Its numbers, which ranks that train together compare."""
+        return f"clip_by_global_norm({self.max_norm}, {self.norm_type})"
+
+
+class Optimizer(NamedTuple):
+    """Pair the functions of an optimizer; any such pair serves as one.
+
+    Unlike in optax, ``update`` returns the new parameters, not differences to add to them: torch's fused
+    kernels compute both at once. For the same reason it does not run under ``torch.func.vmap``.
+
+    Args:
+        init: ``init(params) -> state``, a tree of tensors in dictionaries, lists and tuples.
+        update: ``update(grads, state, params, *, grad_scale=None, found_inf=None) -> (params, state)``, where
+            ``grads`` has the structure, shapes, dtypes and devices of ``params``. Leaves that are neither
+            floating nor complex are returned unchanged. The results carry no autograd graph. ``grad_scale``
+            float32[] divides the gradients first; where ``found_inf`` float32[] is 1, nothing changes, and no
+            value is read by the host to know it. The trainer updates one stage, or shards of its leaves, at a
+            time: an update has to work element by element.
+        clipped: the clipping and the optimizer that this is a chain of. A trainer clips by the norm of all
+            stages, and runs the second.
+        text: its name and numbers, which ranks that train together compare; by default the name of
+            ``update``.
+    """
+
+    init: Callable[[Tree], Tree]
+    update: Update
+    clipped: tuple[Clip, Optimizer] | None = None
+    text: str = ""
+
+
+def text_of(thing: Any) -> str:
+    """Write the name and numbers of an optimizer or a transform, as far as they are known."""
+    text: str = getattr(thing, "text", "")
+    return text or getattr(getattr(thing, "update", thing), "__qualname__", type(thing).__name__)
+
+
+def accepting_scale(optimizer: Optimizer) -> Optimizer:
+    """Make an optimizer whose update takes ``grad_scale`` and ``found_inf``, of one that may not.
+
+    Equivalent to: divide the gradients; update; where ``found_inf`` is 1, take the old parameters and state.
+    An update that takes any keyword gets ``found_inf``, and is not trusted to look at it.
+    """
+    if not isinstance(optimizer, Optimizer):
+        optimizer = Optimizer(optimizer.init, optimizer.update)
+    keywords = inspect.signature(optimizer.update).parameters
+    if {"grad_scale", "found_inf"} <= keywords.keys():
+        return optimizer
+    plain: Callable[..., tuple[Tree, Tree]] = optimizer.update
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in keywords.values())
+
+    @torch.no_grad()
+    def update(
+        grads: Tree,
+        state: Tree,
+        params: Tree,
+        *,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> tuple[Tree, Tree]:
+        leaves = tree_leaves((params, state)) if found_inf is not None else []
+        before = versions(leaves)
+        known = {"found_inf": found_inf} if takes_any or "found_inf" in keywords else {}
+        new = plain(unscaled(grads, grad_scale), state, params, **known)
+        if versions(leaves) != before:
+            raise ValueError(
+                "the optimizer has written into its arguments, which are still needed where gradients"
+                " overflow; take copies, or let its update take grad_scale and found_inf by name, and change"
+                " nothing where found_inf is 1"
+            )
+        return selected(found_inf, (params, state), new)
+
+    update.__qualname__ = getattr(plain, "__qualname__", "update")
+    return optimizer._replace(update=update)
+
+
+def unscaled(grads: Tree, grad_scale: Tensor | None) -> Tree:
+    """Divide gradients by the scale; without one return the same tree."""
+    if grad_scale is None:
+        return grads
+    return tree_map(lambda g: g / grad_scale.to(g.device, g.dtype) if differentiable(g.dtype) else g, grads)
+
+
+def selected(found_inf: Tensor | None, old: Tree, new: Tree) -> Tree:
+    """Select ``old`` where ``found_inf`` is 1, else ``new``, without reading it."""
+    if found_inf is None:
+        return new
+    return tree_map(lambda a, b: a if a is b else torch.where((found_inf > 0).to(a.device), a, b), old, new)

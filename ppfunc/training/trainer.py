@@ -1,0 +1,472 @@
+"""Train pipelines step by step: gradients, their sums and the update in one schedule."""
+
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, get_args
+
+import torch
+
+from ppfunc._step_factory import Stages, make_step, mistakes_told, unpacked
+from ppfunc._text import require_one_of, shown
+from ppfunc.runtime import P2P, AgreementError, InProcess, Microbatches, PipelineError, StepSpec, Transport
+from ppfunc.runtime.agreement.shared_memory import require_declared_trees
+from ppfunc.runtime.agreement.ties import TiedPlaces
+from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, read_loss_weights, read_seed
+from ppfunc.runtime.call.results import StepResult
+from ppfunc.runtime.errors import Failure
+from ppfunc.schedule import (
+    Schedule,
+    Timeline,
+    append_tail,
+    forward_only,
+    insert_unshards,
+    reduce_early,
+    remove_tail,
+    remove_unshards,
+)
+from ppfunc.splitter import Split
+from ppfunc.stage import Engine, Loss, graph
+from ppfunc.stage.frozen import FrozenLeaves, Trainable
+from ppfunc.stage.layout import local
+from ppfunc.stage.signature import Form, flatten, form_of, same_form
+from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
+
+from .checkpoint.tensor_file import DTYPES_BY_NAME
+from .optim.protocols import Clip, Optimizer, Transform, accepting_scale
+from .update.parameter_update import TrainingUpdate
+from .update.precision import Precision
+from .update.progress import Progress
+from .update.ranks import TrainingRanks
+from .update.start import note_whole
+from .update.state_checks import require_state, require_trees
+from .update.train_state import Metrics as Metrics, TrainState as TrainState, require_not_donated
+from .update.update_rule import OnNonfinite, UpdateRule, require_state_of
+
+
+class Trainer:
+    """Trains a pipeline by pure functions of a state.
+
+    ``init(params) -> state``, ``step(state, inputs, targets) -> (state, metrics)``, ``evaluate -> loss``.
+
+    Equivalent to, for one step over all data ranks::
+
+        loss, grads = value_and_grad(stages, loss_fn, schedule)(params, inputs, targets)
+        params, optimizer_state = optimizer.update(grads, optimizer_state, params)
+
+    A context manager that closes its transport. An error that ends its block on one rank fails the next step
+    of the others, with its text.
+
+    Args:
+        stages, loss_fn, engine, tied, trainable: as in :func:`value_and_grad`.
+        schedule: what every rank of a pipeline does; ``REDUCE_TIED``, ``REDUCE_GRAD`` and ``STEP`` are placed
+            anew.
+        optimizer: updates one stage at a time. ``chain(clip_by_global_norm(1.0), adamw(1e-3))`` clips by the
+            norm of all stages and ranks.
+        transport: ``P2P(mesh=mesh, axes=axes, shard=...)`` for the ranks of a mesh that train together;
+            ``InProcess()`` by default. :class:`P2P` says what ``shard`` cuts over the data ranks.
+        precision: dtypes of computing, reducing and keeping parameters, and the scale of the loss.
+        on_nonfinite: where loss or gradients are not finite: ``"skip"`` the update, and what it would have
+            changed in states of stages; ``"raise"`` on every rank, with the rank, stage, microbatch and
+            instruction that was first (reads a number of the device in every step, and runs the step again
+            where it fails); or ``"ignore"`` it.
+
+    Parameters, inputs and the leaves of the state are tensors or DTensors; a stage gets the local tensors.
+    Once, before the first step and after a failure, ranks compare their options, the hyperparameters of
+    optimizer and scale, updates of constants by the optimizer, and checksums of the states of data ranks; in
+    every step the seed. Frozen parameters stay as they are; their optimizer state goes on with gradients of
+    zero. Ranks that hold one parameter have to agree that it is frozen.
+
+    Raises:
+        ScheduleError, ValueError, TypeError: as :func:`value_and_grad`; arguments that do not fit together.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        loss_fn: Loss,
+        schedule: Schedule,
+        optimizer: Optimizer,
+        transport: Transport | None = None,
+        *,
+        engine: Engine = graph,
+        tied: TiedPlaces = None,
+        trainable: Trainable = None,
+        precision: Precision | None = None,
+        on_nonfinite: OnNonfinite = "skip",
+    ) -> None:
+        self.transport: Transport = InProcess() if transport is None else transport
+        with mistakes_told(self.transport):
+            self._stateful = tuple(stages.state) if isinstance(stages, Split) else ()
+            stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
+            rule = self._rule = _rule(optimizer, precision or Precision(), on_nonfinite)
+            shard = self.transport.shard if isinstance(self.transport, P2P) else "none"
+            plain = remove_unshards(remove_tail(schedule))
+            sharded = insert_unshards(plain) if shard == "params" else plain
+            self.schedule = reduce_early(append_tail(sharded, tied=bool(ties) or bool(schedule.replicas)))
+            self._ranks = TrainingRanks.of(shard, self.schedule, ties, self.transport)
+            frozen = FrozenLeaves(stages, trainable)
+            reduce, wants = rule.precision.reduce, ("loss", "aux")
+            spec = StepSpec(
+                f"trainer {rule.options_text}, shard {shard}",
+                wants,
+                tied=ties,
+                sum_dtype=reduce if reduce in (torch.float32, torch.float64) else None,
+                update=TrainingUpdate(rule, self._ranks, frozen),
+                finite=on_nonfinite == "raise",
+                frozen=frozen,
+            )
+            self._step = make_step(
+                stages, loss_fn, self.schedule, self.transport, engine, spec, self._steps, self._updated
+            )
+            looking = rule._replace(
+                precision=replace(rule.precision, scale=None), max_norm=math.inf, on_nonfinite="skip"
+            )
+            spec = StepSpec(
+                f"evaluation of {spec.name}",
+                wants,
+                tied=ties,
+                update=TrainingUpdate(looking, self._ranks, frozen),
+            )
+            ahead = forward_only(plain)
+            self._evaluate = make_step(
+                stages,
+                loss_fn,
+                insert_unshards(ahead) if shard == "params" else ahead,
+                self.transport,
+                engine,
+                spec,
+                self._evaluation,
+                self._loss,
+                training=False,
+                programs=self._step.pipeline.programs,
+            )
+        self._closed = False
+        self._forms: dict[int, Form] = {}  # of parameters and optimizer state, by stage, that were checked
+
+    def __repr__(self) -> str:
+        return f"<trainer of {self._step!r}>"
+
+    def init(self, params: Mapping[int, Any], state: Mapping[int, Any] | None = None) -> TrainState:
+        """Make the state before the first step.
+
+        Args:
+            params: ``{stage: tree}`` of the stages of this process, tensors or DTensors. They are the state's
+                afterwards.
+            state: likewise of the stages that have a state, such as running statistics. A skipped update
+                leaves it as it is.
+
+        Raises:
+            TypeError, ValueError: other stages than those of this process, or leaves that are no tensors, or
+                of a dtype that no checkpoint holds; stages that share memory and are not tied, which updates
+                would drive apart; a state where other ranks run other batches, and would each have another.
+        """
+        self._require_open()
+        stages, state = self._ranks.stages, {} if state is None else state
+        require_trees("params", params, stages)
+        require_trees("state", state, stages, some=True)
+        if missing := [s for s in self._stateful if s in stages and s not in state]:
+            raise ValueError(
+                f"state: got none of the stages {missing}, whose buffers the model writes into; expected"
+                " trainer.init(params, split.state)"
+            )
+        for name, trees in (("params", params), ("state", state)):
+            for s, tree in trees.items():
+                flatten(tree, f"{name}[{s}]")  # raises for leaves that are no tensors
+        require_declared_trees(params, self._ranks.tied)
+        precision, storages = self._rule.precision, set[int]()
+        masters = {
+            s: precision.to_master(tree_map(partial(_own, storages), tree)) for s, tree in params.items()
+        }
+        device = self.transport.device if isinstance(self.transport, P2P) else torch.device("cpu")
+        device = next((local(t).device for tree in masters.values() for t in tree_leaves(tree)), device)
+        pairs = {
+            s: self._ranks.init(tree, self._rule.optimizer, f"params[{s}]") for s, tree in masters.items()
+        }
+        initial = TrainState(
+            step=torch.zeros((), dtype=torch.int64, device=device),
+            params={s: pair[0] for s, pair in pairs.items()},
+            optimizer={s: pair[1] for s, pair in pairs.items()},
+            scale={} if precision.scale is None else precision.scale.init(device),
+            stage_state=dict(state),
+        )
+        for name in ("params", "optimizer", "stage_state"):
+            _require_storable(getattr(initial, name), name)
+        self._require_fit(initial)
+        if self._ranks.shards_params:
+            note_whole(initial.step, masters)
+        return initial
+
+    def step(
+        self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None,
+        seed: Seed = None, extras: Mapping[int, Any] | None = None,
+    ) -> tuple[TrainState, Metrics]:  # fmt: skip
+        """Run one step on the batch of this data rank.
+
+        Args:
+            inputs, targets, seed, extras: as of :func:`ppfunc.value_and_grad`. Random numbers depend on the
+                place of a microbatch among those of all data ranks.
+            loss_weights: how much each microbatch counts, such as its number of tokens; divided by their sum
+                over all data ranks. By default all count the same. Every rank gives some or none does. A
+                microbatch of weight 0 contributes nothing, as of :func:`ppfunc.value_and_grad`.
+
+        Returns:
+            The new state, and :class:`Metrics`. ``state`` stays as it is, unless the optimizer was given
+            ``donate``: then it cannot be used again, nor after a step that failed when some of it was
+            updated.
+
+        Raises:
+            PipelineError, AgreementError, StageError, ValueError, TypeError: as
+                :func:`ppfunc.value_and_grad`. Nothing is updated.
+        """
+        self._require_open()
+        after, metrics = self._step(state, [(inputs, targets)], [loss_weights], seed, extras)
+        return after, metrics[0]
+
+    def steps(
+        self, state: TrainState, batches: Sequence[tuple[Any, Any]], *, seed: Seed = None
+    ) -> tuple[TrainState, list[Metrics]]:
+        """Run several steps, which end, or fail, together.
+
+        Equivalent, to the bit, to::
+
+            for n, batch in enumerate(batches):
+                state, metrics = step(state, *batch, seed=(seed[0], seed[1] + n))
+
+        The ranks agree once. Where an update needs nothing of other stages (no clipping, no scale, and
+        ``on_nonfinite="ignore"``), each stage is updated as soon as its gradients are there, and the next
+        step begins on ranks that are done with this one.
+
+        Args:
+            batches: inputs and targets of every step, all of one form.
+
+        Raises:
+            As :meth:`step`.
+        """
+        self._require_open()
+        return self._step(state, batches, None, seed, None)
+
+    def record(
+        self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None,
+        seed: Seed = None, extras: Mapping[int, Any] | None = None,
+    ) -> tuple[tuple[TrainState, Metrics], Timeline]:  # fmt: skip
+        """Run one step and measure it. Arguments as of :meth:`step`.
+
+        Returns:
+            What :meth:`step` returns, and the timeline of all ranks of this pipeline, in seconds.
+        """
+        self._require_open()
+        (after, metrics), timeline = self._step.record(
+            state, [(inputs, targets)], [loss_weights], seed, extras
+        )
+        return (after, metrics[0]), timeline
+
+    def evaluate(
+        self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None,
+        seed: Seed = None, extras: Mapping[int, Any] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Compute the loss of a batch, of which this data rank has a part, on every rank: float64[].
+
+        Arguments as of :meth:`step`.
+        """
+        self._require_open()
+        return self._evaluate(state, inputs, targets, loss_weights, seed, extras)
+
+    def close(self) -> None:
+        """Close the transport. The trainer takes no steps afterwards."""
+        self._closed = True
+        self.transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            # Peers have heard of what a step has raised.
+            if (
+                isinstance(error, Exception)
+                and not isinstance(error, PipelineError | AgreementError)
+                and not self._closed
+            ):
+                self.transport.fail(Failure(self._ranks.ranks[0], None, None, error))
+        finally:
+            self.close()
+
+    # -- one call --------------------------------------------------------------------------
+
+    def _steps(
+        self,
+        state: TrainState,
+        batches: Sequence[tuple[Any, Any]],
+        weights: Sequence[LossWeights] | None,
+        seed: Seed,
+        extras: Any,
+    ) -> list[RawArguments]:
+        """Prepare the arguments of several steps."""
+        if not isinstance(batches, list | tuple) or not all(
+            isinstance(pair, list | tuple) and len(pair) == 2 for pair in batches
+        ):
+            raise TypeError(
+                f"batches: got {shown(batches)}, expected a list of (inputs, targets), one for every step"
+            )
+        if not batches:
+            raise ValueError("batches: got none, expected inputs and targets of at least one step")
+        seed = read_seed(seed)
+        each: Sequence[LossWeights] = [None] * len(batches) if weights is None else weights
+        common = self._common(state, each[0] is not None, seed)
+        arguments = [
+            self._of_batch(common, inputs, targets, each[n], seed and (seed[0], seed[1] + n), extras)
+            for n, (inputs, targets) in enumerate(batches)
+        ]
+        arguments[0] = arguments[0]._replace(common=f"{len(batches)} steps, {arguments[0].common}")
+        return arguments
+
+    def _evaluation(
+        self,
+        state: TrainState,
+        inputs: Any,
+        targets: Any,
+        loss_weights: LossWeights,
+        seed: Seed,
+        extras: Mapping[int, Any] | None,
+    ) -> RawArguments:
+        """Prepare the arguments of an evaluation."""
+        common = self._common(state, loss_weights is not None, read_seed(seed))
+        return self._of_batch(common, inputs, targets, loss_weights, seed, extras)
+
+    def _common(self, state: TrainState, weighted: bool, seed: Seed) -> RawArguments:
+        """Prepare the arguments that all steps share: parameters are cast once."""
+        self._require_fit(state)
+        precision = self._rule.precision
+        return RawArguments(
+            {s: self._ranks.for_step(tree, precision) for s, tree in state.params.items()},
+            None,
+            state=state.stage_state,
+            scale=state.scale.get("scale"),
+            update_state=Progress.of(state, self._ranks, weighted),
+            common=f"{'own' if weighted else 'equal'} weights, seed {seed}",
+        )
+
+    def _of_batch(
+        self,
+        common: RawArguments,
+        inputs: Any,
+        targets: Any,
+        loss_weights: LossWeights,
+        seed: Seed,
+        extras: Any,
+    ) -> RawArguments:
+        """Prepare the arguments of one batch of this data rank."""
+        data, cast, microbatches = (
+            self._ranks.data,
+            self._rule.precision.to_compute,
+            self.schedule.microbatches,
+        )
+        equal = [1 / (data.size * microbatches)] * microbatches
+        return common._replace(
+            inputs=inputs.map(cast) if isinstance(inputs, Microbatches) else cast(inputs),
+            targets=targets,
+            extras=extras,
+            loss_weights=read_loss_weights(equal if loss_weights is None else loss_weights, microbatches),
+            seed=seed,
+            microbatch_offset=data.index * microbatches,
+        )
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(
+                "the trainer is closed; take its steps before close(), within its `with` block, or make"
+                " another one"
+            )
+
+    def _require_fit(self, state: TrainState) -> None:
+        """Raise for what is no state of this trainer."""
+        scale = self._rule.precision.scale
+        keys = set() if scale is None else set(scale.init("cpu"))
+        require_state(state, self._ranks.stages, keys, self._ranks.data.size)
+        require_not_donated(state)
+        for s in self._ranks.stages:
+            pair = state.params[s], state.optimizer[s]
+            if s not in self._forms or same_form(pair, self._forms[s]) is None:
+                require_state_of(self._rule, *pair, f"state.optimizer[{s}]")
+                self._forms[s] = form_of(*tree_flatten(pair))
+
+    def _updated(self, result: StepResult) -> tuple[TrainState, list[Metrics]]:
+        """Return the new state, and the metrics of every step with those of its stages."""
+        progress: Progress = result.update_state
+        count = len(progress.metrics)
+        metrics = [
+            each._replace(stages={s: _rows_of(tree, n, count) for s, tree in result.aux.metrics.items()})
+            for n, each in enumerate(progress.metrics)
+        ]
+        return progress.state._replace(stage_state=result.aux.state), metrics
+
+    def _loss(self, result: StepResult) -> torch.Tensor:
+        return result.update_state.metrics[0].loss
+
+
+def _rule(optimizer: Any, precision: Any, on_nonfinite: OnNonfinite) -> UpdateRule:
+    """Say how parameters are updated, for arguments that fit together."""
+    if isinstance(optimizer, Transform | Clip):
+        raise TypeError(
+            "optimizer: got a transform of gradients, expected an optimizer behind it, such as"
+            " ppfunc.optim.chain(transform, ppfunc.optim.adamw(1e-3))"
+        )
+    if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
+        raise TypeError(
+            f"optimizer: got {reprlib.repr(optimizer)}, expected init and update, such as"
+            " ppfunc.optim.adamw(1e-3)"
+        )
+    if not isinstance(precision, Precision):
+        raise TypeError(
+            f"precision: got {shown(precision)}, expected Precision, such as"
+            " ppfunc.Precision(compute=torch.bfloat16)"
+        )
+    require_one_of("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
+    scale = precision.scale
+    if scale is not None and scale.changes and on_nonfinite != "skip":
+        raise ValueError(
+            f"on_nonfinite: got {on_nonfinite!r} with the scale {scale.text}, which changes where an update"
+            " is skipped; take 'skip', or a scale that never changes, such as ppfunc.static_scale(1024.0)"
+        )
+    max_norm, norm_type = math.inf, 2.0
+    if (clipped := getattr(optimizer, "clipped", None)) is not None:
+        clip, optimizer = clipped
+        max_norm, norm_type = clip.max_norm, clip.norm_type
+    return UpdateRule(accepting_scale(optimizer), max_norm, norm_type, precision, on_nonfinite)
+
+
+def _require_storable(trees: Mapping[int, Any], name: str) -> None:
+    """Raise TypeError for a leaf of a dtype that no checkpoint holds."""
+    for s, tree in trees.items():
+        leaves, treedef = tree_flatten(tree)
+        for leaf, path in zip(leaves, tree_paths(treedef, f"{name}[{s}]"), strict=True):
+            if leaf.dtype not in DTYPES_BY_NAME.values():
+                raise TypeError(
+                    f"{path} has the dtype {leaf.dtype}, which no checkpoint holds; expected one of"
+                    f" {', '.join(DTYPES_BY_NAME)}"
+                )
+
+
+def _rows_of(tree: Any, n: int, steps: int) -> Any:
+    """Take the rows of one of several steps out of a tree, or Microbatches, of the rows of all."""
+    if isinstance(tree, Microbatches):
+        rows = list(tree)
+        size = len(rows) // steps
+        return Microbatches(rows[n * size : (n + 1) * size])
+    return tree if steps == 1 else tree_map(lambda t: t.tensor_split(steps)[n], tree)
+
+
+def _own(storages: set[int], leaf: torch.Tensor) -> torch.Tensor:
+    """Detach a leaf, and clone it if an earlier leaf has its memory: each may be updated in place."""
+    leaf = leaf.detach()
+    storage = local(leaf).untyped_storage().data_ptr()
+    if storage in storages:
+        leaf = leaf.clone()
+    storages.add(storage)
+    return leaf

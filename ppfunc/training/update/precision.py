@@ -1,0 +1,174 @@
+"""Choose dtypes of computing, reducing and keeping parameters, and scale the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ppfunc._text import shown
+from ppfunc.stage.tree import tree_map
+
+from .._torch import update_scale
+from ..checks import require_count, require_positive
+from ..optim.protocols import Tree
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Choose the dtypes of a training step, None for those of the parameters, and the loss scale.
+
+    Args:
+        compute: of parameters and inputs in the stages.
+        reduce: in which gradients are added up over ranks; also over microbatches if it is wider than
+            theirs.
+        master: of the parameters that are kept, and of their optimizer state.
+        scale: of the loss: :func:`dynamic_scale`, of a step that skips updates, or :func:`static_scale`.
+
+    Raises:
+        ValueError: a dtype that is not floating.
+        TypeError: a scale that is none.
+
+    >>> Precision(compute=torch.bfloat16).to_compute({"w": torch.ones(2), "ids": torch.arange(2)})
+    {'w': tensor([1., 1.], dtype=torch.bfloat16), 'ids': tensor([0, 1])}
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    master: torch.dtype | None = None
+    scale: LossScale | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and not isinstance(self.scale, LossScale):
+            raise TypeError(f"scale: got {shown(self.scale)}, expected LossScale, such as dynamic_scale()")
+        for name in ("compute", "reduce", "master"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(
+                    f"{name} is {dtype!r}, expected a floating dtype such as torch.bfloat16, or None"
+                )
+
+    def to_compute(self, tree: Tree) -> Tree:
+        """Cast floating leaves to ``compute``; complex, integer and boolean ones are returned as they are."""
+        return cast(tree, self.compute)
+
+    def to_master(self, tree: Tree) -> Tree:
+        """Cast floating leaves to ``master``."""
+        return cast(tree, self.master)
+
+
+def cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
+    """Cast the floating leaves of a tree; leaves that have the dtype are not copied."""
+    if dtype is None:
+        return tree
+    return tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Scale the loss by a factor that gradients are divided by before the update.
+
+    Args:
+        init: ``init(device) -> state``, a dictionary with ``scale``, float32[].
+        update: ``update(state, found_inf) -> state``, after a step whose gradients have overflowed where
+            ``found_inf``, float32[], is 1. It leaves its argument as it is, and the host reads no value.
+        text: its name and numbers, which ranks that train together compare.
+        changes: ``update`` may change the state, so that the step has to skip updates that overflow.
+    """
+
+    init: Callable[[torch.device | str | None], dict[str, Tensor]]
+    update: Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]
+    text: str = "of functions of your own"
+    changes: bool = True
+
+    def __repr__(self) -> str:
+        return f"<LossScale {self.text}>"
+
+
+def static_scale(scale: float = 1.0) -> LossScale:
+    """Make a scale that never changes.
+
+    Raises:
+        ValueError, TypeError: a number that is not positive and finite.
+    """
+    require_positive(scale=scale)
+    _require_float32("scale", scale)
+
+    def first(device: torch.device | str | None) -> dict[str, Tensor]:
+        return {"scale": torch.full((), scale, dtype=torch.float32, device=device)}
+
+    return LossScale(first, lambda state, found_inf: state, f"static_scale({scale})", changes=False)
+
+
+def _require_float32(name: str, number: float) -> None:
+    if number > torch.finfo(torch.float32).max:
+        raise ValueError(
+            f"{name} is {number:g}, expected at most {torch.finfo(torch.float32).max:g}, as in float32"
+        )
+
+
+def dynamic_scale(
+    init: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
+) -> LossScale:
+    """Make a scale that falls when gradients overflow, and rises after a number of steps in which none did.
+
+    Equivalent to::
+
+        if found_inf: scale, good = scale * backoff, 0
+        elif good + 1 == interval: scale, good = scale * growth if that is finite else scale, 0
+        else: good = good + 1
+
+    The scale stays above the smallest normal number. The state also has ``good``, int32[].
+
+    Args:
+        init: the first scale.
+        growth: factor after ``interval`` good steps, at least 1.
+        backoff: factor after an overflow, less than 1.
+        interval: good steps from one growth to the next.
+
+    Raises:
+        ValueError, TypeError: numbers out of range, or none.
+
+    References:
+        Micikevicius et al., Mixed Precision Training, 2018. The numbers are those of
+        ``torch.amp.GradScaler``.
+
+    >>> scale = dynamic_scale(init=8.0, interval=1)
+    >>> state = scale.update(scale.init("cpu"), torch.tensor(1.0))
+    >>> state["scale"].item(), scale.update(state, torch.tensor(0.0))["scale"].item()
+    (4.0, 8.0)
+    """
+    require_positive(init=init, growth=growth, backoff=backoff)
+    _require_float32("init", init)
+    require_count("interval", interval)
+    if growth < 1 or backoff >= 1:
+        raise ValueError(
+            f"growth is {growth} and backoff {backoff}, expected growth of at least 1 and backoff of less"
+            " than 1"
+        )
+
+    def first(device: torch.device | str | None) -> dict[str, Tensor]:
+        return {
+            "scale": torch.full((), init, dtype=torch.float32, device=device),
+            "good": torch.zeros((), dtype=torch.int32, device=device),
+        }
+
+    @torch.no_grad()
+    def update(state: dict[str, Tensor], found_inf: Tensor) -> dict[str, Tensor]:
+        scale, good = state["scale"].clone(), state["good"].clone()
+        update_scale(scale, good, found_inf.to(scale.device, torch.float32), growth, backoff, interval)
+        return {"scale": scale.clamp_(min=torch.finfo(torch.float32).tiny), "good": good}
+
+    return LossScale(first, update, f"dynamic_scale({init}, {growth}, {backoff}, {interval})")
+
+
+def overflow(*numbers: Tensor) -> Tensor:
+    """Return 1 if any number, such as the loss, is not finite, else 0: float32[].
+
+    >>> overflow(torch.tensor(1.0), torch.tensor(float("nan")))
+    tensor(1.)
+    """
+    flags = [~torch.isfinite(number) for number in numbers]
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).any().to(torch.float32)

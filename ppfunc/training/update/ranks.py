@@ -1,0 +1,188 @@
+"""Decide how parameters and optimizer state are cut over the ranks that train together, and cut them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ppfunc.runtime import P2P, Transport
+from ppfunc.runtime.agreement.ties import Tied
+from ppfunc.runtime.transport.collective import Collective
+from ppfunc.runtime.transport.grid import Axes, ShardWhat
+from ppfunc.schedule import Schedule
+from ppfunc.stage.layout import MeshLayout, distributed, layout_of, local, placements_of
+from ppfunc.stage.signature import differentiable, flatten
+from ppfunc.stage.tree import NAMESPACE, tree_leaves, tree_structure
+
+from ..optim.protocols import Optimizer, Tree
+from .precision import Precision
+from .sharding import Dims, shard, shard_dim, whole_shape
+
+
+class Cut(NamedTuple):
+    """Describe how a parameter is cut.
+
+    Args:
+        part: the dimension of which each data rank adds its part to the norm. None where the first data rank
+            adds the whole. It does not depend on what is sharded, so that the norm always has the same bits.
+        dim: the dimension that is cut over the data ranks, None where each has the whole.
+        layout: as stages are given it: over the ranks of the model axis; None for a plain tensor.
+        kept: as each data rank keeps its part.
+    """
+
+    part: int | None
+    dim: int | None
+    layout: MeshLayout | None
+    kept: MeshLayout | None
+
+
+class TrainingRanks(NamedTuple):
+    """Describe the ranks that train together, as one of them sees them.
+
+    Args:
+        shard: what is cut over the data ranks.
+        schedule: places stages on ranks.
+        ranks: of the pipeline, in this process.
+        tied: places of tied parameters.
+        data, model, world: the ranks that hold the same parameters, parts of the same, and all.
+        mesh: the ranks of the axes of data and model, in the order of the mesh; None without one.
+        axes: the names of the axes.
+    """
+
+    shard: ShardWhat
+    schedule: Schedule
+    ranks: tuple[int, ...]
+    tied: Tied
+    data: Collective
+    model: Collective
+    world: Collective
+    mesh: DeviceMesh | None
+    axes: Axes
+
+    @classmethod
+    def of(cls, shard: ShardWhat, schedule: Schedule, tied: Tied, transport: Transport) -> TrainingRanks:
+        """Describe the ranks of a transport."""
+        data, model, world = (transport.collective(among) for among in ("data", "model", "world"))
+        mesh, axes = (transport.mesh, transport.axes) if isinstance(transport, P2P) else (None, Axes())
+        if mesh is not None:
+            names = tuple(name for name in mesh.mesh_dim_names or () if name in (axes.data, axes.model))
+            mesh = mesh[names] if axes.data in names else None
+        return cls(
+            shard, schedule, transport.local_ranks(schedule.ranks), tied, data, model, world, mesh, axes
+        )
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Return the stages of the model that this process holds."""
+        return tuple(sorted({stage for rank in self.ranks for stage in self.schedule.model_stages_of(rank)}))
+
+    @property
+    def shards_params(self) -> bool:
+        """Tell if parameters are whole only between UNSHARD and RESHARD."""
+        return self.shard == "params" and self.data.size > 1
+
+    def cuts(self, leaves: Sequence[Tensor]) -> list[Cut]:
+        """Return how parameters are cut, for leaves as ``init`` gets them or as a state has them."""
+        return [self._cut(leaf) for leaf in leaves]
+
+    def _cut(self, leaf: Tensor) -> Cut:
+        layout = layout_of(leaf)
+        if self.mesh is None or self.axes.data is None or not differentiable(leaf.dtype):
+            return Cut(None, None, layout, layout)
+        from torch.distributed.tensor import Replicate, Shard  # here, because the import takes long
+
+        axis = (self.mesh.mesh_dim_names or ()).index(self.axes.data)
+        if layout is not None and self.axes.data in layout.axes:  # of a state
+            placements = list(placements_of(layout.placements))
+            cut = placements.pop(axis)
+            model = (
+                MeshLayout.of(self.mesh[self.axes.model], placements, layout.shape)
+                if self.axes.model and placements
+                else None
+            )
+            dim = cut.dim if isinstance(cut, Shard) else None
+            return Cut(dim, dim, model, layout)
+        placements = (
+            [Replicate()] * (self.mesh.ndim - 1) if layout is None else list(placements_of(layout.placements))
+        )
+        dim = shard_dim(
+            local(leaf).shape, self.data.size, {p.dim for p in placements if isinstance(p, Shard)}
+        )
+        if dim is None or self.shard == "none":
+            return Cut(dim, None, layout, layout)
+        placements.insert(axis, Shard(dim))
+        return Cut(dim, dim, layout, MeshLayout.of(self.mesh, placements, leaf.shape))
+
+    def is_whole(self, leaf: Tensor) -> bool:
+        """Tell if every data rank keeps the same of a leaf of a state."""
+        layout = layout_of(leaf)
+        return layout is None or self.axes.data not in layout.axes
+
+    def shards(self, leaves: Sequence[Tensor], dims: Dims) -> tuple[Tensor, ...]:
+        """Return the shards of leaves that this data rank updates."""
+        if self.shards_params:
+            return tuple(map(local, leaves))
+        return shard(tuple(map(local, leaves)), dims, self.data.size, self.data.index)
+
+    def init(self, params: Tree, optimizer: Optimizer, name: str) -> tuple[Tree, Tree]:
+        """Cut the parameters of a stage; return them and their optimizer state. ``name`` is for errors."""
+        leaves, treedef = flatten(params, name)
+        if not all(map(self.is_whole, leaves)):
+            raise ValueError(
+                f"{name}: got parts over the axis {self.axes.data!r}, expected whole parameters, which init"
+                " cuts itself"
+            )
+        cuts = self.cuts(leaves)
+        dims = tuple(cut.dim for cut in cuts)
+        shards = shard(tuple(map(local, leaves)), dims, self.data.size, self.data.index)
+        state = optimizer.init(treedef.unflatten(shards))
+        flatten(state, f"optimizer.init({name})")  # raises for leaves that are no tensors
+        layouts = [cut.kept for cut in cuts]
+        trained = [n for n, leaf in enumerate(shards) if differentiable(leaf.dtype)]
+        bare = treedef.unflatten(leaf if differentiable(leaf.dtype) else None for leaf in shards)
+        # Forms of trees like the parameters, or like those of them that train.
+        forms = [(treedef, range(len(shards))), (tree_structure(bare), trained)]
+
+        def numbers_of(node: Any) -> Sequence[int] | None:
+            """Return the numbers of the parameters that the leaves of a node of the state belong to."""
+            structure, shapes = tree_structure(node), [t.shape for t in tree_leaves(node)]
+            for form, numbers in forms:
+                if form == structure and shapes == [shards[n].shape for n in numbers]:
+                    return numbers
+            return None
+
+        def laid_out(node: Any) -> Any:
+            if (numbers := numbers_of(node)) is None:
+                return node
+            pairs = zip(tree_leaves(node), numbers, strict=True)
+            return tree_structure(node).unflatten(distributed(t, layouts[n]) for t, n in pairs)
+
+        kept = treedef.unflatten(map(distributed, shards, layouts)) if self.shards_params else params
+        return kept, optree.tree_map(
+            laid_out, state, is_leaf=lambda node: numbers_of(node) is not None, namespace=NAMESPACE
+        )
+
+    def for_step(self, params: Tree, precision: Precision) -> Tree:
+        """Cast the parameters of a stage for a step; those that it gathers have no memory yet."""
+        if not self.shards_params:
+            return precision.to_compute(params)
+        leaves, treedef = flatten(params)
+        return treedef.unflatten(
+            self._bare(leaf, cut, precision) for leaf, cut in zip(leaves, self.cuts(leaves), strict=True)
+        )
+
+    def _bare(self, leaf: Tensor, cut: Cut, precision: Precision) -> Tensor:
+        """Make a tensor of the form of a whole parameter, without memory if this rank holds a shard."""
+        part = precision.to_compute(local(leaf))
+        if cut.dim is None:
+            return distributed(part, cut.layout)
+        bare = torch.empty(
+            whole_shape(part.shape, cut.dim, self.data.size), dtype=part.dtype, device=part.device
+        )
+        bare.untyped_storage().resize_(0)
+        return distributed(bare, cut.layout)

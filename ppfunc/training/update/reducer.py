@@ -1,0 +1,196 @@
+"""Add gradients up in flat buckets: over the microbatches of a stage, then over ranks."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ppfunc.runtime.execution.gradients import Leaves, Numbers, Owner
+from ppfunc.stage.signature import LeafSignature
+
+from .._torch import add_into_each, copy_into_each, users_of
+from ..optim.protocols import Ranks, Wait
+from .buckets import MOST, Bucket, plan_buckets, views
+from .sharding import Dims, by_rank, part_signature, views_by_rank
+
+
+class _Memory(NamedTuple):
+    """Hold the memory of a bucket.
+
+    Args:
+        flat: where microbatches are added up.
+        sent: what is added up over ranks: ``flat``, or its values in another dtype.
+        total: the sum over ranks: ``sent``, or this rank's part of it.
+        leaves, totals: views of ``flat`` and ``total``.
+    """
+
+    flat: Tensor
+    sent: Tensor
+    total: Tensor
+    leaves: list[Tensor]
+    totals: list[Tensor]
+
+
+class Reducer:
+    """Adds up the gradients of a stage in buckets, over microbatches and then over ranks.
+
+    Equivalent to, for each leaf::
+
+        total = sum(gradients of the microbatches)
+        total = sum(total of each rank)
+        total = this rank's part of total, where a dimension is cut
+
+    It owns its buckets and reuses them in every step: the next ``add`` overwrites the results of ``wait``.
+
+    Args:
+        leaves: signatures of the gradients as they are added up over microbatches; floating or complex.
+        dims: of every leaf, the dimension of which each rank gets a part of the sum; None where it gets the
+            whole.
+        ranks: of one axis.
+        dtype: in which real gradients are added up over ranks; by default that of the leaf.
+        device: of the buckets.
+        most: bytes of a bucket.
+    """
+
+    def __init__(
+        self, leaves: Sequence[LeafSignature], dims: Dims, ranks: Ranks, *, dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None, most: int = MOST,
+    ) -> None:  # fmt: skip
+        self.form = tuple(leaves), dims
+        shards = [part_signature(leaf, dim, ranks.size) for leaf, dim in zip(leaves, dims, strict=True)]
+        cut = [n for n, dim in enumerate(dims) if dim is not None]
+        whole = [n for n, dim in enumerate(dims) if dim is None]
+        buckets = plan_buckets(shards, chosen=whole, most=most)
+        buckets += plan_buckets(shards, chosen=cut, most=most // ranks.size)
+        self._memory = [_memory(bucket, dims, ranks.size, dtype, device) for bucket in buckets]
+        order = {
+            place.leaf: k for k, place in enumerate(place for bucket in buckets for place in bucket.places)
+        }
+        self._views, self._totals = (
+            tuple(column[order[n]] for n in range(len(leaves)))
+            for column in (
+                [t for m in self._memory for t in m.leaves],
+                [t for m in self._memory for t in m.totals],
+            )
+        )
+        self._dims, self._ranks = dims, ranks
+        # The leaves of which the buckets hold gradients of this step, as they came together.
+        self._begun = set[Numbers]()
+        self._sums: Leaves = ()
+        self._waits: list[Wait] | None = None  # of the sum over ranks that is under way
+        self._storages = [t.untyped_storage() for m in self._memory for t in (m.flat, m.sent, m.total)]
+        self._users = list(map(users_of, self._storages))
+
+    @property
+    def idle(self) -> bool:
+        """Tell if nobody else holds its memory: an optimizer may have kept a gradient."""
+        return self._waits is None and list(map(users_of, self._storages)) == self._users
+
+    @torch.no_grad()
+    def add(self, gradients: Leaves, numbers: Numbers, microbatch: int) -> None:
+        """Add gradients of one microbatch, of the leaves of these numbers; the first of a step are copied.
+
+        Raises:
+            RuntimeError: while a sum over ranks is under way.
+            ValueError: another number of gradients than of leaves.
+        """
+        if self._waits is not None:
+            raise RuntimeError("gradients came while a reduction is under way: wait for it first")
+        if len(gradients) != len(numbers):
+            raise ValueError(f"got {len(gradients)} gradients, expected {len(numbers)}, one per leaf")
+        if not numbers:
+            return
+        begun = numbers in self._begun
+        if not begun and not self._missing.issuperset(numbers):  # some have come in other parts
+            self._zero()
+            begun = True
+        into = [self._views[n] for n in numbers]
+        shaped = [
+            g if (dim := self._dims[n]) is None else by_rank(g, dim, self._ranks.size)
+            for n, g in zip(numbers, gradients, strict=True)
+        ]
+        (add_into_each if begun else copy_into_each)(into, shaped)
+        self._begun.add(numbers)
+
+    def put_back(self, gradients: Leaves) -> None:
+        """Replace the sums that ``take`` gave by those over all places of the leaves.
+
+        ``launch`` copies them, not this: what ``take`` gave may still be on its way to other places.
+        """
+        self._sums = gradients
+
+    def signature(self, leaf: LeafSignature) -> LeafSignature:
+        """Return the signature of a sum over microbatches."""
+        return leaf
+
+    def take(self, like: Leaves, owned: Owner) -> Leaves:
+        """Return the sums over microbatches, in the memory of the buckets; the next ``launch`` ends them."""
+        self._zero()
+        pairs = zip(self._views, self._dims, strict=True)
+        return tuple(view.detach() if dim is None else view.flatten(dim, dim + 1) for view, dim in pairs)
+
+    def launch(self) -> None:
+        """Begin to add up over ranks, bucket after bucket; returns at once. All ranks launch in one order.
+
+        Raises:
+            RuntimeError: a reduction is under way already.
+        """
+        if self._waits is not None:
+            raise RuntimeError("a reduction is under way already: wait for it first")
+        if self._sums:
+            sums, self._sums = self._sums, ()
+            self._begun.clear()
+            self.add(sums, tuple(range(len(sums))), -1)
+        self._zero()
+        self._waits = []
+        for memory in self._memory:
+            if memory.sent is not memory.flat:
+                memory.sent.copy_(memory.flat)
+            if memory.total is memory.sent:
+                self._waits.append(self._ranks.all_reduce(memory.sent))
+            else:
+                self._waits.append(self._ranks.reduce_scatter(memory.sent, memory.total))
+
+    def wait(self) -> Leaves:
+        """Wait for the sums over ranks.
+
+        Returns:
+            One per leaf, or this rank's part of it, in the dtype in which they were added up.
+
+        Raises:
+            RuntimeError: no reduction is under way.
+        """
+        if self._waits is None:
+            raise RuntimeError("no reduction is under way: launch one first")
+        for wait in self._waits:
+            wait()
+        self._waits = None
+        self._begun.clear()
+        # New tensors, so that ``idle`` sees who keeps one.
+        return tuple(map(Tensor.detach, self._totals))
+
+    @property
+    def _missing(self) -> set[int]:
+        """Return the leaves of which no gradient has come in this step."""
+        return set(range(len(self._views))).difference(*self._begun)
+
+    def _zero(self) -> None:
+        """Make the missing leaves zero, as if a gradient of each had come."""
+        missing = tuple(self._missing)
+        for n in missing:
+            self._views[n].zero_()
+        self._begun.add(missing)
+
+
+def _memory(
+    bucket: Bucket, dims: Dims, ranks: int, dtype: torch.dtype | None, device: torch.device | str | None
+) -> _Memory:
+    """Make the memory of a bucket; complex leaves stay in their dtype."""
+    first = bucket.places[0]
+    cut, wire = dims[first.leaf] is not None, bucket.dtype if first.pairs else dtype or bucket.dtype
+    flat = torch.zeros(bucket.numel * ranks if cut else bucket.numel, dtype=bucket.dtype, device=device)
+    sent = flat if wire == bucket.dtype else torch.empty_like(flat, dtype=wire)
+    total = sent.new_empty(bucket.numel) if cut else sent
+    leaves = views_by_rank(bucket, flat, dims, ranks) if cut else views(bucket, flat)
+    return _Memory(flat, sent, total, leaves, views(bucket, total))

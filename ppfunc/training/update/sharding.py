@@ -1,0 +1,97 @@
+"""Cut the leaves of a tree over the ranks of an axis: parameters, gradients and optimizer state."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from ppfunc.stage.signature import LeafSignature
+
+from .._torch import copy_into_each
+from ..optim.protocols import Ranks
+from .buckets import MOST, Bucket, plan_buckets, views
+
+Dims = tuple[int | None, ...]
+"""Dimension of every leaf that is cut; None for leaves of which each rank has the whole."""
+
+
+def shard_dim(shape: Sequence[int], ranks: int, taken: Collection[int] = ()) -> int | None:
+    """Find the first dimension that no other axis cuts and that divides by the number of ranks, else None.
+
+    Args:
+        shape: of the whole leaf, or of the shard of it that another axis leaves.
+        ranks: of the axis.
+        taken: the dimensions that other axes cut.
+
+    >>> shard_dim((3, 4), 2), shard_dim((4, 4), 2, taken={0}), shard_dim((1,), 2), shard_dim((), 2)
+    (1, 1, None, None)
+    """
+    if ranks < 2:
+        return None
+    return next((d for d, size in enumerate(shape) if d not in taken and size and size % ranks == 0), None)
+
+
+def shard(leaves: Sequence[Tensor], dims: Dims, ranks: int, rank: int) -> tuple[Tensor, ...]:
+    """Cut leaves that this rank has whole: shards in new memory; leaves that are not cut as they are."""
+    return tuple(
+        leaf
+        if dim is None
+        else leaf.tensor_split(ranks, dim)[rank].clone(memory_format=torch.contiguous_format)
+        for leaf, dim in zip(leaves, dims, strict=True)
+    )
+
+
+@torch.no_grad()
+def gather(shards: Sequence[Tensor], dims: Dims, ranks: Ranks, *, most: int = MOST) -> tuple[Tensor, ...]:
+    """Gather whole leaves of the shards of all ranks: see :func:`shard`.
+
+    Returns:
+        Whole leaves in new memory; leaves that are not cut stay as they are.
+    """
+    whole = [s.detach() for s in shards]
+    cut = [n for n, dim in enumerate(dims) if dim is not None]
+    begun = []
+    for bucket in plan_buckets(whole, chosen=cut, most=most // ranks.size):
+        part = torch.empty(bucket.numel, dtype=bucket.dtype, device=whole[bucket.places[0].leaf].device)
+        copy_into_each(views(bucket, part), [whole[place.leaf] for place in bucket.places])
+        begun.append((bucket, *ranks.all_gather(part)))
+    for bucket, flat, wait in begun:
+        wait()
+        numbers = [place.leaf for place in bucket.places]
+        for n in numbers:
+            whole[n] = whole[n].new_empty(whole_shape(whole[n].shape, dims[n], ranks.size))
+        into = [by_rank(whole[n], dims[n], ranks.size) for n in numbers]
+        copy_into_each(into, views_by_rank(bucket, flat, dims, ranks.size))
+    return tuple(whole)
+
+
+def whole_shape(shape: Sequence[int], dim: int | None, ranks: int) -> tuple[int, ...]:
+    """Return the shape of the tensor that so many equal parts of this shape make."""
+    return tuple(size * ranks if d == dim else size for d, size in enumerate(shape))
+
+
+def part_signature(leaf: Tensor | LeafSignature, dim: int | None, ranks: int) -> LeafSignature:
+    """Return the signature of one of so many equal parts of a leaf."""
+    return LeafSignature(
+        tuple(size // ranks if d == dim else size for d, size in enumerate(leaf.shape)), leaf.dtype, False
+    )
+
+
+def by_rank(leaf: Tensor, dim: int | None, ranks: int) -> Tensor:
+    """View a whole leaf with two dimensions in the place of ``dim``: ranks, and the rows of each."""
+    assert dim is not None
+    return leaf.unflatten(dim, (ranks, leaf.shape[dim] // ranks))
+
+
+def views_by_rank(bucket: Bucket, flat: Tensor, dims: Dims, ranks: int) -> list[Tensor]:
+    """View the whole leaves, as of :func:`by_rank`, in a buffer that holds the shards rank after rank."""
+    leaves = []
+    for place, first in zip(bucket.places, views(bucket, flat[: bucket.numel]), strict=True):
+        dim, distance = dims[place.leaf], bucket.numel // 2 if place.pairs else bucket.numel
+        assert dim is not None
+        shape, strides = (
+            (*sizes[:dim], one, *sizes[dim:])
+            for sizes, one in ((first.shape, ranks), (first.stride(), distance))
+        )
+        leaves.append(first.as_strided(shape, strides))
+    return leaves

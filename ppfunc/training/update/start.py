@@ -1,0 +1,82 @@
+"""Describe what ranks that train together compare before they begin: options, and values of states."""
+
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ppfunc.runtime.agreement.checksums import checksum
+from ppfunc.stage import Signature
+from ppfunc.stage.frozen import FrozenLeaves
+from ppfunc.stage.layout import local
+from ppfunc.stage.tree import tree_leaves
+
+from ..optim.protocols import Optimizer
+from .ranks import TrainingRanks
+from .train_state import TrainState
+from .update_rule import UpdateRule, updated_ones
+
+_CUT_FROM: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the step of a state: texts on whole parameters
+
+
+def note_whole(step: Tensor, params: Mapping[int, object]) -> None:
+    """Note checksums of the parameters that a state of this ``step`` is cut from, for its first step."""
+    _CUT_FROM[step] = [
+        f"the parameters of stage {s} with the checksum {_checksum(tree_leaves(tree))}"
+        for s, tree in sorted(params.items())
+    ]
+
+
+def start_facts(
+    rule: UpdateRule, ranks: TrainingRanks, state: TrainState, frozen: FrozenLeaves
+) -> tuple[str, str]:
+    """Write the terms that all ranks have to share, and those that the data ranks of a stage have to share.
+
+    A user's own optimizer is known only by name, so that ranks also compare how it updates ones. Reads
+    numbers of the device; ranks compare them once.
+    """
+    if ranks.world.size == 1:
+        return "", ""
+    scale = ", ".join(f"{name} {value.item():g}" for name, value in sorted(state.scale.items()))
+    common = [
+        *rule.numbers_text,
+        f"state of step {int(state.step)}{f' with the scale {scale}' if scale else ''}",
+    ]
+    trees = (
+        [
+            (f"{name} of stage {s}", tree)
+            for s in ranks.stages
+            for name, tree in _trees(rule.optimizer, state, s)
+        ]
+        if ranks.data.size > 1
+        else []
+    )
+    held = [
+        f"the {name} with the checksum {_checksum([t for t in tree_leaves(tree) if ranks.is_whole(t)])}"
+        for name, tree in trees
+    ]
+    held += _CUT_FROM.get(state.step, [])
+    for s in ranks.stages if ranks.data.size > 1 else ():
+        names = frozen.names(s, Signature.of(state.params[s]))
+        held.append(f"{', '.join(names) or 'nothing'} of stage {s} frozen")
+    return "; ".join(common), "; ".join(held)
+
+
+def _trees(optimizer: Optimizer, state: TrainState, stage: int) -> list[tuple[str, object]]:
+    params = state.params[stage]
+    return [
+        ("parameters", params),
+        ("optimizer state", state.optimizer[stage]),
+        ("ones updated by the optimizer", updated_ones(optimizer, params, (1.0, -0.5, 0.25))),
+    ]
+
+
+def _checksum(leaves: Sequence[Tensor]) -> str:
+    """Digest all bits of the leaves."""
+    sums = [checksum(local(leaf)) for leaf in leaves]
+    if not sums:
+        return "none"
+    numbers = torch.stack([s.to(sums[0].device) for s in sums]).tolist()
+    return sha256(repr(numbers).encode()).hexdigest()[:16]

@@ -1,0 +1,70 @@
+"""Define the state of training and the metrics of a step: trees of tensors."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+from weakref import ref
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ppfunc.stage.layout import local
+from ppfunc.stage.tree import tree_leaves
+
+from ..optim.protocols import Tree
+
+_DONATED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the step of a state, its leaves that were written
+
+
+class TrainState(NamedTuple):
+    """Hold the state of training; every leaf is a tensor or a DTensor.
+
+    Args:
+        step: updates so far, without those that were skipped, int64[].
+        params: by stage of the model, of this process, in the dtype of ``precision.master``.
+        optimizer: its state, by stage.
+        scale: of the loss, as :class:`LossScale` keeps it; empty without one.
+        stage_state: by stage, the state of those that have one, such as running statistics.
+    """
+
+    step: Tensor
+    params: dict[int, Tree]
+    optimizer: dict[int, Tree]
+    scale: dict[str, Tensor]
+    stage_state: dict[int, Tree]
+
+
+class Metrics(NamedTuple):
+    """Describe a step by tensors on the device. All but ``stages`` are the same on all ranks.
+
+    Args:
+        loss: the weighted sum over the microbatches of all data ranks, float64[].
+        grad_norm: of all gradients, before they were clipped, float64[].
+        scale: of the loss in this step, float64[].
+        skipped: 1 where the update was left out since loss or gradients were not finite, else 0, float32[].
+        stages: what the stages of this process return as metrics, by stage: trees with a leading axis of the
+            microbatches that it ran; Microbatches where they differ in form.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    scale: Tensor
+    skipped: Tensor
+    stages: dict[int, Any]
+
+
+def mark_donated(step: Tensor, written: Iterable[Tensor]) -> None:
+    """Note leaves of the state of this ``step`` that were updated in place: its next use raises.
+
+    Later states may hold the same leaves.
+    """
+    _DONATED.setdefault(step, []).extend(map(ref, written))
+
+
+def require_not_donated(state: TrainState) -> None:
+    """Raise ValueError for a state whose leaves were updated in place: they belong to several steps."""
+    written = {id(leaf) for entry in _DONATED.get(state.step, ()) if (leaf := entry()) is not None}
+    if written and any(id(local(leaf)) in written for leaf in tree_leaves((state.params, state.optimizer))):
+        raise ValueError(
+            "state: a step was given it, and has updated it in place, as donate=True says; go on from the"
+            " state that the last step returned, a copy from before it, or a checkpoint"
+        )

@@ -1,0 +1,216 @@
+"""Ranks find each other again after any failure that all survive, and nothing of a dropped transport
+stays.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import socket
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ppfunc as pp
+from ppfunc.runtime.control import sockets
+from ppfunc.runtime.control.sockets import Address, Who
+
+
+def caught(call, *args, **named):
+    """The type and text of what a call raises, and the rank that it names."""
+    try:
+        call(*args, **named)
+    except Exception as error:
+        return type(error).__name__, str(error), getattr(error, "rank", None)
+    return None, "", None
+
+
+def meet(timeout=20.0):
+    """A transport over which all ranks exchange something."""
+    with pp.P2P(timeout=timeout) as transport:
+        transport.require_same("met")
+        dist.barrier()
+    return True
+
+
+WRONG = {"mesh": "no mesh", "group": 30, "timeout": -1}
+
+
+def refused(rank, ranks, who, name):
+    """One rank gives wrong arguments; the others have made theirs, and run a step on it."""
+    if rank == who:
+        seen = caught(pp.P2P, **{name: WRONG[name]})
+    else:
+        with pp.P2P(timeout=20) as transport:
+            seen = caught(step, transport)
+    return seen, meet(), meet()
+
+
+def step(transport):
+    params = {transport.rank: torch.ones(2, 2)}
+    stages = [lambda w, x: x @ w] * transport.size
+    loss = lambda y, target: (y - target).square().mean()  # noqa: E731
+    x = torch.ones(4, 2)
+    return pp.value_and_grad(stages, loss, pp.gpipe(transport.size, 2), transport)(params, x, x)
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("who", [0, 1])
+def test_ranks_meet_again_after_a_constructor_that_was_refused_on_one(two, who, name, soon):
+    """The n-th transport of each rank was taken for the same one, and one that was refused did not count.
+
+    A group that is none was taken for the world; a timeout that is none was waited for, and not published.
+    """
+    began = time.monotonic()
+    for rank, (seen, *met) in enumerate(two(refused, who, name)):
+        assert met == [True, True]
+        if rank == who:
+            assert seen[0] in ("TypeError", "ValueError") and f"{name}: got {WRONG[name]!r}" in seen[1]
+        else:
+            assert seen[0] == "PipelineError" and seen[2] == who and f"Error: {name}: got" in seen[1]
+    assert time.monotonic() - began < 10 * soon
+
+
+def without_descriptors(rank, ranks, who):
+    """One rank can open no more files as it makes its transport."""
+    if rank != who:
+        with pp.P2P(timeout=20) as transport:
+            seen = caught(step, transport)
+        return seen, meet()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    gc.collect()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
+    try:
+        seen = caught(pp.P2P, timeout=20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return seen, meet()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_constructor_without_descriptors_is_published(fresh, who):
+    """The others waited for their whole limit, and read that a living rank is stopped."""
+    answers = fresh(2)(without_descriptors, who)
+    assert answers[who][0][0] == "OSError" and answers[who][1]
+    (name, text, named), met = answers[1 - who]
+    assert (name, named, met) == ("PipelineError", who, True) and "Too many open files" in text
+
+
+def misses(rank, ranks, who):
+    """One rank misses a transport. The others wait in vain; then all make the next one."""
+    seen = None
+    if rank != who:
+        with pp.P2P(timeout=2) as transport:
+            seen = caught(transport.require_same, "met"), caught(step, transport)
+    dist.barrier()
+    return seen, meet()
+
+
+@pytest.mark.parametrize("who", [0, 1, 3])
+def test_ranks_meet_again_after_a_transport_that_one_has_missed(four, who):
+    for rank, (seen, met) in enumerate(four(misses, who)):
+        assert met
+        if rank != who:
+            _, (name, text, named) = seen
+            assert (name, named) == ("PipelineError", who), text
+
+
+def misses_a_save(rank, ranks, who, root):
+    """One rank misses a save, then all save, and load."""
+    seen = None
+    if rank != who:
+        group = dist.group.WORLD._get_backend(torch.device("cpu"))
+        before = group.options._timeout
+        dist.distributed_c10d._set_pg_timeout(before.__class__(seconds=2), dist.group.WORLD)
+        seen = caught(pp.checkpoint.save, root, {"step": 1})
+        dist.distributed_c10d._set_pg_timeout(before, dist.group.WORLD)
+    dist.barrier()
+    pp.checkpoint.save(root, {"step": 2, "w": torch.ones(3)})
+    return seen, pp.checkpoint.load(root, like={"step": 0, "w": torch.zeros(3)})["step"]
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_ranks_save_and_load_after_a_save_that_one_has_missed(fresh, tmp_path, who):
+    """No later save or load of that group worked, and both sides named the wrong rank."""
+    for rank, (seen, loaded) in enumerate(fresh(3)(misses_a_save, who, str(tmp_path))):
+        assert loaded == 2
+        if rank != who:
+            assert seen[0] == "RankError" and f"rank {who} has " in seen[1], seen
+
+
+def drops(rank, ranks):
+    """Threads and descriptors after transports that were dropped, not closed."""
+
+    def look():
+        gc.collect()
+        dist.barrier()
+        time.sleep(0.3)
+        return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+    def drop():
+        transport = pp.P2P(timeout=20)
+        step(transport)
+        dist.barrier()
+
+    drop()
+    before = look()
+    for _ in range(5):
+        drop()
+    return before, look()
+
+
+def test_a_transport_that_is_dropped_is_closed(two):
+    """The thread that watches held it: 1 thread and 19 to 31 descriptors each."""
+    for before, after in two(drops):
+        assert all(now <= then + 1 for now, then in zip(after, before, strict=True)), (before, after)
+
+
+@pytest.mark.parametrize("limit", [8.0, 30.0, 1800.0])
+def test_a_link_may_be_silent_for_the_whole_limit(limit):
+    """It was taken for dead after 6.8 to 10 s, whatever the limit."""
+    ours, theirs = connected()
+    stream = sockets.Stream(1, True)
+    stream.attach(ours, limit)
+    options = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+    idle, between, count, user = (
+        ours.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in options
+    )
+    assert limit - 4 <= idle + between * count <= limit and user == 1000 * limit
+    stream.close()
+    theirs.close()
+
+
+def connected():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        return ours, server.accept()[0]
+
+
+def test_who_does_not_answer_in_time_is_not_taken_for_gone():
+    """A TimeoutError is an OSError, and was taken for a host where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as busy:  # accepts nothing
+        address = Address(["127.0.0.1"], busy.getsockname()[1], "00" * 16)
+        with pytest.raises(OSError, match="temporarily unavailable"):
+            sockets.connect(address, [], Who(0, True), 0.1)
+    assert sockets.connect(address, [], Who(0, True), 0.1) is None
+
+
+def test_who_has_another_key_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = Address(["127.0.0.1"], server.getsockname()[1], "00" * 16)
+        refusals = []
+
+        def admit():
+            with pytest.raises(ConnectionAbortedError) as refusal:
+                sockets.admit(server.accept()[0], "11" * 16, 5.0)
+            refusals.append(refusal.value)
+
+        thread = threading.Thread(target=admit)
+        thread.start()
+        assert sockets.connect(address, [], Who(0, True), 5.0) is None
+        thread.join()
+    assert len(refusals) == 1

@@ -1,0 +1,217 @@
+"""The quick proof that messages come to an end agrees with the run of all queues."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain, pairwise
+
+import pytest
+from hypothesis import given, strategies as st
+
+from ppfunc.schedule import (
+    BUILDERS,
+    Chain,
+    Instruction,
+    Op,
+    Schedule,
+    ScheduleError,
+    append_tail,
+    compute_only,
+    one_f_one_b,
+    place_communication,
+)
+from ppfunc.schedule.check import check
+from ppfunc.schedule.dataflow import Dataflow
+from ppfunc.schedule.formats.text import parse_instruction
+from ppfunc.schedule.instruction import COMMUNICATION
+from ppfunc.schedule.proof.begins import find_step_atomic
+from ppfunc.schedule.proof.order import check_order
+from ppfunc.schedule.proof.queues import QueueRun
+from ppfunc.schedule.proof.structure import check_structure
+
+
+def verdicts(schedule):
+    """Whether the schedule is step-atomic, by the quick proof and by the queues; None where it has no end."""
+    flow = Dataflow(schedule)
+    record = check_order(flow)
+    run = QueueRun(flow)
+    return find_step_atomic(flow, record), None if run.waits else run.step_atomic
+
+
+def is_accepted(schedule):
+    try:
+        check(schedule)
+    except ScheduleError:
+        return False
+    return True
+
+
+def lowered():
+    for name, build in BUILDERS.items():
+        for p, m in ((2, 2), (2, 4), (3, 6), (4, 8)):
+            try:
+                bare = compute_only(build(p, m))
+            except ValueError:
+                continue
+            for lookahead in (0, 1, 2):
+                yield name, place_communication(bare, lookahead=lookahead)
+    yield "skips", place_communication(replace(one_f_one_b(3, 4), skips=((0, 2),)))
+
+
+LOWERED = [(name, schedule) for name, schedule in lowered() if schedule.ops & COMMUNICATION]
+
+
+@pytest.mark.parametrize(("name", "schedule"), LOWERED)
+def test_what_builders_make_is_proved_quickly(name, schedule):
+    quick, slow = verdicts(schedule)
+    assert quick is slow is not None
+
+
+def changed(schedule, rng):
+    """One instruction moved, dropped, doubled or renamed, or two steps joined, or one cut."""
+    programs = [[list(step) for step in program] for program in schedule.programs]
+    program = rng.choice([p for p in programs if any(p)])
+    step = rng.choice([s for s in program if s])
+    place = rng.randrange(len(step))
+    kind = rng.choice(["move", "swap", "drop", "double", "rename", "renumber", "join", "cut"])
+    if kind == "swap":
+        other = rng.choice([s for s in program if s])
+        at = rng.randrange(len(other))
+        step[place], other[at] = other[at], step[place]
+    elif kind == "join":
+        at = rng.randrange(len(program))
+        program[at : at + 2] = [list(chain.from_iterable(program[at : at + 2]))]
+    elif kind == "cut":
+        at = next(k for k, s in enumerate(program) if s is step)
+        program[at : at + 1] = [step[:place], step[place:]]
+    else:
+        instruction = step[place] if kind == "double" else step.pop(place)
+        if kind == "rename" and not instruction.parts:
+            instruction = instruction._replace(op=rng.choice([*COMMUNICATION, Op.F, Op.B, Op.I, Op.W]))
+        if kind == "renumber" and not instruction.parts:
+            instruction = instruction._replace(microbatch=rng.randrange(schedule.microbatches))
+        if kind != "drop":
+            target = rng.choice(program)
+            target.insert(rng.randrange(len(target) + 1), instruction)
+    return replace(schedule, programs=tuple(tuple(map(tuple, p)) for p in programs))
+
+
+@given(st.sampled_from(LOWERED), st.integers(0, 2**32), st.integers(1, 3))
+def test_the_same_verdict_on_changed_schedules(case, seed, changes):
+    schedule, rng = case[1], random.Random(seed)
+    for _ in range(changes):
+        schedule = changed(schedule, rng)
+        with suppress(ScheduleError):  # the order of a rank alone is wrong
+            check_structure(schedule)
+            quick, slow = verdicts(schedule)
+            assert quick is slow
+
+
+@given(st.integers(0, 2**32))
+def test_the_same_verdict_on_random_orders_of_messages(seed):
+    """Two or three stages, each rank's messages in any order and any steps."""
+    rng = random.Random(seed)
+    schedule = place_communication(one_f_one_b(rng.choice((2, 3)), 2))
+    programs = []
+    for program in schedule.programs:
+        items = [i for step in program for i in step]
+        for _ in range(rng.randrange(5)):
+            at = rng.randrange(len(items) - 1)
+            items[at : at + 2] = items[at + 1], items[at]
+        steps = [[items[0]]]
+        for before, item in pairwise(items):
+            if rng.random() < 0.5 or before.op not in COMMUNICATION:
+                steps.append([])
+            steps[-1].append(item)
+        programs.append(tuple(map(tuple, steps)))
+    schedule = replace(schedule, programs=tuple(programs))
+    with suppress(ScheduleError):  # the order of a rank alone is wrong
+        quick, slow = verdicts(schedule)
+        assert quick is slow
+
+
+def made_from(*rows, microbatches, placement):
+    programs = tuple(
+        tuple(tuple(map(parse_instruction, step.split())) for step in row.split("|")) for row in rows
+    )
+    return Schedule("text", placement, (Chain(tuple(range(len(placement))), range(microbatches)),), programs)
+
+
+# rows, microbatches, placement
+WRONG = {
+    "W after B": (("0F0 | 0B0 | 0W0",), 1, (0,)),
+    "W after one B of many I": (("0F0 | 0F1 | 0I0 | 0W0 | 0B1 | 0W1",), 2, (0,)),
+    "W of another microbatch": (("0F0 | 0F1 | 0I0 | 0B1 | 0W1",), 2, (0,)),
+    "W before I": (("0F0 | 0W0 | 0I0",), 1, (0,)),
+    "B beside I": (("0F0 | 0F1 | 0I0 | 0W0 | 0B0 | 0B1",), 2, (0,)),
+    "B before F": (("0B0 | 0F0",), 1, (0,)),
+    "a stage before the one before it": (("1F0 | 0F0 | 1B0 | 0B0",), 1, (0, 0)),
+    "gradients in the order of the forward": (("0F0 | 1F0 | 0B0 | 1B0",), 1, (0, 0)),
+    "a message to nobody": (("0F0 | 0B0 | 0SEND_F0",), 1, (0,)),
+    "another order in a batch": (
+        ("0F0 | 0F1 | 0SEND_F0 0SEND_F1 | 0RECV_B0 0B0 | 0RECV_B1 0B1", "1RECV_F1 1RECV_F0 1F0 | 1F1 | 1B0 | 1SEND_B0 1B1 | 1SEND_B1"),  # noqa: E501
+        2, (0, 1),
+    ),
+    "each waits for a later step of the other": (
+        (
+            "0F0 | 0SEND_F0 0RECV_B0 0B0 | 0F1 | 0SEND_F1 0RECV_B1 0B1",
+            "1RECV_F0 1F0 | 1RECV_F1 1F1 | 1B0 | 1SEND_B0 1B1 | 1SEND_B1",
+        ), 2, (0, 1),
+    ),
+    "each waits for the next step of the other": (
+        ("0F0 | 0SEND_F0 0F1 | 0RECV_B0 0B0 | 0SEND_F1 0RECV_B1 0B1", "1RECV_F0 1F0 | 1RECV_F1 1F1 | 1B0 | 1SEND_B0 | 1B1 | 1SEND_B1"),  # noqa: E501
+        2, (0, 1),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_schedules_are_refused(case):
+    rows, microbatches, placement = WRONG[case]
+    assert not is_accepted(made_from(*rows, microbatches=microbatches, placement=placement))
+
+
+def test_a_weight_gradient_after_an_overlapped_full_backward_is_refused():
+    """The pair's op was looked at, which is no B, and the W was taken for that of an I."""
+    rows = ("0F0 | 0F1 | 0B0 | (0F2;0B1)OVERLAP_F_B | 0W1 | 0B2",)
+    with pytest.raises(ScheduleError, match="the full backward at step 3, place 0 has computed the weight"):
+        check(made_from(*rows, microbatches=3, placement=(0,)))
+
+
+def test_a_batch_that_holds_up_another_rank_is_refused():
+    schedule = place_communication(BUILDERS["interleaved_zb"](3, 4))
+    program = schedule.programs[0]
+    at = program.index((Instruction(Op.RECV_F, 3, 3),))
+    joined = (*program[:at], program[at] + program[at + 1], *program[at + 2 :])
+    assert not is_accepted(replace(schedule, programs=(joined, *schedule.programs[1:])))
+
+
+def with_last_steps(schedule, *texts):
+    """The schedule with these last steps."""
+    last = (tuple(map(parse_instruction, text.split())) for text in texts)
+    return replace(
+        schedule, programs=tuple((*p, step) for p, step in zip(schedule.programs, last, strict=True))
+    )
+
+
+def test_sums_over_replicas_that_wait_for_each_other_are_refused():
+    schedule = place_communication(compute_only(BUILDERS["dualpipe"](2, 4)))
+    assert schedule.placement == (0, 1, 1, 0)
+    assert is_accepted(with_last_steps(schedule, "0REDUCE_TIED 3REDUCE_TIED", "2REDUCE_TIED 1REDUCE_TIED"))
+    tails = "0REDUCE_TIED 0REDUCE_GRAD 3REDUCE_TIED", "1REDUCE_TIED 1REDUCE_GRAD 2REDUCE_TIED"
+    assert not is_accepted(with_last_steps(schedule, *tails))
+
+
+def test_a_barrier_needs_the_sums_over_replicas_in_steps_of_one_number():
+    schedule = append_tail(compute_only(BUILDERS["data_parallel"](2, 3)))
+    assert check(schedule).step_atomic
+    idle = replace(schedule, programs=(((), *schedule.programs[0]), schedule.programs[1]))
+    assert not check(idle).step_atomic
+
+
+def test_a_huge_range_takes_no_time():
+    chain = Chain((0, 1), range(10**15))
+    programs = (((Instruction(Op.F, 0, 0), Instruction(Op.SEND_F, 0, 0)),), ((Instruction(Op.F, 1, 0),),))
+    assert not is_accepted(Schedule("x", (0, 1), (chain,), programs))
