@@ -10,7 +10,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
@@ -70,6 +70,9 @@ def _has_compiler() -> bool:
     return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))))
 
 
+_NEVER_JOINED = -1  # in the place of a job's number
+
+
 class Processes:
     """Processes joined in one gloo group, each of which runs ``function(rank, size, *args)`` when asked.
 
@@ -103,19 +106,27 @@ class Processes:
         for end in self._ends:
             end.send((self._job, function.__code__.co_filename, function.__name__, args))
 
-    def answers(self, timeout: float = 60) -> list[Any]:
-        """What each rank has returned; an exception as itself, None for a process that is gone."""
-        return [self._answer(end, timeout) for end in self._ends]
+    def answers(self, timeout: float = 60, stopped: int | None = None) -> list[Any]:
+        """Return the answer of each rank: an exception as itself, None for a process that is gone or stopped.
 
-    def _answer(self, end: Connection, timeout: float) -> Any:
-        try:
-            while end.poll(timeout * busy()):
-                job, answer = end.recv()
+        Raises what has kept a process from joining the group, and TimeoutError where one does not answer.
+        """
+        answers: list[Any] = [None] * self.size
+        waiting = {end: rank for rank, end in enumerate(self._ends) if rank != stopped}
+        while waiting:
+            ready = wait(waiting, timeout * busy())
+            if not ready:
+                raise TimeoutError(f"ranks {list(waiting.values())} did not answer within {timeout} s")
+            for end in ready:
+                try:
+                    job, answer = end.recv()
+                except (EOFError, ConnectionResetError):
+                    job, answer = self._job, None
+                if job == _NEVER_JOINED:
+                    raise answer
                 if job == self._job:  # not a late one to an earlier test
-                    return answer
-            raise TimeoutError(f"a process did not answer within {timeout} s")
-        except (EOFError, ConnectionResetError):
-            return None
+                    answers[waiting.pop(end)] = answer
+        return answers
 
     def __call__(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
         """Run ``function`` on every rank; raises the first exception."""
@@ -144,7 +155,11 @@ def _work(rank: int, size: int, meeting: str, end: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+    try:
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+    except Exception as error:
+        end.send((_NEVER_JOINED, RuntimeError(f"rank {rank} of {size} did not join the group: {error}")))
+        raise
     while True:
         job, path, name, args = end.recv()
         torch.manual_seed(0)

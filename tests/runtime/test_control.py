@@ -431,9 +431,9 @@ def frozen(rank, ranks, victim):
 def test_a_frozen_rank_is_named_by_all_others(fresh, victim):
     processes = fresh(4)
     processes.start(frozen, victim)
-    for rank, end in enumerate(processes._ends):
+    for rank, answer in enumerate(processes.answers(stopped=victim)):
         if rank != victim:
-            name, _, named, seconds = processes._answer(end, 60)
+            name, _, named, seconds = answer
             assert (name, named) == ("PipelineError", victim)
             assert seconds < 2 + SOON * busy()
 

@@ -280,10 +280,7 @@ def require_named(processes, victim, soon, gone, since=None):
     """Every other rank has named the victim, within some seconds of its end or of the first that has; what
     each has seen.
     """
-    answers = {
-        rank: (answer := processes._answer(end, 60)) and Seen(*answer)
-        for rank, end in enumerate(processes._ends)
-    }
+    answers = {rank: answer and Seen(*answer) for rank, answer in enumerate(processes.answers())}
     told = answers.pop(victim)
     assert gone is None or (told is None) == gone, told
     for rank, seen in answers.items():
@@ -374,9 +371,9 @@ def test_a_rank_that_is_stopped_is_named_not_those_that_wait_for_it(fresh, tmp_p
     processes(warm)
     processes.start(trains, layout, limit, None, tmp_path)
     strike(processes, victim, signal.SIGSTOP, delay, tmp_path)
-    for rank, end in enumerate(processes._ends):
+    for rank, answer in enumerate(processes.answers(stopped=victim)):
         if rank != victim:
-            seen = Seen(*processes._answer(end, 60))
+            seen = Seen(*answer)
             assert (seen.kind, seen.rank) == ("PipelineError", victim), (rank, seen)
 
 
@@ -388,8 +385,8 @@ def test_a_rank_that_is_slow_within_the_limit_raises_no_alarm(fresh, tmp_path, s
     strike(processes, victim, signal.SIGSTOP, delay, tmp_path)
     time.sleep(3.0)  # longer than whatever is waited for without a limit
     os.kill(processes.workers[victim].pid, signal.SIGCONT)
-    for rank, end in enumerate(processes._ends):
-        seen = Seen(*processes._answer(end, 60))
+    for rank, answer in enumerate(processes.answers()):
+        seen = Seen(*answer)
         assert (seen.kind, seen.ended) == ("nothing", 40), (rank, seen)
 
 
@@ -478,8 +475,7 @@ def test_the_host_of_the_store_may_leave_after_a_failure(fresh, soon, victim):
     processes = fresh(4)
     processes(warm)
     processes.start(host_leaves, victim)
-    for rank, end in enumerate(processes._ends):
-        answer = processes._answer(end, 60)
+    for rank, answer in enumerate(processes.answers()):
         if rank > 0:
             seen = Seen(*answer)
             assert (seen.kind, seen.rank) == ("PipelineError", victim), (rank, seen)
@@ -502,9 +498,9 @@ def test_a_rank_that_closes_before_the_others_have_come_is_named(fresh, victim):
     processes = fresh(3)
     processes(warm)
     processes.start(closes, victim)
-    for rank, end in enumerate(processes._ends):
+    for rank, answer in enumerate(processes.answers()):
         if rank != victim:
-            seen = Seen(*processes._answer(end, 60))
+            seen = Seen(*answer)
             assert (seen.kind, seen.rank) == ("PipelineError", victim), (rank, seen)
 
 
@@ -524,9 +520,9 @@ def test_a_rank_that_skips_a_call_is_named_as_such(fresh, victim):
     processes = fresh(3)
     processes(warm)
     processes.start(skips, victim)
-    for rank, end in enumerate(processes._ends):
+    for rank, answer in enumerate(processes.answers()):
         if rank != victim:
-            seen = Seen(*processes._answer(end, 60))
+            seen = Seen(*answer)
             assert (seen.kind, seen.rank) == ("PipelineError", victim), (rank, seen)
             assert f"rank {victim} has not begun the step after 3 steps" in seen.text
 

@@ -329,9 +329,9 @@ def save_and_stop_while_connecting(rank, size, root, last):
 def test_a_rank_that_is_stopped_while_the_others_connect_is_named(fresh, tmp_path, last):
     processes = fresh(3)
     processes.start(save_and_stop_while_connecting, str(tmp_path), last)
-    for rank, end in enumerate(processes._ends):
+    for rank, answer in enumerate(processes.answers(40, stopped=last)):
         if rank != last:
-            text, seconds = processes._answer(end, 40)
+            text, seconds = answer
             assert f"rank {last} has failed: " in text and seconds < 20 * busy()
             assert f"rank {last} has not come" in text or (last == 0 and "serves the store" in text)
 
