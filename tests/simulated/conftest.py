@@ -1,0 +1,53 @@
+"""Tests on a simulated accelerator, which takes a process of its own: see ``test_in_processes.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.simulated import guard, names
+
+_HERE = Path(__file__).parent
+_RUNNER = "test_in_processes.py"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Collect the tests where no others run in this process; elsewhere what runs them in one of their own."""
+    if collection_path.parent != _HERE or not collection_path.name.startswith("test_"):
+        return None
+    asked = (config.invocation_params.dir / argument.split("::")[0] for argument in config.args)
+    alone = all(path.resolve().is_relative_to(_HERE) for path in asked)
+    return alone is (collection_path.name == _RUNNER) or None
+
+
+@pytest.fixture(scope="session")
+def installed() -> None:
+    """Install the guard, before any backward of this process; skips where it does not fit."""
+    if reason := guard.missing():
+        pytest.skip(reason)
+    names.install()
+
+
+@pytest.fixture
+def simulate(installed: None) -> Iterator[Callable[..., Any]]:
+    """Simulate accelerators, with options of ``Device``, until the test ends, which fails on a race."""
+    with ExitStack() as stack:
+        made = []
+
+        def start(**options: Any) -> Any:
+            made.append(stack.enter_context(names.simulated(**options)))
+            return made[-1]
+
+        yield start
+        races = [race for gpu in made for race in gpu.races]
+        assert not races, f"{len(races)} races, the first: {races[0]}"
+
+
+@pytest.fixture
+def gpu(simulate: Callable[..., Any]) -> Any:
+    """A process with two devices."""
+    return simulate()

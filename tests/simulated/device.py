@@ -1,0 +1,340 @@
+"""A simulated accelerator: streams that run late and in any order, host waits, marks, races.
+
+``Device`` stands for all devices of this process; ``names.simulated()`` makes one, and ``names.device()``
+returns it. What others build on it, such as communicators, needs these methods, each of which may be called
+by any thread:
+
+* ``stream(device, id)``, ``new_stream(device)``, ``current(device)``: a ``Stream``; stream 0 is the default
+  one.
+* ``issue(stream, what, run, reads, writes, ready=None) -> Mark``: queue an operation. ``run()`` is called in
+  the worker thread, once the operations before it are done and ``ready()`` (called again and again with the
+  lock held, quick and without waiting) says True. ``reads`` and ``writes`` are tensors of the device or
+  regions; the order of the accesses is checked now. ``run`` works on what ``host_view(tensor)`` returned
+  when it was issued.
+* ``mark(stream) -> Mark``: what was issued on a stream until now. ``order(mark, stream)``: what is issued on
+  ``stream`` from now on follows ``mark``. ``done(mark)``: look, without counting.
+* ``wait(kind, *marks)``: hold up the host, counted. ``poll(kind, mark) -> bool``: let the host look,
+  counted.
+* ``record_stream(tensor, stream)``; ``host_view(tensor)``: the memory as a tensor of the CPU.
+* ``fail(text)``: break the device for good: every later wait and look raises.
+* ``races``: reports; ``waits``: a ``Counter`` of (kind, place in ppfunc); ``polls``: the same of looks.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .clocks import Access, Clock, Region, caller_place, caller_stack, merge
+from .memory import Memory
+
+_IDLE = 0.01  # seconds without a new operation, after which the device goes on by itself
+_POLL = 0.001  # seconds between looks at an operation that waits for another process
+
+
+class Task(NamedTuple):
+    """An operation that is queued."""
+
+    number: int
+    what: str
+    run: Callable[[], Any]
+    ready: Callable[[], bool] | None
+
+
+class Stream:
+    """A queue of operations of a device, run in order."""
+
+    def __init__(self, device: int, id: int, weight: float) -> None:
+        self.device, self.id, self.weight = device, id, weight
+        self.tasks: deque[Task] = deque()
+        self.issued = self.done = 0  # numbers of operations
+        self.clock: Clock = {}
+        self.graph: Any = None  # that captures it
+        self.freed: list[Any] = []  # blocks that its next allocation may reuse
+
+    def __repr__(self) -> str:
+        return f"stream {self.id} of cuda:{self.device}"
+
+
+class Mark(NamedTuple):
+    """What was issued on a stream until some moment."""
+
+    stream: Stream
+    number: int
+    clock: Clock
+    graph: Any = None  # of which it is a part
+
+
+class Device:
+    """All simulated devices of a process.
+
+    Args:
+        seed: of the interleaving. One host thread and no pauses give the same one again.
+        lag: operators by which the device stays behind the host, on average.
+        hang: seconds without progress after which a waiting host raises.
+    """
+
+    def __init__(self, devices: int = 2, seed: int = 0, lag: int = 8, hang: float = 30.0) -> None:
+        self.count, self.lag, self.hang = devices, lag, hang
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.random = random.Random(seed)
+        self.races: list[str] = []
+        self.waits: Counter[tuple[str, str]] = Counter()
+        self.polls: Counter[tuple[str, str]] = Counter()
+        self.issued: Counter[str] = Counter()  # operations by name
+        self.memory = Memory(self)
+        self._host: Clock = {}  # what the host knows to be done
+        self._streams: dict[tuple[int, int], Stream] = {}
+        self._local = threading.local()
+        self._failure: str | None = None
+        self._waiting = self._turns = 0
+        self._latest = time.monotonic()
+        self._stopped = False
+        self._worker = threading.Thread(target=self._work, name="simulated device", daemon=True)
+        self._worker.start()
+
+    # Streams, and what is current in each thread
+
+    def stream(self, device: int, id: int) -> Stream:
+        with self.lock:
+            if (device, id) not in self._streams:
+                # Far from equal, so that some streams are late by much.
+                self._streams[device, id] = Stream(device, id, self.random.random() ** 4 + 1e-3)
+            return self._streams[device, id]
+
+    def new_stream(self, device: int) -> Stream:
+        with self.lock:
+            return self.stream(device, 1 + max((id for _, id in self._streams), default=0))
+
+    def streams(self, device: int) -> list[Stream]:
+        with self.lock:
+            return [s for s in self._streams.values() if s.device == device]
+
+    @property
+    def index(self) -> int:
+        """The current device of this thread."""
+        return getattr(self._local, "index", 0)
+
+    @index.setter
+    def index(self, index: int) -> None:
+        if not 0 <= index < self.count:
+            raise RuntimeError(f"CUDA error: invalid device ordinal {index} of {self.count}")
+        self._local.index = index
+
+    def current(self, device: int | None = None) -> Stream:
+        """Return the current stream of this thread."""
+        index = self.index if device is None or device < 0 else device
+        return self._current().get(index) or self.stream(index, 0)
+
+    def set_current(self, stream: Stream) -> None:
+        self._current()[stream.device] = stream
+
+    def _current(self) -> dict[int, Stream]:
+        if not hasattr(self._local, "streams"):
+            self._local.streams = {}
+        return self._local.streams
+
+    # Operations
+
+    def issue(
+        self,
+        stream: Stream,
+        what: str,
+        run: Callable[[], Any],
+        reads: Iterable[Any] = (),
+        writes: Iterable[Any] = (),
+        ready: Callable[[], bool] | None = None,
+    ) -> Mark:
+        """Queue an operation on a stream, and check the order of what it reads and writes."""
+        self._breathe()
+        with self.lock:
+            read, written = self._regions(reads), self._regions(writes)
+            if stream.graph is not None:
+                return stream.graph.add(what, run, read, written)
+            self.issued[what] += 1
+            merge(stream.clock, self._host)
+            number = stream.issued + 1
+            self._check(stream, number, what, read, written)
+            stream.issued = stream.clock[stream] = number
+            stream.tasks.append(Task(number, what, run, ready))
+            self._latest = time.monotonic()
+            self.changed.notify_all()
+            return self.mark(stream)
+
+    def _regions(self, shown: Iterable[Any]) -> list[Region]:
+        regions = (x if isinstance(x, Region) else self.memory.region(x) for x in shown)
+        return [region for region in regions if region is not None]
+
+    def _check(
+        self, stream: Stream, number: int, what: str, reads: Sequence[Region], writes: Sequence[Region]
+    ) -> None:
+        stack = caller_stack()
+        for writing, regions in (False, reads), (True, writes):
+            for region in regions:
+                access = Access(region, stream, number, what, stack)
+                for old in region.block.accesses.add(access, writing):
+                    verb = "writes" if writing else "reads"
+                    shape = "x".join(map(str, region.shape))
+                    self.report(
+                        f"an operation {verb} [{shape}] of {region.block} without waiting:", access, old
+                    )
+
+    def report(self, text: str, *accesses: Access) -> None:
+        self.races.append("\n".join((text, *map(str, accesses))))
+
+    def mark(self, stream: Stream) -> Mark:
+        with self.lock:
+            return Mark(stream, stream.issued, dict(stream.clock), stream.graph)
+
+    def order(self, mark: Mark, stream: Stream) -> None:
+        """Let what is issued on a stream from now on follow a mark."""
+        with self.lock:
+            if mark.graph is not stream.graph:
+                raise RuntimeError(
+                    f"CUDA error: {stream} would wait for {mark.stream} across a capture; captures of several"
+                    " streams are not simulated"
+                )
+            if mark.stream is stream:
+                return
+            merge(stream.clock, mark.clock)
+            self.issue(stream, f"wait for {mark.stream}", _nothing, ready=lambda: self.done(mark))
+
+    def done(self, mark: Mark) -> bool:
+        return mark.stream.done >= mark.number
+
+    # The host
+
+    def wait(self, kind: str, *marks: Mark) -> None:
+        """Hold up the host until what is marked is done."""
+        with self.lock:
+            self._refuse_captured(kind, *marks)
+            self.waits[kind, caller_place()] += 1
+            self._waiting += 1
+            self.changed.notify_all()
+            try:
+                before, end = self._progress(), time.monotonic() + self.hang
+                while not all(map(self.done, marks)) and not self._failure:
+                    self.changed.wait(0.05)
+                    if before != (before := self._progress()):
+                        end = time.monotonic() + self.hang
+                    elif time.monotonic() > end:
+                        raise TimeoutError(f"the simulated device hangs; {self._heads()}")
+            finally:
+                self._waiting -= 1
+            self._learn(*marks)
+
+    def poll(self, kind: str, mark: Mark) -> bool:
+        """Let the host look whether what is marked is done."""
+        self._breathe()
+        with self.lock:
+            self._refuse_captured(kind, mark)
+            self.polls[kind, caller_place()] += 1
+            if self.done(mark) or self._failure:
+                self._learn(mark)
+            return self.done(mark)
+
+    def _learn(self, *marks: Mark) -> None:
+        if self._failure:
+            raise RuntimeError(self._failure)
+        for mark in marks:
+            merge(self._host, mark.clock)
+
+    def _refuse_captured(self, kind: str, *marks: Mark) -> None:
+        graphs = {s.graph for s in self._streams.values()} - {None}
+        if any(mark.graph is not None for mark in marks) or any(graph.forbids_waits() for graph in graphs):
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({kind})")
+
+    def fail(self, text: str) -> None:
+        with self.lock:
+            self._failure = self._failure or text
+            self.changed.notify_all()
+
+    def _progress(self) -> int:
+        return sum(s.done for s in self._streams.values())
+
+    def _heads(self) -> str:
+        heads = [f"{s}: {s.tasks[0].what}" for s in self._streams.values() if s.tasks]
+        return f"at the heads of its streams stand {'; '.join(heads) or 'no operations'}"
+
+    # The worker
+
+    def _breathe(self) -> None:
+        """Let the device take some turns, chosen by the seed; none by a capture, whose host goes on alone."""
+        if threading.current_thread() is self._worker:
+            return
+        with self.lock:
+            queued = sum(len(s.tasks) for s in self._streams.values())
+            if queued and (queued > 4 * self.lag or self.random.random() * self.lag < 1):
+                self._turns = self.random.randrange(1 + 2 * max(self.lag, queued - 2 * self.lag))
+                self.changed.notify_all()
+                while self._turns and not self._failure:
+                    self.changed.wait(0.05)
+
+    def _work(self) -> None:
+        while True:
+            with self.lock:
+                if self._stopped:
+                    return
+                idle = time.monotonic() - self._latest > _IDLE
+                heads = [(s, s.tasks[0]) for s in self._streams.values() if s.tasks]
+                able = [h for h in heads if self._able(h[1])]
+                if not able or not (self._turns or self._waiting or idle):
+                    if self._turns:
+                        self._turns = 0
+                        self.changed.notify_all()
+                    self.changed.wait(_POLL if heads and not able else _IDLE if heads else 0.1)
+                    continue
+                weights = [s.weight for s, _ in able]
+                stream, task = self.random.choices(able, weights)[0]
+            self._run(stream, task)
+            able = heads = task = None  # what they hold may be freed
+
+    def _able(self, task: Task) -> bool:
+        try:
+            return task.ready is None or self._failure is not None or task.ready()
+        except BaseException as error:
+            self.fail(f"CUDA error: {task.what} failed: {type(error).__name__}: {error}")
+            return True
+
+    def _run(self, stream: Stream, task: Task) -> None:
+        try:
+            if not self._failure:
+                with torch.no_grad():
+                    task.run()
+        except BaseException as error:
+            traceback.print_exc(file=sys.stderr)
+            self.fail(f"CUDA error: {task.what} on {stream} failed: {type(error).__name__}: {error}")
+        with self.lock:
+            stream.tasks.popleft()
+            stream.done = task.number
+            self._turns = max(0, self._turns - 1)
+            if self._waiting or not self._turns:
+                self.changed.notify_all()
+
+    def close(self) -> None:
+        """Stop: what is queued never runs."""
+        with self.lock:
+            self._stopped = True
+            self.changed.notify_all()
+        self._worker.join()
+
+    # Memory, for those who issue operations
+
+    def host_view(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.memory.host_view(tensor)
+
+    def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        self.memory.record(tensor, stream)
+
+
+def _nothing() -> None:
+    pass
