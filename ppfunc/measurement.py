@@ -135,7 +135,7 @@ def _residual_bytes(compiled: CompiledStep, raw: RawArguments) -> tuple[tuple[in
     found: dict[tuple[Op, int], int] = {}
     with (
         torch.no_grad(),
-        preserve_rng(low.device for low in compiled.lowered.stages.values() if low.device.type == "cuda"),
+        preserve_rng(low.device for low in compiled.lowered.stages.values()),
     ):
         for call, place in zip(compiled.calls, compiled.places, strict=True):
             call(buffers)

@@ -66,3 +66,12 @@ def test_no_other_module_names_them(path):
     used = [ast.unparse(n) for n in nodes if isinstance(n, ast.Attribute)]
     used += [n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module]
     assert [u for u in used if PRIVATE.search(u)] == []
+
+
+ACCELERATORS = re.compile(r"\btorch\.(cuda|accelerator|get_device_module|(Stream|Event)\()")
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_accelerators_are_behind_one_module(path):
+    named = [line for line in path.read_text().splitlines() if ACCELERATORS.search(line)]
+    assert bool(named) == (path == ROOT / "stage" / "device.py"), named

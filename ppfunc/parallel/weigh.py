@@ -130,7 +130,7 @@ def measure_layers(
         example: what the first layer takes.
         repeats: timed runs of each layer.
         warm_up: runs before them that are not timed.
-        synchronize: waits until the device is idle, such as ``torch.cuda.synchronize``.
+        synchronize: waits until the device is idle, such as torch's for its accelerator.
         clock: a clock in seconds.
     """
     require_counts(repeats=repeats)

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ppfunc.parallel.balance import partition_balanced
 from ppfunc.parallel.partition import Partition
 from ppfunc.stage.abstract import without_values
+from ppfunc.stage.device import synchronize
 from ppfunc.stage.module import unmodified
 from ppfunc.stage.process import process_lock
 
@@ -171,8 +172,7 @@ def _measured(
     times: dict[int, float] = {}
 
     def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         return time.perf_counter()
 
     buffers = {name: b.clone() for name, b in model.named_buffers()}

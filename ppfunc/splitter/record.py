@@ -21,6 +21,7 @@ from ppfunc.stage._torch import (
     version,
 )
 from ppfunc.stage.abstract import DATA_DEPENDENT
+from ppfunc.stage.device import kinds
 from ppfunc.stage.engines.tracing.operators import by_numbers, is_element
 from ppfunc.stage.engines.tracing.record import TRACED, GraphRecorder
 from ppfunc.stage.errors import place_of_call, warn
@@ -34,7 +35,6 @@ aten = torch.ops.aten
 MODEL = "the model"
 BY_HAND = "write this part as a stage by hand, see ppfunc.stage.stage_from_module"
 _ENTRY = str(Path(__file__).with_name("trace.py"))
-_DEVICES = ("cpu", "cuda")  # kinds of devices whose autocast is kept
 
 
 class Value(NamedTuple):
@@ -70,7 +70,7 @@ class Region(NamedTuple):
 
 def autocast() -> tuple[tuple[bool, torch.dtype], ...]:
     """Return the state of autocast and its dtype, for every kind of device."""
-    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICES)
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds())
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def within(region: Region, ambient: Region | None = None) -> Iterator[None]:
             stack.enter_context(torch.set_grad_enabled(region.grad))
         else:
             stack.enter_context(nullcontext() if region.grad else torch.no_grad())
-        for at, (kind, (on, dtype)) in enumerate(zip(_DEVICES, region.autocast, strict=True)):
+        for at, (kind, (on, dtype)) in enumerate(zip(kinds(), region.autocast, strict=True)):
             if ambient is None or (on, dtype) != ambient.autocast[at]:
                 stack.enter_context(torch.autocast(kind, dtype, enabled=on))
         yield

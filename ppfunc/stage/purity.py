@@ -21,6 +21,7 @@ from ._torch import (
     without_modes,
 )
 from .communication import fault_of, is_collective
+from .device import generators
 from .errors import StageError
 from .signature import LeafSignature
 
@@ -152,7 +153,7 @@ class SeenFunctions(TorchFunctionMode):
         while self.seen:
             _, generator = self.seen.popitem()
             outlived = sys.getrefcount(generator) > 2  # by this name, and by the argument here
-            foreign |= outlived and generator not in (torch.default_generator, *torch.cuda.default_generators)
+            foreign |= outlived and generator not in generators()
         return foreign
 
 

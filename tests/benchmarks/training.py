@@ -138,7 +138,7 @@ def reduction(options: argparse.Namespace) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
     with P2P(mesh=mesh, axes=pp.Axes("pp", "dp")) as transport:
         ranks = transport.collective("data")
-        transport.connect(())
+        transport.connect((), [torch.device("cpu")])
         for layers, width in ((64, 32), (16, 256), (8, 1024)):
             torch.manual_seed(0)
             model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))

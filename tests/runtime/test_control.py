@@ -512,7 +512,7 @@ def hand_on(transport, rank, ranks, break_at=None):
     before, after = (rank - 1) % ranks, (rank + 1) % ranks
     try:
         transport.begin("ring", "k" if rank == 0 else None, 0)
-        transport.connect([Route("F", r, (r + 1) % ranks) for r in range(ranks)])
+        transport.connect([Route("F", r, (r + 1) % ranks) for r in range(ranks)], [torch.device("cpu")])
         buffers = Buffers()
         comes, goes = transfer(False, before, rank, leaves), transfer(True, rank, after, leaves)
         take = [transport.post([comes]), transport.wait_recv(comes)]

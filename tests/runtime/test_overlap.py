@@ -103,7 +103,7 @@ def test_two_streams_are_refused_on_the_cpu():
     there = torch.cuda.is_available()
     with pytest.raises(
         pp.PipelineError if there else ValueError,
-        match=r"compute on cpu; leave|is for CUDA, and there is no such device",
+        match=r"compute on cpu; leave|is for an accelerator, such as CUDA, and there is none",
     ):
         run(pp.dualpipev(2, 6), pp.engines.graph, pp.two_streams())
 

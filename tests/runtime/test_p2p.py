@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import ppfunc as pp
 from ppfunc.runtime.control.rendezvous import Rendezvous
-from ppfunc.runtime.transport import _torch, opening, pair_groups
+from ppfunc.runtime.transport import _torch, opening
 from ppfunc.schedule import BUILDERS, chimera, remove_tail
 from tests.clock import busy
 from tests.models import squared
@@ -421,10 +421,10 @@ def as_nccl():
         patch.object(
             opening,
             "open_nccl",
-            lambda meeting, links, name, members, _: meeting.open_nccl(name, members.index(links.rank), 2),
+            lambda meeting, links, name, members, *_: meeting.open_nccl(name, members.index(links.rank), 2),
         ),
         patch.object(dist, "get_backend_config", lambda group: "cpu:nccl"),
-        patch.dict(pair_groups.CARRIES, nccl="cpu"),
+        patch.dict(_torch.CARRIES, nccl="cpu"),
         pp.P2P(timeout=30) as transport,
     ):
         assert transport.backend == "nccl"
@@ -483,7 +483,7 @@ def on_a_gpu_that_fails(rank, ranks):
     held = held_by(schedule, rank, params)
     found, fails = [], [False]
 
-    def synchronize_stream(seconds, look=None):
+    def synchronize_stream(device, seconds, look=None):
         if fails[0] and rank == ranks - 1:
             raise RuntimeError("CUDA error: device-side assert triggered")
         return True

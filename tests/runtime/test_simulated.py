@@ -91,7 +91,7 @@ def ring(rank, transport):
             transport.begin("a step", "shapes" if rank == 0 else None, 0)
             if state["generation"] != transport.generation:
                 transport.all_gather("the same everywhere")
-                transport.connect([Route("F", r, (r + 1) % size) for r in range(size)])
+                transport.connect([Route("F", r, (r + 1) % size) for r in range(size)], [])
                 state.update(generation=transport.generation, calls=tuple(ring_calls(rank, size, transport)))
             buffers = Buffers()
             for place, call in enumerate(state["calls"]):  # noqa: B007
@@ -359,7 +359,7 @@ def data_run(*programs, faults=(), **options):
     size = len(programs)
 
     def function(rank, transport):
-        transport.connect([Route("F", a, b) for a in range(size) for b in range(size) if a != b])
+        transport.connect([Route("F", a, b) for a in range(size) for b in range(size) if a != b], [])
         buffers = Buffers()
         programs[rank](transport, buffers)
         return buffers

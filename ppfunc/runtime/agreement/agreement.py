@@ -144,7 +144,8 @@ class Agreement:
         for ranks in sharing_ranks(self._schedule, self._spec.tied):
             if set(ranks) & set(self._ranks):
                 self._transport.collective(ranks)  # to be had before the transport connects
-        self._transport.connect(routes_of(self._schedule, self._spec))
+        routes = routes_of(self._schedule, self._spec)
+        self._transport.connect(routes, arguments.form.devices.values())
         self._generation = self._transport.generation
 
 

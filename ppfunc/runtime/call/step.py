@@ -9,6 +9,7 @@ from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 import torch
 
 from ppfunc.schedule import Schedule, Timeline
+from ppfunc.stage.device import on_device
 
 from ..errors import Failure, StepFailed
 from ..execution.execute import run_step
@@ -105,7 +106,8 @@ class StepFunction(Generic[P, R]):
                     require_servable_under_transforms(self.pipeline)
                     steps = self._steps(self._read(*args, **kwargs))
                     find = find or partial(self._compiled.find, purpose="recorded" if recorder else "run")
-                    result, timeline = run_step(find(steps), steps, transport, recorder)
+                    with on_device(next(iter(steps[0].form.devices.values()))):
+                        result, timeline = run_step(find(steps), steps, transport, recorder)
                 except BaseException as raised:
                     self._fail(raised)
                 ended = True

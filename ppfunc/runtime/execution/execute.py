@@ -107,4 +107,4 @@ def _generators(arguments: StepArguments) -> AbstractContextManager[None]:
     """Restore the generators after a step that seeds them."""
     if arguments.seed is None:
         return nullcontext()
-    return preserve_rng(device for device in arguments.form.devices.values() if device.type == "cuda")
+    return preserve_rng(arguments.form.devices.values())

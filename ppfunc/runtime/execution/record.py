@@ -3,9 +3,8 @@
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
 from math import inf
 from pathlib import Path
 from uuid import uuid4
@@ -15,6 +14,7 @@ import torch
 from ppfunc.schedule import Instruction, Schedule, parts_of
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS
 from ppfunc.schedule.simulate import Timeline, timeline_of
+from ppfunc.stage.device import accelerates, record_event, synchronize
 
 from ..lowering.calls import Origin
 from ..lowering.compile import CompiledStep, tag_of
@@ -27,51 +27,56 @@ Interval = tuple[float, float]  # start and end, in seconds
 
 
 class Recorder:
-    """Notes the time after every call of a step: of the host, or of the stream where stages compute on
-    CUDA.
+    """Notes the time after every call of a step: of the host, or of the stream of the accelerator where the
+    stage computes.
     """
 
     def __init__(self) -> None:
-        self._marks: list[float] = []
-        self._events: list[torch.cuda.Event] = []
+        self._start = 0.0
+        self._begun: dict[torch.device, torch.Event] = {}
+        self._marks: list[tuple[torch.device, float | torch.Event]] = []
 
     def attach(self, compiled: CompiledStep) -> CompiledStep:
         """Return the same step, whose calls are noted."""
-        cuda = any(low.device.type == "cuda" for low in compiled.lowered.stages.values())
-        mark = self._mark_stream if cuda else self._mark_host
-        if cuda:
-            torch.cuda.synchronize()
-            self._mark_host()
-        calls = (_noted(_nothing, mark), *(_noted(call, mark) for call in compiled.calls))
-        return compiled._replace(calls=calls, places=(*compiled.places[:1], *compiled.places))
+        lowered = compiled.lowered
+        stages = (lowered.schedule.model_stages[place.instruction.stage] for place in compiled.places)
+        devices = [lowered.form.devices[stage] for stage in stages]
+        calls = map(self._noted, compiled.calls, devices)
+        return compiled._replace(
+            calls=(partial(self._begin, frozenset(devices)), *calls),
+            places=(*compiled.places[:1], *compiled.places),
+        )
 
-    def _mark_host(self) -> None:
-        self._marks.append(time.perf_counter())
+    def _begin(self, devices: Iterable[torch.device], buffers: Buffers) -> None:
+        """Start the clocks of all devices together."""
+        for device in devices:
+            synchronize(device)
+        self._marks, self._start = [], time.perf_counter()
+        self._begun = {device: record_event(device, timing=True) for device in devices if accelerates(device)}
 
-    def _mark_stream(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._events.append(event)
+    def _noted(self, call: Call, device: torch.device) -> Call:
+        mark = partial(record_event, device, timing=True) if accelerates(device) else time.perf_counter
+
+        def run(buffers: Buffers) -> None:
+            call(buffers)
+            self._marks.append((device, mark()))
+
+        return run
 
     def intervals(self) -> list[Interval]:
-        """Return start and end of every call, by the clock of this host."""
-        marks = self._marks
-        if self._events:
-            self._events[-1].synchronize()
-            marks = [marks[0] + self._events[0].elapsed_time(event) / 1000 for event in self._events]
-        return list(pairwise(marks))
+        """Return start and end of every call, by the clock of this host.
 
-
-def _noted(call: Call, mark: Callable[[], None]) -> Call:
-    def run(buffers: Buffers) -> None:
-        call(buffers)
-        mark()
-
-    return run
-
-
-def _nothing(buffers: Buffers) -> None:
-    pass
+        A call starts when the one before it on the same device ends.
+        """
+        intervals, ends = list[Interval](), dict[torch.device, float]()
+        for device in self._begun:
+            synchronize(device)
+        for device, mark in self._marks:
+            if not isinstance(mark, float):
+                mark = self._start + self._begun[device].elapsed_time(mark) / 1000
+            intervals.append((ends.get(device, self._start), mark))
+            ends[device] = mark
+        return intervals
 
 
 def gather(compiled: CompiledStep, intervals: Sequence[Interval], control: ControlTransport) -> Timeline:

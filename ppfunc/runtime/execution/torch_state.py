@@ -6,17 +6,11 @@ from contextlib import contextmanager
 import torch
 
 from ppfunc.stage._torch import innermost_transform, is_wrapped, unwrapped
+from ppfunc.stage.device import generator_of
 from ppfunc.stage.process import process_lock
 
 _before: dict[torch.device, torch.Tensor] = {}
 _steps = 0
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """Return the default generator of a device."""
-    return (
-        torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
-    )
 
 
 @contextmanager

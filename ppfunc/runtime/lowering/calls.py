@@ -13,13 +13,13 @@ import torch
 
 from ppfunc.schedule import Instruction
 from ppfunc.stage import FlatProgram, LeafSignature
+from ppfunc.stage.device import available, generator_of
 from ppfunc.stage.engines.tracing.accumulate import accumulating
 from ppfunc.stage.engines.tracing.emit import TracedFunction
 from ppfunc.stage.process import process_lock
 
 from ..execution.buffers import Buffers, Key, Leaves, Tag, moved
 from ..execution.gradients import Gradients, LeafGradients, Numbers
-from ..execution.torch_state import generator_of
 from ..transport.protocols import Call
 from .lowered import BATCH, Edge, LoweredStage
 
@@ -118,7 +118,7 @@ def seeded(low: LoweredStage, microbatch: int, forward: Call) -> Call:
 def load(low: LoweredStage, key: Key) -> Call | None:
     """Bring inputs and targets of a microbatch to the stage's device."""
     device, tag = low.device, Tag("F", BATCH, *key)
-    if device.type == "cpu" and not torch.cuda.is_available():
+    if device.type == "cpu" and not available():
         return None
 
     def run_load(buffers: Buffers) -> None:

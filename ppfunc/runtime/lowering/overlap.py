@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ppfunc.stage.device import accelerates, available, current_stream, new_stream
 from ppfunc.stage.engines.tracing.emit import Recipe, emit
 from ppfunc.stage.engines.tracing.interleave import interleave
 from ppfunc.stage.tree import tree_leaves
@@ -52,38 +53,38 @@ def _recipe(program: Program) -> Recipe:
 
 
 def two_streams() -> Overlapped:
-    """Run the backward on a CUDA stream of its own beside the forward; bitwise the same results.
+    """Run the backward on a stream of its own beside the forward; bitwise the same results.
 
     For ``overlapped=`` of :func:`~ppfunc.value_and_grad`, with any engine. Both begin when what was
     issued before is done, and what follows waits for both.
 
     Raises:
-        ValueError: there is no CUDA device; or, when a pair runs, the stages do not compute on one.
+        ValueError: there is no accelerator; or, when a pair runs, the stages do not compute on one.
     """
-    if not torch.cuda.is_available():
+    if not available():
         raise ValueError(
-            "two_streams() is for CUDA, and there is no such device here; leave out overlapped=, or take"
-            " interleaved()"
+            "two_streams() is for an accelerator, such as CUDA, and there is none here; leave out"
+            " overlapped=, or take interleaved()"
         )
-    streams: dict[torch.device, torch.cuda.Stream] = {}
+    streams: dict[torch.device, torch.Stream] = {}
 
     def overlapped(
         forward: Program, arguments: tuple[Any, ...], backward: Program, others: tuple[Any, ...]
     ) -> tuple[Any, Any]:
         given = [t for t in tree_leaves((arguments, others)) if isinstance(t, torch.Tensor)]
         device = next((t.device for t in given), torch.device("cpu"))
-        if device.type != "cuda":
+        if not accelerates(device):
             raise ValueError(
                 f"two_streams() got stages that compute on {device}; leave out overlapped= where there is no"
-                " CUDA"
+                " accelerator"
             )
         if device not in streams:
-            streams[device] = torch.cuda.Stream(device)
-        here, beside = torch.cuda.current_stream(device), streams[device]
+            streams[device] = new_stream(device)
+        here, beside = current_stream(device), streams[device]
         beside.wait_stream(here)
         for tensor in tree_leaves(others):
             _used_on(beside, tensor)
-        with torch.cuda.stream(beside):
+        with beside:
             gradients = backward(*others)
         outputs = forward(*arguments)
         here.wait_stream(beside)
@@ -94,7 +95,7 @@ def two_streams() -> Overlapped:
     return overlapped
 
 
-def _used_on(stream: torch.cuda.Stream, leaf: Any) -> None:
+def _used_on(stream: torch.Stream, leaf: Any) -> None:
     """Keep the memory of a tensor from being used anew before ``stream`` is done with it."""
-    if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
+    if isinstance(leaf, torch.Tensor) and accelerates(leaf.device):
         leaf.record_stream(stream)

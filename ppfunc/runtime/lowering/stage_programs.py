@@ -19,6 +19,7 @@ from torch import nn
 
 from ppfunc.stage import Engine, Loss, Outline, Signature, Stage, StageProgram, outline
 from ppfunc.stage._torch import without_transforms
+from ppfunc.stage.device import kinds
 from ppfunc.stage.output import canonical
 from ppfunc.stage.process import process_lock
 from ppfunc.stage.tree import tree_leaves
@@ -41,7 +42,7 @@ def keep(cache: OrderedDict[K, V], key: K, value: V) -> None:
 def autocast() -> tuple[Hashable, ...]:
     """Return which autocast is on, by kind of device."""
     return tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
+        (kind, torch.get_autocast_dtype(kind)) for kind in kinds() if torch.is_autocast_enabled(kind)
     )
 
 

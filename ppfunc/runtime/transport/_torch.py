@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from ppfunc.stage.device import accelerates, kinds, new_stream, record_event
+
+CARRIES = {"gloo": "cpu", "nccl": "cuda"}  # the kind of device whose tensors a backend carries
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _MAKING = threading.Lock()
 _PROBE = 0x70706675  # a tag
@@ -45,7 +48,7 @@ def ProcessGroupNCCL(store: Store, rank: int, size: int, timeout: timedelta) -> 
                 os.environ[_HANDLING] = before
 
 
-def connect_nccl(group: Any, place: int, size: int, device: int, messages: bool) -> None:
+def connect_nccl(group: Any, place: int, size: int, device: torch.device, messages: bool) -> None:
     """Let the ranks of a new NCCL communicator connect, which all come here: for messages from the first to
     the second, or for sums.
 
@@ -53,8 +56,8 @@ def connect_nccl(group: Any, place: int, size: int, device: int, messages: bool)
     comes to that operation, too. In the middle of a step the other end may be held up by its GPU, which waits
     for what this one has not sent.
     """
-    torch.cuda.set_device(device)  # of this thread
-    with torch.cuda.stream(torch.cuda.Stream()):  # the others wait for no rank that may not come
+    stream = new_stream(device)
+    with stream:  # the others wait for no rank that may not come
         mine, all_of_them = torch.zeros(1, device=device), torch.empty(size, device=device)
         if messages:
             start_coalescing(group)
@@ -67,7 +70,7 @@ def connect_nccl(group: Any, place: int, size: int, device: int, messages: bool)
                 reduce_scatter(group, mine, all_of_them),
             ):
                 work.wait()
-        torch.cuda.current_stream().synchronize()
+        stream.synchronize()
 
 
 def start_coalescing(group: Any) -> None:
@@ -182,19 +185,19 @@ def _join_background_threads() -> None:
 
 def begun_in(group: dist.ProcessGroup) -> int:
     """How many collectives this rank has begun in a group."""
-    device = torch.device("cuda" if backend_of(group) == "nccl" else "cpu")
-    backend: Any = group._get_backend(device)
-    return int(backend._get_sequence_number_for_group())
+    return int(_backend(group)._get_sequence_number_for_group())
 
 
-def synchronize_stream(seconds: float, look: Callable[[], None] = lambda: None) -> bool:
-    """Wait until the current stream has done what it was given, for so long at most; whether it has. ``look``
-    is called meanwhile.
+def synchronize_stream(
+    device: torch.device | None, seconds: float, look: Callable[[], None] = lambda: None
+) -> bool:
+    """Wait until the current stream of a device has done what it was given, for so long at most.
+
+    Returns whether it has; ``look`` is called meanwhile.
     """
-    if not torch.cuda.is_initialized():
+    if device is None or not accelerates(device):
         return True
-    done, end = torch.cuda.Event(), time.monotonic() + seconds
-    done.record()
+    done, end = record_event(device), time.monotonic() + seconds
     while not done.query():
         look()
         if time.monotonic() > end:
@@ -210,15 +213,17 @@ def store_of(group: dist.ProcessGroup) -> Store:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """How long operations of a group may take."""
-    device = torch.device("cuda" if backend_of(group) == "nccl" else "cpu")
-    return group._get_backend(device).options._timeout
+    return _backend(group).options._timeout
 
 
 def backend_of(group: dist.ProcessGroup) -> str | None:
     """Return the backend of a group for the device that computes; a group may have one for each kind."""
     by_device = _backends(group)
-    backend = by_device.get("cuda") if torch.cuda.is_available() else None
-    return backend or by_device.get("cpu") or by_device.get("cuda")
+    return by_device.get(kinds()[-1]) or next(iter(by_device.values()), None)
+
+
+def _backend(group: dist.ProcessGroup) -> Any:
+    return group._get_backend(torch.device(CARRIES.get(str(backend_of(group)), "cpu")))
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

@@ -7,6 +7,8 @@ from typing import Literal, Self
 
 import torch
 
+from ppfunc.stage.device import available
+
 from ..agreement.comparison import LaidOut
 from ..errors import AgreementError, Failure, PipelineError
 from ..execution.buffers import Buffers, moved
@@ -76,7 +78,7 @@ class InProcess:
             return failure.cause
         return PipelineError(failure.rank, failure.position, failure.instruction, failure.reason)
 
-    def connect(self, routes: Iterable[Route]) -> None:
+    def connect(self, routes: Iterable[Route], devices: Iterable[torch.device]) -> None:
         pass
 
     def collective(self, among: Among) -> Collective:
@@ -87,7 +89,7 @@ class InProcess:
 
     def wait_recv(self, transfer: Transfer) -> Call | None:
         tag, device = transfer.tag, transfer.device
-        if not torch.cuda.is_available():
+        if not available():
             return None
 
         def move(buffers: Buffers) -> None:

@@ -58,25 +58,36 @@ class _Addresses(Store):
 
 
 def open_group(
-    rendezvous: Rendezvous, links: SocketLinks, name: str, members: Sequence[int], messages: bool = False
+    rendezvous: Rendezvous,
+    links: SocketLinks,
+    name: str,
+    members: Sequence[int],
+    device: torch.device,
+    messages: bool = False,
 ) -> Any:
     """Open a communicator of some ranks, under the backend of the user's group.
 
     Args:
         name: the same at all members, which is taken anew after each failure.
         members: in the same order at all of them.
+        device: where the tensors of this rank are.
         messages: whether it carries messages from the first of two members to the second, and nothing else;
             else, sums and gathers.
     """
     links.check()
     name = f"{links.generation}/{name}"
     if rendezvous.backend == "nccl":
-        return open_nccl(rendezvous, links, name, members, messages)
+        return open_nccl(rendezvous, links, name, members, device, messages)
     return open_gloo(links, name, members, rendezvous.timeout)
 
 
 def open_nccl(
-    rendezvous: Rendezvous, links: SocketLinks, name: str, members: Sequence[int], messages: bool
+    rendezvous: Rendezvous,
+    links: SocketLinks,
+    name: str,
+    members: Sequence[int],
+    device: torch.device,
+    messages: bool,
 ) -> Any:
     """Open an NCCL communicator of some ranks, in the order given, which all come to the same call.
 
@@ -84,13 +95,13 @@ def open_nccl(
         rendezvous: makes it, over the store.
         links: know which ranks live.
         name: of the communicator, the same at all members.
-        messages: as of :func:`open_group`.
+        device, messages: as of :func:`open_group`.
 
     Raises:
         LinkError: a rank has failed, is gone or late.
         RuntimeError: NCCL has failed to connect.
     """
-    place, size, device = members.index(links.rank), len(members), torch.cuda.current_device()
+    place, size = members.index(links.rank), len(members)
     events: SimpleQueue[tuple[str, Any]] = SimpleQueue()
     begun: list[Any] = []
 

@@ -20,10 +20,11 @@ from ..control.socket_links import SocketLinks
 from ..control.suspects import Answer
 from ..errors import CLOSED, Failure, LinkError, PipelineError
 from . import _torch
+from ._torch import CARRIES
 from .collective import Among, Collective
 from .grid import Axes, ShardWhat, grid_of
 from .opening import open_group
-from .pair_groups import CARRIES, PairGroups, lost, require_carried
+from .pair_groups import PairGroups, lost
 from .protocols import Call, LossPart, Mode, Route, Transfer
 
 _DRAIN = 1.0  # seconds for what a step that has failed has given the GPU
@@ -199,7 +200,9 @@ class P2P(Control):
         peer = (self.links.rank + 1) % self.links.size
         self._synchronizing, self.links.waiting_on = True, peer
         try:
-            if not _torch.synchronize_stream(self._rendezvous.timeout, self._raise_if_failed):
+            if not _torch.synchronize_stream(
+                self._pair_groups.device, self._rendezvous.timeout, self._raise_if_failed
+            ):
                 waited = (
                     f"rank {self.links.rank} waited for what it has given its GPU, which has not ended in"
                 )
@@ -270,14 +273,16 @@ class P2P(Control):
 
     # -- data ------------------------------------------------------------------------------
 
-    def connect(self, routes: Iterable[Route]) -> None:
-        self._pair_groups.connect(routes)
+    def connect(self, routes: Iterable[Route], devices: Iterable[torch.device]) -> None:
+        device = self._pair_groups.connect(routes, devices)
         # In one order on all ranks, which are on their way here: they have just compared facts.
         for among, collective in sorted(self._collectives.items(), key=lambda item: _named(item[0])):
             if collective.group is None and collective.size > 1:
                 members = self._members(among)
                 name, ranks = _named(among)[0], "-".join(map(str, members))
-                collective.group = open_group(self._rendezvous, self.links, f"{name}/{ranks}", members)
+                collective.group = open_group(
+                    self._rendezvous, self.links, f"{name}/{ranks}", members, device
+                )
 
     def collective(self, among: Among) -> Collective:
         members = self._members(among)
@@ -291,7 +296,7 @@ class P2P(Control):
         """Raise ValueError for a collective on a device whose tensors NCCL does not carry; gloo takes all."""
         if self.backend == "nccl":
             place = f"rank {self.links.rank} sums or gathers tensors on the device {device}"
-            require_carried(self.backend, device, place)
+            self._pair_groups.require_carried(device, place)
 
     def _guarded(self, peer: int, wait: Callable[[], None]) -> None:
         """Wait for a collective, in which this rank may wait for any other: for one that is late, ``suspect``
@@ -335,7 +340,8 @@ class P2P(Control):
             self._begin_aborts()
             self._aborts.wait()
             with suppress(RuntimeError):  # the GPU has failed
-                _torch.synchronize_stream(_DRAIN)  # what it runs may use the memory that is let go here
+                # What it runs may use the memory that is let go here.
+                _torch.synchronize_stream(self._pair_groups.device, _DRAIN)
         self._pair_groups.let_go()
         for collective in self._collectives.values():
             collective.let_go()

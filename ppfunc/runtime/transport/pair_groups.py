@@ -11,6 +11,7 @@ from ..control.socket_links import SocketLinks, give_way
 from ..errors import GONE, LinkError
 from ..execution.buffers import Buffers
 from . import _torch
+from ._torch import CARRIES
 from .opening import open_group
 from .protocols import Call, Route, Transfer
 
@@ -25,7 +26,6 @@ _PLAIN = {
     torch.int8,
     torch.uint8,
 }
-CARRIES = {"gloo": "cpu", "nccl": "cuda"}  # the kind of device whose tensors a backend carries
 _LOST = (
     "Connection closed",
     "Connection reset",
@@ -57,6 +57,7 @@ class PairGroups:
         self._rank, self._backend = line.index(links.rank), rendezvous.backend
         self._pairs: dict[str, _PairGroup] = {}
         self._pending: dict[Any, Any] = {}  # that of the buffers of the running step
+        self.device: torch.device | None = None  # of what is connected
 
     @property
     def groups(self) -> list[Any]:
@@ -66,10 +67,16 @@ class PairGroups:
     def let_go(self) -> None:
         """Forget all communicators and what is under way, so that peers which wait raise."""
         self._pending.clear()
+        self.device = None
         for pair in self._pairs.values():
             pair.group = None
 
-    def connect(self, routes: Iterable[Route]) -> None:
+    def connect(self, routes: Iterable[Route], devices: Iterable[torch.device]) -> torch.device:
+        """Open the communicators of these routes; return the device whose tensors they carry."""
+        for device in devices:
+            self.require_carried(device, f"a stage of rank {self._rank} computes on the device {device}")
+            self.device = device
+        assert self.device is not None
         # In one order on all ranks, so that nobody waits in a circle; every other pair of a chain at the same
         # time.
         for route in sorted(routes, key=lambda route: (min(route.sender, route.receiver) % 2, route)):
@@ -78,7 +85,30 @@ class PairGroups:
                 pair = self._pairs.setdefault(name, _PairGroup())
                 if pair.group is None:
                     members = self._line[route.sender], self._line[route.receiver]
-                    pair.group = open_group(self._rendezvous, self._links, name, members, messages=True)
+                    pair.group = open_group(
+                        self._rendezvous, self._links, name, members, self.device, messages=True
+                    )
+        return self.device
+
+    def require_carried(self, device: torch.device, place: str) -> None:
+        """Raise ValueError for a device whose tensors are not carried.
+
+        Args:
+            place: what uses the device, for the error.
+        """
+        carried = CARRIES[self._backend]
+        if device.type != carried:
+            other = next((name for name, kind in CARRIES.items() if kind == device.type), "another backend")
+            raise ValueError(
+                f"{place}, whose tensors the backend {self._backend!r} of its process group does not carry;"
+                f" move its parameters to a device of type {carried!r}, or give P2P a group of {other!r},"
+                f" such as torch.distributed.new_group(backend={other!r})"
+            )
+        if self.device not in (None, device):
+            raise ValueError(
+                f"{place}, and the communicators of the rank are on {self.device}; move all parameters of"
+                f" the rank to {self.device}, or make a new P2P() on every rank"
+            )
 
     def _name(self, route: Route) -> str:
         """Return the name of the communicator of a route, the same at both ends."""
@@ -93,9 +123,7 @@ class PairGroups:
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
         for device in {transfer.device for transfer in batch}:
-            require_carried(
-                self._backend, device, f"a stage of rank {self._rank} computes on the device {device}"
-            )
+            self.require_carried(device, f"a stage of rank {self._rank} computes on the device {device}")
         if self._backend == "nccl":
             by_way: dict[tuple[int, bool], list[Transfer]] = {}
             for transfer in batch:
@@ -196,27 +224,6 @@ class PairGroups:
             return tensors
 
         return wait
-
-
-def require_carried(backend: str, device: torch.device, place: str) -> None:
-    """Raise ValueError for a device whose tensors a backend does not carry.
-
-    Args:
-        place: what uses the device, for the error.
-    """
-    carried = CARRIES[backend]
-    if device.type != carried:
-        other = next((name for name, kind in CARRIES.items() if kind == device.type), "another backend")
-        raise ValueError(
-            f"{place}, whose tensors the backend {backend!r} of its process group does not carry;"
-            f" move its parameters to a device of type {carried!r}, or give P2P a group of {other!r},"
-            f" such as torch.distributed.new_group(backend={other!r})"
-        )
-    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
-        raise ValueError(
-            f"{place}, and the current one is cuda:{torch.cuda.current_device()}; call"
-            f" torch.cuda.set_device({device.index}) first"
-        )
 
 
 def lost(peer: int, error: BaseException) -> BaseException:

@@ -74,9 +74,16 @@ class DataTransport(Protocol):
     that does it in every step, or None where nothing has to be done.
     """
 
-    def connect(self, routes: Iterable[Route]) -> None:
+    def connect(self, routes: Iterable[Route], devices: Iterable[torch.device]) -> None:
         """Open what messages need on these routes, and what collectives need; every rank names the same ones.
         Collective, idempotent.
+
+        Args:
+            routes: of all ranks.
+            devices: where the stages of this rank compute.
+
+        Raises:
+            ValueError: the tensors of a device cannot be carried.
         """
         ...
 

@@ -5,7 +5,6 @@ were ever in flight at once: a slot holds one from its forward to the end of its
 stay where they are.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -14,49 +13,17 @@ from typing import Any
 import torch
 
 from .._torch import copy_each, innermost_transform, version
+from ..device import Record, graph_recorder
 from ..example import Example, Leaves
 from ..program import FlatProgram, Gradients
 from ..signature import Signature
-
-# Runs a function in memory that stays, and returns its results with what runs it again in the same memory.
-Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
-
-
-def cuda_recorder(device: torch.device) -> Record:
-    """Make a recorder of CUDA graphs on a device.
-
-    Its recordings share their memory, and run in the order in which they were made.
-    """
-    pool = torch.cuda.graph_pool_handle()
-    generator = torch.cuda.default_generators[
-        torch.cuda.current_device() if device.index is None else device.index
-    ]
-
-    def record(run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        drawn = generator.get_state()
-        with torch.cuda.device(device):
-            beside = torch.cuda.Stream()
-            beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(beside):
-                run()  # opens libraries and compiles kernels, which a recording cannot hold
-            torch.cuda.current_stream().wait_stream(beside)
-            graph = torch.cuda.CUDAGraph()
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a program may consist of views
-                # The threads of NCCL go on asking for events meanwhile.
-                with torch.cuda.graph(graph, pool=pool, stream=beside, capture_error_mode="thread_local"):
-                    results = run()
-        generator.set_state(drawn)
-        return results, graph.replay
-
-    return record
 
 
 def captured(
     flat: FlatProgram,
     example: Example,
     y: Signature,
-    recorder: Callable[[torch.device], Record] = cuda_recorder,
+    recorder: Callable[[torch.device], Record] = graph_recorder,
 ) -> FlatProgram:
     """Replay each function of a program, recorded when it first runs in a slot.
 

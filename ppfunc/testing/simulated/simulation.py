@@ -96,7 +96,7 @@ class SimulatedTransport(Control):
         super().__init__(SimulatedLinks(network, rank))
         self.links: SimulatedLinks
 
-    def connect(self, routes: Iterable[Route]) -> None:
+    def connect(self, routes: Iterable[Route], devices: Iterable[torch.device]) -> None:
         self._wires.connect(
             self.rank, sorted({route for route in routes if self.rank in (route.sender, route.receiver)})
         )

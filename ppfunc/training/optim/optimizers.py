@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from ppfunc._text import shown
 from ppfunc.stage import Signature
+from ppfunc.stage.device import accelerates
 from ppfunc.stage.frozen import Mask, masked_leaves
 from ppfunc.stage.tree import tree_leaves
 
@@ -172,9 +173,9 @@ def sgd(
     def kernel(
         params: list[Tensor], grads: list[Tensor], *rest: Any, grad_scale: Tensor | None, **numbers: Any
     ) -> None:
-        if params[0].dtype.itemsize < 4 and not params[0].is_cuda:  # of which torch 2.13 mixes up the vectors
+        if params[0].dtype.itemsize < 4 and params[0].is_cpu:  # of which torch 2.13 mixes up the vectors
             return written_out(params, grads, *rest, grad_scale=grad_scale, **numbers)
-        if grad_scale is not None and grads[0].is_cuda:  # the kernel would round an element by its place
+        if grad_scale is not None and not grads[0].is_cpu:  # the kernel would round an element by its place
             divide_into_each(grads, grad_scale)
             grad_scale = None
         # A buffer of zeros becomes the gradient, as it does in torch at the first update.
@@ -346,10 +347,10 @@ def _on(device: torch.device, number: Tensor | None) -> Tensor | None:
 
 
 def _rate(rate: Tensor | float, device: torch.device) -> Tensor | float:
-    """Convert a learning rate for the kernels: on CUDA they read float32 alone."""
+    """Convert a learning rate for the kernels: those of an accelerator read float32 alone."""
     if not isinstance(rate, Tensor):
         return float(rate)
-    return rate.to(device, torch.float32 if device.type == "cuda" else rate.dtype)
+    return rate.to(device, torch.float32 if accelerates(device) else rate.dtype)
 
 
 def _zero_count(params: Tree) -> Tensor:

@@ -70,7 +70,7 @@ def updated_ones(optimizer: Optimizer, params: Tree, gradients: Sequence[float])
     """
 
     ones = tree_map(_one, params)
-    with preserve_rng(leaf.device for leaf in tree_leaves(ones) if leaf.is_cuda):  # an optimizer may draw
+    with preserve_rng(leaf.device for leaf in tree_leaves(ones)):  # an optimizer may draw
         state = optimizer.init(ones)
         for value in gradients:
             grads = tree_map(

@@ -1,0 +1,101 @@
+"""Handle the devices that torch calls accelerators: streams, events, generators, graphs, pinned memory.
+
+``torch.accelerator`` serves every kind of them. What it lacks is in the module of the kind, such as
+``torch.cuda``, which is named here alone.
+"""
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+# Runs a function in memory that stays, and returns its results with what runs it again in the same memory.
+Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
+
+
+def available() -> bool:
+    """Tell whether there is an accelerator here."""
+    return torch.accelerator.is_available()
+
+
+def kinds() -> tuple[str, ...]:
+    """List the kinds of device that compute: the CPU, then the accelerator if there is one."""
+    found = torch.accelerator.current_accelerator() if available() else None
+    return ("cpu",) if found is None else ("cpu", found.type)
+
+
+def accelerates(device: torch.device) -> bool:
+    """Tell whether a device runs later, on a stream, what the host gives it."""
+    return device.type not in ("cpu", "meta")
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a device the current one of this thread."""
+    return torch.accelerator.device_index(device.index) if accelerates(device) else nullcontext()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all that it was given."""
+    if accelerates(device):
+        torch.accelerator.synchronize(device)
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """Make a stream; as a context manager it is the current one of this thread."""
+    return torch.Stream(device=device)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the stream on which this thread gives work to a device."""
+    return torch.accelerator.current_stream(device)
+
+
+def record_event(device: torch.device, timing: bool = False) -> torch.Event:
+    """Record an event on the current stream of a device."""
+    event = torch.Event(device=device, enable_timing=timing)
+    event.record(current_stream(device))
+    return event
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """Return the default generator of a device."""
+    if not accelerates(device):
+        return torch.default_generator
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    return torch.get_device_module(device).default_generators[index]
+
+
+def generators() -> tuple[torch.Generator, ...]:
+    """List the default generators of all devices."""
+    modules = [torch.get_device_module(kind) for kind in kinds()[1:]]
+    return torch.default_generator, *(g for module in modules for g in module.default_generators)
+
+
+def graph_recorder(device: torch.device) -> Record:
+    """Make a recorder of CUDA graphs on a device.
+
+    Its graphs share their memory, and run in the order in which they were recorded.
+    """
+    cuda = torch.get_device_module(device)
+    pool, generator = cuda.graph_pool_handle(), generator_of(device)
+
+    def record(run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        drawn = generator.get_state()
+        with on_device(device):
+            here, beside = current_stream(device), cuda.Stream(device)
+            beside.wait_stream(here)
+            with beside:
+                run()  # opens libraries and compiles kernels, which a graph cannot hold
+            here.wait_stream(beside)
+            graph = cuda.CUDAGraph()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a program may consist of views
+                # The threads of NCCL go on asking for events meanwhile.
+                with cuda.graph(graph, pool=pool, stream=beside, capture_error_mode="thread_local"):
+                    results = run()
+        generator.set_state(drawn)
+        return results, graph.replay
+
+    return record
