@@ -1,17 +1,20 @@
 """Reduce a stage to a function of its differentiable leaves, which engines differentiate."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
 
 from .._torch import awaited, version
-from ..abstract import Outline
+from ..abstract import Outline, outline as outline_of
 from ..errors import StageError, line_of
 from ..example import Example, Leaves, split_aux
 from ..layout import local
-from ..program import Gradients
+from ..program import FlatProgram, Gradients, StageProgram, stage_program
 from ..purity import LogicalDraws, NoValuesError, Purity, require_values
 from ..signature import differentiable
 from .recurrence import recurrence
@@ -30,6 +33,29 @@ def contiguous(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...]:
     return tuple(None if t is None else awaited(t).resolve_conj().resolve_neg().contiguous() for t in tensors)
 
 
+def engine(build: Callable[..., tuple[FlatProgram, int | None]]) -> Callable[..., StageProgram]:
+    """Make an engine of ``build(stage, example, **options) -> (program, bytes of its residuals)``."""
+
+    @wraps(build)
+    def program_of(
+        fn: Callable[..., Any],
+        example: tuple[Any, ...],
+        *,
+        has_aux: bool = False,
+        name: str = "the stage",
+        device: torch.device | str | None = None,
+        outline: Outline | None = None,
+        **options: Any,
+    ) -> StageProgram:
+        seen = Example.of(example, device)
+        known = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
+        stage = DifferentiableStage(fn, seen, known, has_aux, name)
+        flat, size = build(stage, example, **options)
+        return stage_program(flat, seen, stage.known, has_aux=has_aux, residual_bytes=size)
+
+    return program_of
+
+
 class DifferentiableStage:
     """Reduces a stage to a function of its differentiable leaves; the others are bound beforehand."""
 
@@ -40,7 +66,6 @@ class DifferentiableStage:
         self.param_at = [i for i, leaf in enumerate(example.params.leaves) if differentiable(leaf.dtype)]
         self.x_at = [i for i, leaf in enumerate(example.x.leaves) if leaf.grad]
         self.y_at = [i for i, leaf in enumerate(known.y.leaves) if leaf.grad]
-        self.y = known.y
 
     def primals(self, params: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
         return tuple(params[i] for i in self.param_at), tuple(x[i] for i in self.x_at)
@@ -122,12 +147,13 @@ class DifferentiableStage:
     def require_same(self, y: Leaves, aux: Leaves, treedef: Any) -> None:
         """Raise unless ``y`` is what the outline promised its neighbours, and all outputs have values."""
         require_values(y + aux, self.name)
-        same = treedef == self.y.treedef and all(
-            tuple(t.shape) == s.shape and t.dtype == s.dtype for t, s in zip(y, self.y.leaves, strict=True)
+        want = self.known.y
+        same = treedef == want.treedef and all(
+            tuple(t.shape) == s.shape and t.dtype == s.dtype for t, s in zip(y, want.leaves, strict=True)
         )
         if not same:
             got = [f"{t.dtype}{list(t.shape)}" for t in y]
-            reason = f"its output depends on values in structure or shape: got {got}, expected {self.y}"
+            reason = f"its output depends on values in structure or shape: got {got}, expected {want}"
             raise StageError(
                 self.name, reason, "return the same shapes for every microbatch, by padding for instance"
             )

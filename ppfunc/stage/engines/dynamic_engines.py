@@ -1,49 +1,23 @@
 """Differentiate stages at run time: by ``torch.func.vjp``, or by the tape of autograd."""
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 
-from ..abstract import DATA_DEPENDENT, Outline, data_dependence, outline as outline_of, without_values
-from ..errors import StageError, by_dtensor, first_line
-from ..example import Example, Leaves, stand_ins
+from ..abstract import DATA_DEPENDENT, data_dependence, without_values
+from ..errors import StageError, first_line
+from ..example import Leaves, stand_ins
 from ..interrupts import without_interrupts
-from ..program import FlatProgram, Gradients, StageProgram, stage_program
-from .differentiable import DifferentiableStage, contiguous
+from ..program import FlatProgram, Gradients
+from .differentiable import DifferentiableStage, contiguous, engine
 
-P = ParamSpec("P")
 Forward = Callable[[Leaves, Leaves, Leaves], tuple[Leaves, tuple[Any, ...]]]
 Backward = Callable[[tuple[Any, ...], Leaves], tuple[Gradients, Gradients]]
 
 
-def _engine(build: Callable[P, StageProgram]) -> Callable[P, StageProgram]:
-    """Say how an engine is used where it is called as if it had options."""
-
-    @wraps(build)
-    def engine(*args: P.args, **kwargs: P.kwargs) -> StageProgram:
-        if len(args) < 2 and not {"fn", "example"} <= kwargs.keys():
-            name = build.__name__
-            raise TypeError(
-                f"{name} has no options: give the engine itself to a step, engine=ppfunc.engines.{name}, or"
-                f" call {name}(fn, (params, x))"
-            )
-        return build(*args, **kwargs)
-
-    return engine
-
-
-@_engine
-def functional(
-    fn: Callable[..., Any],
-    example: tuple[Any, ...],
-    *,
-    has_aux: bool = False,
-    name: str = "the stage",
-    device: torch.device | str | None = None,
-    outline: Outline | None = None,
-) -> StageProgram:
+@engine
+def functional(stage: DifferentiableStage, example: tuple[Any, ...]) -> tuple[FlatProgram, None]:
     """Differentiate a stage by ``torch.func.vjp`` at every forward.
 
     Control flow may depend on values, and the programs nest under ``vmap``, ``jvp`` and ``grad``.
@@ -65,21 +39,11 @@ def functional(
     >>> gx
     tensor([1., 1.])
     """
-    return _program(
-        _by_vjp, "torch.func", "use the eager engine", fn, example, has_aux, name, device, outline
-    )
+    return _tried(_by_vjp, "torch.func", "use the eager engine", stage, example)
 
 
-@_engine
-def eager(
-    fn: Callable[..., Any],
-    example: tuple[Any, ...],
-    *,
-    has_aux: bool = False,
-    name: str = "the stage",
-    device: torch.device | str | None = None,
-    outline: Outline | None = None,
-) -> StageProgram:
+@engine
+def eager(stage: DifferentiableStage, example: tuple[Any, ...]) -> tuple[FlatProgram, None]:
     """Differentiate a stage by the tape of autograd, one per forward.
 
     For ``torch.utils.checkpoint`` (``use_reentrant=False``), modules under ``torch.compile``,
@@ -97,68 +61,50 @@ def eager(
     (tensor([0., 0.]), tensor([1., 1.]))
     """
     instead = "rewrite what it refuses; a checkpoint, for instance, needs use_reentrant=False"
-    return _program(_by_tape, "torch.autograd.grad", instead, fn, example, has_aux, name, device, outline)
+    return _tried(_by_tape, "torch.autograd.grad", instead, stage, example)
 
 
 @without_interrupts
-def _program(
+def _tried(
     differentiate: Callable[[DifferentiableStage], tuple[Forward, Backward]],
     by: str,
     instead: str,
-    fn: Callable[..., Any],
+    stage: DifferentiableStage,
     example: tuple[Any, ...],
-    has_aux: bool,
-    name: str,
-    device: torch.device | str | None,
-    outline: Outline | None,
-) -> StageProgram:
-    """Build the program of a stage, and try its differentiation.
+) -> tuple[FlatProgram, None]:
+    """Make the program of a stage, and run it once, to find out whether the stage can be differentiated.
 
     ``by`` names the way, and ``instead`` is the advice if it refuses.
     """
-    seen = Example.of(example, device)
-    known = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
-    forward, backward = differentiate(DifferentiableStage(fn, seen, known, has_aux, name))
+    forward, backward = differentiate(stage)
 
     def backward_input(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, tuple[Any, ...]]:
         gparams, gx = backward(residuals, gy)
         return gx, gparams
 
-    flat = FlatProgram(forward, backward, backward_input, lambda gparams: gparams)
+    @torch.no_grad()
+    def run(arguments: tuple[Leaves, Leaves, Leaves]) -> None:
+        outputs, residuals = forward(*arguments)
+        backward(residuals, tuple(torch.ones_like(outputs[i]) for i in stage.y_at))
+
     try:
-        if known.known:
+        if stage.known.known:
             try:
                 with without_values():
-                    _run(flat, known, seen.make())
+                    run(stage.example.make())
             except DATA_DEPENDENT as error:
                 # Libraries that look for fake tensors, to ask them for no values, do not see them within a
                 # transform. They may take another path than the one seen.
-                known = known._replace(refusal=(data_dependence(error), "use the functional engine"))
-        if not known.known:
-            _run(flat, known, stand_ins(example, seen.device))
+                refusal = data_dependence(error), "use the functional engine"
+                stage.known = stage.known._replace(refusal=refusal)
+        if not stage.known.known:
+            run(stand_ins(example, stage.example.device))
     except StageError:
         raise
     except Exception as error:
-        if by_dtensor(error):
-            raise StageError(
-                name,
-                f"it uses DTensors, whose own functions {by} cannot differentiate",
-                "use the graph engine",
-            ) from error
-        raise StageError(
-            name, f"it runs, but {by} cannot differentiate it ({first_line(error)})", instead
-        ) from error
-    return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=None)
-
-
-@torch.no_grad()
-def _run(flat: FlatProgram, known: Outline, arguments: tuple[Leaves, Leaves, Leaves]) -> None:
-    """Run forward and backward once, to find out whether the stage can be differentiated."""
-    outputs, residuals = flat.forward(*arguments)
-    flat.backward(
-        residuals,
-        tuple(torch.ones_like(t) for t, leaf in zip(outputs, known.y.leaves, strict=False) if leaf.grad),
-    )
+        reason = f"it runs, but {by} cannot differentiate it ({first_line(error)})"
+        raise StageError(stage.name, reason, instead) from error
+    return FlatProgram(forward, backward, backward_input, lambda gparams: gparams), None
 
 
 def _by_vjp(stage: DifferentiableStage) -> tuple[Forward, Backward]:

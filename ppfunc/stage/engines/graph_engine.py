@@ -5,15 +5,12 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, overload
 
-import torch
-
-from ..abstract import Outline, outline as outline_of
 from ..errors import StageError
 from ..example import Example
-from ..program import Engine, FlatProgram, StageProgram, stage_program
+from ..program import Engine, FlatProgram, StageProgram
 from ..signature import differentiable
 from .captured import captured
-from .differentiable import DifferentiableStage
+from .differentiable import DifferentiableStage, engine
 from .tracing.clean import clean
 from .tracing.compiled import without_onednn
 from .tracing.cut import Block, ProgramBlocks, residual_bytes
@@ -24,18 +21,7 @@ from .tracing.remat import Remat, cut_for
 
 
 @overload
-def graph(
-    fn: Callable[..., Any],
-    example: tuple[Any, ...],
-    *,
-    has_aux: bool = False,
-    name: str = "the stage",
-    device: torch.device | str | None = None,
-    outline: Outline | None = None,
-    remat: Remat = "none",
-    compile: bool = False,
-    cuda_graphs: bool = False,
-) -> StageProgram: ...
+def graph(fn: Callable[..., Any], example: tuple[Any, ...], **request: Any) -> StageProgram: ...
 
 
 @overload
@@ -43,16 +29,7 @@ def graph(*, remat: Remat = "none", compile: bool = False, cuda_graphs: bool = F
 
 
 def graph(
-    fn: Callable[..., Any] | None = None,
-    example: tuple[Any, ...] | None = None,
-    *,
-    has_aux: bool = False,
-    name: str = "the stage",
-    device: torch.device | str | None = None,
-    outline: Outline | None = None,
-    remat: Remat = "none",
-    compile: bool = False,
-    cuda_graphs: bool = False,
+    *stage: Any, remat: Remat = "none", compile: bool = False, cuda_graphs: bool = False, **request: Any
 ) -> StageProgram | Engine:
     """Differentiate a stage by tracing forward and backward once, and cutting the trace: the default engine.
 
@@ -68,8 +45,8 @@ def graph(
     steps takes minutes, where the functional and the eager engine start at once.
 
     Args:
-        fn, example, has_aux, name, device, outline: as :class:`~ppfunc.stage.program.Engine`. Without
-            ``fn``, the engine with these options is returned: ``graph(remat="full")``.
+        stage, request: the arguments of an :class:`~ppfunc.stage.program.Engine`. Without them, the engine
+            with these options is returned: ``graph(remat="full")``.
         remat: what the backward computes again instead of keeping it: ``"none"``; ``"full"``, all
             but the inputs; a predicate ``(operator) -> bool`` on ``torch._ops.OpOverload``, true for what is
             computed again; or the most bytes to be kept of one microbatch, its inputs included.
@@ -86,6 +63,7 @@ def graph(
             is given a generator, tensors of a subclass are involved, or CUDA graphs are wanted where
             the stage does not compute on CUDA.
 
+    >>> import torch
     >>> program = graph(lambda w, x: (w * x).sin(), (torch.ones(2), torch.zeros(2)))
     >>> print(program.flat.backward_weight.__doc__)
     def backward_weight(rest):
@@ -96,36 +74,33 @@ def graph(
         return (mul_3, )
     <BLANKLINE>
     """
-    if fn is None or example is None:
-        if fn is not None or example is not None:
-            got = f"{fn!r} and no example" if example is None else "an example and no function"
-            raise TypeError(
-                f"graph got {got}; its options have names, as in graph(remat='full') or graph(compile=True)"
-            )
-        if has_aux or name != "the stage" or device is not None or outline is not None:
-            raise TypeError(
-                "graph got has_aux, name, device or outline and no function; an engine gets these with the"
-                " function"
-            )
-        return partial(graph, remat=remat, compile=compile, cuda_graphs=cuda_graphs)
-    seen = Example.of(example, device)
-    if cuda_graphs and seen.device.type != "cuda":
-        reason = f"it computes on the device {seen.device}, and CUDA graphs are for CUDA alone"
+    if len(stage) == 1:
+        got = f"{stage[0]!r} and no example"
+        raise TypeError(f"graph got {got}; its options have names, as in graph(remat='full')")
+    made = partial(_traced, remat=remat, compile=compile, cuda_graphs=cuda_graphs)
+    return made(*stage, **request) if stage or request else made
+
+
+@engine
+def _traced(
+    stage: DifferentiableStage, _: tuple[Any, ...], *, remat: Remat, compile: bool, cuda_graphs: bool
+) -> tuple[FlatProgram, int]:
+    """Trace a stage, and cut its trace in programs."""
+    name, known, example = stage.name, stage.known, stage.example
+    if cuda_graphs and example.device.type != "cuda":
+        reason = f"it computes on the device {example.device}, and CUDA graphs are for CUDA alone"
         raise StageError(name, reason, "put its parameters on a CUDA device, or leave out cuda_graphs=True")
-    known = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
     if known.refusal:
         raise StageError(name, *known.refusal)
     if known.untraced:
         reason, mend = known.untraced
         raise StageError(name, f"{reason}, which is not traced", mend)
     with without_onednn() if compile else nullcontext():
-        joint = clean(trace(DifferentiableStage(fn, seen, known, has_aux, name), seen, known, name))
+        joint = clean(trace(stage))
     blocks = cut_for(joint, remat, name)
     size = residual_bytes(joint, blocks.residuals, name)
-    flat = _emit(blocks, joint, name, compile, _warning_of(_unread(joint, seen), name))
-    if cuda_graphs:
-        flat = captured(flat, seen, known.y)
-    return stage_program(flat, seen, known, has_aux=has_aux, residual_bytes=size)
+    flat = _emit(blocks, joint, name, compile, _warning_of(_unread(joint, example), name))
+    return captured(flat, example, known.y) if cuda_graphs else flat, size
 
 
 def _emit(blocks: ProgramBlocks, joint: Joint, name: str, compile: bool, warning: str) -> FlatProgram:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from ...abstract import Outline, without_values
+from ...abstract import without_values
 from ...errors import StageError, first_line
-from ...example import Example, Leaves
+from ...example import Leaves
 from ...program import Gradients
 from ..differentiable import DifferentiableStage, contiguous
 from .operators import is_call, is_effect, is_element, is_mutable, is_of_forward, is_random
@@ -46,23 +46,23 @@ class Joint(NamedTuple):
         return [n for n in self.graph.nodes if is_effect(n) and is_of_forward(n)]
 
 
-def trace(stage: DifferentiableStage, example: Example, known: Outline, name: str) -> Joint:
+def trace(stage: DifferentiableStage) -> Joint:
     """Trace a stage and its gradient by ``torch.autograd.grad`` under fake tensors.
 
     Raises:
         StageError: it cannot be traced.
     """
+    example, name = stage.example, stage.name
     # Looking for anomalies asks for values.
     with without_values(), torch.autograd.set_detect_anomaly(False):
         params, x, extras = example.make()
-        gy = tuple(
-            torch.empty(s.shape, dtype=s.dtype, device=example.device) for s in known.y.leaves if s.grad
-        )
+        leaves = (stage.known.y.leaves[i] for i in stage.y_at)
+        gy = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=example.device) for leaf in leaves)
         groups = (params, x, extras, gy)
         joint = _record(partial(_joint, stage), groups, name)
         if any(map(is_mutable, joint.graph.nodes)):
             joint = _record(partial(_without_effects, joint), groups, name)
-    _require_pure(joint, known, name)
+    _require_pure(joint, stage.known.draws, name)
     return joint
 
 
@@ -130,7 +130,7 @@ class _Again(Interpreter):
         return super().run_node(n)
 
 
-def _require_pure(joint: Joint, known: Outline, name: str) -> None:
+def _require_pure(joint: Joint, draws: int, name: str) -> None:
     for node in joint.graph.nodes:
         if is_mutable(node):
             raise StageError(
@@ -138,7 +138,7 @@ def _require_pure(joint: Joint, known: Outline, name: str) -> None:
                 f"the effect of {node.target} cannot be removed from its trace",
                 "use the functional engine",
             )
-    if sum(map(is_random, joint.graph.nodes)) > known.draws:
+    if sum(map(is_random, joint.graph.nodes)) > draws:
         raise StageError(
             name,
             "its backward draws random numbers, which would not repeat those of its forward",
