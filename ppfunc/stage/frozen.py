@@ -141,13 +141,13 @@ class FrozenLeaves:
                 f" {len(stages) - 1}"
             )
         self._trainable = trainable
-        self._names: dict[int, set[str]] = {}
+        self._by_module: dict[int, dict[str, bool]] = {}  # whether each parameter of its module is frozen
         self._numbers: dict[tuple[int, PyTreeSpec], frozenset[int]] = {}
         self._watched: dict[int, tuple[str, nn.Parameter, bool]] = {}
         with process_lock:  # a call of a module replaces its parameters
             for stage, fn in enumerate(stages):
                 parameters: dict[str, nn.Parameter] = getattr(fn, _PARAMETERS, dict)()
-                self._names[stage] = {name for name, p in parameters.items() if not p.requires_grad}
+                self._by_module[stage] = {name: not p.requires_grad for name, p in parameters.items()}
                 for name, p in parameters.items():
                     self._watch(f"stages[{stage}]: {name}", p)
 
@@ -155,7 +155,8 @@ class FrozenLeaves:
         """Return the numbers of the frozen leaves of a stage of the model.
 
         Raises:
-            TypeError, ValueError: a mask that does not fit the parameters.
+            TypeError, ValueError: a mask that does not fit the parameters; or no mask, and a module that has
+                frozen some of its parameters in a stage that takes others.
         """
         key = stage, params.treedef
         if key not in self._numbers:
@@ -163,11 +164,19 @@ class FrozenLeaves:
             flags = [True] * len(params.leaves)
             if mask is not None:
                 flags = masked_leaves(mask, params, f"trainable[{stage}]")
-            frozen = self._names[stage]
+            names, frozen = leaf_names(params), self._by_module[stage]
+            if frozen.keys() != set(names):
+                if mask is None and any(frozen.values()):
+                    raise ValueError(
+                        f"stages[{stage}]: it is made with functools.wraps of the function of a module that"
+                        f" has frozen {', '.join(n for n in frozen if frozen[n])}; got the parameters"
+                        f" {', '.join(names)}, expected those of the module, {', '.join(frozen)}; say which"
+                        f" are trained, trainable={{{stage}: mask}}"
+                    )
+                frozen = {}
+            leaves = enumerate(zip(names, flags, strict=True))
             self._numbers[key] = frozenset(
-                n
-                for n, (name, trained) in enumerate(zip(leaf_names(params), flags, strict=True))
-                if name in frozen or not trained
+                n for n, (name, trained) in leaves if frozen.get(name) or not trained
             )
         return self._numbers[key]
 

@@ -145,6 +145,31 @@ def test_a_module_that_changes_its_mind_is_refused_by_name(wrapped, stepped):
     trainer.step(state, x, y)
 
 
+@pytest.mark.parametrize("more", [{"weight": torch.ones(3, 3).double()}, {}])
+def test_wraps_around_a_frozen_module_with_other_parameters_is_refused(more):
+    """A leaf of the wrapper's own that was called as the frozen one was frozen with it, without a word."""
+    module = nn.Linear(3, 3).double()
+    module.weight.requires_grad_(False)
+    fn, params, _ = pp.stage_from_module(module)
+
+    @functools.wraps(fn)
+    def stage(p, x):
+        y = fn(p["inner"], x)
+        return y @ p["weight"] if more else y
+
+    given, schedule = {0: {"inner": params, **more}}, pp.gpipe(1, 2)
+    told = (
+        r"stages\[0\]: .*has frozen weight; got the parameters inner.weight, .*expected .*weight, bias; say"
+    )
+    x, y = normal(4, 3), normal(4, 3, seed=1)
+    with pytest.raises(ValueError, match=told):
+        pp.value_and_grad([stage], squared, schedule)(given, x, y)
+    mask = {0: {"inner": {"weight": False, "bias": True}, **{key: True for key in more}}}
+    _, grads = pp.value_and_grad([stage], squared, schedule, trainable=mask)(given, x, y)
+    assert not grads[0]["inner"]["weight"].any() and grads[0]["inner"]["bias"].any()
+    assert not more or grads[0]["weight"].any()
+
+
 def test_a_plain_function_around_a_frozen_module_is_refused_by_a_trainer():
     """Weight decay would have changed the parameter, of which the trainer did not know that it is frozen."""
     module = nn.Linear(3, 3).double()

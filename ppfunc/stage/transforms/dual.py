@@ -41,7 +41,7 @@ def dual(fn: Stage) -> Stage:
     (tensor(6.), tensor(3.))
     """
 
-    @wraps(fn)
+    @wraps(fn, updated=())  # its parameters have other names
     def stage(params: Any, x: Any, *extras: Any) -> Any:
         (params, tangents), (x, tx) = params, _unzipped(x)
         y, ty = push(lambda p, a: fn(p, a, *extras), (params, x), (tangents, tx), ("params", "x"))
@@ -75,7 +75,7 @@ def sloping(fn: Stage) -> Stage:
     """Return the :func:`dual` stage, whose auxiliary loss is differentiated in its slope alone."""
     stage = dual(fn)
 
-    @wraps(fn)
+    @wraps(stage)
     def sloped(params: Any, x: Any, *extras: Any) -> Any:
         out = stage(params, x, *extras)
         if isinstance(out, Output) and out.loss is not None:
@@ -108,7 +108,7 @@ def held_dual(fn: Stage) -> Stage:
     """Return the :func:`dual` stage with constant tangents: no gradient of them is computed or sent back."""
     stage = dual(fn)
 
-    @wraps(fn)
+    @wraps(stage)
     def held(params: Any, x: Any, *extras: Any) -> Any:
         params, x = (params[0], _held(params[1])), _hold(x)
         return _hold(stage(params, x, *extras))
