@@ -32,6 +32,7 @@ class Operators:
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         name = op.name().removeprefix("aten::")
         special = _SPECIAL.get(name)
+        args = tuple(map(_tensor_of, args, op._schema.arguments))
         with torch._C._AutoDispatchBelowAutograd():
             if special is not None:
                 return special(self, *args, **kwargs)
@@ -282,6 +283,11 @@ class _Call:
             return results
 
         return run
+
+
+def _tensor_of(value: Any, argument: Any) -> Any:
+    """Return a tensor for an integer in the place of one, which not every operator takes again."""
+    return torch.tensor(value) if isinstance(value, int) and str(argument.type) == "Tensor" else value
 
 
 def _meta(leaf: Any) -> Any:

@@ -1,0 +1,106 @@
+"""Pipelines over the simulated NCCL: the bits of the CPU, no race, nothing left; and every wait is needed."""
+
+from __future__ import annotations
+
+import optree
+import pytest
+import torch
+
+import ppfunc as pp
+from ppfunc.schedule import BUILDERS, remove_tail
+from tests.models import dense, problem, same_bits, squared
+from tests.simulated.groups import in_threads, simulated_nccl
+
+OTHERS = {
+    2: ["1f1b"],
+    3: ["gpipe", "zb_h1", "v_half", "interleaved_1f1b"],
+    4: ["1f1b", "dualpipev", "chimera"],
+}
+RUNS = [*((name, 2) for name in BUILDERS), *((name, ranks) for ranks in (3, 4) for name in OTHERS[ranks])]
+
+
+def pytest_generate_tests(metafunc):
+    """Run a spread of builders, numbers of ranks and seeds, or all of them."""
+    large = metafunc.config.getoption("--large")
+    if "builder" in metafunc.fixturenames:
+        every = [(name, ranks) for ranks in (2, 3, 4) for name in BUILDERS]
+        metafunc.parametrize(("builder", "size"), every if large else RUNS)
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(20 if large else 2))
+
+
+def on_device(tree):
+    return optree.tree_map(lambda t: t.cuda(), tree)
+
+
+def on_host(tree):
+    return optree.tree_map(lambda t: t.cpu(), tree)
+
+
+def built(name, ranks):
+    """A schedule of a builder, with a number of microbatches that it takes."""
+    for microbatches in (2 * ranks, ranks, ranks + 1):
+        try:
+            return remove_tail(BUILDERS[name](ranks, microbatches))
+        except ValueError as error:
+            refused = error
+    pytest.skip(f"{name} takes no {ranks} ranks: {refused}")
+
+
+@pytest.fixture
+def ranks(simulate):
+    """Run a function on each rank, a thread."""
+
+    def run(function, *arguments, size=2, seed=0, **options):
+        run.gpu = simulate(devices=size, seed=seed)
+        with simulated_nccl(**options) as run.count:
+            return in_threads(size, function, *arguments)
+
+    return run
+
+
+def held(schedule, rank, params):
+    return {schedule.model_stages[s]: params[schedule.model_stages[s]] for s in schedule.stages_of(rank)}
+
+
+def steps(rank, size, schedule, options, count=2):
+    """What each of some steps gives, on the host; the ranks are given the whole batch."""
+    params, inputs, targets = on_device(problem(schedule))
+    stages, mine = [dense] * len(params), held(schedule, rank, params)
+    with pp.P2P(timeout=30) as transport:
+        if schedule.forward_only:
+            judge = pp.evaluate(stages, squared, schedule, transport)
+            return [judge(mine, inputs, targets).cpu() for _ in range(count)]
+        step = pp.value_and_grad(stages, squared, schedule, transport, **options)
+        return [on_host(step(mine, inputs, targets)) for _ in range(count)]
+
+
+def alone(schedule, **options):
+    params, inputs, targets = problem(schedule)
+    stages = [dense] * len(params)
+    if schedule.forward_only:
+        return pp.evaluate(stages, squared, schedule)(params, inputs, targets)
+    return pp.value_and_grad(stages, squared, schedule, **options)(params, inputs, targets)
+
+
+def require_same(schedule, found, wanted):
+    for rank, results in enumerate(found):
+        for result in results:
+            if schedule.forward_only:
+                assert torch.equal(result, wanted)
+            else:
+                assert torch.equal(result[0], wanted[0])
+                assert same_bits(result[1], held(schedule, rank, wanted[1]))
+
+
+def test_every_builder_gives_the_bits_of_the_cpu(ranks, builder, size):
+    schedule = built(builder, size)
+    found = ranks(steps, schedule, {}, size=size)
+    require_same(schedule, found, alone(schedule))
+    assert not ranks.count.alive()
+
+
+@pytest.mark.parametrize("build", [pp.one_f_one_b, pp.dualpipev], ids=["1f1b", "dualpipev"])
+def test_no_interleaving_changes_a_bit(ranks, build, seed):
+    schedule = build(2, 4)
+    require_same(schedule, ranks(steps, schedule, {}, seed=seed), alone(schedule))
