@@ -116,12 +116,12 @@ def caller_stack() -> tuple[Frame, ...]:
     return tuple(frames)
 
 
-def caller_place() -> str:
-    """Return the innermost line of ppfunc that this thread runs, or nothing."""
-    frame = sys._getframe(1)
-    while frame is not None:
+def caller_place(depth: int = 1) -> str:
+    """Return the innermost lines of ppfunc that this thread runs, or nothing."""
+    places, frame = [], sys._getframe(1)
+    while frame is not None and len(places) < depth:
         file = frame.f_code.co_filename
         if _PACKAGE in file and not file.startswith(_TORCH):
-            return f"{file.rpartition(_PACKAGE)[2]}:{frame.f_lineno}"
+            places.append(f"{file.rpartition(_PACKAGE)[2]}:{frame.f_lineno}")
         frame = frame.f_back
-    return ""
+    return " < ".join(places)

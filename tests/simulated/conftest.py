@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulated import guard, names
+from tests.simulated import guard, names, probe
 
 _HERE = Path(__file__).parent
 _RUNNER = "test_in_processes.py"
@@ -27,18 +27,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.fixture(scope="session")
 def installed() -> None:
     """Install the guard, before any backward of this process; skips where it does not fit."""
-    if reason := guard.missing():
+    if reason := guard.missing() or probe.broken():
         pytest.skip(reason)
-    names.install()
 
 
 @pytest.fixture
 def simulate(installed: None) -> Iterator[Callable[..., Any]]:
-    """Simulate accelerators, with options of ``Device``, until the test ends, which fails on a race."""
+    """Simulate accelerators, with options of ``Device``, until the next or the end; a race fails the test."""
     with ExitStack() as stack:
         made = []
 
         def start(**options: Any) -> Any:
+            stack.close()
             made.append(stack.enter_context(names.simulated(**options)))
             return made[-1]
 

@@ -16,6 +16,8 @@ by any thread:
 * ``wait(kind, *marks)``: hold up the host, counted. ``poll(kind, mark) -> bool``: let the host look,
   counted.
 * ``record_stream(tensor, stream)``; ``host_view(tensor)``: the memory as a tensor of the CPU.
+* ``omits(kind) -> bool``: to be asked by what a program calls to order things, such as a wait or
+  ``record_stream``: whether this call is to be left out, as if the program had forgotten it.
 * ``fail(text)``: break the device for good: every later wait and look raises.
 * ``races``: reports; ``waits``: a ``Counter`` of (kind, place in ppfunc); ``polls``: the same of looks.
 """
@@ -58,7 +60,6 @@ class Stream:
         self.issued = self.done = 0  # numbers of operations
         self.clock: Clock = {}
         self.graph: Any = None  # that captures it
-        self.freed: list[Any] = []  # blocks that its next allocation may reuse
 
     def __repr__(self) -> str:
         return f"stream {self.id} of cuda:{self.device}"
@@ -91,6 +92,8 @@ class Device:
         self.waits: Counter[tuple[str, str]] = Counter()
         self.polls: Counter[tuple[str, str]] = Counter()
         self.issued: Counter[str] = Counter()  # operations by name
+        self.orders: Counter[tuple[str, str]] = Counter()  # what ``omits`` was asked, by kind and place
+        self.omitted: set[tuple[str, str]] = set()  # what it leaves out
         self.memory = Memory(self)
         self._host: Clock = {}  # what the host knows to be done
         self._streams: dict[tuple[int, int], Stream] = {}
@@ -207,6 +210,12 @@ class Device:
                 return
             merge(stream.clock, mark.clock)
             self.issue(stream, f"wait for {mark.stream}", _nothing, ready=lambda: self.done(mark))
+
+    def omits(self, kind: str) -> bool:
+        """Note a call of the program that orders operations; tells whether to leave it out."""
+        call = kind, caller_place(2)
+        self.orders[call] += 1
+        return call in self.omitted
 
     def done(self, mark: Mark) -> bool:
         return mark.stream.done >= mark.number

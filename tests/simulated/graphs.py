@@ -22,7 +22,7 @@ class Pool:
     """Memory that graphs share."""
 
     def __init__(self) -> None:
-        self.freed: list[Any] = []  # blocks, and who used them
+        self.freed: list[Any] = []  # blocks
         self.givers: list[Graph] = []  # graphs that have had a block freed
 
 
@@ -74,7 +74,7 @@ class Graph:
     def allocated(self, block: Any) -> None:
         """Note a block of this capture: before it, what was freed in the pool may be handed out."""
         pool = self.memory_pool
-        for old, _ in pool.freed:
+        for old in pool.freed:
             self.add("reuse of memory", old.poison, [], [old.whole()])
             if old.graph not in pool.givers:
                 pool.givers.append(old.graph)

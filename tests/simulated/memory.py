@@ -1,8 +1,10 @@
-"""Device memory: NaN at first, poisoned when another allocation may have it, given to one stream at a time.
+"""Device memory: NaN at first, poisoned when another allocation may have it.
 
-As the caching allocator of torch does it: a block belongs to the stream that was current when it was
-allocated, and once freed is handed out again by the next allocation of that stream, at once. Here each
-allocation has memory of its own, so that what reads a block after that finds NaN rather than other numbers.
+As the caching allocator of torch has it, a block belongs to the stream that was current when it was
+allocated, and once freed may be handed out again there, at once. Each allocation has memory of its own here,
+so what reads a block after that finds NaN rather than other numbers. Freed blocks are looked at when the
+next one is allocated, by whichever stream: what happens to follow soon enough on the right one is no
+protection.
 """
 
 from __future__ import annotations
@@ -86,8 +88,6 @@ class Memory:
             block = Block(count * dtype.itemsize, stream, self._serial)
             if stream.graph is not None:
                 stream.graph.allocated(block)
-            else:
-                self._reuse(stream)
             if block.size:
                 self._live[block.bytes.data_ptr()] = block
             self.used[index] += block.size
@@ -103,32 +103,30 @@ class Memory:
         return torch.utils.dlpack.from_dlpack(_capsule(ctypes.addressof(structure), b"dltensor", None))
 
     def collect(self) -> None:
-        """Note what was freed since the last call: it is its stream's from now on."""
+        """Give what was freed since the last call to its stream at once, or to the pool of its graph."""
         while address := guard.library().take_freed():
             _, memory, block = _structures.pop(address)
-            if memory is not self:  # of an earlier simulation
+            if memory is not self or not block.size:  # of an earlier simulation
                 continue
-            self._live.pop(block.bytes.data_ptr(), None)
+            del self._live[block.bytes.data_ptr()]
             self.used[block.stream.device] -= block.size
-            if block.size:
-                users = [self._device.mark(s) for s in block.recorded | {block.stream}]
-                home = block.stream if block.graph is None else block.graph.memory_pool
-                home.freed.append((block, users))
-
-    def _reuse(self, stream: Any) -> None:
-        """Poison what the next allocation of a stream may have been handed."""
-        freed, stream.freed = stream.freed, []
-        for block, users in freed:
-            for access in block.accesses.unordered(stream, but=block.recorded):
-                text = (
-                    f"{block} is freed while it is in use, and may be handed out; record_stream is missing:"
-                )
-                self._device.report(text, access)
-            if len(users) > 1:  # it is handed out when those are done; its stream does not wait
-                aside, ready = self._device.stream(stream.device, -1), self._all_done(users)
-                self._device.issue(aside, "reuse of recorded memory", block.poison, ready=ready)
+            if block.graph is None:
+                self._reuse(block)
             else:
-                self._device.issue(stream, "reuse of memory", block.poison)
+                block.graph.memory_pool.freed.append(block)
+
+    def _reuse(self, block: Block) -> None:
+        """Poison a block as the next allocation of its stream may, whatever other streams do with it."""
+        stream, device = block.stream, self._device
+        for access in block.accesses.unordered(stream, but=block.recorded):
+            text = f"{block} is freed while it is in use, and may be handed out; record_stream is missing:"
+            device.report(text, access)
+        if not block.recorded and stream.graph is None:
+            device.issue(stream, "reuse of memory", block.poison)
+        else:  # handed out when all that use it are done; its stream does not wait for them
+            ready = self._all_done([device.mark(s) for s in block.recorded | {stream}])
+            aside = device.stream(stream.device, -1)
+            device.issue(aside, "reuse of recorded memory", block.poison, ready=ready)
 
     def _all_done(self, marks: list[Any]) -> Any:
         return lambda: all(map(self._device.done, marks))

@@ -73,7 +73,7 @@ def _answers() -> dict[str, Any]:
 
     def block(number: int, index: int, stream: int) -> None:
         mark = _events[number].mark
-        if mark is not None:
+        if mark is not None and not device().omits("wait"):
             device().order(mark, device().stream(index, stream))
 
     def exchange(index: int, stream: int) -> int:
@@ -84,10 +84,12 @@ def _answers() -> dict[str, Any]:
         return before
 
     def synchronize_event(number: int, *_: int) -> None:
-        device().wait("event", _events[number].mark)
+        if not device().omits("host wait"):
+            device().wait("event", _events[number].mark)
 
     def synchronize_stream(index: int, stream: int, _: int) -> None:
-        device().wait("stream", device().mark(device().stream(index, stream)))
+        if not device().omits("host wait"):
+            device().wait("stream", device().mark(device().stream(index, stream)))
 
     return {
         "count": lambda *_: _MOST if _current is None else _current.count,
@@ -115,7 +117,8 @@ def set_device(given: Any) -> None:
 
 def synchronize(given: Any = None) -> None:
     gpu = device()
-    gpu.wait("device", *(gpu.mark(stream) for stream in gpu.streams(_index(given))))
+    if not gpu.omits("host wait"):
+        gpu.wait("device", *(gpu.mark(stream) for stream in gpu.streams(_index(given))))
 
 
 class Stream(torch.Stream):

@@ -185,7 +185,9 @@ class Operators:
             device.wait("copy to the host", mark)
 
     def record_stream(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
-        self.device.record_stream(tensor, self.device.stream(stream.device_index, stream.stream_id))
+        if not self.device.omits("record_stream"):
+            there = self.device.stream(stream.device_index, stream.stream_id)
+            self.device.record_stream(tensor, there)
 
     def resize_(self, tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:
         shown = torch.empty(size, device="meta")
