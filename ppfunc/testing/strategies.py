@@ -14,7 +14,7 @@ For property tests of anything that works on schedules: an engine of your own, a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
@@ -104,9 +104,9 @@ def mutated_schedules(valid: SearchStrategy[Schedule] | None = None) -> SearchSt
 
     def build(draw: DrawFn) -> Schedule:
         schedule = draw(source)
-        fitting = [mutation for mutation in _MUTATIONS if mutation.sites(schedule)]
-        mutation = draw(st.sampled_from(fitting))
-        changes, fault = mutation.apply(schedule, draw(st.sampled_from(mutation.sites(schedule))))
+        places = _places(schedule)
+        kinds = [faults for kind in _KINDS if (faults := list(kind(schedule, places)))]
+        changes, fault = draw(st.sampled_from(draw(st.sampled_from(kinds))))
         return replace(_changed(schedule, changes), name=f"{schedule.name}: {fault}")
 
     return st.composite(build)()
@@ -153,14 +153,11 @@ class _Place(NamedTuple):
     position: int
 
 
+_Places = dict[_Place, Instruction]
 _Changes = dict[_Place, tuple[Instruction, ...]]  # what stands in a place instead
 
 
-class _Mutation(NamedTuple):
-    """Break a schedule in one way: ``sites`` lists where, ``apply`` returns the changes and the fault."""
-
-    sites: Callable[[Schedule], list[Any]]
-    apply: Callable[[Schedule, Any], tuple[_Changes, str]]
+_Faults = Iterator[tuple[_Changes, str]]  # the ways to break a schedule of one kind, and what is wrong then
 
 
 def _changed(schedule: Schedule, changes: _Changes) -> Schedule:
@@ -174,7 +171,7 @@ def _changed(schedule: Schedule, changes: _Changes) -> Schedule:
     return replace(schedule, programs=tuple(programs))
 
 
-def _places(schedule: Schedule) -> dict[_Place, Instruction]:
+def _places(schedule: Schedule) -> _Places:
     """Find the compute instructions and messages: none of them may be missing or be there twice."""
     return {
         _Place(rank, step, position): instruction
@@ -185,97 +182,79 @@ def _places(schedule: Schedule) -> dict[_Place, Instruction]:
     }
 
 
-def _elementary_compute(schedule: Schedule) -> list[_Place]:
-    return [place for place, i in _places(schedule).items() if i.op in COMPUTE and not i.parts]
+def _missing(schedule: Schedule, places: _Places) -> _Faults:
+    return (({place: ()}, f"{i} is missing") for place, i in places.items())
 
 
-def _missing(schedule: Schedule, place: _Place) -> tuple[_Changes, str]:
-    return {place: ()}, f"{_places(schedule)[place]} is missing"
+def _doubled(schedule: Schedule, places: _Places) -> _Faults:
+    return (({place: (i, i)}, f"{i} is there twice") for place, i in places.items())
 
 
-def _doubled(schedule: Schedule, place: _Place) -> tuple[_Changes, str]:
-    instruction = _places(schedule)[place]
-    return {place: (instruction, instruction)}, f"{instruction} is there twice"
+def _out_of_range(schedule: Schedule, places: _Places) -> _Faults:
+    for place, right in _elementary_compute(places):
+        wrong = right._replace(microbatch=schedule.microbatches)
+        yield {place: (wrong,)}, f"{right} became {wrong}"
 
 
-def _out_of_range(schedule: Schedule, place: _Place) -> tuple[_Changes, str]:
-    right = _places(schedule)[place]
-    wrong = right._replace(microbatch=schedule.microbatches)
-    return {place: (wrong,)}, f"{right} became {wrong}"
+def _misplaced(schedule: Schedule, places: _Places) -> _Faults:
+    """Move a compute instruction behind the last place of the next rank, if that is another rank."""
+    ends = {place.rank: place for place in places}
+    for place, moved in _elementary_compute(places):
+        end = ends[(place.rank + 1) % schedule.ranks]
+        if end.rank != place.rank:
+            yield {place: (), end: (places[end], moved)}, f"{moved} is on rank {end.rank}"
 
 
-def _to_be_moved(schedule: Schedule) -> list[tuple[_Place, _Place]]:
-    """Pair each compute instruction with the last place of the next rank, if that is another rank."""
-    last = {place.rank: place for place in _places(schedule)}
-    pairs = ((place, last[(place.rank + 1) % schedule.ranks]) for place in _elementary_compute(schedule))
-    return [(place, other) for place, other in pairs if place.rank != other.rank]
+def _too_early(schedule: Schedule, places: _Places) -> _Faults:
+    """Exchange a forward and the backward of the same stage and microbatch."""
+    at = {i: place for place, i in _elementary_compute(places)}
+    for forward in (i for i in at if i.op is Op.F):
+        for backward in (forward._replace(op=Op.B), forward._replace(op=Op.I)):
+            if backward in at:
+                yield _exchanged(places, at[forward], at[backward])
 
 
-def _misplaced(schedule: Schedule, site: tuple[_Place, _Place]) -> tuple[_Changes, str]:
-    moved, last = (_places(schedule)[place] for place in site)
-    return {site[0]: (), site[1]: (last, moved)}, f"{moved} is on rank {site[1].rank}"
-
-
-def _forwards_before_backwards(schedule: Schedule) -> list[tuple[_Place, _Place]]:
-    """Pair the places of a forward and of the backward of the same stage and microbatch."""
-    places = {_places(schedule)[place]: place for place in _elementary_compute(schedule)}
-    return [
-        (place, places[backward])
-        for forward, place in places.items()
-        for backward in (forward._replace(op=Op.B), forward._replace(op=Op.I))
-        if forward.op is Op.F and backward in places
-    ]
-
-
-def _pairs_of_sends(schedule: Schedule) -> list[tuple[_Place, _Place]]:
-    """Pair the places of two messages, one after the other, that a stage sends to one receiver."""
+def _out_of_order(schedule: Schedule, places: _Places) -> _Faults:
+    """Exchange two messages, one after the other, that a stage sends to one receiver."""
     rows: dict[Any, list[_Place]] = {}
-    for place, i in _places(schedule).items():
+    for place, i in places.items():
         if i.op in SENDS:
             rows.setdefault((place.rank, i.op, i.stage, i.peer), []).append(place)
-    return [pair for row in rows.values() for pair in pairwise(row)]
+    return (_exchanged(places, *pair) for row in rows.values() for pair in pairwise(row))
 
 
-def _exchanged(schedule: Schedule, site: tuple[_Place, _Place]) -> tuple[_Changes, str]:
-    first, second = (_places(schedule)[place] for place in site)
-    return {site[0]: (second,), site[1]: (first,)}, f"{second} is before {first}"
-
-
-def _rings(schedule: Schedule) -> list[tuple[_Place, _Place, _Place, _Place]]:
-    """List the places of F(b), B(a) at source and target, per crossing edge and microbatches a, b."""
-    places = {
-        (i.op is not Op.F, i.stage, i.microbatch): place
-        for place, i in _places(schedule).items()
+def _rings(schedule: Schedule, places: _Places) -> _Faults:
+    """Let the source of a crossing edge do B(a) before F(b), and the target F(b) before B(a), so that each
+    waits for the other.
+    """
+    at = {
+        (i.op is Op.F, i.stage, i.microbatch): place
+        for place, i in places.items()
         if i.op in (Op.F, Op.B, Op.I)
     }
-    rings = []
     for source, target in schedule.crossing_edges:
         for a, b in (
             pair for c in schedule.chains if source in c.stages for pair in pairwise(c.microbatches)
         ):
-            keys = ((False, source, b), (True, source, a), (False, target, b), (True, target, a))
-            if all(key in places for key in keys):
-                rings.append((places[keys[0]], places[keys[1]], places[keys[2]], places[keys[3]]))
-    return rings
+            keys = [(True, source, b), (False, source, a), (True, target, b), (False, target, a)]
+            if not all(key in at for key in keys):
+                continue
+            forward, backward, received, sent = (at[key] for key in keys)
+            changes: _Changes = {}
+            for early, late in ((backward, forward), (received, sent)):
+                if late < early:
+                    changes |= _exchanged(places, late, early)[0]
+            text = f"{places[forward]} waits for {places[backward]} and {places[received]}"
+            yield changes, f"{text}, and they for it"
 
 
-def _ring(schedule: Schedule, site: tuple[_Place, _Place, _Place, _Place]) -> tuple[_Changes, str]:
-    """Let the source do B(a) before F(b), and the target F(b) before B(a): each waits for the other."""
-    f_source, b_source, f_target, b_target = site
-    at = _places(schedule)
-    changes: _Changes = {}
-    for early, late in ((b_source, f_source), (f_target, b_target)):
-        if late < early:
-            changes |= {early: (at[late],), late: (at[early],)}
-    return changes, f"{at[f_source]} waits for {at[b_source]} and {at[f_target]}, and they for it"
+def _elementary_compute(places: _Places) -> Iterator[tuple[_Place, Instruction]]:
+    return ((place, i) for place, i in places.items() if i.op in COMPUTE and not i.parts)
 
 
-_MUTATIONS = (
-    _Mutation(lambda schedule: list(_places(schedule)), _missing),
-    _Mutation(lambda schedule: list(_places(schedule)), _doubled),
-    _Mutation(_elementary_compute, _out_of_range),
-    _Mutation(_to_be_moved, _misplaced),
-    _Mutation(_forwards_before_backwards, _exchanged),
-    _Mutation(_pairs_of_sends, _exchanged),
-    _Mutation(_rings, _ring),
-)
+def _exchanged(places: _Places, first: _Place, second: _Place) -> tuple[_Changes, str]:
+    changes: _Changes = {first: (places[second],), second: (places[first],)}
+    return changes, f"{places[second]} is before {places[first]}"
+
+
+_KINDS = (_missing, _doubled, _out_of_range, _misplaced, _too_early, _out_of_order, _rings)
