@@ -54,7 +54,7 @@ def new_trainer(
     """
     if clip is not None or norm_type is not None:
         by = pp.optim.clip_by_global_norm(math.inf if clip is None else clip, norm_type or 2.0)
-        optimizer = pp.optim.chain(by, pp.optim.accepting_scale(optimizer))
+        optimizer = pp.optim.chain(by, pp.optim.skipping(optimizer))
     if scale is not None:
         precision = replace(precision or pp.Precision(), scale=scale)
     made = None

@@ -11,15 +11,13 @@ import torch
 # How long a collective may take.
 from torch._C._distributed_c10d import AllgatherOptions
 
-# Optimizers as single kernels over lists of tensors of one device and dtype, with ``grad_scale`` and
-# ``found_inf``.
+# Optimizers as single kernels over lists of tensors of one device and dtype, with ``found_inf``.
 fused_adamw = torch._fused_adamw_
 fused_sgd = torch._fused_sgd_
 
 # Arithmetic on lists of tensors in few kernels; those with ``into`` write into the first list.
 add_into_each = torch._foreach_add_
 copy_into_each = torch._foreach_copy_
-divide_into_each = torch._foreach_div_
 multiply_each = torch._foreach_mul
 multiply_into_each = torch._foreach_mul_
 norms_of_each = torch._foreach_norm

@@ -12,7 +12,6 @@ from ppfunc.training import dynamic_scale, overflow
 from ppfunc.training.optim import (
     Optimizer,
     Transform,
-    accepting_scale,
     adamw,
     chain,
     clip_by_global_norm,
@@ -21,6 +20,7 @@ from ppfunc.training.optim import (
     global_norm,
     linear,
     sgd,
+    skipping,
     warmup_cosine,
 )
 from ppfunc.training.update.sharding import shard
@@ -137,11 +137,7 @@ def test_updates_of_shards_are_those_of_the_whole(make, dtype, data):
     states, state = [optimizer.init(own) for own in parts], optimizer.init(whole)
     for _ in range(3):
         grads = values()
-        given_too = (
-            {"grad_scale": torch.tensor(3.0), "found_inf": torch.tensor(0.0)}
-            if data.draw(st.booleans())
-            else {}
-        )
+        given_too = {"found_inf": torch.tensor(0.0)} if data.draw(st.booleans()) else {}
         for rank in range(ranks):
             own = shard(grads, dims, ranks, rank)
             parts[rank], states[rank] = optimizer.update(list(own), states[rank], parts[rank], **given_too)
@@ -259,7 +255,7 @@ def everything(params, state):
     return [leaf.clone() for leaf in tree_leaves((params, state))]
 
 
-SCALED = {
+SKIPPING = {
     "adamw": lambda donate: adamw(0.1, donate=donate),
     "sgd": lambda donate: sgd(0.1, donate=donate),
     "sgd momentum": lambda donate: sgd(0.1, 0.9, 0.2, donate=donate),
@@ -272,28 +268,23 @@ SCALED = {
             lambda g, s, params: (tree_map(lambda x: -0.1 * x, g), {"count": s["count"] + 1}),
         )
     ),
-    "plain": lambda donate: accepting_scale(
-        Optimizer(adamw(0.1).init, lambda g, s, p: adamw(0.1).update(g, s, p))
-    ),
+    "plain": lambda donate: skipping(Optimizer(adamw(0.1).init, lambda g, s, p: adamw(0.1).update(g, s, p))),
 }
 
 
 @pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("name", SCALED)
-def test_gradients_are_divided_by_the_scale_and_nothing_changes_where_they_overflow(name, donate):
+@pytest.mark.parametrize("name", SKIPPING)
+def test_nothing_changes_where_gradients_overflow(name, donate):
     """On the first step too, of which torch's SGD and Adam make much."""
-    plain, scaled, one = SCALED[name](False), SCALED[name](donate), torch.tensor(1.0)
+    plain, skips, one = SKIPPING[name](False), SKIPPING[name](donate), torch.tensor(1.0)
     expected, params = tree(), tree()
-    states = plain.init(expected), scaled.init(params)
+    states = plain.init(expected), skips.init(params)
     for step, bad in enumerate((True, False, True, True, False, False)):
         grads = gradients(step)
-        given = tree_map(lambda g: g * 1024, overflowing(grads) if bad else grads)
+        given = overflowing(grads) if bad else grads
         before, kept = everything(params, states[1]), [g.clone() for g in leaves(given)]
-        params, after = scaled.update(
-            given, states[1], params, grad_scale=torch.tensor(1024.0), found_inf=one if bad else 1 - one
-        )
-        if not donate:
-            assert all(map(torch.equal, kept, leaves(given)))
+        params, after = skips.update(given, states[1], params, found_inf=one if bad else 1 - one)
+        assert all(map(torch.equal, kept, leaves(given)))
         if bad:
             assert all(map(torch.equal, everything(params, after), before))
         else:
@@ -317,16 +308,14 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("name", SKIPPING)
 def test_no_value_is_read_by_the_host(name):
-    optimizer, params = SCALED[name](False), tree()
+    optimizer, params = SKIPPING[name](False), tree()
     state = optimizer.init(params)
     with Reads() as reads:
         for step in range(2):
-            grad_scale, found_inf = torch.tensor(2.0), overflow(global_norm(gradients(step)))
-            params, state = optimizer.update(
-                gradients(step), state, params, grad_scale=grad_scale, found_inf=found_inf
-            )
+            found_inf = overflow(global_norm(gradients(step)))
+            params, state = optimizer.update(gradients(step), state, params, found_inf=found_inf)
     assert reads.count == 0
     with Reads() as reads:
         params, state = adamw(warmup_cosine(0.1, 2, 5)).update(gradients(0), adamw(0.1).init(tree()), tree())
@@ -353,10 +342,10 @@ def test_rates_as_torch_takes_them(rate):
         torch.testing.assert_close(got, [p.detach() for p in own], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("name", SKIPPING)
 def test_the_state_is_tensors_that_torch_loads_by_default(name, tmp_path):
     optimizer, params = (
-        SCALED[name](False),
+        SKIPPING[name](False),
         {"w": torch.ones(2, 3), "more": [torch.ones(()), None], "ids": torch.arange(3)},
     )
     state = optimizer.init(params)
@@ -376,7 +365,7 @@ def test_an_optimizer_that_writes_into_its_arguments_cannot_skip():
             p.sub_(g)
         return params, state
 
-    optimizer = accepting_scale(Optimizer(lambda params: {}, update))
+    optimizer = skipping(Optimizer(lambda params: {}, update))
     assert optimizer.update([torch.ones(2)], {}, [torch.ones(2)])[0][0].tolist() == [0.0, 0.0]
     with pytest.raises(ValueError, match="written into its arguments, which are still needed"):
         optimizer.update([torch.ones(2)], {}, [torch.ones(2)], found_inf=torch.tensor(0.0))
@@ -393,7 +382,7 @@ def test_odd_leaves(name):
         "z": torch.ones(2, dtype=torch.complex128),
         "half": torch.ones(2, dtype=torch.bfloat16),
     }
-    optimizer = SCALED[name](True)
+    optimizer = SKIPPING[name](True)
     state = optimizer.init(params)
     alone = {k: tree_map(torch.clone, {k: p}) for k, p in params.items()}
     states = {k: optimizer.init(p) for k, p in alone.items()}

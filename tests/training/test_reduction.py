@@ -37,7 +37,7 @@ def remembering(seen):
     is.
     """
 
-    def update(grads, state, params, *, grad_scale=None, found_inf=None):
+    def update(grads, state, params, *, found_inf=None):
         seen.append([g.data_ptr() for g in tree_leaves(grads)])
         return tree_map(lambda p, g: p - 0.1 * g, params, grads), grads
 

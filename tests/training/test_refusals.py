@@ -674,11 +674,11 @@ def breaking(calls, after):
     """An update in place that fails at one call."""
     inner = pp.optim.sgd(0.1, donate=True)
 
-    def update(grads, state, params, *, grad_scale=None, found_inf=None):
+    def update(grads, state, params, *, found_inf=None):
         calls.append(None)
         if len(calls) == after:
             raise ValueError("on purpose")
-        return inner.update(grads, state, params, grad_scale=grad_scale, found_inf=found_inf)
+        return inner.update(grads, state, params, found_inf=found_inf)
 
     return inner._replace(update=update)
 

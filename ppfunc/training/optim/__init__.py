@@ -25,6 +25,6 @@ from .protocols import (
     Optimizer as Optimizer,
     Ranks as Ranks,
     Transform as Transform,
-    accepting_scale as accepting_scale,
+    skipping as skipping,
 )
 from .rates import constant as constant, linear as linear, warmup_cosine as warmup_cosine

@@ -17,10 +17,9 @@ from .protocols import (
     Optimizer,
     Transform,
     Tree,
-    accepting_scale,
     selected,
+    skipping,
     text_of,
-    unscaled,
 )
 
 
@@ -76,10 +75,9 @@ def from_updates(transform: Any) -> Optimizer:
         state: Tree,
         params: Tree,
         *,
-        grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> tuple[Tree, Tree]:
-        updates, after = run(unscaled(grads, grad_scale), state, params)
+        updates, after = run(grads, state, params)
         wanted, structure = tree_flatten(params)
         got, got_structure = tree_flatten(updates)
         if got_structure != structure:
@@ -147,7 +145,7 @@ def chain(*parts: Any) -> Any:
 
     if optimizer is None:
         return Transform(init, changed)
-    ending, text = accepting_scale(optimizer), f"chain({', '.join(map(text_of, parts))})"
+    ending, text = skipping(optimizer), f"chain({', '.join(map(text_of, parts))})"
 
     @torch.no_grad()
     def update(
@@ -155,7 +153,6 @@ def chain(*parts: Any) -> Any:
         state: tuple[Tree, ...],
         params: Tree,
         *,
-        grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> tuple[Tree, Tree]:
         if not isinstance(state, tuple) or len(state) != len(parts):
@@ -164,7 +161,7 @@ def chain(*parts: Any) -> Any:
                 f"state: got {got}, expected those of the {len(parts)} of {text}; it is that of another"
                 " optimizer"
             )
-        grads, after = changed(unscaled(grads, grad_scale), state[:-1], params)
+        grads, after = changed(grads, state[:-1], params)
         new, last_state = ending.update(grads, state[-1], params, found_inf=found_inf)
         return new, (*selected(found_inf, state[:-1], after), last_state)
 

@@ -105,24 +105,25 @@ def owned(
     Raises:
         ValueError: donated leaves that share memory.
     """
-    if donate and plan.plain:
-        new, columns = list(trees), [_trained(plan, column) for column in leaves]
-    else:
-        dense = [_densified(column) if donate else _copies(column) for column in leaves]
-        new = [tree_structure(tree).unflatten(column) for tree, column in zip(trees, dense, strict=True)]
-        columns = [[_as_real(leaf) for leaf in column if differentiable(leaf.dtype)] for column in dense]
+    columns: list[Sequence[Tensor]] = [_trained(plan, leaves[0]), *leaves[1:]]  # a state has no others
+    if not (donate and plan.plain):
+        columns = [list(map(_dense, column)) if donate else _copies(column) for column in columns]
+        every = list(leaves[0])
+        for n, leaf in zip(plan.trained, columns[0], strict=True):
+            every[n] = leaf
+        pairs = zip(trees, (every, *columns[1:]), strict=True)
+        trees = [tree_structure(tree).unflatten(column) for tree, column in pairs]
+        columns = [list(map(_as_real, column)) for column in columns]
     if donate:
         for column in columns:
             _require_own_memory(column, trees[0])
-    return new, columns
+    return list(trees), columns
 
 
-def gradients_of(plan: LeafPlan, leaves: Leaves, copy: bool) -> Sequence[Tensor]:
-    """Return the gradients for the kernels, copied where the kernels may not write to them."""
+def gradients_of(plan: LeafPlan, leaves: Leaves) -> Sequence[Tensor]:
+    """Return the gradients for the kernels."""
     trained = _trained(plan, leaves)
-    if not plan.plain:
-        trained = [_as_real(_dense(leaf)) for leaf in trained]
-    return [leaf.clone() for leaf in trained] if copy else trained
+    return trained if plan.plain else [_as_real(_dense(leaf)) for leaf in trained]
 
 
 def _trained(plan: LeafPlan, leaves: Leaves) -> Sequence[Tensor]:
@@ -142,11 +143,6 @@ def _dense(leaf: Tensor) -> Tensor:
     return leaf if _is_dense(leaf) else leaf.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _densified(leaves: Leaves) -> list[Tensor]:
-    """Put the trained leaves into row-major memory, without history."""
-    return [_dense(leaf) if differentiable(leaf.dtype) else leaf for leaf in leaves]
-
-
 def _is_dense(leaf: Tensor) -> bool:
     return not (leaf.requires_grad or leaf.is_conj() or leaf.is_neg()) and leaf.is_contiguous()
 
@@ -155,14 +151,12 @@ def _is_plain(leaf: Tensor) -> bool:
     return _is_dense(leaf) and not leaf.dtype.is_complex
 
 
-def _copies(leaves: Leaves) -> list[Tensor]:
-    """Copy the trained leaves into row-major memory."""
-    trained = [leaf for leaf in leaves if differentiable(leaf.dtype)]
-    fresh = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in trained]
+def _copies(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Copy leaves into row-major memory."""
+    fresh = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
     if fresh:
-        copy_into_each(fresh, trained)
-    copies = iter(fresh)
-    return [next(copies) if differentiable(leaf.dtype) else leaf for leaf in leaves]
+        copy_into_each(fresh, list(leaves))
+    return fresh
 
 
 def _require_own_memory(leaves: Sequence[Tensor], params: Tree) -> None:

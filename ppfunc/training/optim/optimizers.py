@@ -15,7 +15,7 @@ from ppfunc.stage.device import accelerates
 from ppfunc.stage.frozen import Mask, masked_leaves
 from ppfunc.stage.tree import tree_leaves
 
-from .._torch import divide_into_each, fused_adamw, fused_sgd
+from .._torch import fused_adamw, fused_sgd
 from ..checks import require_number
 from .leaves import LeafPlan, gradients_of, leaves_of, owned, plan_of, zeros_like
 from .protocols import Optimizer, Tree
@@ -24,7 +24,7 @@ LearningRate = float | Callable[[Tensor], Tensor | float]
 """Number, or function of the number of updates made before, such as :func:`warmup_cosine`."""
 
 Kernel = Callable[..., None]
-"""``kernel(params, grads, *states, step, *, lr, grad_scale, found_inf)`` updates lists in place."""
+"""``kernel(params, grads, *states, step, *, lr, weight_decay, found_inf)`` updates lists in place."""
 
 # Numbers of updates at which ranks compare a rate of which only a name is known.
 _PROBED = 0, 1, 10, 100, 1_000, 10_000, 100_000
@@ -60,9 +60,8 @@ def adamw(
             ``ndim`` and ``dtype``; True stands for all of a branch. It is given nothing else of a parameter,
             whose sizes and values may be those of a shard. It decides once for parameters of one form. By
             default all decay.
-        donate: give up the parameters, the state, and with ``grad_scale`` the gradients: tensors in row-major
-            memory are updated in place and returned, so that no copy is made. Otherwise the arguments of an
-            update stay as they are.
+        donate: give up the parameters and the state: tensors in row-major memory are updated in place and
+            returned, so that no copy is made. Otherwise the arguments of an update stay as they are.
 
     Raises:
         ValueError, TypeError: a number that is negative or not finite, or none; betas of 1 or more.
@@ -170,24 +169,11 @@ def sgd(
         "maximize": False,
     }
 
-    def kernel(
-        params: list[Tensor], grads: list[Tensor], *rest: Any, grad_scale: Tensor | None, **numbers: Any
-    ) -> None:
+    def kernel(params: list[Tensor], grads: list[Tensor], *rest: Any, **numbers: Any) -> None:
         if params[0].dtype.itemsize < 4 and params[0].is_cpu:  # of which torch 2.13 mixes up the vectors
-            return written_out(params, grads, *rest, grad_scale=grad_scale, **numbers)
-        if grad_scale is not None and not grads[0].is_cpu:  # the kernel would round an element by its place
-            divide_into_each(grads, grad_scale)
-            grad_scale = None
+            return written_out(params, grads, *rest, **numbers)
         # A buffer of zeros becomes the gradient, as it does in torch at the first update.
-        fused_sgd(
-            params,
-            grads,
-            rest[0] if momentum else [],
-            **options,
-            is_first_step=False,
-            grad_scale=grad_scale,
-            **numbers,
-        )
+        fused_sgd(params, grads, rest[0] if momentum else [], **options, is_first_step=False, **numbers)
 
     return _fused(kernel, names, lr, donate, text, weight_decay, mask)
 
@@ -201,7 +187,6 @@ def _sgd_written_out(
     weight_decay: float,
     dampening: float,
     nesterov: bool,
-    grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
     """Update in place as SGD says, in float32 or wider: no dampening at the first update.
@@ -212,8 +197,7 @@ def _sgd_written_out(
     *buffers, step = rest
     for n, (p, g) in enumerate(zip(params, grads, strict=True)):
         wide = torch.promote_types(p.dtype, torch.float32)
-        change = g.to(wide) if grad_scale is None else g.to(wide) / grad_scale.to(wide)
-        change = change + weight_decay * p
+        change = g.to(wide) + weight_decay * p
         before, after = [p], []
         if momentum:
             buffer = buffers[0][n]
@@ -280,7 +264,6 @@ def _fused(
         state: dict[str, Tree],
         params: Tree,
         *,
-        grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> tuple[Tree, dict[str, Tree]]:
         nonlocal last
@@ -295,8 +278,7 @@ def _fused(
         new, columns = owned(plan, (params, *states.values()), (leaves[0], *leaves[2:]), donate)
         if donate:  # the kernels do not count that they write
             increment_version([leaf for column in columns for leaf in column])
-        # The kernels write unscaled gradients over the scaled ones.
-        gradients = gradients_of(plan, leaves[1], copy=grad_scale is not None and not donate)
+        gradients = gradients_of(plan, leaves[1])
         count = state["updates"]
         rate = lr(count) if callable(lr) else lr
         for decay, group in groups:
@@ -310,8 +292,7 @@ def _fused(
                 (count + 1).float().to(device),
                 lr=_rate(rate, device),
                 weight_decay=decay,
-                grad_scale=_on(device, grad_scale),
-                found_inf=_on(device, found_inf),
+                found_inf=None if found_inf is None else found_inf.to(device, torch.float32),
             )
         after = (
             count + 1 if found_inf is None else torch.where(found_inf.to(count.device) > 0, count, count + 1)
@@ -340,10 +321,6 @@ def _require_state(state: Any, names: tuple[str, ...]) -> None:
         got = ", ".join(map(repr, state)) if isinstance(state, dict) else f"a {type(state).__name__}"
         wanted = ", ".join(map(repr, ("updates", *names)))
         raise ValueError(f"state: got {got or 'nothing'}, expected {wanted}; it is that of another optimizer")
-
-
-def _on(device: torch.device, number: Tensor | None) -> Tensor | None:
-    return None if number is None else number.to(device, torch.float32)
 
 
 def _rate(rate: Tensor | float, device: torch.device) -> Tensor | float:

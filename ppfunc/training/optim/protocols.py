@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ppfunc.runtime.transport.collective import Wait as Wait
 from ppfunc.stage._torch import versions
-from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_leaves, tree_map
 
 Tree = Any
@@ -26,7 +25,6 @@ class Update(Protocol):
         state: Tree,
         params: Tree,
         *,
-        grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> tuple[Tree, Tree]: ...
 
@@ -92,12 +90,11 @@ class Optimizer(NamedTuple):
 
     Args:
         init: ``init(params) -> state``, a tree of tensors in dictionaries, lists and tuples.
-        update: ``update(grads, state, params, *, grad_scale=None, found_inf=None) -> (params, state)``, where
-            ``grads`` has the structure, shapes, dtypes and devices of ``params``. Leaves that are neither
-            floating nor complex are returned unchanged. The results carry no autograd graph. ``grad_scale``
-            float32[] divides the gradients first; where ``found_inf`` float32[] is 1, nothing changes, and no
-            value is read by the host to know it. The trainer updates one stage, or shards of its leaves, at a
-            time: an update has to work element by element.
+        update: ``update(grads, state, params, *, found_inf=None) -> (params, state)``, where ``grads`` has
+            the structure, shapes, dtypes and devices of ``params``. Leaves that are neither floating nor
+            complex are returned unchanged. The results carry no autograd graph. Where ``found_inf``
+            float32[] is 1, nothing changes, and no value is read by the host to know it. The trainer updates
+            one stage, or shards of its leaves, at a time: an update has to work element by element.
         clipped: the clipping and the optimizer that this is a chain of. A trainer clips by the norm of all
             stages, and runs the second.
         text: its name and numbers, which ranks that train together compare; by default the name of
@@ -116,16 +113,16 @@ def text_of(thing: Any) -> str:
     return text or getattr(getattr(thing, "update", thing), "__qualname__", type(thing).__name__)
 
 
-def accepting_scale(optimizer: Optimizer) -> Optimizer:
-    """Make an optimizer whose update takes ``grad_scale`` and ``found_inf``, of one that may not.
+def skipping(optimizer: Optimizer) -> Optimizer:
+    """Make an optimizer whose update takes ``found_inf``, of one that may not.
 
-    Equivalent to: divide the gradients; update; where ``found_inf`` is 1, take the old parameters and state.
-    An update that takes any keyword gets ``found_inf``, and is not trusted to look at it.
+    Equivalent to: update; where ``found_inf`` is 1, take the old parameters and state. An update that takes
+    any keyword gets ``found_inf``, and is not trusted to look at it.
     """
     if not isinstance(optimizer, Optimizer):
         optimizer = Optimizer(optimizer.init, optimizer.update)
     keywords = inspect.signature(optimizer.update).parameters
-    if {"grad_scale", "found_inf"} <= keywords.keys():
+    if "found_inf" in keywords:
         return optimizer
     plain: Callable[..., tuple[Tree, Tree]] = optimizer.update
     takes_any = any(p.kind is p.VAR_KEYWORD for p in keywords.values())
@@ -136,30 +133,21 @@ def accepting_scale(optimizer: Optimizer) -> Optimizer:
         state: Tree,
         params: Tree,
         *,
-        grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> tuple[Tree, Tree]:
         leaves = tree_leaves((params, state)) if found_inf is not None else []
         before = versions(leaves)
-        known = {"found_inf": found_inf} if takes_any or "found_inf" in keywords else {}
-        new = plain(unscaled(grads, grad_scale), state, params, **known)
+        new = plain(grads, state, params, **({"found_inf": found_inf} if takes_any else {}))
         if versions(leaves) != before:
             raise ValueError(
                 "the optimizer has written into its arguments, which are still needed where gradients"
-                " overflow; take copies, or let its update take grad_scale and found_inf by name, and change"
-                " nothing where found_inf is 1"
+                " overflow; take copies, or let its update take found_inf by name, and change nothing where"
+                " it is 1"
             )
         return selected(found_inf, (params, state), new)
 
     update.__qualname__ = getattr(plain, "__qualname__", "update")
     return optimizer._replace(update=update)
-
-
-def unscaled(grads: Tree, grad_scale: Tensor | None) -> Tree:
-    """Divide gradients by the scale; without one return the same tree."""
-    if grad_scale is None:
-        return grads
-    return tree_map(lambda g: g / grad_scale.to(g.device, g.dtype) if differentiable(g.dtype) else g, grads)
 
 
 def selected(found_inf: Tensor | None, old: Tree, new: Tree) -> Tree:
