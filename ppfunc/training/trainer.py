@@ -1,22 +1,20 @@
 """Train pipelines step by step: gradients, their sums and the update in one schedule."""
 
-import math
-import reprlib
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 import torch
 
 from ppfunc._step_factory import Stages, make_step, mistakes_told, unpacked
-from ppfunc._text import require_one_of, shown
+from ppfunc._text import shown
 from ppfunc.runtime import P2P, AgreementError, InProcess, Microbatches, PipelineError, StepSpec, Transport
 from ppfunc.runtime.agreement.shared_memory import require_declared_trees
 from ppfunc.runtime.agreement.ties import TiedPlaces
 from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, read_loss_weights, read_seed
 from ppfunc.runtime.call.results import StepResult
+from ppfunc.runtime.call.spec import Updates
 from ppfunc.runtime.errors import Failure
 from ppfunc.schedule import (
     Schedule,
@@ -36,11 +34,11 @@ from ppfunc.stage.signature import Form, flatten, form_of, same_form
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 
 from .checkpoint.tensor_file import DTYPES_BY_NAME
-from .optim.protocols import Clip, Optimizer, Transform, accepting_scale
+from .optim.protocols import Optimizer
 from .update.parameter_update import TrainingUpdate
 from .update.precision import Precision
-from .update.progress import Progress
 from .update.ranks import TrainingRanks
+from .update.reducer import Reducer
 from .update.start import note_whole
 from .update.state_checks import require_state, require_trees
 from .update.train_state import Metrics as Metrics, TrainState as TrainState, require_not_donated
@@ -102,49 +100,28 @@ class Trainer:
         with mistakes_told(self.transport):
             self._stateful = tuple(stages.state) if isinstance(stages, Split) else ()
             stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
-            rule = self._rule = _rule(optimizer, precision or Precision(), on_nonfinite)
-            shard = self.transport.shard if isinstance(self.transport, P2P) else "none"
-            plain = remove_unshards(remove_tail(schedule))
-            sharded = insert_unshards(plain) if shard == "params" else plain
-            self.schedule = reduce_early(append_tail(sharded, tied=bool(ties) or bool(schedule.replicas)))
-            self._ranks = TrainingRanks.of(shard, self.schedule, ties, self.transport)
             frozen = FrozenLeaves(stages, trainable)
-            reduce, wants = rule.precision.reduce, ("loss", "aux")
+            rule = self._rule = UpdateRule.of(optimizer, precision or Precision(), on_nonfinite, frozen)
+            shard = self.transport.shard if isinstance(self.transport, P2P) else "none"
+            sharded, reduce = shard == "params", rule.precision.reduce
+            self.schedule, ahead = _completed(schedule, sharded, bool(ties))
+            self._ranks = TrainingRanks.of(shard, self.schedule, ties, self.transport)
             spec = StepSpec(
                 f"trainer {rule.options_text}, shard {shard}",
-                wants,
+                ("loss", "aux"),
                 tied=ties,
                 sum_dtype=reduce if reduce in (torch.float32, torch.float64) else None,
-                update=TrainingUpdate(rule, self._ranks, frozen),
+                updates=Updates(rule.needs_all, sharded),
                 finite=on_nonfinite == "raise",
                 frozen=frozen,
             )
-            self._step = make_step(
-                stages, loss_fn, self.schedule, self.transport, engine, spec, self._steps, self._updated
-            )
-            looking = rule._replace(
-                precision=replace(rule.precision, scale=None), max_norm=math.inf, on_nonfinite="skip"
-            )
-            spec = StepSpec(
-                f"evaluation of {spec.name}",
-                wants,
-                tied=ties,
-                update=TrainingUpdate(looking, self._ranks, frozen),
-            )
-            ahead = forward_only(plain)
-            self._evaluate = make_step(
-                stages,
-                loss_fn,
-                insert_unshards(ahead) if shard == "params" else ahead,
-                self.transport,
-                engine,
-                spec,
-                self._evaluation,
-                self._loss,
-                training=False,
-                programs=self._step.pipeline.programs,
-            )
+            make = partial(make_step, stages, loss_fn, transport=self.transport, engine=engine, read=_called)
+            self._step = make(schedule=self.schedule, spec=spec)
+            looking = spec._replace(name=f"evaluation of {spec.name}", finite=False)
+            programs = self._step.pipeline.programs
+            self._evaluate = make(schedule=ahead, spec=looking, training=False, programs=programs)
         self._closed = False
+        self._idle: dict[int, list[Reducer]] = {}
         self._forms: dict[int, Form] = {}  # of parameters and optimizer state, by stage, that were checked
 
     def __repr__(self) -> str:
@@ -222,8 +199,10 @@ class Trainer:
             PipelineError, AgreementError, StageError, ValueError, TypeError: as
                 :func:`ppfunc.value_and_grad`. Nothing is updated.
         """
-        self._require_open()
-        after, metrics = self._step(state, [(inputs, targets)], [loss_weights], seed, extras)
+        update, result = self._run(
+            self._step, self._rule, state, [(inputs, targets)], [loss_weights], seed, extras
+        )
+        after, metrics = _ended(update, result)
         return after, metrics[0]
 
     def steps(
@@ -246,8 +225,7 @@ class Trainer:
         Raises:
             As :meth:`step`.
         """
-        self._require_open()
-        return self._step(state, batches, None, seed, None)
+        return _ended(*self._run(self._step, self._rule, state, batches, None, seed))
 
     def record(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None,
@@ -258,10 +236,10 @@ class Trainer:
         Returns:
             What :meth:`step` returns, and the timeline of all ranks of this pipeline, in seconds.
         """
-        self._require_open()
-        (after, metrics), timeline = self._step.record(
-            state, [(inputs, targets)], [loss_weights], seed, extras
+        update, (result, timeline) = self._run(
+            self._step.record, self._rule, state, [(inputs, targets)], [loss_weights], seed, extras
         )
+        after, metrics = _ended(update, result)
         return (after, metrics[0]), timeline
 
     def evaluate(
@@ -272,8 +250,11 @@ class Trainer:
 
         Arguments as of :meth:`step`.
         """
-        self._require_open()
-        return self._evaluate(state, inputs, targets, loss_weights, seed, extras)
+        looking = self._rule._replace(on_nonfinite="ignore")
+        update, _ = self._run(
+            self._evaluate, looking, state, [(inputs, targets)], [loss_weights], seed, extras
+        )
+        return update.metrics[0].loss
 
     def close(self) -> None:
         """Close the transport. The trainer takes no steps afterwards."""
@@ -299,15 +280,30 @@ class Trainer:
 
     # -- one call --------------------------------------------------------------------------
 
-    def _steps(
+    def _run(
         self,
+        run: Callable[..., Any],
+        rule: UpdateRule,
         state: TrainState,
+        batches: Sequence[tuple[Any, Any]],
+        weights: Sequence[LossWeights] | None = None,
+        seed: Seed = None,
+        extras: Mapping[int, Any] | None = None,
+    ) -> tuple[TrainingUpdate, Any]:
+        """Run the steps of a call; return their update, and what ``run`` returns."""
+        self._require_open()
+        update = TrainingUpdate(rule, self._ranks, self._idle, state)
+        return update, run(partial(self._arguments, update, batches, weights, seed, extras))
+
+    def _arguments(
+        self,
+        update: TrainingUpdate,
         batches: Sequence[tuple[Any, Any]],
         weights: Sequence[LossWeights] | None,
         seed: Seed,
-        extras: Any,
+        extras: Mapping[int, Any] | None,
     ) -> list[RawArguments]:
-        """Prepare the arguments of several steps."""
+        """Prepare the arguments of the steps of a call: parameters are cast once."""
         if not isinstance(batches, list | tuple) or not all(
             isinstance(pair, list | tuple) and len(pair) == 2 for pair in batches
         ):
@@ -316,66 +312,28 @@ class Trainer:
             )
         if not batches:
             raise ValueError("batches: got none, expected inputs and targets of at least one step")
-        seed = read_seed(seed)
+        state, seed, to_compute = update.state, read_seed(seed), self._rule.precision.to_compute
+        self._require_fit(state)
+        params = {s: self._ranks.for_step(tree, self._rule.precision) for s, tree in state.params.items()}
         each: Sequence[LossWeights] = [None] * len(batches) if weights is None else weights
-        common = self._common(state, each[0] is not None, seed)
-        arguments = [
-            self._of_batch(common, inputs, targets, each[n], seed and (seed[0], seed[1] + n), extras)
+        weighted, m = each[0] is not None, self.schedule.microbatches
+        common = f"{len(batches)} steps, {'own' if weighted else 'equal'} weights, seed {seed}"
+        return [
+            RawArguments(
+                params,
+                inputs.map(to_compute) if isinstance(inputs, Microbatches) else to_compute(inputs),
+                targets,
+                extras,
+                state.stage_state,
+                _nonnegative(read_loss_weights(each[n], m)),
+                seed and (seed[0], seed[1] + n),
+                self._ranks.data.index * m,
+                state.scale.get("scale"),
+                update,
+                common,
+            )
             for n, (inputs, targets) in enumerate(batches)
         ]
-        arguments[0] = arguments[0]._replace(common=f"{len(batches)} steps, {arguments[0].common}")
-        return arguments
-
-    def _evaluation(
-        self,
-        state: TrainState,
-        inputs: Any,
-        targets: Any,
-        loss_weights: LossWeights,
-        seed: Seed,
-        extras: Mapping[int, Any] | None,
-    ) -> RawArguments:
-        """Prepare the arguments of an evaluation."""
-        common = self._common(state, loss_weights is not None, read_seed(seed))
-        return self._of_batch(common, inputs, targets, loss_weights, seed, extras)
-
-    def _common(self, state: TrainState, weighted: bool, seed: Seed) -> RawArguments:
-        """Prepare the arguments that all steps share: parameters are cast once."""
-        self._require_fit(state)
-        precision = self._rule.precision
-        return RawArguments(
-            {s: self._ranks.for_step(tree, precision) for s, tree in state.params.items()},
-            None,
-            state=state.stage_state,
-            scale=state.scale.get("scale"),
-            update_state=Progress.of(state, self._ranks, weighted),
-            common=f"{'own' if weighted else 'equal'} weights, seed {seed}",
-        )
-
-    def _of_batch(
-        self,
-        common: RawArguments,
-        inputs: Any,
-        targets: Any,
-        loss_weights: LossWeights,
-        seed: Seed,
-        extras: Any,
-    ) -> RawArguments:
-        """Prepare the arguments of one batch of this data rank."""
-        data, cast, microbatches = (
-            self._ranks.data,
-            self._rule.precision.to_compute,
-            self.schedule.microbatches,
-        )
-        equal = [1 / (data.size * microbatches)] * microbatches
-        return common._replace(
-            inputs=inputs.map(cast) if isinstance(inputs, Microbatches) else cast(inputs),
-            targets=targets,
-            extras=extras,
-            loss_weights=read_loss_weights(equal if loss_weights is None else loss_weights, microbatches),
-            seed=seed,
-            microbatch_offset=data.index * microbatches,
-        )
 
     def _require_open(self) -> None:
         if self._closed:
@@ -396,49 +354,28 @@ class Trainer:
                 require_state_of(self._rule, *pair, f"state.optimizer[{s}]")
                 self._forms[s] = form_of(*tree_flatten(pair))
 
-    def _updated(self, result: StepResult) -> tuple[TrainState, list[Metrics]]:
-        """Return the new state, and the metrics of every step with those of its stages."""
-        progress: Progress = result.update_state
-        count = len(progress.metrics)
-        metrics = [
-            each._replace(stages={s: _rows_of(tree, n, count) for s, tree in result.aux.metrics.items()})
-            for n, each in enumerate(progress.metrics)
-        ]
-        return progress.state._replace(stage_state=result.aux.state), metrics
 
-    def _loss(self, result: StepResult) -> torch.Tensor:
-        return result.update_state.metrics[0].loss
+def _completed(schedule: Schedule, sharded: bool, tied: bool) -> tuple[Schedule, Schedule]:
+    """Complete a schedule by the sums, the updates and the gathers; return the one of evaluations as well."""
+    plain = remove_unshards(remove_tail(schedule))
+    complete = insert_unshards if sharded else lambda schedule: schedule
+    trained = append_tail(complete(plain), tied=tied or bool(schedule.replicas))
+    return reduce_early(trained), complete(forward_only(plain))
 
 
-def _rule(optimizer: Any, precision: Any, on_nonfinite: OnNonfinite) -> UpdateRule:
-    """Say how parameters are updated, for arguments that fit together."""
-    if isinstance(optimizer, Transform | Clip):
-        raise TypeError(
-            "optimizer: got a transform of gradients, expected an optimizer behind it, such as"
-            " ppfunc.optim.chain(transform, ppfunc.optim.adamw(1e-3))"
-        )
-    if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
-        raise TypeError(
-            f"optimizer: got {reprlib.repr(optimizer)}, expected init and update, such as"
-            " ppfunc.optim.adamw(1e-3)"
-        )
-    if not isinstance(precision, Precision):
-        raise TypeError(
-            f"precision: got {shown(precision)}, expected Precision, such as"
-            " ppfunc.Precision(compute=torch.bfloat16)"
-        )
-    require_one_of("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
-    scale = precision.scale
-    if scale is not None and scale.changes and on_nonfinite != "skip":
-        raise ValueError(
-            f"on_nonfinite: got {on_nonfinite!r} with the scale {scale.text}, which changes where an update"
-            " is skipped; take 'skip', or a scale that never changes, such as ppfunc.static_scale(1024.0)"
-        )
-    max_norm, norm_type = math.inf, 2.0
-    if (clipped := getattr(optimizer, "clipped", None)) is not None:
-        clip, optimizer = clipped
-        max_norm, norm_type = clip.max_norm, clip.norm_type
-    return UpdateRule(accepting_scale(optimizer), max_norm, norm_type, precision, on_nonfinite)
+def _called(arguments: Callable[[], list[RawArguments]]) -> list[RawArguments]:
+    """Prepare the arguments of a call within the step function, which tells the peers of a mistake."""
+    return arguments()
+
+
+def _ended(update: TrainingUpdate, result: StepResult) -> tuple[TrainState, list[Metrics]]:
+    """Return the new state, and the metrics of every step with those of its stages."""
+    count = len(update.metrics)
+    metrics = [
+        each._replace(stages={s: _rows_of(tree, n, count) for s, tree in result.aux.metrics.items()})
+        for n, each in enumerate(update.metrics)
+    ]
+    return update.state._replace(stage_state=result.aux.state), metrics
 
 
 def _require_storable(trees: Mapping[int, Any], name: str) -> None:
@@ -451,6 +388,16 @@ def _require_storable(trees: Mapping[int, Any], name: str) -> None:
                     f"{path} has the dtype {leaf.dtype}, which no checkpoint holds; expected one of"
                     f" {', '.join(DTYPES_BY_NAME)}"
                 )
+
+
+def _nonnegative(weights: torch.Tensor | None) -> torch.Tensor | None:
+    """Raise ValueError for a negative weight: divided by their sum, all of them could change their sign."""
+    if weights is not None and weights.device.type == "cpu" and bool((weights < 0).any()):
+        raise ValueError(
+            f"loss_weights: got {weights.tolist()}, expected numbers of at least 0, which are divided by"
+            " their sum; where a loss is to rise, give it another sign in the loss function"
+        )
+    return weights
 
 
 def _rows_of(tree: Any, n: int, steps: int) -> Any:

@@ -132,14 +132,14 @@ class Agreement:
         tied = ", ".join(f"{name}: {places}" for name, places in self._spec.tied)
         tied = f", tied {tied}" if tied else ""
         facts = f"{versions}, schedule {self._schedule.name[:60]} ({self._schedule.digest}){tied}"
-        common, held = self._spec.update.facts(arguments.update_state) if self._spec.update else ("", "")
+        update = arguments.update
+        common, held = update.facts() if update is not None else ("", "")
         self._transport.require_same("; ".join(filter(None, (facts, common))))
         forms = (f"params[{s}] {form}" for s, form in arguments.form.params.items())
         self._transport.require_same("; ".join(filter(None, (*forms, held))), "data")
-        if self._spec.update is not None:
-            values = self._spec.update.params(arguments.update_state)
+        if update is not None:
             require_same_values(
-                self._schedule, arguments.form.params, values, self._spec.tied, self._transport
+                self._schedule, arguments.form.params, update.params(), self._spec.tied, self._transport
             )
         for ranks in sharing_ranks(self._schedule, self._spec.tied):
             if set(ranks) & set(self._ranks):

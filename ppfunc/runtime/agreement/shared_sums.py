@@ -64,7 +64,7 @@ def sum_over_places(
     if not here:
         return
     origin = _last_place(lowered, here[0])
-    if lowered.spec.update is None:
+    if lowered.spec.updates is None:
         for leaf in leaves:
             yield _compare_here(leaf, _places(lowered, leaf)), origin
         for group in _groups(lowered, leaves, lambda leaf: None):

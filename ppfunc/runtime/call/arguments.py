@@ -19,6 +19,7 @@ from ppfunc.stage.layout import local
 from ppfunc.stage.signature import Form, flatten, form_of, same_form
 from ppfunc.stage.tree import tree_paths
 
+from ..execution.buffers import ParameterUpdate
 from ..execution.torch_state import transforming, values
 from .batch import Leaves, Microbatches, cut, refuse_microbatches, require_divisible
 
@@ -33,7 +34,7 @@ class RawArguments(NamedTuple):
         params, inputs, targets, extras, state, loss_weights, seed: of :func:`ppfunc.value_and_grad`.
         microbatch_offset: the number of the first microbatch, on which random numbers depend.
         scale: what the cotangents of the loss are multiplied by, a tensor of one element.
-        update_state: belongs to the update of a step that has one.
+        update: updates the parameters, in a step that has updates.
         common: what all ranks that train together have to agree on, beside the call.
     """
 
@@ -46,7 +47,7 @@ class RawArguments(NamedTuple):
     seed: Seed = None
     microbatch_offset: int = 0
     scale: torch.Tensor | None = None
-    update_state: Any = None
+    update: ParameterUpdate | None = None
     common: str = ""
 
 
@@ -111,7 +112,7 @@ class StepArguments(NamedTuple):
         extras: likewise, by stage of the model.
         loss_weights: weight of every microbatch, float64[m]; None for ``1/m`` each.
         seed: ``(seed, step)``, or None.
-        microbatch_offset, scale, update_state, common: as given.
+        microbatch_offset, scale, update, common: as given.
         form: of all of them.
         trees: the form of every tree, by its name.
         left_out: the microbatches whose weight is 0, where the host knows it.
@@ -129,7 +130,7 @@ class StepArguments(NamedTuple):
     left_out: frozenset[int]
     microbatch_offset: int = 0
     scale: torch.Tensor | None = None
-    update_state: Any = None
+    update: ParameterUpdate | None = None
     common: str = ""
 
     @property
@@ -155,7 +156,7 @@ class StepArguments(NamedTuple):
             extras={},
             loss_weights=None,
             scale=None,
-            update_state=None,
+            update=None,
         )
 
     def example(self, stage: int) -> Any:
@@ -216,7 +217,7 @@ def read_arguments(
     zeros = frozenset[int]() if abstract else _zeros(weights)
     return StepArguments(
         params, states, inputs, targets, batches, weights, seed, form, trees, zeros,
-        raw.microbatch_offset, raw.scale, raw.update_state, raw.common,
+        raw.microbatch_offset, raw.scale, raw.update, raw.common,
     )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ class StepRefusals:
                     f"inputs: step {n} of this call has a batch of another form than step 0; pad them to"
                     " one form"
                 )
-        if "grads" in spec.wants or (spec.update is not None and not spec.update.sharded):
+        if "grads" in spec.wants or (spec.updates is not None and not spec.updates.sharded):
             leaves = chain.from_iterable(first.params[stage] for stage in first.form.params)
             memory = None if transforming() else (first.form, list(map(torch.Tensor.data_ptr, leaves)))
             if memory is None or memory != self._memory:
@@ -71,9 +71,9 @@ def require_honoured(schedule: Schedule, spec: StepSpec) -> None:
         Op.UNSHARD: "parameters are given whole; leave it out of the schedule",
         Op.RESHARD: "parameters are given whole; leave it out of the schedule",
     }
-    if spec.update is not None:
+    if spec.updates is not None:
         del refused[Op.STEP], refused[Op.REDUCE_GRAD]
-        if spec.update.sharded:
+        if spec.updates.sharded:
             del refused[Op.UNSHARD], refused[Op.RESHARD]
     if not schedule.replicas and not spec.tied:
         refused[Op.REDUCE_TIED] = (
@@ -133,7 +133,7 @@ def require_layouts(
 
 def require_declared_frozen(low: LoweredStage, spec: StepSpec) -> None:
     """Raise ValueError for an update of parameters that a module within a user's function has frozen."""
-    if spec.frozen is not None and spec.update is not None and low.outline.undeclared:
+    if spec.frozen is not None and spec.updates is not None and low.outline.undeclared:
         names = ", ".join(map(repr, low.outline.undeclared[:5]))
         raise ValueError(
             f"stages[{low.model_stage}]: it calls the function of a module that has frozen {names}, which the"

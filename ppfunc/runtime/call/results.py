@@ -48,7 +48,6 @@ class StepResult(NamedTuple):
         output_tangents: the derivative of the outputs along the tangents, of :func:`ppfunc.jvp`.
         curvature: the inner product of the vector and ``products``, of :func:`ppfunc.gnvp`.
         products: a matrix times the vector, like ``grads``, of :func:`ppfunc.hvp` and :func:`ppfunc.gnvp`.
-        update_state: what the update of the step has left.
     """
 
     loss: Any = None
@@ -60,7 +59,6 @@ class StepResult(NamedTuple):
     output_tangents: Any = None
     curvature: Any = None
     products: Any = None
-    update_state: Any = None
 
     def asked_for(self, wants: Sequence[str]) -> Any:
         """Return what a caller asked for: one result itself, a loss with gradients as a pair, more by name.
@@ -87,7 +85,6 @@ def collect(lowered: LoweredStep, steps: Sequence[StepArguments], buffers: Buffe
         _input_gradients(lowered, arguments, buffers, owned) if "input_grads" in wants else None,
         _outputs(lowered, buffers, owned) if "outputs" in wants else None,
         _aux(lowered, arguments, buffers, owned) if "aux" in wants else None,
-        update_state=buffers.update_state,
     )
 
 

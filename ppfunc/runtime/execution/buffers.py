@@ -1,10 +1,14 @@
 """Hold the memory of one call of a compiled step: made for the call, dropped with it."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from ppfunc.stage import LeafSignature
 
 from ..call.batch import Leaves as Leaves
 from .gradients import Gradients
@@ -52,7 +56,7 @@ class Buffers:
         left_out: the microbatches whose weight is known to be 0, of which no backward runs.
         scale: what the cotangents of the loss are multiplied by, None for 1.
         microbatch_offset: the number of the first microbatch among those of all data ranks.
-        update_state: belongs to the caller's update, :class:`ppfunc.runtime.call.spec.ParameterUpdate`.
+        update: updates the parameters in this call.
         pending: messages that the transport has posted and not waited for, by tag; only the transport looks
             into it.
     """
@@ -73,8 +77,67 @@ class Buffers:
     left_out: frozenset[int] = frozenset()
     scale: torch.Tensor | None = None
     microbatch_offset: int = 0
-    update_state: Any = None
+    update: ParameterUpdate | None = None
     pending: dict[Tag, Any] = field(default_factory=dict)
+
+
+class ParameterUpdate(Protocol):
+    """Carries out REDUCE_GRAD and STEP, UNSHARD and RESHARD in the steps of one call."""
+
+    def facts(self) -> tuple[str, str]:
+        """Return two texts of terms that ranks compare where they meet.
+
+        All ranks agree on the first; on the second those that hold the same parameters for other batches.
+        """
+        ...
+
+    def params(self) -> Mapping[int, Any]:
+        """Return the parameters by stage of the model, whole or the shards of this rank."""
+        ...
+
+    def begin(self, weights: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
+        """Return the loss weights that every step of the call runs with, of those given; before the first."""
+        ...
+
+    def sums(self, stage: int, leaves: dict[int, LeafSignature]) -> Gradients | None:
+        """Return what the gradients of a stage of the model are added up in; None for memory of the step.
+
+        Args:
+            leaves: by number, the signature of the sum of the gradients of a leaf.
+        """
+        ...
+
+    def reduce(self, buffers: Buffers, stage: int, sums: Gradients, numbers: Sequence[int]) -> None:
+        """Carry out REDUCE_GRAD of a stage of the model, for the leaves of these numbers."""
+        ...
+
+    def join(self, buffers: Buffers, losses: dict[int, torch.Tensor]) -> None:
+        """Sum over all ranks, once in a program.
+
+        It comes between the last REDUCE_GRAD and the first STEP, or at the end.
+
+        Args:
+            losses: weighted, by stage of the schedule.
+        """
+        ...
+
+    def step(self, buffers: Buffers, stage: int) -> None:
+        """Carry out STEP of a stage of the model.
+
+        New parameters go into ``buffers.params`` for the next step of the call.
+        """
+        ...
+
+    def unshard(self, buffers: Buffers, stage: int) -> None:
+        """Carry out UNSHARD.
+
+        Whole parameters go into ``buffers.params``, the shards into ``buffers.shards``.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Wait for what is under way, after the last step and before the call ends on all ranks."""
+        ...
 
 
 def moved(tensors: Leaves, device: torch.device) -> Leaves:

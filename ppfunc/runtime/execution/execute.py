@@ -40,16 +40,18 @@ def run_step(
     transport.ready(entry.laid)
     # Under a torch.func transform from outside, that transform decides what is recorded.
     with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(steps[0]):
-        if spec.update is not None:
-            steps = spec.update.begin(steps)
+        if (update := steps[0].update) is not None:
+            weights = update.begin([arguments.loss_weights for arguments in steps])
+            pairs = zip(steps, weights, strict=True)
+            steps = [arguments._replace(loss_weights=share) for arguments, share in pairs]
             losses_agreed = {}  # the update has the losses, and sums them over all pipelines
         buffers = execute_steps(compiled, steps, transport)
-        if spec.update is not None:
-            spec.update.finish(buffers)
+        if update is not None:
+            update.finish()
         losses = losses_of(lowered, buffers) if losses_agreed else {}
         result = collect(lowered, steps, buffers)
         del buffers  # the step may run again
-        if spec.finite and spec.update is None:
+        if spec.finite and update is None:
             tensors = [*losses.values(), *tree_leaves((result.grads, result.input_grads))]
             require_finite(tensors, entry.compiled, steps[0], transport)
         timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), transport)

@@ -28,11 +28,11 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
         )
     buffers = Buffers(params=dict(arguments.params), state=dict(arguments.state), seed=arguments.seed)
     buffers.microbatch_offset, buffers.left_out = arguments.microbatch_offset, arguments.left_out
-    buffers.scale, buffers.update_state = arguments.scale, arguments.update_state
+    buffers.scale, buffers.update = arguments.scale, arguments.update
     buffers.bare = arguments.params
     if before is not None:
         buffers.params, buffers.state = dict(before.params), dict(before.state)
-        buffers.scale, buffers.update_state = before.scale, before.update_state
+        buffers.scale = before.scale
         buffers.kept_before = [*before.kept_before, before.kept] if "aux" in lowered.spec.wants else []
     for chain in lowered.schedule.chains:
         for stage in chain.stages:

@@ -103,12 +103,12 @@ def build_programs(lowered: LoweredStep, programs: StagePrograms) -> dict[Key, S
 
 def gradients_of(lowered: LoweredStep, buffers: Buffers, model_stage: int) -> Gradients:
     """Make the sum of the gradients of a stage of the model, for one step."""
-    gradients, update = new_gradients(lowered), lowered.spec.update
-    if update is None:
+    gradients = new_gradients(lowered)
+    if buffers.update is None:
         return gradients
     leaves = enumerate(lowered.form.params[model_stage].leaves)
     forms = {n: gradients.signature(leaf) for n, leaf in leaves if leaf.grad}
-    return update.sums(buffers, model_stage, forms) or gradients
+    return buffers.update.sums(model_stage, forms) or gradients
 
 
 def new_gradients(lowered: LoweredStep) -> Gradients:

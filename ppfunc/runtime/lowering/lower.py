@@ -196,7 +196,7 @@ def _lower_stage(
     require_declared_frozen(low, spec)
     require_loss(low, loss, spec)
     require_wanted(low, form, spec, bool(schedule.replicas))
-    if not schedule.forward_only and (spec.update is not None or "grads" in spec.wants):
+    if not schedule.forward_only and (spec.updates is not None or "grads" in spec.wants):
         warn_of_detached(low)
     return low
 

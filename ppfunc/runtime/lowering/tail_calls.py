@@ -10,7 +10,7 @@ import torch
 from ppfunc.schedule import Instruction, Op
 
 from ..agreement.ties import shared_leaves
-from ..execution.buffers import Buffers, Tag
+from ..execution.buffers import Buffers, ParameterUpdate, Tag
 from ..transport.protocols import Call, DataTransport, Transfer
 from .calls import Origin, PlacedCall
 from .lowered import BATCH, LoweredStep
@@ -53,30 +53,30 @@ def share_input_gradients(lowered: LoweredStep, data: DataTransport) -> Iterator
 # -- the update of parameters
 
 
-def update_parameters(lowered: LoweredStep, updates: Sequence[Origin]) -> Iterator[PlacedCall]:
+def update_parameters(lowered: LoweredStep, places: Sequence[Origin]) -> Iterator[PlacedCall]:
     """Bind the REDUCE_GRAD and STEP that :func:`is_late` leaves to the end of the program."""
-    update, rank = lowered.spec.update, lowered.ranks[-1]
-    if update is None:  # lowering refuses both
+    updates, rank = lowered.spec.updates, lowered.ranks[-1]
+    if updates is None:  # lowering refuses both
         return
     late: dict[Op, list[PlacedCall]] = {Op.REDUCE_GRAD: [], Op.STEP: []}
-    for place in updates:
+    for place in places:
         call = update_call(lowered, place.instruction)
         if call is not None:
             late[place.instruction.op].append((call, place))
     end = Instruction(Op.STEP, lowered.schedule.stages_of(rank)[-1])
     place = Origin(rank, len(lowered.schedule.programs[rank]) - 1, end)
-    join = (lambda buffers: update.join(buffers, losses_of(lowered, buffers)), place)
+    join = (lambda buffers: _update(buffers).join(buffers, losses_of(lowered, buffers)), place)
     yield from late[Op.REDUCE_GRAD]
-    yield from [join, *late[Op.STEP]] if update.together else [*late[Op.STEP], join]
+    yield from [join, *late[Op.STEP]] if updates.together else [*late[Op.STEP], join]
 
 
 def is_late(lowered: LoweredStep, instruction: Instruction) -> bool:
     """Tell whether a REDUCE_GRAD or STEP has to wait until the program has run: for a sum over places, or for
     the other stages.
     """
-    update, model_stages = lowered.spec.update, lowered.schedule.model_stages
-    assert update is not None
-    if instruction.op is Op.STEP and update.together:
+    updates, model_stages = lowered.spec.updates, lowered.schedule.model_stages
+    assert updates is not None
+    if instruction.op is Op.STEP and updates.together:
         return True
     leaves = shared_leaves(lowered.schedule, lowered.form.params, lowered.spec.tied)
     shared = {model_stages[stage] for leaf in leaves for stage, _ in leaf.holders}
@@ -85,8 +85,7 @@ def is_late(lowered: LoweredStep, instruction: Instruction) -> bool:
 
 def update_call(lowered: LoweredStep, instruction: Instruction) -> Call | None:
     """Make the call of a REDUCE_GRAD or STEP; None where that of another replica in this process does it."""
-    schedule, update = lowered.schedule, lowered.spec.update
-    assert update is not None
+    schedule = lowered.schedule
     model_stage = schedule.model_stages[instruction.stage]
     first = next(
         stage
@@ -96,18 +95,22 @@ def update_call(lowered: LoweredStep, instruction: Instruction) -> Call | None:
     if instruction.stage != first:
         return None
     if instruction.op is Op.STEP:
-        return lambda buffers: update.step(buffers, model_stage)
+        return lambda buffers: _update(buffers).step(buffers, model_stage)
     numbers = lowered.differentiated(first)
-    return lambda buffers: update.reduce(buffers, model_stage, buffers.gradients[first], numbers)
+    return lambda buffers: _update(buffers).reduce(buffers, model_stage, buffers.gradients[first], numbers)
 
 
 def sharding_call(lowered: LoweredStep, instruction: Instruction) -> Call:
     """Make the call of an UNSHARD or RESHARD."""
-    update, model_stage = lowered.spec.update, lowered.schedule.model_stages[instruction.stage]
-    assert update is not None
+    model_stage = lowered.schedule.model_stages[instruction.stage]
     if instruction.op is Op.UNSHARD:
-        return lambda buffers: update.unshard(buffers, model_stage)
+        return lambda buffers: _update(buffers).unshard(buffers, model_stage)
     return lambda buffers: buffers.params.update({model_stage: buffers.bare[model_stage]})
+
+
+def _update(buffers: Buffers) -> ParameterUpdate:
+    assert buffers.update is not None  # of a step with updates
+    return buffers.update
 
 
 # -- the losses of a program that has run

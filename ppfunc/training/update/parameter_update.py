@@ -1,225 +1,252 @@
-"""Update parameters within a step: sum gradients over data ranks, and run the optimizer on them."""
+"""Update parameters within a call of a trainer: sum over ranks, conclude, and run the optimizer."""
 
-import reprlib
 from collections.abc import Sequence
+from math import isinf, nan
 
 import torch
 from torch import Tensor
 
-from ppfunc.runtime.call.arguments import StepArguments
-from ppfunc.runtime.execution.buffers import Buffers
+from ppfunc.runtime.agreement.ties import leaf_number
+from ppfunc.runtime.execution.buffers import Buffers, Leaves
 from ppfunc.runtime.execution.gradients import Gradients
+from ppfunc.runtime.execution.nonfinite import NotFinite
+from ppfunc.runtime.transport.collective import Wait
 from ppfunc.stage import LeafSignature, Signature
-from ppfunc.stage._torch import versions
-from ppfunc.stage.frozen import FrozenLeaves
 from ppfunc.stage.layout import distributed, layout_of, local
-from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
+from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map
 
-from .._torch import multiply_each, multiply_into_each
-from ..optim.protocols import Tree
-from .conclusion import join, receive
-from .progress import Progress
-from .ranks import TrainingRanks
+from ..optim.norms import clip_coefficient, leaf_sums, norm_of
+from ..optim.protocols import Tree, selected
+from .precision import overflow
+from .ranks import Cut, TrainingRanks
 from .reducer import Reducer
-from .sharding import gather
+from .sharding import Dims, gather
 from .start import start_facts
-from .train_state import mark_donated
-from .update_rule import UpdateRule
+from .train_state import Metrics, TrainState
+from .update_rule import UpdateRule, divided, updated
 
 
 class TrainingUpdate:
-    """Updates parameters in a step whose ``update_state`` is :class:`Progress`.
+    """Updates the parameters in one call of a trainer: of one step, or of several.
 
     Args:
         rule: how gradients become new parameters.
         ranks: those that train together.
-        frozen: the parameters that stay as they are.
+        idle: by stage, the reducers that no call uses; shared by the calls of a trainer.
+        state: from which the call begins, and which stays as it is.
+
+    Attributes:
+        state: after each update the new one.
+        metrics: of every update.
     """
 
-    def __init__(self, rule: UpdateRule, ranks: TrainingRanks, frozen: FrozenLeaves) -> None:
-        self._rule, self._ranks, self._frozen = rule, ranks, frozen
-        self._idle: dict[int, list[Reducer]] = {}  # by stage, those that no step uses
-        self.together, self.sharded = rule.needs_all, ranks.shard == "params"
+    def __init__(
+        self, rule: UpdateRule, ranks: TrainingRanks, idle: dict[int, list[Reducer]], state: TrainState
+    ) -> None:
+        self._rule, self._ranks, self._idle = rule, ranks, idle
+        self.state = self._given = state
+        self.metrics: list[Metrics] = []
+        self._cuts: dict[int, list[Cut]] = {}  # of the parameters, by stage
+        # By stage, where gradients are added up, and the numbers of the leaves.
+        self._reducers: dict[int, tuple[Reducer, Sequence[int]]] = {}
+        self._gradients: dict[int, dict[int, Tensor]] = {}  # by stage and number of the leaf
+        self._norms: dict[int, Tensor] = {}  # by stage, this rank's share in the norm, float64[leaves]
+        self._divisor: Tensor | None = None  # of the gradients, None for 1
+        self._found_inf: Tensor | None = None  # 1 where loss or gradients are not finite, float32[]
+        self._totals: list[Wait] = []  # of every update whose sums over all ranks are under way
+        self._left: dict[int, int] = {}  # by stage, how many updates are to come
+        # Of the states of stages before this update, by stage.
+        self._stage_state: dict[int, Leaves] = {}
 
-    def begin(self, steps: Sequence[StepArguments]) -> Sequence[StepArguments]:
+    def facts(self) -> tuple[str, str]:
+        """Describe what ranks compare where they meet: see :func:`start_facts`."""
+        return start_facts(self._rule, self._ranks, self.state)
+
+    def params(self) -> dict[int, Tree]:
+        """Return the parameters by stage, whole or the shards of this rank."""
+        return self.state.params
+
+    def begin(self, weights: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Divide the weights of the losses by their sum over all data ranks.
 
         Gradients of weights that are not divided yet could overflow in half precision.
         """
-        progress: Progress = steps[0].update_state
-        progress.stage_state = dict(steps[0].state)
-        progress.left = dict.fromkeys(progress.state.params, len(steps))
-        if not progress.weighted:
-            return steps
-        weights = [batch.loss_weights for batch in steps if batch.loss_weights is not None]
-        mine = torch.cat(weights).to(progress.state.step.device)
+        state, ranks = self.state, self._ranks
+        self.state = state._replace(params=dict(state.params), optimizer=dict(state.optimizer))
+        self._cuts = {stage: ranks.cuts(tree_leaves(tree)) for stage, tree in state.params.items()}
+        self._left = dict.fromkeys(state.params, len(weights))
+        self._stage_state = {s: tuple(map(local, tree_leaves(tree))) for s, tree in state.stage_state.items()}
+        own = [each for each in weights if each is not None]
+        if not own:
+            m = ranks.schedule.microbatches
+            equal = torch.full((m,), 1 / (ranks.data.size * m), dtype=torch.float64, device="cpu")
+            return [equal] * len(weights)
+        mine = torch.cat(own).to(state.step.device)
         total = mine.sum(0, keepdim=True)
-        self._ranks.data.all_reduce(total)()
+        ranks.data.all_reduce(total)()
         # On another device it is not read, and the loss is no number.
         if total.device.type == "cpu" and total.tolist() == [0]:
             raise ValueError(
                 "loss_weights: their sum over all data ranks is 0, expected one that losses can be divided by"
             )
-        shares = (mine / total).chunk(len(steps))
-        return [batch._replace(loss_weights=share) for batch, share in zip(steps, shares, strict=True)]
+        return (mine / total).chunk(len(weights))
 
-    def sums(self, buffers: Buffers, stage: int, leaves: dict[int, LeafSignature]) -> Reducer | None:
+    def sums(self, stage: int, leaves: dict[int, LeafSignature]) -> Reducer | None:
         """Find buckets for the gradients of a stage: idle ones of an earlier step, else new ones.
 
         A step takes them out of the idle ones, and returns them once it has used their sums. A step that
         fails does not: a sum may still be written there.
         """
-        ranks, progress = self._ranks, buffers.update_state
+        ranks = self._ranks
         if ranks.data.size == 1:
             return None
-        dims, idle = progress.dims(stage), self._idle.setdefault(stage, [])
+        dims, idle = self._dims(stage), self._idle.setdefault(stage, [])
         form = tuple(leaves.values()), tuple(dims[n] for n in leaves)
         while idle:
             reducer = idle.pop()
             if reducer.form == form and reducer.idle:
                 return reducer
-        device = next((local(leaf).device for leaf in tree_leaves(progress.state.params[stage])), None)
-        return Reducer(
-            *form,
-            ranks.data,
-            dtype=self._rule.precision.reduce,
-            device=device,
-        )
+        device = next((local(leaf).device for leaf in tree_leaves(self.state.params[stage])), None)
+        return Reducer(*form, ranks.data, dtype=self._rule.precision.reduce, device=device)
 
     def reduce(self, buffers: Buffers, stage: int, sums: Gradients, numbers: Sequence[int]) -> None:
         """Begin to sum the gradients of a stage over the data ranks."""
-        progress: Progress = buffers.update_state
         if isinstance(sums, Reducer):
             sums.launch()
-            progress.reducers[stage] = sums, numbers
+            self._reducers[stage] = sums, numbers
         else:
             like = tuple(buffers.params[stage][n] for n in numbers)
-            progress.gradients[stage] = dict(zip(numbers, sums.take(like, torch.clone), strict=True))
+            self._gradients[stage] = dict(zip(numbers, sums.take(like, torch.clone), strict=True))
 
     def join(self, buffers: Buffers, losses: dict[int, Tensor]) -> None:
-        """Sum the norm and the loss over all ranks; conclude how to update."""
-        join(self._rule, self._ranks, buffers, losses)
+        """Sum the norm and the loss over all ranks; conclude from them where the updates are to come."""
+        rule, world, infinite = self._rule, self._ranks.world, isinf(self._rule.norm_type)
+        for stage in sorted({*self._gradients, *self._reducers}) if rule.needs_all else ():
+            self._receive(stage)
+        norms = self._norms_by_stage()
+        parts = [part.to(norms).sum() for part in losses.values()] if self._ranks.model.index == 0 else []
+        loss = torch.stack([norms.new_zeros(()), *parts]).sum()
+        bad = norms.isnan().any().to(norms)  # the largest of several numbers need not be NaN where one is
+        sums = torch.cat([torch.stack([loss, bad]), *([] if infinite else [norms])])
+        waits = [world.all_reduce(sums), *([world.all_reduce(norms, "max")] if infinite else [])]
+        scale = buffers.scale
+
+        def conclude() -> None:
+            for wait in waits:
+                wait()
+            self._conclude(norms.amax() if infinite else sums[2:].sum(), sums[0], sums[1] > 0, scale)
+
+        if not rule.needs_all:
+            self._totals.append(conclude)
+            return
+        conclude()
+        if rule.on_nonfinite == "skip":
+            buffers.state.update(selected(self._found_inf, self._stage_state, buffers.state))
+        self._stage_state = dict(buffers.state)
+        buffers.scale = self.state.scale.get("scale")
 
     def step(self, buffers: Buffers, stage: int) -> None:
         """Make the new parameters and optimizer state of a stage; frozen parameters stay."""
-        rule, ranks, progress = self._rule, self._ranks, buffers.update_state
-        progress.left[stage] -= 1
-        if not rule.needs_all:
-            receive(rule, ranks, progress, stage)
-        leaves, treedef = tree_flatten(progress.state.params[stage])
-        dims, state = progress.dims(stage), progress.state.optimizer[stage]
+        ranks, precision, given = self._ranks, self._rule.precision, self.state
+        self._left[stage] -= 1
+        if not self._rule.needs_all:
+            self._receive(stage)
+        leaves, treedef = tree_flatten(given.params[stage])
+        dims, state = self._dims(stage), given.optimizer[stage]
         mine = ranks.shards(leaves, dims)
         # Cast before they are divided, which would lose small ones.
-        gradients = {n: g.to(mine[n].dtype) for n, g in progress.gradients.pop(stage).items()}
-        if progress.divisor is not None:  # not by the fused kernels, which divide by a float32
-            gradients = _divided(gradients, progress.divisor, into=stage in progress.reducers)
+        gradients = {n: g.to(mine[n].dtype) for n, g in self._gradients.pop(stage).items()}
+        if self._divisor is not None:  # not by the fused kernels, which divide by a float32
+            gradients = divided(gradients, self._divisor, into=stage in self._reducers)
         grads = treedef.unflatten(
             [gradients[n] if n in gradients else torch.zeros_like(p) for n, p in enumerate(mine)]
         )
-        fixed = sorted(self._frozen.numbers(stage, Signature.of(progress.state.params[stage])))
-        values, untouched = [mine[n].clone() for n in fixed], versions([mine[n] for n in fixed])
-        new, after = _optimized(
-            rule, progress, stage, (grads, tree_map(local, state), treedef.unflatten(mine))
-        )
-        updated = list(tree_leaves(new))
-        in_place = versions([mine[n] for n in fixed]) != untouched
-        for n, value in zip(fixed, values, strict=True):
-            updated[n] = mine[n].copy_(value) if in_place else mine[n]
-        progress.state.optimizer[stage] = tree_map(
-            lambda old, leaf: distributed(leaf, layout_of(old)), state, after
-        )
+        trees = grads, tree_map(local, state), treedef.unflatten(mine)
+        fixed = self._rule.frozen.numbers(stage, Signature.of(given.params[stage]))
+        new, after = updated(self._rule, stage, trees, fixed, self._found_inf, self._given)
+        given.optimizer[stage] = tree_map(lambda old, leaf: distributed(leaf, layout_of(old)), state, after)
         if not ranks.shards_params:
-            updated = list(gather(updated, dims, ranks.data))
-            if progress.left[stage]:  # after the last update nobody computes with them
-                computed = rule.precision.to_compute(treedef.unflatten(updated))
-                buffers.params[stage] = tuple(tree_leaves(computed))
-        progress.state.params[stage] = treedef.unflatten(map(distributed, updated, map(layout_of, leaves)))
-        if stage in progress.reducers:
-            self._idle[stage].append(progress.reducers.pop(stage)[0])
+            new = list(gather(new, dims, ranks.data))
+            if self._left[stage]:  # after the last update nobody computes with them
+                buffers.params[stage] = tuple(tree_leaves(precision.to_compute(treedef.unflatten(new))))
+        given.params[stage] = treedef.unflatten(map(distributed, new, map(layout_of, leaves)))
+        if stage in self._reducers:
+            self._idle[stage].append(self._reducers.pop(stage)[0])
 
     def unshard(self, buffers: Buffers, stage: int) -> None:
         """Gather the parameters of a stage."""
-        progress: Progress = buffers.update_state
-        leaves = list(map(local, tree_leaves(progress.state.params[stage])))
-        shards = tuple(self._rule.precision.to_compute(leaves))
-        buffers.shards[stage] = shards
-        buffers.params[stage] = gather(shards, progress.dims(stage), self._ranks.data)
+        leaves = list(map(local, tree_leaves(self.state.params[stage])))
+        shards = buffers.shards[stage] = tuple(self._rule.precision.to_compute(leaves))
+        buffers.params[stage] = gather(shards, self._dims(stage), self._ranks.data)
 
-    def finish(self, buffers: Buffers) -> None:
+    def finish(self) -> None:
         """Wait for the sums that are still under way."""
-        progress: Progress = buffers.update_state
-        while progress.totals:
-            progress.totals.pop(0)()
+        while self._totals:
+            self._totals.pop(0)()
 
-    def facts(self, update_state: Progress) -> tuple[str, str]:
-        """Describe what ranks compare where they meet: see :func:`start_facts`."""
-        return start_facts(self._rule, self._ranks, update_state.state, self._frozen)
+    def _dims(self, stage: int) -> Dims:
+        """Return the dimension of every parameter of a stage that is cut over the data ranks."""
+        return tuple(cut.dim for cut in self._cuts[stage])
 
-    def params(self, update_state: Progress) -> dict[int, Tree]:
-        """Return the parameters by stage, whole or the shards of this rank."""
-        return update_state.state.params
+    def _receive(self, stage: int) -> None:
+        """Wait for the sums of a stage over data ranks, and note this rank's part in the norm."""
+        ranks = self._ranks
+        if stage in self._reducers:
+            reducer, numbers = self._reducers[stage]
+            self._gradients[stage] = dict(zip(numbers, reducer.wait(), strict=True))
+        counted, again = [], self._further_places(stage)
+        for n, g in sorted(self._gradients[stage].items()):
+            cut = self._cuts[stage][n]
+            whole = cut.layout is None or not cut.layout.sharded
+            # Of the ranks that hold the same, the first counts it.
+            if n in again or (ranks.data.index and cut.part is None) or (ranks.model.index and whole):
+                continue
+            if cut.dim is None and cut.part is not None:
+                g = g.tensor_split(ranks.data.size, cut.part)[ranks.data.index].contiguous()
+            counted.append(g)
+        self._norms[stage] = leaf_sums(counted, self._rule.norm_type).to(self.state.step.device)
 
+    def _further_places(self, stage: int) -> set[int]:
+        """Find the leaves of a stage that count at another place: the first of a tied or replicated
+        parameter.
+        """
+        ranks = self._ranks
+        signature = Signature.of(self.state.params[stage]) if ranks.tied else None
+        group = next((g for g in ranks.schedule.replicas if ranks.schedule.model_stages[g[0]] == stage), None)
+        if group is not None and ranks.schedule.placement[group[0]] not in ranks.ranks:
+            return set(self._gradients[stage])
+        names = (name for _, places in ranks.tied for place, name in places[1:] if place == stage)
+        return {leaf_number(signature, name, "params") for name in names if signature is not None}
 
-def _optimized(
-    rule: UpdateRule, progress: Progress, stage: int, trees: tuple[Tree, Tree, Tree]
-) -> tuple[Tree, Tree]:
-    """Run the optimizer on gradients, its state and parameters; note which of them it has written into."""
-    _, state, params = trees
-    leaves = tree_leaves((state, params))
-    before = versions(leaves)
-    try:
-        results = rule.optimizer.update(
-            *trees, found_inf=progress.found_inf if rule.on_nonfinite == "skip" else None
-        )
-    finally:
-        if (after := versions(leaves)) != before:
-            changed = zip(leaves, before, after, strict=True)
-            mark_donated(progress.begun, (leaf for leaf, one, other in changed if one != other))
-    if not isinstance(results, tuple) or len(results) != 2:
-        raise TypeError(
-            f"the optimizer has returned {reprlib.repr(results)} for stage {stage}, expected (parameters,"
-            " state)"
-        )
-    for name, old, new in (("parameter", params, results[0]), ("state", state, results[1])):
-        _require_alike(stage, name, old, new)
-    return results
+    def _norms_by_stage(self) -> Tensor:
+        """Take this rank's shares in the norm, by stage of the model: float64[stages], 0 for those of others.
 
+        Summed over the ranks, and then over the stages in order, they give the same bits in any number of
+        processes.
+        """
+        stages = max(self._ranks.schedule.model_stages) + 1
+        norms = [torch.zeros((), dtype=torch.float64, device=self.state.step.device)] * stages
+        for stage, leaves in self._norms.items():
+            if leaves.numel():
+                norms[stage] = leaves.amax() if isinf(self._rule.norm_type) else leaves.sum()
+        self._norms.clear()
+        return torch.stack(norms)
 
-def _require_alike(stage: int, name: str, old: Tree, new: Tree) -> None:
-    """Raise ValueError where the optimizer has made a tree of another form."""
-    (before, structure), (after, other_structure) = tree_flatten(old), tree_flatten(new)
-    if other_structure != structure:
-        raise ValueError(
-            f"the optimizer has made the structure {other_structure} of the {name}s of stage {stage},"
-            f" expected {structure} as before"
-        )
-    for n, (one, other) in enumerate(zip(before, after, strict=True)):
-        if one is other:
-            continue
-        if not isinstance(other, Tensor) or (one.dtype, one.shape, one.device) != (
-            other.dtype,
-            other.shape,
-            other.device,
-        ):
-            got, known = (
-                f"{t.dtype}{list(t.shape)}" if isinstance(t, Tensor) else reprlib.repr(t)
-                for t in (other, one)
-            )
-            where = f"the {name} {known} of stage {stage}, {tree_paths(structure, name)[n]}"
-            raise ValueError(
-                f"the optimizer has made {got} of {where}; expected the same shape, dtype and device"
-            )
-
-
-def _divided(gradients: dict[int, Tensor], divisor: Tensor, *, into: bool) -> dict[int, Tensor]:
-    """Divide gradients; in place only in the buckets of a reducer, which tied stages do not share."""
-    divided = dict(gradients)
-    for device in {g.device for g in gradients.values()}:
-        numbers = [n for n, g in gradients.items() if g.device == device]
-        leaves, factor = [gradients[n] for n in numbers], divisor.reciprocal().to(device)
-        if into:
-            multiply_into_each(leaves, factor)
-            continue
-        for n, product in zip(numbers, multiply_each(leaves, factor), strict=True):
-            divided[n] = product.to(gradients[n].dtype)  # a product of two scalars has the wider dtype
-    return divided
+    def _conclude(self, total: Tensor, loss: Tensor, bad: Tensor, loss_scale: Tensor | None) -> None:
+        """Conclude from the sums over all ranks if the update is made, and the divisor of the gradients."""
+        rule = self._rule
+        norm = norm_of(total, rule.norm_type)
+        norm = torch.where(bad, torch.full_like(norm, nan), norm)
+        scale = norm.new_ones(()) if loss_scale is None else loss_scale.to(norm)
+        norm = norm / scale
+        found_inf = self._found_inf = overflow(loss, norm)
+        if rule.on_nonfinite == "raise" and bool(found_inf):
+            raise NotFinite(f"the loss is {loss.item():g}, the norm of the gradients {norm.item():g}")
+        clipped = clip_coefficient(norm, rule.max_norm)
+        if loss_scale is not None or clipped is not None:
+            self._divisor = scale if clipped is None else scale / clipped
+        skipped = found_inf if rule.on_nonfinite == "skip" else torch.zeros_like(found_inf)
+        self.metrics.append(Metrics(loss, norm, scale, skipped, {}))
+        step, kept = self.state.step, rule.precision.scale
+        scales = self.state.scale if kept is None else kept.update(self.state.scale, found_inf)
+        self.state = self.state._replace(step=step + (1 - skipped).to(step), scale=scales)

@@ -9,7 +9,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ppfunc.runtime.agreement.checksums import checksum
 from ppfunc.stage import Signature
-from ppfunc.stage.frozen import FrozenLeaves
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves
 
@@ -29,9 +28,7 @@ def note_whole(step: Tensor, params: Mapping[int, object]) -> None:
     ]
 
 
-def start_facts(
-    rule: UpdateRule, ranks: TrainingRanks, state: TrainState, frozen: FrozenLeaves
-) -> tuple[str, str]:
+def start_facts(rule: UpdateRule, ranks: TrainingRanks, state: TrainState) -> tuple[str, str]:
     """Write the terms that all ranks have to share, and those that the data ranks of a stage have to share.
 
     A user's own optimizer is known only by name, so that ranks also compare how it updates ones. Reads
@@ -59,7 +56,7 @@ def start_facts(
     ]
     held += _CUT_FROM.get(state.step, [])
     for s in ranks.stages if ranks.data.size > 1 else ():
-        names = frozen.names(s, Signature.of(state.params[s]))
+        names = rule.frozen.names(s, Signature.of(state.params[s]))
         held.append(f"{', '.join(names) or 'nothing'} of stage {s} frozen")
     return "; ".join(common), "; ".join(held)
 

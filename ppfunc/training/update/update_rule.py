@@ -1,19 +1,25 @@
 """Define how gradients become new parameters."""
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Collection, Sequence
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
 
+from ppfunc._text import require_one_of, shown
 from ppfunc.runtime.execution.torch_state import preserve_rng
+from ppfunc.stage._torch import versions
+from ppfunc.stage.frozen import FrozenLeaves
 from ppfunc.stage.layout import local
 from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 
-from ..optim.protocols import Optimizer, Tree, text_of
+from .._torch import multiply_each, multiply_into_each
+from ..optim.protocols import Clip, Optimizer, Transform, Tree, skipping, text_of
 from .precision import Precision
+from .train_state import TrainState, mark_donated
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
 
@@ -27,6 +33,7 @@ class UpdateRule(NamedTuple):
         norm_type: p of the norm.
         precision: the dtypes, and the scale of the loss.
         on_nonfinite: what to do where loss or norm are not finite.
+        frozen: the parameters that stay as they are.
     """
 
     optimizer: Optimizer
@@ -34,6 +41,43 @@ class UpdateRule(NamedTuple):
     norm_type: float
     precision: Precision
     on_nonfinite: OnNonfinite
+    frozen: FrozenLeaves
+
+    @classmethod
+    def of(cls, optimizer: Any, precision: Any, on_nonfinite: OnNonfinite, frozen: FrozenLeaves) -> Self:
+        """Make the rule of a trainer's arguments.
+
+        Raises:
+            TypeError, ValueError: arguments that do not fit together.
+        """
+        if isinstance(optimizer, Transform | Clip):
+            raise TypeError(
+                "optimizer: got a transform of gradients, expected an optimizer behind it, such as"
+                " ppfunc.optim.chain(transform, ppfunc.optim.adamw(1e-3))"
+            )
+        if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
+            raise TypeError(
+                f"optimizer: got {reprlib.repr(optimizer)}, expected init and update, such as"
+                " ppfunc.optim.adamw(1e-3)"
+            )
+        if not isinstance(precision, Precision):
+            raise TypeError(
+                f"precision: got {shown(precision)}, expected Precision, such as"
+                " ppfunc.Precision(compute=torch.bfloat16)"
+            )
+        require_one_of("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
+        scale = precision.scale
+        if scale is not None and scale.changes and on_nonfinite != "skip":
+            raise ValueError(
+                f"on_nonfinite: got {on_nonfinite!r} with the scale {scale.text}, which changes where an"
+                " update is skipped; take 'skip', or a scale that never changes, such as"
+                " ppfunc.static_scale(1024.0)"
+            )
+        max_norm, norm_type = inf, 2.0
+        if (clipped := getattr(optimizer, "clipped", None)) is not None:
+            clip, optimizer = clipped
+            max_norm, norm_type = clip.max_norm, clip.norm_type
+        return cls(skipping(optimizer), max_norm, norm_type, precision, on_nonfinite, frozen)
 
     @property
     def options_text(self) -> str:
@@ -59,6 +103,87 @@ class UpdateRule(NamedTuple):
     def needs_all(self) -> bool:
         """Tell if an update needs the gradients of all stages."""
         return not (self.max_norm == inf and self.precision.scale is None and self.on_nonfinite == "ignore")
+
+
+def updated(
+    rule: UpdateRule,
+    stage: int,
+    trees: tuple[Tree, Tree, Tree],
+    fixed: Collection[int],
+    found_inf: Tensor | None,
+    begun: TrainState,
+) -> tuple[list[Tensor], Tree]:
+    """Run the optimizer on gradients, its state and parameters of a stage.
+
+    Args:
+        fixed: the numbers of the frozen parameters, which stay as they are.
+        found_inf: 1 where nothing may change, of a rule that skips.
+        begun: the state that the caller gave, whose leaves the optimizer may write into.
+
+    Returns:
+        The leaves of the parameters, and the state.
+    """
+    _, state, params = trees
+    mine = tree_leaves(params)
+    kept, leaves = {n: mine[n].clone() for n in fixed}, tree_leaves((state, params))
+    before = versions(leaves)
+    try:
+        results = rule.optimizer.update(*trees, found_inf=found_inf if rule.on_nonfinite == "skip" else None)
+    finally:
+        pairs = zip(leaves, before, versions(leaves), strict=True)
+        written = [leaf for leaf, one, other in pairs if one != other]
+        mark_donated(begun.step, written)
+    if not isinstance(results, tuple) or len(results) != 2:
+        raise TypeError(
+            f"the optimizer has returned {reprlib.repr(results)} for stage {stage}, expected (parameters,"
+            " state)"
+        )
+    for name, old, new in (("parameter", params, results[0]), ("state", state, results[1])):
+        _require_alike(stage, name, old, new)
+    new = list(tree_leaves(results[0]))
+    for n, value in kept.items():
+        new[n] = mine[n].copy_(value) if any(mine[n] is leaf for leaf in written) else mine[n]
+    return new, results[1]
+
+
+def _require_alike(stage: int, name: str, old: Tree, new: Tree) -> None:
+    """Raise ValueError where the optimizer has made a tree of another form."""
+    (before, structure), (after, other_structure) = tree_flatten(old), tree_flatten(new)
+    if other_structure != structure:
+        raise ValueError(
+            f"the optimizer has made the structure {other_structure} of the {name}s of stage {stage},"
+            f" expected {structure} as before"
+        )
+    for n, (one, other) in enumerate(zip(before, after, strict=True)):
+        if one is other:
+            continue
+        if not isinstance(other, Tensor) or (one.dtype, one.shape, one.device) != (
+            other.dtype,
+            other.shape,
+            other.device,
+        ):
+            got, known = (
+                f"{t.dtype}{list(t.shape)}" if isinstance(t, Tensor) else reprlib.repr(t)
+                for t in (other, one)
+            )
+            where = f"the {name} {known} of stage {stage}, {tree_paths(structure, name)[n]}"
+            raise ValueError(
+                f"the optimizer has made {got} of {where}; expected the same shape, dtype and device"
+            )
+
+
+def divided(gradients: dict[int, Tensor], divisor: Tensor, *, into: bool) -> dict[int, Tensor]:
+    """Divide gradients; in place only in the buckets of a reducer, which tied stages do not share."""
+    divided = dict(gradients)
+    for device in {g.device for g in gradients.values()}:
+        numbers = [n for n, g in gradients.items() if g.device == device]
+        leaves, factor = [gradients[n] for n in numbers], divisor.reciprocal().to(device)
+        if into:
+            multiply_into_each(leaves, factor)
+            continue
+        for n, product in zip(numbers, multiply_each(leaves, factor), strict=True):
+            divided[n] = product.to(gradients[n].dtype)  # a product of two scalars has the wider dtype
+    return divided
 
 
 def updated_ones(optimizer: Optimizer, params: Tree, gradients: Sequence[float]) -> Tree:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import ppfunc as pp
 from tests.models import new_trainer, same_bits, squared
-from tests.trainer.problems import problem
+from tests.training.trainer.problems import problem
 
 
 def failing(rank, size):

@@ -14,7 +14,7 @@ import ppfunc as pp
 from ppfunc.schedule import Op
 from ppfunc.stage.tree import tree_leaves
 from tests.models import dense, mlp, mlp_params, new_trainer, normal, same_bits, squared
-from tests.trainer.problems import (
+from tests.training.trainer.problems import (
     ROWS,
     STEPS,
     TIED,

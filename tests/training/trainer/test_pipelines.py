@@ -16,7 +16,7 @@ from ppfunc.parallel import Topology
 from ppfunc.runtime import ProcessGroups, device_mesh
 from ppfunc.stage.tree import tree_leaves
 from tests.models import new_trainer, same_bits, squared
-from tests.trainer.problems import ROWS, STAGES, STEPS, TIED, TOLERANCE, problem, tied_problem, train
+from tests.training.trainer.problems import ROWS, STAGES, STEPS, TIED, TOLERANCE, problem, tied_problem, train
 
 SCHEDULES = {
     "interleaved": lambda ranks, m: pp.interleaved_one_f_one_b(ranks, m, STAGES // ranks),
