@@ -392,7 +392,7 @@ def _require_storable(trees: Mapping[int, Any], name: str) -> None:
 
 def _nonnegative(weights: torch.Tensor | None) -> torch.Tensor | None:
     """Raise ValueError for a negative weight: divided by their sum, all of them could change their sign."""
-    if weights is not None and weights.device.type == "cpu" and bool((weights < 0).any()):
+    if weights is not None and weights.device.type == "cpu" and min(weights.tolist()) < 0:
         raise ValueError(
             f"loss_weights: got {weights.tolist()}, expected numbers of at least 0, which are divided by"
             " their sum; where a loss is to rise, give it another sign in the loss function"

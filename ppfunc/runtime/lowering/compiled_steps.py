@@ -251,8 +251,9 @@ class CompiledSteps:
         return lowered
 
     def _require_same_frozen(self) -> None:
-        if self._pipeline.spec.frozen is not None:
-            self._pipeline.spec.frozen.require_unchanged()
+        frozen = self._pipeline.spec.frozen
+        if frozen is not None and not self._pipeline.schedule.forward_only:  # which takes no gradients
+            frozen.require_unchanged()
 
 
 def _holds(entry: Entry, agreed: Agreed | None) -> bool:

@@ -290,3 +290,20 @@ def test_one_parameter_is_frozen_at_all_of_its_places(two, name):
     alone = together(0, 1, name)
     for rank, biases in enumerate(two(together, name)):
         assert all(map(torch.equal, biases, alone if name == "replicas" else [alone[rank]]))
+
+
+def test_an_evaluation_runs_the_programs_of_steps_with_frozen_leaves():
+    """It traced its own, as it did not know what is frozen."""
+    calls = []
+
+    def counting(params, x):
+        calls.append(0)
+        return x @ params["w"] + params["b"]
+
+    mask = lambda params: {"w": True, "b": False}  # noqa: E731
+    trainer = pp.Trainer([counting], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), trainable=mask)
+    x, y = normal(4, 3), normal(4, 3, seed=1)
+    state, _ = trainer.step(trainer.init({0: {"w": normal(3, 3), "b": normal(3)}}), x, y)
+    traced = len(calls)
+    trainer.evaluate(state, x, y)
+    assert len(calls) == traced
