@@ -1,25 +1,23 @@
 """Load a tree of tensors: from the boxes that files have into those that this rank holds."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ppfunc.stage.layout import distributed, layout_of, local
 
-from .boxes import Box, box_of
+from .boxes import box_of
 from .errors import CheckpointError, escaped, listed, reading
 from .folders import checkpoints, is_stray, on_the_way, open_checkpoint
-from .manifest import MANIFEST, Contents, StoredPart
+from .manifest import MANIFEST, Contents
 from .model_files import holds_model_files, open_model_files
 from .naming import Leaf, Names, named_leaves
 from .peers import Peers
-from .tensor_file import TensorFile, dtype_name
-from .threads import in_threads
-from .verify import first_good, open_parts, read_part
+from .tensor_file import dtype_name
+from .verify import PartToRead, first_good, read_parts
 
 Leaves = Sequence[tuple[str, Leaf]]
 
@@ -143,19 +141,10 @@ def _require_fit(contents: Contents, wanted: Mapping[str, str]) -> None:
             raise ValueError(f"{where}: {escaped(name)} is {stored[name]}, like has {form}")
 
 
-class ReadTask(NamedTuple):
-    """Describe a part of a tensor to read into what this rank holds of the tensor, the box ``box``."""
-
-    name: str
-    part: StoredPart
-    into: Tensor
-    box: Box
-
-
 def _read(contents: Contents, leaves: Leaves) -> list[Leaf]:
     """Read the leaves of this rank."""
     loaded: list[Leaf] = []
-    tasks: dict[str, list[ReadTask]] = {}
+    parts: list[PartToRead] = []
     for name, leaf in leaves:
         if not isinstance(leaf, Tensor):
             loaded.append(contents.values[name])
@@ -163,29 +152,10 @@ def _read(contents: Contents, leaves: Leaves) -> list[Leaf]:
         held = local(leaf).detach()
         new = torch.empty_like(held, device="cpu" if held.is_meta else held.device)
         box = box_of(leaf, escaped(name))
-        for part in contents.tensors[name].parts:
-            if part.box & box:
-                tasks.setdefault(part.file, []).append(ReadTask(name, part, new, box))
+        parts += [PartToRead(name, part, new, box) for part in contents.tensors[name].parts if part.box & box]
         loaded.append(new)
-
-    def read(file: str) -> None:
-        with open_parts(contents, file, [task[:2] for task in tasks[file]]) as opened:
-            in_threads(partial(_copy, opened), tasks[file])
-
-    in_threads(read, list(tasks))
+    read_parts(contents, parts)
     return [
         distributed(new, layout_of(leaf)) if isinstance(new, Tensor) and isinstance(leaf, Tensor) else new
         for new, (_, leaf) in zip(loaded, leaves, strict=True)
     ]
-
-
-def _copy(file: TensorFile, task: ReadTask) -> None:
-    """Read a part of a tensor, verify it, and copy what this rank holds of it."""
-    name, part, into, box = task
-    if part.box == box and into.device.type == "cpu" and into.is_contiguous():
-        read_part(file, name, part, into)
-        return
-    whole = torch.empty(part.box.shape, dtype=into.dtype, device="cpu")
-    read_part(file, name, part, whole)
-    if shared := part.box & box:
-        into[shared.within(box)] = whole[shared.within(part.box)].to(into.device)

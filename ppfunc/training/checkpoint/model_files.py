@@ -4,6 +4,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,26 +104,26 @@ def export(
         gathered = peers.together(gather)
         require_same([answer["sums"] for answer in gathered])
         files = _titled([files for answer in gathered for files in answer["files"]])
-        drafts = {title: root / f".{title}.{answers[0]['nonce']}" for title in (*files, INDEX)}
+        titles = [*files, INDEX] if len(files) > 1 else [*files]  # the index comes last
+        draft = root / f".export-{answers[0]['nonce']}"
 
         def write() -> None:
+            make_folder(draft)
             for title, tensors in files.items():
                 if tensors[0] in mine:
-                    write_tensors(drafts[title], {name: mine[name] for name in tensors}, {"format": "pt"})
+                    write_tensors(draft / title, {name: mine[name] for name in tensors}, {"format": "pt"})
 
         def publish() -> None:
             if peers.rank == 0:
-                if len(files) > 1:
-                    _write_index(drafts[INDEX], files, sum(answer["bytes"] for answer in gathered))
-                _publish(root, drafts)
+                if INDEX in titles:
+                    _write_index(draft / INDEX, files, sum(answer["bytes"] for answer in gathered))
+                _publish(draft, titles)
 
         try:
             peers.together(write)
             peers.together(publish)
         finally:
-            for title, draft in drafts.items():
-                if title == INDEX or files[title][0] in mine:
-                    draft.unlink(missing_ok=True)
+            shutil.rmtree(draft, ignore_errors=True)
     return root
 
 
@@ -156,15 +157,15 @@ def _titled(files: Sequence[list[str]]) -> dict[str, list[str]]:
     }
 
 
-def _publish(root: Path, drafts: Mapping[str, Path]) -> None:
-    """Give the files their names, the index last; where that fails, delete all of them."""
+def _publish(draft: Path, titles: Sequence[str]) -> None:
+    """Move the files out of their draft; where that fails, delete all of them."""
+    root = draft.parent
     try:
-        for title, draft in drafts.items():
-            if title != INDEX or draft.exists():
-                os.rename(draft, root / title)
-                flush_folder(root)
+        for title in titles:
+            os.rename(draft / title, root / title)
+            flush_folder(root)
     except BaseException:
-        for title in drafts:
+        for title in titles:
             (root / title).unlink(missing_ok=True)
         raise
 

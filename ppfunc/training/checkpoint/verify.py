@@ -2,13 +2,16 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
+from .boxes import Box
 from .errors import CheckpointError, RankError, escaped, reading
 from .folders import checkpoints, flush_folder, open_checkpoint, step_of
 from .manifest import Contents, StoredPart
@@ -67,48 +70,67 @@ def first_good(paths: Iterable[Path], read: Callable[[Path], T], folder: object)
 def verify(folder: Path) -> Contents:
     """Read a checkpoint, and raise CheckpointError unless every byte is as it was written."""
     contents = open_checkpoint(folder)
-    parts: dict[str, list[tuple[str, StoredPart]]] = {name: [] for name in contents.files}
-    for name, stored in contents.tensors.items():
-        for part in stored.parts:
-            parts[part.file].append((name, part))
-
-    def check(file_name: str) -> None:
-        with open_parts(contents, file_name, parts[file_name]) as file:
-            in_threads(lambda named: read_part(file, *named, None), parts[file_name])
-
-    in_threads(check, list(parts))
+    tensors = contents.tensors.items()
+    read_parts(
+        contents,
+        [PartToRead(name, part, None, part.box) for name, stored in tensors for part in stored.parts],
+    )
     return contents
 
 
-@contextmanager
-def open_parts(
-    contents: Contents, name: str, parts: Iterable[tuple[str, StoredPart]]
-) -> Iterator[TensorFile]:
-    """Open a file of a checkpoint whose header is as it was written, and which has these parts of tensors."""
-    with reading(f"{contents.folder.name}/{name}"), open_tensors(contents.folder, name) as file:
-        if contents.files[name][1] not in (None, file.header):
+class PartToRead(NamedTuple):
+    """Read a part of a tensor into what this rank holds of the tensor, the box ``box``; or nowhere."""
+
+    name: str
+    part: StoredPart
+    into: Tensor | None
+    box: Box
+
+
+def read_parts(contents: Contents, parts: Iterable[PartToRead]) -> None:
+    """Read parts of tensors, and raise CheckpointError unless their bytes are those that were written."""
+    files: dict[str, list[PartToRead]] = {}
+    for task in parts:
+        files.setdefault(task.part.file, []).append(task)
+
+    def read(name: str) -> None:
+        with reading(f"{contents.folder.name}/{name}"), open_tensors(contents.folder, name) as file:
+            _require_written(contents, name, file, files[name])
+            in_threads(partial(_read, file), files[name])
+
+    in_threads(read, list(files))
+
+
+def _require_written(contents: Contents, name: str, file: TensorFile, parts: Iterable[PartToRead]) -> None:
+    """Raise CheckpointError unless a file has the header that was written, and these parts of tensors."""
+    if contents.files[name][1] not in (None, file.header):
+        raise CheckpointError(
+            f"{escaped(file.name)} has another header than the one that was written: damaged, or of another"
+            " checkpoint"
+        )
+    for tensor, part, *_ in parts:
+        dtype, span = contents.tensors[tensor].dtype, file.spans.get(tensor)
+        if span is None or (span.dtype, span.shape) != (dtype, part.box.shape):
+            got = "nothing" if span is None else f"{span.dtype}{list(span.shape)}"
             raise CheckpointError(
-                f"{escaped(file.name)} has another header than the one that was written: damaged, or of"
-                " another checkpoint"
+                f"{escaped(file.name)} has {got} as tensor {escaped(tensor)}, expected"
+                f" {dtype}{list(part.box.shape)}"
             )
-        for tensor, part in parts:
-            dtype, span = contents.tensors[tensor].dtype, file.spans.get(tensor)
-            if span is None or (span.dtype, span.shape) != (dtype, part.box.shape):
-                got = "nothing" if span is None else f"{span.dtype}{list(span.shape)}"
-                raise CheckpointError(
-                    f"{escaped(file.name)} has {got} as tensor {escaped(tensor)}, expected"
-                    f" {dtype}{list(part.box.shape)}"
-                )
-        yield file
 
 
-def read_part(file: TensorFile, name: str, part: StoredPart, into: Tensor | None) -> None:
-    """Read a part of a tensor, or only its bytes; raise CheckpointError unless they are those written."""
-    if file.read(name, into) != part.digest and part.digest is not None:
+def _read(file: TensorFile, task: PartToRead) -> None:
+    """Read a part of a tensor, verify it, and copy what this rank holds of it."""
+    name, part, into, box = task
+    whole = into
+    if into is not None and not (part.box == box and into.device.type == "cpu" and into.is_contiguous()):
+        whole = torch.empty(part.box.shape, dtype=into.dtype, device="cpu")
+    if file.read(name, whole) != part.digest and part.digest is not None:
         raise CheckpointError(
             f"tensor {escaped(name)} in {escaped(file.name)} has other bytes than were written: its digest"
             " differs"
         )
+    if into is not whole and into is not None and whole is not None and (shared := part.box & box):
+        into[shared.within(box)] = whole[shared.within(part.box)].to(into.device)
 
 
 def is_good(folder: Path) -> bool:
