@@ -16,8 +16,6 @@ from .norms import (
     clip_coefficient as clip_coefficient,
     global_norm as global_norm,
     leaf_sums as leaf_sums,
-    norm_of as norm_of,
-    norm_sum as norm_sum,
 )
 from .optimizers import adamw as adamw, sgd as sgd
 from .protocols import (

@@ -11,7 +11,7 @@ from torch import Tensor
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_flatten, tree_map, tree_paths
 
-from .norms import clip_coefficient, global_norm, require_max_norm, require_norm_type
+from .norms import clip_coefficient, global_norm, require_max_norm
 from .protocols import (
     Clip,
     Optimizer,
@@ -196,23 +196,21 @@ def _require_order(parts: Sequence[Any]) -> None:
         )
 
 
-def clip_by_global_norm(max_norm: float, norm_type: float = 2.0) -> Clip:
+def clip_by_global_norm(max_norm: float) -> Clip:
     """Make a transform: scale all gradients by one factor, so that their norm is at most ``max_norm``.
 
     Equivalent to ``torch.nn.utils.clip_grad_norm_``: the factor is ``min(1, max_norm / (norm + 1e-6))``.
 
     Args:
         max_norm: 0 makes all gradients 0, infinity changes nothing.
-        norm_type: p of the norm, more than 0, or infinity.
 
     Raises:
         ValueError, TypeError: a negative number, or one that is none.
     """
     require_max_norm("max_norm", max_norm)
-    require_norm_type(norm_type)
 
     def update(grads: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
-        factor = clip_coefficient(global_norm(grads, norm_type), max_norm)
+        factor = clip_coefficient(global_norm(grads), max_norm)
         if factor is None:
             return grads, state
         return (
@@ -222,4 +220,4 @@ def clip_by_global_norm(max_norm: float, norm_type: float = 2.0) -> Clip:
             state,
         )
 
-    return Clip(lambda params: (), update, max_norm, norm_type)
+    return Clip(lambda params: (), update, max_norm)

@@ -1,7 +1,7 @@
 """Compute norms of gradients of which each rank has a part."""
 
 from collections.abc import Sequence
-from math import inf, isinf
+from math import inf
 from typing import Any
 
 import torch
@@ -15,67 +15,44 @@ from ..checks import require_real
 from .protocols import Tree
 
 
-def leaf_sums(leaves: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Sum ``|x|**p`` over each leaf; for infinity, take its largest ``|x|``.
+def leaf_sums(leaves: Sequence[Tensor]) -> Tensor:
+    """Sum ``|x|**2`` over each leaf.
 
     Args:
         leaves: gradients of this rank. Those that are neither floating nor complex count as 0.
-        norm_type: p.
 
     Returns:
         float64[leaves], on the device of the first. Halves are squared in float32.
     """
-    require_norm_type(norm_type)
     trained = [n for n, leaf in enumerate(leaves) if differentiable(leaf.dtype) and leaf.numel()]
     device = leaves[0].device if leaves else None
     none = torch.zeros(1, dtype=torch.float64, device=device)
     sums_by_leaf = [none] * len(leaves)
     for kind in dict.fromkeys((leaves[n].dtype, leaves[n].device) for n in trained):
         alike = [n for n in trained if (leaves[n].dtype, leaves[n].device) == kind]
-        norms = torch.stack(_norms([leaves[n].detach() for n in alike], norm_type)).to(none)
+        norms = torch.stack(_norms([leaves[n].detach() for n in alike])).to(none)
         for n, norm in zip(alike, norms.split(1), strict=True):  # an index would be a tensor of the host
             sums_by_leaf[n] = norm
-    sums = torch.cat(sums_by_leaf) if leaves else none[:0]
-    if isinf(norm_type):
-        return sums
-    return sums.square() if norm_type == 2 else sums.pow(norm_type)
+    return (torch.cat(sums_by_leaf) if leaves else none[:0]).square()
 
 
-def _norms(leaves: list[Tensor], norm_type: float) -> list[Tensor]:
-    """Compute the norms of leaves of one dtype, none of them empty, in float32 or wider."""
+def _norms(leaves: list[Tensor]) -> list[Tensor]:
+    """Compute the norms of leaves of one dtype, in float32 or wider."""
     if leaves[0].dtype.is_complex:
         leaves = [leaf.abs() for leaf in leaves]
     wide = torch.promote_types(leaves[0].dtype, torch.float32)
     if leaves[0].dtype != wide:
         leaves = [leaf.to(wide) for leaf in leaves]
-    return list(norms_of_each(leaves, norm_type))
+    return list(norms_of_each(leaves))
 
 
-def norm_sum(tree: Tree, norm_type: float = 2.0) -> Tensor:
-    """Sum :func:`leaf_sums` over the leaves of this rank, float64[]: its part of a norm.
-
-    Ranks add these up, or for infinity take the largest, and then :func:`norm_of` gives the norm of all.
-    """
-    sums = leaf_sums(tree_leaves(tree), norm_type)
-    if not len(sums):
-        return sums.sum()
-    return sums.max() if isinf(norm_type) else sums.sum()
-
-
-def norm_of(total: Tensor, norm_type: float = 2.0) -> Tensor:
-    """Compute the norm from the sum over all ranks of :func:`norm_sum`."""
-    if isinf(norm_type):
-        return total
-    return total.sqrt() if norm_type == 2 else total.pow(1 / norm_type)
-
-
-def global_norm(tree: Tree, norm_type: float = 2.0) -> Tensor:
+def global_norm(tree: Tree) -> Tensor:
     """Compute the norm of all leaves of a tree as of one vector, float64[].
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)}).item()
     5.0
     """
-    return norm_of(norm_sum(tree, norm_type), norm_type)
+    return leaf_sums(tree_leaves(tree)).sum().sqrt()
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor | None:
@@ -85,13 +62,6 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor | None:
     A norm that is not finite gives a factor of 0 or no number: such a step has to be skipped.
     """
     return None if max_norm == inf else (max_norm / (norm + 1e-6)).clamp(max=1.0)
-
-
-def require_norm_type(norm_type: Any) -> None:
-    """Raise ValueError or TypeError for a p of which there is no norm."""
-    require_real("norm_type", norm_type, ", such as math.inf" if norm_type == "inf" else "")
-    if not float(norm_type) > 0:
-        raise ValueError(f"norm_type is {norm_type}, expected a number of more than 0, or math.inf")
 
 
 def require_max_norm(name: str, max_norm: Any) -> None:

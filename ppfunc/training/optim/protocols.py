@@ -68,18 +68,16 @@ class Clip(NamedTuple):
     Args:
         init, update: as of a transform.
         max_norm: larger norms are clipped to it.
-        norm_type: p of the norm.
     """
 
     init: Callable[[Tree], Tree]
     update: Callable[..., tuple[Tree, Tree]]
     max_norm: float
-    norm_type: float
 
     @property
     def text(self) -> str:
         """Its numbers, which ranks that train together compare."""
-        return f"clip_by_global_norm({self.max_norm}, {self.norm_type})"
+        return f"clip_by_global_norm({self.max_norm})"
 
 
 class Optimizer(NamedTuple):
