@@ -148,6 +148,25 @@ def test_steps_that_overlap_have_the_bits_of_steps_one_by_one(four, build):
     four(overlapping, build)
 
 
+def norms_of(transport, ranks=(0, 1)):
+    """The norms of steps in which the ranks hold two stages each, of gradients of many magnitudes."""
+    stages, params, x, y = problem()
+    schedule, scales = pp.zbv(2, 8), (1.0, 1e-3, 7.0, 1e-5)
+    mine = {s: {"w": params[s]["w"] * scales[s]} for rank in ranks for s in schedule.model_stages_of(rank)}
+    trainer = new_trainer(stages, squared, schedule, pp.optim.sgd(0.1), clip=0.3, transport=transport)
+    return train(trainer, mine, x, y)[1]
+
+
+def norms_in_processes(rank, size):
+    with pp.P2P() as transport:
+        return norms_of(transport, ranks=[rank])
+
+
+def test_norms_have_the_same_bits_in_one_process_and_in_two(two):
+    """Ranks summed up those of their own stages first: the last bit depended on where stages are."""
+    assert two(norms_in_processes) == [norms_of(pp.InProcess())] * 2
+
+
 def over_groups(rank, size):
     """Pipelines of neighbouring ranks: the norm is that over the group of a replica, parameters are those of
     the group of data.
