@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, strategies as st
 
 from ppfunc.training.optim import (
-    Transform,
     chain,
     clip_by_global_norm,
     clip_coefficient,
@@ -40,7 +39,7 @@ def test_clipping_is_that_of_torch():
             parameter.grad = g if g.numel() else None
         norm = torch.nn.utils.clip_grad_norm_(own, max_norm)
         clip = clip_by_global_norm(max_norm)
-        got, _ = clip.update(grads(), clip.init(own), own)
+        got = clip(grads())
         torch.testing.assert_close(global_norm(grads()), norm, rtol=1e-13, atol=0)
         torch.testing.assert_close(
             got,
@@ -71,7 +70,7 @@ def test_leaves_of_other_kinds():
     assert global_norm(leaves).item() == 13
     assert global_norm([]).item() == global_norm([torch.ones(0)]).item() == global_norm({}).item() == 0
     clip = clip_by_global_norm(6.5)
-    got, _ = clip.update(leaves, (), leaves)
+    got = clip(leaves)
     assert got[0] is leaves[0] and got[1].dtype == torch.complex64
     torch.testing.assert_close(got[1], torch.tensor([1.5 + 2j]))
 
@@ -91,8 +90,7 @@ def test_arguments_that_make_no_sense():
 
 def test_a_chain_that_clips_can_be_taken_apart():
     clip, ending = clip_by_global_norm(2.0), sgd(0.1)
-    assert chain(clip, ending).clipped[0] is clip and chain(ending).clipped is None
-    assert chain(chain(clip), ending).clipped[0] is clip
+    assert chain(clip, ending).clipped[0] is clip and ending.clipped is None
     params = [torch.zeros(2)]
     rest = chain(clip, ending).clipped[1]
     assert (
@@ -102,25 +100,24 @@ def test_a_chain_that_clips_can_be_taken_apart():
 
 
 @pytest.mark.parametrize(
-    ("parts", "error", "words"),
+    ("clip", "optimizer", "error", "words"),
     [
-        ((), ValueError, "got no part"),
-        ((sgd(0.1), sgd(0.1)), ValueError, "part 0 of 2 is an optimizer"),
-        ((chain(clip_by_global_norm(1.0)), clip_by_global_norm(1.0)), ValueError, "part 1 clips by the norm"),
+        (sgd(0.1), sgd(0.1), TypeError, "clip: got Optimizer.*, expected such as ppfunc.optim.clip_by"),
+        (clip_by_global_norm(1.0), 3, TypeError, "optimizer: got 3 .*, expected init and update"),
         (
-            (clip_by_global_norm(2.0), chain(clip_by_global_norm(1.0)), sgd(0.1)),
-            ValueError,
-            "part 1 clips by the norm",
+            clip_by_global_norm(1.0),
+            clip_by_global_norm(1.0),
+            TypeError,
+            "optimizer: got Clip.*, expected init and update",
         ),
         (
-            (Transform(None, None), chain(clip_by_global_norm(1.0), sgd(0.1))),
+            clip_by_global_norm(2.0),
+            chain(clip_by_global_norm(1.0), sgd(0.1)),
             ValueError,
-            "the optimizer clips by the norm",
+            r"optimizer: got chain\(clip_by_global_norm\(1.0\), sgd.*, which clips already",
         ),
-        ((clip_by_global_norm(1.0), Transform(None, None)), ValueError, "without an optimizer"),
-        ((3, sgd(0.1)), TypeError, "got int, expected an object with the functions init and update"),
     ],
 )
-def test_chains_that_make_no_sense(parts, error, words):
+def test_chains_that_make_no_sense(clip, optimizer, error, words):
     with pytest.raises(error, match=words):
-        chain(*parts)
+        chain(clip, optimizer)

@@ -11,7 +11,6 @@ from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 from ppfunc.training import dynamic_scale, overflow
 from ppfunc.training.optim import (
     Optimizer,
-    Transform,
     adamw,
     chain,
     clip_by_global_norm,
@@ -263,7 +262,7 @@ SKIPPING = {
     "sgd dampening": lambda donate: sgd(0.1, 0.9, 0.2, dampening=0.5, donate=donate),
     "chain": lambda donate: chain(clip_by_global_norm(1.0), adamw(0.1, donate=donate)),
     "updates": lambda donate: from_updates(
-        Transform(
+        Optimizer(
             lambda params: {"count": torch.tensor(0)},
             lambda g, s, params: (tree_map(lambda x: -0.1 * x, g), {"count": s["count"] + 1}),
         )

@@ -878,7 +878,7 @@ OPTIMIZERS = {
 
 def descent(rate):
     """Differences of gradient descent, in optax's form, of which only the name of a function is known."""
-    return pp.optim.Transform(
+    return pp.optim.Optimizer(
         lambda params: (), lambda grads, state, params: (tree_map(lambda g: -rate * g, grads), state)
     )
 

@@ -1,28 +1,27 @@
 """Optimizers as pairs of pure functions, ``init(params)`` and ``update(grads, state, params)``::
 
-gradient_transforms.py  chain: transforms of gradients, then an optimizer
+composed.py             chain: clip, then an optimizer; from_updates
 optimizers.py           adamw, sgd: torch's fused kernels on lists of leaves
   leaves.py               trees taken apart for the kernels
   rates.py                learning rates by the number of updates
-norms.py                norms of gradients, of which each rank has a part
+norms.py                norms of gradients, of which each rank has a part; clipping
 """
 
-from .gradient_transforms import (
+from .composed import (
     chain as chain,
-    clip_by_global_norm as clip_by_global_norm,
     from_updates as from_updates,
 )
 from .norms import (
+    Clip as Clip,
+    clip_by_global_norm as clip_by_global_norm,
     clip_coefficient as clip_coefficient,
     global_norm as global_norm,
     leaf_sums as leaf_sums,
 )
 from .optimizers import adamw as adamw, sgd as sgd
 from .protocols import (
-    Clip as Clip,
     Optimizer as Optimizer,
     Ranks as Ranks,
-    Transform as Transform,
     skipping as skipping,
 )
 from .rates import constant as constant, linear as linear, warmup_cosine as warmup_cosine

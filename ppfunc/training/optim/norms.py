@@ -2,17 +2,16 @@
 
 from collections.abc import Sequence
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ppfunc.stage.signature import differentiable
-from ppfunc.stage.tree import tree_leaves
+from ppfunc.stage.tree import tree_leaves, tree_map
 
 from .._torch import norms_of_each
 from ..checks import require_real
-from .protocols import Tree
 
 
 def leaf_sums(leaves: Sequence[Tensor]) -> Tensor:
@@ -46,7 +45,7 @@ def _norms(leaves: list[Tensor]) -> list[Tensor]:
     return list(norms_of_each(leaves))
 
 
-def global_norm(tree: Tree) -> Tensor:
+def global_norm(tree: Any) -> Tensor:
     """Compute the norm of all leaves of a tree as of one vector, float64[].
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)}).item()
@@ -64,8 +63,43 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor | None:
     return None if max_norm == inf else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def require_max_norm(name: str, max_norm: Any) -> None:
-    """Raise ValueError or TypeError for a norm to clip by that is none."""
-    require_real(name, max_norm)
+class Clip(NamedTuple):
+    """Clip gradients by the norm of all of them.
+
+    Args:
+        max_norm: larger norms are clipped to it.
+    """
+
+    max_norm: float
+
+    @property
+    def text(self) -> str:
+        """Its number, which ranks that train together compare."""
+        return f"clip_by_global_norm({self.max_norm})"
+
+    @torch.no_grad()
+    def __call__(self, grads: Any) -> Any:
+        """Clip the gradients of a tree by its norm."""
+        factor = clip_coefficient(global_norm(grads), self.max_norm)
+        if factor is None:
+            return grads
+        return tree_map(
+            lambda g: g * factor.to(g.device, g.real.dtype) if differentiable(g.dtype) else g, grads
+        )
+
+
+def clip_by_global_norm(max_norm: float) -> Clip:
+    """Make a clip: scale all gradients by one factor, so that their norm is at most ``max_norm``.
+
+    Equivalent to ``torch.nn.utils.clip_grad_norm_``: the factor is ``min(1, max_norm / (norm + 1e-6))``.
+
+    Args:
+        max_norm: 0 makes all gradients 0, infinity changes nothing.
+
+    Raises:
+        ValueError, TypeError: a negative number, or one that is none.
+    """
+    require_real("max_norm", max_norm)
     if not float(max_norm) >= 0:
-        raise ValueError(f"{name} is {max_norm}, expected a norm, at least 0, or math.inf for none")
+        raise ValueError(f"max_norm is {max_norm}, expected a norm, at least 0, or math.inf for none")
+    return Clip(max_norm)

@@ -9,9 +9,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ppfunc._text import shown
 from ppfunc.runtime.transport.collective import Wait as Wait
 from ppfunc.stage._torch import versions
 from ppfunc.stage.tree import tree_leaves, tree_map
+
+from .norms import Clip
 
 Tree = Any
 
@@ -50,36 +53,6 @@ class Ranks(Protocol):
         """Concatenate the tensors [n] of all ranks, [size * n]."""
 
 
-class Transform(NamedTuple):
-    """Pair the functions that change gradients, in the form of optax.
-
-    Args:
-        init: ``init(params) -> state``, a tree of tensors.
-        update: ``update(grads, state, params=params) -> (updates, state)``.
-    """
-
-    init: Callable[[Tree], Tree]
-    update: Callable[..., tuple[Tree, Tree]]
-
-
-class Clip(NamedTuple):
-    """Clip by the norm of all gradients of the model: a :class:`Transform` whose arguments can be read.
-
-    Args:
-        init, update: as of a transform.
-        max_norm: larger norms are clipped to it.
-    """
-
-    init: Callable[[Tree], Tree]
-    update: Callable[..., tuple[Tree, Tree]]
-    max_norm: float
-
-    @property
-    def text(self) -> str:
-        """Its numbers, which ranks that train together compare."""
-        return f"clip_by_global_norm({self.max_norm})"
-
-
 class Optimizer(NamedTuple):
     """Pair the functions of an optimizer; any such pair serves as one.
 
@@ -103,6 +76,14 @@ class Optimizer(NamedTuple):
     update: Update
     clipped: tuple[Clip, Optimizer] | None = None
     text: str = ""
+
+
+def require_pair(name: str, pair: Any) -> None:
+    """Raise TypeError for an object without the functions ``init`` and ``update``."""
+    if not callable(getattr(pair, "init", None)) or not callable(getattr(pair, "update", None)):
+        raise TypeError(
+            f"{name}: got {shown(pair)}, expected init and update, such as ppfunc.optim.adamw(1e-3)"
+        )
 
 
 def text_of(thing: Any) -> str:

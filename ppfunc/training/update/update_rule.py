@@ -17,7 +17,7 @@ from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 
 from .._torch import multiply_each, multiply_into_each
-from ..optim.protocols import Clip, Optimizer, Transform, Tree, skipping, text_of
+from ..optim.protocols import Optimizer, Tree, require_pair, skipping, text_of
 from .precision import Precision
 from .train_state import TrainState, mark_donated
 
@@ -48,16 +48,7 @@ class UpdateRule(NamedTuple):
         Raises:
             TypeError, ValueError: arguments that do not fit together.
         """
-        if isinstance(optimizer, Transform | Clip):
-            raise TypeError(
-                "optimizer: got a transform of gradients, expected an optimizer behind it, such as"
-                " ppfunc.optim.chain(transform, ppfunc.optim.adamw(1e-3))"
-            )
-        if not callable(getattr(optimizer, "init", None)) or not callable(getattr(optimizer, "update", None)):
-            raise TypeError(
-                f"optimizer: got {reprlib.repr(optimizer)}, expected init and update, such as"
-                " ppfunc.optim.adamw(1e-3)"
-            )
+        require_pair("optimizer", optimizer)
         if not isinstance(precision, Precision):
             raise TypeError(
                 f"precision: got {shown(precision)}, expected Precision, such as"

@@ -292,7 +292,7 @@ def test_wrong_arguments_are_named(options, text):
 def test_two_clippings_and_a_strange_state_are_refused():
     stages, params, x, y = problem()
     clipping = pp.optim.chain(pp.optim.clip_by_global_norm(0.1), pp.optim.adamw(1e-2))
-    with pytest.raises(ValueError, match="the optimizer clips by the norm of all gradients"):
+    with pytest.raises(ValueError, match="optimizer: got chain.*, which clips already"):
         pp.optim.chain(pp.optim.clip_by_global_norm(1.0), clipping)
     with pp.Trainer(stages, squared, pp.one_f_one_b(4, 4), clipping) as trainer:
         state, found = train(trainer, params, x, y)
@@ -335,7 +335,7 @@ def test_axes_without_a_mesh_are_refused():
 
 def test_an_optimizer_makes_parameters_of_the_same_form():
     stages, params, x, y = problem(2)
-    with pytest.raises(TypeError, match="optimizer: got a transform of gradients, expected an optimizer"):
+    with pytest.raises(TypeError, match="optimizer: got Clip.*, expected init and update"):
         pp.Trainer(stages, squared, pp.one_f_one_b(2, 4), pp.optim.clip_by_global_norm(1.0))
     shrinking = pp.optim.sgd(1e-2)._replace(
         update=lambda grads, state, params: ({name: p.sum(0) for name, p in params.items()}, state)
