@@ -1,9 +1,13 @@
 """The links of one rank of a simulated network, over which its control messages go."""
 
+from functools import partial
+
+from ppfunc.runtime.control.failure_tree import Verdict
 from ppfunc.runtime.control.tree import RankTree
+from ppfunc.runtime.errors import LinkError
 from ppfunc.stage.interrupts import act_on_interrupts
 
-from .network import Network
+from .network import Member, Network
 
 
 class SimulatedLinks:
@@ -49,9 +53,13 @@ class SimulatedLinks:
         self._member.voted, self._member.settling = step, True
 
     def commit(self, step: int) -> None:
-        self._network.operation(self.rank, f"commit {step}")
+        network = self._network
+        network.operation(self.rank, f"commit {step}")
         if self.rank == 0:
-            self._network.commit(step)
+            if len(network.published) > self.generation:  # whether this rank has heard of it or not
+                raise LinkError(0, "failed", "a failure has been published")
+            self._member.settling, network.committed = True, step + 1
+            network.log(f"step {step} is committed")
         self._member.voted = None
 
     def settled(self) -> None:
@@ -59,12 +67,26 @@ class SimulatedLinks:
         self._member.voted, self._member.settling = None, False
 
     def publish(self, failure: str) -> str:
-        self._network.operation(self.rank, "publish", can_fail=False)
-        return self._network.publish(self.rank, failure)
+        network = self._network
+        network.operation(self.rank, "publish", can_fail=False)
+        generation = self.generation
+        if generation == len(network.published):
+            network.published.append(Verdict(network.committed, failure))
+            network.log(f"failure {generation} is published by rank {self.rank}")
+            for member in network.members:
+                network.soon(partial(self._hear, member, generation + 1))
+        self._member.generation, self._member.voted = generation + 1, None
+        return network.published[generation].failure
+
+    @staticmethod
+    def _hear(member: Member, failures: int) -> None:
+        member.heard = max(member.heard, failures)
 
     def suspect(self, peer: int) -> tuple[int, str]:
         self._network.operation(self.rank, f"suspect {peer}", can_fail=False)
-        return self._network.suspect(self.rank, peer), ""
+        awaited = [peer, *(awaited for _, awaited, _ in self._network.waits(peer))]
+        circle = self.rank in awaited or awaited[-1] in awaited[:-1]
+        return peer if circle else awaited[-1], ""
 
     def close(self) -> None:
         if self._member.ended is None:

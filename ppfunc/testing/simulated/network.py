@@ -158,13 +158,13 @@ class Network:
         return None
 
     def _lateness(self, rank: int) -> str:
-        waits = self._waits(rank)
+        waits = self.waits(rank)
         told = "".join(f"; rank {waiting} waits for {text} of rank {peer}" for waiting, peer, text in waits)
         circle = waits[-1][1] in (waiting for waiting, _, _ in waits)
         deadlock = "; a deadlock" if circle and not self.scheduler.events else ""
         return f"rank {waits[0][1]} has not answered within {self.timeout:g} s{deadlock}{told}"
 
-    def _waits(self, rank: int) -> list[tuple[int, int, str]]:
+    def waits(self, rank: int) -> list[tuple[int, int, str]]:
         """Who waits for whom and for what, from a rank on, up to one that does not wait or has been named."""
         found: list[tuple[int, int, str]] = []
         while (awaited := self.members[rank].waits) is not None and rank not in (
@@ -173,11 +173,6 @@ class Network:
             found.append((rank, *awaited))
             rank = awaited[0]
         return found
-
-    def suspect(self, rank: int, peer: int) -> int:
-        """Return the rank that holds up a peer, or the peer where they wait in a circle."""
-        awaited = [peer, *(awaited for _, awaited, _ in self._waits(peer))]
-        return peer if rank in awaited or awaited[-1] in awaited[:-1] else awaited[-1]
 
     # -- faults ----------------------------------------------------------------------------
 
@@ -236,35 +231,8 @@ class Network:
             if member is not self.members[rank]:
                 self.soon(partial(member.lost.add, rank))
 
-    # -- messages and failures ----------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------
 
     def pipe(self, generation: int, sender: int, receiver: int, channel: str) -> Pipe:
         """Return a connection; each generation has its own, so that earlier messages are dropped."""
         return self._pipes[generation, sender, receiver, channel]
-
-    def commit(self, step: int) -> None:
-        """Commit a step on rank 0.
-
-        Raises:
-            LinkError: a failure has been published, whether rank 0 has heard of it or not.
-        """
-        root = self.members[0]
-        if len(self.published) > root.generation:
-            raise LinkError(0, "failed", "a failure has been published")
-        root.settling, self.committed = True, step + 1
-        self.log(f"step {step} is committed")
-
-    def publish(self, rank: int, text: str) -> str:
-        """Publish a failure, and begin the next generation."""
-        member = self.members[rank]
-        generation = member.generation
-        if generation == len(self.published):
-            self.published.append(Verdict(self.committed, text))
-            self.log(f"failure {generation} is published by rank {rank}")
-            for peer in self.members:
-                self.soon(partial(self._hear, peer, generation + 1))
-        member.generation, member.voted = generation + 1, None
-        return self.published[generation].failure
-
-    def _hear(self, member: Member, failures: int) -> None:
-        member.heard = max(member.heard, failures)
