@@ -37,11 +37,3 @@ def require_positive(**numbers: Any) -> None:
         require_number(name, number)
         if number == 0:
             raise ValueError(f"{name} is {number}, expected a finite number of more than 0")
-
-
-def require_count(name: str, count: Any, least: int = 1) -> None:
-    """Raise TypeError or ValueError unless this is a whole number of at least ``least``."""
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"{name} is {shown(count)}, expected a whole number of at least {least}")
-    if count < least:
-        raise ValueError(f"{name} is {count}, expected at least {least}")

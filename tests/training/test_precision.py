@@ -71,7 +71,7 @@ def test_a_static_scale_stays():
         (lambda: static_scale(0.0), "scale is 0.0"),
         (lambda: static_scale(float("inf")), "scale is inf"),
         (lambda: dynamic_scale(-1.0), "init is -1.0"),
-        (lambda: dynamic_scale(interval=0), "interval is 0"),
+        (lambda: dynamic_scale(interval=0), "interval = 0"),
         (lambda: dynamic_scale(growth=0.5), "growth is 0.5 and backoff 0.5"),
         (lambda: dynamic_scale(backoff=1.0), "growth is 2.0 and backoff 1.0"),
     ],

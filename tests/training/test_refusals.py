@@ -130,12 +130,12 @@ def test_a_wrong_shard_of_a_transport_is_named(options, text):
         (lambda: pp.optim.linear(0.1, math.nan, 4), ValueError, "end is nan"),
         (
             lambda: pp.optim.linear(0.1, 0.0, 2.5),
-            TypeError,
-            "steps is 2.5 of type float, expected a whole number",
+            ValueError,
+            "steps = 2.5, expected an integer of at least 1",
         ),
         (lambda: pp.optim.warmup_cosine(-0.1, 2, 4), ValueError, "peak is -0.1"),
         (lambda: pp.static_scale("2"), TypeError, "scale is '2'"),
-        (lambda: pp.dynamic_scale(interval=0), ValueError, "interval is 0, expected at least 1"),
+        (lambda: pp.dynamic_scale(interval=0), ValueError, "interval = 0, expected an integer of at least 1"),
         (lambda: pp.optim.clip_by_global_norm(math.nan), ValueError, "max_norm is nan"),
     ],
 )

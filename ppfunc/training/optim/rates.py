@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import require_count, require_number
+from ppfunc.parallel.counts import require_counts
+
+from ..checks import require_number
 
 
 class Rate(NamedTuple):
@@ -51,7 +53,7 @@ def linear(start: float, end: float, steps: int) -> Rate:
     """
     require_number("start", start)
     require_number("end", end)
-    require_count("steps", steps)
+    require_counts(steps=steps)
     return Rate(
         f"linear({start}, {end}, {steps})", lambda updates: start + (end - start) * _share(updates, steps)
     )
@@ -78,9 +80,8 @@ def warmup_cosine(peak: float, warmup: int, steps: int, end: float = 0.0) -> Rat
     """
     require_number("peak", peak)
     require_number("end", end)
-    require_count("warmup", warmup, least=0)
-    require_count("steps", steps)
-    require_count("steps - warmup", steps - warmup)
+    require_counts(0, warmup=warmup)
+    require_counts(warmup + 1, steps=steps)
 
     def rate(updates: Tensor) -> Tensor:
         falling = end + (peak - end) * 0.5 * (1 + torch.cos(pi * _share(updates - warmup, steps - warmup)))

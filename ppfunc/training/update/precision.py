@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ppfunc._text import shown
+from ppfunc.parallel.counts import require_counts
 from ppfunc.stage.tree import tree_map
 
 from .._torch import update_scale
-from ..checks import require_count, require_positive
+from ..checks import require_positive
 from ..optim.protocols import Tree
 
 
@@ -142,7 +143,7 @@ def dynamic_scale(
     """
     require_positive(init=init, growth=growth, backoff=backoff)
     _require_float32("init", init)
-    require_count("interval", interval)
+    require_counts(interval=interval)
     if growth < 1 or backoff >= 1:
         raise ValueError(
             f"growth is {growth} and backoff {backoff}, expected growth of at least 1 and backoff of less"
