@@ -37,3 +37,12 @@ def all_gather_within(timeout: timedelta, group: Any, whole: torch.Tensor, part:
     options = AllgatherOptions()
     options.timeout = timeout
     return group._allgather_base(whole, part, options)
+
+
+def shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of the part of a DTensor that this rank holds, and its offset in the whole."""
+    from torch.distributed.tensor._utils import (  # here, because the import takes long
+        compute_local_shape_and_global_offset,
+    )
+
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -193,7 +193,8 @@ def _lower_stage(
         metrics,
         state,
     )
-    require_declared_frozen(low, spec)
+    if not schedule.forward_only:  # which updates nothing
+        require_declared_frozen(low, spec)
     require_loss(low, loss, spec)
     require_wanted(low, form, spec, bool(schedule.replicas))
     if not schedule.forward_only and (spec.updates is not None or "grads" in spec.wants):

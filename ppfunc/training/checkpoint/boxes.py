@@ -11,6 +11,8 @@ import torch
 from ppfunc.stage._torch import is_dtensor
 from ppfunc.stage.layout import local
 
+from .._torch import shape_and_offset
+
 
 class Box(NamedTuple):
     """Describe a part of a tensor: the offset of its first element, and its shape."""
@@ -54,29 +56,22 @@ def box_of(tensor: torch.Tensor, name: str) -> Box:
     """
     if not is_dtensor(tensor):
         return Box.of_whole(tensor.shape)
-    mesh, offset, shape = tensor.device_mesh, [0] * tensor.ndim, list(tensor.shape)
-    place = mesh.get_coordinate()
-    if not place:
-        return Box(tuple(offset), (0,) * tensor.ndim)
+    if not tensor.device_mesh.get_coordinate():  # this rank holds nothing
+        return Box((0,) * tensor.ndim, (0,) * tensor.ndim)
     from torch.distributed.tensor import Replicate, Shard  # here, because the import takes long
 
-    for axis, placement in enumerate(tensor.placements):
-        if type(placement) is Shard:
-            dim = placement.dim % tensor.ndim
-            size = -(-shape[dim] // mesh.size(axis))  # as torch.chunk cuts
-            start = min(shape[dim], size * place[axis])
-            offset[dim], shape[dim] = offset[dim] + start, min(size, shape[dim] - start)
-        elif type(placement) is not Replicate:
-            raise ValueError(
-                f"{name} has the placement {placement}, whose parts are no boxes; redistribute it to Shard or"
-                " Replicate first"
-            )
-    if shape != list(local(tensor).shape):
+    if other := [p for p in tensor.placements if type(p) not in (Shard, Replicate)]:
+        raise ValueError(
+            f"{name} has the placement {other[0]}, whose parts are no boxes; redistribute it to Shard or"
+            " Replicate first"
+        )
+    shape, offset = shape_and_offset(tensor)
+    if shape != local(tensor).shape:
         raise ValueError(
             f"{name}: this rank holds the shape {list(local(tensor).shape)}, its placements"
             f" {tensor.placements} give {shape}"
         )
-    return Box(tuple(offset), tuple(shape))
+    return Box(offset, shape)
 
 
 def require_tiled(boxes: Iterable[Box], shape: Sequence[int], name: str) -> None:

@@ -95,16 +95,13 @@ def text_of(thing: Any) -> str:
 def skipping(optimizer: Optimizer) -> Optimizer:
     """Make an optimizer whose update takes ``found_inf``, of one that may not.
 
-    Equivalent to: update; where ``found_inf`` is 1, take the old parameters and state. An update that takes
-    any keyword gets ``found_inf``, and is not trusted to look at it.
+    Equivalent to: update; where ``found_inf`` is 1, take the old parameters and state.
     """
     if not isinstance(optimizer, Optimizer):
         optimizer = Optimizer(optimizer.init, optimizer.update)
-    keywords = inspect.signature(optimizer.update).parameters
-    if "found_inf" in keywords:
+    if "found_inf" in inspect.signature(optimizer.update).parameters:
         return optimizer
     plain: Callable[..., tuple[Tree, Tree]] = optimizer.update
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in keywords.values())
 
     @torch.no_grad()
     def update(
@@ -116,7 +113,7 @@ def skipping(optimizer: Optimizer) -> Optimizer:
     ) -> tuple[Tree, Tree]:
         leaves = tree_leaves((params, state)) if found_inf is not None else []
         before = versions(leaves)
-        new = plain(grads, state, params, **({"found_inf": found_inf} if takes_any else {}))
+        new = plain(grads, state, params)
         if versions(leaves) != before:
             raise ValueError(
                 "the optimizer has written into its arguments, which are still needed where gradients"
