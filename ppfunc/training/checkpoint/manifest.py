@@ -17,7 +17,6 @@ MANIFEST = "manifest.json"
 _FORMAT, _VERSION = "ppfunc checkpoint", 2
 _MOST = 2**28  # bytes
 _FILE = re.compile(r"\d{5}-of-\d{5}\.safetensors", re.ASCII)
-_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 Value = bool | int | float | str
 
@@ -44,14 +43,14 @@ class Contents(NamedTuple):
     Args:
         folder: with the files.
         tensors, values: by name.
-        files: by name, size in bytes and SHA-256 of the header, None if unknown.
+        files: by name, size in bytes and SHA-256 of the header.
         step: None for files under a model's own names.
     """
 
     folder: Path
     tensors: Mapping[str, Stored]
     values: Mapping[str, Value]
-    files: Mapping[str, tuple[int, str | None]]
+    files: Mapping[str, tuple[int, str]]
     step: int | None
 
     @property
@@ -128,10 +127,7 @@ def read_manifest(folder: Path) -> Contents:
             got = f"{escaped(content['format'])}, version {escaped(content['version'])}"
             raise ValueError(f"got the format {got}, expected {_FORMAT!r}, version {_VERSION}")
         files = {
-            _matching(_FILE, name, "name of a file of a checkpoint"): (
-                _number(file["size"]),
-                _matching(_DIGEST, file["header_sha256"], "digest"),
-            )
+            _file(name): (_number(file["size"]), str(file["header_sha256"]))
             for name, file in content["files"].items()
         }
         tensors = {name: _stored(name, entry, files) for name, entry in content["tensors"].items()}
@@ -148,11 +144,11 @@ def read_manifest(folder: Path) -> Contents:
 def _stored(name: str, entry: Any, files: Mapping[str, Any]) -> Stored:
     parts = []
     for part in entry["parts"]:
-        file = _matching(_FILE, part["file"], "name of a file of a checkpoint")
+        file = _file(part["file"])
         if file not in files:
             raise ValueError(f"tensor {escaped(name)} is in the file {file}, which is not among the files")
         box = Box(_sizes(part["offset"]), _sizes(part["shape"]))
-        parts.append(StoredPart(box, file, _matching(_DIGEST, part["digest"], "digest")))
+        parts.append(StoredPart(box, file, str(part["digest"])))
     if len({part.file for part in parts}) < len(parts):
         raise ValueError(f"tensor {escaped(name)} has two parts in one file")
     shape = _sizes(entry["shape"])
@@ -168,10 +164,10 @@ def _value(name: str, value: Any) -> Value:
     return value
 
 
-def _matching(pattern: re.Pattern[str], text: Any, what: str) -> str:
-    if type(text) is not str or not pattern.fullmatch(text):
-        raise ValueError(f"{escaped(text)} is no {what}")
-    return text
+def _file(name: Any) -> str:
+    if type(name) is not str or not _FILE.fullmatch(name):
+        raise ValueError(f"{escaped(name)} is no name of a file of a checkpoint")
+    return name
 
 
 def _number(value: Any) -> int:

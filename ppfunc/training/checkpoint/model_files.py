@@ -199,7 +199,7 @@ def open_model_files(folder: Path) -> Contents:
                 f"{escaped(f'{folder.name}/{INDEX}')} has no weight_map from names to files beside it"
             )
     tensors: dict[str, Stored] = {}
-    files: dict[str, tuple[int, str | None]] = {}
+    files: dict[str, tuple[int, str]] = {}
     for title in [ONE] if homes is None else sorted(set(homes.values())):
         with open_tensors(folder, title) as file:
             files[title] = file.size, file.header

@@ -103,7 +103,7 @@ def read_parts(contents: Contents, parts: Iterable[PartToRead]) -> None:
 
 def _require_written(contents: Contents, name: str, file: TensorFile, parts: Iterable[PartToRead]) -> None:
     """Raise CheckpointError unless a file has the header that was written, and these parts of tensors."""
-    if contents.files[name][1] not in (None, file.header):
+    if contents.files[name][1] != file.header:
         raise CheckpointError(
             f"{escaped(file.name)} has another header than the one that was written: damaged, or of another"
             " checkpoint"
