@@ -221,9 +221,7 @@ def open_tensors(folder: Path, name: str) -> Iterator[TensorFile]:
         text = bytearray(end - 8)
         _read_at(file, path, memoryview(text), 8)
         entries = read_json(bytes(text), path)
-        metadata = entries.pop("__metadata__", {})
-        if type(metadata) is not dict or any(type(value) is not str for value in metadata.values()):
-            raise CheckpointError(f"{escaped(path)}: the metadata in the header is no dictionary of texts")
+        entries.pop("__metadata__", None)
         header = hashlib.sha256(length + text).hexdigest()
         spans = {tensor: _span(path, tensor, entry, end) for tensor, entry in entries.items()}
         for tensor, span in sorted(spans.items(), key=lambda item: item[1][2:]):

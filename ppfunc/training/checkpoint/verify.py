@@ -133,14 +133,6 @@ def _read(file: TensorFile, task: PartToRead) -> None:
         into[shared.within(box)] = whole[shared.within(part.box)].to(into.device)
 
 
-def is_good(folder: Path) -> bool:
-    """Tell if a checkpoint is good, to the last byte."""
-    with suppress(CheckpointError):
-        verify(folder)
-        return True
-    return False
-
-
 def clear_way(target: Path, nonce: str) -> None:
     """Put aside the damaged checkpoints of the step of ``target`` and of later ones.
 
@@ -150,7 +142,8 @@ def clear_way(target: Path, nonce: str) -> None:
     for path in checkpoints(target.parent):
         if (step_of(path) or 0) < (step_of(target) or 0):
             break
-        if is_good(path):
+        with suppress(CheckpointError):
+            verify(path)
             raise FileExistsError(
                 f"cannot save {target.name}: {path} is a valid checkpoint of this or a later step; go on from"
                 " the latest, save into another folder, or delete it"
