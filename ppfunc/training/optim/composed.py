@@ -37,7 +37,7 @@ def from_updates(transform: Any) -> Optimizer:
         DeepMind, optax; Ren et al., TorchOpt: An Efficient Library for Differentiable Optimization, 2023.
 
     >>> import torch
-    >>> halved = lambda grads, state, params: (tree_map(lambda g: -0.5 * g, grads), state)
+    >>> halved = lambda grads, state, params: ([-0.5 * g for g in grads], state)
     >>> optimizer = from_updates(Optimizer(lambda params: (), halved))
     >>> optimizer.update([torch.tensor(2.0)], optimizer.init([]), [torch.tensor(1.0)])[0]
     [tensor(0.)]
@@ -92,7 +92,7 @@ def chain(clip: Clip, optimizer: Optimizer) -> Optimizer:
         ValueError: the optimizer clips already.
 
     >>> import torch
-    >>> from ppfunc.training.optim import sgd
+    >>> from ppfunc.training.optim import clip_by_global_norm, sgd
     >>> optimizer = chain(clip_by_global_norm(1.0), sgd(lr=1.0))
     >>> params = [torch.tensor([0.0, 0.0])]
     >>> optimizer.update([torch.tensor([3.0, 4.0])], optimizer.init(params), params)[0]
