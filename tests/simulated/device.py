@@ -8,9 +8,9 @@ by any thread:
   one.
 * ``issue(stream, what, run, reads, writes, ready=None) -> Mark``: queue an operation. ``run()`` is called in
   the worker thread, once the operations before it are done and ``ready()`` (called again and again with the
-  lock held, quick and without waiting) says True. ``reads`` and ``writes`` are tensors of the device or
-  regions; the order of the accesses is checked now. ``run`` works on what ``host_view(tensor)`` returned
-  when it was issued.
+  lock held, quick and without waiting) says True. ``reads`` and ``writes`` are tensors of the device, pinned
+  ones or regions; the order of the accesses is checked now. ``run`` works on what ``host_view(tensor)``
+  returned when it was issued.
 * ``mark(stream) -> Mark``: what was issued on a stream until now. ``order(mark, stream)``: what is issued on
   ``stream`` from now on follows ``mark``. ``done(mark)``: look, without counting.
 * ``wait(kind, *marks)``: hold up the host, counted. ``poll(kind, mark) -> bool``: let the host look,

@@ -115,9 +115,22 @@ struct Generator final : c10::GeneratorImpl {
   }
 };
 
-// Pinned memory is that of the host, at addresses that are known.
+// Pinned memory is that of the host, at addresses that are known, each with a number of its own.
+struct Piece {
+  size_t size;
+  int64_t number;
+};
 std::mutex pinned_lock;
-std::map<uintptr_t, size_t> pinned;
+std::map<uintptr_t, Piece> pinned;
+int64_t pieces = 0;
+
+int64_t number_of(const void* p) {
+  auto address = reinterpret_cast<uintptr_t>(p);
+  std::lock_guard<std::mutex> held(pinned_lock);
+  auto next = pinned.upper_bound(address);
+  if (next == pinned.begin() || address - std::prev(next)->first >= std::prev(next)->second.size) return 0;
+  return std::prev(next)->second.number;
+}
 
 struct Pinned final : c10::Allocator {
   static void release(void* p) {
@@ -129,7 +142,7 @@ struct Pinned final : c10::Allocator {
     void* p = std::aligned_alloc(64, (n + 64) / 64 * 64);
     std::memset(p, 0xFF, n);
     std::lock_guard<std::mutex> held(pinned_lock);
-    pinned[reinterpret_cast<uintptr_t>(p)] = n;
+    pinned[reinterpret_cast<uintptr_t>(p)] = {n, ++pieces};
     return {p, p, &release, Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -148,12 +161,7 @@ struct Hooks final : at::CUDAHooksInterface {
   DeviceIndex current_device() const override { return ask(calls.get_device); }
   Device getDeviceFromPtr(void*) const override { return Device(CUDA, current_device()); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
-  bool isPinnedPtr(const void* p) const override {
-    auto address = reinterpret_cast<uintptr_t>(p);
-    std::lock_guard<std::mutex> held(pinned_lock);
-    auto next = pinned.upper_bound(address);
-    return next != pinned.begin() && address - std::prev(next)->first < std::prev(next)->second;
-  }
+  bool isPinnedPtr(const void* p) const override { return number_of(p); }
   at::Generator getNewGenerator(DeviceIndex i) const override {
     return at::make_generator<Generator>(i < 0 ? current_device() : i);
   }
@@ -177,6 +185,9 @@ extern "C" int install(const Calls* functions) {
 }
 
 extern "C" void set_error(const char* text) { error = text; }
+
+// The number of a piece of pinned memory, or 0.
+extern "C" int64_t pinned_number(const void* p) { return number_of(p); }
 
 // Storages may be freed while an error of Python is set, when no Python may run: note their addresses.
 extern "C" void note_freed(void* block) {

@@ -42,6 +42,16 @@ class Block:
         return f"block {self.serial} ({self.size} bytes, of {self.stream})"
 
 
+class Pinned:
+    """Pinned memory of the host, for the accesses of copies to and from it."""
+
+    def __init__(self, size: int, number: int) -> None:
+        self.size, self.number, self.accesses = size, number, Accesses()
+
+    def __repr__(self) -> str:
+        return f"pinned memory {self.number} ({self.size} bytes)"
+
+
 class _DLTensor(ctypes.Structure):
     """A DLManagedTensor of one dimension, which torch takes for memory of a device."""
 
@@ -74,6 +84,7 @@ class Memory:
     def __init__(self, device: Any) -> None:
         self._device = device
         self._live: dict[int, Block] = {}  # by address
+        self._pinned: dict[int, Pinned] = {}  # by number
         self._serial = 0
         self.used: Counter[int] = Counter()  # bytes by device
         self.peak: Counter[int] = Counter()
@@ -143,9 +154,14 @@ class Memory:
     def block(self, tensor: torch.Tensor) -> Block | None:
         return self._live.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
 
+    def _pinned_block(self, tensor: torch.Tensor) -> Pinned | None:
+        storage = tensor.untyped_storage()
+        number = guard.library().pinned_number(storage.data_ptr()) if tensor.numel() else 0
+        return self._pinned.setdefault(number, Pinned(storage.nbytes(), number)) if number else None
+
     def region(self, tensor: torch.Tensor) -> Region | None:
-        """Return what a tensor shows, or None where it has no elements."""
-        block = self.block(tensor)
+        """Return what a tensor shows, or None where it has no elements or is pageable memory of the host."""
+        block = self.block(tensor) if tensor.is_cuda else self._pinned_block(tensor)
         if block is None:
             return None
         shape, stride, itemsize = tuple(tensor.size()), tensor.stride(), tensor.itemsize

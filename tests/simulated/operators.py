@@ -28,6 +28,7 @@ class Operators:
     def __init__(self, device: Device, generators: tuple[torch.Generator, ...]) -> None:
         self.device, self.generators = device, generators
         self._shapes: dict[Any, Any] = {}
+        self._served: set[str] = set()
 
     def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         name = op.name().removeprefix("aten::")
@@ -44,6 +45,10 @@ class Operators:
 
     def _compute(self, op: Any, name: str, call: _Call, index: int) -> Any:
         device, stream = self.device, self.device.current(index)
+        if name not in self._served:
+            if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), "CPU"):
+                raise NotImplementedError(f"{op.name()} has no kernel for the CPU; it is not simulated")
+            self._served.add(name)
         seed = self._drawn(op, call.kwargs, stream, index)
         if call.written or not op._schema.returns:
             self._resize(call)
@@ -167,7 +172,7 @@ class Operators:
         pinned = source.is_pinned()
         to, of = device.host_view(target), source if pinned else source.clone()
         stream = device.current(target.device.index)
-        mark = device.issue(stream, "copy from the host", lambda: to.copy_(of), writes=[target])
+        mark = device.issue(stream, "copy from the host", lambda: to.copy_(of), [of], [target])
         if not non_blocking:
             device.wait("copy from the host", mark)
         elif not pinned and size > _STAGED:
@@ -180,7 +185,7 @@ class Operators:
         if late and target.is_contiguous():
             ctypes.memset(target.data_ptr(), 255, target.numel() * target.itemsize)
         stream = device.current(source.device.index)
-        mark = device.issue(stream, "copy to the host", lambda: target.copy_(of), [source])
+        mark = device.issue(stream, "copy to the host", lambda: target.copy_(of), [source], [target])
         if not late:
             device.wait("copy to the host", mark)
 

@@ -101,6 +101,20 @@ def test_a_pinned_source_is_read_late(simulate):
     assert not any(kind == "copy from the host" for kind, _ in gpu.waits)
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_pinned_memory_is_fetched_after_it_was_written(gpu, waits):
+    out, back, a = torch.Stream("cuda"), torch.Stream("cuda"), ones(4)
+    torch.cuda.synchronize()
+    with out:
+        pinned = a.to("cpu", non_blocking=True)
+    if waits:
+        back.wait_stream(out)
+    with back:
+        pinned.to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
+    assert ["reads [4] of pinned memory" in race for race in reported(gpu)] == [True] * (not waits)
+
+
 def freed_while_used(gpu, record):
     """Use memory on a stream, free it, and let its own stream hand it out; returns what the use has read."""
     here, beside = torch.cuda.current_stream(), torch.Stream("cuda")
