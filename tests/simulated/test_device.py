@@ -161,8 +161,9 @@ def test_what_waits_for_the_other_stream_may_free(gpu):
 
 def test_operators_on_two_devices_raise(gpu):
     for other in torch.ones(2), torch.ones(2, device="cuda:1"):
-        with pytest.raises(RuntimeError, match="at least two devices"):
-            ones(2) + other
+        for operator in torch.add, torch.dot:
+            with pytest.raises(RuntimeError, match="at least two devices"):
+                operator(ones(2), other)
     assert (ones(2) + torch.tensor(2.0)).tolist() == [3, 3]
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         ones(2, 3) @ ones(2, 3)
