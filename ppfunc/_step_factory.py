@@ -1,6 +1,6 @@
 """Make step functions: read what the caller gives, prove the schedule, and tell the peers of a mistake."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from inspect import signature
@@ -11,9 +11,9 @@ import torch
 from ppfunc._text import shown
 from ppfunc.runtime import InProcess, StepFunction, StepResult, StepSpec, Transport, interleaved, two_streams
 from ppfunc.runtime.agreement.ties import Tied, TiedPlaces, read_tied
-from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, read_loss_weights
-from ppfunc.runtime.call.refusals import require_honoured
+from ppfunc.runtime.call.arguments import LossWeights, RawArguments, read_loss_weights
 from ppfunc.runtime.call.spec import Pipeline
+from ppfunc.runtime.lowering.refusals import require_honoured
 from ppfunc.runtime.lowering.stage_programs import StagePrograms
 from ppfunc.schedule import Op, Schedule, append_tail, check, forward_only, place_communication, with_skips
 from ppfunc.splitter import Split
@@ -163,29 +163,6 @@ def map_stages(stages: Sequence[Stage | None], transform: Callable[[Stage], Stag
     """Transform the stages; equal ones stay equal, so that they share their programs."""
     made = {id(fn): transform(fn) for fn in stages if callable(fn)}
     return [made.get(id(fn), fn) for fn in stages]
-
-
-def named_step(read: Callable[P, RawArguments]) -> Callable[P, RawArguments]:
-    """Call a function ``step()`` in the errors of Python about its arguments."""
-    read.__name__ = read.__qualname__ = "step"
-    return read
-
-
-@named_step
-def read_call(
-    default: LossWeights,
-    params: Mapping[int, Any],
-    inputs: Any,
-    targets: Any = None,
-    *,
-    loss_weights: LossWeights = None,
-    seed: Seed = None,
-    extras: Mapping[int, Any] | None = None,
-    state: Mapping[int, Any] | None = None,
-) -> RawArguments:
-    """Read the arguments of a step as the caller writes them; ``default`` are loss weights."""
-    weights = default if loss_weights is None else loss_weights
-    return RawArguments(params, inputs, targets, extras, state, weights, seed)
 
 
 def _require(stages: Sequence[Any], schedule: Schedule, engine: Any, spec: StepSpec) -> None:

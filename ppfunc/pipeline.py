@@ -5,11 +5,11 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ppfunc._step_factory import Stages, make_step, read_call, told_to_peers, unpacked
+from ppfunc._step_factory import Stages, make_step, told_to_peers, unpacked
 from ppfunc._text import require_one_of, shown
 from ppfunc.runtime import StepFunction, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import TiedPlaces
-from ppfunc.runtime.call.arguments import LossWeights
+from ppfunc.runtime.call.arguments import LossWeights, read_call
 from ppfunc.runtime.lowering.overlap import Overlapped
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Loss, graph

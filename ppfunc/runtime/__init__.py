@@ -17,7 +17,7 @@ Six rooms. A step function is called, and the data flows in one direction::
         control/                        the sum of the losses; a step fails on every rank or on none
 
 What lasts from call to call belongs to four: `StagePrograms` has the programs of stages, `CompiledSteps` what
-is compiled, `Agreement` what the ranks agreed on, `StepRefusals` where the parameters lay. `errors.py` has
+is compiled, `Agreement` what the ranks agreed on, `StepFunction` where the parameters lay. `errors.py` has
 the errors of a step, and how ranks say them to each other. Each room's docstring draws its own flow.
 """
 

@@ -133,7 +133,7 @@ class Schedule:
         """Tell whether communication has been placed. True where no two ranks exchange anything."""
         return bool(self.ops & COMMUNICATION) or not self.crossing_edges
 
-    @property
+    @cached_property
     def forward_only(self) -> bool:
         """Tell if the schedule has no backward, as in inference."""
         return not self.ops & {Op.B, Op.I, Op.W}

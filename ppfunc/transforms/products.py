@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ppfunc._step_factory import Stages, make_step, map_stages, named_step, told_to_peers, unpacked
+from ppfunc._step_factory import Stages, make_step, map_stages, told_to_peers, unpacked
 from ppfunc.runtime import Microbatches, StepFunction, StepResult, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import Tied, TiedPlaces
-from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed
+from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, named_step
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.signature import differentiable

@@ -26,7 +26,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 import ppfunc as pp
-from ppfunc.runtime.lowering.compile import CompiledStep, new_gradients
+from ppfunc.runtime.execution.fill import new_gradients
+from ppfunc.runtime.lowering.compile import CompiledStep
 from ppfunc.schedule import Op
 
 WIDTH = 4

@@ -139,7 +139,7 @@ def unprotected() -> Iterator[None]:
             (
                 CompiledSteps,
                 "_begin",
-                lambda self, *_: Began(self._last.shapes, self._last.entry.guards.agreed),
+                lambda self, *_: Began(self._agreement, self.last.agreed.shapes, self.last.agreed),
             ),
             (pp.P2P, "hold_interrupts", lambda self, later=False: nullcontext()),
             (

@@ -36,7 +36,7 @@ def given(**changes):
 
 
 def read(raw, last=None, **options):
-    return read_arguments(raw, SCHEDULE, [0, 1], True, last, **options)
+    return read_arguments(raw, SCHEDULE, [0, 1], True, last and last.form, **options)
 
 
 # -- batches
@@ -320,10 +320,10 @@ def test_another_form_is_told_from_the_last(what):
     first, stages = read(given()), [0] if what == "no targets" else [0, 1]
     raw = given(**OTHER_FORMS[what])
     raw = raw._replace(params={s: raw.params[s] for s in stages})
-    other = read_arguments(raw, SCHEDULE, stages, True, first)
+    other = read_arguments(raw, SCHEDULE, stages, True, first.form)
     assert other.form is not first.form
-    assert other.key != first.key
-    assert other.key == read_arguments(raw, SCHEDULE, stages, True).key
+    assert other.form.key != first.form.key
+    assert other.form.key == read_arguments(raw, SCHEDULE, stages, True).form.key
     assert read(given(), other).form is not other.form
 
 

@@ -16,7 +16,7 @@ def checksum(tensor: Tensor) -> Tensor:
     References:
         Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014, for the constants.
     """
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    flat = bits(tensor.detach())
     tail = flat.numel() % 8
     head, rest = flat[: flat.numel() - tail], flat[flat.numel() - tail :]
     words = (head if head.storage_offset() % 8 == 0 else head.clone()).view(torch.int64)
@@ -35,7 +35,11 @@ def _mixed(words: Tensor, start: int) -> Tensor:
     return mixed.sum()
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def bits(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, uint8[bytes]: a view where it is contiguous."""
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of one dtype and device have the same shape and bits."""
-    bits = (t.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for t in (one, other))
-    return one.shape == other.shape and torch.equal(*bits)
+    return one.shape == other.shape and torch.equal(bits(one), bits(other))

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc.stage import LeafSignature, Signature
+from ppfunc.stage import LeafSignature
 
-from ..call.arguments import StepForm
+from ..call.forms import StepForm
 from ..errors import AgreementError
 
 
@@ -137,17 +137,7 @@ def _gather_texts(mesh: DeviceMesh, group: dist.ProcessGroup, text: str) -> list
 
 
 def _leaves(form: StepForm) -> Iterator[tuple[str, LeafSignature]]:
-    """List the leaves of all arguments, with their names."""
-    trees: list[tuple[str, Signature]] = []
-    for name, by_stage in (("params", form.params), ("state", form.state)):
-        trees += [(f"{name}[{stage}]", signature) for stage, signature in by_stage.items()]
-    rows = {"inputs": form.inputs or (), "targets": form.targets or ()} | {
-        f"extras[{s}]": rows for s, rows in form.extras.items()
-    }
-    trees += [
-        (f"{name}, microbatch {m}, ", signature)
-        for name, signatures in rows.items()
-        for m, signature in enumerate(signatures)
-    ]
-    for name, signature in trees:
-        yield from ((name + path, leaf) for path, leaf in zip(signature.paths, signature.leaves, strict=True))
+    """List the leaves of all arguments, with their names; of whole batches those of a microbatch."""
+    for name, tree in form.trees.items():
+        paths = (name + path for path in tree.signature.paths)
+        yield from zip(paths, tree.signature.leaves, strict=True)

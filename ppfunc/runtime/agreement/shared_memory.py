@@ -14,7 +14,7 @@ from ppfunc.stage.layout import local
 from ppfunc.stage.signature import differentiable, leaf_names
 from ppfunc.stage.tree import tree_leaves
 
-from ..call.arguments import extent
+from ..call.forms import extent
 from ..execution.buffers import Leaves
 from ..execution.torch_state import transforming
 from .ties import Tied

@@ -72,31 +72,53 @@ def read_tied(
     return tuple(every)
 
 
+class Place(NamedTuple):
+    """Locate a leaf in this process, by stage of the schedule and of the model, and number of the leaf."""
+
+    stage: int
+    model: int
+    number: int
+
+
 class SharedLeaf(NamedTuple):
     """Describe one leaf that several stages hold.
 
     Args:
         name: for errors.
-        holders: (stage of the schedule, number of the leaf in its parameters), ascending; the number is None
-            for a stage that this process does not hold.
+        homes: the rank of every place, in the order of the stages.
+        places: those in this process, in the order of the stages.
     """
 
     name: str
-    holders: tuple[tuple[int, int | None], ...]
+    homes: tuple[int, ...]
+    places: tuple[Place, ...]
 
 
-def shared_leaves(schedule: Schedule, params: Mapping[int, Signature], tied: Tied) -> list[SharedLeaf]:
+def shared_leaves(
+    schedule: Schedule, ranks: Sequence[int], params: Mapping[int, Signature], tied: Tied
+) -> list[SharedLeaf]:
     """List the leaves of this process that several stages of the schedule hold, or one stage twice.
 
     Two processes list those that both hold in one order.
 
     Args:
-        params: signatures of the parameters of this process, by stage of the model.
+        ranks: those of this process.
+        params: signatures of its parameters, by stage of the model.
 
     Raises:
         ValueError: a tied parameter has no such leaf, or leaves of other shapes or dtypes.
     """
-    shared = []
+    shared: list[SharedLeaf] = []
+
+    def add(name: str, holders: Sequence[tuple[int, int | None]]) -> None:
+        homes = [schedule.placement[stage] for stage, _ in holders]
+        places = [
+            Place(stage, schedule.model_stages[stage], number)
+            for home, (stage, number) in zip(homes, holders, strict=True)
+            if number is not None and home in ranks
+        ]
+        shared.append(SharedLeaf(name, tuple(homes), tuple(places)))
+
     for name, places in tied:
         if _without_tangents(params, places):
             continue
@@ -109,19 +131,16 @@ def shared_leaves(schedule: Schedule, params: Mapping[int, Signature], tied: Tie
         if len(forms) > 1:
             listed = ", ".join(f"{place} is {form}" for form, place in forms.items())
             raise ValueError(f"tied[{name!r}]: {listed}; tied parameters have one shape and dtype")
-        stages = (
-            (s, k, leaf) for s, model in enumerate(schedule.model_stages) for k, leaf in places if k == model
-        )
         if numbers:
-            shared.append(
-                SharedLeaf(f"tied[{name!r}]", tuple((s, numbers.get((k, leaf))) for s, k, leaf in stages))
-            )
-    taken = {holder for leaf in shared for holder in leaf.holders}
+            stages = enumerate(schedule.model_stages)
+            add(f"tied[{name!r}]", [(s, numbers.get(p)) for s, k in stages for p in places if p[0] == k])
+    taken = {(place.stage, place.number) for leaf in shared for place in leaf.places}
     for group in schedule.replicas:
+        here = [stage for stage in group if schedule.placement[stage] in ranks]
         model = schedule.model_stages[group[0]]
-        for n, path in enumerate(params[model].paths if model in params and len(group) > 1 else ()):
-            if (group[0], n) not in taken:
-                shared.append(SharedLeaf(f"params[{model}]{path}", tuple((stage, n) for stage in group)))
+        for n, path in enumerate(params[model].paths if here and len(group) > 1 else ()):
+            if (here[0], n) not in taken:
+                add(f"params[{model}]{path}", [(stage, n) for stage in group])
     return shared
 
 
@@ -209,20 +228,26 @@ def shared_forms(
     return forms
 
 
-def require_same_forms(by_rank: Sequence[Mapping[str, str]]) -> None:
+def require_same_forms(
+    by_rank: Mapping[int, Mapping[str, str]],
+    agreed: Mapping[str, str] | None = None,
+    mend: str = "give all the same",
+) -> None:
     """Raise AgreementError for a parameter that ranks hold in different forms.
 
     Args:
         by_rank: results of :func:`shared_forms`.
+        agreed: that of all ranks before, if they have agreed.
     """
-    first: dict[str, tuple[int, str]] = {}
-    for rank, forms in enumerate(by_rank):
+    first = {name: ("all", form) for name, form in (agreed or {}).items()}
+    for rank, forms in by_rank.items():
         for name, form in forms.items():
-            other, known = first.setdefault(name, (rank, form))
+            holder, known = first.setdefault(name, (f"rank {rank}", form))
             if form != known:
+                had = "had" if agreed else "has"
                 raise AgreementError(
-                    f"{name} differ between the processes that hold them: rank {other} has"
-                    f" {_readable(known)}, rank {rank} has {_readable(form)}; give all the same"
+                    f"{name} differ between the processes that hold them: {holder} {had}"
+                    f" {_readable(known)}, rank {rank} has {_readable(form)}; {mend}"
                 )
 
 
@@ -232,6 +257,7 @@ def _readable(form: str) -> str:
 
 def require_same_values(
     schedule: Schedule,
+    ranks: Sequence[int],
     params: Mapping[int, Signature],
     trees: Mapping[int, Any],
     tied: Tied,
@@ -243,28 +269,27 @@ def require_same_values(
     the ranks meet, since each state follows from the one before; other steps compare in every call.
 
     Args:
-        params: signatures of the parameters of this process, by stage of the model.
+        ranks: those of this process.
+        params: signatures of its parameters, by stage of the model.
         trees: their values, whole or the shards of this rank.
     """
-    local_sums: dict[str, tuple[int, int]] = {}
+    mine: dict[str, int] = {}
     leaves = {model: tree_leaves(tree) for model, tree in trees.items()}
-    for leaf in shared_leaves(schedule, params, tied):
-        for model, number in dict.fromkeys(
-            (schedule.model_stages[s], n) for s, n in leaf.holders if n is not None
-        ):
-            value = int(checksum(local(leaves[model][number])))
-            first, known = local_sums.setdefault(leaf.name, (model, value))
-            if value != known:
-                raise AgreementError(
-                    f"{leaf.name} has other values in stage {first} than in stage {model}; give both places"
-                    " the same"
-                )
-    all_sums: dict[str, tuple[int, int]] = {}
-    mine = json.dumps({name: value for name, (_, value) in local_sums.items()})
-    for rank, text in enumerate(control.all_gather(mine)):
+    for leaf in shared_leaves(schedule, ranks, params, tied):
+        places = dict.fromkeys((place.model, place.number) for place in leaf.places)
+        (first, value), *others = ((k, int(checksum(local(leaves[k][n])))) for k, n in places)
+        for model, other in others:
+            if other != value:
+                raise AgreementError(other_values(leaf.name, f"in stage {first}", f"in stage {model}"))
+        mine[leaf.name] = value
+    first_holders: dict[str, tuple[int, int]] = {}
+    for rank, text in enumerate(control.all_gather(json.dumps(mine))):
         for name, value in json.loads(text).items():
-            other, known = all_sums.setdefault(name, (rank, value))
+            holder, known = first_holders.setdefault(name, (rank, value))
             if value != known:
-                raise AgreementError(
-                    f"{name} has other values on rank {other} than on rank {rank}; give all places the same"
-                )
+                raise AgreementError(other_values(name, f"on rank {holder}", f"on rank {rank}"))
+
+
+def other_values(name: str, here: str, there: str) -> str:
+    """Describe a parameter whose values differ between two of its places."""
+    return f"{name} has other values {here} than {there}; give all places the same"

@@ -4,9 +4,8 @@
 
     step.py          StepFunction       one call, which fails on all ranks or on none
       arguments.py     read_arguments   what the caller gave -> leaves, without history
-                         StepForm       all that a program depends on beside the values
+        forms.py         StepForm       all that a program depends on beside the values
         batch.py         cut            a batch -> microbatches, as views
-      refusals.py      StepRefusals     what a step would not honour
       results.py       collect          buffers -> a StepResult
                          Owned          copies results that share memory
 

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 
 from ppfunc.schedule import Schedule
-from ppfunc.stage import LeafSignature, Signature
-from ppfunc.stage._torch import is_dtensor, is_wrapped, without_transforms
-from ppfunc.stage.layout import local
-from ppfunc.stage.signature import Form, flatten, form_of, same_form
-from ppfunc.stage.tree import tree_paths
+from ppfunc.stage import Signature
+from ppfunc.stage._torch import is_wrapped, without_transforms
+from ppfunc.stage.signature import same_form
 
 from ..execution.buffers import ParameterUpdate
-from ..execution.torch_state import transforming, values
-from .batch import Leaves, Microbatches, cut, refuse_microbatches, require_divisible
+from .batch import Leaves, Microbatches, cut
+from .forms import StepForm, TreeForm, read_tree, require_values, step_form
+
+P = ParamSpec("P")
 
 LossWeights = Sequence[float] | torch.Tensor | None
 Seed = tuple[int, int] | None
@@ -51,56 +50,27 @@ class RawArguments(NamedTuple):
     common: str = ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TreeForm:
-    """Describe one tree of tensors: all that a program depends on beside the values.
-
-    Args:
-        form: to compare another tree with it.
-        types, strides, devices: of its leaves; of DTensors, strides and devices of their local tensors.
-        signature: of the tree, or, of a whole batch, of one microbatch.
-        tracked: whether a leaf requires a gradient, and so may have a history.
-        whole: signature of the tree, of a whole batch too.
-    """
-
-    form: Form
-    types: tuple[type, ...]
-    strides: tuple[tuple[int, ...], ...]
-    devices: tuple[torch.device, ...]
-    signature: Signature
-    tracked: bool
-    whole: Signature
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Hashable, equal for equal forms."""
-        return self.signature, self.types, self.strides, self.devices
+def named_step(read: Callable[P, RawArguments]) -> Callable[P, RawArguments]:
+    """Call a function ``step()`` in the errors of Python about its arguments."""
+    read.__name__ = read.__qualname__ = "step"
+    return read
 
 
-class StepForm(NamedTuple):
-    """Describe all arguments of one call, by stage of the model: what a program is lowered for.
-
-    Args:
-        params, state: signatures.
-        strides: of every leaf of the parameters, in elements.
-        extents: of every leaf of the parameters, bytes from its first element to its last.
-        devices: where each stage computes.
-        inputs, targets: signatures of the microbatches; None if this process was given none.
-        rows: of a microbatch of a whole batch; None if the inputs came as Microbatches.
-        other_rows: likewise of targets and extras that came as whole batches, by name.
-        extras: signatures of the microbatches.
-    """
-
-    params: Mapping[int, Signature]
-    strides: Mapping[int, tuple[tuple[int, ...], ...]]
-    extents: tuple[int, ...]
-    devices: Mapping[int, torch.device]
-    inputs: tuple[Signature, ...] | None
-    targets: tuple[Signature, ...] | None
-    rows: int | None
-    other_rows: Mapping[str, int]
-    extras: Mapping[int, tuple[Signature, ...]]
-    state: Mapping[int, Signature]
+@named_step
+def read_call(
+    default: LossWeights,
+    params: Mapping[int, Any],
+    inputs: Any,
+    targets: Any = None,
+    *,
+    loss_weights: LossWeights = None,
+    seed: Seed = None,
+    extras: Mapping[int, Any] | None = None,
+    state: Mapping[int, Any] | None = None,
+) -> RawArguments:
+    """Read the arguments of a step as the caller writes them; ``default`` are loss weights."""
+    weights = default if loss_weights is None else loss_weights
+    return RawArguments(params, inputs, targets, extras, state, weights, seed)
 
 
 class StepArguments(NamedTuple):
@@ -114,7 +84,6 @@ class StepArguments(NamedTuple):
         seed: ``(seed, step)``, or None.
         microbatch_offset, scale, update, common: as given.
         form: of all of them.
-        trees: the form of every tree, by its name.
         left_out: the microbatches whose weight is 0, where the host knows it.
     """
 
@@ -126,38 +95,11 @@ class StepArguments(NamedTuple):
     loss_weights: torch.Tensor | None
     seed: Seed
     form: StepForm
-    trees: Mapping[str, TreeForm]
     left_out: frozenset[int]
     microbatch_offset: int = 0
     scale: torch.Tensor | None = None
     update: ParameterUpdate | None = None
     common: str = ""
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Hashable, equal for arguments that run the same program."""
-        return tuple((name, form.key) for name, form in sorted(self.trees.items()))
-
-    def form_of(self, rows: int | None) -> StepForm:
-        """Return the form of the arguments, with the rows of the batch if this process was not given it.
-
-        Args:
-            rows: of a microbatch; None if the batch came as Microbatches.
-        """
-        return self.form._replace(rows=rows) if self.form.inputs is None else self.form
-
-    def without_tensors(self) -> StepArguments:
-        """Return a copy that keeps no tensor of the call alive."""
-        return self._replace(
-            params={},
-            state={},
-            inputs=(),
-            targets=(),
-            extras={},
-            loss_weights=None,
-            scale=None,
-            update=None,
-        )
 
     def example(self, stage: int) -> Any:
         """Return the parameters of a stage of the model, to evaluate it abstractly.
@@ -173,14 +115,14 @@ def read_arguments(
     schedule: Schedule,
     stages: Sequence[int],
     with_targets: bool,
-    last: StepArguments | None = None,
+    last: StepForm | None = None,
     *,
     abstract: bool = False,
 ) -> StepArguments:
     """Read the arguments of a call in a process that runs ``stages`` of the model.
 
     Args:
-        last: arguments of an earlier call; if these have the same form, ``form`` is that object.
+        last: form of an earlier call; if these have the same, ``form`` is that object.
         abstract: accept signatures for trees, and tensors without values.
 
     Raises:
@@ -204,19 +146,18 @@ def read_arguments(
     inputs = () if raw.inputs is None else reader.read_batch(raw.inputs, "inputs")
     targets = () if raw.targets is None or not with_targets else reader.read_batch(raw.targets, "targets")
     batches = {s: reader.read_batch(extras[s], f"extras[{s}]") for s in stages if s in extras}
-    trees = reader.trees
     if last is not None and reader.as_known:
-        form = last.form
+        form = last
     else:
         _require_batches(raw, schedule, stages, with_targets)
         if not abstract:
-            require_values(trees)
-        form = step_form(trees, stages, m, params, inputs)
+            require_values(reader.trees)
+        form = step_form(reader.trees, stages, m, params, inputs)
     weights = read_loss_weights(raw.loss_weights, m)
     seed = read_seed(raw.seed)
     zeros = frozenset[int]() if abstract else _zeros(weights)
     return StepArguments(
-        params, states, inputs, targets, batches, weights, seed, form, trees, zeros,
+        params, states, inputs, targets, batches, weights, seed, form, zeros,
         raw.microbatch_offset, raw.scale, raw.update, raw.common,
     )  # fmt: skip
 
@@ -244,7 +185,11 @@ class _Reader:
     def read(self, tree: Any, name: str, microbatches: int = 0) -> Leaves:
         if self._abstract and isinstance(tree, Signature):
             tree = tree.wrap(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in tree.leaves)
-        leaves, self.trees[name] = read_tree(tree, self._known.get(name), name, microbatches)
+        known = self._known.get(name)
+        if known is not None and (leaves := same_form(tree, known.form)) is not None:
+            self.trees[name] = known
+        else:
+            leaves, self.trees[name] = read_tree(tree, name, microbatches)
         return leaves
 
     def read_detached(self, tree: Any, name: str) -> Leaves:
@@ -369,103 +314,3 @@ def read_seed(seed: Any) -> Seed:
     ):
         return int(seed[0]), int(seed[1])
     raise TypeError(f"seed: got {reprlib.repr(seed)}, expected (seed, step), two integers")
-
-
-def read_tree(tree: Any, form: TreeForm | None, name: str, microbatches: int) -> tuple[Leaves, TreeForm]:
-    """Read the leaves of a tree and its form, which is ``form`` itself if they are equal."""
-    if form is not None and (same := same_form(tree, form.form)) is not None:
-        return same, form
-    leaves, treedef = flatten(tree, name)
-    refuse_microbatches(treedef, name)
-    for leaf, path in zip(leaves, tree_paths(treedef, name), strict=True) if transforming() else ():
-        if is_dtensor(values(leaf)):
-            raise ValueError(
-                f"{path}: got a DTensor under a torch.func transform, which knows none; use ppfunc.jvp, hvp"
-                " or gnvp"
-            )
-    local_leaves = tuple(map(local, leaves))
-    signature = Signature(treedef, tuple(map(LeafSignature.of, leaves)))
-    whole = signature
-    if microbatches:
-        require_divisible(local_leaves, tree_paths(treedef), microbatches, name)
-        signature = signature.cut(microbatches)
-    return local_leaves, TreeForm(
-        form_of(leaves, treedef),
-        tuple(map(type, leaves)),
-        tuple(t.stride() for t in local_leaves),
-        tuple(t.device for t in local_leaves),
-        signature,
-        any(t.requires_grad for t in leaves),
-        whole,
-    )
-
-
-def step_form(
-    trees: Mapping[str, TreeForm],
-    stages: Sequence[int],
-    microbatches: int,
-    params: Mapping[int, Leaves],
-    inputs: Sequence[Leaves],
-) -> StepForm:
-    """Put together the form of all arguments."""
-
-    def batch(name: str) -> tuple[Signature, ...] | None:
-        if name in trees:
-            return (trees[name].signature.without_grad(),) * microbatches
-        forms = [trees[f"{name}[{i}]"] for i in range(microbatches) if f"{name}[{i}]" in trees]
-        return tuple(form.signature.without_grad() for form in forms) or None
-
-    extras = {s: batch(f"extras[{s}]") for s in stages}
-    return StepForm(
-        {s: trees[f"params[{s}]"].signature for s in stages},
-        {s: trees[f"params[{s}]"].strides for s in stages},
-        tuple(extent(leaf) for s in stages for leaf in params[s]),
-        {s: _device(params, s, inputs) for s in stages},
-        batch("inputs"),
-        batch("targets"),
-        _rows(trees["inputs"]) if "inputs" in trees else None,
-        {
-            name: _rows(trees[name])
-            for name in ("targets", *(f"extras[{s}]" for s in stages))
-            if name in trees
-        },
-        {s: signatures for s, signatures in extras.items() if signatures},
-        {s: trees[f"state[{s}]"].signature.without_grad() for s in stages if f"state[{s}]" in trees},
-    )
-
-
-def _rows(form: TreeForm) -> int:
-    """Count the rows of one microbatch of a whole batch."""
-    return next((leaf.shape[0] for leaf in form.signature.leaves), 0)
-
-
-def require_values(trees: Mapping[str, TreeForm]) -> None:
-    """Raise ValueError for a leaf without values, or on another device than the others of its stage."""
-    for name, form in trees.items():
-        devices = form.devices
-        for path, device in zip(tree_paths(form.form.treedef), devices, strict=True):
-            if device.type == "meta":
-                raise ValueError(
-                    f"{name}{path}: got a tensor on the device meta, which has no values; materialise it, or"
-                    " call step.lower for shapes alone"
-                )
-            if device != devices[0] and name.startswith("params"):
-                raise ValueError(
-                    f"{name}{path}: got a tensor on {device}, others of this stage are on {devices[0]}; move"
-                    " all to one device"
-                )
-
-
-def _device(params: Mapping[int, Leaves], stage: int, inputs: Sequence[Leaves]) -> torch.device:
-    """Choose where a stage computes: with its parameters, else those nearest to it, else the batch."""
-    near = sorted(params, key=lambda s: abs(s - stage))
-    device = next((params[s][0].device for s in near if params[s]), None)
-    if device is None:
-        device = next((t.device for row in inputs for t in row), None)
-    return torch.get_default_device() if device is None or device.type == "meta" else device
-
-
-def extent(tensor: torch.Tensor) -> int:
-    """Count the bytes from the beginning of the first element of a tensor to the end of the last."""
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.itemsize * (1 + last) if tensor.numel() else 0

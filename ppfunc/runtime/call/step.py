@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -11,13 +12,15 @@ import torch
 from ppfunc.schedule import Schedule, Timeline
 from ppfunc.stage.device import on_device
 
+from ..agreement.shared_memory import require_declared
 from ..errors import Failure, StepFailed
 from ..execution.execute import run_step
 from ..execution.record import Recorder
+from ..execution.torch_state import transforming
 from ..lowering.analysis import LoweredFunction
 from ..lowering.compiled_steps import CacheInfo, CompiledSteps, Finder
 from .arguments import RawArguments, StepArguments, read_arguments
-from .refusals import StepRefusals, require_servable_under_transforms
+from .forms import StepForm
 from .results import StepResult
 from .spec import Pipeline
 
@@ -46,7 +49,8 @@ class StepFunction(Generic[P, R]):
         if pipeline.spec.finite:
             pipeline.transport.collective("world")  # to be had before the transport connects
         self._stages = pipeline.model_stages
-        self._refusals = StepRefusals(pipeline.spec)
+        # Form and addresses of the parameters that were last checked.
+        self._memory: tuple[StepForm, list[int]] | None = None
         self._compiled = CompiledSteps(pipeline, repr(self))
 
     def __repr__(self) -> str:
@@ -103,7 +107,8 @@ class StepFunction(Generic[P, R]):
         try:
             with transport.hold_interrupts(later=True), _outside_inference_mode():
                 try:
-                    require_servable_under_transforms(self.pipeline)
+                    if transforming():
+                        self._require_servable_under_transforms()
                     steps = self._steps(self._read(*args, **kwargs))
                     find = find or partial(self._compiled.find, purpose="recorded" if recorder else "run")
                     with on_device(next(iter(steps[0].form.devices.values()))):
@@ -128,7 +133,7 @@ class StepFunction(Generic[P, R]):
             try:
                 raw = self._read(*args, **kwargs)
                 assert isinstance(raw, RawArguments)  # of one pass
-                lowered, guards = self._compiled.lower(self._arguments(raw, None, abstract=True))
+                lowered, agreed, guards = self._compiled.lower(self._arguments(raw, None, abstract=True))
                 transport.end({}, {})
             except BaseException as raised:
                 self._fail(raised)
@@ -136,7 +141,7 @@ class StepFunction(Generic[P, R]):
             lowered,
             self.pipeline.programs,
             transport,
-            lambda compiled: self._running(self._compiled.reuse(compiled, guards)),
+            lambda compiled: self._running(self._compiled.reuse(compiled, agreed, guards)),
         )
 
     def cache_info(self) -> CacheInfo:
@@ -150,19 +155,49 @@ class StepFunction(Generic[P, R]):
     # -- one call --------------------------------------------------------------------------
 
     def _arguments(
-        self, raw: RawArguments, last: StepArguments | None, *, abstract: bool = False
+        self, raw: RawArguments, last: StepForm | None, *, abstract: bool = False
     ) -> StepArguments:
         with_targets = self.pipeline.loss_fn is not None
         return read_arguments(raw, self.schedule, self._stages, with_targets, last, abstract=abstract)
 
     def _steps(self, raw: RawArguments | list[RawArguments]) -> Sequence[StepArguments]:
         """Read the arguments of every step of the call, all of one form."""
-        steps, last = [], self._compiled.last_arguments
+        steps, entry = [], self._compiled.last
+        form = None if entry is None else entry.form
         for one in raw if isinstance(raw, list) else [raw]:
-            last = self._arguments(one, last)
-            steps.append(last)
-        self._refusals.require(steps)
+            steps.append(self._arguments(one, form))
+            form = steps[-1].form
+            if form is not steps[0].form:
+                raise ValueError(
+                    f"inputs: step {len(steps) - 1} of this call has a batch of another form than step 0; pad"
+                    " them to one form"
+                )
+        self._require_declared(steps[0])
         return steps
+
+    def _require_servable_under_transforms(self) -> None:
+        """Raise ValueError for a step that cannot be called under a ``torch.func`` transform."""
+        if self.pipeline.spec.finite:
+            raise ValueError(
+                "got a step that raises where numbers are not finite, under a torch.func transform, which has"
+                " none to read; make one with on_nonfinite='ignore'"
+            )
+        if len(self.pipeline.ranks) < self.schedule.ranks:
+            raise ValueError(
+                "got a step under a torch.func transform, whose ranks are in several processes, where the"
+                " transform would end at each message; run it with InProcess(), or use ppfunc.jvp, hvp, gnvp,"
+                " ensemble or per_sample_grad"
+            )
+
+    def _require_declared(self, arguments: StepArguments) -> None:
+        """Raise ValueError for untied parameters that share memory, each of which would get a gradient."""
+        spec, form, params = self.pipeline.spec, arguments.form, arguments.params
+        if "grads" in spec.wants or (spec.updates is not None and not spec.updates.sharded):
+            leaves = chain.from_iterable(params[stage] for stage in form.params)
+            memory = None if transforming() else (form, list(map(torch.Tensor.data_ptr, leaves)))
+            if memory is None or memory != self._memory:
+                require_declared(params, form.params, form.extents, spec.tied, spec.primal)
+                self._memory = memory
 
     def _running(self, find: Finder) -> Callable[P, R]:
         """Make a function that runs a step that was compiled ahead of time."""

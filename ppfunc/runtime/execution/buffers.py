@@ -20,7 +20,7 @@ class Tag(NamedTuple):
     """Name of a message, the same at both ends.
 
     Args:
-        direction: ``"F"`` for activations, ``"B"`` for their gradients, ``"R"`` for sums over replicas.
+        direction: ``"F"`` for activations, ``"B"`` for their gradients.
         source: the stage of the schedule that produces it, -1 for the batch.
         destination: the stage that consumes it.
         microbatch: the microbatch, -1 where it belongs to the whole stage.

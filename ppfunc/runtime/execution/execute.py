@@ -14,10 +14,9 @@ from ..call.results import StepResult, collect
 from ..errors import Failure, StepFailed, in_step
 from ..lowering.compile import CompiledStep
 from ..lowering.compiled_steps import Entry
-from ..lowering.tail_calls import losses_of
 from ..transport.protocols import Transport
 from .buffers import Buffers
-from .fill import fill
+from .fill import fill, losses_of
 from .nonfinite import NotFinite, located, require_finite
 from .record import Recorder, gather
 from .torch_state import preserve_rng, transforming
@@ -34,7 +33,7 @@ def run_step(
     Raises:
         StepFailed: with the place of the call that raised.
     """
-    spec, losses_agreed = entry.compiled.lowered.spec, entry.guards.agreed.losses
+    spec, losses_agreed = entry.compiled.lowered.spec, entry.agreed.losses
     compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
     lowered = compiled.lowered
     transport.ready(entry.laid)
@@ -55,7 +54,7 @@ def run_step(
             tensors = [*losses.values(), *tree_leaves((result.grads, result.input_grads))]
             require_finite(tensors, entry.compiled, steps[0], transport)
         timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), transport)
-        loss = transport.end(losses, losses_agreed, entry.guards.mode())
+        loss = transport.end(losses, losses_agreed, entry.guards.mode)
         return result._replace(loss=loss), timeline
 
 
@@ -68,10 +67,11 @@ def execute_steps(compiled: CompiledStep, steps: Sequence[StepArguments], transp
     """
     buffers: Buffers | None = None
     for n, arguments in enumerate(steps):
-        before, which = buffers, in_step(n, len(steps))
+        before = buffers
         try:
             buffers = execute(compiled, fill(compiled.lowered, arguments, before))
         except StepFailed as failed:
+            which = in_step(n, len(steps))
             if not isinstance(failed.failure.cause, NotFinite):
                 failed.which = which
                 raise

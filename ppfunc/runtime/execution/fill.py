@@ -1,14 +1,15 @@
-"""Fill the buffers of a step with its arguments."""
+"""Fill the buffers of a step with its arguments, and read its losses from them."""
 
 from functools import lru_cache
 
 import torch
 
+from ppfunc.schedule import Chain
+
 from ..call.arguments import StepArguments
-from ..lowering.compile import gradients_of
 from ..lowering.lowered import BATCH, LoweredStep
-from ..lowering.tail_calls import loss_dtype
 from .buffers import Buffers, Tag
+from .gradients import Gradients, Stack, Sum
 from .torch_state import values
 
 
@@ -37,43 +38,67 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
     for chain in lowered.schedule.chains:
         for stage in chain.stages:
             if lowered.schedule.placement[stage] in lowered.ranks:
-                _fill_stage(lowered, arguments, buffers, stage, chain.microbatches)
+                _fill_stage(lowered, arguments, buffers, stage, chain)
     return buffers
 
 
 def _fill_stage(
-    lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, stage: int, microbatches: range
+    lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, stage: int, chain: Chain
 ) -> None:
-    schedule, model_stage = lowered.schedule, lowered.schedule.model_stages[stage]
-    if not schedule.forward_only:
-        buffers.gradients[stage] = gradients_of(lowered, buffers, model_stage)
-    batches = [arguments.targets] if schedule.successor(stage) is None and arguments.targets else []
+    microbatches, model_stage = chain.microbatches, lowered.schedule.model_stages[stage]
+    if not lowered.schedule.forward_only:
+        buffers.gradients[stage] = _gradients_of(lowered, buffers, model_stage)
+    batches = [arguments.targets] if stage == chain.stages[-1] and arguments.targets else []
     batches += [arguments.extras[model_stage]] if model_stage in arguments.extras else []
     if batches:
         buffers.extras.update(((stage, m), sum((tuple(b[m]) for b in batches), ())) for m in microbatches)
     if stage in lowered.losses:
-        weights = buffers.weights[stage] = _weights_of(lowered, arguments, stage)
-        shape, dtype = lowered.losses[stage].leaf.shape[1:], loss_dtype(lowered, stage)
+        losses = (lowered.stages[stage, m].loss for m in microbatches)
+        leaf = next(loss for loss in losses if loss is not None).leaves[0]
+        weights = buffers.weights[stage] = _weights_of(lowered, arguments, stage, leaf.dtype)
         if buffers.scale is not None:
-            if dtype == torch.float16:
+            if leaf.dtype == torch.float16:
                 raise ValueError(
                     f"the loss of stage {model_stage} is float16, in which a scaled loss overflows; compute"
                     " it in float32, as loss_fn(y.float(), target) does, or leave out the scale"
                 )
             weights = tuple([weight * buffers.scale.to(weight.device, weight.dtype) for weight in weights])
-        buffers.cotangents.update(((stage, m), (weights[m].to(dtype).expand(shape),)) for m in microbatches)
-    if schedule.predecessor(stage) is None:
+        cotangents = ((weights[m].to(leaf.dtype).expand(leaf.shape),) for m in microbatches)
+        buffers.cotangents.update(zip(((stage, m) for m in microbatches), cotangents, strict=True))
+    if stage == chain.stages[0]:
         buffers.values.update((Tag("F", BATCH, stage, m), tuple(arguments.inputs[m])) for m in microbatches)
 
 
-def _weights_of(lowered: LoweredStep, arguments: StepArguments, stage: int) -> tuple[torch.Tensor, ...]:
+def new_gradients(lowered: LoweredStep) -> Gradients:
+    """Make the sum of the gradients of one stage."""
+    if lowered.spec.per_microbatch:
+        return Stack(lowered.schedule.microbatches)
+    return Sum(lowered.spec.sum_dtype)
+
+
+def _gradients_of(lowered: LoweredStep, buffers: Buffers, model_stage: int) -> Gradients:
+    """Make the sum of the gradients of a stage of the model, in memory of the update if it has some."""
+    gradients = new_gradients(lowered)
+    if buffers.update is None:
+        return gradients
+    leaves = enumerate(lowered.form.params[model_stage].leaves)
+    forms = {n: gradients.signature(leaf) for n, leaf in leaves if leaf.grad}
+    return buffers.update.sums(model_stage, forms) or gradients
+
+
+def _weights_of(
+    lowered: LoweredStep, arguments: StepArguments, stage: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
     """Return the weight of every microbatch, a scalar each, where a stage computes and in the dtype in which
     losses are added up.
+
+    Args:
+        dtype: in which the stage makes its losses.
     """
     m, weights = lowered.schedule.microbatches, arguments.loss_weights
     if weights is None:
         weights = torch.full((m,), 1 / m, dtype=torch.float64, device="cpu")
-    device, dtype = lowered.form.devices[lowered.schedule.model_stages[stage]], loss_dtype(lowered, stage)
+    device = lowered.form.devices[lowered.schedule.model_stages[stage]]
     wide = weights.to(device, lowered.losses[stage].leaf.dtype)
     if arguments.loss_weights is not None:
         rows = values(weights)  # of all rows, under a transform
@@ -94,3 +119,25 @@ def _require_representable(weights: tuple[float, ...], dtype: torch.dtype) -> No
             f"loss_weights: got {list(weights)}, of which some become 0 or infinite in {dtype}, the dtype of"
             " the loss; compute the loss in float32"
         )
+
+
+def losses_of(lowered: LoweredStep, buffers: Buffers) -> dict[int, torch.Tensor]:
+    """Return the losses of a step, each times the weight of its microbatch, by stage of this process.
+
+    A loss of weight 0 counts as 0, also where it is NaN, as the mean over no tokens is.
+    """
+    weighted: dict[int, torch.Tensor] = {}
+    for stage, part in lowered.losses.items():
+        chain = next(chain for chain in lowered.schedule.chains if stage in chain.stages)
+        own = [m for m in chain.microbatches if lowered.stages[stage, m].loss is not None]
+        rows = [buffers.kept[stage, m][0] for m in own]
+        rows = [
+            torch.zeros_like(loss) if m in buffers.left_out else loss
+            for m, loss in zip(own, rows, strict=True)
+        ]
+        losses = torch.stack(rows).to(part.leaf.dtype)
+        weights = torch.stack([buffers.weights[stage][m] for m in own])
+        weights = weights.view(-1, *(1,) * (losses.ndim - 1))
+        losses = torch.where(weights == 0, torch.zeros_like(losses), losses * weights)
+        weighted[stage] = losses
+    return weighted

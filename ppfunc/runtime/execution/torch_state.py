@@ -1,12 +1,12 @@
-"""Handle state of torch that is no argument: random generators, transforms of torch.func around a step."""
+"""Handle state of torch that is no argument: random generators, autocast and transforms around a step."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 from ppfunc.stage._torch import innermost_transform, is_wrapped, unwrapped
-from ppfunc.stage.device import generator_of
+from ppfunc.stage.device import generator_of, kinds
 from ppfunc.stage.process import process_lock
 
 _before: dict[torch.device, torch.Tensor] = {}
@@ -32,6 +32,13 @@ def preserve_rng(devices: Iterable[torch.device]) -> Iterator[None]:
                 _before.clear()
                 for device, state in states.items():
                     generator_of(device).set_state(state)
+
+
+def autocast() -> tuple[Hashable, ...]:
+    """Return which autocast is on, by kind of device."""
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in kinds() if torch.is_autocast_enabled(kind)
+    )
 
 
 def transforming() -> bool:

@@ -17,8 +17,9 @@ from ppfunc.stage.example import Example
 from ppfunc.stage.output import children
 
 from ..execution.buffers import Key
+from ..execution.fill import new_gradients
 from ..transport.protocols import Transport
-from .compile import CompiledStep, build_programs, compile_step, new_gradients
+from .compile import CompiledStep, build_programs, compile_step
 from .lowered import BATCH, LoweredStage, LoweredStep
 from .stage_programs import StagePrograms
 

@@ -1,8 +1,8 @@
 """Compile a lowered step: the programs of its stages, and one flat list of calls with every lookup resolved.
 
 A call reads and writes the buffers of the running step: `calls.py` has those of stage programs, `tail_calls`
-and `shared_sums.py` those that end a program, a transport those of messages, which post what is in
-``buffers.values``, or put there what has arrived.
+those that end a program, a transport those of messages, which post what is in ``buffers.values``, or put
+there what has arrived.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,16 +15,21 @@ from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL
 from ppfunc.stage import Signature, StageProgram
 from ppfunc.stage.interrupts import act_on_interrupts
 
-from ..agreement.shared_sums import sum_over_places
 from ..execution.buffers import Buffers, Key, Tag
-from ..execution.gradients import Gradients, Stack, Sum
 from ..transport.protocols import Call, DataTransport, Transfer
 from . import calls
 from .calls import Origin, PlacedCall
 from .lowered import BATCH, LoweredStep
 from .residual_calls import move_residuals, release_params, restore_params
 from .stage_programs import StagePrograms
-from .tail_calls import is_late, sharding_call, share_input_gradients, update_call, update_parameters
+from .tail_calls import (
+    is_late,
+    sharding_call,
+    share_input_gradients,
+    sum_over_places,
+    update_call,
+    update_parameters,
+)
 
 
 class CompiledStep(NamedTuple):
@@ -67,7 +72,7 @@ def bind(
     binder = _Binder(lowered, programs, data)
     placed = binder.bind_all()
     if tail:
-        placed += sum_over_places(lowered, data, new_gradients(lowered).signature)
+        placed += sum_over_places(lowered, data)
         placed += share_input_gradients(lowered, data)
         placed += update_parameters(lowered, binder.late)
     else:
@@ -99,23 +104,6 @@ def build_programs(lowered: LoweredStep, programs: StagePrograms) -> dict[Key, S
                 low.function, low.example, low.outline, f"stage {low.model_stage}", low.device
             )
     return {key: built[id(low.outline)] for key, low in lowered.stages.items()}
-
-
-def gradients_of(lowered: LoweredStep, buffers: Buffers, model_stage: int) -> Gradients:
-    """Make the sum of the gradients of a stage of the model, for one step."""
-    gradients = new_gradients(lowered)
-    if buffers.update is None:
-        return gradients
-    leaves = enumerate(lowered.form.params[model_stage].leaves)
-    forms = {n: gradients.signature(leaf) for n, leaf in leaves if leaf.grad}
-    return buffers.update.sums(model_stage, forms) or gradients
-
-
-def new_gradients(lowered: LoweredStep) -> Gradients:
-    """Make the sum of the gradients of one stage."""
-    if lowered.spec.per_microbatch:
-        return Stack(lowered.schedule.microbatches)
-    return Sum(lowered.spec.sum_dtype)
 
 
 class _Binder:
@@ -204,29 +192,44 @@ class _Binder:
 
     def _compute(self, place: Origin) -> Iterator[PlacedCall]:
         part, key = place.instruction, _key(place.instruction)
-        low, program = self._lowered.stages[key], self._programs[key].flat
+        low = self._lowered.stages[key]
         match part.op:
             case Op.LOAD:
                 yield from _at(place, self._load(key))
-            case Op.F:
-                yield from _at(place, self._load(key))
-                yield from self._arrivals(place, part)
-                run = calls.seeded(low, key[1], calls.forward(low, program, key, self._trains))
-                yield from _at(place, run, self._release(key) if self._trains else None)
-            case Op.B | Op.I:
-                yield from self._arrivals(place, part)
-                whole = part.op is Op.B
-                run = calls.backward(low, program, key, whole)
-                run = calls.unless_left_out(key[1], run, calls.leave_out(low, key, whole))
-                yield from _at(place, self._restore(key), run, None if whole else self._release(key))
-            case Op.W:
-                run = calls.unless_left_out(key[1], calls.weight(program, key), calls.leave_out_weight(key))
-                yield from _at(place, self._restore(key), run)
+            case Op.F | Op.B | Op.I | Op.W:
+                yield from self._prepare(place, part)
+                yield from _at(place, self._run(part), self._finish(part))
             case Op.OFFLOAD | Op.FETCH:
                 target = torch.device("cpu") if part.op is Op.OFFLOAD else low.device
                 yield from _at(place, move_residuals(low, key, target))
             case _:
                 raise AssertionError(part)  # lowering refuses it
+
+    def _prepare(self, place: Origin, part: Instruction) -> Iterator[PlacedCall]:
+        """Bring what a forward, a backward or a part of one consumes."""
+        key = _key(part)
+        if part.op is Op.F:
+            yield from _at(place, self._load(key))
+        if part.op is not Op.W:
+            yield from self._arrivals(place, part)
+        if part.op is not Op.F and self._frees:
+            yield from _at(place, restore_params(self._lowered.stages[key], key))
+
+    def _run(self, part: Instruction) -> Call:
+        key, whole = _key(part), part.op is Op.B
+        low, program = self._lowered.stages[key], self._programs[key].flat
+        if part.op is Op.F:
+            return calls.seeded(low, key[1], calls.forward(low, program, key, self._trains))
+        if part.op is Op.W:
+            return calls.unless_left_out(key[1], calls.weight(program, key), calls.leave_out_weight(key))
+        run = calls.backward(low, program, key, whole)
+        return calls.unless_left_out(key[1], run, calls.leave_out(low, key, whole))
+
+    def _finish(self, part: Instruction) -> Call | None:
+        """Release the parameters among residuals that wait for a later part."""
+        key = _key(part)
+        waits = self._frees and self._trains and part.op in (Op.F, Op.I)
+        return release_params(self._lowered.stages[key], key) if waits else None
 
     def _overlap(self, place: Origin) -> Iterator[PlacedCall]:
         """Run a forward and a backward as one: both wait for what they consume first."""
@@ -236,9 +239,6 @@ class _Binder:
         f_program, b_program = self._programs[f_key].flat, self._programs[b_key].flat
         overlapped = self._lowered.spec.overlapped
         assert overlapped is not None
-        yield from _at(place, self._load(f_key))
-        yield from self._arrivals(place, forward)
-        yield from self._arrivals(place, backward)
         first = calls.forward_call(f_low, f_program, f_key, True)
         second = calls.backward_call(b_low, b_program, b_key, whole)
         alone, without = calls.forward(f_low, f_program, f_key, True), calls.leave_out(b_low, b_key, whole)
@@ -253,8 +253,9 @@ class _Binder:
             without(buffers)
 
         run = calls.seeded(f_low, f_key[1], calls.unless_left_out(b_key[1], both, one))
-        release = None if whole else self._release(b_key)
-        yield from _at(place, self._restore(b_key), run, self._release(f_key), release)
+        yield from self._prepare(place, forward)
+        yield from self._prepare(place, backward)
+        yield from _at(place, run, self._finish(forward), self._finish(backward))
 
     def _load(self, key: Key) -> Call | None:
         """Bring inputs and targets of a microbatch to the stage's device, once."""
@@ -262,12 +263,6 @@ class _Binder:
             return None
         self._loaded.add(key)
         return calls.load(self._lowered.stages[key], key)
-
-    def _release(self, key: Key) -> Call | None:
-        return release_params(self._lowered.stages[key], key) if self._frees else None
-
-    def _restore(self, key: Key) -> Call | None:
-        return restore_params(self._lowered.stages[key], key) if self._frees else None
 
 
 def _at(place: Origin, *made: Call | None) -> Iterator[PlacedCall]:

@@ -1,10 +1,9 @@
 """Compile steps by the form of their arguments, with all ranks in agreement, and keep them."""
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from ppfunc.stage import Outline
 from ppfunc.stage.errors import warn
@@ -12,15 +11,16 @@ from ppfunc.stage.errors import warn
 from ..agreement.agreement import Agreed, Agreement, BatchShapes, Began
 from ..agreement.comparison import LaidOut, laid_out
 from ..call.arguments import StepArguments
+from ..call.forms import StepForm
 from ..call.spec import Pipeline
+from ..execution.torch_state import autocast
 from ..transport.protocols import Mode
 from .compile import CompiledStep, compile_step
-from .lower import SignatureExchange, lower
+from .lower import lower
 from .lowered import LoweredStep
-from .stage_programs import CACHE_SIZE, autocast, keep, modes
+from .stage_programs import CACHE_SIZE
 
 _RETRACES = 8  # so many forms are unusual enough for a warning
-_MODES = 3  # compiled steps of one form that are kept for other modes of the modules
 
 
 class CacheInfo(NamedTuple):
@@ -33,27 +33,30 @@ class CacheInfo(NamedTuple):
 
 
 class Guards(NamedTuple):
-    """Facts under which a step was lowered, beside the form of its arguments; it holds while they do.
+    """Modes under which a step was lowered, beside the form of its arguments; it holds while they last.
 
     Args:
-        modes: of its modules, by outline of a stage.
+        modules: by outline of a stage, which of its modules are in training mode.
         autocast: which was on.
-        agreed: what the ranks agreed on for it.
+        mode: of all modules.
     """
 
-    modes: tuple[tuple[Outline, tuple[bool, ...]], ...]
+    modules: tuple[tuple[Outline, tuple[bool, ...]], ...]
     autocast: tuple[Hashable, ...]
-    agreed: Agreed
+    mode: Mode
 
     @classmethod
-    def now(cls, lowered: LoweredStep, agreed: Agreed) -> Self:
+    def now(cls, lowered: LoweredStep) -> Self:
         """Take the guards of a step that is lowered now."""
         outlines = {id(low.outline): low.outline for low in lowered.stages.values()}.values()
-        return cls(tuple((outline, modes(outline)) for outline in outlines), autocast(), agreed)
+        modules = tuple((outline, _modes(outline)) for outline in outlines)
+        distinct = {mode for _, every in modules for mode in every}
+        mode: Mode = "mixed" if len(distinct) != 1 else "training" if distinct.pop() else "evaluation"
+        return cls(modules, autocast(), mode)
 
     def hold(self) -> bool:
         """Tell whether modules and autocast are in the modes of then."""
-        return self.autocast == autocast() and all(modes(outline) == before for outline, before in self.modes)
+        return self.autocast == autocast() and all(_modes(outline) == then for outline, then in self.modules)
 
     def require(self) -> None:
         """Raise ValueError where they do not hold."""
@@ -63,30 +66,31 @@ class Guards(NamedTuple):
                 " again"
             )
 
-    def mode(self) -> Mode:
-        """Return the mode of all modules."""
-        distinct = {mode for _, every in self.modes for mode in every}
-        return "mixed" if len(distinct) != 1 else "training" if distinct.pop() else "evaluation"
+
+def _modes(outline: Outline) -> tuple[bool, ...]:
+    return tuple([module.training for module in outline.modules])
 
 
 class Entry(NamedTuple):
-    """Compiled step, the guards under which it holds, and how its DTensors lie."""
+    """Compiled step, and under what it holds.
 
-    compiled: CompiledStep
+    Args:
+        form: of the arguments of the last call that ran it.
+        agreed: what the ranks agreed on for it.
+        guards: modes of modules and autocast.
+        compiled: the step.
+        laid: how its DTensors lie.
+    """
+
+    form: StepForm
+    agreed: Agreed
     guards: Guards
+    compiled: CompiledStep
     laid: LaidOut
 
 
 Finder = Callable[[Sequence[StepArguments]], Entry]
 """Finds the compiled step for the arguments of every step."""
-
-
-class _Last(NamedTuple):
-    """Step of the last call, its arguments without their tensors, and the shapes of its batch."""
-
-    arguments: StepArguments
-    shapes: BatchShapes
-    entry: Entry
 
 
 class CompiledSteps:
@@ -104,67 +108,70 @@ class CompiledSteps:
         self._agreement = Agreement(pipeline)
         self._building = threading.local()
         self._lock = threading.Lock()
-        self._entries: OrderedDict[tuple[Any, ...], list[Entry]] = OrderedDict()
+        self._entries: list[Entry] = []  # the one that ran last comes last
         self._hits = self._misses = 0
-        self._added = 0  # entries, since all were dropped
-        self._last: _Last | None = None
 
     @property
-    def last_arguments(self) -> StepArguments | None:
-        """Return the arguments of the last call, without their tensors."""
-        last = self._last
-        return None if last is None else last.arguments
+    def last(self) -> Entry | None:
+        """Return the compiled step of the last call."""
+        entries = self._entries
+        return entries[-1] if entries else None
 
     def find(self, steps: Sequence[StepArguments], purpose: str) -> Entry:
         """Return the compiled step for these arguments; worked out with the peers where their form is new."""
         self._require_same_frozen()
-        arguments, last = steps[0], self._last
-        if last is not None and last.arguments.form is not arguments.form:
+        form, last = steps[0].form, self.last
+        if last is not None and last.form is not form:
             last = None  # another form than that of the last call
-        began = self._begin(steps, purpose, last and last.shapes)
-        if last is not None and last.shapes == began.shapes and _holds(last.entry, began.agreed):
+        began = self._begin(steps, purpose, last and last.agreed.shapes)
+        if last is not None and last.agreed is began.agreed and last.guards.hold():
             self._hits += 1
-            return last.entry
-        key = (began.shapes, arguments.key, autocast())
+            return last
         with self._lock:
-            entry = self._find(key, began.agreed)
-        entry = entry or self._build(arguments, began, key)
-        self._last = _Last(arguments.without_tensors(), began.shapes, entry)
-        return entry
+            entry = self._known(form, began.agreed)
+        return entry or self._build(steps[0], began)
 
-    def lower(self, arguments: StepArguments) -> tuple[LoweredStep, Guards]:
-        """Lower a step by itself, which is not kept; return what guards it, too."""
+    def lower(self, arguments: StepArguments) -> tuple[LoweredStep, Agreed, Guards]:
+        """Lower a step by itself, which is not kept; return under what it holds, too."""
         began = self._begin([arguments], "lowered, not run")
-        negotiation = self._agreement.negotiate(began, arguments.form)
-        lowered = self._lower(arguments, began, negotiation)
-        agreed = self._agreement.keep(began.shapes, negotiation.conclude(lowered))
-        return lowered, Guards.now(lowered, agreed)
+        lowered = self._lower(arguments, began)
+        return lowered, began.conclude(lowered), Guards.now(lowered)
 
-    def reuse(self, compiled: CompiledStep, guards: Guards) -> Finder:
+    def reuse(self, compiled: CompiledStep, agreed: Agreed, guards: Guards) -> Finder:
         """Return a finder of a step that was lowered and compiled by itself, for arguments of its form.
 
         Raises:
             ValueError: the guards no longer hold.
         """
         guards.require()
-        return partial(self._reuse, Entry(compiled, guards, laid_out(compiled.lowered.form)))
+        form = compiled.lowered.form
+        return partial(self._reuse, Entry(form, agreed, guards, compiled, laid_out(form)))
 
     def _reuse(self, entry: Entry, steps: Sequence[StepArguments]) -> Entry:
         began = self._begin(steps, "run as it was compiled")
         entry.guards.require()
         self._require_same_frozen()
-        if entry.guards.agreed.generation != self._pipeline.transport.generation:
+        if entry.agreed.generation != self._pipeline.transport.generation:
             raise RuntimeError(
                 "a step has failed since this one was lowered, and the ranks agree anew; lower and compile it"
                 " again"
             )
-        now, then = steps[0].form_of(began.shapes.rows), entry.compiled.lowered.form
-        for field, got, expected in zip(now._fields, now, then, strict=True):
+        now, then = steps[0].form, entry.form
+        for name in sorted(now.trees.keys() | then.trees.keys()):
+            got, expected = (
+                form.trees[name].signature if name in form.trees else "none" for form in (now, then)
+            )
             if got != expected:
                 raise ValueError(
-                    f"{field}: got {_described(got)}, the step was compiled for {_described(expected)}; call"
-                    " the step function, which compiles for every form"
+                    f"{name}: got {got} in each call, the step was compiled for {expected}; call the step"
+                    " function, which compiles for every form"
                 )
+        others = began.shapes, now.strides, now.devices
+        if others != (entry.agreed.shapes, then.strides, then.devices):
+            raise ValueError(
+                f"got {began.shapes.text}, or parameters of other strides or devices; the step was compiled"
+                f" for {entry.agreed.shapes.text}; call the step function, which compiles for every form"
+            )
         return entry
 
     def info(self) -> CacheInfo:
@@ -173,15 +180,9 @@ class CompiledSteps:
 
     def clear(self) -> None:
         """Drop every compiled step, and the programs of the stages."""
-        self._drop()
+        self._entries = []
         self._hits = self._misses = 0
         self._pipeline.programs.clear()
-
-    def _drop(self) -> None:
-        with self._lock:
-            self._entries.clear()
-            self._added = 0
-        self._last = None
 
     def _begin(
         self, steps: Sequence[StepArguments], purpose: str, shapes: BatchShapes | None = None
@@ -191,39 +192,26 @@ class CompiledSteps:
         Args:
             shapes: of the batch, where they are known to be those of the last call.
         """
-        form, last = steps[0].form, self._last
+        form, last = steps[0].form, self.last
         # A process that was given no batch learns its shapes.
         shapes = None if form.inputs is None else shapes or BatchShapes.of(form)
         began = self._agreement.begin(steps, shapes, purpose)
-        if last is not None and last.entry.guards.agreed.generation != self._pipeline.transport.generation:
-            self._drop()  # what was compiled before a failure is of no use after it
+        if last is not None and last.agreed.generation != self._pipeline.transport.generation:
+            self._entries = []  # what was compiled before a failure is of no use after it
         return began
 
-    def _find(self, key: tuple[Any, ...], agreed: Agreed | None) -> Entry | None:
-        """Return an entry of this key that holds, if there is one; under the lock."""
-        for entry in self._entries.get(key, ()):
-            if _holds(entry, agreed):
+    def _known(self, form: StepForm, agreed: Agreed | None) -> Entry | None:
+        """Return the entry that holds for arguments of this form, if there is one; under the lock."""
+        for n, entry in enumerate(self._entries):
+            if entry.agreed is agreed and entry.form.key == form.key and entry.guards.hold():
                 self._hits += 1
-                self._entries.move_to_end(key)
+                entry = entry._replace(form=form)
+                self._entries = [*self._entries[:n], *self._entries[n + 1 :], entry]
                 return entry
         return None
 
-    def _add(self, key: tuple[Any, ...], entry: Entry, arguments: StepArguments) -> Entry:
-        """Keep a new entry, and return it; or that which another thread has built meanwhile."""
-        agreed = entry.guards.agreed
-        with self._lock:
-            if (built := self._find(key, agreed)) is not None:
-                return built
-            self._misses += 1
-            self._added += 1
-            others = [other for other in self._entries.get(key, ()) if other.guards.agreed is agreed]
-            keep(self._entries, key, [*others[-_MODES:], entry])
-        if self._added == _RETRACES:
-            _warn_of_retraces(self._pipeline.spec.name, arguments, self.last_arguments)
-        return entry
-
-    def _build(self, arguments: StepArguments, began: Began, key: tuple[Any, ...]) -> Entry:
-        """Lower and compile."""
+    def _build(self, arguments: StepArguments, began: Began) -> Entry:
+        """Lower, compile and keep a step; return that of another thread, if one has built it meanwhile."""
         if getattr(self._building, "active", False):
             raise RuntimeError(
                 f"a stage calls the step function that it is part of ({self._owner}); call a function of its"
@@ -231,19 +219,29 @@ class CompiledSteps:
             )
         self._building.active = True
         try:
-            negotiation = self._agreement.negotiate(began, arguments.form)
-            lowered = self._lower(arguments, began, negotiation)
+            lowered = self._lower(arguments, began)
             compiled = compile_step(lowered, self._pipeline.programs, self._pipeline.transport)
-            agreed = self._agreement.keep(began.shapes, negotiation.conclude(lowered))
+            agreed = began.conclude(lowered)
         finally:
             self._building.active = False
-        return self._add(key, Entry(compiled, Guards.now(lowered, agreed), laid_out(lowered.form)), arguments)
+        form = arguments.form
+        with self._lock:
+            if (built := self._known(form, agreed)) is not None:
+                return built
+            last = self.last
+            entry = Entry(form, agreed, Guards.now(lowered), compiled, laid_out(lowered.form))
+            self._misses += 1
+            self._entries = [*self._entries[1 - CACHE_SIZE :], entry]
+        if len(self._entries) == _RETRACES and last is not None:
+            _warn_of_retraces(self._pipeline.spec.name, form, last.form)
+        return entry
 
-    def _lower(self, arguments: StepArguments, began: Began, negotiation: SignatureExchange) -> LoweredStep:
-        p = self._pipeline
+    def _lower(self, arguments: StepArguments, began: Began) -> LoweredStep:
+        p, form = self._pipeline, arguments.form.with_rows(began.shapes.rows)
+        began.require_same_layouts(form)
         lowered = lower(
-            p.stages, p.loss_fn, p.schedule, arguments.form_of(began.shapes.rows), p.spec, p.programs,
-            ranks=p.ranks, exchange=negotiation, example=arguments.example,
+            p.stages, p.loss_fn, p.schedule, form, p.spec, p.programs,
+            ranks=p.ranks, exchange=began, example=arguments.example,
         )  # fmt: skip
         if p.spec.frozen is not None:
             for low in lowered.stages.values():
@@ -256,34 +254,17 @@ class CompiledSteps:
             frozen.require_unchanged()
 
 
-def _holds(entry: Entry, agreed: Agreed | None) -> bool:
-    """Tell whether an entry holds where the ranks agree on this. Where they agree anew, none may be left out
-    that has kept a program.
-    """
-    return entry.guards.agreed is agreed and entry.guards.hold()
-
-
-def _warn_of_retraces(name: str, arguments: StepArguments, last: StepArguments | None) -> None:
+def _warn_of_retraces(name: str, now: StepForm, before: StepForm) -> None:
     """Warn once that a step function traces again and again, and say what changed."""
-    before = {} if last is None else last.trees
-    changed = [n for n, form in arguments.trees.items() if n not in before or before[n].key != form.key]
+    changed = [n for n, tree in now.trees.items() if n not in before.trees or before.trees[n].key != tree.key]
     what = "modules or autocast have another mode, or fewer arguments are given"
     if changed:
-        now, then = arguments.trees[changed[0]], before.get(changed[0])
-        what = f"{changed[0]} is now {now.signature}"
+        signature, then = now.trees[changed[0]].signature, before.trees.get(changed[0])
+        what = f"{changed[0]} is now {signature}"
         what += "" if then is None else f", it was {then.signature}"
-        if then is not None and then.signature == now.signature:
+        if then is not None and then.signature == signature:
             what += ", in memory of another type, layout or device"
     warn(
         f"{name} has been traced {_RETRACES} times, each for another form of its arguments: {what}; "
         f"pad batches to few shapes, or use the functional engine"
     )
-
-
-def _described(part: Any) -> str:
-    """Describe a part of the form of the arguments, for errors."""
-    if isinstance(part, Mapping):
-        return (
-            ", ".join(f"stage {stage} {_described(of_stage)}" for stage, of_stage in part.items()) or "none"
-        )
-    return " and ".join(dict.fromkeys(map(str, part))) if isinstance(part, tuple) else str(part)

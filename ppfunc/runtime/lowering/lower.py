@@ -7,7 +7,7 @@ signatures that cross from process to process.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,8 +17,13 @@ from ppfunc.stage._torch import load_tracer
 from ppfunc.stage.layout import Boundary
 from ppfunc.stage.output import children, received_signature
 
-from ..call.arguments import StepForm
-from ..call.refusals import (
+from ..agreement.agreement import Began
+from ..call.forms import StepForm
+from ..call.spec import StepSpec
+from ..execution.buffers import Key
+from ..transport.protocols import LossPart
+from .lowered import BATCH, Edge, LoweredStage, LoweredStep
+from .refusals import (
     require_declared_frozen,
     require_honoured,
     require_layouts,
@@ -27,19 +32,7 @@ from ..call.refusals import (
     require_wanted,
     warn_of_detached,
 )
-from ..call.spec import StepSpec
-from ..execution.buffers import Key
-from ..transport.protocols import LossPart
-from .lowered import BATCH, Edge, LoweredStage, LoweredStep
 from .stage_programs import StageFunction, StagePrograms
-
-
-class SignatureExchange(Protocol):
-    """Passes the signatures on edges to and from other processes."""
-
-    def send(self, edge: tuple[int, int], signatures: Sequence[Signature]) -> None: ...
-
-    def recv(self, edge: tuple[int, int]) -> Sequence[Signature]: ...
 
 
 def lower(
@@ -51,7 +44,7 @@ def lower(
     programs: StagePrograms,
     *,
     ranks: Sequence[int] | None = None,
-    exchange: SignatureExchange | None = None,
+    exchange: Began | None = None,
     example: Callable[[int], Any] | None = None,
 ) -> LoweredStep:
     """Work out what every instruction of the schedule means for arguments of this form.
@@ -89,9 +82,8 @@ def lower(
                 edges[source, stage] = _required(exchange).recv((source, stage))
         function = _function(stages[model_stages[stage]], loss_fn, schedule, form, spec, stage)
         params = form.params[model_stages[stage]] if example is None else example(model_stages[stage])
-        lower_one = cache(
-            partial(_lower_stage, schedule, form, spec, programs, stage, function, params)
-        )  # microbatches of one form share it
+        # Microbatches of one form share it.
+        lower_one = cache(partial(_lower_stage, schedule, form, spec, programs, stage, function, params))
         for n, m in enumerate(microbatches):
             received = tuple(Edge(source, edges[source, stage][n]) for source in sources)
             lowered[stage, m] = lower_one(received, _extras(form, model_stages[stage], m, function))
@@ -134,13 +126,13 @@ def _function(
     if fn is None:
         raise ValueError(f"stages[{k}]: got None, but this process runs that stage; give its function")
     skips = sinks_of(schedule, stage)[int(not last) :]
-    return StageFunction.of(
+    return StageFunction(
         fn,
-        last=last,
-        loss_fn=loss_fn if last else None,
-        return_outputs="outputs" in spec.wants,
-        skips=tuple(schedule.model_stages[sink] for sink in skips),
-        frozen=frozenset() if spec.frozen is None else spec.frozen.numbers(k, form.params[k]),
+        loss_fn if last else None,
+        last,
+        last and "outputs" in spec.wants,
+        tuple(schedule.model_stages[sink] for sink in skips),
+        frozenset() if spec.frozen is None else spec.frozen.numbers(k, form.params[k]),
     )
 
 
@@ -180,19 +172,9 @@ def _lower_stage(
     sent = (*(() if schedule.successor(stage) is None else (activation,)), *children(skips))
     sinks = tuple(map(Edge, sinks_of(schedule, stage), sent))
     low = LoweredStage(
-        model_stage,
-        function,
-        example,
-        form.params[model_stage],
-        form.devices[model_stage],
-        outline,
-        received,
-        sinks,
-        loss if loss.leaves else None,
-        outputs,
-        metrics,
-        state,
-    )
+        model_stage, function, example, form.params[model_stage], form.devices[model_stage], outline,
+        received, sinks, loss if loss.leaves else None, outputs, metrics, state,
+    )  # fmt: skip
     if not schedule.forward_only:  # which updates nothing
         require_declared_frozen(low, spec)
     require_loss(low, loss, spec)
@@ -204,14 +186,12 @@ def _lower_stage(
 
 def _inputs(form: StepForm, spec: StepSpec, microbatches: range) -> list[Signature]:
     """Return signatures of the batch for the microbatches of a chain."""
-    if form.inputs is None:
-        raise ValueError("inputs: got None, but this process runs the first stage, which needs them")
+    assert form.inputs is not None  # of a process that runs the first stage
     given = form.inputs[microbatches.start : microbatches.stop]
-    changed = {s: s.with_grad() if "input_grads" in spec.wants else s for s in set(given)}
-    return [changed[s] for s in given]
+    return [s.with_grad() for s in given] if "input_grads" in spec.wants else list(given)
 
 
-def _required(exchange: SignatureExchange | None) -> SignatureExchange:
+def _required(exchange: Began | None) -> Began:
     if exchange is None:
         raise ValueError(
             "got ranks of this process that are not all, and no exchange to pass signatures to the others"

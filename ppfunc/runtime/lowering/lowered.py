@@ -9,7 +9,8 @@ from ppfunc.schedule import Instruction, Op, Schedule, parts_of
 from ppfunc.stage import LeafSignature, Outline, Signature
 from ppfunc.stage.errors import line_of
 
-from ..call.arguments import StepForm
+from ..agreement.ties import SharedLeaf, shared_leaves
+from ..call.forms import StepForm
 from ..call.spec import StepSpec
 from ..errors import Failure
 from ..execution.buffers import Key
@@ -109,6 +110,10 @@ class LoweredStep(NamedTuple):
         """Return the numbers of the leaves of a stage that have gradients."""
         leaves = self.form.params[self.schedule.model_stages[stage]].leaves
         return () if self.schedule.forward_only else tuple(n for n, leaf in enumerate(leaves) if leaf.grad)
+
+    def shared_leaves(self) -> list[SharedLeaf]:
+        """List the parameters of this process that have several places."""
+        return shared_leaves(self.schedule, self.ranks, self.form.params, self.spec.tied)
 
     def edge_of(self, message: Instruction) -> Edge:
         """Return the edge that a SEND or RECV of this process is about."""

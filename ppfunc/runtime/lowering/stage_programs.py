@@ -19,10 +19,11 @@ from torch import nn
 
 from ppfunc.stage import Engine, Loss, Outline, Signature, Stage, StageProgram, outline
 from ppfunc.stage._torch import without_transforms
-from ppfunc.stage.device import kinds
 from ppfunc.stage.output import canonical
 from ppfunc.stage.process import process_lock
 from ppfunc.stage.tree import tree_leaves
+
+from ..execution.torch_state import autocast
 
 CACHE_SIZE = 32
 """Most forms of arguments for which a step function keeps what is compiled, and a stage its programs."""
@@ -39,18 +40,6 @@ def keep(cache: OrderedDict[K, V], key: K, value: V) -> None:
         cache.popitem(last=False)
 
 
-def autocast() -> tuple[Hashable, ...]:
-    """Return which autocast is on, by kind of device."""
-    return tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in kinds() if torch.is_autocast_enabled(kind)
-    )
-
-
-def modes(outline: Outline) -> tuple[bool, ...]:
-    """Return for each module that ran in a stage whether it is in training mode now."""
-    return tuple(module.training for module in outline.modules)
-
-
 def _states(outline: Outline) -> list[tuple[bool, ...]]:
     """Return for each module that ran in a stage its mode, and which of its own parameters are not frozen."""
     return [
@@ -60,51 +49,42 @@ def _states(outline: Outline) -> list[tuple[bool, ...]]:
 
 
 class StageFunction(NamedTuple):
-    """Stage with its loss, in the form that engines take.
+    """Stage as it stands in a chain, with its loss.
 
     Args:
         fn: the user's function.
         loss_fn: the user's loss function, for a last stage.
-        variant: what else is added to the function.
+        last: whether it ends the chain.
+        returns_outputs: whether its output is returned to the caller.
+        skips: the stages of the model that it sends skip connections to.
         frozen: numbers of the parameters that get no gradient.
-        call: ``(params, x, *extras) -> ((y, skips, loss), (outputs, metrics, state))``.
     """
 
     fn: Stage
     loss_fn: Loss | None
-    variant: tuple[Hashable, ...]
+    last: bool
+    returns_outputs: bool
+    skips: tuple[int, ...]
     frozen: frozenset[int]
-    call: Callable[..., Any]
 
-    @classmethod
-    def of(
-        cls,
-        fn: Stage,
-        *,
-        last: bool,
-        loss_fn: Loss | None,
-        return_outputs: bool,
-        skips: tuple[int, ...],
-        frozen: frozenset[int],
-    ) -> StageFunction:
-        """Return the stage as it stands in a chain; see :func:`ppfunc.stage.output.canonical`."""
-        variant = (last, return_outputs and last, skips)
-        call = canonical(
-            fn,
-            last=last,
-            loss_fn=loss_fn,
-            return_outputs=return_outputs,
-            skips=skips,
-            targeted=last and loss_fn is not None,
-            frozen=frozen,
+    @property
+    def call(self) -> Callable[..., Any]:
+        """Return the function in the form that engines take; see :func:`ppfunc.stage.output.canonical`."""
+        return canonical(
+            self.fn,
+            last=self.last,
+            loss_fn=self.loss_fn,
+            return_outputs=self.returns_outputs,
+            skips=self.skips,
+            targeted=self.loss_fn is not None,
+            frozen=self.frozen,
         )
-        return cls(fn, loss_fn, variant, frozen, call)
 
     def key(self, example: tuple[Any, ...], device: torch.device) -> tuple[Hashable, ...]:
         """Return a key that is equal for one form of the arguments: signatures, types and strides."""
         tensors = [t for tree in example if not isinstance(tree, Signature) for t in tree_leaves(tree)]
         form = tuple(map(Signature.of, example)), tuple((type(t), t.stride()) for t in tensors)
-        return (id(self.loss_fn), self.variant, self.frozen, form, device, autocast())
+        return (id(self.loss_fn), *self[2:], form, device, autocast())
 
 
 class _Traced(NamedTuple):

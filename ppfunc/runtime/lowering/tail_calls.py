@@ -1,53 +1,186 @@
-"""Make the calls that end a program: gradients of the inputs are shared, parameters are updated.
+"""Make the calls that end a program: shared gradients are summed, parameters are updated.
 
-The sums over the places of a parameter come before them, see :mod:`ppfunc.runtime.agreement.shared_sums`.
+Gradients of a shared parameter are added up in the order of the stages, so that any number of processes gets
+the same bits. Processes that hold its places exchange gradients by one all-to-all, and compare checksums of
+the values. Steps that update parameters compare the values when the ranks meet. Gradients of the inputs go to
+all processes where chains begin.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ppfunc.schedule import Instruction, Op
+from ppfunc.schedule import Instruction, Op, Schedule
+from ppfunc.stage import LeafSignature
+from ppfunc.stage._torch import is_wrapped
 
-from ..agreement.ties import shared_leaves
+from ..agreement.checksums import bits, checksum, same_bits
+from ..agreement.ties import SharedLeaf, other_values
+from ..call.spec import StepSpec
+from ..errors import AgreementError
 from ..execution.buffers import Buffers, ParameterUpdate, Tag
-from ..transport.protocols import Call, DataTransport, Transfer
+from ..execution.fill import losses_of, new_gradients
+from ..transport.collective import Collective
+from ..transport.protocols import Call, DataTransport
 from .calls import Origin, PlacedCall
 from .lowered import BATCH, LoweredStep
 
+# -- sums over the places of a parameter
+
+
+_Group = tuple[tuple[int, ...], tuple[int, ...], list[SharedLeaf]]
+"""Ranks of the places, ascending; the rank of every place, in the order of the stages; the leaves."""
+
+
+def sum_over_places(lowered: LoweredStep, data: DataTransport) -> Iterator[PlacedCall]:
+    """Sum the gradient of every shared leaf over its places.
+
+    Each stage of the model gets the sum at its first place in this process.
+    """
+    leaves = lowered.shared_leaves()
+    here = sorted({place.stage for leaf in leaves for place in leaf.places})
+    if not here:
+        return
+    origin = _last_place(lowered, here[0])
+    if lowered.spec.updates is None:
+        for leaf in leaves:
+            yield _compare_here(leaf), origin
+        for ranks, _, of_group in _groups(lowered, leaves, lambda leaf: None):
+            if len(ranks) > 1:
+                yield _compare(ranks, of_group, data.collective(ranks)), origin
+    if not lowered.schedule.forward_only:
+        yield _sum(lowered, data, leaves, here), origin
+
+
+def _groups(
+    lowered: LoweredStep, leaves: Sequence[SharedLeaf], kind: Callable[[LeafSignature], object]
+) -> list[_Group]:
+    """Group leaves by the ranks of their places and the kind of their signatures, alike on all ranks."""
+    groups: dict[tuple[tuple[int, ...], object], list[SharedLeaf]] = {}
+    for leaf in leaves:
+        _, model, number = leaf.places[0]
+        key = leaf.homes, kind(lowered.form.params[model].leaves[number])
+        groups.setdefault(key, []).append(leaf)
+    found = [(tuple(sorted(set(homes))), homes, of_group) for (homes, _), of_group in groups.items()]
+    return sorted(found, key=lambda group: group[:2])
+
+
+def _compare_here(leaf: SharedLeaf) -> Call:
+    """Compare the values of a leaf at the places of this process."""
+    (_, first, at), *others = leaf.places
+
+    def compare(buffers: Buffers) -> None:
+        value = buffers.params[first][at]
+        for _, model, number in others:
+            other = buffers.params[model][number]
+            if is_wrapped(other) != is_wrapped(value):
+                raise ValueError(
+                    f"{leaf.name} is transformed by torch.func in stage {first} or {model} alone; map both"
+                    " places"
+                )
+            if other is not value and not is_wrapped(value) and not same_bits(other.to(value.device), value):
+                raise AgreementError(other_values(leaf.name, f"in stage {first}", f"in stage {model}"))
+
+    return compare
+
+
+def _compare(ranks: Sequence[int], leaves: Sequence[SharedLeaf], collective: Collective) -> Call:
+    """Compare the values of leaves with those of other processes, by checksums that their device computes."""
+    places = [leaf.places[0] for leaf in leaves]
+
+    def compare(buffers: Buffers) -> None:
+        mine = torch.stack([checksum(buffers.params[model][number]) for _, model, number in places])
+        whole, wait = collective.all_gather(mine)
+        wait()
+        sums = whole.view(collective.size, -1)
+        if torch.equal(sums, mine.expand_as(sums)):
+            return
+        for leaf, column in zip(leaves, sums.T.tolist(), strict=True):
+            other = next((n for n, value in enumerate(column) if value != column[0]), None)
+            if other is not None:
+                one, another = (f"on rank {ranks[n]} (checksum {column[n] % 2**64:016x})" for n in (0, other))
+                raise AgreementError(other_values(leaf.name, one, another))
+
+    return compare
+
+
+def _sum(
+    lowered: LoweredStep, data: DataTransport, leaves: Sequence[SharedLeaf], here: Sequence[int]
+) -> Call:
+    """Sum the gradients of every group of leaves, and give the sums to the first of the stages that share."""
+    model, numbers = lowered.schedule.model_stages, {stage: lowered.differentiated(stage) for stage in here}
+    firsts = set({model[stage]: stage for stage in reversed(here)}.values())
+    trained = [leaf for leaf in leaves if leaf.places[0].number in numbers[leaf.places[0].stage]]
+    groups, summed = [], new_gradients(lowered)
+    for ranks, homes, of_group in _groups(lowered, trained, lambda leaf: summed.signature(leaf).dtype):
+        collective = data.collective(ranks) if len(ranks) > 1 else Collective()
+        places = [leaf.places for leaf in of_group]
+        groups.append((collective, places, list(map(ranks.index, homes))))
+
+    def sum_gradients(buffers: Buffers) -> None:
+        gradients = {}
+        for stage in here:
+            params = buffers.params[model[stage]]
+            total = buffers.gradients[stage].take(tuple(params[n] for n in numbers[stage]), torch.clone)
+            gradients[stage] = dict(zip(numbers[stage], total, strict=True))
+        for collective, places, owners in groups:
+            rows = [[gradients[p.stage][p.number] for p in row] for row in zip(*places, strict=True)]
+            sums = collective.all_reduce_in_order(rows, owners)
+            for gradient, of_leaf in zip(sums, places, strict=True):
+                for stage, _, number in of_leaf:
+                    gradients[stage][number] = gradient
+        for stage in firsts:
+            buffers.gradients[stage].put_back(tuple(gradients[stage].values()))
+
+    return sum_gradients
+
+
+def _last_place(lowered: LoweredStep, stage: int) -> Origin:
+    rank = lowered.schedule.placement[stage]
+    return Origin(rank, len(lowered.schedule.programs[rank]) - 1, Instruction(Op.REDUCE_TIED, stage))
+
+
+# -- gradients of the inputs
+
+
+def ranks_of_inputs(schedule: Schedule, spec: StepSpec) -> tuple[int, ...]:
+    """List the ranks where chains begin, ascending, if each is to get the gradients of all inputs."""
+    if "input_grads" not in spec.wants:
+        return ()
+    return tuple(sorted({schedule.placement[chain.stages[0]] for chain in schedule.chains}))
+
 
 def share_input_gradients(lowered: LoweredStep, data: DataTransport) -> Iterator[PlacedCall]:
-    """Exchange gradients of the inputs between the processes where chains begin: each gets all of them."""
-    schedule, home = lowered.schedule, lowered.schedule.placement
-    microbatches = {chain.stages[0]: chain.microbatches for chain in schedule.chains}
-    here = [stage for stage in microbatches if home[stage] in lowered.ranks]
-    if "input_grads" not in lowered.spec.wants or len(here) in (0, len(microbatches)):
+    """Gather the gradients of the inputs among the processes where chains begin: each gets all of them."""
+    schedule, ranks = lowered.schedule, ranks_of_inputs(lowered.schedule, lowered.spec)
+    here = [rank for rank in ranks if rank in lowered.ranks]
+    if len(here) in (0, len(ranks)):
         return
-    gradients: dict[Tag, Tag] = {}  # by message, where the buffers have the gradient that it carries
-    batch: list[Transfer] = []
     wanted = [tuple(leaf for leaf in s.with_grad().leaves if leaf.grad) for s in lowered.form.inputs or ()]
-    for own, other in ((own, other) for own in here for other in microbatches if other not in here):
-        device = lowered.form.devices[schedule.model_stages[own]]
-        for source, destination in ((own, other), (other, own)):
-            for m in (m for m in microbatches[source] if wanted[m]):
-                tag = Tag("R", source, destination, m)
-                gradients[tag] = Tag("B", source, BATCH, m)
-                batch.append(Transfer(source == own, tag, home[other], wanted[m], device))
+    gradients = {
+        Tag("B", chain.stages[0], BATCH, m): wanted[m]
+        for chain in schedule.chains
+        for m in chain.microbatches
+    }
+    sizes = [leaf.nbytes for leaves in gradients.values() for leaf in leaves]
+    device = lowered.form.devices[schedule.model_stages[0]]
+    collective = data.collective(ranks)
 
-    def publish(buffers: Buffers) -> None:
-        buffers.values.update((t.tag, buffers.values[gradients[t.tag]]) for t in batch if t.outgoing)
+    def share(buffers: Buffers) -> None:
+        """Sum bytes, of which each rank has its own, and zeros for those of the others."""
+        flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        pieces = iter(flat.split(sizes))
+        rows = {tag: [(next(pieces), leaf) for leaf in leaves] for tag, leaves in gradients.items()}
+        for tag in rows.keys() & buffers.values.keys():
+            for (piece, _), gradient in zip(rows[tag], buffers.values[tag], strict=True):
+                piece.copy_(bits(gradient))
+        collective.all_reduce(flat)()
+        for tag, row in rows.items():
+            leaves = [piece.clone().view(leaf.dtype).view(leaf.shape) for piece, leaf in row]
+            buffers.values[tag] = tuple(leaves)
 
-    def collect(buffers: Buffers) -> None:
-        buffers.values.update((gradients[t.tag], buffers.values.pop(t.tag)) for t in batch if not t.outgoing)
-
-    rank = home[here[0]]
-    place = Origin(rank, len(schedule.programs[rank]) - 1, schedule.programs[rank][-1][-1])
-    batch.sort(key=lambda transfer: transfer.tag)  # one order at both ends
-    received = [data.wait_recv(t) for t in batch if not t.outgoing]
-    sent = [data.wait_send(t) for t in batch if t.outgoing]
-    # All are posted before any is waited for, so that no rank waits before it has sent its own.
-    calls = [publish, data.post(batch), *received, collect, *sent]
-    yield from ((call, place) for call in calls if call is not None)
+    last = len(schedule.programs[here[0]]) - 1
+    yield share, Origin(here[0], last, schedule.programs[here[0]][-1][-1])
 
 
 # -- the update of parameters
@@ -78,9 +211,8 @@ def is_late(lowered: LoweredStep, instruction: Instruction) -> bool:
     assert updates is not None
     if instruction.op is Op.STEP and updates.together:
         return True
-    leaves = shared_leaves(lowered.schedule, lowered.form.params, lowered.spec.tied)
-    shared = {model_stages[stage] for leaf in leaves for stage, _ in leaf.holders}
-    return model_stages[instruction.stage] in shared
+    places = (place for leaf in lowered.shared_leaves() for place in leaf.places)
+    return model_stages[instruction.stage] in {place.model for place in places}
 
 
 def update_call(lowered: LoweredStep, instruction: Instruction) -> Call | None:
@@ -111,34 +243,3 @@ def sharding_call(lowered: LoweredStep, instruction: Instruction) -> Call:
 def _update(buffers: Buffers) -> ParameterUpdate:
     assert buffers.update is not None  # of a step with updates
     return buffers.update
-
-
-# -- the losses of a program that has run
-
-
-def loss_dtype(lowered: LoweredStep, stage: int) -> torch.dtype:
-    """Return the dtype in which a stage makes its losses, and their gradients begin."""
-    losses = (low.loss for (s, _), low in lowered.stages.items() if s == stage and low.loss is not None)
-    return next(losses).leaves[0].dtype
-
-
-def losses_of(lowered: LoweredStep, buffers: Buffers) -> dict[int, torch.Tensor]:
-    """Return the losses of a step, each times the weight of its microbatch, by stage of this process.
-
-    A loss of weight 0 counts as 0, also where it is NaN, as the mean over no tokens is.
-    """
-    weighted: dict[int, torch.Tensor] = {}
-    for stage, part in lowered.losses.items():
-        chain = next(chain for chain in lowered.schedule.chains if stage in chain.stages)
-        own = [m for m in chain.microbatches if lowered.stages[stage, m].loss is not None]
-        rows = [buffers.kept[stage, m][0] for m in own]
-        rows = [
-            torch.zeros_like(loss) if m in buffers.left_out else loss
-            for m, loss in zip(own, rows, strict=True)
-        ]
-        losses = torch.stack(rows).to(part.leaf.dtype)
-        weights = torch.stack([buffers.weights[stage][m] for m in own])
-        weights = weights.view(-1, *(1,) * (losses.ndim - 1))
-        losses = torch.where(weights == 0, torch.zeros_like(losses), losses * weights)
-        weighted[stage] = losses
-    return weighted

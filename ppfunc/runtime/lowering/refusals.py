@@ -1,9 +1,6 @@
 """Refuse what a step would not honour, and warn of stages that do not train."""
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
-
-import torch
+from collections.abc import Iterable
 
 from ppfunc.schedule import Op, Schedule
 from ppfunc.stage import Signature
@@ -11,55 +8,9 @@ from ppfunc.stage.errors import warn
 from ppfunc.stage.layout import Boundary, same_placement
 from ppfunc.stage.signature import leaf_names
 
-from ..agreement.shared_memory import require_declared
-from ..execution.torch_state import transforming
-from ..lowering.lowered import BATCH, LoweredStage
-from .arguments import StepArguments, StepForm
-from .spec import Pipeline, StepSpec
-
-
-def require_servable_under_transforms(pipeline: Pipeline) -> None:
-    """Raise ValueError for a call under a ``torch.func`` transform that the step cannot serve."""
-    if transforming() and pipeline.spec.finite:
-        raise ValueError(
-            "got a step that raises where numbers are not finite, under a torch.func transform, which has"
-            " none to read; make one with on_nonfinite='ignore'"
-        )
-    if transforming() and len(pipeline.ranks) < pipeline.schedule.ranks:
-        raise ValueError(
-            "got a step under a torch.func transform, whose ranks are in several processes, where the"
-            " transform would end at each message; run it with InProcess(), or use ppfunc.jvp, hvp, gnvp,"
-            " ensemble or per_sample_grad"
-        )
-
-
-class StepRefusals:
-    """Refuses arguments that a step would not honour; caches the addresses of checked parameters.
-
-    Args:
-        spec: of the step.
-    """
-
-    def __init__(self, spec: StepSpec) -> None:
-        self._spec = spec
-        # Form and addresses of the parameters that were last checked.
-        self._memory: tuple[StepForm, list[int]] | None = None
-
-    def require(self, steps: Sequence[StepArguments]) -> None:
-        """Raise ValueError for batches of several forms, or untied parameters that share memory."""
-        first, spec = steps[0], self._spec
-        for n, other in enumerate(steps):
-            if other.form is not first.form:
-                raise ValueError(
-                    f"inputs: step {n} of this call has a batch of another form than step 0; pad them to"
-                    " one form"
-                )
-        if "grads" in spec.wants or (spec.updates is not None and not spec.updates.sharded):
-            leaves = chain.from_iterable(first.params[stage] for stage in first.form.params)
-            memory = None if transforming() else (first.form, list(map(torch.Tensor.data_ptr, leaves)))
-            if memory is None or memory != self._memory:
-                require_declared(first.params, first.form.params, first.form.extents, spec.tied, spec.primal)
-                self._memory = memory
+from ..call.forms import StepForm
+from ..call.spec import StepSpec
+from .lowered import BATCH, LoweredStage
 
 
 def require_honoured(schedule: Schedule, spec: StepSpec) -> None:
@@ -95,10 +46,10 @@ def require_honoured(schedule: Schedule, spec: StepSpec) -> None:
 
 def require_same_rows(form: StepForm, microbatches: int) -> None:
     """Raise ValueError for targets or extras with other rows than the inputs: a loss might broadcast."""
-    for name, rows in form.other_rows.items():
-        if form.rows and rows and rows != form.rows:  # 0 of a batch without leaves
+    for name, tree in form.trees.items():
+        if form.rows and tree.rows and tree.rows != form.rows:  # 0 of a batch without leaves
             raise ValueError(
-                f"{name}: got {rows * microbatches} rows in axis 0, the inputs have"
+                f"{name}: got {tree.rows * microbatches} rows in axis 0, the inputs have"
                 f" {form.rows * microbatches}; expected the same rows, or ppfunc.microbatch({name},"
                 f" {microbatches}) where this is meant"
             )
