@@ -9,13 +9,12 @@ import torch
 
 from ppfunc._step_factory import Stages, make_step, mistakes_told, unpacked
 from ppfunc._text import shown
-from ppfunc.runtime import P2P, AgreementError, InProcess, Microbatches, PipelineError, StepSpec, Transport
+from ppfunc.runtime import P2P, InProcess, Microbatches, StepSpec, Transport
 from ppfunc.runtime.agreement.shared_memory import require_declared_trees
 from ppfunc.runtime.agreement.ties import TiedPlaces
 from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, read_loss_weights, read_seed
 from ppfunc.runtime.call.results import StepResult
 from ppfunc.runtime.call.spec import Updates
-from ppfunc.runtime.errors import Failure
 from ppfunc.schedule import (
     Schedule,
     Timeline,
@@ -267,16 +266,8 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            # Peers have heard of what a step has raised.
-            if (
-                isinstance(error, Exception)
-                and not isinstance(error, PipelineError | AgreementError)
-                and not self._closed
-            ):
-                self.transport.fail(Failure(self._ranks.ranks[0], None, None, error))
-        finally:
-            self.close()
+        self._closed = True
+        self.transport.__exit__(kind, error, trace)
 
     # -- one call --------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from ..agreement.comparison import (
     require_same_modes,
     require_same_step,
 )
-from ..errors import CLOSED, Failure, FailureRecord, LinkError
+from ..errors import CLOSED, AgreementError, Failure, FailureRecord, LinkError, PipelineError
 from ..transport.grid import Grid
 from ..transport.protocols import LossPart, Mode
 from .loss_bytes import sum_bytes, sum_of, to_bytes
@@ -331,4 +331,12 @@ class Control:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        """Close; peers are told of an error that ends the block on this rank outside a step."""
+        heard = isinstance(
+            error, PipelineError | AgreementError
+        )  # peers have heard of what a step has raised
+        try:
+            if isinstance(error, Exception) and not heard and not self._closed:
+                self.fail(Failure(self.rank, None, None, error))
+        finally:
+            self.close()
