@@ -164,7 +164,7 @@ class Device:
             if stream.graph is not None:
                 return stream.graph.add(what, run, read, written)
             self.issued[what] += 1
-            merge(stream.clock, self._host)
+            self.inform(stream)
             number = stream.issued + 1
             self._check(stream, number, what, read, written)
             stream.issued = stream.clock[stream] = number
@@ -337,6 +337,10 @@ class Device:
         self._worker.join()
 
     # Memory, for those who issue operations
+
+    def inform(self, stream: Stream) -> None:
+        """Let what a stream is given next follow what the host knows to be done."""
+        merge(stream.clock, self._host)
 
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.memory.host_view(tensor)

@@ -102,6 +102,12 @@ class Group(dist.ProcessGroup):
                 f"{name} of a tensor of the simulated device over {backend.name()}, which would read"
                 " memory that is not written yet; give the group the backend 'cpu:gloo,cuda:nccl'"
             )
+        if name in _ONE_BY_ONE and not hasattr(backend, name):
+            firsts, seconds, *rest = arguments
+            return [
+                getattr(backend, _ONE_BY_ONE[name])(*pair, *rest)
+                for pair in zip(firsts, seconds, strict=True)
+            ][-1]
         return getattr(backend, name)(*arguments)
 
 
@@ -119,6 +125,12 @@ _NAMES = {  # of a group: that of its backends
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
     "alltoall_base": "alltoall_base",
+}
+
+
+_ONE_BY_ONE = {  # where a backend in C++ shows no other
+    "allgather_into_tensor_coalesced": "_allgather_base",
+    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
 }
 
 
@@ -164,8 +176,8 @@ def _watched(change: Callable[..., None], count: census.Census) -> Callable[...,
     """Note a change of the environment while threads of NCCL may read it, which crashes glibc."""
 
     def watched(key: bytes, *value: bytes) -> None:
-        if count.made:
-            count.fault(f"{os.fsdecode(key)} is set in the environment after the first communicator was made")
+        if any(one.alive for one in count.communicators):
+            count.fault(f"{os.fsdecode(key)} is set in the environment while a communicator is connected")
         change(key, *value)
 
     return watched
@@ -175,8 +187,9 @@ def _watched(change: Callable[..., None], count: census.Census) -> Callable[...,
 def member(
     store: Store, rank: int, size: int, backend: str = BACKENDS, timeout: float = 30.0
 ) -> Iterator[None]:
-    """Be a rank of a world, on the device of its number."""
-    torch.cuda.set_device(rank)
+    """Be a rank of a world, on the device of its number if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
     limit = timedelta(seconds=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     try:

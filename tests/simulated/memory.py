@@ -129,7 +129,11 @@ class Memory:
     def _reuse(self, block: Block) -> None:
         """Poison a block as the next allocation of its stream may, whatever other streams do with it."""
         stream, device = block.stream, self._device
+        device.inform(stream)
+        events = [device.mark(recorded) for recorded in block.recorded]
         for access in block.accesses.unordered(stream, but=block.recorded):
+            if any(access.number <= event.clock.get(access.stream, 0) for event in events):
+                continue  # what a recorded stream has waited for
             text = f"{block} is freed while it is in use, and may be handed out; record_stream is missing:"
             device.report(text, access)
         if not block.recorded and stream.graph is None:

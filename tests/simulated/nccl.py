@@ -11,7 +11,7 @@ Equivalent to NCCL as it may be at its strictest:
   two ranks on one device.
 * An abort ends the kernels of this rank alone, takes the time that the test sets, and leaves NaN. A timeout
   marks the work: the kernel goes on until the abort.
-* The environment is read when a communicator is made. To change it afterwards is a fault.
+* The environment is read when a communicator is made. To change it while one is connected is a fault.
 
 Ranks are threads over a ``HashStore``, or processes over a ``TCPStore``: data travel through the store.
 Import it before ``ppfunc``, so that what it says at the exit of the process comes after the exit of ppfunc.
@@ -23,6 +23,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -106,8 +107,9 @@ class ProcessGroupNCCL(Collectives):
         def advance() -> bool:
             if not self.store.check([f"{key}/ready"]):
                 return False
+            wanted = self.store.get(f"{key}/ready").decode()  # before the receiver deletes it
             self.store.set(key, packed("message", [source]))
-            _require_same_form(number, form(source), self.store.get(f"{key}/ready").decode())
+            _require_same_form(number, form(source), wanted)
             return True
 
         return self._issue(
@@ -278,12 +280,17 @@ class ProcessGroupNCCL(Collectives):
             self._drain()
 
     def _drain(self) -> None:
+        """Wait until all streams of the device have done what they were given; the host knows it then."""
         device, end = self._device, time.monotonic() + self._device.hang
-        marks = [device.mark(stream) for stream in device.streams(self._stream.device)]
-        while not device._stopped and not all(map(device.done, marks)):
-            if time.monotonic() > end:
-                return self._census.fault(f"the abort of {self} waits for others, which go on")
-            time.sleep(_PAUSE)
+        for mark in [device.mark(stream) for stream in device.streams(self._stream.device)]:
+            while not device.done(mark):
+                if device._stopped:
+                    return
+                if time.monotonic() > end:
+                    return self._census.fault(f"the abort of {self} waits for others, which go on")
+                time.sleep(_PAUSE)
+            with suppress(RuntimeError):  # the device has failed
+                device.poll("ncclCommAbort", mark)
 
     def shutdown(self) -> None:
         """End once all that was issued is done."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 
@@ -304,21 +305,25 @@ def test_an_abort_is_of_one_rank_takes_its_time_and_leaves_nan(ranks):
     assert here == (True, True)
 
 
-def freed_under_an_abort(rank, size):
+def freed_under_an_abort(rank, size, waits):
     group, x = nccl(), torch.zeros(4, device="cuda")
     dist.all_reduce(x)
     torch.cuda.synchronize()
     work = group.recv([x], 1 - rank)
     del x, work
-    group.abort()
-    return torch.empty(4, device="cuda").shape
+    abort = threading.Thread(target=group.abort)
+    abort.start()
+    if waits:
+        abort.join()
+    torch.empty(4, device="cuda")
+    abort.join()
 
 
-def test_memory_that_is_freed_under_a_late_abort_is_reported(ranks):
-    ranks(freed_under_an_abort)
+@pytest.mark.parametrize("waits", [False, True])
+def test_memory_that_is_freed_under_a_late_abort_is_reported(ranks, waits):
+    ranks(freed_under_an_abort, waits, abort_takes=0.2)
     races = take(ranks.gpu.races)
-    assert len(races) == 2
-    assert "is freed while it is in use" in races[0]
+    assert ["is freed while it is in use" in race for race in races] == [True] * (0 if waits else 2)
 
 
 def late(rank, size):
@@ -344,11 +349,13 @@ def test_a_timeout_marks_the_work_and_the_kernel_goes_on(ranks, monkeypatch, han
 
 
 def changes_the_environment(rank, size):
+    os.environ["SIMULATED"] = "0"
+    dist.all_reduce(cuda(1.0))
     os.environ["SIMULATED"] = "1"
     del os.environ["SIMULATED"]
 
 
-def test_a_change_of_the_environment_after_the_first_communicator_is_a_fault(ranks):
+def test_a_change_of_the_environment_while_one_is_connected_is_a_fault(ranks):
     ranks(changes_the_environment, size=1)
     assert ["SIMULATED is set in the environment" in fault for fault in ranks.count.faults] == [True, True]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import optree
 import pytest
 import torch
@@ -10,6 +13,7 @@ import ppfunc as pp
 from ppfunc.schedule import BUILDERS, remove_tail
 from tests.models import dense, problem, same_bits, squared
 from tests.simulated.groups import in_threads, simulated_nccl
+from tests.simulated.kernels import Work
 
 OTHERS = {
     2: ["1f1b"],
@@ -27,6 +31,17 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize(("builder", "size"), every if large else RUNS)
     if "seed" in metafunc.fixturenames:
         metafunc.parametrize("seed", range(20 if large else 2))
+
+
+@pytest.fixture
+def large(pytestconfig):
+    return pytestconfig.getoption("--large")
+
+
+def take(reports):
+    """What was reported until now, which is expected."""
+    taken, reports[:] = list(reports), []
+    return taken
 
 
 def on_device(tree):
@@ -104,3 +119,51 @@ def test_every_builder_gives_the_bits_of_the_cpu(ranks, builder, size):
 def test_no_interleaving_changes_a_bit(ranks, build, seed):
     schedule = build(2, 4)
     require_same(schedule, ranks(steps, schedule, {}, seed=seed), alone(schedule))
+
+
+def test_no_wait_at_all_is_reported(ranks, monkeypatch):
+    monkeypatch.setattr(Work, "wait", lambda self, timeout=None: True)
+    ranks(steps, pp.one_f_one_b(2, 4), {})
+    assert take(ranks.gpu.races)
+
+
+class _Forgetful:
+    """Counts the waits of a run, and leaves one of them out."""
+
+    def __init__(self, left_out):
+        self.left_out, self.count, self.place = left_out, 0, None
+        self._wait, self._lock = Work.wait, threading.Lock()
+
+    def __call__(self, work):
+        with self._lock:
+            self.count += 1
+            if self.count == self.left_out:
+                self.place = sys._getframe(3).f_code.co_name
+                return True
+        return self._wait(work)
+
+
+def forgetful(monkeypatch, left_out=None):
+    waits = _Forgetful(left_out)
+    monkeypatch.setattr(Work, "wait", lambda self, timeout=None: waits(self))
+    return waits
+
+
+@pytest.mark.parametrize("build", [pp.one_f_one_b, pp.dualpipe], ids=["1f1b", "dualpipe"])
+def test_each_wait_for_a_message_is_needed(ranks, build, large, monkeypatch):
+    """Left out one by one. Where a send is not waited for, a later operation may be by chance."""
+    schedule = build(2, 4)
+    with monkeypatch.context() as here:
+        waits = forgetful(here)
+        ranks(steps, schedule, {})
+    reported, silent = 0, []
+    for number in range(5, waits.count + 1, 1 if large else 8):
+        with monkeypatch.context() as here:
+            waits = forgetful(here, number)
+            ranks(steps, schedule, {}, seed=number)
+        races = take(ranks.gpu.races)
+        if waits.place == "take":  # of a receive
+            reported += bool(races)
+            silent += [] if races else [number]
+    assert reported
+    assert not silent

@@ -1,0 +1,162 @@
+"""Ranks in two processes, each with devices of its own, over the simulated NCCL and a ``TCPStore``."""
+
+from __future__ import annotations
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import ppfunc as pp
+from ppfunc.schedule import BUILDERS, remove_tail
+from ppfunc.stage.layout import local
+from tests.conftest import Processes
+from tests.models import affine, dense, new_trainer, problem, same_bits, squared
+from tests.simulated import names
+from tests.simulated.groups import member_in_pool
+
+NAMES = ["1f1b", "dualpipe", "zbv"]
+
+
+def pytest_generate_tests(metafunc):
+    if "name" in metafunc.fixturenames:
+        metafunc.parametrize("name", list(BUILDERS) if metafunc.config.getoption("--large") else NAMES)
+
+
+@pytest.fixture(scope="module")
+def pool(installed):
+    """Two processes that no other tests share: their devices are simulated before their first backward."""
+    processes = Processes(2)
+    processes(install)
+    yield processes
+    processes.close()
+
+
+def install(rank, size):
+    names.install()
+
+
+def moved(tree, device):
+    return optree.tree_map(lambda t: t.to(device), tree)
+
+
+def compare(rank, size, name):
+    """Two steps, or evaluations, on the device against the CPU alone."""
+    schedule = remove_tail(BUILDERS[name](size, 2 * size))
+    params, inputs, targets = problem(schedule)
+    stages = [dense] * len(params)
+    make = pp.evaluate if schedule.forward_only else pp.value_and_grad
+    wanted = make(stages, squared, schedule)(params, inputs, targets)
+    own = {s: params[s] for s in {schedule.model_stages[s] for s in schedule.stages_of(rank)}}
+    with member_in_pool(rank, size, seed=rank) as (gpu, count):
+        with pp.P2P(timeout=30) as transport:
+            step = make(stages, squared, schedule, transport)
+            for _ in range(2):
+                found = moved(step(*moved((own, inputs, targets), "cuda")), "cpu")
+                if schedule.forward_only:
+                    assert torch.equal(found, wanted)
+                else:
+                    assert torch.equal(found[0], wanted[0])
+                    assert same_bits(found[1], {s: wanted[1][s] for s in own})
+        assert not count.alive()
+        assert not gpu.races, gpu.races[0]
+
+
+def test_two_processes_give_the_bits_of_the_cpu(pool, name):
+    pool(compare, name)
+
+
+def failing(rank, size):
+    """A stage fails in one process; the other is told, and the next step of both is right."""
+    fails = [False]
+
+    def stage(params, x):
+        if fails[0]:
+            raise KeyError("told to fail")
+        return dense(params, x)
+
+    schedule = pp.one_f_one_b(size, 4)
+    with member_in_pool(rank, size, seed=rank, abort_takes=0.2) as (gpu, _):
+        params, inputs, targets = moved(problem(schedule), "cuda")
+        with pp.P2P(timeout=20) as transport:
+            step = pp.value_and_grad([stage] * 2, squared, schedule, transport, engine=pp.engines.functional)
+            loss, _ = step({rank: params[rank]}, inputs, targets)
+            fails[0] = rank == 1
+            with pytest.raises(pp.PipelineError, match="rank 1 failed"):
+                step({rank: params[rank]}, inputs, targets)
+            fails[0] = False
+            again, _ = step({rank: params[rank]}, inputs, targets)
+            assert torch.equal(loss, again)
+        assert not gpu.races, gpu.races[0]
+
+
+def test_a_failure_in_one_process_is_named_in_both(pool):
+    pool(failing)
+
+
+def on_one_device(rank, size):
+    with member_in_pool(rank, size, timeout=10):
+        torch.cuda.set_device(0)
+        params, inputs, targets = moved(problem(2, 4), "cuda")
+        step = pp.value_and_grad([dense] * 2, squared, pp.one_f_one_b(2, 4), transport := pp.P2P(timeout=10))
+        told = pp.PipelineError, dist.DistBackendError  # that of the other rank, or its own
+        with transport, pytest.raises(told, match="Duplicate GPU detected"):
+            step({rank: params[rank]}, inputs, targets)
+
+
+def test_two_processes_on_one_device_are_refused(pool):
+    pool(on_one_device)
+
+
+def tensor_parallel(rank, size):
+    """A stage that sums over the ranks of an axis: its gradients are those of the whole stage."""
+    w = problem(1, 2)[0][0]["w"]
+    inputs, targets = problem(1, 2)[1:]
+    wanted, whole = pp.value_and_grad([dense], squared, pp.gpipe(1, 2))({0: {"w": w}}, inputs, targets)
+    with member_in_pool(rank, size, seed=rank) as (gpu, _):
+        mesh = init_device_mesh("cuda", (1, size), mesh_dim_names=("pp", "tp"))
+
+        def rows(params, x):
+            x = pp.collectives.pvary(x, mesh["tp"])
+            return torch.tanh(pp.collectives.psum(x.chunk(size, 1)[rank] @ params["w"], mesh["tp"]))
+
+        with pp.P2P(mesh=mesh, axes=pp.Axes("pp", model="tp")) as transport:
+            step = pp.value_and_grad([rows], squared, pp.gpipe(1, 2), transport)
+            mine = {0: {"w": w.chunk(size)[rank].cuda()}}
+            loss, grads = moved(step(mine, inputs.cuda(), targets.cuda()), "cpu")
+        torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
+        torch.testing.assert_close(grads[0]["w"], whole[0]["w"].chunk(size)[rank], rtol=1e-12, atol=1e-14)
+        assert not gpu.races, gpu.races[0]
+
+
+def test_collectives_inside_stages_run_on_the_device(pool):
+    pool(tensor_parallel)
+
+
+def train(rank, size, shard):
+    """A trainer with data ranks on the device, against the same over gloo on the CPU."""
+    found = {}
+    for device in ("cpu", "cuda"):
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        with member_in_pool(rank, size, seed=rank, backend=backend) as (gpu, _):
+            mesh = init_device_mesh(device, (1, size), mesh_dim_names=("pp", "dp"))
+            params, inputs, targets = moved(problem(1, 2, b=4, leaves="wb"), device)
+            half = slice(4 * rank, 4 * rank + 4)
+            axes, optimizer = pp.Axes("pp", "dp"), pp.optim.adamw(1e-2)
+            with new_trainer(
+                [affine], squared, pp.gpipe(1, 2), optimizer, mesh, axes=axes, shard=shard
+            ) as trainer:
+                state, metrics = trainer.init(params), None
+                for _ in range(2):
+                    state, metrics = trainer.step(state, inputs[half], targets[half])
+                last = optree.tree_map(lambda leaf: local(leaf).cpu(), dict(state.params))
+                found[device] = metrics.loss.item(), metrics.grad_norm.item(), last
+        assert not gpu.races, gpu.races[0]
+    assert found["cpu"][:2] == found["cuda"][:2]
+    assert same_bits(found["cpu"][2], found["cuda"][2])
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+def test_a_trainer_with_data_ranks_gives_the_bits_of_gloo(pool, shard):
+    pool(train, shard)
