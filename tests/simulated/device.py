@@ -185,11 +185,8 @@ class Device:
             for region in regions:
                 access = Access(region, stream, number, what, stack)
                 for old in region.block.accesses.add(access, writing):
-                    verb = "writes" if writing else "reads"
-                    shape = "x".join(map(str, region.shape))
-                    self.report(
-                        f"an operation {verb} [{shape}] of {region.block} without waiting:", access, old
-                    )
+                    shown = f"{'writes' if writing else 'reads'} [{'x'.join(map(str, region.shape))}]"
+                    self.report(f"an operation {shown} of {region.block} without waiting:", access, old)
 
     def report(self, text: str, *accesses: Access) -> None:
         self.races.append("\n".join((text, *map(str, accesses))))
@@ -209,7 +206,7 @@ class Device:
             if mark.stream is stream:
                 return
             merge(stream.clock, mark.clock)
-            self.issue(stream, f"wait for {mark.stream}", _nothing, ready=lambda: self.done(mark))
+            self.issue(stream, f"wait for {mark.stream}", lambda: None, ready=lambda: self.done(mark))
 
     def omits(self, kind: str) -> bool:
         """Note a call of the program that orders operations; tells whether to leave it out."""
@@ -259,7 +256,7 @@ class Device:
 
     def _refuse_captured(self, kind: str, *marks: Mark) -> None:
         graphs = {s.graph for s in self._streams.values()} - {None}
-        if any(mark.graph is not None for mark in marks) or any(graph.forbids_waits() for graph in graphs):
+        if any(mark.graph for mark in marks) or any(graph.forbids_waits() for graph in graphs):
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({kind})")
 
     def fail(self, text: str) -> None:
@@ -347,7 +344,3 @@ class Device:
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         self.memory.record(tensor, stream)
-
-
-def _nothing() -> None:
-    pass

@@ -24,6 +24,9 @@ from .graphs import Graph, Pool
 from .operators import OWN, Operators
 
 _MOST = 8  # devices of a process
+_GENERIC = (  # of torch.accelerator: those that do not ask the guard
+    "Graph empty_cache empty_host_cache memory_allocated max_memory_allocated reset_peak_memory_stats"
+).split()
 _current: Device | None = None
 _operators: Operators | None = None
 
@@ -323,12 +326,9 @@ def simulated(**options: Any) -> Iterator[Device]:
         stack.callback(_end)
         names = _cuda(gpu, generators)
         stack.enter_context(mock.patch.multiple(torch.cuda, **names))
-        memory = {
-            name: names[name]
-            for name in ("empty_cache", "memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")
-        }
-        generic = {"Graph": AcceleratorGraph, "empty_host_cache": _nothing, **memory}
-        stack.enter_context(mock.patch.multiple(torch.accelerator, **generic))
+        generic = {**names, "Graph": AcceleratorGraph, "empty_host_cache": _nothing}
+        known = {name: generic[name] for name in _GENERIC if hasattr(torch.accelerator, name)}
+        stack.enter_context(mock.patch.multiple(torch.accelerator, **known))
         yield gpu
 
 

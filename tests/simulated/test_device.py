@@ -147,14 +147,18 @@ def test_recorded_memory_is_kept(gpu):
     assert freed_while_used(gpu, record=True) == 64
 
 
-def test_what_waits_for_the_other_stream_may_free(gpu):
+@pytest.mark.parametrize("who", ["stream", "host"])
+def test_what_waits_for_the_other_stream_may_free(gpu, who):
     """Without ``record_stream``: the stream of the memory follows the use before it hands it out."""
     here, beside = torch.cuda.current_stream(), torch.Stream("cuda")
     b = ones(64)
     beside.wait_stream(here)
     with beside:
         (b * 1).sum()
-    here.wait_stream(beside)
+    if who == "stream":
+        here.wait_stream(beside)
+    else:
+        beside.synchronize()
     del b
     torch.empty(64, device="cuda")
 
