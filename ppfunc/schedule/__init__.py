@@ -41,8 +41,7 @@ if TYPE_CHECKING:
         zb_h2 as zb_h2,
     )
     from .builders.v_shape import v_half as v_half, v_min as v_min, zbv as zbv
-    from .builders.zbv_greedy import zbv_greedy as zbv_greedy
-    from .builders.zero_bubble import zero_bubble as zero_bubble
+    from .builders.zero_bubble import zbv_greedy as zbv_greedy, zero_bubble as zero_bubble
     from .check import Certificate as Certificate, check as check, is_step_atomic as is_step_atomic
     from .compare_timelines import Comparison as Comparison, compare as compare
     from .config import (

@@ -12,8 +12,7 @@ from .deepspeed import (
 from .interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
 from .one_stage import gpipe, inference, one_f_one_b, zb_h1, zb_h2
 from .v_shape import v_half, v_min, zbv
-from .zbv_greedy import zbv_greedy
-from .zero_bubble import zero_bubble
+from .zero_bubble import zbv_greedy, zero_bubble
 
 BUILDERS: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,

@@ -1,15 +1,16 @@
-"""The zero-bubble heuristic: for any costs and any cap of memory, the best of some greedy runs."""
+"""Schedules for any costs and any cap of memory: orders replayed by ranks that take what is ready first."""
 
+from collections.abc import Iterator
 from itertools import count, product
 
-from ppfunc.parallel.placement import loop
+from ppfunc.parallel.placement import Placement, loop, stages_of, v_shape
 
 from ..costs import Costs, Number, require_costs
-from ..instruction import Instruction, Op
-from ..planner.problem import problem_of
-from ..schedule import Schedule, single_chain
-from ._parts import require_counts
-from ._play import Rules, StageTimes, play, warm_ups
+from ..planner.orders import Order, directions, evaluate, fits, order_of, schedule_of
+from ..planner.problem import Problem, problem_of
+from ..planner.replay import Manner, justify, replay
+from ..schedule import Schedule
+from .v_shape import v_half, v_min, zbv
 
 
 def zero_bubble(
@@ -17,7 +18,8 @@ def zero_bubble(
 ) -> Schedule:
     """Run forwards and input gradients as they arrive, weight gradients in gaps or when memory is full.
 
-    Of several warm-ups and rules the one with the shortest span is kept. At equal costs of all
+    Orders of three warm-ups are replayed in several manners, forwards in time, then backwards and forwards
+    again; the one with the shortest span is kept. At equal costs of all
     stages and with ``cap >= p`` the span is at most a few percent above the lower bounds of
     the problem, and equal to them where F = I = W: ``(p - 1)(F + I - W)`` of bubble with the cap
     p of 1F1B, none with ``2p - 1``. Activations, as far as they wait for their W, take at most ``cap``.
@@ -39,24 +41,80 @@ def zero_bubble(
         ValueError: an argument is below 1, a cap below one activation, or costs for another number of stages.
 
     References:
-        Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 3.1.
+        Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 3.1; Li and Willis
+        1992 for the replays.
     """
-    require_counts(ranks=ranks, microbatches=microbatches)
-    costs = require_costs(Costs(weight_share=1) if costs is None else costs).fitting(ranks)
-    if cap is None:
-        cap = [ranks * costs.of("activation", s) + costs.of("parameters", s) for s in range(ranks)]
-    p = problem_of(costs, loop(ranks), microbatches, cap)
-    times = StageTimes(p.forward, p.backward, p.weight, [*p.down[:-1], p.up[-1]], p.held, p.kept, p.cap)
-    runs = [
-        Rules(w, *rules) for w in warm_ups(times, microbatches) for rules in product((False, True), repeat=3)
+    p = _problem(loop(ranks), ranks, microbatches, cap, costs)
+    rules = directions(p)
+    runs: list[Order] = []
+    for order, patience, lazy in product(_alternated(p), (0, 0.6, 1.2), (False, True)):
+        runs.append(justify(rules, order, Manner(patience), Manner(patience, lazy)).order)
+    return schedule_of(p, min(runs, key=lambda order: evaluate(rules[0], order).value), "zero_bubble")
+
+
+def zbv_greedy(
+    ranks: int, microbatches: int, cap: Number | None = None, costs: Costs | None = None
+) -> Schedule:
+    """Run stages r and 2p - 1 - r on rank r, first ready operation first, in the order of a pattern.
+
+    The pattern is the first of ``zbv``, ``v_half`` and ``v_min`` that keeps the cap. An operation may
+    overtake where the rest of the order still keeps it. Of four runs, which differ in whether ranks wait for
+    what is about to arrive and in whether weight gradients come last, the one with the shortest span is kept.
+
+    >>> from ppfunc.schedule import to_grid
+    >>> print(to_grid(zbv_greedy(ranks=2, microbatches=3)), end="")
+    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2  .
+    rank 1   .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+
+    Args:
+        ranks: number of ranks p, two stages each.
+        microbatches: number of microbatches m.
+        cap: memory of a rank, in the unit of the costs; by default that of p activations of each of its
+            stages, as in 1F1B.
+        costs: times of F, I, W and of messages per stage, activations and the share of them held on to W; by
+            default all 1, and 0 for messages.
+
+    Raises:
+        ValueError: an argument is below 1, a cap that none of the patterns keeps, or costs for another number
+            of stages.
+
+    References:
+        Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 6.
+    """
+    p = _problem(v_shape(ranks), ranks, microbatches, cap, costs)
+    forwards, _ = directions(p)
+    orders = (order_of(build(ranks, microbatches)) for build in (zbv, v_half, v_min))
+    order = next((order for order in orders if fits(forwards, order)), None)
+    if order is None:
+        raise ValueError(
+            f"cap = {cap!r}, expected the memory of v_min at least: raise it, or use plan, which keeps"
+            " any cap"
+        )
+    runs = (replay(forwards, order, Manner(*rules)) for rules in product((0, 0.6), (False, True)))
+    return schedule_of(p, min(runs, key=lambda run: run.value).order, "zbv_greedy")
+
+
+def _problem(
+    place: Placement, ranks: int, microbatches: int, cap: Number | None, costs: Costs | None
+) -> Problem:
+    """Make the problem of a builder; without a cap, a rank has room for p activations of each of its stages."""
+    costs = require_costs(Costs(weight_share=1) if costs is None else costs).fitting(len(place))
+    room = [
+        sum(ranks * costs.of("activation", s) + costs.of("parameters", s) for s in stages_of(place, rank))
+        for rank in range(ranks)
     ]
-    outcomes = filter(None, (play(times, microbatches, rules) for rules in runs))
-    best = min(outcomes, key=lambda outcome: outcome[:2])
-    programs = (_numbered(r, letters) for r, letters in enumerate(best.letters))
-    return single_chain("zero_bubble", range(ranks), microbatches, programs)
+    return problem_of(costs, place, microbatches, room if cap is None else cap, "span")
 
 
-def _numbered(stage: int, letters: list[str]) -> list[Instruction]:
-    """Make the instructions of the letters, the microbatches of each in order."""
-    numbers = {letter: count() for letter in "FIW"}
-    return [Instruction(Op(letter), stage, next(numbers[letter])) for letter in letters]
+def _alternated(p: Problem) -> Iterator[Order]:
+    """Alternate F with I and W, after warm-ups by the memory, as in 1F1B, and by the round trip of a message."""
+    m, ranks = p.microbatches, p.ranks
+    room = [min(m, cap // held) if held else m for cap, held in zip(p.cap, p.held, strict=True)]
+    for warm_ups in (
+        room,
+        [min(n, ranks - r) for r, n in enumerate(room)],
+        [max(1, min(n - r, 2 * (ranks - r) - 1)) for r, n in enumerate(room)],
+    ):
+        yield tuple(
+            [f] * n + [f + 1, f + 2, f] * (m - n) + [f + 1, f + 2] * n for f, n in zip(count(0, 3), warm_ups)
+        )

@@ -106,6 +106,17 @@ def replay(d: Direction, order: Order, manner: Manner = Manner()) -> Replayed:  
     return Replayed(max(end - begin for end, begin in zip(free, d.begin, strict=True)), words)
 
 
+def justify(rules: tuple[Direction, Direction], order: Order, back: Manner, forth: Manner) -> Replayed:
+    """Replay an order backwards in time, and the result forwards."""
+    forwards, backwards = rules
+    late = replay(backwards, _reversed(order), back)
+    return replay(forwards, _reversed(late.order), forth)
+
+
+def _reversed(order: Order) -> Order:
+    return tuple(word[::-1] for word in order)
+
+
 def _first_arrivals(d: Direction, hold: Hold) -> list[list[Number]]:
     """Return when each operation is ready, per code; infinity if it depends on another or ends the list."""
     m = d.microbatches
