@@ -45,7 +45,6 @@ if TYPE_CHECKING:
         count_stages as count_stages,
         effective_loads as effective_loads,
         partition_layers as partition_layers,
-        split_points as split_points,
     )
     from .topology import (
         Topology as Topology,

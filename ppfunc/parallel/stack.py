@@ -7,27 +7,6 @@ from .counts import require_counts
 from .partition import Partition
 
 
-def split_points(
-    layers: int,
-    stages: int,
-    input_weight: float = 1,
-    output_weight: float = 1,
-    *,
-    extra: Literal["middle", "first"] = "middle",
-    allow_empty: bool = False,
-) -> tuple[str, ...]:
-    """Name the layers at which a new stage begins; arguments as for `partition_layers`.
-
-    >>> split_points(8, 4)
-    ('layers.1', 'layers.4', 'layers.7')
-    >>> split_points(8, 1)
-    ()
-    """
-    return partition_layers(
-        layers, stages, input_weight, output_weight, extra=extra, allow_empty=allow_empty
-    ).split_points()
-
-
 def partition_layers(
     layers: int,
     stages: int,
@@ -61,6 +40,8 @@ def partition_layers(
 
     >>> partition_layers(61, 8).sizes
     (7, 8, 8, 8, 8, 8, 8, 6)
+    >>> partition_layers(8, 4).split_points()
+    ('layers.1', 'layers.4', 'layers.7')
     """
     require_counts(stages=stages)
     require_counts(0, layers=layers)

@@ -46,11 +46,8 @@ if TYPE_CHECKING:
     from .compare_timelines import Comparison as Comparison, compare as compare
     from .config import (
         Configured as Configured,
-        build_schedule as build_schedule,
         configure as configure,
-        count_microbatches as count_microbatches,
         find_builder as find_builder,
-        split_points_for as split_points_for,
     )
     from .costs import Costs as Costs
     from .errors import ScheduleError as ScheduleError

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ppfunc._text import suggestion
 from ppfunc.parallel.counts import require_counts
-from ppfunc.parallel.stack import count_stages, split_points
+from ppfunc.parallel.stack import count_stages, partition_layers
 
 from .arguments import require_type
 from .builders import BUILDERS
@@ -43,45 +43,48 @@ class Configured(NamedTuple):
 def configure(config: Mapping[str, Any]) -> Configured:
     """Make the schedule and the split of the model that a configuration describes.
 
-    A configuration is such a mapping as a JSON or TOML file holds.
-
     Args:
-        config: ``schedule``, ``ranks``, ``batch_size`` and ``microbatch_size`` as of `build_schedule`;
-            ``options``, a mapping with further arguments of the builder; either ``split_points``, or
-            ``layers`` and perhaps ``layers_per_stage``, ``input_weight`` and ``output_weight``, as of
-            `split_points_for`. Where a builder takes ``chunks``, and the options have none, they follow from
-            ``split_points`` or ``layers_per_stage``.
+        config: a mapping, such as a JSON or TOML file holds, with these keys.
+
+            * ``schedule``: the name of a builder, as ``ppfunc list`` prints it or as
+              ``torch.distributed.pipelining`` spells it; the path of a CSV file, as a ``Path`` or as text
+              with a ``/`` in it or ``.csv`` at its end; or a builder
+              ``(ranks, microbatches, **options) -> Schedule``.
+            * ``ranks``: number of ranks of the pipeline.
+            * ``batch_size``: samples that one pipeline takes in a step.
+            * ``microbatch_size``: samples in a microbatch, a divisor of ``batch_size``.
+            * ``options``: a mapping with further arguments of the builder.
+            * ``split_points``, or ``layers`` and perhaps ``layers_per_stage`` (as of ``count_stages``),
+              ``input_weight`` and ``output_weight`` (as of ``partition_layers``). Where a builder takes
+              ``chunks``, and the options have none, they follow from ``split_points`` or
+              ``layers_per_stage``.
 
     Raises:
-        ValueError: an unknown or missing key, stages that are not those of the schedule; and as
-            `build_schedule`.
+        ValueError: an unknown or missing key, sizes that do not divide, an unknown name, a file for another
+            number of ranks or microbatches, stages that are not those of the schedule.
         FileNotFoundError: where there is no schedule at the path.
 
-    >>> made = configure({"schedule": "1F1B", "ranks": 4, "batch_size": 8, "microbatch_size": 1, "layers": 8})
-    >>> made.schedule.name, made.split_points
+    Warns:
+        UserWarning: for fewer microbatches than stages, which leave a bubble in the pipeline.
+
+    >>> sizes = {"ranks": 4, "batch_size": 8, "microbatch_size": 1, "layers": 8}
+    >>> configured = configure({"schedule": "1F1B", **sizes})
+    >>> configured.schedule.name, configured.split_points
     ('one_f_one_b', ('layers.1', 'layers.4', 'layers.7'))
     """
     _require_keys(config)
-    layers, points, ranks = config.get("layers"), config.get("split_points"), config["ranks"]
-    options = dict(config.get("options", {}))
-    stages = len(points) + 1 if points is not None else None
+    source, ranks, layers = config["schedule"], config["ranks"], config.get("layers")
+    points, options = config.get("split_points"), dict(config.get("options", {}))
+    microbatches = _count_microbatches(config["batch_size"], config["microbatch_size"])
+    schedule = _built(source, ranks, microbatches, options)
+    stages = None if points is None else len(points) + 1
     if "layers_per_stage" in config:
-        require_counts(0, layers=layers)
-        require_counts(ranks=ranks, layers_per_stage=config["layers_per_stage"])
-        stages = -(-config["layers"] // config["layers_per_stage"])
-    if (
-        stages is not None
-        and "chunks" not in options
-        and _takes_chunks(config["schedule"])
-        and not stages % ranks
-    ):
-        options["chunks"] = stages // ranks
-    schedule = _built(
-        config["schedule"],
-        ranks,
-        count_microbatches(config["batch_size"], config["microbatch_size"]),
-        options,
-    )
+        several = len(set(schedule.model_stages)) > ranks
+        stages = count_stages(
+            config["layers"], ranks, several=several, layers_per_stage=config["layers_per_stage"]
+        )
+    if stages is not None and not stages % ranks and _takes_chunks(source) and "chunks" not in options:
+        schedule = _built(source, ranks, microbatches, options | {"chunks": stages // ranks})
     own = len(set(schedule.model_stages))
     if stages not in (None, own):
         raise ValueError(
@@ -90,7 +93,8 @@ def configure(config: Mapping[str, Any]) -> Configured:
         )
     _warn_of_bubble(schedule, config["batch_size"])
     if layers is not None:
-        points = split_points(layers, own, config.get("input_weight", 1), config.get("output_weight", 1))
+        ends = config.get("input_weight", 1), config.get("output_weight", 1)
+        points = partition_layers(layers, own, *ends).split_points()
     return Configured(schedule, None if points is None else tuple(points))
 
 
@@ -124,54 +128,7 @@ def _takes_chunks(schedule: Any) -> bool:
     return "chunks" in inspect.signature(schedule).parameters
 
 
-def build_schedule(
-    schedule: str | os.PathLike[str] | Callable[..., Schedule],
-    *,
-    ranks: int,
-    batch_size: int,
-    microbatch_size: int,
-    **options: Any,
-) -> Schedule:
-    """Build the named schedule, or read it from a CSV file, for a batch in microbatches.
-
-    Args:
-        schedule: the name of a builder, as ``ppfunc list`` prints it or as
-            ``torch.distributed.pipelining`` spells it; the path of a CSV file, as a ``Path`` or as
-            text with a ``/`` in it or ``.csv`` at its end; or a builder
-            ``(ranks, microbatches, **options) -> Schedule``.
-        ranks: number of ranks of the pipeline.
-        batch_size: samples that one pipeline takes in a step.
-        microbatch_size: samples in a microbatch, a divisor of ``batch_size``.
-        options: further arguments of the builder, such as ``chunks=2``.
-
-    Returns:
-        A schedule of ``batch_size // microbatch_size`` microbatches on ``ranks`` ranks.
-
-    Raises:
-        ValueError: for sizes that do not divide, an unknown name, or a file for another number of ranks or
-            microbatches.
-        FileNotFoundError: where there is no file at the path.
-
-    Warns:
-        UserWarning: for fewer microbatches than stages, which leave a bubble in the pipeline.
-
-    >>> build_schedule("1F1B", ranks=2, batch_size=8, microbatch_size=2).microbatches
-    4
-    """
-    built = _built(schedule, ranks, count_microbatches(batch_size, microbatch_size), options)
-    _warn_of_bubble(built, batch_size)
-    return built
-
-
-def count_microbatches(batch_size: int, microbatch_size: int) -> int:
-    """Count the microbatches of a batch.
-
-    Raises:
-        ValueError: where the batch is not a positive multiple of the microbatch.
-
-    >>> count_microbatches(32, 4)
-    8
-    """
+def _count_microbatches(batch_size: int, microbatch_size: int) -> int:
     require_counts(batch_size=batch_size, microbatch_size=microbatch_size)
     if batch_size % microbatch_size:
         raise ValueError(
@@ -203,36 +160,6 @@ def find_builder(name: str) -> Callable[..., Schedule]:
     return spellings[plain]
 
 
-def split_points_for(
-    schedule: str | Callable[..., Schedule],
-    layers: int,
-    ranks: int,
-    layers_per_stage: int | None = None,
-    input_weight: int = 1,
-    output_weight: int = 1,
-) -> tuple[str, ...]:
-    """Split a stack of layers into as many stages as a schedule has.
-
-    Args:
-        schedule: a name as for `find_builder`, or a builder.
-        layers: number of layers.
-        ranks: number of ranks of the pipeline.
-        layers_per_stage: gives the number of stages, ``layers / layers_per_stage`` rounded up; where it is
-            None, one stage per rank for schedules with one, else two.
-        input_weight, output_weight: the cost of the modules at the ends, in layers. The stages at the ends
-            get fewer layers for it, others more.
-
-    >>> split_points_for("1F1B", layers=8, ranks=4)
-    ('layers.1', 'layers.4', 'layers.7')
-    """
-    builder = schedule if callable(schedule) else find_builder(schedule)
-    # The smallest size that every builder takes shows how many stages a rank has.
-    example = builder(2, 8)
-    several = len(example.placement) > len(example.programs)
-    stages = count_stages(layers, ranks, several=several, layers_per_stage=layers_per_stage)
-    return split_points(layers, stages, input_weight, output_weight)
-
-
 def _built(schedule: Any, ranks: int, microbatches: int, options: dict[str, Any]) -> Schedule:
     """Return the schedule of a builder, of its name, or of a file."""
     if callable(schedule):
@@ -245,7 +172,7 @@ def _built(schedule: Any, ranks: int, microbatches: int, options: dict[str, Any]
 
 
 def _warn_of_bubble(schedule: Schedule, batch_size: int) -> None:
-    """Warn the caller of this function's caller of fewer microbatches than stages."""
+    """Warn the caller of ``configure`` of fewer microbatches than stages."""
     stages = len(schedule.placement)
     if schedule.microbatches < stages:
         warnings.warn(

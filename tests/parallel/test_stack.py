@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from ppfunc.parallel import count_stages, effective_loads, partition_layers, split_points
+from ppfunc.parallel import count_stages, effective_loads, partition_layers
 
 
 @pytest.mark.parametrize(
@@ -32,10 +32,14 @@ def test_sizes(layers, stages, sizes):
 
 
 def test_names_of_split_points():
-    assert split_points(8, 4) == ("layers.1", "layers.4", "layers.7")
-    assert split_points(8, 2) == ("layers.4",)
-    assert split_points(8, 1) == ()
-    assert split_points(8, 4, input_weight=0, output_weight=0) == ("layers.2", "layers.4", "layers.6")
+    assert partition_layers(8, 4).split_points() == ("layers.1", "layers.4", "layers.7")
+    assert partition_layers(8, 2).split_points() == ("layers.4",)
+    assert partition_layers(8, 1).split_points() == ()
+    assert partition_layers(8, 4, input_weight=0, output_weight=0).split_points() == (
+        "layers.2",
+        "layers.4",
+        "layers.6",
+    )
 
 
 @given(st.integers(1, 24), st.integers(0, 80), st.integers(0, 4), st.integers(0, 4))

@@ -6,9 +6,9 @@ from itertools import count, product
 from ppfunc.parallel.placement import Placement, loop, stages_of, v_shape
 
 from ..costs import Costs, Number, require_costs
-from ..planner.orders import Order, directions, evaluate, fits, order_of, schedule_of
+from ..planner.orders import Order, directions, fits, order_of, schedule_of
 from ..planner.problem import Problem, problem_of
-from ..planner.replay import Manner, justify, replay
+from ..planner.replay import Manner, Replayed, justify, replay
 from ..schedule import Schedule
 from .v_shape import v_half, v_min, zbv
 
@@ -18,8 +18,8 @@ def zero_bubble(
 ) -> Schedule:
     """Run forwards and input gradients as they arrive, weight gradients in gaps or when memory is full.
 
-    Orders of three warm-ups are replayed in several manners, forwards in time, then backwards and forwards
-    again; the one with the shortest span is kept. At equal costs of all
+    Orders of three warm-ups are replayed, with more or less patience and with weight gradients last or not,
+    and again backwards and forwards in time; the run with the shortest span is kept. At equal costs of all
     stages and with ``cap >= p`` the span is at most a few percent above the lower bounds of
     the problem, and equal to them where F = I = W: ``(p - 1)(F + I - W)`` of bubble with the cap
     p of 1F1B, none with ``2p - 1``. Activations, as far as they wait for their W, take at most ``cap``.
@@ -46,10 +46,11 @@ def zero_bubble(
     """
     p = _problem(loop(ranks), ranks, microbatches, cap, costs)
     rules = directions(p)
-    runs: list[Order] = []
-    for order, patience, lazy in product(_alternated(p), (0, 0.6, 1.2), (False, True)):
-        runs.append(justify(rules, order, Manner(patience), Manner(patience, lazy)).order)
-    return schedule_of(p, min(runs, key=lambda order: evaluate(rules[0], order).value), "zero_bubble")
+    runs: list[Replayed] = []
+    for order, patience, lazy in product(_alternated(p), (0, 0.3, 0.6, 1), (False, True)):
+        runs.append(replay(rules[0], order, Manner(patience, lazy)))
+        runs.append(justify(rules, runs[-1].order, Manner(patience), Manner(patience, lazy)))
+    return schedule_of(p, min(runs, key=lambda run: run.value).order, "zero_bubble")
 
 
 def zbv_greedy(
@@ -97,7 +98,7 @@ def zbv_greedy(
 def _problem(
     place: Placement, ranks: int, microbatches: int, cap: Number | None, costs: Costs | None
 ) -> Problem:
-    """Make the problem of a builder; without a cap, a rank has room for p activations of each of its stages."""
+    """Make the problem of a builder. By default a rank has room for p activations of each of its stages."""
     costs = require_costs(Costs(weight_share=1) if costs is None else costs).fitting(len(place))
     room = [
         sum(ranks * costs.of("activation", s) + costs.of("parameters", s) for s in stages_of(place, rank))
@@ -107,7 +108,7 @@ def _problem(
 
 
 def _alternated(p: Problem) -> Iterator[Order]:
-    """Alternate F with I and W, after warm-ups by the memory, as in 1F1B, and by the round trip of a message."""
+    """Alternate F with I and W after warm-ups by memory, as in 1F1B, and by the round trip of a message."""
     m, ranks = p.microbatches, p.ranks
     room = [min(m, cap // held) if held else m for cap, held in zip(p.cap, p.held, strict=True)]
     for warm_ups in (

@@ -1,12 +1,11 @@
 """Split whole backwards in their two parts, and merge the parts again."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ..instruction import Instruction, Op
 from ..proof.order import in_order
-from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step
+from .rewrite import rewrite
 
 
 def split_backward(schedule: Schedule, *, overlapped: bool = False) -> Schedule:
@@ -22,9 +21,7 @@ def split_backward(schedule: Schedule, *, overlapped: bool = False) -> Schedule:
     >>> print(*split_backward(gpipe(ranks=1, microbatches=1)).instructions(0))
     0F0 0I0 0W0
     """
-    require_schedule(schedule)
-    programs = tuple(tuple(_split_program(program, overlapped)) for program in schedule.programs)
-    return replace(schedule, programs=programs)
+    return rewrite(schedule, lambda program: _split_program(program, overlapped))
 
 
 def _split_program(program: Program, overlapped: bool) -> Iterator[Step]:
@@ -60,8 +57,7 @@ def merge_backward(schedule: Schedule) -> Schedule:
     >>> merge_backward(split_backward(schedule)) == schedule
     True
     """
-    require_schedule(schedule)
-    return replace(schedule, programs=tuple(map(_merge_program, schedule.programs)))
+    return rewrite(schedule, _merge_program)
 
 
 def _merge_program(program: Program) -> Program:

@@ -1,7 +1,6 @@
 """Write loads and offloads into a schedule."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from ppfunc.parallel.counts import require_counts
 
@@ -10,6 +9,7 @@ from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, parts_of
 from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step
 from .remove import remove_slots
+from .rewrite import Place, insert, rewrite
 
 
 def insert_loads(schedule: Schedule, *, targets: bool | None = None) -> Schedule:
@@ -32,10 +32,7 @@ def insert_loads(schedule: Schedule, *, targets: bool | None = None) -> Schedule
     bare = remove_slots(schedule)
     parts = (part for p in bare.programs for step in p for i in step for part in parts_of(i))
     there = frozenset((p.stage, p.microbatch) for p in parts if p.op is Op.LOAD)
-    programs = tuple(
-        tuple(_with_loads(step, loading, there) for step in program) for program in bare.programs
-    )
-    return replace(bare, programs=programs)
+    return rewrite(bare, lambda program: (_with_loads(step, loading, there) for step in program))
 
 
 def _with_loads(step: Step, loading: set[int], there: frozenset[tuple[int, int | None]]) -> Step:
@@ -47,11 +44,13 @@ def _with_loads(step: Step, loading: set[int], there: frozenset[tuple[int, int |
     )
     if not loads:
         return step
-    messages = tuple(i for i in step if i.op in COMMUNICATION)
-    return (*messages, *loads, *(i for i in step if i.op not in COMMUNICATION))
+    step = _messages_first(step)
+    messages = sum(i.op in COMMUNICATION for i in step)
+    return (*step[:messages], *loads, *step[messages:])
 
 
-Moves = dict[int, list[Instruction]]
+def _messages_first(step: Step) -> Step:
+    return tuple(sorted(step, key=lambda i: i.op not in COMMUNICATION))
 
 
 def insert_offloads(
@@ -74,45 +73,25 @@ def insert_offloads(
     require_schedule(schedule)
     chosen = require_stages("stages", range(schedule.stages) if stages is None else stages, schedule.stages)
     require_counts(0, lookahead=lookahead)
-    programs = tuple(_move(program, chosen, lookahead) for program in remove_slots(schedule).programs)
-    return replace(schedule, programs=programs)
+    return rewrite(remove_slots(schedule), lambda program: _moved(program, chosen, lookahead))
 
 
-def _move(program: Program, chosen: set[int], lookahead: int) -> Program:
-    """One program with its moves; compute instructions are known by their number."""
-    leave, back = _moves(program, chosen, lookahead)
-    steps: list[Step] = []
-    number = 0
-    for step in program:
-        messages = [i for i in step if i.op in COMMUNICATION]
-        rest: list[Instruction] = []
-        for instruction in (i for i in step if i.op not in COMMUNICATION):
-            if instruction.op not in COMPUTE:
-                rest.append(instruction)
-                continue
-            rest += [*back.get(number, ()), instruction, *leave.get(number, ())]
-            number += 1
-        steps.append((*messages, *rest))
-    return tuple(steps)
-
-
-def _moves(program: Program, chosen: set[int], lookahead: int) -> tuple[Moves, Moves]:
-    """List the residuals to offload after, and to fetch before, each compute instruction."""
-    moved = {(i.stage, i.microbatch) for step in program for i in step if i.op in (Op.OFFLOAD, Op.FETCH)}
-    made: dict[tuple[int, int | None], int] = {}
-    leave: Moves = {}
-    back: Moves = {}
-    compute = (i for step in program for i in step if i.op in COMPUTE)
-    for number, instruction in enumerate(compute):
-        for op, stage, microbatch, *_ in parts_of(instruction):
-            key = (stage, microbatch)
-            if key in moved:
+def _moved(program: Program, chosen: set[int], lookahead: int) -> Program:
+    """Write OFFLOAD behind the forwards, and FETCH before the backwards, of residuals that move."""
+    program = tuple(map(_messages_first, program))
+    away = {(i.stage, i.microbatch) for step in program for i in step if i.op in (Op.OFFLOAD, Op.FETCH)}
+    places = [(s, p) for s, step in enumerate(program) for p, i in enumerate(step) if i.op in COMPUTE]
+    forwards: dict[tuple[int, int | None], int] = {}  # the number of the compute instruction
+    leave: dict[Place, list[Instruction]] = {}
+    back: dict[Place, list[Instruction]] = {}
+    for number, (at, place) in enumerate(places):
+        for op, stage, microbatch, *_ in parts_of(program[at][place]):
+            residuals = (stage, microbatch)
+            if stage not in chosen or residuals in away:
                 continue
             if op is Op.F:
-                made[key] = number
-            elif (
-                op in (Op.B, Op.I) and stage in chosen and key in made and number - lookahead > made[key] + 1
-            ):
-                leave.setdefault(made[key], []).append(Instruction(Op.OFFLOAD, stage, microbatch))
-                back.setdefault(number - lookahead, []).append(Instruction(Op.FETCH, stage, microbatch))
-    return leave, back
+                forwards[residuals] = number
+            elif op is not Op.W and number - lookahead > forwards.get(residuals, number) + 1:
+                leave.setdefault(places[forwards[residuals]], []).append(Instruction(Op.OFFLOAD, *residuals))
+                back.setdefault(places[number - lookahead], []).append(Instruction(Op.FETCH, *residuals))
+    return insert(program, back, leave)

@@ -1,11 +1,11 @@
 """Take instructions or slots out of a schedule."""
 
-from collections.abc import Container
 from dataclasses import replace
 
 from ..instruction import COMMUNICATION, COMPUTE, SHARDING, TAIL, Instruction, Op, parts_of
 from ..proof.structure import require_schedule
-from ..schedule import Schedule, Step
+from ..schedule import Schedule
+from .rewrite import cross_out, rewrite
 
 
 def remove_communication(schedule: Schedule) -> Schedule:
@@ -18,7 +18,7 @@ def remove_communication(schedule: Schedule) -> Schedule:
     >>> remove_communication(place_communication(schedule)) == schedule
     True
     """
-    return _without(schedule, COMMUNICATION)
+    return cross_out(schedule, lambda i: i.op in COMMUNICATION)
 
 
 def remove_tail(schedule: Schedule) -> Schedule:
@@ -28,7 +28,7 @@ def remove_tail(schedule: Schedule) -> Schedule:
     >>> remove_tail(append_tail(gpipe(ranks=1, microbatches=1))) == gpipe(ranks=1, microbatches=1)
     True
     """
-    return _without(schedule, TAIL)
+    return cross_out(schedule, lambda i: i.op in TAIL)
 
 
 def remove_unshards(schedule: Schedule) -> Schedule:
@@ -38,7 +38,7 @@ def remove_unshards(schedule: Schedule) -> Schedule:
     >>> remove_unshards(insert_unshards(gpipe(ranks=1, microbatches=1))) == gpipe(ranks=1, microbatches=1)
     True
     """
-    return _without(schedule, SHARDING)
+    return cross_out(schedule, lambda i: i.op in SHARDING)
 
 
 def remove_slots(schedule: Schedule) -> Schedule:
@@ -51,10 +51,7 @@ def remove_slots(schedule: Schedule) -> Schedule:
     require_schedule(schedule)
     if not schedule.has_slots:
         return schedule
-    return replace(
-        schedule,
-        programs=tuple(tuple(tuple(map(_bare, step)) for step in program) for program in schedule.programs),
-    )
+    return rewrite(schedule, lambda program: (tuple(map(_bare, step)) for step in program))
 
 
 def compute_only(schedule: Schedule) -> Schedule:
@@ -64,11 +61,9 @@ def compute_only(schedule: Schedule) -> Schedule:
     >>> print(*compute_only(deepspeed_train(ranks=2, microbatches=1)).instructions(1))
     1F0 1B0
     """
-    require_schedule(schedule)
-    programs = tuple(
-        tuple(tuple(i for i in step if i.op in COMPUTE) for step in program) for program in schedule.programs
+    return remove_slots(
+        rewrite(schedule, lambda program: (tuple(i for i in step if i.op in COMPUTE) for step in program))
     )
-    return remove_slots(replace(schedule, programs=programs))
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -76,25 +71,13 @@ def forward_only(schedule: Schedule) -> Schedule:
 
     Equivalent to: cross out every backward, reduction and message; an overlapped pair leaves its forward.
     """
-    require_schedule(schedule)
-    programs = tuple(tuple(filter(None, map(_forwards, program))) for program in schedule.programs)
-    return replace(schedule, name=f"{schedule.name} (forward only)", programs=programs)
-
-
-def _without(schedule: Schedule, ops: Container[Op]) -> Schedule:
-    require_schedule(schedule)
-    programs = (
-        [(step, tuple(i for i in step if i.op not in ops)) for step in program]
-        for program in schedule.programs
-    )
-    return replace(
-        schedule, programs=tuple(tuple(new for old, new in program if new or not old) for program in programs)
-    )
+    kept = rewrite(schedule, lambda program: filter(None, map(_forwards, program)))
+    return replace(kept, name=f"{schedule.name} (forward only)")
 
 
 def _bare(instruction: Instruction) -> Instruction:
     return instruction._replace(slot=None, parts=tuple(map(_bare, instruction.parts)))
 
 
-def _forwards(step: Step) -> Step:
+def _forwards(step: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
     return tuple(part for i in step for part in parts_of(i) if part.op in (Op.F, Op.LOAD))

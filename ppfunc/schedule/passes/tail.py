@@ -7,6 +7,7 @@ from ..arguments import require_stages
 from ..instruction import SHARDING, TAIL, Instruction, Op, parts_of
 from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step
+from .rewrite import cross_out, insert, rewrite
 
 
 def append_tail(
@@ -58,14 +59,13 @@ def append_tail(
         ops = [op for op in TAIL if wanted[op] or (op, stage) in there]
         first = next((n for n, op in enumerate(ops) if (op, stage) not in there), len(ops))
         added += [Instruction(op, stage) for op in ops[first:]]
-    moved = {i for i in added if (i.op, i.stage) in there}
-    programs = (_crossed_out(program, moved) for program in schedule.programs)
     tails = [
         tuple(i for op in TAIL for i in added if i.op is op and schedule.placement[i.stage] == r)
         for r in range(schedule.ranks)
     ]
+    bare = cross_out(schedule, added.__contains__)
     return replace(
-        schedule, programs=tuple((*p, tail) if tail else p for p, tail in zip(programs, tails, strict=True))
+        bare, programs=tuple((*p, tail) if tail else p for p, tail in zip(bare.programs, tails, strict=True))
     )
 
 
@@ -83,15 +83,7 @@ def reduce_early(schedule: Schedule) -> Schedule:
     require_schedule(schedule)
     if schedule.forward_only:
         return schedule
-    moved = {Instruction(Op.REDUCE_GRAD, stage) for stage in range(schedule.stages)}
-    programs = (_crossed_out(program, moved) for program in schedule.programs)
-    return replace(schedule, programs=tuple(map(_with_reductions, programs)))
-
-
-def _crossed_out(program: Program, instructions: Collection[Instruction]) -> Program:
-    """Remove these instructions from a program; drop a step that held nothing else."""
-    steps = ((step, tuple(i for i in step if i not in instructions)) for step in program)
-    return tuple(new for old, new in steps if new or not old)
+    return rewrite(cross_out(schedule, lambda i: i.op is Op.REDUCE_GRAD), _with_reductions)
 
 
 def _behind_unshards(step: Step, place: int) -> int:
@@ -110,8 +102,4 @@ def _with_reductions(program: Program) -> Program:
     behind: dict[tuple[int, int], list[Instruction]] = {}
     for stage, position in sorted(last.items()):
         behind.setdefault(position, []).append(Instruction(Op.REDUCE_GRAD, stage))
-
-    def written(number: int, step: Step) -> Step:
-        return tuple(i for place, own in enumerate(step) for i in (own, *behind.get((number, place), ())))
-
-    return tuple(written(number, step) for number, step in enumerate(program))
+    return insert(program, {}, behind)

@@ -1,13 +1,12 @@
 """Write into a schedule when the parameters of each stage are gathered, and when they are freed."""
 
-from dataclasses import replace
-
 from ppfunc.parallel.counts import require_counts
 
 from ..instruction import COMPUTE, Instruction, Op, parts_of
 from ..proof.order import in_order
-from ..schedule import Program, Schedule, Step
+from ..schedule import Program, Schedule
 from .remove import remove_unshards
+from .rewrite import insert, rewrite
 
 Orders = list[
     tuple[int, ...]
@@ -45,26 +44,14 @@ def insert_unshards(schedule: Schedule, most: int = 2) -> Schedule:
     0UNSHARD+0F0+0RESHARD+1UNSHARD 1F0 1B0+1RESHARD+0UNSHARD 0B0+0RESHARD
     """
     require_counts(most=most)
-    return replace(
-        schedule, programs=tuple(_gathered(program, most) for program in remove_unshards(schedule).programs)
-    )
+    return rewrite(remove_unshards(schedule), lambda program: _gathered(program, most))
 
 
 def _gathered(program: Program, most: int) -> Program:
-    uses = [_stages(i) for step in program for _, i in in_order(step) if i.op in COMPUTE]
-    behind = _moves(uses, most)
-    steps: list[Step] = []
-    number = 0
-    for step in program:
-        now: list[Instruction] = []
-        for _, instruction in in_order(step):
-            if instruction.op in COMPUTE:
-                now += [*(behind[0] if number == 0 else ()), instruction, *behind[number + 1]]
-                number += 1
-            else:
-                now.append(instruction)
-        steps.append(tuple(now))
-    return tuple(steps)
+    program = tuple(tuple(i for _, i in in_order(step)) for step in program)
+    places = [(s, p) for s, step in enumerate(program) for p, i in enumerate(step) if i.op in COMPUTE]
+    first, *behind = _moves([_stages(program[step][place]) for step, place in places], most)
+    return insert(program, dict.fromkeys(places[:1], first), dict(zip(places, behind, strict=True)))
 
 
 def _moves(uses: list[tuple[int, ...]], most: int) -> list[list[Instruction]]:
