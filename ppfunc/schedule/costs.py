@@ -3,7 +3,7 @@
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from numbers import Rational, Real
 from typing import Any, Literal, Self, get_args, overload
 
@@ -30,6 +30,7 @@ _TIMES = (
     "reduce_grad",
     "step",
 )
+SENT = ("communication", "bytes", "bandwidth")
 _OF_THE_MODEL = (*_TIMES, "activation", "parameters")
 
 
@@ -84,21 +85,21 @@ class Costs:
     step: PerStage = 0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            for value in _values(getattr(self, field.name)):
-                _require(field.name, value)
+        for name, value in vars(self).items():
+            for number in _values(value):
+                _require(name, number)
 
     def __repr__(self) -> str:
-        given = ((field.name, getattr(self, field.name)) for field in fields(self))
-        changed = (
-            f"{name}={reprlib.repr(value)}" for name, value in given if value is not getattr(Costs, name)
-        )
-        return f"Costs({', '.join(changed)})"
+        return f"Costs({', '.join(f'{name}={reprlib.repr(v)}' for name, v in self._changed().items())})"
+
+    def _changed(self) -> dict[str, Any]:
+        """Return the values that are not the defaults."""
+        return {name: value for name, value in vars(self).items() if value is not getattr(Costs, name)}
 
     def __str__(self) -> str:
         """Draw a table with a line per stage: the times, and all that differs from the defaults."""
         times = ("forward", "backward_input", "backward_weight")
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = vars(self)
         names = [name for name, value in values.items() if name in times or value != getattr(Costs, name)]
         stages = sorted({s for v in values.values() for s in _stages(v)})
         rows: list[tuple[Any, int]] = [(s, s) for s in stages]
@@ -120,8 +121,8 @@ class Costs:
         Raises:
             ValueError: there is no such value, or no number for this stage.
         """
-        if not isinstance(name, str) or name not in self.__dataclass_fields__:
-            raise ValueError(f"name: got {name!r}, expected one of {', '.join(self.__dataclass_fields__)}")
+        if not isinstance(name, str) or name not in vars(self):
+            raise ValueError(f"name: got {name!r}, expected one of {', '.join(vars(self))}")
         value = getattr(self, name)
         require_counts(0, stage=stage)
         if isinstance(value, Mapping):
@@ -149,15 +150,8 @@ class Costs:
                 " schedule.model_stages"
             )
         self.fitting(1 + max(stages, default=-1))
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(
-            self,
-            **{
-                name: tuple(self.of(name, s) for s in stages)
-                for name, value in given.items()
-                if _stages(value)
-            },
-        )
+        unequal = [name for name, value in vars(self).items() if _stages(value)]
+        return replace(self, **{name: tuple(self.of(name, s) for s in stages) for name in unequal})
 
     def per_rank(self, schedule: Schedule) -> Self:
         """Return the costs of a stage of ``schedule``, from those of one rank's share of the model.
@@ -174,16 +168,15 @@ class Costs:
         [66, 51]
         """
         require_schedule(schedule)
-        given = {name: value for name in _OF_THE_MODEL if (value := getattr(self, name)) is not None}
-        for name, value in given.items():
+        shared = {name: value for name in _OF_THE_MODEL if (value := getattr(self, name)) is not None}
+        for name, value in shared.items():
             if _stages(value):
                 raise ValueError(
                     f"{name} is {value!r}, expected one number: that of a rank's share of the model"
                 )
         stages = len(set(schedule.model_stages))
-        return replace(
-            self, **{name: portion(value, schedule.ranks, stages) for name, value in given.items()}
-        )
+        portions = {name: portion(value, schedule.ranks, stages) for name, value in shared.items()}
+        return replace(self, **portions)
 
     def fitting(self, stages: int) -> Self:
         """Return these costs after checking that they fit a schedule of so many stages.
@@ -191,15 +184,11 @@ class Costs:
         Raises:
             ValueError: a sequence of another length, a mapping with a stage that does not exist.
         """
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name, value in vars(self).items():
             if isinstance(value, Sequence) and len(value) != stages:
-                raise ValueError(f"{field.name} has {len(value)} numbers, expected {stages}, one per stage")
-            unknown = [s for s in value if s not in range(stages)] if isinstance(value, Mapping) else []
-            if unknown:
-                raise ValueError(
-                    f"{field.name} names stage {unknown[0]!r}, expected stages from 0 to {stages - 1}"
-                )
+                raise ValueError(f"{name} has {len(value)} numbers, expected {stages}, one per stage")
+            if unknown := [s for s in _stages(value) if s not in range(stages)]:
+                raise ValueError(f"{name} names stage {unknown[0]!r}, expected stages from 0 to {stages - 1}")
         return self
 
     def to_json(self) -> str:
@@ -208,8 +197,7 @@ class Costs:
         >>> Costs(forward=[1, 2], bandwidth=0.5).to_json()
         '{"forward": [1, 2], "bandwidth": 0.5}'
         """
-        given = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return json.dumps({name: plain(value) for name, value in given if value is not getattr(Costs, name)})
+        return json.dumps({name: plain(value) for name, value in self._changed().items()})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -232,9 +220,9 @@ class Costs:
 
     def pair_of(self, forward: int, backward: int, whole: bool = True) -> Number:
         """Return the time of an overlapped pair from the stages of its parts; ``whole`` for B, else I."""
-        given = self.of("overlapped", forward)
-        if given is not None:
-            return given
+        together = self.of("overlapped", forward)
+        if together is not None:
+            return together
         return self.of("forward", forward) + (
             self.backward_of(backward) if whole else self.of("backward_input", backward)
         )

@@ -5,7 +5,7 @@ to the bound.
 import inspect
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from operator import add
 from typing import Any, NamedTuple
@@ -16,14 +16,14 @@ from ppfunc.parallel.counts import require_counts
 from .builders import BUILDERS
 from .check import check
 from .config import find_builder
-from .costs import Costs, Number, portion, require_costs
+from .costs import SENT, Costs, Number, portion, require_costs
 from .instruction import Op
 from .planner.bounds import lower_bound
+from .planner.layers import costs_of_stages
 from .schedule import Schedule
 from .simulate import Timeline, simulate
 from .table import show_table
 
-_SENT = ("communication", "bytes", "bandwidth")
 _HEAD = ("schedule", "makespan", "bubble", "of span", "peak", "messages", "held", "over bound")
 
 
@@ -279,12 +279,10 @@ def _bound(schedule: Schedule, costs: Costs, cap: Number | None) -> Number | Non
 def _stage_costs(costs: Costs, schedule: Schedule) -> Costs:
     """Return the costs of every stage of ``schedule`` from those of the model."""
     wanted = len(set(schedule.model_stages))
-    given = {
-        field.name: value for field in fields(costs) if (value := getattr(costs, field.name)) is not None
-    }
-    if not any(isinstance(value, Sequence | Mapping) for value in given.values()):
+    values = vars(costs).values()
+    if not any(isinstance(value, Sequence | Mapping) for value in values):
         return costs.per_rank(schedule)
-    sizes = {len(value) for value in given.values() if isinstance(value, Sequence)} or {schedule.ranks}
+    sizes = {len(value) for value in values if isinstance(value, Sequence)} or {schedule.ranks}
     if len(sizes) > 1:
         raise ValueError(
             f"costs are given for {' and for '.join(map(str, sorted(sizes)))} stages, expected one number of"
@@ -297,40 +295,22 @@ def _stage_costs(costs: Costs, schedule: Schedule) -> Costs:
             f"costs for {count} stages are not those of the {wanted} stages of {schedule.name}: expected a"
             " divisor or a multiple"
         )
-    parts = {name: [costs.of(name, stage) for stage in range(count)] for name in given}
-    parts["kept"] = [
-        a * share for a, share in zip(parts["activation"], parts.pop("weight_share"), strict=True)
-    ]
-    found = {
-        name: _sent(values, wanted) if name in _SENT else _regrouped(values, wanted)
-        for name, values in parts.items()
-    }
-    found["weight_share"] = [
-        min(1, k / a) if a else 0 for k, a in zip(found.pop("kept"), found["activation"], strict=True)
-    ]
-    return replace(costs, **found).of_stages(schedule.model_stages)
+    if wanted < count:
+        costs = costs_of_stages(costs, range(0, count + 1, count // wanted))
+    elif wanted > count:
+        costs = _pieces(costs, count, wanted // count)
+    return costs.of_stages(schedule.model_stages)
 
 
-def _regrouped(values: list[Number], wanted: int) -> list[Number]:
-    """Cut the values of stages in equal parts, or sum them over neighbours."""
-    if wanted >= len(values):
-        parts = wanted // len(values)
-        return [portion(value, 1, parts) for value in values for _ in range(parts)]
-    width = len(values) // wanted
-    return [sum(values[at : at + width]) for at in range(0, len(values), width)]
-
-
-def _sent(values: list[Number], wanted: int) -> list[Number]:
-    """Return what stages send after they are cut or joined.
-
-    Joined stages send what their last one sends. Pieces of a stage send what the whole does, or, of the last
-    stage, what it receives.
-    """
-    if wanted <= len(values):
-        width = len(values) // wanted
-        return values[width - 1 :: width]
-    parts = wanted // len(values)
-    inner = [*values[:-1], values[-2]] if len(values) > 1 else values
-    return [
-        value for last, part in zip(values, inner, strict=True) for value in (*[part] * (parts - 1), last)
-    ]
+def _pieces(costs: Costs, count: int, pieces: int) -> Costs:
+    """Cut each stage in equal pieces, which send what the whole does; those of the last, what it receives."""
+    whole = [stage for stage in range(count) for _ in range(pieces)]
+    inner = [*whole[: count * pieces - pieces], *[max(count - 2, 0)] * (pieces - 1), count - 1]
+    cut: dict[str, list[Number]] = {}
+    for name, value in vars(costs).items():
+        if name in SENT and value is not None:
+            cut[name] = [costs.of(name, stage) for stage in inner]
+        elif value is not None:
+            parts = 1 if name == "weight_share" else pieces
+            cut[name] = [portion(costs.of(name, stage), 1, parts) for stage in whole]
+    return replace(costs, **cut)

@@ -4,11 +4,12 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ppfunc.parallel.counts import require_counts
 from ppfunc.parallel.placement import bidirectional, v_shape
 
 from ..instruction import B, F, Instruction, Op, overlap
-from ..schedule import Chain, Schedule, single_chain
-from ._parts import require, require_counts
+from ..schedule import Chain, Schedule
+from ._orders import rank_by_rank, require
 
 
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
@@ -37,26 +38,12 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
         DeepSeek-AI, DeepSeek-V3 Technical Report (arXiv:2412.19437), section 3.2.1;
         deepseek-ai/DualPipe, ``dualpipe.py``.
     """  # noqa: E501
-    require_counts(ranks=ranks, microbatches=microbatches)
-    require("ranks", ranks, ranks % 2 == 0, "an even number", "use an even number, or dualpipev")
-    fits = microbatches % 2 == 0 and microbatches >= 2 * ranks
-    require(
-        "microbatches",
-        microbatches,
-        fits,
-        f"an even number of at least 2 * ranks = {2 * ranks}",
-        "split the batch finer",
-    )
-    half = microbatches // 2
-    chains = (
-        Chain(tuple(range(ranks)), range(half)),
-        Chain(tuple(range(ranks, 2 * ranks)), range(half, microbatches)),
-    )
+    chains = _both_ways(ranks, microbatches, "dualpipev", 2 * ranks)
     programs = []
     for r in range(ranks):
         up, down = stream(r, chains[0].microbatches), stream(2 * ranks - 1 - r, chains[1].microbatches)
         entering, leaving = (up, down) if r < ranks // 2 else (down, up)
-        phases = eight_phases(entering, leaving, ranks // 2, min(r, ranks - 1 - r), half)
+        phases = eight_phases(entering, leaving, ranks // 2, min(r, ranks - 1 - r), microbatches // 2)
         programs.append(tuple((i,) for i in phases))
     return Schedule("dualpipe", bidirectional(ranks), chains, tuple(programs))
 
@@ -85,12 +72,12 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
     require_counts(ranks=ranks, microbatches=microbatches)
     fits = microbatches >= 2 * ranks
     require("microbatches", microbatches, fits, f"at least 2 * ranks = {2 * ranks}", "split the batch finer")
-    walked = range(microbatches)
-    programs = (
-        eight_phases(stream(r, walked), stream(2 * ranks - 1 - r, walked), ranks, r, microbatches)
-        for r in range(ranks)
-    )
-    return single_chain("dualpipev", v_shape(ranks), microbatches, programs)
+
+    def program_of(r: int) -> Iterator[Instruction]:
+        up, down = (stream(stage, range(microbatches)) for stage in (r, 2 * ranks - 1 - r))
+        return eight_phases(up, down, ranks, r, microbatches)
+
+    return rank_by_rank("dualpipev", v_shape(ranks), ranks, microbatches, program_of)
 
 
 def chimera(ranks: int, microbatches: int) -> Schedule:
@@ -118,20 +105,7 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     References:
         Li and Hoefler, Chimera, SC 2021 (arXiv:2107.06925), sections 3.1 and 3.5.
     """
-    require_counts(ranks=ranks, microbatches=microbatches)
-    require("ranks", ranks, ranks % 2 == 0, "an even number", "use an even number, or one_f_one_b")
-    require(
-        "microbatches",
-        microbatches,
-        microbatches % 2 == 0,
-        "an even number",
-        "split the batch in one more or less",
-    )
-    half = microbatches // 2
-    chains = (
-        Chain(tuple(range(ranks)), range(half)),
-        Chain(tuple(range(ranks, 2 * ranks)), range(half, microbatches)),
-    )
+    chains = _both_ways(ranks, microbatches, "one_f_one_b")
     programs = []
     for r in range(ranks):
         slots = {}
@@ -142,6 +116,23 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
                 slots[start + 2 * ranks - 1 - place] = B(chain.stages[place], m)
         programs.append(tuple((slots[time],) for time in sorted(slots)))
     return Schedule("chimera", bidirectional(ranks), chains, tuple(programs))
+
+
+def _both_ways(ranks: int, microbatches: int, other: str, least: int = 2) -> tuple[Chain, Chain]:
+    """Make a chain up the ranks and one down, each for half of the microbatches.
+
+    Raises:
+        ValueError: an odd number, or fewer than ``least`` microbatches. ``other`` is a builder for odd ranks.
+    """
+    require_counts(ranks=ranks, microbatches=microbatches)
+    require("ranks", ranks, ranks % 2 == 0, "an even number", f"use an even number, or {other}")
+    fits = microbatches % 2 == 0 and microbatches >= least
+    require(
+        "microbatches", microbatches, fits, f"an even number of at least {least}", "split the batch finer"
+    )
+    up, down = range(ranks), range(ranks, 2 * ranks)
+    half = microbatches // 2
+    return Chain(tuple(up), range(half)), Chain(tuple(down), range(half, microbatches))
 
 
 class MicrobatchStream(NamedTuple):

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
+from ppfunc.parallel.counts import require_counts
 from ppfunc.parallel.placement import loop
 
 from ..instruction import TAIL, Instruction, Op
 from ..schedule import Chain, Schedule, Step
-from ._parts import require, require_counts
+from ._orders import require
 
 
 def deepspeed_train(ranks: int, microbatches: int, order: str = "source") -> Schedule:

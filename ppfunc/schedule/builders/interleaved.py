@@ -2,11 +2,14 @@
 breadth first.
 """
 
-from ppfunc.parallel.placement import loop, stages_of
+from collections.abc import Iterator
 
-from ..instruction import B, F, Op
-from ..schedule import Schedule, single_chain
-from ._parts import alternate, delayed_weights, require, require_counts
+from ppfunc.parallel.counts import require_counts
+from ppfunc.parallel.placement import loop
+
+from ..instruction import B, F, Instruction
+from ..schedule import Schedule
+from ._orders import alternate, delayed_weights, rank_by_rank, require
 
 
 def interleaved_one_f_one_b(
@@ -38,16 +41,13 @@ def interleaved_one_f_one_b(
     require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
     size = group_size(ranks, microbatches, chunks, group)
     order = walk(microbatches, chunks, size)
-    warm_ups = (2 * (ranks - 1 - r) + (chunks - 1) * size for r in range(ranks))
-    programs = (
-        alternate(
-            [F(chunk * ranks + r, m) for chunk, m in order],
-            [[B((chunks - 1 - chunk) * ranks + r, m)] for chunk, m in order],
-            warm_up,
-        )
-        for r, warm_up in enumerate(warm_ups)
-    )
-    return single_chain("interleaved_one_f_one_b", loop(ranks, chunks), microbatches, programs)
+
+    def program_of(r: int) -> Iterator[Instruction]:
+        forwards = [F(chunk * ranks + r, m) for chunk, m in order]
+        backwards = [[B((chunks - 1 - chunk) * ranks + r, m)] for chunk, m in order]
+        return alternate(forwards, backwards, 2 * (ranks - 1 - r) + (chunks - 1) * size)
+
+    return rank_by_rank("interleaved_one_f_one_b", loop(ranks, chunks), ranks, microbatches, program_of)
 
 
 def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
@@ -78,16 +78,13 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> S
     require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
     size = group_size(ranks, microbatches, chunks)
     order = walk(microbatches, chunks, size)
-    programs = (
-        delayed_weights(
-            [F(chunk * ranks + r, m) for chunk, m in order],
-            [((chunks - 1 - chunk) * ranks + r, m) for chunk, m in order],
-            warm_up=ranks - 1 - r + (chunks - 1) * size,
-            delay=r,
-        )
-        for r in range(ranks)
-    )
-    return single_chain("interleaved_zero_bubble", loop(ranks, chunks), microbatches, programs)
+
+    def program_of(r: int) -> Iterator[Instruction]:
+        forwards = [F(chunk * ranks + r, m) for chunk, m in order]
+        backwards = [((chunks - 1 - chunk) * ranks + r, m) for chunk, m in order]
+        return delayed_weights(forwards, backwards, ranks - 1 - r + (chunks - 1) * size, delay=r)
+
+    return rank_by_rank("interleaved_zero_bubble", loop(ranks, chunks), ranks, microbatches, program_of)
 
 
 def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
@@ -111,11 +108,12 @@ def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     References:
         Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023 (arXiv:2211.05953), section 4.
     """
-    require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
-    placement = loop(ranks, chunks)
-    forwards = ([F(s, m) for s in stages_of(placement, r) for m in range(microbatches)] for r in range(ranks))
-    programs = ([*program, *(f._replace(op=Op.B) for f in reversed(program))] for program in forwards)
-    return single_chain("looped_bfs", placement, microbatches, programs)
+
+    def program_of(r: int) -> list[Instruction]:
+        order = [(chunk * ranks + r, m) for chunk, m in walk(microbatches, chunks, microbatches)]
+        return [*(F(*place) for place in order), *(B(*place) for place in reversed(order))]
+
+    return rank_by_rank("looped_bfs", loop(ranks, chunks), ranks, microbatches, program_of)
 
 
 def walk(microbatches: int, chunks: int, group: int) -> list[tuple[int, int]]:

@@ -1,8 +1,12 @@
 """Schedules of one stage per rank, in a fixed pattern: GPipe, 1F1B, ZB-H1, ZB-H2, inference."""
 
-from ..instruction import B, F
-from ..schedule import Schedule, single_chain
-from ._parts import alternate, delayed_weights, require_counts
+from collections.abc import Iterator
+
+from ppfunc.parallel.placement import loop
+
+from ..instruction import B, F, Instruction
+from ..schedule import Schedule
+from ._orders import alternate, delayed_weights, rank_by_rank
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
@@ -26,10 +30,13 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
     References:
         Huang et al., GPipe, NeurIPS 2019 (arXiv:1811.06965), section 2.3.
     """
-    require_counts(ranks=ranks, microbatches=microbatches)
-    walk = range(microbatches)
-    programs = ([op(r, m) for op in (F, B) for m in walk] for r in range(ranks))
-    return single_chain("gpipe", range(ranks), microbatches, programs)
+    return rank_by_rank(
+        "gpipe",
+        loop(ranks),
+        ranks,
+        microbatches,
+        lambda r: (op(r, m) for op in (F, B) for m in range(microbatches)),
+    )
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
@@ -54,12 +61,12 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     References:
         Narayanan et al., PipeDream-flush (arXiv:2006.09503), section 2; Fan et al., DAPPLE, PPoPP 2021.
     """
-    require_counts(ranks=ranks, microbatches=microbatches)
-    walk = range(microbatches)
-    programs = (
-        alternate([F(r, m) for m in walk], [[B(r, m)] for m in walk], ranks - 1 - r) for r in range(ranks)
-    )
-    return single_chain("one_f_one_b", range(ranks), microbatches, programs)
+
+    def program_of(r: int) -> Iterator[Instruction]:
+        walk = range(microbatches)
+        return alternate([F(r, m) for m in walk], [[B(r, m)] for m in walk], ranks - 1 - r)
+
+    return rank_by_rank("one_f_one_b", loop(ranks), ranks, microbatches, program_of)
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
@@ -84,13 +91,7 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     References:
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 2.1.
     """
-    require_counts(ranks=ranks, microbatches=microbatches)
-    walk = range(microbatches)
-    programs = (
-        delayed_weights([F(r, m) for m in walk], [(r, m) for m in walk], warm_up=ranks - 1 - r, delay=r)
-        for r in range(ranks)
-    )
-    return single_chain("zb_h1", range(ranks), microbatches, programs)
+    return _zero_bubble("zb_h1", ranks, microbatches, 1)
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
@@ -116,15 +117,18 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     References:
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 2.2.
     """
-    require_counts(ranks=ranks, microbatches=microbatches)
-    walk = range(microbatches)
-    programs = (
-        delayed_weights(
-            [F(r, m) for m in walk], [(r, m) for m in walk], warm_up=2 * (ranks - 1 - r), delay=2 * r
-        )
-        for r in range(ranks)
-    )
-    return single_chain("zb_h2", range(ranks), microbatches, programs)
+    return _zero_bubble("zb_h2", ranks, microbatches, 2)
+
+
+def _zero_bubble(name: str, ranks: int, microbatches: int, times: int) -> Schedule:
+    """Warm up so many times as long as 1F1B, and delay the weight gradients so many times r."""
+
+    def program_of(r: int) -> Iterator[Instruction]:
+        walk = range(microbatches)
+        warm_up, delay = times * (ranks - 1 - r), times * r
+        return delayed_weights([F(r, m) for m in walk], [(r, m) for m in walk], warm_up, delay)
+
+    return rank_by_rank(name, loop(ranks), ranks, microbatches, program_of)
 
 
 def inference(ranks: int, microbatches: int) -> Schedule:
@@ -148,10 +152,6 @@ def inference(ranks: int, microbatches: int) -> Schedule:
     References:
         Huang et al., GPipe, NeurIPS 2019 (arXiv:1811.06965), section 2.3.
     """
-    require_counts(ranks=ranks, microbatches=microbatches)
-    return single_chain(
-        "inference",
-        range(ranks),
-        microbatches,
-        ([F(r, m) for m in range(microbatches)] for r in range(ranks)),
+    return rank_by_rank(
+        "inference", loop(ranks), ranks, microbatches, lambda r: (F(r, m) for m in range(microbatches))
     )

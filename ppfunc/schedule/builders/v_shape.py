@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate, count
 from operator import itemgetter
 
+from ppfunc.parallel.counts import require_counts
 from ppfunc.parallel.placement import v_shape
 
 from ..instruction import F, I, Instruction, Op, microbatch_of
 from ..schedule import Schedule, single_chain
-from ._parts import require_counts
+from ._orders import rank_by_rank
 
 
 def zbv(ranks: int, microbatches: int) -> Schedule:
@@ -34,15 +35,15 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
     References:
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 6.
     """  # noqa: E501
-    require_counts(ranks=ranks, microbatches=microbatches)
-    programs = (
-        (i for i in _program(r, ranks, max(2 * ranks - 1, microbatches)) if microbatch_of(i) < microbatches)
-        for r in range(ranks)
-    )
-    return single_chain("zbv", v_shape(ranks), microbatches, programs)
+
+    def program_of(r: int) -> Iterator[Instruction]:
+        pattern = _pattern(r, ranks, max(2 * ranks - 1, microbatches))
+        return (i for i in pattern if microbatch_of(i) < microbatches)
+
+    return rank_by_rank("zbv", v_shape(ranks), ranks, microbatches, program_of)
 
 
-def _program(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
+def _pattern(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
     """Write the letters of the pattern: capitals for the first chunk, small ones for the second."""
     warm_up = "F" * (2 * (ranks - rank) - 1) + "fF" * rank + "fiw" * (ranks - rank)
     steady = "FIWfiw" * (microbatches - 2 * ranks + rank + 1) + "IWfiw" * (ranks - rank - 1)
@@ -76,7 +77,6 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
     References:
         Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024 (arXiv:2405.15362), section 3.
     """
-    require_counts(ranks=ranks, microbatches=microbatches)
     p, shift = ranks, 0 if ranks % 2 else 3
     return from_pattern(
         "v_half",
@@ -110,7 +110,6 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     References:
         Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024 (arXiv:2405.15362), section 3.
     """
-    require_counts(ranks=ranks, microbatches=microbatches)
     p, shift = ranks, 0 if ranks % 3 else 2
     return from_pattern(
         "v_min", ranks, microbatches, lambda r: (r, 2 * p - r - 1, 2 * p + shift + r, 4 * p + shift - r - 1)
@@ -129,6 +128,7 @@ def from_pattern(name: str, ranks: int, microbatches: int, slots: Callable[[int]
         slots: where microbatch 0 has, on a rank, the forward of the first and of the second
             chunk and the input gradient of the second and of the first.
     """
+    require_counts(microbatches=microbatches)
     placement = v_shape(ranks)
     pattern = [_repeat(r, 2 * ranks - 1 - r, microbatches, slots(r)) for r in range(ranks)]
     return single_chain(

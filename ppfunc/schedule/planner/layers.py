@@ -1,27 +1,16 @@
 """Cut layers into stages so that the bound of the schedule is low."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from ppfunc.parallel.balance import partition_balanced
 from ppfunc.parallel.partition import Partition
 
-from ..costs import Costs, Number
+from ..costs import SENT, Costs, Number
 from .bounds import bound_of
 from .problem import Cap, Objective, problem_of
 
-_SUMS = (
-    "forward",
-    "backward_input",
-    "backward_weight",
-    "parameters",
-    "unshard",
-    "reduce_tied",
-    "reduce_grad",
-    "step",
-)
-_LAST = ("communication", "bytes", "bandwidth")
 _SWEEPS = 8
 
 
@@ -79,20 +68,14 @@ def cut_layers(
 
 def costs_of_stages(costs: Costs, boundaries: Sequence[int]) -> Costs:
     """Add up costs per layer to costs per stage; a message is that of the last layer of a stage."""
-    stages = [range(start, end) for start, end in pairwise(boundaries)]
-    added = {
-        name: [sum(costs.of(name, n) for n in stage) for stage in stages] for name in (*_SUMS, "activation")
-    }
-    kept = [sum(costs.of("activation", n) * costs.of("weight_share", n) for n in stage) for stage in stages]
-    shares = [min(1, k / a) if a else 0 for k, a in zip(kept, added["activation"], strict=True)]
-    if len(set(costs.of("weight_share", n) for n in range(boundaries[-1]))) == 1:
-        shares = [costs.of("weight_share", 0)] * len(stages)
-    last = {
-        name: [costs.of(name, stage[-1]) for stage in stages]
-        for name in _LAST
-        if getattr(costs, name) is not None
-    }
-    assert set(added) | set(last) | {"weight_share", "backward", "overlapped", "bandwidth"} == {
-        f.name for f in fields(costs)
-    }
-    return replace(costs, **added, **last, weight_share=shares)
+    layers, stages = range(boundaries[-1]), list(pairwise(boundaries))
+    joined = {}
+    for name in (name for name, value in vars(costs).items() if value is not None):
+        values = [costs.of(name, layer) for layer in layers]
+        joined[name] = [values[end - 1] if name in SENT else sum(values[begin:end]) for begin, end in stages]
+    shares = [costs.of("weight_share", layer) for layer in layers]
+    if len(set(shares)) > 1:
+        kept = [costs.of("activation", layer) * share for layer, share in enumerate(shares)]
+        sums = zip(stages, joined["activation"], strict=True)
+        shares = [min(1, sum(kept[begin:end]) / size) if size else 0 for (begin, end), size in sums]
+    return replace(costs, **joined | {"weight_share": shares[: len(stages)]})

@@ -1,7 +1,7 @@
 """List the placements that a plan may choose from, with the costs of their stages."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from ppfunc.parallel.counts import require_counts
@@ -96,10 +96,8 @@ def _chunk_counts(
     ranks: int, costs: Costs, placement: str, chunks: int | Sequence[int] | None, layers: int | None
 ) -> Sequence[int]:
     """How many stages a rank may have."""
-    sizes = {
-        len(value) for field in fields(costs) if isinstance(value := getattr(costs, field.name), Sequence)
-    }
-    named = any(isinstance(getattr(costs, field.name), Mapping) for field in fields(costs))
+    sizes = {len(value) for value in vars(costs).values() if isinstance(value, Sequence)}
+    named = any(isinstance(value, Mapping) for value in vars(costs).values())
     if placement == "v":
         if chunks not in (None, 2) and (not isinstance(chunks, Sequence) or list(chunks) != [2]):
             raise ValueError(

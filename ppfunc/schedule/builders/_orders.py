@@ -1,10 +1,24 @@
-"""Share among builders the check of arguments, and the orders of 1F1B."""
+"""Share among builders the form of a schedule, the check of arguments, and the orders of 1F1B."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ppfunc.parallel.counts import require_counts as require_counts
+from ppfunc.parallel.counts import require_counts
+from ppfunc.parallel.placement import Placement
 
 from ..instruction import I, Instruction, W
+from ..schedule import Schedule, single_chain
+
+
+def rank_by_rank(
+    name: str,
+    placement: Placement,
+    ranks: int,
+    microbatches: int,
+    program_of: Callable[[int], Iterable[Instruction]],
+) -> Schedule:
+    """Make the schedule of one chain in which rank r runs ``program_of(r)``."""
+    require_counts(microbatches=microbatches)
+    return single_chain(name, placement, microbatches, map(program_of, range(ranks)))
 
 
 def require(name: str, got: object, holds: bool, expected: str, mend: str) -> None:
@@ -35,9 +49,6 @@ def delayed_weights(
         delay: input gradients whose weight gradient is still to be done in the steady state.
     """
     late: list[list[Instruction]] = [[]] * delay + [[W(*backward)] for backward in backwards]
-    yield from alternate(
-        forwards,
-        [[I(*backward), *weight] for backward, weight in zip(backwards, late, strict=False)],
-        warm_up,
-    )
+    pairs = zip(backwards, late, strict=False)
+    yield from alternate(forwards, [[I(*backward), *weight] for backward, weight in pairs], warm_up)
     yield from (weight for weights in late[len(backwards) :] for weight in weights)
