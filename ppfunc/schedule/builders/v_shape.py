@@ -77,13 +77,12 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
     References:
         Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024 (arXiv:2405.15362), section 3.
     """
-    p, shift = ranks, 0 if ranks % 2 else 3
-    return from_pattern(
-        "v_half",
-        ranks,
-        microbatches,
-        lambda r: (2 * r, 3 * p - r - 2, 3 * p + shift + 2 * r - 1, 6 * p + shift - r - 2),
-    )
+
+    def slots(p: int, r: int) -> Slots:
+        shift = 0 if p % 2 else 3
+        return 2 * r, 3 * p - r - 2, 3 * p + shift + 2 * r - 1, 6 * p + shift - r - 2
+
+    return from_pattern("v_half", ranks, microbatches, slots)
 
 
 def v_min(ranks: int, microbatches: int) -> Schedule:
@@ -110,10 +109,12 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     References:
         Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024 (arXiv:2405.15362), section 3.
     """
-    p, shift = ranks, 0 if ranks % 3 else 2
-    return from_pattern(
-        "v_min", ranks, microbatches, lambda r: (r, 2 * p - r - 1, 2 * p + shift + r, 4 * p + shift - r - 1)
-    )
+
+    def slots(p: int, r: int) -> Slots:
+        shift = 0 if p % 3 else 2
+        return r, 2 * p - r - 1, 2 * p + shift + r, 4 * p + shift - r - 1
+
+    return from_pattern("v_min", ranks, microbatches, slots)
 
 
 PERIOD = 6  # slots of a microbatch on a rank: forward, input and weight gradient of two chunks
@@ -121,8 +122,8 @@ SlotNumbers = dict[Instruction, int]
 Slots = tuple[int, int, int, int]
 
 
-def from_pattern(name: str, ranks: int, microbatches: int, slots: Callable[[int], Slots]) -> Schedule:
-    """Repeat ``slots(rank)`` every six slots, each instruction as early as memory allows.
+def from_pattern(name: str, ranks: int, microbatches: int, slots: Callable[[int, int], Slots]) -> Schedule:
+    """Repeat ``slots(ranks, rank)`` every six slots, each instruction as early as memory allows.
 
     Args:
         slots: where microbatch 0 has, on a rank, the forward of the first and of the second
@@ -130,7 +131,7 @@ def from_pattern(name: str, ranks: int, microbatches: int, slots: Callable[[int]
     """
     require_counts(microbatches=microbatches)
     placement = v_shape(ranks)
-    pattern = [_repeat(r, 2 * ranks - 1 - r, microbatches, slots(r)) for r in range(ranks)]
+    pattern = [_repeat(r, 2 * ranks - 1 - r, microbatches, slots(ranks, r)) for r in range(ranks)]
     return single_chain(
         name, placement, microbatches, _drain(_squeeze(pattern, placement), pattern, 2 * ranks)
     )
