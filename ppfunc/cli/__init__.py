@@ -55,12 +55,10 @@ def _run(arguments: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError) as error:
-        told = (
-            f"{error.filename}: {error.strerror}"
-            if isinstance(error, OSError) and error.filename
-            else str(error)
-        )
-        print(printable(f"ppfunc {arguments.command}: error: {told}"), file=sys.stderr)
+        reason = str(error)
+        if isinstance(error, OSError) and error.filename:
+            reason = f"{error.filename}: {error.strerror}"
+        print(printable(f"ppfunc {arguments.command}: error: {reason}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -15,12 +15,10 @@ from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.formats.scatter import to_scatter
 from ppfunc.schedule.overview import Overview, compare_schedules
 from ppfunc.schedule.schedule import Schedule
-from ppfunc.schedule.simulate import Timeline
 
 from .costs import add_cost_options, read_costs
-from .number import count, number
 from .output import form_of, write
-from .sources import is_file, read_file, require_size
+from .sources import add_options, is_file, read_file, require_size
 
 _PLAN = "plan"
 _COLUMNS = """Columns: the makespan in the unit of the costs; the bubble as a share of the makespan, and of
@@ -54,36 +52,21 @@ def add_compare(commands: Any) -> None:
         nargs="*",
         help="names of `ppfunc list`, files, or plan; default: the list",
     )
-    comparing.add_argument(
-        "--ranks", type=count, metavar="P", help="number of ranks; default: that of the first file"
-    )
-    comparing.add_argument(
-        "--microbatches",
-        type=count,
-        metavar="M",
-        help="number of microbatches; default: that of the first file",
-    )
-    comparing.add_argument(
-        "--chunks", type=count, metavar="V", help="stages per rank, where that is a choice; default: 2"
-    )
-    comparing.add_argument(
-        "--cap",
-        type=number,
-        metavar="K",
-        help="memory of a rank, in the unit of the costs; default: no limit",
-    )
-    comparing.add_argument(
-        "--effort", type=number, metavar="N", help="how long a plan is searched for; default: 1, some seconds"
+    add_options(
+        comparing,
+        ranks="number of ranks; default: that of the first file",
+        microbatches="number of microbatches; default: that of the first file",
+        chunks="stages per rank, where that is a choice; default: 2",
+        cap="memory of a rank, in the unit of the costs; default: no limit",
+        effort="how long a plan is searched for; default: 1, some seconds",
+        width="pixels of an svg",
+        out="write there instead of to standard output",
     )
     add_cost_options(comparing, "one rank's share of the model")
     comparing.add_argument(
         "--format",
         choices=tuple(_SUFFIXES),
         help="svg: bubble against memory; default: as the suffix of --out says, else table",
-    )
-    comparing.add_argument("--width", type=count, metavar="N", help="pixels of an svg")
-    comparing.add_argument(
-        "--out", metavar="FILE", type=Path, help="write there instead of to standard output"
     )
     comparing.set_defaults(func=_compare)
 
@@ -118,8 +101,7 @@ def _items(names: list[str]) -> Iterator[str | Schedule]:
     """Read the schedules of files, named after the file; pass names on as they are."""
     for name in names:
         if name != _PLAN and is_file(name):
-            content = read_file(name)
-            schedule = content.schedule if isinstance(content, Timeline) else content
+            schedule, _ = read_file(name)
             yield replace(schedule, name=schedule.name if name == "-" else Path(name).name)
         else:
             _require_name(name)

@@ -59,12 +59,12 @@ def read_costs(arguments: argparse.Namespace) -> Costs | None:
         ValueError: the costs are in two places, or invalid.
         OSError: the file cannot be read.
     """
-    given = {name: value for name in _OPTIONS if (value := getattr(arguments, name, None)) is not None}
+    costs = {name: value for name in _OPTIONS if (value := getattr(arguments, name, None)) is not None}
     if arguments.costs is None:
-        return Costs(**_with_parts(given)) if given else None
-    if given:
+        return Costs(**_with_halves(costs)) if costs else None
+    if costs:
         raise ValueError(
-            f"--costs {arguments.costs} and --{next(iter(given)).replace('_', '-')}: give the costs in one"
+            f"--costs {arguments.costs} and --{next(iter(costs)).replace('_', '-')}: give the costs in one"
             " place"
         )
     try:
@@ -88,14 +88,14 @@ def fitted(costs: Costs, schedule: Schedule) -> Costs:
     )
 
 
-def _with_parts(given: dict[str, Any]) -> dict[str, Any]:
+def _with_halves(costs: dict[str, Any]) -> dict[str, Any]:
     """Split the cost of a whole backward into its two parts, per stage if any cost is per stage."""
-    if "backward" not in given:
-        return given
-    values = [given.get(name) for name in ("backward", "backward_input", "backward_weight")]
+    if "backward" not in costs:
+        return costs
+    values = [costs.get(name) for name in ("backward", "backward_input", "backward_weight")]
     sizes = {len(value) for value in values if isinstance(value, tuple)}
     if not sizes:
-        return given | dict(zip(_HALVES, _parts(*values), strict=True))
+        return costs | dict(zip(_HALVES, _halves(*values), strict=True))
     if len(sizes) > 1:
         raise ValueError(
             f"--backward and its parts have {' and '.join(map(str, sorted(sizes)))} numbers, expected as many"
@@ -103,10 +103,11 @@ def _with_parts(given: dict[str, Any]) -> dict[str, Any]:
         )
     (stages,) = sizes
     rows = zip(*(value if isinstance(value, tuple) else (value,) * stages for value in values), strict=True)
-    return given | dict(zip(_HALVES, zip(*(_parts(*row) for row in rows), strict=True), strict=True))
+    return costs | dict(zip(_HALVES, zip(*(_halves(*row) for row in rows), strict=True), strict=True))
 
 
-def _parts(whole: Any, inputs: Any, weights: Any) -> tuple[Any, Any]:
+def _halves(whole: Any, inputs: Any, weights: Any) -> tuple[Any, Any]:
+    """Return the times of I and W, of which each may be None."""
     for name, part in (("input", inputs), ("weight", weights)):
         if part is not None and part > whole:
             raise ValueError(

@@ -69,8 +69,8 @@ def _topology(arguments: argparse.Namespace) -> int:
             f"rank {rank}:"
             f" {', '.join(f'{axis}={i}' for axis, i in zip(topology.axes, coordinate, strict=True))}"
         )
-    for axis, found in groups.items():
-        print(f"groups along {axis}: {' '.join(str(list(group)) for group in found)}")
+    for axis, of_axis in groups.items():
+        print(f"groups along {axis}: {' '.join(str(list(group)) for group in of_axis)}")
     return 0
 
 
@@ -100,10 +100,10 @@ def _cut(arguments: argparse.Namespace) -> int:
     return 0
 
 
-_Found = tuple[Partition, tuple[float, ...], dict[str, tuple[Any, ...]]]
+_Cut = tuple[Partition, tuple[float, ...], dict[str, tuple[Any, ...]]]
 
 
-def _from_weights(arguments: argparse.Namespace, weights: list[float]) -> _Found:
+def _from_weights(arguments: argparse.Namespace, weights: list[float]) -> _Cut:
     weights[0] += arguments.input_weight or 0
     weights[-1] += arguments.output_weight or 0
     partition = partition_by_weights(
@@ -112,7 +112,7 @@ def _from_weights(arguments: argparse.Namespace, weights: list[float]) -> _Found
     return partition, partition.loads(weights), {}
 
 
-def _from_layers(arguments: argparse.Namespace) -> _Found:
+def _from_layers(arguments: argparse.Namespace) -> _Cut:
     if arguments.layers < 1:
         raise ValueError(f"--layers is one or more, got {arguments.layers}")
     if arguments.method is not None:
@@ -124,7 +124,7 @@ def _from_layers(arguments: argparse.Namespace) -> _Found:
     return partition, effective_loads(partition, *ends), {"split_points": partition.split_points()}
 
 
-def _from_layout(arguments: argparse.Namespace) -> _Found:
+def _from_layout(arguments: argparse.Namespace) -> _Cut:
     for option in ("method", "input_weight", "output_weight"):
         if getattr(arguments, option) is not None:
             raise ValueError(

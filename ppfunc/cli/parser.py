@@ -27,12 +27,12 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the words, and refuse unknown ones here rather than in the parent command."""
-        found, left = super().parse_known_args(args, namespace)
-        if left:
-            word = next((w for w in left if w.startswith("-")), left[0])
+        arguments, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            word = next((w for w in unknown if w.startswith("-")), unknown[0])
             options = [option for action in self._actions for option in action.option_strings]
             self.error(f"{word} is none of its options or arguments{suggestion(word, options)}")
-        return found, left
+        return arguments, unknown
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:

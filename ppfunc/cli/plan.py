@@ -19,7 +19,9 @@ from ppfunc.schedule.planner.plan import Plan, plan
 from ppfunc.schedule.schedule import Schedule
 
 from .costs import add_cost_options, read_costs
-from .number import count, number
+from .number import count
+from .output import write
+from .sources import add_options
 
 _WRITERS: dict[str, Callable[[Schedule], str]] = {".csv": to_csv, ".json": to_json, ".svg": to_svg}
 _BAR = 30
@@ -53,22 +55,14 @@ def add_plan(commands: Any) -> None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=count, metavar="P", required=True, help="number of ranks")
-    parser.add_argument(
-        "--microbatches", type=count, metavar="M", required=True, help="number of microbatches"
-    )
+    for name, metavar in (("ranks", "P"), ("microbatches", "M")):
+        parser.add_argument(f"--{name}", type=count, metavar=metavar, required=True, help=f"number of {name}")
     add_cost_options(parser, "each stage, or each layer", without=_NOT_PLANNED)
-    parser.add_argument(
-        "--layers",
-        type=count,
-        metavar="N",
-        help="costs are those of N layers, which are also cut into stages",
-    )
-    parser.add_argument(
-        "--cap",
-        type=number,
-        metavar="K",
-        help="memory of a rank, in the unit of an activation; default: no limit",
+    add_options(
+        parser,
+        layers="costs are those of N layers, which are also cut into stages",
+        cap="memory of a rank, in the unit of an activation; default: no limit",
+        effort="how long to search; default 1, some seconds",
     )
     parser.add_argument(
         "--placement", choices=("loop", "v", "wave", "any"), default="any", help="default: any"
@@ -84,9 +78,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         choices=("makespan", "span"),
         default="makespan",
         help="what is to be short; default: makespan",
-    )
-    parser.add_argument(
-        "--effort", type=number, metavar="N", default=1, help="how long to search; default 1, some seconds"
     )
 
 
@@ -122,7 +113,7 @@ def _planned(arguments: argparse.Namespace) -> Plan:
                 )
             return bool(interrupted)
 
-        found = plan(
+        best = plan(
             arguments.ranks,
             arguments.microbatches,
             _in_parts(read_costs(arguments) or Costs()),
@@ -131,12 +122,12 @@ def _planned(arguments: argparse.Namespace) -> Plan:
             chunks=arguments.chunks,
             layers=arguments.layers,
             objective=arguments.objective,
-            effort=arguments.effort,
+            effort=1 if arguments.effort is None else arguments.effort,
             progress=progress,
         )
     if sys.stderr.isatty():
         print(f"\r{'':{_BAR + 40}}\r", end="", file=sys.stderr)
-    return found
+    return best
 
 
 @contextmanager
@@ -161,30 +152,30 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--out {out} ends in {out.suffix!r}, expected one of {', '.join(_WRITERS)}")
     if out and not out.parent.is_dir():
         raise ValueError(f"--out {out}: no directory {out.parent}, make it first")
-    found = _planned(arguments)
+    best = _planned(arguments)
     if out:
-        out.write_text(_WRITERS[out.suffix](found.schedule), encoding="utf-8", newline="")
+        write(_WRITERS[out.suffix](best.schedule), out)
     print(
-        json.dumps(_figures(found), default=float)
+        json.dumps(_figures(best), default=float)
         if arguments.json
-        else f"{found.placement}: {found}; {found.found}"
+        else f"{best.placement}: {best}; {best.found}"
     )
     return 0
 
 
-def _figures(found: Plan) -> dict[str, Any]:
-    timeline = found.timeline
+def _figures(best: Plan) -> dict[str, Any]:
+    timeline = best.timeline
     return {
-        "objective": found.objective,
-        "value": found.value,
-        "bound": found.bound.value,
-        "gap": found.gap,
-        "binds": f"{found.bound.name} of rank {found.bound.rank}",
+        "objective": best.objective,
+        "value": best.value,
+        "bound": best.bound.value,
+        "gap": best.gap,
+        "binds": f"{best.bound.name} of rank {best.bound.rank}",
         "span": timeline.span,
         "makespan": timeline.makespan,
         "bubble": timeline.bubble,
         "span_bubble": timeline.span_bubble,
         "peak_activations": list(timeline.peak_activations),
-        "placement": list(found.schedule.placement),
-        **({} if found.partition is None else {"boundaries": list(found.partition.boundaries)}),
+        "placement": list(best.schedule.placement),
+        **({} if best.partition is None else {"boundaries": list(best.partition.boundaries)}),
     }

@@ -5,7 +5,6 @@ import inspect
 import json
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ppfunc.schedule.builders import BUILDERS
@@ -25,9 +24,8 @@ from ppfunc.schedule.schedule import Schedule
 from ppfunc.schedule.simulate import Timeline, simulate
 
 from .costs import add_cost_options, fitted, read_costs
-from .number import count
 from .output import form_of, write
-from .sources import OPTIONS, add_builder_options, find_schedule, is_file, takes_costs
+from .sources import BUILDER_OPTIONS, add_builder_options, add_options, find_schedule, is_file, takes_costs
 from .words import explain
 
 _TEXTS: dict[str, Callable[[Schedule], str]] = {
@@ -78,12 +76,7 @@ def add_schedules(commands: Any) -> None:
     )
     checking.add_argument("name", metavar="NAME|FILE", help=_SOURCE)
     add_builder_options(checking)
-    checking.add_argument(
-        "--max-activations",
-        type=count,
-        metavar="N",
-        help="refuse a rank that holds more activations at one time",
-    )
+    add_options(checking, max_activations="refuse a rank that holds more activations at one time")
     checking.set_defaults(func=_check)
     timing = commands.add_parser(
         "simulate",
@@ -127,13 +120,11 @@ def _add_show(commands: Any) -> None:
     show.add_argument(
         "--lowered", action="store_true", help="with communication; csv without it holds compute only"
     )
-    show.add_argument(
-        "--width",
-        type=count,
-        metavar="N",
-        help="pixels of an svg, or the most columns of a grid; default of a trace: those of the terminal",
+    add_options(
+        show,
+        width="pixels of an svg, or the most columns of a grid; default of a trace: those of the terminal",
+        out="write there instead of to standard output",
     )
-    show.add_argument("--out", metavar="FILE", type=Path, help="write there instead of to standard output")
     show.set_defaults(func=_show)
 
 
@@ -154,7 +145,7 @@ def _usage(parameter: inspect.Parameter) -> str:
     text = (
         "--costs FILE, --forward X, ..."
         if parameter.name == "costs"
-        else f"--{parameter.name} {OPTIONS[parameter.name][0]}"
+        else f"--{parameter.name} {BUILDER_OPTIONS[parameter.name][0]}"
     )
     if parameter.default is parameter.empty:
         return text
@@ -187,15 +178,14 @@ def _show(arguments: argparse.Namespace) -> int:
             f"costs change nothing in --format {form} of {arguments.name}: leave them out, or take grid, svg"
             " or trace"
         )
-    found = find_schedule(arguments.name, arguments, costs)
-    schedule, timeline = (found.schedule, found) if isinstance(found, Timeline) else (found, None)
+    schedule, measured = find_schedule(arguments.name, arguments, costs)
+    timeline = measured
     if is_file(arguments.name) and (form != "grid" or timeline or costs):
         check(schedule)  # a grid without times shows a wrong schedule too
     if costs is not None and form in _PICTURES:
-        timeline = simulate(schedule, fitted(costs, schedule))
+        timeline, measured = simulate(schedule, fitted(costs, schedule)), None
     if arguments.lowered and form == "grid" and timeline is not None:
         raise ValueError("a grid on a scale of time has no messages: leave --lowered out, or the costs")
-    measured = found if isinstance(found, Timeline) and timeline is found else None
     width = (
         shutil.get_terminal_size((_WIDE, 0)).columns
         if measured and form == "grid" and not arguments.width
@@ -220,18 +210,15 @@ def _lowered(schedule: Schedule) -> Schedule:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    found = find_schedule(arguments.name, arguments, None)
-    certificate = check(
-        found.schedule if isinstance(found, Timeline) else found, max_activations=arguments.max_activations
-    )
+    schedule, _ = find_schedule(arguments.name, arguments, None)
+    certificate = check(schedule, max_activations=arguments.max_activations)
     write(explain(str(certificate)) + "\n")
     return 0
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
     costs = read_costs(arguments)
-    found = find_schedule(arguments.name, arguments, costs)
-    schedule, timeline = (found.schedule, found) if isinstance(found, Timeline) else (found, None)
+    schedule, timeline = find_schedule(arguments.name, arguments, costs)
     if is_file(arguments.name):
         check(schedule)
     if timeline is None or costs is not None:

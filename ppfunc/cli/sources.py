@@ -4,6 +4,7 @@ import argparse
 import inspect
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ppfunc.schedule.simulate import Timeline
 
 from .number import count, number
 
-OPTIONS = {
+BUILDER_OPTIONS = {
     "ranks": ("P", "number of ranks"),
     "microbatches": ("M", "number of microbatches"),
     "chunks": ("V", "stages per rank, where that is a choice"),
@@ -25,24 +26,33 @@ OPTIONS = {
     "cap": ("K", "memory of a rank in activations (zero_bubble, zbv_greedy)"),
     "order": ("source|head", "order of messages (deepspeed_train)"),
 }
+_METAVARS = {name: metavar for name, (metavar, _) in BUILDER_OPTIONS.items()}
+_METAVARS |= {"effort": "N", "width": "N", "max-activations": "N", "layers": "N", "out": "FILE"}
+_TYPES: dict[str, Callable[[str], Any]] = {"cap": number, "effort": number, "order": str, "out": Path}
 _FORWARDS = 500_000
+
+
+def add_options(parser: argparse.ArgumentParser, /, **meanings: str) -> None:
+    """Add options of these names, with their meanings for the help."""
+    for name, meaning in meanings.items():
+        option = name.replace("_", "-")
+        parser.add_argument(
+            f"--{option}", type=_TYPES.get(option, count), metavar=_METAVARS[option], help=meaning
+        )
 
 
 def add_builder_options(parser: argparse.ArgumentParser) -> None:
     """Add the options with which schedules are built."""
-    for name, (metavar, meaning) in OPTIONS.items():
-        if name == "order":
-            parser.add_argument("--order", choices=("source", "head"), help=meaning)
-        else:
-            parser.add_argument(
-                f"--{name}", type=number if name == "cap" else count, metavar=metavar, help=meaning
-            )
+    add_options(parser, **{name: meaning for name, (_, meaning) in BUILDER_OPTIONS.items()})
 
 
-def find_schedule(name: str, arguments: argparse.Namespace, costs: Costs | None) -> Schedule | Timeline:
+def find_schedule(
+    name: str, arguments: argparse.Namespace, costs: Costs | None
+) -> tuple[Schedule, Timeline | None]:
     """Build the schedule called ``name``, or read it from that file; ``-`` is standard input.
 
-    A file is not checked here. Costs are passed to builders that take them.
+    A file is not checked here; a trace also has the times that were measured. Costs are passed to builders
+    that take them.
 
     Raises:
         ValueError: an unknown name, options that do not fit, or no such file.
@@ -51,7 +61,7 @@ def find_schedule(name: str, arguments: argparse.Namespace, costs: Costs | None)
     """
     if is_file(name):
         return _read(name, arguments)
-    return _built(name, arguments, costs)
+    return _built(name, arguments, costs), None
 
 
 def is_file(name: str) -> bool:
@@ -70,8 +80,8 @@ def text_of_path(path: str | Path) -> str:
     return text_of(sys.stdin.buffer, "standard input") if str(path) == "-" else read_text(path)
 
 
-def read_file(path: str) -> Schedule | Timeline:
-    """Read a schedule, or a trace with its times; errors name the file."""
+def read_file(path: str) -> tuple[Schedule, Timeline | None]:
+    """Read a schedule, and its times from a trace; errors name the file."""
     if path != "-" and not Path(path).exists():
         folder = Path(path).parent
         raise ValueError(
@@ -98,9 +108,9 @@ def require_size(ranks: int, microbatches: int, chunks: int) -> None:
         )
 
 
-def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
+def _builder_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the builder options on the command line, by name."""
-    return {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
+    return {name: value for name in BUILDER_OPTIONS if (value := getattr(arguments, name)) is not None}
 
 
 def _built(name: str, arguments: argparse.Namespace, costs: Costs | None) -> Schedule:
@@ -112,29 +122,29 @@ def _built(name: str, arguments: argparse.Namespace, costs: Costs | None) -> Sch
     if missing:
         raise ValueError(f"{name} needs {' and '.join(missing)}")
     taken = inspect.signature(build).parameters
-    given = given_options(arguments)
-    for option in given:
+    options = _builder_options(arguments)
+    for option in options:
         if option not in taken:
             valid = ", ".join(f"--{p}" for p in taken)
             raise ValueError(
                 f"{name} takes no --{option}: its options are {valid}{suggestion(option, taken)}"
             )
-    chunks = given.get("chunks", 2) if "chunks" in taken else 1
-    require_size(given["ranks"], given["microbatches"], chunks)
-    return build(**given, **({"costs": costs} if "costs" in taken and costs is not None else {}))
+    require_size(
+        options["ranks"], options["microbatches"], options.get("chunks", 2) if "chunks" in taken else 1
+    )
+    return build(**options, **({"costs": costs} if "costs" in taken and costs is not None else {}))
 
 
-def _read(name: str, arguments: argparse.Namespace) -> Schedule | Timeline:
-    content = read_file(name)
-    schedule = content.schedule if isinstance(content, Timeline) else content
-    for option, wanted in given_options(arguments).items():
+def _read(name: str, arguments: argparse.Namespace) -> tuple[Schedule, Timeline | None]:
+    schedule, timeline = read_file(name)
+    for option, wanted in _builder_options(arguments).items():
         if option not in ("ranks", "microbatches"):
             raise ValueError(f"--{option} is for building a schedule, and {name} is a file: leave it out")
         if wanted != getattr(schedule, option):
             raise ValueError(
                 f"--{option} {wanted}, but {name} has {getattr(schedule, option)}: leave the option out"
             )
-    return content
+    return schedule, timeline
 
 
 def takes_costs(name: str) -> bool:

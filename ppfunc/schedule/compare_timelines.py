@@ -103,41 +103,33 @@ def _computed(timeline: Timeline) -> Iterator[tuple[str, ...]]:
 
 
 def _shares(timeline: Timeline) -> list[dict[str, float]]:
-    rows = []
-    for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True)):
-        row: dict[str, float] = defaultdict(float)
-        for instruction, start, end in zip(timeline.schedule.instructions(rank), starts, ends, strict=True):
+    shares = []
+    for row, idle in zip(timeline.rows(), timeline.idle, strict=True):
+        of_rank: dict[str, float] = defaultdict(float)
+        for instruction, start, end in row:
             if instruction.op in COMPUTE:
-                row[_KINDS[instruction.op]] += (end - start) / timeline.makespan
-        row["idle"] = timeline.idle[rank] / timeline.makespan
-        rows.append(row)
-    return rows
+                of_rank[_KINDS[instruction.op]] += (end - start) / timeline.makespan
+        shares.append(of_rank | {"idle": idle / timeline.makespan})
+    return shares
 
 
 def _waits(timeline: Timeline) -> Iterator[dict[str, float]]:
     """Per rank, how long it does nothing before an instruction whose message comes last of all."""
-    schedule = timeline.schedule
-    for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True)):
-        found: dict[str, float] = defaultdict(float)
-        arrivals: dict[tuple[bool, int, int | None], str] = {}
+    message = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}
+    for row in timeline.rows():
+        waits: dict[str, float] = defaultdict(float)
+        received: set[tuple[Op | None, int, int | None]] = set()
         now = 0.0
-        for instruction, start, end in zip(schedule.instructions(rank), starts, ends, strict=True):
+        for instruction, start, end in row:
             if instruction.op in RECEIVES:
-                arrivals[instruction.op is Op.RECV_F, instruction.stage, instruction.microbatch] = (
-                    f"{instruction.stage}{instruction.op.value}"
-                )
+                received.add(instruction[:3])
             elif instruction.op in COMPUTE:
-                for part in parts_of(instruction):
-                    awaited = (
-                        arrivals.get((part.op is Op.F, part.stage, part.microbatch))
-                        if part.op is not Op.W
-                        else None
-                    )
-                    if awaited is not None and start > now:
-                        found[awaited] += float(start - now) / float(timeline.makespan)
-                        break
+                ends = ((message.get(part.op), *part[1:3]) for part in parts_of(instruction))
+                awaited = next((f"{stage}{op}" for op, stage, m in ends if (op, stage, m) in received), None)
+                if awaited and start > now:
+                    waits[awaited] += float(start - now) / float(timeline.makespan)
                 now = end
-        yield dict(found)
+        yield dict(waits)
 
 
 def _times_as_long(timeline: Timeline) -> tuple[float, ...]:
@@ -154,7 +146,7 @@ def _summary(
     shares: tuple[dict[str, tuple[float, float]], ...],
 ) -> str:
     """Name the longest wait and its cause: a rank whose stages are all slow, else the slowest stage."""
-    found = []
+    facts = []
     share, rank, name = max(
         ((share, rank, name) for rank, row in enumerate(waits) for name, share in row.items()),
         default=(0.0, 0, ""),
@@ -165,7 +157,7 @@ def _summary(
         )
         other = schedule.other_end(message)
         assert other is not None
-        found.append(
+        facts.append(
             f"rank {rank} waits {share:.0%} of the step for rank {schedule.placement[other]} ({name})"
         )
     longest = max(range(len(stages)), key=stages.__getitem__)
@@ -173,15 +165,15 @@ def _summary(
         rank, own = schedule.placement[longest], schedule.stages_of(schedule.placement[longest])
         least = min(stages[stage] for stage in own)
         of_rank = len(own) > 1 and least >= _UNEVEN
-        found.append(
+        facts.append(
             f"rank {rank} is at least {least:.3g} times as slow as the others"
             if of_rank
             else f"stage {longest} is {stages[longest]:.3g} times as long as the others"
         )
-    if not found:
+    if not facts:
         mine, paper = (max(row["idle"][k] for row in shares) for k in (0, 1))
-        found.append(
+        facts.append(
             f"no rank waits for a message and no stage stands out; most idle is {mine:.0%}, on paper"
             f" {paper:.0%}"
         )
-    return "; ".join(found)
+    return "; ".join(facts)

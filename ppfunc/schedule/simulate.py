@@ -1,6 +1,6 @@
 """Compute time and memory of a schedule on paper."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import compress
@@ -14,7 +14,7 @@ from .costs import Costs, Number, require_costs
 from .dataflow import Dataflow
 from .earliest import BESIDE, EarliestTimes, Time, earliest
 from .errors import schedule_error
-from .instruction import COMMUNICATION, COMPUTE, TAIL, Op, microbatch_of
+from .instruction import COMMUNICATION, COMPUTE, TAIL, Instruction, Op, microbatch_of
 from .proof.buffers import HELD
 from .proof.structure import require_schedule
 from .schedule import Schedule
@@ -73,6 +73,11 @@ class Timeline:
     _repr_pretty_ = show_table
     _repr_svg_ = late("ppfunc.schedule.formats.svg", "picture")
 
+    def rows(self) -> Iterator[Iterator[tuple[Instruction, Time, Time]]]:
+        """Iterate over the ranks, and the instructions of each with their start and end."""
+        for rank, times in enumerate(zip(self.starts, self.ends, strict=True)):
+            yield zip(self.schedule.instructions(rank), *times, strict=True)
+
     def costs(self) -> Costs:
         """Return the median time of each kind per stage, and the shortest message that each stage sends.
 
@@ -80,8 +85,8 @@ class Timeline:
         Where a schedule has no I and W apart, each is half of B; memory is that of the default costs.
         """
         times: dict[tuple[Op, int], list[Time]] = {}
-        for rank, (starts, ends) in enumerate(zip(self.starts, self.ends, strict=True)):
-            for instruction, start, end in zip(self.schedule.instructions(rank), starts, ends, strict=True):
+        for row in self.rows():
+            for instruction, start, end in row:
                 times.setdefault((instruction.op, instruction.stage), []).append(end - start)
 
         def of(op: Op) -> tuple[Time, ...]:

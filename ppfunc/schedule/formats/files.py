@@ -23,12 +23,11 @@ def read_schedule(path: str | PathLike[str]) -> Schedule:
         FormatError: it is no text of these forms, no regular file, or larger than 256 MiB.
         ScheduleError: its numbers of stages and microbatches cannot be those of any schedule.
     """
-    found = parse(read_text(path), Path(path).stem)
-    return found.schedule if isinstance(found, Timeline) else found
+    return parse(read_text(path), Path(path).stem)[0]
 
 
-def parse(text: str, name: str) -> Schedule | Timeline:
-    """Read a schedule from text, and the times of a trace; raise as :func:`read_schedule`.
+def parse(text: str, name: str) -> tuple[Schedule, Timeline | None]:
+    """Read a schedule from text, and its times if that is a trace; raise as :func:`read_schedule`.
 
     ``name`` is for texts that have none.
     """
@@ -42,9 +41,12 @@ def parse(text: str, name: str) -> Schedule | Timeline:
             "a grid or a list of steps, which only people read: expected CSV or JSON (ppfunc show --format)"
         )
     if not text.lstrip().startswith("{"):
-        return from_csv(text, name)
+        return from_csv(text, name), None
     document = load(text)
-    return from_trace(document) if "traceEvents" in document else from_document(document)
+    if "traceEvents" not in document:
+        return from_document(document), None
+    timeline = from_trace(document)
+    return timeline.schedule, timeline
 
 
 def read_csv(path: str | PathLike[str]) -> Schedule:

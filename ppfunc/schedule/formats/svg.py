@@ -217,11 +217,5 @@ def _whole_bars(scale: _Scale, rank: int, row: list[Bar]) -> Iterator[str]:
             height = scale.bar if instruction.op is Op.STEP else _THIN
             tip = f"<title>{instruction} on rank {rank}, {short(start)} to {short(end)}</title>"
             width = max((end - start) * scale.per_time - 0.8, 0.4)
-            yield rect(
-                instruction.op.value,
-                scale.x(start),
-                scale.y(rank) + 2 + scale.bar - height,
-                width,
-                height,
-                inside=tip,
-            )
+            y = scale.y(rank) + 2 + scale.bar - height
+            yield rect(instruction.op.value, scale.x(start), y, width, height, inside=tip)
