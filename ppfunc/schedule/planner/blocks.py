@@ -57,7 +57,7 @@ class _Layout(NamedTuple):
 
 
 def block_orders(p: Problem, d: Direction) -> Iterator[tuple[int, Order | None]]:
-    """Yield ``(effort, order)`` of blocks without end; None for orders that repeat or fit no cap.
+    """Yield ``(effort, order)`` of blocks without end; None for an order that is not new or exceeds a cap.
 
     A narrow beam climbs the periods until an order fits. Wide beams then try periods around it, exactly at
     first, and then with noise in the order of the time that the chain reaches.
@@ -136,7 +136,7 @@ def _block(
 def _lay(
     layout: _Layout, rank: int, arcs: tuple[Arc, ...], others: tuple[int, ...], start: int, ticks: int
 ) -> _Layout:
-    """Return the layout with one more operation."""
+    """Return the layout with one more operation, which leaves ``arcs`` and ``others`` to its rank."""
     all_arcs = (*layout.arcs[:rank], arcs, *layout.arcs[rank + 1 :])
     all_rest = (*layout.rest[:rank], others, *layout.rest[rank + 1 :])
     return _Layout(start + ticks, all_arcs, all_rest, (*layout.starts, start))
@@ -166,7 +166,11 @@ def _without(ticks: tuple[int, ...], one: int) -> tuple[int, ...]:
 
 
 def _starts(arcs: tuple[Arc, ...], ready: int, ticks: int, others: tuple[int, ...], period: int) -> list[int]:
-    """List candidate starts: as early and as late as an arc allows, or next to exactly one other."""
+    """List candidate starts within the arcs, those soonest after ``ready`` first.
+
+    An operation starts as early or as late as an arc allows, or leaves before or behind it exactly the time
+    of one of ``others``.
+    """
     found = set()
     for begin, length in arcs:
         slack = length - ticks
@@ -200,7 +204,10 @@ def _packs(arcs: tuple[Arc, ...], items: tuple[int, ...]) -> bool:
 
 @lru_cache(maxsize=200_000)
 def _packs_into(room: tuple[int, ...], items: tuple[int, ...], exactly: bool) -> bool:
-    """Tell if ascending items fit into arcs of these lengths: exact fits first, then best fits."""
+    """Tell if ascending items fit into arcs of these lengths, the longest item first.
+
+    Each item is tried in every arc if ``exactly``, else in the tightest alone.
+    """
     if not items:
         return True
     *rest, item = items

@@ -174,10 +174,10 @@ def _bounds(
 
 
 def _finish(p: Problem, chain: _Path, stages: list[list[int]], first: int) -> list[Number]:
-    """Return the time from a span's start to the end of the last W, per operation of the chain.
+    """Return, per operation of the chain, when the last W behind it ends if nothing else runs.
 
-    A span counts from the first start of its rank. That is no later than the chain says, seen from the first
-    start of stage ``first``, where the rank comes earlier in the chain.
+    Under the span, an end counts from the first start of its own rank. Where that rank comes no later in the
+    chain than stage ``first``, it starts no later than on the chain; the ends of all others do not count.
     """
     last = len(p.place) - 1
     ends = [chain.end[2 * last + 1 - s] + p.weight[s] for s in range(last + 1)]
@@ -218,7 +218,7 @@ def _ratio(a: Number, b: int) -> Number:
 
 
 def _left(load: _Load, c: int) -> Number:
-    """Bound the work that other microbatches still have on the rank when c(m - 1) ends."""
+    """Bound from above the work that other microbatches still have on the rank when c(m - 1) ends."""
     v, length = load.chunks, load.length
     states: list[tuple[int, Number]] = []
     for q in range(c, 2 * v):
@@ -234,14 +234,14 @@ def _left(load: _Load, c: int) -> Number:
 
 
 def _pending(load: _Load, full: int) -> Iterator[tuple[float, int, Number]]:
-    """List the weight gradients that may wait while chunks up to ``full`` lack I: ratio, memory, work."""
+    """List the W that may wait while the chunks up to ``full`` lack their I: memory by work, memory, work."""
     for kept, weight in zip(load.kept[full:], load.weight[full:], strict=True):
         if weight:
             yield kept / weight, kept, weight
 
 
 def _filled(load: _Load, c: int) -> Number:
-    """Bound the work that the rank can do before c(0) starts."""
+    """Bound from above the work that the rank can do before c(0) starts."""
     v, length = load.chunks, load.length
     states: list[tuple[int, Number]] = [(0, 0)]
     for q in range(c):
@@ -266,7 +266,7 @@ def _tail(window: _Window, b: int, d: int, left: Number) -> Number:
 
 
 def _cycles(window: _Window, heads: Sequence[Number], j: int) -> Iterator[Number]:
-    """Bound the start of I of chunk j of microbatch m - 1, by rounds of the first j chunks.
+    """Bound from below the start of I of chunk j of microbatch m - 1, by rounds of the first j chunks.
 
     With room for K = j k + e of their activations, at most j i + e have been acquired when I(i - k) of chunk
     j starts, and F(i) needs j (i + 1). So j - e of their F and I, and W where it holds all, lie between the
