@@ -30,6 +30,7 @@ from ppfunc.schedule.proof.begins import find_step_atomic
 from ppfunc.schedule.proof.order import check_order
 from ppfunc.schedule.proof.queues import QueueRun
 from ppfunc.schedule.proof.structure import check_structure
+from tests.schedule.written import is_accepted, made_from
 
 
 def verdicts(schedule):
@@ -38,14 +39,6 @@ def verdicts(schedule):
     record = check_order(flow)
     run = QueueRun(flow)
     return find_step_atomic(flow, record), None if run.waits else run.step_atomic
-
-
-def is_accepted(schedule):
-    try:
-        check(schedule)
-    except ScheduleError:
-        return False
-    return True
 
 
 def lowered():
@@ -130,13 +123,6 @@ def test_the_same_verdict_on_random_orders_of_messages(seed):
     with suppress(ScheduleError):  # the order of a rank alone is wrong
         quick, slow = verdicts(schedule)
         assert quick is slow
-
-
-def made_from(*rows, microbatches, placement):
-    programs = tuple(
-        tuple(tuple(map(parse_instruction, step.split())) for step in row.split("|")) for row in rows
-    )
-    return Schedule("text", placement, (Chain(tuple(range(len(placement))), range(microbatches)),), programs)
 
 
 # rows, microbatches, placement

@@ -38,19 +38,8 @@ from ppfunc.schedule import (
     remove_slots,
     zb_h1,
 )
-from ppfunc.schedule.formats.text import parse_instruction
 from tests.clock import busy
-
-
-def made_from(*rows, microbatches=1, placement=None, skips=()):
-    """A schedule of one chain, one stage per rank unless told, from texts such as ``0F0 | 0SEND_F0``."""
-    programs = tuple(
-        tuple(tuple(map(parse_instruction, step.split())) for step in row.split("|")) for row in rows
-    )
-    placement = tuple(range(len(rows))) if placement is None else placement
-    return Schedule(
-        "text", placement, (Chain(tuple(range(len(placement))), range(microbatches)),), programs, skips
-    )
+from tests.schedule.written import made_from
 
 
 def refused(schedule, **options):

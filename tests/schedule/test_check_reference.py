@@ -19,7 +19,6 @@ from ppfunc.schedule import (
     ScheduleError,
     allocate_slots,
     append_tail,
-    check,
     insert_loads,
     insert_offloads,
     linearize,
@@ -31,6 +30,7 @@ from ppfunc.schedule import (
     simulate,
     split_backward,
 )
+from tests.schedule.written import is_accepted
 
 SENDING = {"SEND_F": ("F", 1), "SEND_B": ("B", -1)}
 RECEIVING = {"RECV_F": ("F", -1), "RECV_B": ("B", 1)}
@@ -199,15 +199,6 @@ class Model:
                 self.received[rank] |= {m[0] for m in batches.pop(0) if m[1] == "in"}
                 moved = True
         return moved
-
-
-def is_accepted(schedule, queue="pair"):
-    try:
-        check(schedule, queue=queue)
-    except ScheduleError as error:
-        assert str(error)
-        return False
-    return True
 
 
 def flat(schedule):
