@@ -1,6 +1,6 @@
 """The instruction streams of DeepSpeed: training, inference, data parallelism."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from ppfunc.parallel.counts import require_counts
 from ppfunc.parallel.placement import loop
@@ -37,8 +37,9 @@ def deepspeed_train(ranks: int, microbatches: int, order: str = "source") -> Sch
     require_counts(ranks=ranks, microbatches=microbatches)
     require("order", order, order in ("source", "head"), "'source' or 'head'", "name one of the two orders")
     programs = tuple(tuple(_training_steps(r, ranks, microbatches, order == "head")) for r in range(ranks))
-    chain = Chain(tuple(range(ranks)), range(microbatches))
-    return Schedule("deepspeed_train", loop(ranks), (chain,), programs)
+    return Schedule(
+        "deepspeed_train", loop(ranks), (Chain(tuple(range(ranks)), range(microbatches)),), programs
+    )
 
 
 def _training_steps(stage: int, stages: int, microbatches: int, head: bool) -> Iterator[Step]:
@@ -50,24 +51,19 @@ def _training_steps(stage: int, stages: int, microbatches: int, head: bool) -> I
         now = (step - stage) // 2 if forward else (step + stage + 1) // 2 - stages
         linked = stage > 0 if forward else stage < stages - 1
         give, take = (Op.SEND_B, Op.RECV_F) if forward else (Op.SEND_F, Op.RECV_B)
-        messages = [(give, before, before % buffers, linked), (take, now, now % buffers, linked)]
+        messages = [(give, before, linked), (take, now, linked)]
         compute = [
-            (Op.LOAD, now, now % buffers, forward and stage in (0, stages - 1)),
-            (Op.F if forward else Op.B, now, now % buffers, True),
+            (Op.LOAD, now, forward and stage in (0, stages - 1)),
+            (Op.F if forward else Op.B, now, True),
         ]
-        ordered = messages if forward == head else messages[::-1]
-        tail = (Instruction(op, stage) for op in TAIL if step == last)
-        yield (*_in_range(stage, microbatches, [*ordered, *compute]), *tail)
+        wanted = (messages if forward == head else messages[::-1]) + compute
+        numbered = (
+            Instruction(op, stage, m, slot=m % buffers)
+            for op, m, holds in wanted
+            if holds and 0 <= m < microbatches
+        )
+        yield (*numbered, *(Instruction(op, stage) for op in TAIL if step == last))
         before = now
-
-
-def _in_range(stage: int, microbatches: int, rows: Iterable[tuple[Op, int, int, bool]]) -> Step:
-    """Make the instructions of ``(op, microbatch, slot, wanted)``; leave out microbatches that do not exist."""
-    return tuple(
-        Instruction(op, stage, m, slot=slot)
-        for op, m, slot, wanted in rows
-        if wanted and 0 <= m < microbatches
-    )
 
 
 def deepspeed_inference(ranks: int, microbatches: int) -> Schedule:
@@ -93,8 +89,9 @@ def deepspeed_inference(ranks: int, microbatches: int) -> Schedule:
     """
     require_counts(ranks=ranks, microbatches=microbatches)
     programs = tuple(tuple(_inference_steps(r, ranks, microbatches)) for r in range(ranks))
-    chain = Chain(tuple(range(ranks)), range(microbatches))
-    return Schedule("deepspeed_inference", loop(ranks), (chain,), programs)
+    return Schedule(
+        "deepspeed_inference", loop(ranks), (Chain(tuple(range(ranks)), range(microbatches)),), programs
+    )
 
 
 def _inference_steps(stage: int, stages: int, microbatches: int) -> Iterator[Step]:
@@ -106,7 +103,12 @@ def _inference_steps(stage: int, stages: int, microbatches: int) -> Iterator[Ste
         receive = (Op.RECV_F, now, into, stage > 0)
         load = (Op.LOAD, now, into, stage in (0, stages - 1))
         messages = (receive, send) if stage % 2 else (send, receive)
-        yield _in_range(stage, microbatches, (load, *messages, (Op.F, now, into, True)))
+        wanted = (load, *messages, (Op.F, now, into, True))
+        yield tuple(
+            Instruction(op, stage, m, slot=slot)
+            for op, m, slot, holds in wanted
+            if holds and 0 <= m < microbatches
+        )
 
 
 def data_parallel(ranks: int, microbatches: int) -> Schedule:
