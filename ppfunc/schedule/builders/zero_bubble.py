@@ -27,7 +27,7 @@ def zero_bubble(
     >>> from ppfunc.schedule import to_grid
     >>> print(to_grid(zero_bubble(ranks=3, microbatches=4)), end="")
     rank 0  0F0 0F1 0F2  .   .  0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
-    rank 1   .  1F0 1F1  .  1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+    rank 1   .  1F0 1F1 1F2 1I0 1W0 1I1 1W1 1F3 1I2 1W2 1I3 1W3  .
     rank 2   .   .  2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
 
     Args:
@@ -47,7 +47,7 @@ def zero_bubble(
     p = _problem(loop(ranks), ranks, microbatches, cap, costs)
     rules = directions(p)
     runs: list[Replayed] = []
-    for order, patience, lazy in product(_alternated(p), (0, 0.3, 0.6, 1), (False, True)):
+    for order, patience, lazy in product(_alternated(p), (0, 0.3, 0.6, 1), (True, False)):
         runs.append(replay(rules[0], order, Manner(patience, lazy)))
         runs.append(justify(rules, runs[-1].order, Manner(patience), Manner(patience, lazy)))
     return schedule_of(p, min(runs, key=lambda run: run.value).order, "zero_bubble")
@@ -108,14 +108,12 @@ def _problem(
 
 
 def _alternated(p: Problem) -> Iterator[Order]:
-    """Alternate F with I and W after warm-ups by memory, as in 1F1B, and by the round trip of a message."""
+    """Alternate F with I and W after warm-ups as in 1F1B, by the round trip of a message, and by memory."""
     m, ranks = p.microbatches, p.ranks
     room = [min(m, cap // held) if held else m for cap, held in zip(p.cap, p.held, strict=True)]
-    for warm_ups in (
-        room,
-        [min(n, ranks - r) for r, n in enumerate(room)],
-        [max(1, min(n - r, 2 * (ranks - r) - 1)) for r, n in enumerate(room)],
-    ):
+    as_1f1b = [min(n, ranks - r) for r, n in enumerate(room)]
+    round_trip = [max(1, min(n - r, 2 * (ranks - r) - 1)) for r, n in enumerate(room)]
+    for warm_ups in (as_1f1b, round_trip, room):
         yield tuple(
             [f] * n + [f + 1, f + 2, f] * (m - n) + [f + 1, f + 2] * n for f, n in zip(count(0, 3), warm_ups)
         )
