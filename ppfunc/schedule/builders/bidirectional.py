@@ -38,7 +38,8 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
         DeepSeek-AI, DeepSeek-V3 Technical Report (arXiv:2412.19437), section 3.2.1;
         deepseek-ai/DualPipe, ``dualpipe.py``.
     """  # noqa: E501
-    chains = _both_ways(ranks, microbatches, "dualpipev", 2 * ranks)
+    expected = f"an even number of at least 2 * ranks = {2 * ranks}"
+    chains = _both_ways(ranks, microbatches, 2 * ranks, expected, "dualpipev")
     programs = []
     for r in range(ranks):
         up, down = stream(r, chains[0].microbatches), stream(2 * ranks - 1 - r, chains[1].microbatches)
@@ -105,7 +106,7 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     References:
         Li and Hoefler, Chimera, SC 2021 (arXiv:2107.06925), sections 3.1 and 3.5.
     """
-    chains = _both_ways(ranks, microbatches, "one_f_one_b")
+    chains = _both_ways(ranks, microbatches, 2, "an even number", "one_f_one_b")
     programs = []
     for r in range(ranks):
         slots = {}
@@ -118,11 +119,12 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     return Schedule("chimera", bidirectional(ranks), chains, tuple(programs))
 
 
-def _both_ways(ranks: int, microbatches: int, other: str, least: int = 2) -> tuple[Chain, Chain]:
+def _both_ways(ranks: int, microbatches: int, least: int, expected: str, other: str) -> tuple[Chain, Chain]:
     """Make a chain up the ranks and one down, each for half of the microbatches.
 
     Raises:
-        ValueError: an odd number, or fewer than ``least`` microbatches. ``other`` is a builder for odd ranks.
+        ValueError: an odd number, or fewer than ``least`` microbatches, where ``expected`` says what is
+            right. ``other`` is a builder for odd numbers of ranks.
     """
     require_counts(ranks=ranks, microbatches=microbatches)
     require("ranks", ranks, ranks % 2 == 0, "an even number", f"use an even number, or {other}")
