@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     )
     from .builders.v_shape import v_half as v_half, v_min as v_min, zbv as zbv
     from .builders.zero_bubble import zbv_greedy as zbv_greedy, zero_bubble as zero_bubble
-    from .check import Certificate as Certificate, check as check, is_step_atomic as is_step_atomic
+    from .check import Certificate as Certificate, check as check
     from .compare_timelines import Comparison as Comparison, compare as compare
     from .config import (
         Configured as Configured,
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from .costs import Costs as Costs
     from .errors import ScheduleError as ScheduleError
     from .formats.csv import from_csv as from_csv, to_csv as to_csv
-    from .formats.files import read_csv as read_csv, read_schedule as read_schedule, write_csv as write_csv
+    from .formats.files import read_csv as read_csv, read_schedule as read_schedule
     from .formats.grid import to_grid as to_grid
     from .formats.json import from_json as from_json, to_json as to_json
     from .formats.scatter import to_scatter as to_scatter

@@ -8,7 +8,6 @@ from ppfunc.parallel.counts import require_counts
 from .collector import collector_paused
 from .dataflow import Dataflow
 from .earliest import earliest
-from .errors import ScheduleError
 from .instruction import COMMUNICATION, Op
 from .proof.buffers import check_activations, check_offloads, check_slots
 from .proof.order import OrderRecord, check_order
@@ -18,9 +17,6 @@ from .proof.tail import check_loads, check_tail
 from .proof.unshards import check_unshards
 from .schedule import Schedule
 from .table import show_table
-
-__all__ = ["Certificate", "ScheduleError", "check", "is_step_atomic"]
-
 
 _QUEUES = {"pair": "pair of ranks", "rank": "rank"}
 
@@ -40,7 +36,9 @@ class Certificate:
         peak_activations: largest number of live activations of each rank.
         models: the models under which it runs to its end.
         slots: number of slots of each stage, none where no slots are allocated.
-        step_atomic: whether a barrier may stand between any two steps.
+        step_atomic: whether a barrier may stand between any two steps: step k of every rank needs nothing
+            from a later step of another. What it consumes has been sent, together with all that moves in the
+            same batch, or without communications computed, in a step <= k.
     """
 
     digest: str
@@ -149,16 +147,6 @@ def _prove_order(schedule: Schedule, queue: str) -> bool:
         earliest(schedule, lambda op, stage: 1, lambda f, b: 1, lambda a, b: 0)
         return _values_are_atomic(flow, record)
     return check_queues(flow, record, queue)
-
-
-def is_step_atomic(schedule: Schedule) -> bool:
-    """Tell if a barrier may stand between any two steps of a schedule; raise as ``check`` does.
-
-    That is so if step k of every rank needs nothing from a later step of another: what it
-    consumes has been sent, together with all that moves in the same batch, in a step <= k;
-    without communications, computed in a step <= k.
-    """
-    return check(schedule).step_atomic
 
 
 def _values_are_atomic(flow: Dataflow, record: OrderRecord) -> bool:

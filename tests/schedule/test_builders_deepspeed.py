@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ppfunc.schedule import data_parallel, deepspeed_inference, deepspeed_train
-from ppfunc.schedule.check import check, is_step_atomic
+from ppfunc.schedule.check import check
 from ppfunc.schedule.errors import ScheduleError
 
 COUNTS = [(s, m) for s in range(1, 9) for m in (*range(1, 14), 24)]
@@ -131,7 +131,7 @@ def test_every_step_is_atomic_and_no_buffer_is_overwritten(build):
     """A barrier may stand between any two steps, and the buffers are enough."""
     for stages in range(1, 9):
         for microbatches in (1, 2, 3, 7, 12):
-            assert is_step_atomic(build(stages, microbatches))
+            assert check(build(stages, microbatches)).step_atomic
             check(build(stages, microbatches))
 
 

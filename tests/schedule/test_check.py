@@ -31,7 +31,6 @@ from ppfunc.schedule import (
     inference,
     insert_loads,
     insert_offloads,
-    is_step_atomic,
     looped_bfs,
     one_f_one_b,
     place_communication,
@@ -40,6 +39,10 @@ from ppfunc.schedule import (
 )
 from tests.clock import busy
 from tests.schedule.written import made_from
+
+
+def step_atomic(schedule):
+    return check(schedule).step_atomic
 
 
 def refused(schedule, **options):
@@ -217,10 +220,10 @@ def test_a_long_certificate_is_cut():
 def test_step_atomicity():
     for p, m in ((1, 3), (4, 8), (3, 2)):
         for order in ("source", "head"):
-            assert is_step_atomic(deepspeed_train(p, m, order=order))
-        assert is_step_atomic(deepspeed_inference(p, m))
+            assert step_atomic(deepspeed_train(p, m, order=order))
+        assert step_atomic(deepspeed_inference(p, m))
     assert (
-        is_step_atomic(
+        step_atomic(
             made_from(
                 *GOOD[:1], GOOD[1].replace("1RECV_F0 1F0 | 1B0 | 1SEND_B0", "| 1RECV_F0 1F0 | 1B0 | 1SEND_B0")
             )
@@ -228,8 +231,8 @@ def test_step_atomicity():
         is False
     )
     aligned = made_from("0F0 | 0SEND_F0 | | 0RECV_B0 0B0", "| 1RECV_F0 1F0 | 1B0 | 1SEND_B0")
-    assert is_step_atomic(aligned)
-    assert not is_step_atomic(place_communication(one_f_one_b(3, 4)))
+    assert step_atomic(aligned)
+    assert not step_atomic(place_communication(one_f_one_b(3, 4)))
 
 
 @pytest.mark.parametrize(("order", "other"), [("source", "head"), ("head", "source")])

@@ -15,9 +15,9 @@ from ppfunc.schedule import (
     interleaved_one_f_one_b,
     interleaved_zero_bubble,
     one_f_one_b,
+    to_csv,
     zbv,
 )
-from ppfunc.schedule.formats.files import write_csv
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -53,7 +53,7 @@ def test_by_name_builder_and_file(tmp_path):
     expected = one_f_one_b(2, 4)
     assert schedule_of("1F1B", **sizes) == expected
     assert schedule_of(one_f_one_b, **sizes) == expected
-    write_csv(expected, tmp_path / "mine.csv")
+    (tmp_path / "mine.csv").write_text(to_csv(expected))
     assert schedule_of(tmp_path / "mine.csv", **sizes).digest == expected.digest
     assert schedule_of(str(tmp_path / "mine.csv"), **sizes).digest == expected.digest
     looped = schedule_of("interleaved_1f1b", ranks=2, batch_size=24, microbatch_size=4, chunks=3)
@@ -90,7 +90,7 @@ def test_files_that_do_not_fit(tmp_path):
     with pytest.raises(FileNotFoundError):
         schedule_of(tmp_path, ranks=2, batch_size=8, microbatch_size=2)
     path = tmp_path / "mine.csv"
-    write_csv(one_f_one_b(2, 4), path)
+    path.write_text(to_csv(one_f_one_b(2, 4)))
     with pytest.raises(ValueError, match="is for 2 ranks, but the configuration has 3"):
         schedule_of(path, ranks=3, batch_size=8, microbatch_size=2)
     with pytest.raises(ValueError, match="is for 4 microbatches, but the configuration has 8"):
@@ -156,7 +156,7 @@ def test_a_configuration_gives_the_schedule_and_the_split(tmp_path):
         "layers.3",
         "layers.5",
     )
-    write_csv(zbv(2, 8), tmp_path / "mine.csv")
+    (tmp_path / "mine.csv").write_text(to_csv(zbv(2, 8)))
     assert (
         len(
             configure(

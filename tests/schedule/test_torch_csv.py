@@ -21,7 +21,6 @@ from ppfunc.schedule import (
     read_csv,
     to_csv,
     to_torch_csv,
-    write_csv,
 )
 from ppfunc.schedule.check import check
 from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE
@@ -74,7 +73,7 @@ def test_what_torch_writes_is_read(kind, tmp_path):
 def test_what_we_write_loads_in_torch(kind, lowered, tmp_path):
     ours = BUILDERS[KINDS[kind]](RANKS, MICROBATCHES)
     ours = place_communication(ours) if lowered else ours
-    write_csv(ours, tmp_path / "ours.csv")
+    (tmp_path / "ours.csv").write_text(to_csv(ours))
     theirs = torch_schedule(kind)
     theirs._load_csv(tmp_path / "ours.csv", format="compute_comms" if lowered else "compute_only")
     loaded = theirs.pipeline_order_with_comms if lowered else theirs.pipeline_order

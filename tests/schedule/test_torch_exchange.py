@@ -15,8 +15,8 @@ from ppfunc.schedule import (
     place_communication,
     plan,
     read_csv,
+    to_csv,
     to_torch_csv,
-    write_csv,
 )
 from tests.models import squared
 
@@ -112,7 +112,7 @@ def folder(tmp_path_factory, three):
     """A folder with the files of every schedule, and the gradients that torch's runtime found for them."""
     path = tmp_path_factory.mktemp("exchange")
     for name in NAMES:
-        write_csv(place_communication(built(name)), path / f"{name}-sum.csv")
+        (path / f"{name}-sum.csv").write_text(to_csv(place_communication(built(name))))
         (path / f"{name}-torch.csv").write_text(to_torch_csv(built(name)))
     three(run_all, path, timeout=600)
     return path

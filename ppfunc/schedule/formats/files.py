@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 from ..schedule import Schedule
 from ..simulate import Timeline
-from .csv import from_csv, to_csv
+from .csv import from_csv
 from .json import from_document, load
 from .text import FormatError
 from .trace import from_trace
@@ -52,11 +52,6 @@ def parse(text: str, name: str) -> tuple[Schedule, Timeline | None]:
 def read_csv(path: str | PathLike[str]) -> Schedule:
     """Read the schedule in the CSV file ``path``; raises as :func:`read_schedule`."""
     return from_csv(read_text(path), Path(path).stem)
-
-
-def write_csv(schedule: Schedule, path: str | PathLike[str]) -> None:
-    """Write ``schedule`` to the file ``path`` as CSV (see :mod:`ppfunc.schedule.formats.csv`)."""
-    Path(path).write_text(to_csv(schedule), encoding="utf-8", newline="")
 
 
 def read_text(path: str | PathLike[str]) -> str:
