@@ -129,9 +129,7 @@ def _both_ways(ranks: int, microbatches: int, least: int, expected: str, other: 
     require_counts(ranks=ranks, microbatches=microbatches)
     require("ranks", ranks, ranks % 2 == 0, "an even number", f"use an even number, or {other}")
     fits = microbatches % 2 == 0 and microbatches >= least
-    require(
-        "microbatches", microbatches, fits, f"an even number of at least {least}", "split the batch finer"
-    )
+    require("microbatches", microbatches, fits, expected, "split the batch finer")
     up, down = range(ranks), range(ranks, 2 * ranks)
     half = microbatches // 2
     return Chain(tuple(up), range(half)), Chain(tuple(down), range(half, microbatches))
