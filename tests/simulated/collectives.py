@@ -52,16 +52,18 @@ class Collectives:
     def reduce(self: Exchanges, tensors: list[Tensor], options: Any) -> Any:
         total, root = _reduction(options, self._size), options.rootRank
         writes = tensors if self._rank == root else []
+        count = len(writes)
         facts = f"{options.reduceOp.op.name} to rank {root} of {forms(tensors)}"
         return self.exchange(
-            "reduce", facts, tensors, writes, lambda ranks: map(total, _columns(ranks)[: len(writes)])
+            "reduce", facts, tensors, writes, lambda ranks: map(total, _columns(ranks)[:count])
         )
 
     def broadcast(self: Exchanges, tensors: list[Tensor], options: Any) -> Any:
         root = options.rootRank
         here, elsewhere = (tensors, []) if self._rank == root else ([], tensors)
+        count = len(elsewhere)
         facts = f"from rank {root} of {forms(tensors)}"
-        return self.exchange("broadcast", facts, here, elsewhere, lambda ranks: ranks[root][: len(elsewhere)])
+        return self.exchange("broadcast", facts, here, elsewhere, lambda ranks: ranks[root][:count])
 
     def _allgather_base(self: Exchanges, whole: Tensor, part: Tensor, options: Any = None) -> Any:
         return self.allgather_into_tensor_coalesced([whole], [part], options)
@@ -139,10 +141,9 @@ class Collectives:
 
     def gather(self: Exchanges, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any) -> Any:
         writes = outputs[0] if self._rank == options.rootRank else []
+        count = len(writes)
         facts = f"to rank {options.rootRank} of {forms(inputs)}"
-        return self.exchange(
-            "gather", facts, inputs, writes, lambda ranks: [r[0] for r in ranks][: len(writes)]
-        )
+        return self.exchange("gather", facts, inputs, writes, lambda ranks: [r[0] for r in ranks][:count])
 
     def scatter(self: Exchanges, outputs: list[Tensor], inputs: list[list[Tensor]], options: Any) -> Any:
         root, rank = options.rootRank, self._rank

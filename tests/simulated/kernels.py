@@ -44,20 +44,24 @@ class Work(TorchWork):
         """Let the current stream of the device wait."""
         if not self._device.omits("Work.wait"):
             self._device.order(self.mark, self._device.current(self._index))
-        self._tensors = []
+        self.release()
         return True
+
+    def release(self) -> None:
+        """Keep the tensors no longer."""
+        self._tensors = []
 
     def is_completed(self) -> bool:
         return self.late or self._device.poll("Work.is_completed", self.mark)
 
 
 class Kernel:
-    """A coalesced group of operations on the stream of its communicator."""
+    """A coalesced group of operations on the stream of its communicator; it keeps no tensors alive."""
 
     def __init__(self, group: Any, parts: list[Part], work: Work, view: Any) -> None:
         self.what = "nccl: " + " + ".join(part.what for part in parts)
-        self._group, self._left, self._work = group, parts, work
-        self._targets = {part.what: [view(tensor) for tensor in part.writes] for part in parts}
+        self._group, self._work = group, work
+        self._left = [(part.advance, [view(tensor) for tensor in part.writes]) for part in parts]
         self._end = time.monotonic() + group.options._timeout.total_seconds()
         self._error: Exception | None = None
 
@@ -66,7 +70,7 @@ class Kernel:
         if self._group.aborted:
             return True
         try:
-            self._left = [part for part in self._left if not part.advance()]
+            self._left = [(advance, targets) for advance, targets in self._left if not advance()]
         except Exception as error:
             self._error = error
             return True
@@ -79,6 +83,6 @@ class Kernel:
         """End: what an abort has left half done is NaN."""
         if self._error is not None:
             raise self._error
-        for part in self._left:
-            for target in self._targets[part.what]:
+        for _, targets in self._left:
+            for target in targets:
                 poison(target)

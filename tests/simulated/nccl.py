@@ -273,7 +273,8 @@ class ProcessGroupNCCL(Collectives):
         Tensors that only works keep are free at its beginning: nothing promises that the watchdog keeps them
         until the kernels have ended.
         """
-        self._kept = []
+        while self._kept:
+            self._kept.pop().release()
         time.sleep(self._census.abort_takes)
         self.aborted = self._ended = True
         if self._stream is not None:
