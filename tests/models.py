@@ -51,7 +51,7 @@ def new_trainer(
         scale: of the precision.
     """
     if clip is not None:
-        optimizer = pp.optim.chain(pp.optim.clip_by_global_norm(clip), pp.optim.skipping(optimizer))
+        optimizer = pp.optim.chain(pp.optim.clip_by_global_norm(clip), optimizer)
     if scale is not None:
         precision = replace(precision or pp.Precision(), scale=scale)
     made = None

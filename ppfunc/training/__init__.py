@@ -11,8 +11,6 @@ from .trainer import Metrics as Metrics, Trainer as Trainer, TrainState as Train
 from .update.precision import (
     LossScale as LossScale,
     Precision as Precision,
-    cast as cast,
     dynamic_scale as dynamic_scale,
-    overflow as overflow,
     static_scale as static_scale,
 )

@@ -6,14 +6,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ppfunc.training.optim import (
-    chain,
-    clip_by_global_norm,
-    clip_coefficient,
-    global_norm,
-    leaf_sums,
-    sgd,
-)
+from ppfunc.training.optim import chain, clip_by_global_norm, global_norm, sgd
+from ppfunc.training.optim.norms import clip_coefficient, leaf_sums
 
 
 def grads(dtype=torch.float64, seed=0):

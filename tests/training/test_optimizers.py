@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
-from ppfunc.training import dynamic_scale, overflow
+from ppfunc.training import dynamic_scale
 from ppfunc.training.optim import (
     Optimizer,
     adamw,
@@ -19,9 +19,10 @@ from ppfunc.training.optim import (
     global_norm,
     linear,
     sgd,
-    skipping,
     warmup_cosine,
 )
+from ppfunc.training.optim.protocols import skipping
+from ppfunc.training.update.precision import overflow
 from ppfunc.training.update.sharding import shard
 from tests.models import same_bits
 

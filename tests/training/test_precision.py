@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.training import Precision, cast, dynamic_scale, overflow, static_scale
+from ppfunc.training import Precision, dynamic_scale, static_scale
+from ppfunc.training.update.precision import cast, overflow
 
 
 def test_casts():

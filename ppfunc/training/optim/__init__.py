@@ -7,21 +7,8 @@ optimizers.py           adamw, sgd: torch's fused kernels on lists of leaves
 norms.py                norms of gradients, of which each rank has a part; clipping
 """
 
-from .composed import (
-    chain as chain,
-    from_updates as from_updates,
-)
-from .norms import (
-    Clip as Clip,
-    clip_by_global_norm as clip_by_global_norm,
-    clip_coefficient as clip_coefficient,
-    global_norm as global_norm,
-    leaf_sums as leaf_sums,
-)
+from .composed import chain as chain, from_updates as from_updates
+from .norms import clip_by_global_norm as clip_by_global_norm, global_norm as global_norm
 from .optimizers import adamw as adamw, sgd as sgd
-from .protocols import (
-    Optimizer as Optimizer,
-    Ranks as Ranks,
-    skipping as skipping,
-)
+from .protocols import Optimizer as Optimizer
 from .rates import constant as constant, linear as linear, warmup_cosine as warmup_cosine

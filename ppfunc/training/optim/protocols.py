@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ppfunc._text import shown
-from ppfunc.runtime.transport.collective import Wait as Wait
 from ppfunc.stage._torch import versions
 from ppfunc.stage.tree import tree_leaves, tree_map
 
@@ -30,27 +29,6 @@ class Update(Protocol):
         *,
         found_inf: Tensor | None = None,
     ) -> tuple[Tree, Tree]: ...
-
-
-class Ranks(Protocol):
-    """Begins collectives among some ranks, all of which call the same, in the same order.
-
-    Args:
-        size: how many ranks.
-        index: of this rank among them.
-    """
-
-    size: int
-    index: int
-
-    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Wait:
-        """Replace a tensor by the sum, or the largest, of those of all ranks."""
-
-    def reduce_scatter(self, tensor: Tensor, part: Tensor) -> Wait:
-        """Write this rank's part of the sum of tensors [size * n] into ``part``, [n]."""
-
-    def all_gather(self, part: Tensor) -> tuple[Tensor, Wait]:
-        """Concatenate the tensors [n] of all ranks, [size * n]."""
 
 
 class Optimizer(NamedTuple):

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ppfunc.runtime.execution.gradients import Leaves, Numbers, Owner
+from ppfunc.runtime.transport.collective import Collective, Wait
 from ppfunc.stage.signature import LeafSignature
 
 from .._torch import add_into_each, copy_into_each, users_of
-from ..optim.protocols import Ranks, Wait
 from .buckets import MOST, Bucket, plan_buckets, views
 from .sharding import Dims, by_rank, part_signature, views_by_rank
 
@@ -54,7 +54,7 @@ class Reducer:
     """
 
     def __init__(
-        self, leaves: Sequence[LeafSignature], dims: Dims, ranks: Ranks, *, dtype: torch.dtype | None = None,
+        self, leaves: Sequence[LeafSignature], dims: Dims, ranks: Collective, *, dtype: torch.dtype | None = None,
         device: torch.device | str | None = None, most: int = MOST,
     ) -> None:  # fmt: skip
         self.form = tuple(leaves), dims

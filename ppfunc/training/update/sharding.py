@@ -5,10 +5,10 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from ppfunc.runtime.transport.collective import Collective
 from ppfunc.stage.signature import LeafSignature
 
 from .._torch import copy_into_each
-from ..optim.protocols import Ranks
 from .buckets import MOST, Bucket, plan_buckets, views
 
 Dims = tuple[int | None, ...]
@@ -42,7 +42,9 @@ def shard(leaves: Sequence[Tensor], dims: Dims, ranks: int, rank: int) -> tuple[
 
 
 @torch.no_grad()
-def gather(shards: Sequence[Tensor], dims: Dims, ranks: Ranks, *, most: int = MOST) -> tuple[Tensor, ...]:
+def gather(
+    shards: Sequence[Tensor], dims: Dims, ranks: Collective, *, most: int = MOST
+) -> tuple[Tensor, ...]:
     """Gather whole leaves of the shards of all ranks: see :func:`shard`.
 
     Returns:
