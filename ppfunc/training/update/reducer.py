@@ -54,8 +54,8 @@ class Reducer:
     """
 
     def __init__(
-        self, leaves: Sequence[LeafSignature], dims: Dims, ranks: Collective, *, dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None, most: int = MOST,
+        self, leaves: Sequence[LeafSignature], dims: Dims, ranks: Collective, *,
+        dtype: torch.dtype | None = None, device: torch.device | str | None = None, most: int = MOST,
     ) -> None:  # fmt: skip
         self.form = tuple(leaves), dims
         shards = [part_signature(leaf, dim, ranks.size) for leaf, dim in zip(leaves, dims, strict=True)]
