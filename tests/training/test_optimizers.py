@@ -214,6 +214,9 @@ def test_donated_memory_must_belong_to_one_leaf():
     optimizer = sgd(0.1, donate=True)
     with pytest.raises(ValueError, match=r"params\['a'\] and params\['b'\] share their memory"):
         optimizer.update({"a": w, "b": w}, optimizer.init({"a": w, "b": w}), {"a": w, "b": w})
+    optimizer, state = adamw(0.1, donate=True), adamw(0.1).init({"a": w})
+    with pytest.raises(ValueError, match=r"mean\['a'\] and square\['a'\] share their memory"):
+        optimizer.update({"a": w}, {**state, "square": state["mean"]}, {"a": w})
 
 
 def test_modules_parameters_come_back_without_a_graph():

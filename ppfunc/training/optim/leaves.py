@@ -1,14 +1,16 @@
 """Flatten trees for the fused kernels of torch: lists of real row-major tensors, by device and dtype."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from optree import PyTreeSpec
 from torch import Tensor
 
+from ppfunc.runtime.agreement.shared_memory import sharing
 from ppfunc.stage.signature import Form, differentiable, flatten, form_of, same_form
-from ppfunc.stage.tree import tree_flatten, tree_map, tree_paths, tree_structure
+from ppfunc.stage.tree import tree_map, tree_paths, tree_structure
 
 from .._torch import copy_into_each
 from .protocols import Tree
@@ -95,9 +97,12 @@ def zeros_like(params: Tree) -> Tree:
 
 
 def owned(
-    plan: LeafPlan, trees: Sequence[Tree], leaves: Sequence[Leaves], donate: bool
+    plan: LeafPlan, trees: Mapping[str, Tree], leaves: Sequence[Leaves], donate: bool
 ) -> tuple[list[Tree], list[Sequence[Tensor]]]:
     """Copy the parameters and the state for an update in place; donated ones are taken as they are.
+
+    Args:
+        trees: by name, the parameters first.
 
     Returns:
         The trees, and the leaves of each for the kernels.
@@ -111,13 +116,12 @@ def owned(
         every = list(leaves[0])
         for n, leaf in zip(plan.trained, columns[0], strict=True):
             every[n] = leaf
-        pairs = zip(trees, (every, *columns[1:]), strict=True)
-        trees = [tree_structure(tree).unflatten(column) for tree, column in pairs]
+        pairs = zip(trees.items(), (every, *columns[1:]), strict=True)
+        trees = {name: tree_structure(tree).unflatten(column) for (name, tree), column in pairs}
         columns = [list(map(_as_real, column)) for column in columns]
     if donate:
-        for column in columns:
-            _require_own_memory(column, trees[0])
-    return list(trees), columns
+        _require_own_memory(plan, columns, trees)
+    return list(trees.values()), columns
 
 
 def gradients_of(plan: LeafPlan, leaves: Leaves) -> Sequence[Tensor]:
@@ -159,21 +163,17 @@ def _copies(leaves: Sequence[Tensor]) -> list[Tensor]:
     return fresh
 
 
-def _require_own_memory(leaves: Sequence[Tensor], params: Tree) -> None:
+def _require_own_memory(
+    plan: LeafPlan, columns: Sequence[Sequence[Tensor]], trees: Mapping[str, Tree]
+) -> None:
     """Raise ValueError with the paths of two leaves whose memory updates in place would change twice."""
-    if len({leaf.data_ptr() for leaf in leaves if leaf.numel()}) == sum(leaf.numel() > 0 for leaf in leaves):
+    every = [leaf for column in columns for leaf in column]
+    if len(set(map(Tensor.data_ptr, every))) == len(every):
         return
-    seen: dict[int, str] = {}
-    every, structure = tree_flatten(params)
-    for path, leaf in zip(tree_paths(structure, "params"), every, strict=True):
-        trained = differentiable(leaf.dtype) and leaf.numel()
-        first = seen.setdefault(leaf.data_ptr(), path) if trained else path
-        if first != path:
-            raise ValueError(
-                f"{first} and {path} share their memory, so that they cannot both be "
-                "updated in place; pass donate=False or make them separate tensors"
-            )
-    raise ValueError(
-        "two leaves of the state share their memory, so that they cannot both be updated in place; pass"
-        " donate=False"
-    )
+    paths, *further = (tree_paths(tree_structure(tree), name) for name, tree in trees.items())
+    names = [*(paths[n] for n in plan.trained), *chain(*further)]
+    for one, other in sharing(every, [leaf.nbytes for leaf in every]):
+        raise ValueError(
+            f"{names[one]} and {names[other]} share their memory, so that they cannot both be updated in"
+            " place; pass donate=False or make them separate tensors"
+        )

@@ -275,7 +275,7 @@ def _fused(
             plan, leaves = plan_of(params, grads, states)
             last = known = plan, _groups(plan, weight_decay, mask, params)
         plan, groups = known
-        new, columns = owned(plan, (params, *states.values()), (leaves[0], *leaves[2:]), donate)
+        new, columns = owned(plan, {"params": params, **states}, (leaves[0], *leaves[2:]), donate)
         if donate:  # the kernels do not count that they write
             increment_version([leaf for column in columns for leaf in column])
         gradients = gradients_of(plan, leaves[1])
