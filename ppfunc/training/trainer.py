@@ -316,12 +316,12 @@ class Trainer:
                 targets,
                 extras,
                 state.stage_state,
-                _nonnegative(read_loss_weights(each[n], m)),
-                seed and (seed[0], seed[1] + n),
-                self._ranks.data.index * m,
-                state.scale.get("scale"),
-                update,
-                common,
+                loss_weights=_nonnegative(read_loss_weights(each[n], m)),
+                seed=seed and (seed[0], seed[1] + n),
+                microbatch_offset=self._ranks.data.index * m,
+                scale=state.scale.get("scale"),
+                update=update,
+                common=common,
             )
             for n, (inputs, targets) in enumerate(batches)
         ]
