@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ._torch import is_wrapped
+
 # Runs a function in memory that stays, and returns its results with what runs it again in the same memory.
 Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
@@ -57,6 +59,30 @@ def record_event(device: torch.device, timing: bool = False) -> torch.Event:
     event = torch.Event(device=device, enable_timing=timing)
     event.record(current_stream(device))
     return event
+
+
+class SideStreams(dict[torch.device, torch.Stream]):
+    """Holds a stream of its own for every device, made when it is first used."""
+
+    def __missing__(self, device: torch.device) -> torch.Stream:
+        return self.setdefault(device, torch.Stream(device=device))
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor to a device; the host waits only for what comes to it.
+
+    What comes from the host is put into pinned memory first: copies from other memory hold it up.
+    """
+    if tensor.device.type == "cpu" and accelerates(device) and not is_wrapped(tensor):
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=accelerates(device))
+
+
+def download(tensor: torch.Tensor) -> torch.Tensor:
+    """Begin to copy a tensor to pinned memory, which has it once an event that is recorded now is done."""
+    if not accelerates(tensor.device):
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def generator_of(device: torch.device) -> torch.Generator:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ppfunc.stage import LeafSignature
+from ppfunc.stage.device import upload
 
 from ..call.batch import Leaves as Leaves
 from .gradients import Gradients
@@ -142,4 +143,4 @@ class ParameterUpdate(Protocol):
 
 def moved(tensors: Leaves, device: torch.device) -> Leaves:
     """Move tensors to a device. Those that come to the host are there on return: nothing on it waits."""
-    return tuple([t.to(device, non_blocking=device.type != "cpu") for t in tensors])
+    return tuple([upload(t, device) for t in tensors])

@@ -5,6 +5,7 @@ from functools import lru_cache
 import torch
 
 from ppfunc.schedule import Chain
+from ppfunc.stage.device import upload
 
 from ..call.arguments import StepArguments
 from ..lowering.lowered import BATCH, LoweredStep
@@ -95,17 +96,17 @@ def _weights_of(
     Args:
         dtype: in which the stage makes its losses.
     """
-    m, weights = lowered.schedule.microbatches, arguments.loss_weights
-    if weights is None:
-        weights = torch.full((m,), 1 / m, dtype=torch.float64, device="cpu")
+    weights, form = arguments.loss_weights, lowered.losses[stage].leaf
     device = lowered.form.devices[lowered.schedule.model_stages[stage]]
-    wide = weights.to(device, lowered.losses[stage].leaf.dtype)
-    if arguments.loss_weights is not None:
-        rows = values(weights)  # of all rows, under a transform
-        if rows.device.type == "cpu":
-            _require_representable(tuple(rows.flatten().tolist()), dtype)
-        else:  # where nothing may be read, they make no number
-            wide = torch.where((weights.to(device) != 0) & (wide.to(dtype) == 0), torch.nan, wide)
+    if weights is None:
+        m = lowered.schedule.microbatches
+        return torch.full((m,), 1 / m, dtype=form.dtype, device=device).unbind()
+    wide = upload(weights.to(form.dtype), device)
+    rows = values(weights)  # of all rows, under a transform
+    if rows.device.type == "cpu":
+        _require_representable(tuple(rows.flatten().tolist()), dtype)
+    else:  # where nothing may be read, they make no number
+        wide = torch.where((weights.to(device) != 0) & (wide.to(dtype) == 0), torch.nan, wide)
     return wide.unbind()
 
 

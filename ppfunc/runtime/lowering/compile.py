@@ -8,11 +8,10 @@ there what has arrived.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-
 from ppfunc.schedule import Instruction, Op, Schedule, linearize, parts_of, send_completion
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL
 from ppfunc.stage import Signature, StageProgram
+from ppfunc.stage.device import SideStreams
 from ppfunc.stage.interrupts import act_on_interrupts
 
 from ..execution.buffers import Buffers, Key, Tag
@@ -20,7 +19,7 @@ from ..transport.protocols import Call, DataTransport, Transfer
 from . import calls
 from .calls import Origin, PlacedCall
 from .lowered import BATCH, LoweredStep
-from .residual_calls import move_residuals, release_params, restore_params
+from .residual_calls import await_residuals, fetch, offload, release_params, restore_params
 from .stage_programs import StagePrograms
 from .tail_calls import (
     is_late,
@@ -120,7 +119,8 @@ class _Binder:
         self._schedule = lowered.schedule
         self._trains = not self._schedule.forward_only
         self._frees = Op.RESHARD in self._schedule.ops  # parameters, between a forward and its backward
-        self._loaded: set[Key] = set()
+        self._loaded, self._fetched = set[Key](), set[Key]()
+        self._away, self._back = SideStreams(), SideStreams()  # of residuals
         self.late: list[Origin] = []
 
     def bind_all(self) -> list[PlacedCall]:
@@ -199,9 +199,11 @@ class _Binder:
             case Op.F | Op.B | Op.I | Op.W:
                 yield from self._prepare(place, part)
                 yield from _at(place, self._run(part), self._finish(part))
-            case Op.OFFLOAD | Op.FETCH:
-                target = torch.device("cpu") if part.op is Op.OFFLOAD else low.device
-                yield from _at(place, move_residuals(low, key, target))
+            case Op.OFFLOAD:
+                yield from _at(place, offload(low, key, self._away))
+            case Op.FETCH:
+                self._fetched.add(key)
+                yield from _at(place, fetch(low, key, self._back))
             case _:
                 raise AssertionError(part)  # lowering refuses it
 
@@ -212,6 +214,9 @@ class _Binder:
             yield from _at(place, self._load(key))
         if part.op is not Op.W:
             yield from self._arrivals(place, part)
+        if key in self._fetched:
+            self._fetched.remove(key)
+            yield from _at(place, await_residuals(self._lowered.stages[key], key))
         if part.op is not Op.F and self._frees:
             yield from _at(place, restore_params(self._lowered.stages[key], key))
 

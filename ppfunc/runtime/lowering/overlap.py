@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ppfunc.stage.device import accelerates, available, current_stream, new_stream
+from ppfunc.stage.device import SideStreams, accelerates, available, current_stream
 from ppfunc.stage.engines.tracing.emit import Recipe, emit
 from ppfunc.stage.engines.tracing.interleave import interleave
 from ppfunc.stage.tree import tree_leaves
@@ -20,7 +20,8 @@ Overlapped = Callable[[Program, tuple[Any, ...], Program, tuple[Any, ...]], tupl
 
 
 def interleaved() -> Overlapped:
-    """Run both as one traced program, their operators in turn; bitwise the same results.
+    """Run both as one traced program, their operators in turn; with the same bits where
+    kernels are deterministic.
 
     For ``overlapped=`` of :func:`~ppfunc.value_and_grad`, with the graph engine. What one of the two
     leaves idle the other can use: kernels that are launched while a collective in the other is on
@@ -53,7 +54,10 @@ def _recipe(program: Program) -> Recipe:
 
 
 def two_streams() -> Overlapped:
-    """Run the backward on a stream of its own beside the forward; bitwise the same results.
+    """Run the backward on a stream of its own beside the forward.
+
+    The results are bitwise the same where kernels are deterministic and do not choose by the stream: cuBLAS
+    may, unless ``CUBLAS_WORKSPACE_CONFIG`` is set.
 
     For ``overlapped=`` of :func:`~ppfunc.value_and_grad`, with any engine. Both begin when what was
     issued before is done, and what follows waits for both.
@@ -66,7 +70,7 @@ def two_streams() -> Overlapped:
             "two_streams() is for an accelerator, such as CUDA, and there is none here; leave out"
             " overlapped=, or take interleaved()"
         )
-    streams: dict[torch.device, torch.Stream] = {}
+    streams = SideStreams()
 
     def overlapped(
         forward: Program, arguments: tuple[Any, ...], backward: Program, others: tuple[Any, ...]
@@ -78,8 +82,6 @@ def two_streams() -> Overlapped:
                 f"two_streams() got stages that compute on {device}; leave out overlapped= where there is no"
                 " accelerator"
             )
-        if device not in streams:
-            streams[device] = new_stream(device)
         here, beside = current_stream(device), streams[device]
         beside.wait_stream(here)
         for tensor in tree_leaves(others):

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ppfunc.stage.device import SideStreams, accelerates, current_stream, download, record_event, upload
+
 from ..execution.buffers import Buffers, Key
 from ..transport.protocols import Call
 from .lowered import LoweredStage
@@ -65,31 +67,82 @@ def restore_params(low: LoweredStage, key: Key) -> Call:
     return restore
 
 
-def move_residuals(low: LoweredStage, key: Key, target: torch.device) -> Call | None:
-    """Move residuals to ``target``; parameters, held by reference, stay where they are."""
-    if low.device.type == "cpu":
+class Moving(NamedTuple):
+    """Residuals, by their numbers those that move to another device, and when they are there."""
+
+    resting: tuple[Any, ...]
+    moving: dict[int, torch.Tensor]
+    done: torch.Event
+
+
+def offload(low: LoweredStage, key: Key, streams: SideStreams) -> Call | None:
+    """Begin to move residuals to the host, beside what the device computes.
+
+    Parameters, held by reference, stay where they are, and so does what is on the host.
+    """
+    model_stage, device = low.model_stage, low.device
+    fault, mend = f"the residuals of stage {model_stage} cannot be moved", "a schedule without OFFLOAD"
+    if not accelerates(device):
         return None
-    model_stage = low.model_stage
 
-    def move(buffers: Buffers) -> None:
-        saved = _tensors(
-            buffers,
-            key,
-            f"the residuals of stage {model_stage} cannot be moved",
-            "a schedule without OFFLOAD",
-        )
+    def run_offload(buffers: Buffers) -> None:
+        saved, beside = _tensors(buffers, key, fault, mend), streams[device]
         stay = {t.untyped_storage().data_ptr() for t in buffers.params[model_stage]}
-        buffers.residuals[key] = tuple(
-            [t if t.untyped_storage().data_ptr() in stay else t.to(target, non_blocking=True) for t in saved]
-        )
+        moving = {
+            n: t
+            for n, t in enumerate(saved)
+            if not isinstance(t, Held)
+            and accelerates(t.device)
+            and t.untyped_storage().data_ptr() not in stay
+        }
+        beside.wait_stream(current_stream(device))
+        with beside:
+            copies = {n: download(t) for n, t in moving.items()}
+            done = record_event(device)
+        for t in moving.values():
+            t.record_stream(beside)
+        resting = tuple([None if n in moving else t for n, t in enumerate(saved)])
+        buffers.residuals[key] = Moving(resting, copies, done)
 
-    return move
+    return run_offload
+
+
+def fetch(low: LoweredStage, key: Key, streams: SideStreams) -> Call | None:
+    """Begin to move residuals back; :func:`await_residuals` waits for them."""
+    device = low.device
+    if not accelerates(device):
+        return None
+
+    def run_fetch(buffers: Buffers) -> None:
+        (resting, moving, away), beside = buffers.residuals[key], streams[device]
+        with beside:
+            away.wait(current_stream(device))
+            back = {n: upload(t, device) for n, t in moving.items()}
+            buffers.residuals[key] = Moving(resting, back, record_event(device))
+
+    return run_fetch
+
+
+def await_residuals(low: LoweredStage, key: Key) -> Call | None:
+    """Let the device wait for residuals that are on their way back."""
+    device = low.device
+    if not accelerates(device):
+        return None
+
+    def run_await(buffers: Buffers) -> None:
+        (resting, moving, done), here = buffers.residuals[key], current_stream(device)
+        done.wait(here)
+        for t in moving.values():
+            t.record_stream(here)
+        buffers.residuals[key] = tuple([moving.get(n, t) for n, t in enumerate(resting)])
+
+    return run_await
 
 
 def _tensors(buffers: Buffers, key: Key, fault: str, mend: str) -> tuple[Any, ...]:
-    """Return the residuals; raise TypeError unless all are tensors."""
+    """Return the residuals; raise TypeError unless all are tensors, or views of parameters."""
     saved = buffers.residuals[key]
-    if not all(isinstance(t, torch.Tensor) for t in saved):
+    if not all(isinstance(t, torch.Tensor | Held) for t in saved):
         raise TypeError(
             f"{fault}: its engine keeps something else than tensors; use the graph engine without"
             f" cuda_graphs=True, or {mend}"

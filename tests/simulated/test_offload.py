@@ -1,0 +1,92 @@
+"""Residuals that move to the host and back: beside what the device computes, and only what was on it."""
+
+from __future__ import annotations
+
+import optree
+import pytest
+import torch
+
+import ppfunc as pp
+from ppfunc.schedule import insert_offloads
+from tests.models import dense, problem, same_bits, squared
+
+PLAIN = pp.one_f_one_b(2, 4)
+MOVING = insert_offloads(PLAIN)
+
+
+def on_device(tree):
+    return optree.tree_map(lambda t: t.cuda(), tree)
+
+
+def on_host(tree):
+    return optree.tree_map(lambda t: t.cpu(), tree)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "schedule", [MOVING, insert_offloads(pp.zb_h1(2, 4), lookahead=0)], ids=["1f1b", "zb"]
+)
+def test_offloaded_residuals_give_the_same_bits_and_hold_up_nothing(simulate, schedule, seed):
+    gpu = simulate(seed=seed)
+    params, inputs, targets = problem(schedule)
+    step = pp.value_and_grad([dense] * 2, squared, schedule)
+    held, x, y = on_device((params, inputs, targets))
+    step(held, x, y)
+    gpu.waits.clear()
+    result = step(held, x, y)
+    assert not gpu.waits, dict(gpu.waits)
+    assert same_bits(on_host(result), step(params, inputs, targets))
+
+
+def test_moves_are_issued_on_streams_of_their_own(gpu):
+    """On the stream that computes they would hide nothing."""
+    issued = []
+    issue = gpu.issue
+
+    def noted(stream, what, *args, **kwargs):
+        issued.append((what, stream))
+        return issue(stream, what, *args, **kwargs)
+
+    held, x, y = on_device(problem(MOVING))
+    gpu.issue = noted
+    pp.value_and_grad([dense] * 2, squared, MOVING)(held, x, y)
+    computes = {stream for what, stream in issued if what.startswith(("tanh", "mm"))}
+    moves = [stream for what, stream in issued if "copy" in what and "host" in what]
+    assert computes
+    assert len(moves) >= 4
+    assert not computes & set(moves)
+
+
+@torch.library.custom_op("simulated::attend", mutates_args=())
+def attend(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As memory-efficient attention with dropout, which keeps its seed on the host."""
+    return x * 2, torch.zeros((), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("simulated::attend_backward", mutates_args=())
+def attend_backward(gy: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+    assert seed.device.type == "cpu", "the seed is read on the host"
+    return gy * 2
+
+
+attend.register_fake(lambda x: (torch.empty_like(x), torch.empty((), dtype=torch.int64, device="cpu")))
+attend_backward.register_fake(lambda gy, seed: torch.empty_like(gy))
+
+
+def keep(ctx, inputs, output):
+    ctx.seed = output[1]
+    ctx.mark_non_differentiable(output[1])
+
+
+attend.register_autograd(lambda ctx, gy, _: attend_backward(gy, ctx.seed), setup_context=keep)
+
+
+def attending(params, x):
+    return attend(dense(params, x))[0]
+
+
+def test_what_was_on_the_host_stays_there(gpu):
+    """A FETCH brought the seed of attention to the device, whose backward reads it on the host."""
+    held, x, y = on_device(problem(MOVING))
+    results = [pp.value_and_grad([attending] * 2, squared, s)(held, x, y) for s in (PLAIN, MOVING)]
+    assert same_bits(*map(on_host, results))
