@@ -536,14 +536,8 @@ def test_the_communicators_of_a_step_that_has_failed_are_ended_while_it_runs_tho
     one, other = (
         SimpleNamespace(abort=lambda name=name: aborted.append(name)) for name in ("a pair", "the data ranks")
     )
-    owned = {
-        "_pair_groups": SimpleNamespace(groups=[one]),
-        "_collectives": {"data": SimpleNamespace(group=other)},
-        "_in_stages": list,
-    }
-    transport = SimpleNamespace(
-        backend="nccl", ended=3, _executing=True, _synchronizing=False, _aborts=_torch.Aborts(), **owned
-    )
+    state = {"_executing": True, "_synchronizing": False, "_groups": [one, other], "_in_stages": list}
+    transport = SimpleNamespace(backend="nccl", ended=3, _aborts=_torch.Aborts(), **state)
     transport._begin_aborts = partial(pp.P2P._begin_aborts, transport)
     unblock = partial(pp.P2P._unblock, transport)
     unblock(4)  # step 3 was committed: its last collectives finish

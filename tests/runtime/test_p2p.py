@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import ClassVar
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 import ppfunc as pp
 from ppfunc.runtime.control.rendezvous import Rendezvous
-from ppfunc.runtime.transport import _torch, opening
+from ppfunc.runtime.transport import _torch, opening, p2p
 from ppfunc.schedule import BUILDERS, chimera, remove_tail
 from tests.clock import busy
 from tests.models import squared
@@ -412,17 +413,20 @@ class Work:
         self.done.result(30)
 
 
+def over_gloo(rendezvous, links, wanted, device, begun):
+    for one in wanted:
+        begun.append(rendezvous.open_nccl(one.name, one.members.index(links.rank), 2))
+        yield begun[-1]
+
+
 @contextmanager
-def as_nccl():
-    """A transport on a torch that says that its group is one of NCCL."""
+def as_nccl(gpu=None):
+    """A transport on a torch that says that its group is one of NCCL; the host waits for ``gpu``."""
     FakeNCCL.made.clear()
     with (
         patch.object(dist, "ProcessGroupNCCL", FakeNCCL, create=True),
-        patch.object(
-            opening,
-            "open_nccl",
-            lambda meeting, links, name, members, *_: meeting.open_nccl(name, members.index(links.rank), 2),
-        ),
+        patch.object(opening, "open_nccl", over_gloo),
+        patch.object(p2p, "record_event", lambda device: SimpleNamespace(synchronize=gpu or (lambda: None))),
         patch.object(dist, "get_backend_config", lambda group: "cpu:nccl"),
         patch.dict(_torch.CARRIES, nccl="cpu"),
         pp.P2P(timeout=30) as transport,
@@ -483,12 +487,11 @@ def on_a_gpu_that_fails(rank, ranks):
     held = held_by(schedule, rank, params)
     found, fails = [], [False]
 
-    def synchronize_stream(device, seconds, look=None):
+    def synchronize():
         if fails[0] and rank == ranks - 1:
             raise RuntimeError("CUDA error: device-side assert triggered")
-        return True
 
-    with as_nccl() as transport, patch.object(_torch, "synchronize_stream", synchronize_stream):
+    with as_nccl(synchronize) as transport:
         step = pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport)
         for fails[0] in (False, True, False):
             try:
@@ -509,7 +512,7 @@ def elsewhere(rank, ranks, name):
     """The process group is one of NCCL, and the stages compute on the CPU."""
     with (
         patch.object(dist, "get_backend_config", lambda group: "cpu:nccl"),
-        patch.object(opening, "open_nccl", lambda *_: None),
+        patch.object(opening, "open_nccl", lambda *_: iter(())),
         pp.P2P(timeout=20) as transport,
     ):
         schedule = SCHEDULES[name](ranks)

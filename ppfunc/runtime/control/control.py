@@ -241,7 +241,7 @@ class Control:
         if kind == END:
             keep_holding()  # the step may have ended on some ranks already
         if tree.parent is None:
-            data = sum_bytes(gathered, parts, self.device)
+            data = sum_bytes(gathered, parts)
         else:
             if kind == END:
                 self.links.vote(self.ended)

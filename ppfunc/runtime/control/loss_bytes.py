@@ -6,6 +6,8 @@ from functools import reduce
 
 import torch
 
+from ppfunc.stage.device import upload
+
 from ..transport.protocols import LossPart
 
 
@@ -15,13 +17,13 @@ def to_bytes(losses: torch.Tensor) -> bytes:
     return ctypes.string_at(losses.data_ptr(), losses.nbytes)
 
 
-def sum_bytes(gathered: Mapping[int, bytes], parts: Mapping[int, LossPart], device: torch.device) -> bytes:
-    """Sum the losses of all stages over their microbatches on a device. Return the bytes of the sum."""
+def sum_bytes(gathered: Mapping[int, bytes], parts: Mapping[int, LossPart]) -> bytes:
+    """Sum the losses of all stages over their microbatches. Return the bytes of the sum."""
     losses = [
         _from_bytes(gathered[stage], part.leaf.shape, part.leaf.dtype)
         for stage, part in sorted(parts.items())
     ]
-    return to_bytes(torch.cat(losses).to(device).sum(0)) if losses else b""
+    return to_bytes(torch.cat(losses).sum(0)) if losses else b""
 
 
 def sum_of(data: bytes, parts: Mapping[int, LossPart], device: torch.device) -> torch.Tensor | None:
@@ -30,7 +32,7 @@ def sum_of(data: bytes, parts: Mapping[int, LossPart], device: torch.device) -> 
     if not leaves:
         return None
     dtype = reduce(torch.promote_types, (leaf.dtype for leaf in leaves))
-    return _from_bytes(data, leaves[0].shape[1:], dtype).to(device)
+    return upload(_from_bytes(data, leaves[0].shape[1:], dtype), device)
 
 
 def _from_bytes(data: bytes, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

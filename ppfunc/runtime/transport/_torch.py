@@ -7,45 +7,53 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from ppfunc.stage.device import accelerates, kinds, new_stream, record_event
+from ppfunc.stage.device import kinds, new_stream, on_device, record_event
 
 CARRIES = {"gloo": "cpu", "nccl": "cuda"}  # the kind of device whose tensors a backend carries
-_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_MAKING = threading.Lock()
 _PROBE = 0x70706675  # a tag
+UnderWay = tuple[list[Any], Sequence[Any]]
+"""Works, and the tensors that they use."""
+
 _ABORT = 10.0  # seconds
-_LOOK = 5e-5  # seconds between looks at the GPU
 _AT_EXIT = 5.0  # seconds that the end of the process waits for communicators that are ended or dropped
 _ASIDE: set[threading.Thread] = set()
+_OPEN: WeakSet[Any] = WeakSet()  # communicators of NCCL, which none has closed
 
 # Without a registry such a communicator ends when it is let go, and peers that wait on it raise.
 ProcessGroupGloo = dist.ProcessGroupGloo
 
 
-def ProcessGroupNCCL(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make an NCCL communicator over its own connection to the store: waiting there holds up no other.
+def prepare_nccl() -> None:
+    """Let what fails on a communicator fail the step, and not end the process, unless the user has chosen.
 
-    What fails on it fails the step, and does not end the process, as torch would have it.
+    Communicators read it as they are made, and their threads read the environment: it may not change later.
     """
-    options, before = dist.ProcessGroupNCCL.Options(), os.environ.get(_HANDLING)
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+
+
+def ProcessGroupNCCL(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Make an NCCL communicator over its own connection to the store: waiting there holds up no other."""
+    options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    with _MAKING:
-        os.environ[_HANDLING] = "0"  # read as it is made
-        try:
-            return dist.ProcessGroupNCCL(store.clone(), rank, size, options)  # type: ignore[attr-defined]
-        finally:
-            if before is None:
-                del os.environ[_HANDLING]
-            else:
-                os.environ[_HANDLING] = before
+    group: Any = dist.ProcessGroupNCCL(store.clone(), rank, size, options)  # type: ignore[attr-defined]
+    _OPEN.add(group)
+    return group
+
+
+def begin_nccl(group: Any, device: torch.device) -> None:
+    """Let the ranks of a new NCCL communicator meet, which all come here. No rank has to be at it alone."""
+    with on_device(device):
+        group.eager_connect_single_device(device)
 
 
 def connect_nccl(group: Any, place: int, size: int, device: torch.device, messages: bool) -> None:
@@ -156,6 +164,25 @@ def drop_aside(groups: list[Any]) -> None:
         _aside([groups.pop()].clear, "ppfunc drops")
 
 
+def drop_when_done(device: torch.device, under_way: list[UnderWay]) -> None:
+    """Drop tensors, with the works on them, once the device is done with them; empty the list.
+
+    A communicator may write into its tensors until its end, which may come after that of :class:`Aborts`.
+    """
+    with new_stream(device):
+        for work in [work for works, _ in under_way for work in works if work is not None]:
+            with suppress(RuntimeError):  # it has failed
+                work.wait()
+        done = record_event(device)
+
+    def drop() -> None:
+        with suppress(RuntimeError):  # the device has failed
+            done.synchronize()
+        under_way.clear()
+
+    _aside(drop, "ppfunc drops")
+
+
 def _aside(work: Callable[[], None], name: str) -> threading.Thread | None:
     """Do something in a thread that the end of the process waits for; None where none begins any more."""
 
@@ -177,7 +204,11 @@ def _aside(work: Callable[[], None], name: str) -> threading.Thread | None:
 
 @atexit.register
 def _join_background_threads() -> None:
-    """Join background threads at exit: one that returns from C++ later aborts the process."""
+    """Join background threads at exit: one that returns from C++ later aborts the process.
+
+    Communicators that are still open are ended first.
+    """
+    Aborts().begin(list(_OPEN))
     end = time.monotonic() + _AT_EXIT
     for thread in list(_ASIDE):
         thread.join(max(0.0, end - time.monotonic()))
@@ -186,24 +217,6 @@ def _join_background_threads() -> None:
 def begun_in(group: dist.ProcessGroup) -> int:
     """How many collectives this rank has begun in a group."""
     return int(_backend(group)._get_sequence_number_for_group())
-
-
-def synchronize_stream(
-    device: torch.device | None, seconds: float, look: Callable[[], None] = lambda: None
-) -> bool:
-    """Wait until the current stream of a device has done what it was given, for so long at most.
-
-    Returns whether it has; ``look`` is called meanwhile.
-    """
-    if device is None or not accelerates(device):
-        return True
-    done, end = record_event(device), time.monotonic() + seconds
-    while not done.query():
-        look()
-        if time.monotonic() > end:
-            return False
-        time.sleep(_LOOK)
-    return True
 
 
 def store_of(group: dist.ProcessGroup) -> Store:

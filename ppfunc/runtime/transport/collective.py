@@ -47,10 +47,12 @@ class Collective:
         self._running: dict[int, tuple[Any, ...]] = {}  # works, and tensors that live until they are done
         self._begun = 0
 
-    def let_go(self) -> None:
-        """Drop the communicator and all running operations, so that peers which wait for it raise."""
+    def let_go(self) -> list[_torch.UnderWay]:
+        """Forget the communicator; return what is under way on it."""
+        under_way: list[_torch.UnderWay] = [([work], tensors) for work, tensors in self._running.values()]
         self.group = None
         self._running.clear()
+        return under_way
 
     def all_reduce(self, tensor: torch.Tensor, op: Literal["sum", "max"] = "sum") -> Wait:
         """Replace a contiguous tensor by the sum, or the largest, of those of all ranks."""

@@ -3,10 +3,11 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -17,6 +18,9 @@ from ..control.rendezvous import Rendezvous
 from ..control.socket_links import SocketLinks
 from ..errors import LinkError
 from . import _torch
+
+Events = SimpleQueue[tuple[str, Any]]
+"""What a thread tells: a kind, and what goes with it."""
 
 _CHANNEL = "open"
 _PAUSE = 0.05  # seconds between looks whether a rank has failed
@@ -57,68 +61,77 @@ class _Addresses(Store):
         self._complete.set()
 
 
-def open_group(
-    rendezvous: Rendezvous,
-    links: SocketLinks,
-    name: str,
-    members: Sequence[int],
-    device: torch.device,
-    messages: bool = False,
-) -> Any:
-    """Open a communicator of some ranks, under the backend of the user's group.
+class Opening(NamedTuple):
+    """Describe a communicator to open.
 
     Args:
-        name: the same at all members, which is taken anew after each failure.
-        members: in the same order at all of them.
-        device: where the tensors of this rank are.
+        name: the same at all members, taken anew after each failure.
+        members: ranks, in the same order at all of them.
         messages: whether it carries messages from the first of two members to the second, and nothing else;
             else, sums and gathers.
     """
+
+    name: str
+    members: Sequence[int]
+    messages: bool = False
+
+
+def open_groups(
+    rendezvous: Rendezvous,
+    links: SocketLinks,
+    wanted: Sequence[Opening],
+    device: torch.device,
+    begun: list[Any],
+) -> Iterator[Any]:
+    """Open communicators under the backend of the user's group; yield each in its turn.
+
+    Args:
+        rendezvous, links: of the transport.
+        wanted: those of this rank, in an order in which no ranks wait in a circle.
+        device: where the tensors of this rank are.
+        begun: gets the communicators, before they are connected where they have to be ended.
+
+    Raises:
+        LinkError: a rank has failed, is gone or late.
+        RuntimeError: the backend has failed to connect.
+    """
     links.check()
-    name = f"{links.generation}/{name}"
+    wanted = [one._replace(name=f"{links.generation}/{one.name}") for one in wanted]
     if rendezvous.backend == "nccl":
-        return open_nccl(rendezvous, links, name, members, device, messages)
-    return open_gloo(links, name, members, rendezvous.timeout)
+        yield from open_nccl(rendezvous, links, wanted, device, begun)
+        return
+    for one in wanted:
+        begun.append(open_gloo(links, one.name, one.members, rendezvous.timeout))
+        yield begun[-1]
 
 
 def open_nccl(
     rendezvous: Rendezvous,
     links: SocketLinks,
-    name: str,
-    members: Sequence[int],
+    wanted: Sequence[Opening],
     device: torch.device,
-    messages: bool,
-) -> Any:
-    """Open an NCCL communicator of some ranks, in the order given, which all come to the same call.
+    begun: list[Any],
+) -> Iterator[Any]:
+    """Open NCCL communicators, which their members begin side by side and then connect one after the other.
 
-    Args:
-        rendezvous: makes it, over the store.
-        links: know which ranks live.
-        name: of the communicator, the same at all members.
-        device, messages: as of :func:`open_group`.
-
-    Raises:
-        LinkError: a rank has failed, is gone or late.
-        RuntimeError: NCCL has failed to connect.
+    While one begins, no kernel may wait for a peer: it would hold up what allocates memory.
     """
-    place, size = members.index(links.rank), len(members)
-    events: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-    begun: list[Any] = []
+    places = [one.members.index(links.rank) for one in wanted]
+    threads: list[tuple[int, Events]] = []
+    for one, place in zip(wanted, places, strict=True):
 
-    def make() -> Any:
-        begun.append(rendezvous.open_nccl(name, place, size))
-        _torch.connect_nccl(begun[0], place, size, device, messages)
-        return begun[0]
+        def begin(one: Opening = one, place: int = place) -> Any:
+            group = rendezvous.open_nccl(one.name, place, len(one.members))
+            begun.append(group)
+            _torch.begin_nccl(group, device)
+            return group
 
-    _make_in_thread(make, place, events.put)
-    links.waiting_on = members[(place + 1) % size]
-    try:
-        group = _await(links, events, links.waiting_on, rendezvous.timeout)
-    except BaseException:
-        _torch.Aborts().begin(begun)  # nobody else knows it
-        raise
-    links.waiting_on = None
-    return group
+        threads.append((one.members[(place + 1) % len(one.members)], in_thread(begin, links.rank)))
+    groups = [await_next(links, events, peer, rendezvous.timeout) for peer, events in threads]
+    for one, place, group, (peer, _) in zip(wanted, places, groups, threads, strict=True):
+        connect = partial(_torch.connect_nccl, group, place, len(one.members), device, one.messages)
+        await_next(links, in_thread(connect, links.rank), peer, rendezvous.timeout)
+        yield group
 
 
 def open_gloo(links: SocketLinks, name: str, members: Sequence[int], timeout: float) -> Any:
@@ -137,54 +150,55 @@ def open_gloo(links: SocketLinks, name: str, members: Sequence[int], timeout: fl
         RuntimeError: gloo has failed to connect.
     """
     place, others = members.index(links.rank), [member for member in members if member != links.rank]
-    events: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+    events, peer = Events(), members[(place + 1) % len(members)]
     addresses, limit = _Addresses(events.put), timedelta(seconds=timeout)
-    _make_in_thread(lambda: _torch.ProcessGroupGloo(addresses, place, len(members), limit), place, events.put)
+    in_thread(lambda: _torch.ProcessGroupGloo(addresses, place, len(members), limit), place, events)
     try:
-        links.waiting_on = members[(place + 1) % len(members)]
-        key, address = _await(links, events, links.waiting_on, timeout)
+        key, address = await_next(links, events, peer, timeout)
         for other in others:
             links.send(other, _CHANNEL, json.dumps([name, key, address.hex()]).encode())
         addresses.complete(dict(_address(links, name, other) for other in others))
-        links.waiting_on = members[(place + 1) % len(members)]
-        group = _await(links, events, links.waiting_on, timeout)
-        links.waiting_on = None
-        return group
+        return await_next(links, events, peer, timeout)
     finally:
         addresses.give_up()
 
 
-def _make_in_thread(make: Callable[[], Any], place: int, tell: Callable[[tuple[str, Any]], None]) -> None:
-    """Begin to make a communicator in a thread, which tells ``("made", group)`` or ``("failed", error)``."""
+def in_thread(work: Callable[[], Any], rank: int, events: Events | None = None) -> Events:
+    """Begin to do something in a thread, which tells ``("done", result)`` or ``("failed", error)``."""
+    tell: Events = Events() if events is None else events
 
     def run() -> None:
         try:
-            tell(("made", make()))
+            tell.put(("done", work()))
         except Exception as error:
-            tell(("failed", error))
+            tell.put(("failed", error))
 
-    threading.Thread(target=run, name=f"ppfunc rank {place} connects", daemon=True).start()
+    threading.Thread(target=run, name=f"ppfunc rank {rank}", daemon=True).start()
+    return tell
 
 
-def _await(links: SocketLinks, events: SimpleQueue[tuple[str, Any]], peer: int, timeout: float) -> Any:
-    """Wait for the next event of the thread."""
-    end = time.monotonic() + timeout
+def await_next(links: SocketLinks, events: Events, peer: int, timeout: float, late: str = "") -> Any:
+    """Wait for the next event of a thread, in which this rank waits for a peer.
+
+    Args:
+        late: what is waited for, and has not happened; that the peer connects, by default.
+    """
+    end, links.waiting_on = time.monotonic() + timeout, peer
     while True:
         try:
             act_on_interrupts()
             kind, what = events.get(timeout=_PAUSE)
+            break
         except Empty:
             links.check()
             if time.monotonic() > end:
-                raise LinkError(
-                    peer,
-                    "late",
-                    f"rank {links.rank} waited for rank {peer}, which has not connected in {timeout:g} s",
-                ) from None
-            continue
-        if kind == "failed":
-            raise what
-        return what
+                late = late or f"rank {peer}, which has not connected"
+                reason = f"rank {links.rank} waited for {late} in {timeout:g} s"
+                raise LinkError(peer, "late", reason) from None
+    if kind == "failed":
+        raise what
+    links.waiting_on = None
+    return what
 
 
 def _address(links: SocketLinks, name: str, peer: int) -> tuple[str, bytes]:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc._text import require_one_of
-from ppfunc.stage.interrupts import act_on_interrupts, hold_interrupts
+from ppfunc.stage.device import download, record_event
+from ppfunc.stage.interrupts import hold_interrupts
 
 from ..control.control import Control
 from ..control.rendezvous import Rendezvous
@@ -23,11 +24,9 @@ from . import _torch
 from ._torch import CARRIES
 from .collective import Among, Collective
 from .grid import Axes, ShardWhat, grid_of
-from .opening import open_group
+from .opening import Opening, await_next, in_thread, open_groups
 from .pair_groups import PairGroups, lost
 from .protocols import Call, LossPart, Mode, Route, Transfer
-
-_DRAIN = 1.0  # seconds for what a step that has failed has given the GPU
 
 
 class P2P(Control):
@@ -122,12 +121,15 @@ class P2P(Control):
                 " 'nccl'; make one with torch.distributed.new_group(backend='gloo') and give it as P2P(group)"
             )
         grid = None if mesh is None else grid_of(mesh, axes, dist.get_rank())
+        if rendezvous.backend == "nccl":
+            _torch.prepare_nccl()
         self._rendezvous = rendezvous
         links = SocketLinks(rendezvous)
         super().__init__(links, grid)
         self.links: SocketLinks
         self.backend = rendezvous.backend
-        self._pair_groups = PairGroups(self._rendezvous, links, self.line)
+        self._pair_groups = PairGroups(self.backend, links, self.line)
+        self._groups: list[Any] = []  # the communicators that are open
         self._collectives: dict[Among, Collective] = {}
         self._aborts, self._synchronizing = _torch.Aborts(), False
         self.mesh, self.axes = mesh, axes
@@ -195,32 +197,20 @@ class P2P(Control):
         """Wait for the GPU, on which a step may fail that has ended on the host, and which has what the peers
         have sent.
         """
-        if self.backend != "nccl" or self.links.size == 1:
+        device = self._pair_groups.device
+        if self.backend != "nccl" or device is None:
             return
-        peer = (self.links.rank + 1) % self.links.size
-        self._synchronizing, self.links.waiting_on = True, peer
+        self._synchronizing, peer = True, (self.links.rank + 1) % self.links.size
         try:
-            if not _torch.synchronize_stream(
-                self._pair_groups.device, self._rendezvous.timeout, self._raise_if_failed
-            ):
-                waited = (
-                    f"rank {self.links.rank} waited for what it has given its GPU, which has not ended in"
-                )
-                raise LinkError(peer, "late", f"{waited} {self._rendezvous.timeout:g} s")
+            ended = in_thread(record_event(device).synchronize, self.links.rank)
+            late = "what it has given its GPU, which has not ended"
+            await_next(self.links, ended, peer, self._rendezvous.timeout, late)
         finally:
             self._synchronizing = False
-        self.links.waiting_on = None
-
-    def _raise_if_failed(self) -> None:
-        """Raise if a rank has failed meanwhile, or an interrupt has come."""
-        act_on_interrupts()
-        self.links.check()
 
     def _begin_aborts(self) -> None:
         """Begin to end the NCCL communicators in which a step may be, that of the user in its stages, too."""
-        self._aborts.begin(
-            [*self._pair_groups.groups, *self._in_stages(), *_connected(self._collectives.values())]
-        )
+        self._aborts.begin([*self._groups, *self._in_stages()])
 
     def _in_stages(self) -> list[Any]:
         """Return the user's communicator over the axis ``model``, if a stage that runs may use it."""
@@ -251,6 +241,8 @@ class P2P(Control):
     def end(
         self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed"
     ) -> torch.Tensor | None:
+        if self.backend == "nccl":  # they are there with the end of the step
+            losses = {stage: download(loss) for stage, loss in losses.items()}
         total = super().end(losses, parts, mode)
         if self.links.closed:  # by another thread, which has left this to the step
             self._disconnect()
@@ -274,15 +266,22 @@ class P2P(Control):
     # -- data ------------------------------------------------------------------------------
 
     def connect(self, routes: Iterable[Route], devices: Iterable[torch.device]) -> None:
-        device = self._pair_groups.connect(routes, devices)
+        pairs, device = self._pair_groups, self.device
+        for device in devices:
+            pairs.require_carried(device, f"a stage of rank {self.rank} computes on the device {device}")
+            pairs.device = device
+        holders: list[tuple[Any, Opening]] = [*pairs.unconnected(routes)]
         # In one order on all ranks, which are on their way here: they have just compared facts.
         for among, collective in sorted(self._collectives.items(), key=lambda item: _named(item[0])):
             if collective.group is None and collective.size > 1:
                 members = self._members(among)
-                name, ranks = _named(among)[0], "-".join(map(str, members))
-                collective.group = open_group(
-                    self._rendezvous, self.links, f"{name}/{ranks}", members, device
-                )
+                name = f"{_named(among)[0]}/{'-'.join(map(str, members))}"
+                holders.append((collective, Opening(name, members)))
+        opened = open_groups(
+            self._rendezvous, self.links, [opening for _, opening in holders], device, self._groups
+        )
+        for (holder, _), group in zip(holders, opened, strict=True):
+            holder.group = group
 
     def collective(self, among: Among) -> Collective:
         members = self._members(among)
@@ -335,27 +334,22 @@ class P2P(Control):
 
         Of a step that has ended, nothing is under way, see :meth:`synchronize`.
         """
-        ended = [*self._pair_groups.groups, *_connected(self._collectives.values())]
-        if self.backend == "nccl":
-            self._begin_aborts()
-            self._aborts.wait()
-            with suppress(RuntimeError):  # the GPU has failed
-                # What it runs may use the memory that is let go here.
-                _torch.synchronize_stream(self._pair_groups.device, _DRAIN)
-        self._pair_groups.let_go()
+        ended, device = self._groups[:], self._pair_groups.device
+        self._groups.clear()
+        under_way = [*self._pair_groups.let_go()]
         for collective in self._collectives.values():
-            collective.let_go()
+            under_way += collective.let_go()
+        if self.backend == "nccl":
+            if under_way and device is not None:
+                _torch.drop_when_done(device, under_way)
+            self._aborts.begin([*ended, *self._in_stages()])
+            self._aborts.wait()
         return ended
 
 
 def _named(among: Among) -> tuple[str, tuple[int, ...]]:
     """Name a set of ranks, such that sets sort in one order on all ranks."""
     return ("line", among) if isinstance(among, tuple) else (among, ())
-
-
-def _connected(collectives: Iterable[Collective]) -> list[Any]:
-    """Their communicators, as far as they are connected."""
-    return [collective.group for collective in collectives if collective.group is not None]
 
 
 def _rendezvous(group: Any, timeout: float | None, mesh: DeviceMesh | None) -> Rendezvous | None:

@@ -1,18 +1,17 @@
 """Carry tensors between pairs of ranks, each way on communicators of its own."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..control.rendezvous import Rendezvous
 from ..control.socket_links import SocketLinks, give_way
 from ..errors import GONE, LinkError
 from ..execution.buffers import Buffers
 from . import _torch
 from ._torch import CARRIES
-from .opening import open_group
+from .opening import Opening
 from .protocols import Call, Route, Transfer
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
@@ -48,47 +47,39 @@ class PairGroups:
     """The communicators of this rank with others, and what is under way on them.
 
     Args:
-        rendezvous, links: of the transport.
+        backend, links: of the transport.
         line: the ranks of the pipeline.
     """
 
-    def __init__(self, rendezvous: Rendezvous, links: SocketLinks, line: Sequence[int]) -> None:
-        self._rendezvous, self._links, self._line = rendezvous, links, line
-        self._rank, self._backend = line.index(links.rank), rendezvous.backend
+    def __init__(self, backend: str, links: SocketLinks, line: Sequence[int]) -> None:
+        self._links, self._line = links, line
+        self._rank, self._backend = line.index(links.rank), backend
         self._pairs: dict[str, _PairGroup] = {}
         self._pending: dict[Any, Any] = {}  # that of the buffers of the running step
         self.device: torch.device | None = None  # of what is connected
 
-    @property
-    def groups(self) -> list[Any]:
-        """Return the communicators that are connected."""
-        return [pair.group for pair in self._pairs.values() if pair.group is not None]
-
-    def let_go(self) -> None:
-        """Forget all communicators and what is under way, so that peers which wait raise."""
+    def let_go(self) -> list[_torch.UnderWay]:
+        """Forget all communicators; return what is under way on them."""
+        under_way = list(self._pending.values())
         self._pending.clear()
         self.device = None
         for pair in self._pairs.values():
             pair.group = None
+        return under_way
 
-    def connect(self, routes: Iterable[Route], devices: Iterable[torch.device]) -> torch.device:
-        """Open the communicators of these routes; return the device whose tensors they carry."""
-        for device in devices:
-            self.require_carried(device, f"a stage of rank {self._rank} computes on the device {device}")
-            self.device = device
-        assert self.device is not None
+    def unconnected(self, routes: Iterable[Route]) -> Iterator[tuple[_PairGroup, Opening]]:
+        """List the communicators of these routes that are not open."""
+        wanted: dict[str, Opening] = {}
         # In one order on all ranks, so that nobody waits in a circle; every other pair of a chain at the same
         # time.
         for route in sorted(routes, key=lambda route: (min(route.sender, route.receiver) % 2, route)):
             if self._rank in (route.sender, route.receiver) and route.sender != route.receiver:
-                name = self._name(route)
-                pair = self._pairs.setdefault(name, _PairGroup())
-                if pair.group is None:
-                    members = self._line[route.sender], self._line[route.receiver]
-                    pair.group = open_group(
-                        self._rendezvous, self._links, name, members, self.device, messages=True
-                    )
-        return self.device
+                members = self._line[route.sender], self._line[route.receiver]
+                wanted.setdefault(self._name(route), Opening(self._name(route), members, True))
+        for name, opening in wanted.items():
+            pair = self._pairs.setdefault(name, _PairGroup())
+            if pair.group is None:
+                yield pair, opening
 
     def require_carried(self, device: torch.device, place: str) -> None:
         """Raise ValueError for a device whose tensors are not carried.
