@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import compress
 from operator import sub
-from statistics import median
 
 from ppfunc._lazy import late
 
@@ -84,6 +83,8 @@ class Timeline:
         A message lasts until its receiver has waited for it, so the shortest is the nearest to its latency.
         Where a schedule has no I and W apart, each is half of B; memory is that of the default costs.
         """
+        from statistics import median  # here, because it loads slowly
+
         times: dict[tuple[Op, int], list[Time]] = {}
         for row in self.rows():
             for instruction, start, end in row:

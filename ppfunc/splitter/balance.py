@@ -1,9 +1,7 @@
 """Choose the modules at which to cut a model: stages of equal cost, or a partition of its layers."""
 
-import time
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
-from typing import Literal
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from ppfunc.parallel.balance import partition_balanced
 from ppfunc.parallel.partition import Partition
 from ppfunc.stage.abstract import without_values
-from ppfunc.stage.device import synchronize
-from ppfunc.stage.module import unmodified
-from ppfunc.stage.process import process_lock
 
 from .call import CallForm
 from .functional import fake_sources, replay
-from .patches import noted
 from .trace import LeafForm, Trace, trace, undisturbed
 
-Balance = Literal["flops", "time"]
 _NEAR = 1.2  # a heaviest stage of so much more than the least is near enough, if cutting deeper is not needed
-_REPEATS = 3  # measurements, of which the least counts
 
 
 def choose(
@@ -32,7 +24,6 @@ def choose(
     tensors: Sequence[Tensor],
     device: torch.device,
     at: int | Partition,
-    balance: Balance,
 ) -> tuple[list[str], Trace]:
     """Choose the modules that begin the stages after the first.
 
@@ -42,7 +33,6 @@ def choose(
 
     Args:
         at: the number of stages, or a partition of the layers.
-        balance: how the cost of layers is found.
 
     Returns:
         The names, and the trace by which they were found.
@@ -57,10 +47,7 @@ def choose(
         return _of_partition(called, at), traced
     if isinstance(at, bool) or not isinstance(at, int) or at < 1:
         raise ValueError(f"at: got {at!r}, expected names of modules, a number of stages, or a Partition")
-    if balance not in ("flops", "time"):
-        raise ValueError(f"balance: got {balance!r}, expected 'flops' or 'time'")
-    marks = _flops(traced, device) if balance == "flops" else _seconds(model, form, tensors, traced, device)
-    return _balanced(called, traced.begun, marks, at), traced
+    return _balanced(called, traced.begun, _flops(traced, device), at), traced
 
 
 def _levels(model: nn.Module) -> list[list[str]]:
@@ -137,49 +124,3 @@ def _flops(traced: Trace, device: torch.device) -> list[float]:
                 marks.append(counter.get_total_flops() + elements)
                 elements += torch.Size(node.meta["value"].shape).numel() if "value" in node.meta else 0
         return [*marks, counter.get_total_flops() + elements]
-
-
-def _seconds(
-    model: nn.Module, form: CallForm, tensors: Sequence[Tensor], traced: Trace, device: torch.device
-) -> list[float]:
-    """Measure the seconds before each operator, at the first calls of the modules of the trace."""
-    held = (*tensors, *model.parameters(), *model.buffers())
-    if any(t.is_meta for t in held):
-        raise ValueError(
-            "balance='time': got tensors on the device meta, which cannot be measured; use balance='flops'"
-        )
-    operators = sum(node.op == "call_function" for node in traced.nodes)
-    least = [float("inf")] * (operators + 1)
-    for _ in range(_REPEATS):
-        for at, seconds in _measured(model, form, tensors, traced.begun, device).items():
-            least[at] = min(least[at], seconds)
-    measured = (0.0 if seconds == float("inf") else seconds for seconds in least)
-    return list(accumulate(measured, max))
-
-
-def _measured(
-    model: nn.Module,
-    form: CallForm,
-    tensors: Sequence[Tensor],
-    begun: Mapping[str, int],
-    device: torch.device,
-) -> dict[int, float]:
-    """Measure the seconds from the start of a call to the first call of each module.
-
-    Returns:
-        ``{operator: seconds}``, and the seconds to the end at -1.
-    """
-    times: dict[int, float] = {}
-
-    def now() -> float:
-        synchronize(device)
-        return time.perf_counter()
-
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
-    args, kwargs = form.arguments(tuple(tensors))
-    first_calls = noted(model, begun, lambda name: times.setdefault(begun[name], now() - start))
-    with process_lock, unmodified(model), torch.random.fork_rng(), torch.no_grad(), first_calls:
-        start = now()
-        torch.func.functional_call(model, buffers, args, kwargs)
-        times[-1] = now() - start
-    return times

@@ -9,6 +9,7 @@ from torch.fx import Node
 from ppfunc.stage._torch import OpOverload, schema
 from ppfunc.stage.engines.tracing.operators import named_arguments
 from ppfunc.stage.purity import draws
+from ppfunc.stage.signature import differentiable
 
 from .trace import Trace
 
@@ -51,7 +52,9 @@ class Effects:
                 self.writers_of.setdefault(at, []).append(node)
         dear = {*trace.params.values(), *(trace.buffers[name] for name in (*state, *trace.replaced))}
         dear |= {
-            n for n in trace.inputs if _carries(n) or not self.writers_of.keys().isdisjoint(storages_of(n))
+            n
+            for n in trace.inputs
+            if differentiable(n.meta["value"].dtype) or not self.writers_of.keys().isdisjoint(storages_of(n))
         }
         self.cheap = self._cheap(nodes, dear)
 
@@ -80,12 +83,6 @@ class Effects:
                     memories |= storages_of(node) | node.meta["writes"]
             if before == (len(dear), len(memories)):
                 return set(nodes) - dear
-
-
-def _carries(node: Node) -> bool:
-    """Tell whether a gradient may go to an input."""
-    dtype = node.meta["value"].dtype
-    return bool(dtype.is_floating_point or dtype.is_complex)
 
 
 def storages_of(node: Node) -> frozenset[int]:

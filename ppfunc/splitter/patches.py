@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import ASSIGNS_DATA
-from ppfunc.stage.foreign_draws import draw_functions
 
 from ._torch import check_values
 from .record import BY_HAND, MODEL, Recording, calling_place
@@ -42,7 +41,7 @@ def functions_kept(recording: Recording) -> Iterator[None]:
 
 @contextmanager
 def unseen_refused() -> Iterator[None]:
-    """Refuse what leaves no operator: seeds, draws by Python or numpy, hooks onto a gradient.
+    """Refuse what leaves no operator: seeds, hooks onto a gradient.
 
     Other threads are left alone.
     """
@@ -188,8 +187,6 @@ def _unseen() -> Iterator[tuple[Any, str, str, str]]:
             f"puts a hook onto the gradient of a tensor ({name})",
             "write an autograd.Function",
         )
-    for module, name in draw_functions():
-        yield module, name, f"draws from the generator of {module.__name__} ({name})", "draw by torch"
 
 
 @contextmanager

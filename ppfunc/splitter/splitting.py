@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from ppfunc.parallel.partition import Partition
+from ppfunc.stage.module import require_usable
 
-from .balance import Balance, choose
+from .balance import choose
 from .call import CallForm
 from .pipe import PipeModule, as_pipe, replicas
 from .source import Source
@@ -26,7 +26,6 @@ def split(
     kwargs: Mapping[str, Any] | None = None,
     *,
     at: Sequence[str] | int | Partition | None = None,
-    balance: Balance = "flops",
 ) -> Split:
     """Split a model into stages: trace one call of it, and cut the operators where the named modules begin.
 
@@ -51,10 +50,8 @@ def split(
             ``torch.distributed.pipelining.Pipe``.
         args, kwargs: the arguments of one call on one microbatch; tensors may be on ``meta``.
         at: names of modules, each of which begins a stage at its first call; or the number of stages, which
-            are then balanced; or a partition of the layers of the model. A ``Pipe`` has its own stages, and
-            needs none.
-        balance: of ``at=n``, what is made equal: ``"flops"``, those of the operators; or ``"time"``, measured
-            by calling the model with these arguments.
+            are then balanced by the operations of their layers; or a partition of the layers of the model. A
+            ``Pipe`` has its own stages, and needs none.
 
     Returns:
         The split, in the mode that the model is in.
@@ -84,7 +81,7 @@ def split(
     if isinstance(at, Sequence):
         names, traced = _names(model, at), None
     else:
-        names, traced = choose(model, form, tensors, device, at, balance)
+        names, traced = choose(model, form, tensors, device, at)
     source = Source(model, form, names, {})
     source.codes(inputs, device, traced=traced)
     layout = source.layout
@@ -119,8 +116,7 @@ def _stages_of_pipe(pipe: PipeModule, at: Any) -> list[str]:
 
 
 def _require_module(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    require_usable(model)
     for name, part in model.named_modules():
         what = f"{name or 'model'}: got {type(part).__name__}"
         if isinstance(part, torch.jit.ScriptModule):
@@ -131,10 +127,6 @@ def _require_module(model: Any) -> None:
                 " engine=graph(compile=True)"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
-            raise ValueError(
-                f"{name} is not initialised, its shape is not known; run the model once on an example first"
-            )
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             raise TypeError(
                 f"{name}: got a {type(tensor).__name__}, expected a plain tensor; split the model before it"

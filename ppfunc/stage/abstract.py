@@ -128,29 +128,6 @@ def outline(
         raise first from first.__cause__
 
 
-def abstract(fn: Callable[..., Any], params: Any, x: Any, *extras: Any) -> Signature:
-    """Return the signature of ``fn(params, x, *extras)``, without computing anything.
-
-    Args:
-        fn: a stage.
-        params, x, extras: trees of tensors, or signatures.
-
-    Raises:
-        StageError: as :func:`outline`; or the control flow or the shapes depend on values.
-        TypeError: a leaf is not a tensor.
-
-    >>> f = lambda w, x: {"y": x @ w, "n": x.argmax()}
-    >>> print(abstract(f, torch.zeros(2, 3), torch.zeros(5, 2)))
-    {'y': float32[5,3], 'n': int64[] no grad}
-    """
-    try:
-        return _evaluate(fn, Example.of((params, x, *extras)), False, "the stage").y
-    except DATA_DEPENDENT as error:
-        raise StageError(
-            "the stage", data_dependence(error), "use the functional engine, which runs any Python"
-        ) from error
-
-
 def _evaluate(fn: Callable[..., Any], example: Example, has_aux: bool, name: str) -> Outline:
     before = torch.default_generator.get_state()
     try:

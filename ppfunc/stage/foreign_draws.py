@@ -57,7 +57,7 @@ def without_foreign_draws(call: Callable[[], T], name: str, *, repeatable: bool 
     return result
 
 
-def draw_functions() -> Iterator[tuple[ModuleType, str]]:
+def _draw_functions() -> Iterator[tuple[ModuleType, str]]:
     """List the functions that use the generators of ``random``, and of ``numpy.random`` if imported."""
     numpy = sys.modules.get("numpy.random")
     for module, kind in ((random, "Random"), *([] if numpy is None else [(numpy, "RandomState")])):
@@ -111,7 +111,7 @@ def _draws_seen() -> Iterator[list[str]]:
         return noted
 
     with process_lock:
-        originals = [(module, name, getattr(module, name)) for module, name in draw_functions()]
+        originals = [(module, name, getattr(module, name)) for module, name in _draw_functions()]
         for module, name, original in originals:
             setattr(module, name, noting(original, f"{module.__name__} ({name}"))
         alone = sys.getprofile() is None

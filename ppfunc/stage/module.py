@@ -68,7 +68,7 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
     >>> sorted(params), state, fn(params, torch.zeros(5, 3)).shape
     (['bias', 'weight'], {}, torch.Size([5, 2]))
     """
-    _require_usable(module)
+    require_usable(module)
     params = {name: p.detach() for name, p in module.named_parameters()}
     parameters = set(map(id, module.parameters()))  # a buffer may be one of them under another name
     state = (
@@ -86,7 +86,7 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
     return ModuleStage(fn, params, state)
 
 
-def _require_usable(module: Any) -> None:
+def require_usable(module: Any) -> None:
     """Raise for what is no module, and for one whose parameters cannot be replaced."""
     if not isinstance(module, nn.Module):
         raise TypeError(

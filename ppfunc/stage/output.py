@@ -7,14 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ppfunc._text import shown
-
 from .abstract import DATA_DEPENDENT
 from .errors import StageError, raised
 from .layout import whole
 from .purity import NoValuesError
-from .signature import Signature
-from .tree import tree_flatten, tree_paths, tree_structure
+from .signature import Signature, flatten
+from .tree import tree_flatten, tree_structure
 
 
 class Output(NamedTuple):
@@ -87,7 +85,8 @@ def canonical(
             )
         if not isinstance(out, Output):
             out = Output(out)
-        _require_tensors(out)
+        for name, tree in out._asdict().items():
+            flatten(tree, name)  # refuses other leaves than tensors, by the place where they were returned
         returned = out.skips or {}
         if set(returned) != set(skips):
             raise ValueError(
@@ -105,19 +104,6 @@ def canonical(
         return (activation, tuple(returned[s] for s in skips), loss), (outputs, out.metrics, state)
 
     return call
-
-
-def _require_tensors(out: Output) -> None:
-    """Raise TypeError for a leaf that is no tensor, by its place in what the stage has returned."""
-    for name, tree in out._asdict().items():
-        try:
-            leaves, treedef = tree_flatten(tree, name)
-        except ValueError:  # too deep: refused by its name where the results are taken apart
-            continue
-        for n, leaf in enumerate(leaves):
-            if not isinstance(leaf, torch.Tensor):
-                path = tree_paths(treedef, name)[n]
-                raise TypeError(f"it returned {shown(leaf)} as {path}, expected a tensor")
 
 
 def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -> Any:

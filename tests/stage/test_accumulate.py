@@ -9,7 +9,6 @@ import torch
 
 from ppfunc.stage import graph
 from ppfunc.stage.engines.tracing import accumulate
-from ppfunc.stage.engines.tracing.accumulate import accumulating
 from ppfunc.stage.tree import tree_leaves
 from tests.live import Live
 
@@ -73,7 +72,7 @@ def test_the_gradients_are_those_of_the_program_each_given_once(case, together):
         (flat.backward, (residuals, gy), gx),
         (flat.backward_weight, (rest,), None),
     ):
-        if (changed := function.derived(accumulating)) is None:
+        if (changed := function.accumulating) is None:
             continue  # few gradients, or those of operators that run before
         given = Given()
         made = changed(*arguments, (given, 5))
@@ -112,7 +111,7 @@ def test_gradients_are_freed_as_soon_as_they_are_added_up(size, layers, together
         assert live.most >= LAYERS * SIZE
         del kept
         with Live() as live:
-            program.derived(accumulating)(*((rest,) if apart else (residuals, (x,))), (Dropped(), 0))
+            program.accumulating(*((rest,) if apart else (residuals, (x,))), (Dropped(), 0))
         assert layers * SIZE <= live.most <= layers * SIZE + few
 
 
@@ -123,7 +122,7 @@ def test_the_function_itself_frees_residuals_after_their_last_use(together):
     params, x = chained(rows=256)
     flat = graph(chain, (params, x)).flat
     leaves, each = tuple(tree_leaves(params)), x.nbytes
-    changed = flat.backward.derived(accumulating)
+    changed = flat.backward.accumulating
     slots, given = [], (Dropped(), 0)
     for run, kept, returned in (
         (lambda: flat.backward(slots.pop(), (torch.ones_like(x),)), LAYERS, True),
@@ -141,20 +140,18 @@ def test_the_function_itself_frees_residuals_after_their_last_use(together):
 
 def test_few_gradients_and_compiled_programs_are_left_as_they_are(together):
     params, x = chained()
-    assert graph(chain, (params, x)).flat.backward.derived(accumulating) is None
+    assert graph(chain, (params, x)).flat.backward.accumulating is None
     together(1)
-    assert graph(chain, (params, x), compile=True).flat.backward.derived(accumulating) is None
-    assert (
-        graph(chain, (params[:1], x))
-        .flat.backward.derived(accumulating)
-        .recipe.title.endswith("backward_accumulating")
+    assert graph(chain, (params, x), compile=True).flat.backward.accumulating is None
+    assert graph(chain, (params[:1], x)).flat.backward.accumulating.recipe.title.endswith(
+        "backward_accumulating"
     )
 
 
 def test_a_changed_program_is_made_once(together):
     together(1)
     backward = graph(chain, chained()).flat.backward
-    assert backward.derived(accumulating) is backward.derived(accumulating)
+    assert backward.accumulating is backward.accumulating
 
 
 @torch.no_grad()
@@ -170,5 +167,5 @@ def test_a_deep_stage(together):
     params, x = (torch.ones(2), torch.ones(2)), torch.ones(2)
     flat = graph(deep, (params, x)).flat
     given = Given()
-    flat.backward.derived(accumulating)(flat.forward(params, (x,), ())[1], (x,), (given, 0))
+    flat.backward.accumulating(flat.forward(params, (x,), ())[1], (x,), (given, 0))
     assert given.gradients[0][0].tolist() == [1500.0] * 2

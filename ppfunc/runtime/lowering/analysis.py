@@ -12,7 +12,6 @@ from ppfunc.schedule import Instruction, Op, Schedule, parts_of
 from ppfunc.schedule.instruction import COMMUNICATION
 from ppfunc.stage import StageProgram
 from ppfunc.stage.abstract import without_values
-from ppfunc.stage.engines.tracing.emit import emit
 from ppfunc.stage.example import Example
 from ppfunc.stage.output import children
 
@@ -263,6 +262,8 @@ def _counted(function: Callable[..., Any], *args: Any) -> tuple[Any, int]:
     """Return the result of a function of a program, as traced where it is compiled, and its operations."""
     recipe = getattr(function, "recipe", None)
     if recipe is not None and recipe.compile:
+        from ppfunc.stage.engines.tracing.emit import emit
+
         function = emit(recipe._replace(compile=False))
     with FlopCounterMode(display=False) as counter:
         result = function(*args)

@@ -14,8 +14,6 @@ import torch
 from ppfunc.schedule import Instruction
 from ppfunc.stage import FlatProgram, LeafSignature
 from ppfunc.stage.device import available, generator_of
-from ppfunc.stage.engines.tracing.accumulate import accumulating
-from ppfunc.stage.engines.tracing.emit import TracedFunction
 from ppfunc.stage.process import process_lock
 
 from ..execution.buffers import Buffers, Key, Leaves, Tag, moved
@@ -237,21 +235,21 @@ def _accumulating(program: Callable[..., Any]) -> Callable[[], Callable[..., Any
 
     None where it makes all at once, or few.
     """
-    accumulate = program.derived(accumulating) if isinstance(program, TracedFunction) else None
+    accumulate = getattr(program, "accumulating", None)
     return None if accumulate is None else _function(accumulate)
 
 
-def _function(program: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+def _function(program: Any) -> Callable[[], Callable[..., Any]]:
     """Return a getter of a program's function, which is written when it is first called.
 
     In its calls nobody else refers to the arguments.
     """
-    return (lambda: program.function) if isinstance(program, TracedFunction) else (lambda: program)
+    return (lambda: program.function) if hasattr(program, "recipe") else (lambda: program)
 
 
 def _numbers(program: Callable[..., Any]) -> Numbers | None:
     """List the leaves for which a traced program has gradients; None where only its results tell."""
-    return _present(program.recipe.block.results[0]) if isinstance(program, TracedFunction) else None
+    return _present(program.recipe.block.results[0]) if hasattr(program, "recipe") else None
 
 
 def _present(gradients: Sequence[object]) -> Numbers:

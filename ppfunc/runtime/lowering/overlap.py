@@ -9,8 +9,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ppfunc.stage.device import SideStreams, accelerates, available, current_stream
-from ppfunc.stage.engines.tracing.emit import Recipe, emit
-from ppfunc.stage.engines.tracing.interleave import interleave
 from ppfunc.stage.tree import tree_leaves
 
 Program = Callable[..., Any]
@@ -37,6 +35,9 @@ def interleaved() -> Overlapped:
     ) -> tuple[Any, Any]:
         known = merged.setdefault(forward, WeakKeyDictionary())
         if backward not in known:
+            from ppfunc.stage.engines.tracing.emit import emit
+            from ppfunc.stage.engines.tracing.interleave import interleave
+
             known[backward] = emit(interleave(_recipe(forward), _recipe(backward)))
         outputs, residuals, first, second = known[backward](*arguments, *others)
         return (outputs, residuals), (first, second)
@@ -44,7 +45,7 @@ def interleaved() -> Overlapped:
     return overlapped
 
 
-def _recipe(program: Program) -> Recipe:
+def _recipe(program: Program) -> Any:
     if not hasattr(program, "recipe"):
         raise TypeError(
             "interleaved() got a stage that is not traced: use the graph engine without cuda_graphs=True, or"

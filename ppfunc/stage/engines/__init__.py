@@ -10,6 +10,12 @@ differentiable leaves (`differentiable`), and give the same gradients::
     eager        the tape of autograd, one per forward (`dynamic_engines`)
 """
 
-from ..program import Engine as Engine, StageProgram as StageProgram
-from .dynamic_engines import eager as eager, functional as functional
-from .graph_engine import graph as graph
+from typing import TYPE_CHECKING
+
+from ppfunc._lazy import attach
+
+if TYPE_CHECKING:
+    from .dynamic_engines import eager as eager, functional as functional
+    from .graph_engine import graph as graph
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

@@ -6,6 +6,7 @@ import builtins
 import math
 import threading
 from collections.abc import Callable
+from functools import cached_property
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
@@ -65,7 +66,6 @@ class TracedFunction:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self._function: Callable[..., Any] | None = None
-        self._derived: dict[Callable[[Recipe], Recipe | None], TracedFunction | None] = {}
         for node in () if recipe.compile else recipe.block.body:
             if not is_element(node):
                 find_call(node)  # now, since transforms and modes may be active at the first call
@@ -78,13 +78,13 @@ class TracedFunction:
         """Return the function itself, a call of which drops each argument after its last use."""
         return self._function or self._written()
 
-    def derived(self, change: Callable[[Recipe], Recipe | None]) -> TracedFunction | None:
-        """Return the function of the changed recipe, made once; None if ``change`` returns None."""
-        with _writing:
-            if change not in self._derived:
-                recipe = change(self.recipe)
-                self._derived[change] = None if recipe is None else TracedFunction(recipe)
-            return self._derived[change]
+    @cached_property
+    def accumulating(self) -> TracedFunction | None:
+        """Return the function that adds its first results up, see :mod:`.accumulate`; None without use."""
+        from .accumulate import accumulating
+
+        recipe = accumulating(self.recipe)
+        return None if recipe is None else TracedFunction(recipe)
 
     @property
     def __doc__(self) -> str | None:  # type: ignore[override]  # written at the first call

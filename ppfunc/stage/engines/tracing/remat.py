@@ -7,7 +7,6 @@ from typing import Literal
 import optree
 import torch
 from torch.fx import Node
-from torch.utils.flop_counter import flop_registry
 
 from ..._torch import OpOverload
 from ...communication import is_collective
@@ -140,6 +139,8 @@ def _work(node: Node) -> float:
     """
     if is_element(node) or base(node) is not None:
         return 0.0
+    from torch.utils.flop_counter import flop_registry
+
     written = sum(t.numel() for t in optree.tree_leaves(node.meta["val"]) if isinstance(t, torch.Tensor))
     count = flop_registry.get(_operator(node).overloadpacket)
     shapes = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
