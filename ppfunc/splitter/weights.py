@@ -200,11 +200,7 @@ def _home(like: Tensor) -> torch.device:
 
 
 def _mapping_reader(weights: Mapping[str, Tensor]) -> tuple[Collection[str], Read]:
-    """List the names in a state dict, and make a function that reads one tensor.
-
-    It copies a tensor whose memory has another name as well.
-    """
-    by_memory: dict[int | None, dict[str, Tensor]] = {}
+    """List the names in a state dict, and make a function that copies one tensor."""
     for name, weight in weights.items():
         require_type(f"weights: the name {name!r}", name, str, "a text")
         require_type(name, weight, Tensor, "a tensor")
@@ -212,9 +208,7 @@ def _mapping_reader(weights: Mapping[str, Tensor]) -> tuple[Collection[str], Rea
     def read(name: str, like: Tensor) -> Tensor:
         weight = weights[name].detach()
         _require_fit(name, weight.shape, weight.dtype, like)
-        sharing = by_memory.setdefault(storage(weight), {})
-        sharing[name] = weight
-        return (weight.clone() if overlapping(sharing) else weight).to(_home(like), like.dtype)
+        return weight.to(_home(like), like.dtype, copy=True)
 
     return set(weights), read
 
