@@ -389,16 +389,16 @@ def test_a_stage_that_returns_nothing_is_refused_itself(first):
 @pytest.mark.parametrize(
     ("made", "told"),
     [
-        (lambda y: pp.Output(y, metrics={"acc": 0.5}), r"0\.5 of type float as metrics\['acc'\]"),
-        (lambda y: pp.Output(y, loss=3.0), "3.0 of type float as loss"),
-        (lambda y: pp.Output(y, state={"n": 3}), r"3 of type int as state\['n'\]"),
-        (lambda y: (y, "s"), r"'s' of type str as y\[1\]"),
+        (lambda y: pp.Output(y, metrics={"acc": 0.5}), r"metrics\['acc'\]: got 0\.5 of type float"),
+        (lambda y: pp.Output(y, loss=3.0), "loss: got 3.0 of type float"),
+        (lambda y: pp.Output(y, state={"n": 3}), r"state\['n'\]: got 3 of type int"),
+        (lambda y: (y, "s"), r"y\[1\]: got 's' of type str"),
     ],
 )
 def test_what_is_no_tensor_in_an_output_is_named_as_it_was_returned(engine, made, told):
     stages = [affine, lambda p, x: made(affine(p, x))]
     with pytest.raises(
-        pp.StageError, match=f"^stage 1: it raised TypeError: it returned {told}, expected a tensor"
+        pp.StageError, match=f"^stage 1: it raised TypeError: returned {told}, expected a tensor"
     ):
         pp.value_and_grad(stages, squared, pp.gpipe(2, 2), engine=engine, has_aux=True)(*problem(2, 2))
 

@@ -1,11 +1,16 @@
-"""Run steps: read the arguments, lower, compile and execute behind a cache, with all ranks in agreement."""
+"""Run steps: read the arguments, lower, compile and execute behind a cache, with all ranks in agreement.
+
+What lowers, compiles and executes is imported when a step function is made.
+"""
+
+from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -14,15 +19,15 @@ from ppfunc.stage.device import on_device
 
 from ..agreement.shared_memory import require_declared
 from ..errors import Failure, StepFailed
-from ..execution.execute import run_step
-from ..execution.record import Recorder
-from ..execution.torch_state import transforming
-from ..lowering.analysis import LoweredFunction
-from ..lowering.compiled_steps import CacheInfo, CompiledSteps, Finder
 from .arguments import RawArguments, StepArguments, read_arguments
 from .forms import StepForm
 from .results import StepResult
 from .spec import Pipeline
+
+if TYPE_CHECKING:
+    from ..execution.record import Recorder
+    from ..lowering.analysis import LoweredFunction
+    from ..lowering.compiled_steps import CacheInfo, Finder
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,7 +49,10 @@ class StepFunction(Generic[P, R]):
         read: Callable[P, RawArguments | list[RawArguments]],
         returned: Callable[[StepResult], R],
     ) -> None:
-        self.pipeline, self._read, self._returned = pipeline, read, returned
+        from ..execution.execute import run_step
+        from ..lowering.compiled_steps import CompiledSteps
+
+        self.pipeline, self._read, self._returned, self._execute = pipeline, read, returned, run_step
         self.__signature__ = inspect.signature(read)  # for help() and editors
         if pipeline.spec.finite:
             pipeline.transport.collective("world")  # to be had before the transport connects
@@ -88,6 +96,8 @@ class StepFunction(Generic[P, R]):
         Raises:
             As a call.
         """
+        from ..execution.record import Recorder
+
         result, timeline = self._run(args, kwargs, Recorder())
         assert timeline is not None
         return result, timeline
@@ -112,7 +122,7 @@ class StepFunction(Generic[P, R]):
                     steps = self._steps(self._read(*args, **kwargs))
                     find = find or partial(self._compiled.find, purpose="recorded" if recorder else "run")
                     with on_device(next(iter(steps[0].form.devices.values()))):
-                        result, timeline = run_step(find(steps), steps, transport, recorder)
+                        result, timeline = self._execute(find(steps), steps, transport, recorder)
                 except BaseException as raised:
                     self._fail(raised)
                 ended = True
@@ -137,6 +147,8 @@ class StepFunction(Generic[P, R]):
                 transport.end({}, {})
             except BaseException as raised:
                 self._fail(raised)
+        from ..lowering.analysis import LoweredFunction
+
         return LoweredFunction(
             lowered,
             self.pipeline.programs,

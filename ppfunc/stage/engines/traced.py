@@ -1,0 +1,81 @@
+"""Make the programs of the graph engine: trace a stage, clean the trace, cut it, write its parts."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+from ..errors import StageError
+from ..example import Example
+from ..program import FlatProgram
+from ..signature import differentiable
+from .captured import captured
+from .differentiable import DifferentiableStage, engine
+from .tracing.clean import clean
+from .tracing.compiled import without_onednn
+from .tracing.cut import Block, ProgramBlocks, residual_bytes
+from .tracing.emit import Recipe, emit
+from .tracing.joint import Joint, trace
+from .tracing.operators import ancestors
+from .tracing.remat import Remat, cut_for
+
+
+@engine
+def traced(
+    stage: DifferentiableStage, _: tuple[Any, ...], *, remat: Remat, compile: bool, cuda_graphs: bool
+) -> tuple[FlatProgram, int]:
+    """Trace a stage, and cut its trace in programs."""
+    name, known, example = stage.name, stage.known, stage.example
+    if cuda_graphs and example.device.type != "cuda":
+        reason = f"it computes on the device {example.device}, and CUDA graphs are for CUDA alone"
+        raise StageError(name, reason, "put its parameters on a CUDA device, or leave out cuda_graphs=True")
+    if known.refusal:
+        raise StageError(name, *known.refusal)
+    if known.untraced:
+        reason, mend = known.untraced
+        raise StageError(name, f"{reason}, which is not traced", mend)
+    with without_onednn() if compile else nullcontext():
+        joint = clean(trace(stage))
+    blocks = cut_for(joint, remat, name)
+    size = residual_bytes(joint, blocks.residuals, name)
+    flat = _emit(blocks, joint, name, compile, _warning_of(_unread(joint, example), name))
+    return captured(flat, example, known.y) if cuda_graphs else flat, size
+
+
+def _emit(blocks: ProgramBlocks, joint: Joint, name: str, compile: bool, warning: str) -> FlatProgram:
+    def make(
+        block: Block, function: str, names: tuple[str, ...], settle: tuple[str, ...] = (), warning: str = ""
+    ) -> Callable[..., Any]:
+        return emit(Recipe(block, names, joint.constants, f"{name} {function}", settle, compile, warning))
+
+    return FlatProgram(
+        make(blocks.forward, "forward", ("params", "x", "extras"), ("x", "extras")),
+        make(blocks.backward, "backward", ("residuals", "gy"), ("gy",), warning),
+        make(blocks.backward_input, "backward_input", ("residuals", "gy"), ("gy",)),
+        make(blocks.backward_weight, "backward_weight", ("rest",), (), warning),
+    )
+
+
+def _unread(joint: Joint, example: Example) -> list[str]:
+    """List the differentiable parameters on which no output depends.
+
+    A frozen one is used, and gets zeros on purpose.
+    """
+    used, leaves = (
+        ancestors(joint.outputs),
+        zip(joint.params, example.params.leaves, example.params.paths, strict=True),
+    )
+    return [f"params{path}" for node, leaf, path in leaves if differentiable(leaf.dtype) and node not in used]
+
+
+def _warning_of(unread: list[str], name: str) -> str:
+    """Word the warning of a backward that computes nothing for these parameters.
+
+    For another form of inputs there is another program.
+    """
+    if not unread:
+        return ""
+    more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
+    return (
+        f"{name}: nothing depends on {', '.join(unread[:3])}{more} for such inputs, so the gradient is zero;"
+        " use it, or leave it out"
+    )
