@@ -86,7 +86,9 @@ def canonical(
         if not isinstance(out, Output):
             out = Output(out)
         for name, tree in out._asdict().items():
-            flatten(tree, f"returned {name}")  # refuses other leaves than tensors, by the place where they were returned
+            flatten(
+                tree, f"returned {name}"
+            )  # refuses other leaves than tensors, by the place where they were returned
         returned = out.skips or {}
         if set(returned) != set(skips):
             raise ValueError(

@@ -19,6 +19,7 @@ from ppfunc.stage.device import on_device
 
 from ..agreement.shared_memory import require_declared
 from ..errors import Failure, StepFailed
+from ..execution.torch_state import transforming
 from .arguments import RawArguments, StepArguments, read_arguments
 from .forms import StepForm
 from .results import StepResult
