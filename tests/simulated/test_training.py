@@ -19,9 +19,11 @@ D, M = 4, 4
 def ranks(simulate):
     """Run a function on each rank, a thread; on the CPU over gloo where ``device`` says so."""
 
-    def run(function, *arguments, size=2, seed=0, device="cuda", **options):
+    def run(function, *arguments, size=2, seed=0, device="cuda", omitted=(), **options):
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         run.gpu = None if device == "cpu" else simulate(devices=size, seed=seed)
+        if omitted:
+            run.gpu.omitted.update(omitted)
         with simulated_nccl(**options) as run.count:
             return in_threads(size, function, device, *arguments, backend=backend)
 
@@ -139,6 +141,19 @@ def test_overlapped_pairs_give_the_bits_of_the_cpu(ranks, how):
         for mine, own in results:
             assert torch.equal(mine, loss)
             assert same_bits(own, {s: grads[s] for s in own})
+
+
+def test_what_orders_streams_is_needed(ranks):
+    """Each wait and each ``record_stream`` is left out, wherever it is called from."""
+    ranks(overlapped, "two_streams")
+    calls, silent = sorted(ranks.gpu.orders), []
+    assert len(calls) >= 8
+    for call in calls:
+        ranks(overlapped, "two_streams", omitted=[call])
+        silent += [] if ranks.gpu.races else [call]
+        ranks.gpu.races.clear()
+    # Residuals live until both streams have met; host waits are for errors of the device.
+    assert [kind for kind, _ in silent if kind != "host wait"] == ["record_stream"], silent
 
 
 def train(rank, size, device, shape, shard, build):
