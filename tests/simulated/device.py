@@ -38,7 +38,6 @@ import torch
 from .clocks import Access, Clock, Region, caller_place, caller_stack, merge
 from .memory import Memory
 
-_IDLE = 0.01  # seconds without a new operation, after which the device goes on by itself
 _POLL = 0.001  # seconds between looks at an operation that waits for another process
 
 
@@ -78,13 +77,16 @@ class Device:
     """All simulated devices of a process.
 
     Args:
-        seed: of the interleaving. One host thread and no pauses give the same one again.
+        seed: of the interleaving, the same again for one host thread that is never idle.
         lag: operators by which the device stays behind the host, on average.
         hang: seconds without progress after which a waiting host raises.
+        idle: seconds without a new operation, after which the device goes on by itself.
     """
 
-    def __init__(self, devices: int = 2, seed: int = 0, lag: int = 8, hang: float = 30.0) -> None:
-        self.count, self.lag, self.hang = devices, lag, hang
+    def __init__(
+        self, devices: int = 2, seed: int = 0, lag: int = 8, hang: float = 30.0, idle: float = 0.01
+    ) -> None:
+        self.count, self.lag, self.hang, self.idle = devices, lag, hang, idle
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.random = random.Random(seed)
@@ -99,7 +101,8 @@ class Device:
         self._streams: dict[tuple[int, int], Stream] = {}
         self._local = threading.local()
         self._failure: str | None = None
-        self._waiting = self._turns = 0
+        self._awaited: list[Mark] = []
+        self._turns = 0
         self._latest = time.monotonic()
         self._stopped = False
         self._worker = threading.Thread(target=self._work, name="simulated device", daemon=True)
@@ -224,7 +227,7 @@ class Device:
         with self.lock:
             self._refuse_captured(kind, *marks)
             self.waits[kind, caller_place()] += 1
-            self._waiting += 1
+            self._awaited += marks
             self.changed.notify_all()
             try:
                 before, end = self._progress(), time.monotonic() + self.hang
@@ -235,7 +238,8 @@ class Device:
                     elif time.monotonic() > end:
                         raise TimeoutError(f"the simulated device hangs; {self._heads()}")
             finally:
-                self._waiting -= 1
+                for mark in marks:
+                    self._awaited.remove(mark)
             self._learn(*marks)
 
     def poll(self, kind: str, mark: Mark) -> bool:
@@ -286,18 +290,17 @@ class Device:
                     self.changed.wait(0.05)
 
     def _work(self) -> None:
-        while True:
+        while not self._stopped:
             with self.lock:
-                if self._stopped:
-                    return
-                idle = time.monotonic() - self._latest > _IDLE
+                awaited = not all(map(self.done, self._awaited))
+                free = awaited or self._turns or time.monotonic() - self._latest > self.idle
                 heads = [(s, s.tasks[0]) for s in self._streams.values() if s.tasks]
                 able = [h for h in heads if self._able(h[1])]
-                if not able or not (self._turns or self._waiting or idle):
+                if not (able and free):
                     if self._turns:
                         self._turns = 0
                         self.changed.notify_all()
-                    self.changed.wait(_POLL if heads and not able else _IDLE if heads else 0.1)
+                    self.changed.wait(_POLL if heads and not able else min(self.idle, 0.1))
                     continue
                 weights = [s.weight for s, _ in able]
                 stream, task = self.random.choices(able, weights)[0]
@@ -323,7 +326,7 @@ class Device:
             stream.tasks.popleft()
             stream.done = task.number
             self._turns = max(0, self._turns - 1)
-            if self._waiting or not self._turns:
+            if self._awaited or not self._turns:
                 self.changed.notify_all()
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-NAN = float("nan")
+LATE = {"lag": 1000, "idle": 1000}  # nothing runs before the host waits
 
 
 def reported(gpu):
@@ -81,7 +81,8 @@ def test_parts_of_a_block_are_told_apart(gpu):
     del a
 
 
-def test_memory_begins_as_nan_and_runs_late(gpu):
+def test_memory_begins_as_nan_and_is_written_late(simulate):
+    simulate(**LATE)
     assert torch.empty(3, device="cuda").isnan().all().item()
     pinned = torch.zeros(3).pin_memory()
     pinned.copy_(ones(3), non_blocking=True)
@@ -93,7 +94,7 @@ def test_memory_begins_as_nan_and_runs_late(gpu):
 
 
 def test_a_pinned_source_is_read_late(simulate):
-    gpu = simulate(lag=1000)
+    gpu = simulate(**LATE)
     source = torch.ones(3).pin_memory()
     there = source.to("cuda", non_blocking=True)
     source.fill_(2)
@@ -135,7 +136,8 @@ def freed_while_used(gpu, record):
     return seen
 
 
-def test_memory_that_is_freed_while_used_is_reported_and_poisoned(gpu):
+def test_memory_that_is_freed_while_used_is_reported_and_poisoned(simulate):
+    gpu = simulate(idle=1000)
     seen = freed_while_used(gpu, record=False)
     races = reported(gpu)
     assert races
@@ -238,7 +240,7 @@ def test_a_hang_names_the_heads_of_the_streams(simulate):
 
 def test_the_interleaving_is_that_of_the_seed(simulate):
     def order(seed):
-        gpu, seen = simulate(seed=seed), []
+        gpu, seen = simulate(seed=seed, idle=1000), []
         streams = [gpu.new_stream(0) for _ in range(4)]
         for n in range(20):
             for stream in streams:
