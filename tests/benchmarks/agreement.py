@@ -13,7 +13,7 @@ import argparse
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 
@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ppfunc.runtime.control.control import _HEAD, Control
+from ppfunc.runtime.control.control import Control
 from ppfunc.runtime.control.socket_links import SocketLinks
 from ppfunc.runtime.control.sockets import Address
+from ppfunc.runtime.control.tree import END, TreeMessages
 from ppfunc.runtime.transport.p2p import P2P
 from ppfunc.runtime.transport.protocols import LossPart
 from ppfunc.stage import LeafSignature
@@ -117,9 +118,17 @@ class Keys:
 
     def __init__(self, keys: dict[int, Address], rank: int) -> None:
         self.rank, self.size, self.timeout = rank, 2, 60.0
-        self.publish, self.address = partial(keys.__setitem__, rank), keys.get
-        self.alive, self.abandoned = lambda peer: True, lambda: None
+        self.publish, self._keys = partial(keys.__setitem__, rank), keys
         self.abandon, self.forget = lambda failure, missing: None, lambda: None
+
+    def look(
+        self, above: int | None, missing: Callable[[], Sequence[int] | None]
+    ) -> Iterator[tuple[str, tuple[int, Address]]]:
+        while missing() is not None:
+            if above in self._keys:
+                yield "at", (above, self._keys[above])
+                above = None
+            time.sleep(0.001)
 
 
 def parts_of_a_step() -> dict[str, float]:
@@ -128,8 +137,9 @@ def parts_of_a_step() -> dict[str, float]:
     """
     keys: dict[int, Address] = {}
     root, child = (Control(SocketLinks(Keys(keys, rank))) for rank in range(2))
+    tree = TreeMessages(child.links, (0, 1), "tree")
     parts = {1: LossPart(1, LeafSignature((MICROBATCHES,), torch.float32, False))}
-    losses = bytes(parts[1].leaf.nbytes)
+    losses = f"1:{bytes(parts[1].leaf.nbytes).hex()}"
     found: dict[str, list[float]] = {}
 
     def clock(name: str, call: Callable[[], object]) -> None:
@@ -141,9 +151,9 @@ def parts_of_a_step() -> dict[str, float]:
         clock("begin", lambda: root.begin(CALL, "key", 0))
         clock("line", lambda: child.begin(CALL, None, 0))
         child.links.vote(step)
-        clock("send", lambda step=step: child.links.send(0, "tree", b"E" + _HEAD.pack(step, -1, -1) + losses))
+        clock("send", lambda step=step: tree.send(END, f"{step} -1 -1 {losses}", 0))
         clock("end", lambda: root.end({}, parts))
-        clock("mark", lambda: child.links.recv(0, "tree"))
+        clock("mark", lambda: tree.recv(0, END))
         child.links.commit(step)
         child.ended += 1
         child._running.release()

@@ -2,50 +2,54 @@
 
 from __future__ import annotations
 
+import json
 import os
-import select
 import socket
 import time
 
 import pytest
 
 from ppfunc.runtime.control import connections, sockets
-from ppfunc.runtime.control.connections import WATCH, Connections
+from ppfunc.runtime.control.socket_links import SocketLinks
 from ppfunc.runtime.control.sockets import Stream, Who
 from tests.clock import busy
+from tests.runtime.test_control import Keys
 
 
-class Watcher:
-    """Notes what it notices."""
+class Early(Keys):
+    """A rendezvous of two ranks, in which something happens before connections are accepted."""
 
-    def __init__(self):
-        self.seen = []
+    def __init__(self, before=lambda address: None):
+        super().__init__({}, 0, 2)
+        self.before = before
 
-    def greet(self, peer):
-        self.seen.append(("greet", peer))
-
-    def hear(self, peer, message):
-        self.seen.append((message, peer))
-
-    def lose(self, stream):
-        self.seen.append(("lose", stream.peer))
+    def publish(self, address):
+        super().publish(address)
+        self.before(address)
 
 
 @pytest.fixture
 def listening():
-    listener, watcher = Connections(0, [1], 5.0), Watcher()
-    yield listener, watcher
-    listener.close()
+    """Makes the links of rank 0."""
+    made = []
+
+    def make(before=lambda address: None):
+        made.append(SocketLinks(Early(before)))
+        return made[-1]
+
+    yield make
+    for links in made:
+        links.close()
 
 
 @pytest.fixture
 def opened():
-    """Opens the stream of rank 1 to a listener: its other end."""
+    """Opens the stream of rank 1 to rank 0: its other end."""
     streams = []
 
-    def open_to(listener, watched):
+    def open_to(links, watched):
         streams.append(Stream(0, watched))
-        streams[-1].attach(sockets.connect(listener.address, [], Who(1, watched), 5.0), 5.0)
+        streams[-1].attach(sockets.connect(links.address, [], Who(1, watched), 5.0), 5.0)
         return streams[-1]
 
     yield open_to
@@ -53,41 +57,39 @@ def opened():
         stream.close()
 
 
-def received(stream, channel):
-    poll, end = select.poll(), time.monotonic() + 5
-    poll.register(stream.socket, select.POLLIN)
-    while (message := stream.next(0, channel)) is None and not stream.ended and time.monotonic() < end:
-        poll.poll(100)
-    return message
-
-
-def until(condition):
+def received(stream, channel, generation=0):
     end = time.monotonic() + 5
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
+    while (message := stream.next(generation, channel)) is None:
+        if stream.ended or time.monotonic() > end:
+            return None
+        stream.wait(0.1)
+    return message
 
 
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_connection_that_was_given_up_before_it_was_answered_is_not_taken_for_the_next_one(
     listening, opened, watched
 ):
-    listener, watcher = listening
-    listener.send(listener.stream(1, watched), 0, WATCH, b"early")
-    with pytest.raises(OSError):
-        sockets.connect(listener.address, [], Who(1, watched), 0.1)
-    listener.start(watcher)
+    def give_up(address):
+        with pytest.raises(OSError):
+            sockets.connect(address, [], Who(1, watched), 0.1)
+
+    links = listening(give_up)
+    links.send(1, "tree", b"early")
     time.sleep(0.1)
-    assert watcher.seen == []
-    assert received(opened(listener, watched), WATCH) == b"early"
-    assert ("lose", 1) not in watcher.seen
+    theirs = opened(links, watched)
+    if watched:
+        assert json.loads(received(theirs, b"watch"))[0] == "at"
+    else:
+        assert received(theirs, b"tree") == b"early"
+    links.check()  # nobody is gone
 
 
-def test_a_connection_that_has_ended_keeps_no_thread_busy(listening, opened):
-    listener, watcher = listening
-    listener.start(watcher)
-    theirs = opened(listener, False)
-    listener.send(listener.stream(1), 0, b"tree", b"unread")
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_connection_that_has_ended_keeps_no_thread_busy(listening, opened, watched):
+    links = listening()
+    theirs = opened(links, watched)
+    links.send(1, "tree", b"unread")
     time.sleep(0.1)
     theirs.socket.close()  # with something unread: a reset
     time.sleep(0.1)
@@ -99,30 +101,48 @@ def test_a_connection_that_has_ended_keeps_no_thread_busy(listening, opened):
 def test_strangers_that_connect_hold_up_nobody(listening, opened, monkeypatch):
     """They say nothing, or noise, short or long; the first of too many are sent away."""
     monkeypatch.setattr(connections, "_STRANGERS", 20)
-    listener, watcher = listening
-    listener.start(watcher)
-    strangers = []
+    links, strangers = listening(), []
     for n in range(100):
-        stranger = socket.create_connection(("127.0.0.1", listener.address.port), 5)
+        stranger = socket.create_connection(("127.0.0.1", links.address.port), 5)
         strangers.append(stranger)
         stranger.sendall((b"", b"\0", os.urandom(28), b"\xff" * 28 + os.urandom(50_000))[n % 4])
-    theirs = opened(listener, True)
-    theirs.send(0, WATCH, b"hello")
-    assert until(lambda: len(watcher.seen) == 2)
-    assert set(watcher.seen) == {("greet", 1), (b"hello", 1)}  # by two threads, in either order
+    theirs = opened(links, True)
+    theirs.send(0, b"watch", b'["whom"]')
+    assert [json.loads(received(theirs, b"watch"))[0] for _ in range(2)] == ["at", "is"]
+    links.check()
     for stranger in strangers:
         stranger.close()
 
 
-def test_messages_of_one_channel_come_in_order_and_older_generations_are_dropped(listening, opened):
-    listener, watcher = listening
-    listener.start(watcher)
-    theirs, ours = opened(listener, False), listener.stream(1)
+@pytest.fixture
+def pair():
+    """Two ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends = socket.create_connection(server.getsockname()), server.accept()[0]
+    streams = Stream(0, False), Stream(1, False)
+    for stream, end in zip(streams, ends, strict=True):
+        stream.attach(end, 5.0)
+    yield streams
+    for stream in streams:
+        stream.close()
+
+
+def test_messages_of_one_channel_come_in_order_and_older_generations_are_dropped(pair):
+    theirs, ours = pair
     for generation, channel, data in ((0, b"a", b"1"), (1, b"a", b"2"), (0, b"b", b"3"), (1, b"b", b"4")):
         theirs.send(generation, channel, data)
-    assert until(lambda: ours.socket is not None)
     assert received(ours, b"a") == b"1"
     assert received(ours, b"b") == b"3"
     assert ours.next(1, b"b") == b"4"
     assert ours.next(1, b"a") == b"2"
     assert ours.next(1, b"a") is None
+
+
+def test_messages_that_no_socket_holds_cross_without_waiting(pair):
+    """Both send before either receives; a message behind a long one stays behind it."""
+    long = os.urandom(20_000_000)
+    for stream in pair:
+        stream.send(0, b"a", long)
+        stream.send(0, b"a", b"short")
+    assert all(received(stream, b"a") == long for stream in pair)
+    assert all(received(stream, b"a") == b"short" for stream in pair)

@@ -111,14 +111,12 @@ class Keys:
     def publish(self, address):
         self.keys[self.rank] = address
 
-    def address(self, peer):
-        return self.keys.get(peer)
-
-    def alive(self, peer):
-        return True
-
-    def abandoned(self):
-        return None
+    def look(self, above, missing):
+        while missing() is not None:
+            if above in self.keys:
+                yield "at", (above, self.keys[above])
+                above = None
+            time.sleep(0.001)
 
     def abandon(self, failure, missing=()):
         pass

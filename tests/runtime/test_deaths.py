@@ -150,9 +150,9 @@ def warm(rank, size):
 
 PLACES = {  # the function at whose call a rank fails, and which call
     "constructor": (Rendezvous, "publish", 1),
-    "meeting": (SocketLinks, "greet", 1),
+    "meeting": (SocketLinks, "welcome", 1),
     "first agreement": (pp.P2P, "require_same", 1),
-    "connecting": (opening, "_address", 1),
+    "connecting": (opening, "receive_address", 1),
     "tracing": ("stage", None, 1),
     "ready": (pp.P2P, "ready", 1),
     "forward": ("stage", None, 5),

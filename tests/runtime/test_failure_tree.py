@@ -11,7 +11,7 @@ from itertools import pairwise
 from hypothesis import given, strategies as st
 
 from ppfunc.runtime.control.failure_tree import FailureTree
-from ppfunc.runtime.control.tree import RankTree, is_below, path
+from ppfunc.runtime.control.tree import RankTree, path
 
 
 class Ranks:
@@ -22,11 +22,11 @@ class Ranks:
     def __init__(self, size):
         self.pipes, self.heard = {}, []
         self.trees = [
-            FailureTree(RankTree.over(range(size), r), partial(self.tell, r), partial(self.note, r))
+            FailureTree(RankTree.over(range(size), r), partial(self.send, r), partial(self.note, r))
             for r in range(size)
         ]
 
-    def tell(self, sender, neighbour, *message):
+    def send(self, sender, neighbour, *message):
         self.pipes.setdefault((sender, neighbour), deque()).append(message)
 
     def note(self, rank, generation, verdict):
@@ -37,7 +37,7 @@ class Ranks:
         waiting = sorted(pipe for pipe, messages in self.pipes.items() if messages)
         if waiting:
             sender, receiver = waiting[choose(len(waiting))]
-            self.trees[receiver].hear(sender, *self.pipes[sender, receiver].popleft())
+            self.trees[receiver].receive(*self.pipes[sender, receiver].popleft())
         return bool(waiting)
 
 
@@ -57,14 +57,14 @@ def test_all_ranks_take_the_same_failure_as_the_first(size, data):
     assert len({tree.verdicts[0] for tree in ranks.trees}) == 1
     assert sorted(rank for rank, _, _ in ranks.heard) == list(range(size))  # each is told once
     assert {tree.notice() for tree in ranks.trees} == {ranks.trees[0].verdicts[0].failure}
-    assert all(tree.read_by_all == tree.last == 0 and tree.generation == 1 for tree in ranks.trees)
+    assert all(tree.verdicts.keys() == {0} and tree.generation == 1 for tree in ranks.trees)
 
 
 @given(st.integers(2, 9), st.data())
 def test_ranks_above_that_have_gone_are_not_waited_for(size, data):
     ranks, dead = Ranks(size), data.draw(st.integers(0, size - 2))
     for rank in {*ranks.trees[dead]._tree.neighbours}:
-        ranks.trees[rank].lose(dead, f"rank {dead} is gone")
+        ranks.trees[rank].note_gone(dead, f"rank {dead} is gone")
 
     def deliver():
         for (_, receiver), messages in ranks.pipes.items():
@@ -77,7 +77,6 @@ def test_ranks_above_that_have_gone_are_not_waited_for(size, data):
     reached = {rank: tree.verdicts[0] for rank, tree in enumerate(ranks.trees) if 0 in tree.verdicts}
     assert reached.keys() == set(range(size)) - {dead}
     assert {verdict.failure for verdict in reached.values()} == {f"rank {dead} is gone"}
-    assert all(tree.read_by_all == tree.last for rank, tree in enumerate(ranks.trees) if rank != dead)
 
 
 def test_a_committed_step_is_not_stopped_by_a_later_failure():
@@ -110,7 +109,7 @@ def test_a_failure_before_the_commit_stops_those_that_have_voted():
 def test_at_the_top_of_a_part_that_is_cut_off_a_failure_waits_for_the_outcome_of_the_vote():
     ranks = Ranks(2)
     ranks.trees[1].vote(0)
-    ranks.trees[1].lose(0, "rank 0 is gone")
+    ranks.trees[1].note_gone(0, "rank 0 is gone")
     assert not ranks.trees[1].stopped and not ranks.trees[1].verdicts and not ranks.trees[1].lost(0)
     ranks.trees[1].commit(0)
     assert (
@@ -126,7 +125,7 @@ def test_who_comes_late_hears_of_the_last_failures_and_few_are_kept():
         ranks.trees[0].publish(f"failure {n}")
         ranks.trees[0].notice()
     ranks.pipes.clear()
-    ranks.trees[0].greet(1)
+    ranks.trees[0].inform(1)
     while ranks.deliver(lambda n: 0):
         pass
     kept = ranks.trees[0].verdicts
@@ -139,4 +138,5 @@ def test_a_path_goes_up_and_down_the_tree(one, other):
     assert (way[0], way[-1]) == (one, other) and len(set(way)) == len(way)
     tree = {rank: RankTree.over(range(41), rank) for rank in way}
     assert all(b in tree[a].neighbours for a, b in pairwise(way))
-    assert all(is_below(min(way), rank) for rank in way)
+    turn = way.index(min(way))
+    assert way[: turn + 1] == sorted(way[: turn + 1], reverse=True) and way[turn:] == sorted(way[turn:])

@@ -637,19 +637,19 @@ def interrupted_while_connecting(rank, ranks):
     start = time.perf_counter()
     with pp.P2P(timeout=30) as transport:
         step = pp.value_and_grad([stage] * ranks, loss_fn, pp.gpipe(ranks, 4), transport)
-        address = opening._address
+        address = opening.receive_address
 
         def interrupting(*args):
             address(*args)
             time.sleep(0.5)
             raise KeyboardInterrupt
 
-        opening._address = interrupting if rank == 0 else address
+        opening.receive_address = interrupting if rank == 0 else address
         try:
             step({rank: params[rank]}, inputs, targets)
         except BaseException as error:
             name = type(error).__name__
-        opening._address = address
+        opening.receive_address = address
         step({rank: params[rank]}, inputs, targets)
         return name, time.perf_counter() - start
 

@@ -10,6 +10,7 @@ import resource
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -83,11 +84,19 @@ def without_descriptors(rank, ranks, who):
         return seen, meet()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     gc.collect()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, hard))
+    taken = []
     try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))  # also numbers between those in use
+        for _ in range(2):  # enough to listen, too few to connect
+            os.close(taken.pop())
         seen = caught(pp.P2P, timeout=20)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken:
+            os.close(descriptor)
     return seen, meet()
 
 

@@ -469,20 +469,24 @@ def test_a_closed_transport_is_told(two, soon):
     assert seconds < soon
 
 
+class ClosesSlowly(pp.P2P):
+    """Calls something before it lets go of its communicators."""
+
+    before = staticmethod(lambda: None)
+
+    def disconnect(self):
+        self.before()
+        return super().disconnect()
+
+
 def steps_while_it_closes(rank, ranks):
     params, inputs, targets = problem(ranks, 4)
-    transport = pp.P2P(timeout=20)
+    transport, failures = ClosesSlowly(timeout=20), []
     step = pp.value_and_grad(
         [dense] * ranks, squared, pp.gpipe(ranks, 4), transport, engine=pp.engines.functional
     )
     step({rank: params[rank]}, inputs, targets)
-    failures, disconnect = [], transport._disconnect
-
-    def slowly():
-        failures.append(caught(step, {rank: params[rank]}, inputs, targets))
-        return disconnect()
-
-    transport._disconnect = slowly
+    transport.before = lambda: failures.append(caught(step, {rank: params[rank]}, inputs, targets))
     transport.close()
     return failures
 
@@ -576,13 +580,13 @@ def come_to_what_was_given_up(rank, ranks):
     with pp.P2P(timeout=20) as transport:
         transport.begin("the same", "the same", 0)
         if rank == 0:
-            seen = caught(transport.connect, [Route("F", 0, 1)])
+            seen = caught(transport.connect, [Route("F", 0, 1)], [torch.device("cpu")])
         if rank == 2:
             time.sleep(0.3)
             transport.fail(Failure(2, None, None, RuntimeError("given up")))
         if rank == 1:
             time.sleep(0.6)
-            seen = caught(transport.connect, [Route("F", 0, 1)])
+            seen = caught(transport.connect, [Route("F", 0, 1)], [torch.device("cpu")])
         dist.barrier()
         return seen if rank < 2 else None
 

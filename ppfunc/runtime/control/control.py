@@ -1,11 +1,9 @@
 """Keep the ranks of a pipeline together: a step begins, ends or fails on all of them, along a binary tree."""
 
 import json
-import struct
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Literal, Self
 
 import torch
@@ -22,12 +20,10 @@ from ..agreement.comparison import (
 from ..errors import CLOSED, AgreementError, Failure, FailureRecord, LinkError, PipelineError
 from ..transport.grid import Grid
 from ..transport.protocols import LossPart, Mode
-from .loss_bytes import sum_bytes, sum_of, to_bytes
-from .tree import BEGIN, END, LOSSES, SHAPES, Links, TreeMessages, is_below
+from .loss_texts import read_sum, sum_texts, to_text
+from .tree import BEGIN, END, Links, TreeMessages
 
 _KEY, _TEXT = "key", "text"  # channels besides those of trees
-# Of messages at the end of a step: steps ended; a rank in training mode, one in evaluation mode, or -1.
-_HEAD = struct.Struct("<qii")
 _OTHER = (
     "got a step while another step runs on the same P2P(); the order of their messages would differ between "
     "ranks: wait for the first, or make a P2P() for each thread, in the same order on every rank"
@@ -57,8 +53,8 @@ class Control:
     def __init__(self, links: Links, grid: Grid | None = None) -> None:
         everyone = tuple(range(links.size))
         self.links, self.grid = links, grid or Grid((everyone,), (links.rank,), links.size, links.rank)
-        self.line = self.grid.pipeline
-        self.rank, self.size = self.line.index(links.rank), len(self.line)  # of the pipeline
+        self.pipeline = self.grid.pipeline
+        self.rank, self.size = self.pipeline.index(links.rank), len(self.pipeline)  # of the pipeline
         self.ended = 0  # steps that have ended on this rank
         trees: dict[tuple[int, ...], TreeMessages] = {}  # one for each set of ranks
 
@@ -67,7 +63,7 @@ class Control:
 
         self._world = tree(everyone, "tree")
         self._replica = tree(self.grid.same_batch, "replica")
-        self._line = tree(self.line, "line")
+        self._pipeline = tree(self.pipeline, "pipeline")
         self._model = tree(self.grid.model, "model") if len(self.grid.model) > 1 else None
         self._data = tree(self.grid.data, "data")
         self._running, self._closed = threading.Lock(), False
@@ -166,30 +162,34 @@ class Control:
 
     def _pass_down(self, tree: TreeMessages, mine: str, shapes: str | None = None) -> str | None:
         """Compare the call with that of the top of a tree, and pass it down. Return the shapes with it."""
-        call = mine
+        begun = json.dumps([mine, shapes])
         if tree.parent is not None:
-            call, shapes = json.loads(tree.recv(tree.parent, BEGIN))
+            begun = tree.recv(tree.parent, BEGIN)
+            call, shapes = json.loads(begun)
             require_same_step(mine, call, self.links.rank, tree.top)
-        tree.send_down(BEGIN, json.dumps([call, shapes]).encode())
+        tree.send_down(BEGIN, begun)
         return shapes
 
     def _shapes(self, tree: TreeMessages, key: str | None, source: int) -> str:
         """Pass the key of a rank to the top of a tree, and from there to all."""
         if self.links.rank == source:
             assert key is not None
-            self.links.send(tree.top, _KEY, json.dumps(key).encode())
-        shapes = self.links.recv(source, _KEY) if tree.parent is None else tree.recv(tree.parent, SHAPES)
-        tree.send_down(SHAPES, shapes)
-        return str(json.loads(shapes))
+            self.links.send(tree.top, _KEY, key.encode())
+        if tree.parent is None:
+            shapes = self.links.recv(source, _KEY).decode()
+        else:
+            shapes = tree.recv(tree.parent, BEGIN)
+        tree.send_down(BEGIN, shapes)
+        return shapes
 
     def all_gather(self, text: str) -> list[str]:
         with self.hold_interrupts():
-            texts = self._line.gather_texts(text)
-        return [texts[rank] for rank in self.line]
+            texts = self._pipeline.gather_texts(text)
+        return [texts[rank] for rank in self.pipeline]
 
     def require_same(self, facts: str, among: Literal["world", "peers", "data"] = "world") -> None:
         tree = {"world": self._world, "peers": self._replica, "data": self._data}[among]
-        if among == "peers" and tree is self._line:
+        if among == "peers" and tree is self._pipeline:
             return
         with self.hold_interrupts():
             texts = tree.gather_texts(json.dumps([self.rank, facts]))
@@ -200,11 +200,11 @@ class Control:
 
     def send_text(self, peer: int, text: str) -> None:
         with self.hold_interrupts():
-            self.links.send(self.line[peer], _TEXT, text.encode(errors="surrogatepass"))
+            self.links.send(self.pipeline[peer], _TEXT, text.encode(errors="surrogatepass"))
 
     def recv_text(self, peer: int) -> str:
         with self.hold_interrupts():
-            return self.links.recv(self.line[peer], _TEXT).decode(errors="surrogatepass")
+            return self.links.recv(self.pipeline[peer], _TEXT).decode(errors="surrogatepass")
 
     # -- the end of a step -----------------------------------------------------------------
 
@@ -212,14 +212,14 @@ class Control:
         self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed"
     ) -> torch.Tensor | None:
         self.synchronize()
-        of_line = None
-        if parts and self._line is not self._world:
-            of_line, parts = self._sum_up(self._line, LOSSES, losses, parts, mode), {}
-        total = self._sum_up(self._world, END, losses, parts, mode)
+        of_pipeline = None
+        if parts and self._pipeline is not self._world:
+            of_pipeline, parts = self._sum_up(self._pipeline, losses, parts, mode), {}
+        total = self._sum_up(self._world, losses, parts, mode)
         self._executing = False
         self.ended += 1
         self._running.release()
-        return total if of_line is None else of_line
+        return total if of_pipeline is None else of_pipeline
 
     def synchronize(self) -> None:
         """Wait until all that a step has begun here is done; on the CPU it is."""
@@ -227,66 +227,43 @@ class Control:
     def _sum_up(
         self,
         tree: TreeMessages,
-        kind: bytes,
         losses: Mapping[int, torch.Tensor],
         parts: Mapping[int, LossPart],
         mode: Mode,
     ) -> torch.Tensor | None:
-        """Sum the losses of all ranks of a tree, once all are here.
-
-        ``END`` ends the step on all ranks, or fails it.
-        """
-        gathered, modes = self._gather(tree, kind, losses, parts, mode)
-        head = _HEAD.pack(self.ended, *modes)
-        if kind == END:
-            keep_holding()  # the step may have ended on some ranks already
-        if tree.parent is None:
-            data = sum_bytes(gathered, parts)
-        else:
-            if kind == END:
-                self.links.vote(self.ended)
-            tree.send(tree.parent, kind, head + b"".join(part for _, part in sorted(gathered.items())))
-            _, data = self._recv_losses(tree, tree.parent, kind)
-        if kind == END:
-            self.links.commit(self.ended)
-        tree.send_down(kind, head + data)  # before anything that may fail here
-        return sum_of(data, parts, self.device)
-
-    def _gather(
-        self,
-        tree: TreeMessages,
-        kind: bytes,
-        losses: Mapping[int, torch.Tensor],
-        parts: Mapping[int, LossPart],
-        mode: Mode,
-    ) -> tuple[dict[int, bytes], tuple[int, int]]:
-        """Gather the losses of this rank and those below it, by stage, and a rank in either mode."""
-        training, evaluation = (
-            self.links.rank if mode == name else -1 for name in ("training", "evaluation")
-        )
-        gathered = {}
+        """Sum the losses of all ranks of a tree, once all are here. Over the world, it ends the step."""
+        last, rank = tree is self._world, self.links.rank
+        modes = [rank if mode == name else -1 for name in ("training", "evaluation")]  # a rank in either
+        gathered = []  # stage and losses
         for stage, part in parts.items():
             if part.rank == self.rank:
                 got, leaf = losses[stage], part.leaf
                 assert (got.shape, got.dtype) == (leaf.shape, leaf.dtype), (got.shape, got.dtype, leaf)
-                gathered[stage] = to_bytes(got)
-        for place, child in tree.children.items():
-            modes, data = self._recv_losses(tree, child, kind)
-            training, evaluation = max(training, modes[0]), max(evaluation, modes[1])
-            for stage, part in sorted(parts.items()):
-                if is_below(place, part.rank):
-                    size = part.leaf.nbytes
-                    gathered[stage], data = data[:size], data[size:]
-        require_same_modes(training, evaluation)
-        return gathered, (training, evaluation)
+                gathered.append(f"{stage}:{to_text(got)}")
+        for child in tree.children:
+            training, evaluation, below = self._recv_end(tree, child)
+            modes, gathered = [max(modes[0], training), max(modes[1], evaluation)], gathered + below
+        require_same_modes(*modes)
+        if last:
+            keep_holding()  # the step may have ended on some ranks already
+        if tree.parent is None:
+            total = sum_texts(gathered, parts)
+        else:
+            if last:
+                self.links.vote(self.ended)
+            tree.send(END, " ".join(map(str, (self.ended, *modes, *gathered))), tree.parent)
+            *_, total = self._recv_end(tree, tree.parent)
+        if last:
+            self.links.commit(self.ended)
+        tree.send_down(END, " ".join(map(str, (self.ended, *modes, *total))))  # before what may fail here
+        return read_sum(total, parts, self.device)
 
-    def _recv_losses(self, tree: TreeMessages, peer: int, kind: bytes) -> tuple[tuple[int, int], bytes]:
-        """Receive the modes and the losses of a peer at the end of the same step."""
-        data = tree.recv(peer, kind)
-        theirs, *modes = _HEAD.unpack_from(data)
-        if theirs != self.ended:
+    def _recv_end(self, tree: TreeMessages, peer: int) -> tuple[int, int, list[str]]:
+        """Receive the modes and the losses, or their sum, of a peer at the end of the same step."""
+        theirs, training, evaluation, *losses = tree.recv(peer, END).split(" ")
+        if theirs != str(self.ended):
             require_same_step(f"steps ended: {self.ended}", f"steps ended: {theirs}", self.links.rank, peer)
-        return (modes[0], modes[1]), data[_HEAD.size :]
+        return int(training), int(evaluation), losses
 
     # -- failures --------------------------------------------------------------------------
 
@@ -298,7 +275,7 @@ class Control:
             first failure, which rank it was and where.
         """
         cause, rank = failure.cause, self.links.rank
-        failure, refused = failure._replace(rank=self.line[failure.rank]), self._unusable is not None
+        failure, refused = failure._replace(rank=self.pipeline[failure.rank]), self._unusable is not None
         if isinstance(cause, StepRunning) and not cause.refused:
             cause.refused = True
             return cause
@@ -328,13 +305,9 @@ class Control:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close; peers are told of an error that ends the block on this rank outside a step."""
-        heard = isinstance(
-            error, PipelineError | AgreementError
-        )  # peers have heard of what a step has raised
+        heard = isinstance(error, PipelineError | AgreementError)  # peers have heard of what a step raises
         try:
             if isinstance(error, Exception) and not heard and not self._closed:
                 self.fail(Failure(self.rank, None, None, error))

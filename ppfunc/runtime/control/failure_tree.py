@@ -1,7 +1,7 @@
 """Decide along a tree of ranks which failure is the first, without sockets, threads or clocks."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from .tree import RankTree
 
@@ -22,22 +22,16 @@ class Verdict(NamedTuple):
         return voted is None or self.committed <= voted
 
 
-class Tell(Protocol):
-    """Sends a message to a neighbour, for its ``hear``."""
-
-    def __call__(self, neighbour: int, kind: str, *message: object) -> None: ...
-
-
 class FailureTree:
-    """Knows the failures of one rank, and tells its neighbours of them.
+    """Knows the failures of one rank, and informs its neighbours.
 
     A failure travels up to the highest rank that can be reached, which takes the first as that of its
-    generation and tells it down. At the top, one that comes while the outcome of a vote is unknown waits for
+    generation and sends it down. At the top, one that comes while the outcome of a vote is unknown waits for
     it.
 
     Args:
         tree: over all ranks, as this one sees it.
-        tell: sends a message to a neighbour.
+        send: ``send(neighbour, kind, *message)`` lets the neighbour call ``receive``.
         on_verdict: called with the generation and its verdict, once it is known here.
 
     Attributes:
@@ -46,16 +40,16 @@ class FailureTree:
         gone: the neighbours that have ended.
     """
 
-    def __init__(self, tree: RankTree, tell: Tell, on_verdict: Callable[[int, Verdict], None]) -> None:
+    def __init__(
+        self, tree: RankTree, send: Callable[..., None], on_verdict: Callable[[int, Verdict], None]
+    ) -> None:
         self.generation = 0
         self.verdicts: dict[int, Verdict] = {}
         self.gone: set[int] = set()
-        self._tree, self._tell, self._on_verdict = tree, tell, on_verdict
+        self._tree, self._send, self._on_verdict = tree, send, on_verdict
         self._voted: int | None = None
         self._committed = 0
         self._deferred: list[tuple[int, str]] = []  # failures that came between a vote and its outcome
-        self._read: dict[int, int] = {}  # by child: the last failure that all ranks from there down have read
-        self._sent_read = -1
 
     @property
     def stopped(self) -> bool:
@@ -64,28 +58,9 @@ class FailureTree:
         return verdict is not None and verdict.stops(self._voted)
 
     @property
-    def last(self) -> int:
-        """Return the last generation that has a verdict, or -1."""
-        return max(self.verdicts, default=-1)
-
-    @property
     def undecided(self) -> int:
         """Return the first generation that this rank is still in, or will be, and that has no verdict."""
-        return max(self.generation, self.last + 1)
-
-    @property
-    def read_by_all(self) -> int:
-        """Return the last failure that this rank has read, and all that live from here down."""
-        return min(
-            [
-                self.last,
-                *(
-                    self._read.get(child, -1)
-                    for child in self._tree.children.values()
-                    if child not in self.gone
-                ),
-            ]
-        )
+        return max(self.generation, max(self.verdicts, default=-1) + 1)
 
     def lost(self, peer: int) -> bool:
         """Tell whether a peer is gone and not needed. After its vote, a rank waits for the outcome."""
@@ -117,7 +92,7 @@ class FailureTree:
         if generation in self.verdicts:
             return
         if self._tree.parent is not None and self._tree.parent not in self.gone:
-            self._tell(self._tree.parent, "failed", generation, failure)
+            self._send(self._tree.parent, "failed", generation, failure)
         elif self._voted is not None:
             self._deferred.append((generation, failure))
         else:
@@ -127,43 +102,30 @@ class FailureTree:
         """Take a failure as the first of its generation, where there is no other yet."""
         self._learn(generation, Verdict(self._committed, failure))
 
-    def lose(self, peer: int, failure: str) -> None:
+    def note_gone(self, peer: int, failure: str) -> None:
         """Note that a neighbour is gone: a failure of the first generation that has none."""
         if peer not in self.gone:
             self.gone.add(peer)
             self.report(self.undecided, failure)
-            self._pass_on_read()
 
-    def greet(self, neighbour: int) -> None:
-        """Tell a rank below that has come what has failed before."""
+    def inform(self, neighbour: int) -> None:
+        """Send a rank below that has come what has failed before."""
         if neighbour != self._tree.parent:
             for generation, verdict in self.verdicts.items():
-                self._tell(neighbour, "decided", generation, *verdict)
+                self._send(neighbour, "decided", generation, *verdict)
 
-    def hear(self, peer: int, kind: str, *message: Any) -> None:
-        """Take up what a neighbour tells of failures."""
+    def receive(self, kind: str, generation: int, *facts: Any) -> None:
+        """Take up what a neighbour has sent: a failure, or the first one of a generation."""
         if kind == "failed":
-            self.report(*message)
-        elif kind == "decided":
-            generation, committed, failure = message
-            self._learn(generation, Verdict(committed, failure))
-        elif kind == "read":
-            (self._read[peer],) = message
-            self._pass_on_read()
+            self.report(generation, *facts)
+        else:
+            self._learn(generation, Verdict(*facts))
 
     def _learn(self, generation: int, verdict: Verdict) -> None:
         if generation in self.verdicts:
             return
         self.verdicts[generation] = verdict
         self.verdicts.pop(min(self.generation, generation) - _KEPT, None)
-        for child in self._tree.children.values():
-            self._tell(child, "decided", generation, *verdict)
-        self._pass_on_read()
+        for child in self._tree.children:
+            self._send(child, "decided", generation, *verdict)
         self._on_verdict(generation, verdict)
-
-    def _pass_on_read(self) -> None:
-        """Send up which failure the ranks from here down have read, so that those above may leave."""
-        read, parent = self.read_by_all, self._tree.parent
-        if read > self._sent_read and parent is not None and parent not in self.gone:
-            self._sent_read = read
-            self._tell(parent, "read", read)

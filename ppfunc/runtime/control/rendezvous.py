@@ -2,12 +2,13 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from hashlib import sha256
-from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -19,18 +20,8 @@ from .sockets import Address
 T = TypeVar("T")
 _LATER = 30.0  # seconds
 _SOON = 1.0  # seconds for the store to take a note
-
-
-class Abandoned(NamedTuple):
-    """A round that failed before all ranks had met.
-
-    Args:
-        failure: the first one.
-        missing: the ranks whose absence is the failure. Their next call is of another round.
-    """
-
-    failure: str
-    missing: Sequence[int]
+_FIRST, _PAUSE = 0.001, 0.05  # seconds between looks into the store, at first and later
+_PROBE = 0.5  # seconds between looks after ranks that have not come; more where these take long
 
 
 class Rendezvous:
@@ -69,34 +60,59 @@ class Rendezvous:
         while True:
             number = self._ask(lambda: store.add(f"{name}/{self.rank}", 1))
             self._store = PrefixStore(f"{name}/{number}", store)
-            abandoned = self._ask(self.abandoned)
-            if abandoned is None or self.rank not in abandoned.missing:
+            abandoned = self._ask(lambda: self._read("abandoned"))
+            if abandoned is None or self.rank not in abandoned[1]:
                 return
 
     def publish(self, address: Address) -> None:
         """Publish where this rank listens."""
         self._ask(lambda: self._store.set(f"address/{self.rank}", json.dumps(address)))
 
-    def address(self, peer: int) -> Address | None:
-        """Return where a peer listens, or None before its call. Blocks while the store is stopped."""
-        text = self._read(f"address/{peer}")
-        return None if text is None else Address(*json.loads(text))
+    def look(
+        self, above: int | None, missing: Callable[[], Sequence[int] | None]
+    ) -> Iterator[tuple[str, Any]]:
+        """Look into the store until the ranks have met. Blocks while the store is stopped.
 
-    def abandoned(self) -> Abandoned | None:
-        """Return why this round has failed, or None. Blocks while the store is stopped."""
-        text = self._read("abandoned")
-        return None if text is None else Abandoned(*json.loads(text))
+        Args:
+            above: the rank whose address is wanted.
+            missing: returns the ranks that have not come; None when they have met.
+
+        Yields:
+            ``("at", (above, address))``, ``("gone", rank)`` for one whose process has ended, and at the end
+            ``("abandoned", failure)`` of this round, or ``("lost", server)`` without the store.
+        """
+        pause, probe = _FIRST, time.monotonic() + _PROBE
+        try:
+            while (ranks := missing()) is not None:
+                if above is not None and (address := self._read(f"address/{above}")) is not None:
+                    yield "at", (above, Address(*address))
+                    above = None
+                if (began := time.monotonic()) > probe:
+                    if (abandoned := self._read("abandoned")) is not None:
+                        yield "abandoned", abandoned[0]
+                        return
+                    yield from (("gone", rank) for rank in ranks if not self.alive(rank))
+                    probe = time.monotonic() + max(_PROBE, 10 * (time.monotonic() - began))
+                time.sleep(pause)
+                pause = min(2 * pause, _PAUSE)
+        except LinkError as error:
+            yield "lost", error.peer
 
     def abandon(self, failure: str, missing: Sequence[int] = ()) -> None:
-        """Fail this round on all ranks. The first failure of a round stays."""
+        """Fail this round on all ranks. The first failure of a round stays.
+
+        Args:
+            failure: a FailureRecord, as text.
+            missing: the ranks whose absence it is. Their next call is of another round.
+        """
         text = json.dumps([failure, list(missing)])
         with suppress(OSError, RuntimeError):  # out of reach; or the interpreter is ending
-            ask(lambda: self._store.compare_set("abandoned", "", text), _SOON)
+            self._ask(lambda: self._store.compare_set("abandoned", "", text), _SOON)
 
     def forget(self) -> None:
         """Delete the address of this rank, once all have met."""
         with suppress(OSError, RuntimeError):
-            ask(lambda: self._store.delete_key(f"address/{self.rank}"), _SOON)
+            self._ask(lambda: self._store.delete_key(f"address/{self.rank}"), _SOON)
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -108,9 +124,9 @@ class Rendezvous:
             self.abandon(FailureRecord(self.rank, None, None, reason, self.rank, False).write())
             raise
 
-    def _read(self, key: str) -> str | None:
+    def _read(self, key: str) -> Any:
         with self._within_reach():
-            return self._store.get(key).decode() if self._store.check([key]) else None
+            return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def alive(self, peer: int) -> bool:
         """Return False where the process of a peer is known to have ended."""
@@ -124,12 +140,23 @@ class Rendezvous:
         limit = timedelta(seconds=2 * self.timeout + _LATER)
         return _torch.ProcessGroupNCCL(PrefixStore(name, self._store), place, size, limit)
 
-    def _ask(self, call: Callable[[], T]) -> T:
+    def _ask(self, call: Callable[[], T], seconds: float | None = None) -> T:
+        """Make a call of the store in a thread: a store that is stopped blocks that thread only."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(call())
+            except Exception as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=run, name="ppfunc store", daemon=True).start()
+        seconds = self.timeout if seconds is None else seconds
         try:
             with self._within_reach():
-                return ask(call, self.timeout)
-        except TimeoutError as error:
-            reason = f"it serves the store of the process group, and does not answer: {error}"
+                return answer.result(seconds)
+        except TimeoutError:
+            reason = f"it serves the store of the process group, which has not answered in {seconds:g} s"
             raise LinkError(self._server, "late", reason) from None
 
     @contextmanager
@@ -138,32 +165,5 @@ class Rendezvous:
         try:
             yield
         except dist.DistError as error:
-            reason = (
-                "the store of the process group is out of reach, the process that serves it may have ended"
-                f" ({error})"
-            )
+            reason = f"it serves the store of the process group, which is out of reach ({error})"
             raise LinkError(self._server, "gone", reason) from error
-
-
-def ask(call: Callable[[], T], seconds: float) -> T:
-    """Make a call of a store in a thread: a store that is stopped blocks that thread only.
-
-    Raises:
-        TimeoutError: it has not answered within ``seconds``.
-    """
-    answers: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            answers.put((call(), None))
-        except Exception as error:
-            answers.put((None, error))
-
-    threading.Thread(target=run, name="ppfunc store", daemon=True).start()
-    try:
-        value, error = answers.get(timeout=seconds)
-    except Empty:
-        raise TimeoutError(f"the store of the process group has not answered in {seconds:g} s") from None
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]

@@ -1,12 +1,13 @@
-"""Links between processes: connections along a tree and between pairs, and how the processes meet."""
+"""Links between processes, along a tree and between pairs, and the failures that are published over them."""
 
 import json
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from functools import partial
+
+from ppfunc.stage.interrupts import act_on_interrupts
 
 from ..errors import CLOSED, GONE, FailureRecord, LinkError
 from .connections import WATCH, Connections
@@ -16,24 +17,23 @@ from .sockets import Address, Stream
 from .suspects import Answer, find_culprit
 from .tree import RankTree
 
-_PATIENCE = 1.0  # seconds to wait until others have read a failure
+_PATIENCE = 1.0  # seconds for a failure to be heard of
 _ALONE = 2.0  # seconds to wait for the ranks above to decide, more than a busy machine takes
 _ANSWERS = 1.5  # seconds to wait for the ranks that live to say whom they wait for
 _FRESH = 0.5  # seconds for which an answer holds
 _SPINS = 200  # looks at a socket before sleeping: who sleeps is woken some 30 us after the message
-_PROBE = 0.5  # seconds between looks after ranks that have not come; more where these take long
+_LOOK = 0.02  # seconds between looks whether a signal has come, or a rank has failed
 
 # Yield this core to waiting processes. The receiver of a message may be one of them.
 give_way: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
-class SocketLinks:
+class SocketLinks(Connections):
     """The :class:`~ppfunc.runtime.control.tree.Links` of a process.
 
-    A thread watches a connection to each neighbour in the tree. When one ends, or a failure is published,
-    :class:`~.failure_tree.FailureTree` decides which failure is the first. The store need not live for that.
-    Another thread finds the other ranks. It asks the store for the address of the rank above. The other
-    addresses travel along the tree.
+    When the watched connection of a neighbour in the tree ends, or a failure is published,
+    :class:`~.failure_tree.FailureTree` decides which failure is the first. The store need not live for that:
+    only the address of the rank above is read from it, the others travel along the tree.
 
     Args:
         rendezvous: where ranks find each other.
@@ -45,47 +45,39 @@ class SocketLinks:
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.size = rendezvous.size
+        self._rendezvous, self._timeout = rendezvous, rendezvous.timeout
+        self._tree = RankTree.over(range(self.size), rendezvous.rank)
+        super().__init__(rendezvous.rank, self._tree.neighbours, self._timeout)
         self.waiting_on: int | None = None
         self.status: Callable[[], Answer] = Answer
         self.on_failure: Callable[[int], None] = lambda committed: None
-        self._rendezvous, self._timeout = rendezvous, rendezvous.timeout
-        self._tree = RankTree.over(range(self.size), self.rank)
-        self._connections = Connections(self.rank, self._tree.neighbours, self._timeout)
-        self._changed = threading.Condition(threading.RLock())  # guards what follows
-        self._failures = FailureTree(self._tree, self._tell, self._heed)
-        self._addresses = {self.rank: self._connections.address}  # of the ranks that have come
+        self._failures = FailureTree(self._tree, self._send, self._heed)
         self._answers: dict[int, tuple[float, Answer]] = {}  # by rank, and when
-        self._said: tuple[float, Answer | None] = 0.0, None
+        self._asked = 0.0  # when all were asked last
         self._left: set[int] = set()  # neighbours that need no rank any more
         self._cut_off = False  # whether the rank above has not answered
         self._abandoned: str | None = None  # the failure that has ended the meeting
-        self._probe = time.monotonic() + _PROBE
-        rendezvous.publish(self._connections.address)
-        self._end = weakref.finalize(
-            self, _end, self._connections, rendezvous, self._addresses, self._failures.verdicts
-        )
-        self._connections.start(self)
-        if self.size > 1:
-            name, me = "ppfunc meeting", weakref.ref(self)
-            threading.Thread(target=_meet, args=(me,), name=name, daemon=True).start()
+        rendezvous.publish(self.address)
+        try:
+            for work in (self.accept, self._meet) if self.size > 1 else ():
+                threading.Thread(target=work, name=f"ppfunc links {work.__name__}", daemon=True).start()
+        except RuntimeError:  # there can be no more threads
+            super().end()
+            raise
 
     @property
     def generation(self) -> int:
         return self._failures.generation
 
-    @property
-    def closed(self) -> bool:
-        return self._connections.closed
-
     # -- messages --------------------------------------------------------------------------
 
     def send(self, peer: int, channel: str, data: bytes) -> None:
-        self._connections.send(self._stream(peer), self.generation, channel.encode(), data)
+        self.stream(peer).send(self.generation, channel.encode(), data)
         give_way()
 
     def recv(self, peer: int, channel: str) -> bytes:
-        stream, name = self._stream(peer), channel.encode()
+        stream, name = self.stream(peer), channel.encode()
         end, spins = time.monotonic() + self._timeout, _SPINS
         self.waiting_on = peer
         while True:
@@ -103,8 +95,16 @@ class SocketLinks:
             if left <= 0:
                 waited = f"rank {self.rank} waited for rank {peer}, which has not answered"
                 raise LinkError(peer, "late", f"{waited} in {self._timeout:g} s")
-            if not stream.ended:  # since it was looked at
-                self._connections.wait(left, stream)
+            self._wait(stream, min(left, _LOOK))
+
+    def _wait(self, stream: Stream, seconds: float) -> None:
+        act_on_interrupts()
+        if stream.socket is not None:
+            stream.wait(seconds)
+        else:
+            with self.changed:
+                self.changed.wait(seconds)
+        act_on_interrupts()
 
     def _problem(self, stream: Stream) -> Exception | None:
         if self.closed:
@@ -119,20 +119,10 @@ class SocketLinks:
     def _failed(self) -> bool:
         return self._failures.stopped or self._abandoned is not None
 
-    def _stream(self, peer: int) -> Stream:
-        """Return the stream to a peer, which the higher rank of the two opens."""
-        stream = self._connections.stream(peer)
-        if stream.socket is None:
-            self._dial_known()
-        return stream
-
-    def _dial_known(self) -> None:
-        """Connect to ranks that have come; to the rank above on the watched connection also."""
-        with self._changed:
-            for stream in self._connections.streams():
-                address = self._addresses.get(stream.peer)
-                if stream.peer < self.rank and stream.peer != self._tree.parent and address is not None:
-                    self._connections.dial(address, stream)
+    def _why(self, stream: Stream) -> str:
+        if stream.link_error is None:
+            return GONE
+        return f"the link between it and rank {self.rank} has failed ({stream.link_error.strerror})"
 
     # -- steps and failures ----------------------------------------------------------------
 
@@ -142,249 +132,189 @@ class SocketLinks:
         if self._failed:
             raise LinkError(-1, "failed", "a rank has failed")
         for neighbour in self._failures.gone:
-            raise LinkError(neighbour, "gone", self._why(self._connections.stream(neighbour, True)))
+            raise LinkError(neighbour, "gone", self._why(self.stream(neighbour, True)))
 
     def vote(self, step: int) -> None:
-        with self._changed:
+        with self.changed:
             self.check()
             self._failures.vote(step)
 
     def commit(self, step: int) -> None:
-        with self._changed:
+        with self.changed:
             if self.rank == 0:
                 self.check()
             self._failures.commit(step)
 
     def publish(self, failure: str) -> str:
-        with self._changed:
-            mine = self.generation
-            self._failures.publish(failure if self._abandoned is None else self._abandoned)
-            patience = 0.0 if self._cut_off or self._abandoned is not None else _ALONE
-            if self.closed or not self._changed.wait_for(lambda: mine in self._failures.verdicts, patience):
-                self._failures.decide(mine, self._abandoned or failure)  # the ranks above are frozen
+        with self.changed:
+            mine, failure = self.generation, self._abandoned or failure
+            self._failures.publish(failure)
+            patience = 0.0 if self.closed or self._cut_off or self._abandoned else _ALONE
+            if not self.changed.wait_for(lambda: mine in self._failures.verdicts, patience):
+                self._failures.decide(mine, failure)  # the ranks above are frozen
             self.waiting_on, self._cut_off = None, False
             return self._failures.notice()
 
     def await_failure(self, peer: int) -> None:
         """Wait a while for a failure to be published, or for this peer to be gone."""
         failures = self._failures
-        with self._changed:
-            self._changed.wait_for(
+        with self.changed:
+            self.changed.wait_for(
                 lambda: self.closed or self.generation in failures.verdicts or peer in failures.gone,
                 _PATIENCE,
             )
 
     def _heed(self, generation: int, verdict: Verdict) -> None:
-        self._alert()
+        self.changed.notify_all()
         if generation == self.generation:
             self.on_failure(verdict.committed)
 
     def suspect(self, peer: int) -> tuple[int, str]:
-        with self._changed:
+        with self.changed:
             parent, since = self._tree.parent, time.monotonic() - _FRESH
-            self._tell_all("whom")
-            self._changed.wait_for(
-                lambda: (
-                    len(self._since(since)) == self.size - 1 or self.generation in self._failures.verdicts
-                ),
-                _ANSWERS,
+
+            def fresh() -> dict[int, Answer]:
+                return {rank: answer for rank, (at, answer) in self._answers.items() if at >= since}
+
+            self._ask_all()
+            self.changed.wait_for(
+                lambda: len(fresh()) == self.size - 1 or self.generation in self._failures.verdicts, _ANSWERS
             )
-            answers = self._since(since)
+            answers = fresh()
             self._cut_off = parent is not None and parent not in answers
             culprit, state = find_culprit(self.rank, answers | {self.rank: self._answer(peer)})
-            if culprit not in answers and culprit not in self._addresses:
+            if culprit not in answers and culprit not in self.addresses:
                 state = f"rank {culprit} has not come"
             return culprit, state
 
-    def _since(self, time: float) -> dict[int, Answer]:
-        return {rank: answer for rank, (at, answer) in self._answers.items() if at >= time}
-
-    def _say(self) -> None:
-        """Send the state of this rank to all, unless it was just sent: all may ask at once."""
-        (at, before), now, answer = self._said, time.monotonic(), self._answer(self.waiting_on)
-        if answer != before or now > at + _FRESH / 2:
-            self._said = now, answer
-            self._tell_all("is", self.rank, answer)
+    def _ask_all(self, but: int | None = None) -> None:
+        """Ask all ranks for their states, and send them that of this one, unless they were just asked."""
+        now = time.monotonic()
+        if now > self._asked + _FRESH / 2:
+            self._asked = now
+            self._send_all("whom", but=but)
+            self._send_all("is", self.rank, self._answer(self.waiting_on))
 
     def _answer(self, awaits: int | None) -> Answer:
         """Describe this rank to one that waits. Whatever ``status`` raises, the watch goes on."""
-        neighbours = self._tree.neighbours
-        cut = [peer for peer in neighbours if self._connections.stream(peer, True).cut]
+        cut = [peer for peer in self._tree.neighbours if self.stream(peer, True).cut]
         try:
             return self.status()._replace(awaits=awaits, cut=cut)
         except Exception:
             return Answer(awaits, cut=cut)
 
-    # -- what the watching threads notice --------------------------------------------------
+    # -- what threads read of neighbours ---------------------------------------------------
 
-    def greet(self, peer: int) -> None:
-        """Send a new neighbour the known addresses and the past failures."""
-        with self._changed:
-            self._tell(peer, "at", self._addresses)
-            self._failures.greet(peer)
-            self._alert()
+    def welcome(self, peer: int) -> None:
+        with self.changed:
+            self._send(peer, "at", self.addresses)
+            self._failures.inform(peer)
 
-    def hear(self, peer: int, message: bytes) -> None:
+    def receive(self, peer: int, message: bytes) -> None:
         kind, *facts = json.loads(message)
-        with self._changed:
+        with self.changed:
             if kind == "at":
-                self._learn(peer, {int(rank): Address(*address) for rank, address in facts[0].items()})
+                self._learn({int(rank): Address(*address) for rank, address in facts[0].items()}, peer)
             elif kind == "whom":
-                self._tell_all(kind, but=peer)
-                self._say()
-            elif kind == "leaves":
-                self._left.add(peer)
+                self._ask_all(but=peer)
             elif kind == "is":
                 self._answers[facts[0]] = time.monotonic(), Answer(*facts[1])
-                self._tell_all(kind, *facts, but=peer)
+                self._send_all(kind, *facts, but=peer)
+            elif kind == "leaves":
+                self._left.add(peer)
             else:
-                self._failures.hear(peer, kind, *facts)
-            self._alert()
+                self._failures.receive(kind, *facts)
+            self.changed.notify_all()
 
-    def lose(self, stream: Stream) -> None:
-        """Notice that the connection to a peer has ended."""
-        with self._changed:
-            if stream.peer in self._tree.neighbours and stream.peer not in self._left:
-                self._lose(stream.peer)
-            self._alert()
+    def note_end(self, stream: Stream) -> None:
+        with self.changed:
+            neighbour = stream.peer in self._tree.neighbours and stream.peer not in self._left
+            if neighbour and not self.closed:
+                self._note_gone(stream.peer)
+            self.changed.notify_all()
 
-    def _lose(self, peer: int) -> None:
-        self._failures.lose(peer, self._gone(peer, self._why(self._connections.stream(peer, True))))
-        self._alert()
+    def _note_gone(self, peer: int) -> None:
+        self._failures.note_gone(peer, self._record(peer, self._why(self.stream(peer, True))))
 
-    def _gone(self, peer: int, reason: str = GONE) -> str:
+    def _record(self, peer: int, reason: str = GONE) -> str:
         return FailureRecord(peer, None, None, reason, self.rank, False).write()
 
-    def _why(self, stream: Stream) -> str:
-        if stream.link_error is None:
-            return GONE
-        return f"the link between it and rank {self.rank} has failed ({stream.link_error.strerror})"
-
-    def _learn(self, peer: int, addresses: dict[int, Address]) -> None:
-        """Store new addresses, and pass them on."""
-        new = {rank: address for rank, address in addresses.items() if rank not in self._addresses}
+    def _learn(self, addresses: dict[int, Address], but: int | None = None) -> None:
+        """Store new addresses, pass them on, and connect to those that are needed."""
+        new = {rank: address for rank, address in addresses.items() if rank not in self.addresses}
         if new:
-            self._addresses |= new
-            self._tell_all("at", new, but=peer)
-            self._dial_known()
+            self.addresses |= new
+            self._send_all("at", new, but=but)
+            self.dial()
 
-    def _tell_all(self, kind: str, *facts: object, but: int | None = None) -> None:
+    def _send_all(self, kind: str, *facts: object, but: int | None = None) -> None:
         for neighbour in self._tree.neighbours:
             if neighbour != but:
-                self._tell(neighbour, kind, *facts)
+                self._send(neighbour, kind, *facts)
 
-    def _tell(self, neighbour: int, kind: str, *facts: object) -> None:
-        stream = self._connections.stream(neighbour, True)
-        self._connections.send(stream, 0, WATCH, json.dumps([kind, *facts]).encode())
+    def _send(self, neighbour: int, kind: str, *facts: object) -> None:
+        self.stream(neighbour, True).send(0, WATCH, json.dumps([kind, *facts]).encode())
 
-    def _alert(self) -> None:
-        """Wake all that wait here: something has changed."""
-        self._changed.notify_all()
-        self._connections.wake()
+    # -- how the ranks meet, and part ------------------------------------------------------
 
-    # -- and the one that meets the others ----------------------------------------------------
+    def _meet(self) -> None:
+        """Take up what there is in the store, in a thread: a frozen store blocks only that."""
+        for kind, fact in self._rendezvous.look(self._tree.parent, self._missing):
+            with self.changed:
+                if kind == "at":
+                    self._learn({fact[0]: fact[1]})
+                elif kind == "abandoned":
+                    self._abandoned = fact
+                    self._failures.decide(self.generation, fact)
+                elif kind == "lost":
+                    self._lose_store(fact)
+                elif fact not in self.addresses:
+                    self._note_gone(fact)
+                self.changed.notify_all()
+        if self._met:
+            self._rendezvous.forget()
 
-    def meet(self) -> bool:
-        """Look for the others once. Return whether to look again.
+    @property
+    def _met(self) -> bool:
+        return len(self.addresses) == self.size and self.connected
 
-        A frozen store blocks this thread only.
-        """
-        parent, connections = self._tree.parent, self._connections
-        try:
-            if parent is not None and not connections.stream(parent).dialled:
-                address = self._rendezvous.address(parent)
-                if address is not None:
-                    both = (connections.stream(parent, watched) for watched in (False, True))
-                    connections.dial(address, *both)
-            if time.monotonic() > self._probe:
-                self._look_after()
-        except LinkError as error:
-            self._lose_store(error.peer)
-            return False
-        if len(self._addresses) < self.size:
-            return self._abandoned is None
-        self._rendezvous.forget()
-        return False
-
-    def _look_after(self) -> None:
-        """Check that ranks not connected yet are alive. Rank 0 checks all, others their neighbours."""
-        began = time.monotonic()
-        abandoned = self._rendezvous.abandoned()
-        if abandoned is not None:
-            with self._changed:
-                self._abandoned = abandoned.failure
-                if self.generation not in self._failures.verdicts:
-                    self._failures.decide(self.generation, abandoned.failure)
-                self._alert()
-        watched = self._tree.neighbours if self._tree.parent is not None else self._tree.members[1:]
-        for peer in watched:
-            unmet = peer not in self._addresses and peer not in self._failures.gone
-            if unmet and not self._rendezvous.alive(peer):
-                with self._changed:
-                    if peer not in self._addresses:
-                        self._lose(peer)
-        now = time.monotonic()
-        self._probe = now + max(_PROBE, 10 * (now - began))
+    def _missing(self) -> list[int] | None:
+        """Return the ranks to look after that have not come: of all at rank 0. None after the meeting."""
+        if self.closed or self._met:
+            return None
+        ranks = self._tree.members[1:] if self.rank == 0 else self._tree.neighbours
+        return [rank for rank in ranks if rank not in self.addresses]
 
     def _lose_store(self, server: int) -> None:
         """Handle the loss of the store: ranks that have not connected can no longer be found."""
         parent, failures = self._tree.parent, self._failures
-        with self._changed:
-            if server != self.rank:
-                failures.report(failures.undecided, self._gone(server))
-            if parent is not None and self._connections.stream(parent, True).socket is None:
-                failures.decide(failures.undecided, self._gone(server))
-                failures.gone.add(parent)
-            self._alert()
-
-    # -- the end ---------------------------------------------------------------------------
+        if server != self.rank:
+            failures.report(failures.undecided, self._record(server))
+        if parent is not None and self.stream(parent, True).socket is None:
+            failures.decide(failures.undecided, self._record(server))
+            failures.gone.add(parent)
 
     def close(self) -> None:
-        """End all connections, so that peers that wait raise at once. Idempotent.
-
-        After a failure, wait until the ranks below have read it: a rank that has not would only see that
-        this one is gone.
-        """
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self.closed or self._failures.read_by_all == self._failures.last, _PATIENCE
-            )
-            self._connections.closed = True
-            self._changed.notify_all()
-        self._end()
+        """End all connections when messages have left, so that peers that wait raise at once. Idempotent."""
+        self.drain()
+        self.end()
 
     def leave(self) -> None:
         """End all connections when this rank needs no other one. Sent messages still arrive."""
         if self._failures.verdicts:
             return self.close()
-        with self._changed:
-            self._tell_all("leaves")
-        if self._end.detach() is not None:
-            self._rendezvous.forget()
-            self._connections.close()
+        with self.changed:
+            self._send_all("leaves")
+        self.drain()
+        self._rendezvous.forget()
+        super().end()
 
-
-def _meet(reference: Callable[[], SocketLinks | None]) -> None:
-    """Connect links to the other ranks, as long as the links are used."""
-    pause = 0.001
-    while (links := reference()) is not None and not links.closed and links.meet():
-        del links
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
-
-
-def _end(
-    connections: Connections,
-    rendezvous: Rendezvous,
-    addresses: dict[int, Address],
-    verdicts: dict[int, Verdict],
-) -> None:
-    """Close connections. Leave the failure in the store for ranks that have not connected yet."""
-    if len(addresses) < rendezvous.size:
-        missing = [rank for rank in range(rendezvous.size) if rank not in addresses]
-        if verdicts:
-            failure = verdicts[max(verdicts)].failure
-        else:
-            failure = FailureRecord(rendezvous.rank, None, None, GONE, rendezvous.rank, False).write()
-        rendezvous.abandon(failure, missing if FailureRecord.read(failure).rank in missing else [])
-    connections.close()
+    def end(self) -> None:
+        """End all connections at once. Ranks that have not connected yet find the failure in the store."""
+        if not self.closed and not self._met:
+            self.closed = True
+            missing = [rank for rank in range(self.size) if rank not in self.addresses]
+            verdicts = self._failures.verdicts
+            failure = verdicts[max(verdicts)].failure if verdicts else self._record(self.rank)
+            self._rendezvous.abandon(failure, missing if FailureRecord.read(failure).rank in missing else [])
+        super().end()

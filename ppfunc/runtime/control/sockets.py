@@ -2,11 +2,13 @@
 
 import errno
 import os
+import select
 import socket
 import struct
 import threading
+import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -15,8 +17,10 @@ from typing import NamedTuple
 _HEADER = struct.Struct("<I8sQ")  # generation, channel, bytes that follow
 _WHO = struct.Struct("<I?")
 _NO_ROUTE = (errno.ENETUNREACH, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+_REFUSALS = (ConnectionRefusedError, ConnectionAbortedError)
 _OF_A_LINK = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 _LONGEST = 32767  # seconds that keep-alive takes
+_LOOK = 1.0  # seconds between looks whether a stream has ended that cannot be written
 
 
 class Address(NamedTuple):
@@ -40,30 +44,6 @@ class Who(NamedTuple):
     watched: bool
 
 
-class Bell:
-    """Wakes a thread that polls it."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        for end in (self._reader, self._writer):
-            end.setblocking(False)
-
-    def fileno(self) -> int:
-        return self._reader.fileno()
-
-    def ring(self) -> None:
-        with suppress(OSError):  # full: it rings already; closed: nobody polls
-            self._writer.send(b".")
-
-    def silence(self) -> None:
-        with suppress(OSError):
-            self._reader.recv(1 << 12)
-
-    def close(self) -> None:
-        for end in (self._reader, self._writer):
-            end.close()
-
-
 class Stream:
     """Messages to and from a peer; those to send wait here until it is connected.
 
@@ -80,50 +60,44 @@ class Stream:
         self.link_error: OSError | None = None
         self._inbox, self._outbox = bytearray(), bytearray()
         self._arrived: dict[bytes, deque[tuple[int, bytes]]] = defaultdict(deque)  # by channel
-        self._generation = 0
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is sent
+        self._sending = False  # whether a thread sends the rest
 
-    def attach(self, connection: socket.socket, limit: float) -> None:
-        """Use a connection, whose link has failed once it is silent for ``limit`` seconds."""
-        connection.setblocking(False)
-        probe = int(min(max(1.0, limit / 4), _LONGEST))
-        options = [("TCP_NODELAY", 1), ("TCP_KEEPIDLE", probe), ("TCP_KEEPINTVL", probe), ("TCP_KEEPCNT", 3)]
-        options.append(("TCP_USER_TIMEOUT", int(1000 * min(max(1.0, limit), _LONGEST))))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in options:
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    def attach(self, connection: socket.socket, limit: float) -> bool:
+        """Use a connection, whose link has failed once it is silent for ``limit`` seconds.
+
+        Returns:
+            False where there is one already, or the stream has ended.
+        """
+        with suppress(OSError):  # it has ended meanwhile, which is noticed when it is read
+            connection.setblocking(False)
+            _detect_silence(connection, limit)
         with self._lock:
             if self.socket is None and not self.ended:
-                self.socket, connection = connection, None  # type: ignore[assignment]
+                self.socket = connection
                 self._flush()
-        if connection is not None:
-            connection.close()
-
-    @property
-    def backlog(self) -> bool:
-        return bool(self._outbox) and self.socket is not None and not self.ended
+                return True
+        connection.close()
+        return False
 
     @property
     def cut(self) -> bool:
-        """Tell whether probes of the kernel are not answered, as the host of a stopped process would."""
-        if self.socket is None or not hasattr(socket, "TCP_INFO"):
-            return False
+        """Tell whether the link has failed, or probes of the kernel are not answered.
+
+        The host of a stopped process would answer them.
+        """
+        if self.socket is None or self.ended or not hasattr(socket, "TCP_INFO"):
+            return self.link_error is not None
         try:
             _, _, retransmits, probes = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)
         except OSError:
             return False
         return max(retransmits, probes) > 1
 
-    def send(self, generation: int, channel: bytes, data: bytes) -> bool:
-        """Send without waiting. Returns whether something is left for :meth:`flush`."""
+    def send(self, generation: int, channel: bytes, data: bytes) -> None:
+        """Send without waiting. A thread sends what the socket does not take."""
         with self._lock:
             self._outbox += _HEADER.pack(generation, channel, len(data)) + data
-            self._flush()
-            return self.backlog
-
-    def flush(self) -> None:
-        with self._lock:
             self._flush()
 
     def _flush(self) -> None:
@@ -131,39 +105,37 @@ class Stream:
             while self._outbox and self.socket is not None and not self.ended:
                 del self._outbox[: self.socket.send(self._outbox)]
         except BlockingIOError:
-            pass
+            if not self._sending:
+                self._sending = True
+                in_thread("ppfunc sends", self._send_rest)
         except OSError as error:
             self._end(error)  # what the peer sent before can still be read
 
+    def _send_rest(self) -> None:
+        while self._sending:
+            self.wait(_LOOK, select.POLLOUT)
+            with self._lock:
+                self._flush()
+                self._sending = bool(self._outbox) and not self.ended
+
+    def drain(self, until: float) -> None:
+        """Wait until all is sent, up to a point of ``time.monotonic``."""
+        while self._outbox and not self.ended and time.monotonic() < until:
+            time.sleep(0.001)
+
     def next(self, generation: int, channel: bytes) -> bytes | None:
         """Take the next message of a channel and generation; drop older ones, leave newer ones."""
-        if generation > self._generation:
-            self._generation = generation
-            for queue in self._arrived.values():
-                while queue and queue[0][0] < generation:
-                    queue.popleft()
         arrived = self._arrived[channel]
-        while not (arrived and arrived[0][0] == generation):
-            if not self._take():
-                return None
-        return arrived.popleft()[1]
-
-    def _take(self) -> bool:
-        """Take one message from the connection. Returns False where none is complete."""
-        inbox, size = self._inbox, _HEADER.size
         while True:
-            if len(inbox) >= size:
-                sent, channel, length = _HEADER.unpack_from(inbox)
-                if len(inbox) >= size + length:
-                    if sent >= self._generation:
-                        data = bytes(inbox[size : size + length])
-                        self._arrived[channel.rstrip(b"\0")].append((sent, data))
-                    del inbox[: size + length]
-                    return True
-            if not self._receive():
-                return False
+            while arrived and arrived[0][0] <= generation:
+                sent, data = arrived.popleft()
+                if sent == generation:
+                    return data
+            if not self._read():
+                return None
 
-    def _receive(self) -> bool:
+    def _read(self) -> bool:
+        """Read what has arrived. Returns False for nothing."""
         if self.socket is None:
             return False
         try:
@@ -173,30 +145,62 @@ class Stream:
         except OSError as error:
             self._end(error)
             return False
-        self._inbox += data
         self.ended = self.ended or not data
+        inbox, size = self._inbox, _HEADER.size
+        inbox += data
+        while len(inbox) >= size:
+            generation, channel, length = _HEADER.unpack_from(inbox)
+            if len(inbox) < size + length:
+                break
+            message = bytes(inbox[size : size + length])
+            self._arrived[channel.rstrip(b"\0")].append((generation, message))
+            del inbox[: size + length]
         return bool(data)
 
+    def wait(self, seconds: float = 60.0, event: int = select.POLLIN) -> None:
+        """Wait until the stream can be read, or written, or has ended."""
+        assert self.socket is not None
+        poll = select.poll()
+        with suppress(ValueError):  # closed by another thread
+            poll.register(self.socket, event)
+            poll.poll(1000 * seconds)
+
     def _end(self, error: OSError) -> None:
-        self.ended = True
-        if error.errno in _OF_A_LINK:
+        if not self.ended and error.errno in _OF_A_LINK:
             self.link_error = error
+        self.ended = True
 
     def close(self) -> None:
-        with self._lock:
-            self.ended = True
-            if self.socket is not None:
-                self.socket.close()
+        """End the connection at both ends, and for threads that read it. Takes no lock."""
+        self.ended = True
+        if self.socket is not None:
+            with suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
+            self.socket.close()
+
+
+def in_thread(name: str, work: Callable[..., object], *args: object) -> None:
+    """Do something in a thread, unless the interpreter is ending."""
+    with suppress(RuntimeError):
+        threading.Thread(target=work, args=args, name=name, daemon=True).start()
+
+
+def _detect_silence(connection: socket.socket, limit: float) -> None:
+    """Let the kernel end a connection once the other host is silent for ``limit`` seconds, not earlier."""
+    probe = int(min(max(1.0, limit / 4), _LONGEST))
+    options = [("TCP_NODELAY", 1), ("TCP_KEEPIDLE", probe), ("TCP_KEEPINTVL", probe), ("TCP_KEEPCNT", 3)]
+    options.append(("TCP_USER_TIMEOUT", int(1000 * min(max(1.0, limit), _LONGEST))))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options:
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def listen() -> socket.socket:
     """Listen on a port of any interface."""
     if socket.has_dualstack_ipv6():
-        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    else:
-        listener = socket.create_server(("", 0))
-    listener.setblocking(False)
-    return listener
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
 
 
 def hosts() -> list[str]:
@@ -210,7 +214,7 @@ def hosts() -> list[str]:
     with suppress(OSError):
         entries = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
         addresses = [str(entry[4][0]) for entry in entries]
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(("192.0.2.1", 9))  # sends nothing: asks for the source address of the default route
         addresses.append(probe.getsockname()[0])
     return [*dict.fromkeys(addresses), "127.0.0.1"]
@@ -234,8 +238,7 @@ def connect(address: Address, own_hosts: list[str], who: Who, patience: float) -
     names = [name for name in address.hosts if not name.startswith("127.")] or address.hosts
     if address.hosts == own_hosts:
         names = ["127.0.0.1", *names]
-    failure: OSError | None = None
-    refused = False
+    errors = []
     for name in names:
         try:
             connection = socket.create_connection((name, address.port), patience)
@@ -244,14 +247,12 @@ def connect(address: Address, own_hosts: list[str], who: Who, patience: float) -
                 deliver_challenge(exchange, bytes.fromhex(address.key))
                 exchange.send_bytes(_WHO.pack(*who))
             return connection
-        except (ConnectionRefusedError, ConnectionAbortedError):
-            refused = True
         except OSError as error:
-            if error.errno not in _NO_ROUTE or not refused:
-                failure = error
-    if refused and (failure is None or failure.errno in _NO_ROUTE):
+            errors.append(error)
+    answers = [error for error in errors if error.errno not in _NO_ROUTE]
+    if answers and all(isinstance(error, _REFUSALS) for error in answers):
         return None
-    raise failure or OSError("got no address")
+    raise (answers or errors)[-1]
 
 
 def admit(connection: socket.socket, key: str, patience: float) -> Who:

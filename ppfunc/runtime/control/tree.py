@@ -8,14 +8,8 @@ from typing import NamedTuple, Protocol
 
 from ..errors import AgreementError
 
-BEGIN, SHAPES, GATHER, LOSSES, END = b"B", b"S", b"G", b"L", b"E"
-_CALLS = {
-    BEGIN: "begins a step",
-    SHAPES: "begins a step",
-    GATHER: "gathers texts",
-    LOSSES: "ends a step",
-    END: "ends a step",
-}
+# Kinds of messages: what a rank does that sends or expects one.
+BEGIN, GATHER, END = "begins a step", "gathers texts", "ends a step"
 
 
 class Links(Protocol):
@@ -27,7 +21,8 @@ class Links(Protocol):
     A rank decides alone whether it fails a step until it votes. From then on only rank 0 does. Rank 0 either
     commits the step, or a failure came first. It announces a commit down the tree. No failure can undo it.
 
-    A call that raises an interrupt, such as KeyboardInterrupt, has done nothing but wait.
+    A call that raises an interrupt, such as KeyboardInterrupt, has done nothing but wait. All but ``publish``
+    and ``suspect`` raise RuntimeError after ``close``.
     """
 
     rank: int
@@ -46,33 +41,19 @@ class Links(Protocol):
         Raises:
             LinkError: there is none, and the peer is gone or late, or a failure has been published; after
                 ``vote(step)`` a failure that was published when rank 0 had committed that step is no reason.
-            RuntimeError: the links have been closed.
         """
         ...
 
     def check(self) -> None:
-        """Raise if a failure has been published, or a neighbour in the tree is gone.
-
-        Raises:
-            LinkError: of the peer -1 and the kind ``"failed"``, or of the neighbour.
-            RuntimeError: the links have been closed.
-        """
+        """Raise LinkError, of the peer -1 for a published failure, or of a neighbour in the tree if gone."""
         ...
 
     def vote(self, step: int) -> None:
-        """Leave it to rank 0 whether this step fails.
-
-        Raises:
-            LinkError: a failure has been published.
-        """
+        """Leave it to rank 0 whether this step fails, unless ``check`` raises."""
         ...
 
     def commit(self, step: int) -> None:
-        """Mark the step committed: no failure can undo it. Rank 0 calls it first, others by its message.
-
-        Raises:
-            LinkError: on rank 0, a failure has been published.
-        """
+        """Mark the step committed. Rank 0 calls it first, unless ``check`` raises, others by its message."""
         ...
 
     def publish(self, failure: str) -> str:
@@ -98,12 +79,12 @@ class RankTree(NamedTuple):
     Args:
         members: the ranks; that at place n has those at 2n + 1 and 2n + 2 below it.
         parent: the rank above, None at the top.
-        children: the ranks below, by place.
+        children: the ranks below.
     """
 
     members: Sequence[int]
     parent: int | None
-    children: dict[int, int]
+    children: Sequence[int]
 
     @classmethod
     def over(cls, members: Sequence[int], rank: int) -> RankTree:
@@ -113,25 +94,14 @@ class RankTree(NamedTuple):
         [0, 12]
         """
         place = members.index(rank)
-        below = (n for n in (2 * place + 1, 2 * place + 2) if n < len(members))
-        return cls(members, members[(place - 1) // 2] if place else None, {n: members[n] for n in below})
+        parent = members[(place - 1) // 2] if place else None
+        return cls(members, parent, members[2 * place + 1 : 2 * place + 3])
 
     @property
     def neighbours(self) -> list[int]:
         """Return the rank above, if there is one, and those below."""
         above = [] if self.parent is None else [self.parent]
-        return [*above, *self.children.values()]
-
-
-def is_below(top: int, place: int) -> bool:
-    """Tell whether a place is in the tree under ``top``, or is it.
-
-    >>> [place for place in range(15) if is_below(2, place)]
-    [2, 5, 6, 11, 12, 13, 14]
-    """
-    while place > top:
-        place = (place - 1) // 2
-    return place == top
+        return [*above, *self.children]
 
 
 def path(one: int, other: int) -> list[int]:
@@ -161,37 +131,37 @@ class TreeMessages:
         tree = RankTree.over(members, links.rank)
         self.top, self.parent, self.children = members[0], tree.parent, tree.children
 
-    def send(self, peer: int, kind: bytes, data: bytes) -> None:
-        self._links.send(peer, self._channel, kind + data)
+    def send(self, kind: str, text: str, *peers: int) -> None:
+        """Send a text to neighbours."""
+        data = f"{kind}\n{text}".encode()
+        for peer in peers:
+            self._links.send(peer, self._channel, data)
 
-    def send_down(self, kind: bytes, data: bytes) -> None:
-        for child in self.children.values():
-            self.send(child, kind, data)
+    def send_down(self, kind: str, text: str) -> None:
+        self.send(kind, text, *self.children)
 
-    def recv(self, peer: int, kind: bytes) -> bytes:
-        """Receive the next message of a neighbour.
+    def recv(self, peer: int, kind: str) -> str:
+        """Receive the next text of a neighbour.
 
         Raises:
             AgreementError: it is of another kind.
         """
-        data = self._links.recv(peer, self._channel)
-        if data[:1] != kind:
+        theirs, _, text = self._links.recv(peer, self._channel).decode().partition("\n")
+        if theirs != kind:
             raise AgreementError(
-                f"the ranks disagree on what comes next: rank {self._links.rank} {_CALLS[kind]}, rank {peer} "
-                f"{_CALLS[data[:1]]}; every rank must make the same calls in the same order"
+                f"the ranks disagree on what comes next: rank {self._links.rank} {kind}, rank {peer}"
+                f" {theirs}; every rank must make the same calls in the same order"
             )
-        return data[1:]
+        return text
 
     def gather_texts(self, text: str) -> dict[int, str]:
-        """Gather the texts of all ranks of the tree. Collective."""
-        texts = {self._links.rank: text}
-        for child in self.children.values():
-            texts |= self._recv_texts(child)
+        """Gather the texts of all ranks of the tree, by rank. Collective."""
+        texts = [(self._links.rank, text)]
+        for child in self.children:
+            texts += json.loads(self.recv(child, GATHER))
+        gathered = json.dumps(texts)
         if self.parent is not None:
-            self.send(self.parent, GATHER, json.dumps(texts).encode())
-            texts = self._recv_texts(self.parent)
-        self.send_down(GATHER, json.dumps(texts).encode())
-        return texts
-
-    def _recv_texts(self, peer: int) -> dict[int, str]:
-        return {int(rank): text for rank, text in json.loads(self.recv(peer, GATHER)).items()}
+            self.send(GATHER, gathered, self.parent)
+            gathered = self.recv(self.parent, GATHER)
+        self.send_down(GATHER, gathered)
+        return dict(json.loads(gathered))

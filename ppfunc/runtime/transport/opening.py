@@ -157,7 +157,7 @@ def open_gloo(links: SocketLinks, name: str, members: Sequence[int], timeout: fl
         key, address = await_next(links, events, peer, timeout)
         for other in others:
             links.send(other, _CHANNEL, json.dumps([name, key, address.hex()]).encode())
-        addresses.complete(dict(_address(links, name, other) for other in others))
+        addresses.complete(dict(receive_address(links, name, other) for other in others))
         return await_next(links, events, peer, timeout)
     finally:
         addresses.give_up()
@@ -201,7 +201,7 @@ def await_next(links: SocketLinks, events: Events, peer: int, timeout: float, la
     return what
 
 
-def _address(links: SocketLinks, name: str, peer: int) -> tuple[str, bytes]:
+def receive_address(links: SocketLinks, name: str, peer: int) -> tuple[str, bytes]:
     """Return the address that a peer has sent for this communicator."""
     theirs, key, address = json.loads(links.recv(peer, _CHANNEL))
     assert theirs == name, (theirs, name)

@@ -2,6 +2,7 @@
 
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -125,15 +126,19 @@ class P2P(Control):
             _torch.prepare_nccl()
         self._rendezvous = rendezvous
         links = SocketLinks(rendezvous)
+        weakref.finalize(self, links.end)
         super().__init__(links, grid)
         self.links: SocketLinks
         self.backend = rendezvous.backend
-        self._pair_groups = PairGroups(self.backend, links, self.line)
+        self._pair_groups = PairGroups(self.backend, links, self.pipeline)
         self._groups: list[Any] = []  # the communicators that are open
         self._collectives: dict[Among, Collective] = {}
         self._aborts, self._synchronizing = _torch.Aborts(), False
         self.mesh, self.axes = mesh, axes
-        links.status, links.on_failure = self._status, self._unblock
+        # The threads of the links must not keep a transport that is dropped.
+        status, unblock = weakref.WeakMethod(self._status), weakref.WeakMethod(self._unblock)
+        links.status = lambda: (status() or Answer)()
+        links.on_failure = lambda committed: (method := unblock()) and method(committed)
 
     # -- control ---------------------------------------------------------------------------
 
@@ -227,7 +232,7 @@ class P2P(Control):
         return []
 
     def tear_down(self) -> None:
-        ended = self._disconnect()
+        ended = self.disconnect()
         if self._in_stages():
             assert self.axes.model is not None
             self._unusable = (
@@ -245,7 +250,7 @@ class P2P(Control):
             losses = {stage: download(loss) for stage, loss in losses.items()}
         total = super().end(losses, parts, mode)
         if self.links.closed:  # by another thread, which has left this to the step
-            self._disconnect()
+            self.disconnect()
         return total
 
     def close(self) -> None:
@@ -257,7 +262,7 @@ class P2P(Control):
             super().close()
             if self._running.acquire(blocking=False):
                 try:
-                    self._disconnect()
+                    self.disconnect()
                 finally:
                     self._running.release()
             elif self.backend == "nccl":  # which would not hear of it from peers
@@ -313,7 +318,7 @@ class P2P(Control):
 
     def _members(self, among: Among) -> tuple[int, ...]:
         if isinstance(among, tuple):
-            return tuple(self.line[rank] for rank in among)
+            return tuple(self.pipeline[rank] for rank in among)
         return {"data": self.grid.data, "model": self.grid.model, "world": tuple(range(self.grid.size))}[
             among
         ]
@@ -327,7 +332,7 @@ class P2P(Control):
     def wait_send(self, transfer: Transfer) -> Call | None:
         return self._pair_groups.wait_send(transfer)
 
-    def _disconnect(self) -> list[Any]:
+    def disconnect(self) -> list[Any]:
         """Let go of every communicator, which ends with its last reference: peers that wait on one raise at
         once. The next step makes
         new ones.

@@ -1,8 +1,8 @@
 """Let the ranks that save or load together exchange small values, over links as those of steps."""
 
 import json
+import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -53,6 +53,7 @@ class Peers:
                 rendezvous = Rendezvous("ppfunc/checkpoints", world, None, ranks)
                 with rendezvous.opening():
                     self._links = SocketLinks(rendezvous)
+                    weakref.finalize(self, self._links.end)
                     self._control = Control(self._links)
             except LinkError as error:
                 raise _rank_error(error.peer, error.reason, error.kind == "gone") from error
@@ -106,9 +107,7 @@ class Peers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
