@@ -100,16 +100,6 @@ def test_a_recording_changes_no_bits(gpu, place):
     assert timeline.makespan > 0
 
 
-def test_a_second_step_waits_once_for_the_device(gpu):
-    """For the weights of the microbatches, which are copied from memory that is not pinned."""
-    schedule, stages, arguments = problem("1f1b", ["cuda:0"])
-    step = pp.value_and_grad(stages, loss_fn, schedule)
-    step(*arguments)
-    gpu.waits.clear()
-    step(*arguments)
-    assert sum(gpu.waits.values()) <= 1
-
-
 def test_random_numbers_are_those_of_the_seed(gpu):
     schedule = pp.one_f_one_b(2, 4)
     params = {s: {"w": torch.eye(D, device="cuda")} for s in range(2)}
