@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,6 +39,7 @@ def new_trainer(
     axes: Any = None,
     transport: Any = None,
     clip: float | None = None,
+    norm_type: float | None = None,
     scale: Any = None,
     precision: Any = None,
     shard: str = "none",
@@ -47,11 +49,12 @@ def new_trainer(
 
     Args:
         mesh, axes, shard: of a transport, which the trainer closes; without data ranks nothing is cut.
-        clip: of a chain with the optimizer.
+        clip, norm_type: of a chain with the optimizer.
         scale: of the precision.
     """
-    if clip is not None:
-        optimizer = pp.optim.chain(pp.optim.clip_by_global_norm(clip), optimizer)
+    if clip is not None or norm_type is not None:
+        by = pp.optim.clip_by_global_norm(math.inf if clip is None else clip, norm_type or 2.0)
+        optimizer = pp.optim.chain(by, optimizer)
     if scale is not None:
         precision = replace(precision or pp.Precision(), scale=scale)
     made = None

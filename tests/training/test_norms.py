@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from ppfunc.training.optim import chain, clip_by_global_norm, global_norm, sgd
-from ppfunc.training.optim.norms import clip_coefficient, leaf_sums
+from ppfunc.training.optim.norms import clip_coefficient, leaf_sums, norm_of, norm_sum
+
+NORMS = [2, 2.0, 1, 3, 0.5, 2.5, inf]
 
 
 def grads(dtype=torch.float64, seed=0):
@@ -16,25 +18,32 @@ def grads(dtype=torch.float64, seed=0):
     return [torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
+@pytest.mark.parametrize("p", NORMS)
 @given(st.lists(st.integers(0, 2), min_size=5, max_size=5))
-def test_parts_combine_to_the_norm_of_the_whole(ranks):
+def test_parts_combine_to_the_norm_of_the_whole(p, ranks):
     leaves = grads()
-    whole = torch.cat([leaf.flatten() for leaf in leaves]).norm()
-    parts = [[leaf for leaf, r in zip(leaves, ranks, strict=True) if r == rank] for rank in range(3)]
-    got = torch.stack([leaf_sums(part).sum() for part in parts]).sum().sqrt()
+    whole = torch.cat([leaf.flatten() for leaf in leaves]).norm(p)
+    parts = torch.stack(
+        [
+            norm_sum(leaf_sums([leaf for leaf, r in zip(leaves, ranks, strict=True) if r == rank], p), p)
+            for rank in range(3)
+        ]
+    )
+    got = norm_of(parts.max() if p == inf else parts.sum(), p)
     torch.testing.assert_close(got, whole, rtol=1e-13, atol=0)
-    torch.testing.assert_close(global_norm(leaves), whole, rtol=1e-13, atol=0)
+    torch.testing.assert_close(global_norm(leaves, p), whole, rtol=1e-13, atol=0)
 
 
-def test_clipping_is_that_of_torch():
+@pytest.mark.parametrize("p", NORMS)
+def test_clipping_is_that_of_torch(p):
     for max_norm in (0.0, 0.3, 1.0, 1e6, inf):
         own = [torch.zeros_like(g, requires_grad=True) for g in grads()]
         for parameter, g in zip(own, grads(), strict=True):
             parameter.grad = g if g.numel() else None
-        norm = torch.nn.utils.clip_grad_norm_(own, max_norm)
-        clip = clip_by_global_norm(max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(own, max_norm, p)
+        clip = clip_by_global_norm(max_norm, p)
         got = clip(grads())
-        torch.testing.assert_close(global_norm(grads()), norm, rtol=1e-13, atol=0)
+        torch.testing.assert_close(global_norm(grads(), p), norm, rtol=1e-13, atol=0)
         torch.testing.assert_close(
             got,
             [
@@ -61,8 +70,14 @@ def test_leaves_of_other_kinds():
         torch.tensor(12.0, dtype=torch.bfloat16),
     ]
     assert leaf_sums(leaves).tolist() == [0, 25, 0, 0, 144]
-    assert global_norm(leaves).item() == 13
-    assert global_norm([]).item() == global_norm([torch.ones(0)]).item() == global_norm({}).item() == 0
+    assert (
+        global_norm(leaves).item() == 13
+        and global_norm(leaves, inf).item() == 12
+        and global_norm(leaves, 1).item() == 17
+    )
+    assert (
+        global_norm([]).item() == global_norm([torch.ones(0)], inf).item() == global_norm({}, 3).item() == 0
+    )
     clip = clip_by_global_norm(6.5)
     got = clip(leaves)
     assert got[0] is leaves[0] and got[1].dtype == torch.complex64
@@ -72,7 +87,8 @@ def test_leaves_of_other_kinds():
 @pytest.mark.parametrize("bad", [inf, -inf, float("nan")])
 def test_what_is_not_finite_shows_in_the_norm(bad):
     leaves = [torch.ones(3), torch.tensor([1.0, bad])]
-    assert not torch.isfinite(global_norm(leaves))
+    for p in NORMS:
+        assert not torch.isfinite(global_norm(leaves, p))
     assert clip_coefficient(global_norm(leaves), inf) is None
 
 
@@ -80,10 +96,13 @@ def test_arguments_that_make_no_sense():
     for max_norm in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="max_norm is .*, expected a norm, at least 0"):
             clip_by_global_norm(max_norm)
+    for p in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="norm_type is .*, expected a number of more than 0"):
+            clip_by_global_norm(1.0, p)
 
 
 def test_a_chain_that_clips_can_be_taken_apart():
-    clip, ending = clip_by_global_norm(2.0), sgd(0.1)
+    clip, ending = clip_by_global_norm(2.0, inf), sgd(0.1)
     assert chain(clip, ending).clipped[0] is clip and ending.clipped is None
     params = [torch.zeros(2)]
     rest = chain(clip, ending).clipped[1]
@@ -108,7 +127,7 @@ def test_a_chain_that_clips_can_be_taken_apart():
             clip_by_global_norm(2.0),
             chain(clip_by_global_norm(1.0), sgd(0.1)),
             ValueError,
-            r"optimizer: got chain\(clip_by_global_norm\(1.0\), sgd.*, which clips already",
+            r"optimizer: got chain\(clip_by_global_norm\(1.0, 2.0\), sgd.*, which clips already",
         ),
     ],
 )

@@ -43,6 +43,15 @@ def trainer_of(optimizer=None, stages=None, schedule=None, loss=squared, **optio
 @pytest.mark.parametrize(
     "options, error, text",
     [
+        (
+            {"norm_type": "inf"},
+            TypeError,
+            r"norm_type is 'inf' of type str, expected a number, such as math.inf",
+        ),
+        ({"norm_type": True}, TypeError, "norm_type is True"),
+        ({"norm_type": -1}, ValueError, "norm_type is -1, expected a number of more than 0"),
+        ({"norm_type": math.nan}, ValueError, "norm_type is nan"),
+        ({"norm_type": -2.0}, ValueError, "norm_type is -2.0"),
         ({"clip": -1.0}, ValueError, "max_norm is -1.0, expected a norm, at least 0"),
         ({"clip": math.nan}, ValueError, "max_norm is nan"),
         ({"clip": "1"}, TypeError, "max_norm is '1' of type str, expected a number"),
@@ -137,6 +146,7 @@ def test_a_wrong_shard_of_a_transport_is_named(options, text):
         (lambda: pp.static_scale("2"), TypeError, "scale is '2'"),
         (lambda: pp.dynamic_scale(interval=0), ValueError, "interval = 0, expected an integer of at least 1"),
         (lambda: pp.optim.clip_by_global_norm(math.nan), ValueError, "max_norm is nan"),
+        (lambda: pp.optim.clip_by_global_norm(1.0, "inf"), TypeError, "norm_type is 'inf'"),
     ],
 )
 def test_numbers_out_of_range_are_named(make, error, text):
@@ -742,7 +752,7 @@ class Reads(TorchDispatchMode):
     [
         {},
         {"clip": 0.5, "scale": pp.dynamic_scale()},
-        {"clip": 0.5, "scale": pp.static_scale(2.0)},
+        {"clip": 0.5, "norm_type": math.inf, "scale": pp.static_scale(2.0)},
         {"on_nonfinite": "ignore"},
         {"precision": pp.Precision(compute=torch.bfloat16, reduce=torch.float32, master=torch.float32)},
         {

@@ -1,7 +1,7 @@
 """Compute norms of gradients of which each rank has a part."""
 
 from collections.abc import Sequence
-from math import inf
+from math import inf, isinf
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +14,12 @@ from .._torch import norms_of_each
 from ..checks import require_real
 
 
-def leaf_sums(leaves: Sequence[Tensor]) -> Tensor:
-    """Sum ``|x|**2`` over each leaf.
+def leaf_sums(leaves: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Sum ``|x|**p`` over each leaf; for infinity, take its largest ``|x|``.
 
     Args:
         leaves: gradients of this rank. Those that are neither floating nor complex count as 0.
+        norm_type: p.
 
     Returns:
         float64[leaves], on the device of the first. Halves are squared in float32.
@@ -29,29 +30,44 @@ def leaf_sums(leaves: Sequence[Tensor]) -> Tensor:
     sums_by_leaf = [none] * len(leaves)
     for kind in dict.fromkeys((leaves[n].dtype, leaves[n].device) for n in trained):
         alike = [n for n in trained if (leaves[n].dtype, leaves[n].device) == kind]
-        norms = torch.stack(_norms([leaves[n].detach() for n in alike])).to(none)
+        norms = torch.stack(_norms([leaves[n].detach() for n in alike], norm_type)).to(none)
         for n, norm in zip(alike, norms.split(1), strict=True):  # an index would be a tensor of the host
             sums_by_leaf[n] = norm
-    return (torch.cat(sums_by_leaf) if leaves else none[:0]).square()
+    sums = torch.cat(sums_by_leaf) if leaves else none[:0]
+    if isinf(norm_type):
+        return sums
+    return sums.square() if norm_type == 2 else sums.pow(norm_type)
 
 
-def _norms(leaves: list[Tensor]) -> list[Tensor]:
-    """Compute the norms of leaves of one dtype, in float32 or wider."""
+def _norms(leaves: list[Tensor], norm_type: float) -> list[Tensor]:
+    """Compute the norms of leaves of one dtype, none of them empty, in float32 or wider."""
     if leaves[0].dtype.is_complex:
         leaves = [leaf.abs() for leaf in leaves]
     wide = torch.promote_types(leaves[0].dtype, torch.float32)
     if leaves[0].dtype != wide:
         leaves = [leaf.to(wide) for leaf in leaves]
-    return list(norms_of_each(leaves))
+    return list(norms_of_each(leaves, norm_type))
 
 
-def global_norm(tree: Any) -> Tensor:
+def norm_sum(sums: Tensor, norm_type: float = 2.0) -> Tensor:
+    """Sum what :func:`leaf_sums` gives, float64[]; for infinity, take the largest."""
+    return sums.amax() if isinf(norm_type) and len(sums) else sums.sum()
+
+
+def norm_of(total: Tensor, norm_type: float = 2.0) -> Tensor:
+    """Compute the norm from the sum over all ranks of :func:`norm_sum`."""
+    if isinf(norm_type):
+        return total
+    return total.sqrt() if norm_type == 2 else total.pow(1 / norm_type)
+
+
+def global_norm(tree: Any, norm_type: float = 2.0) -> Tensor:
     """Compute the norm of all leaves of a tree as of one vector, float64[].
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)}).item()
     5.0
     """
-    return leaf_sums(tree_leaves(tree)).sum().sqrt()
+    return norm_of(norm_sum(leaf_sums(tree_leaves(tree), norm_type), norm_type), norm_type)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor | None:
@@ -68,19 +84,21 @@ class Clip(NamedTuple):
 
     Args:
         max_norm: larger norms are clipped to it.
+        norm_type: p of the norm.
     """
 
     max_norm: float
+    norm_type: float
 
     @property
     def text(self) -> str:
-        """Its number, which ranks that train together compare."""
-        return f"clip_by_global_norm({self.max_norm})"
+        """Its numbers, which ranks that train together compare."""
+        return f"clip_by_global_norm({self.max_norm}, {self.norm_type})"
 
     @torch.no_grad()
     def __call__(self, grads: Any) -> Any:
         """Clip the gradients of a tree by its norm."""
-        factor = clip_coefficient(global_norm(grads), self.max_norm)
+        factor = clip_coefficient(global_norm(grads, self.norm_type), self.max_norm)
         if factor is None:
             return grads
         return tree_map(
@@ -88,18 +106,22 @@ class Clip(NamedTuple):
         )
 
 
-def clip_by_global_norm(max_norm: float) -> Clip:
+def clip_by_global_norm(max_norm: float, norm_type: float = 2.0) -> Clip:
     """Make a clip: scale all gradients by one factor, so that their norm is at most ``max_norm``.
 
     Equivalent to ``torch.nn.utils.clip_grad_norm_``: the factor is ``min(1, max_norm / (norm + 1e-6))``.
 
     Args:
         max_norm: 0 makes all gradients 0, infinity changes nothing.
+        norm_type: p of the norm, more than 0, or infinity.
 
     Raises:
         ValueError, TypeError: a negative number, or one that is none.
     """
     require_real("max_norm", max_norm)
+    require_real("norm_type", norm_type, ", such as math.inf" if str(norm_type) == "inf" else "")
+    if not float(norm_type) > 0:
+        raise ValueError(f"norm_type is {norm_type}, expected a number of more than 0, or math.inf")
     if not float(max_norm) >= 0:
         raise ValueError(f"max_norm is {max_norm}, expected a norm, at least 0, or math.inf for none")
-    return Clip(max_norm)
+    return Clip(max_norm, norm_type)

@@ -1,6 +1,7 @@
 """Update parameters within a call of a trainer: sum over ranks, conclude, and run the optimizer."""
 
 from collections.abc import Sequence
+from math import isinf, nan
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage.layout import distributed, layout_of, local
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map
 
-from ..optim.norms import clip_coefficient, leaf_sums
+from ..optim.norms import clip_coefficient, leaf_sums, norm_of, norm_sum
 from ..optim.protocols import Tree, selected
 from .precision import overflow
 from .ranks import Cut, TrainingRanks
@@ -119,18 +120,21 @@ class TrainingUpdate:
 
     def join(self, buffers: Buffers, losses: dict[int, Tensor]) -> None:
         """Sum the norm and the loss over all ranks; conclude from them where the updates are to come."""
-        rule = self._rule
+        rule, world, infinite = self._rule, self._ranks.world, isinf(self._rule.norm_type)
         for stage in sorted({*self._gradients, *self._reducers}) if rule.needs_all else ():
             self._receive(stage)
         norms = self._norms_by_stage()
         parts = [part.to(norms).sum() for part in losses.values()] if self._ranks.model.index == 0 else []
         loss = torch.stack([norms.new_zeros(()), *parts]).sum()
-        sums, scale = torch.cat([loss[None], norms]), buffers.scale
-        wait = self._ranks.world.all_reduce(sums)
+        bad = norms.isnan().any().to(norms)  # the largest of several numbers need not be NaN where one is
+        sums = torch.cat([torch.stack([loss, bad]), *([] if infinite else [norms])])
+        waits = [world.all_reduce(sums), *([world.all_reduce(norms, "max")] if infinite else [])]
+        scale = buffers.scale
 
         def conclude() -> None:
-            wait()
-            self._conclude(sums[0], sums[1:].sum().sqrt(), scale)
+            for wait in waits:
+                wait()
+            self._conclude(norms.amax() if infinite else sums[2:].sum(), sums[0], sums[1] > 0, scale)
 
         if not rule.needs_all:
             self._totals.append(conclude)
@@ -200,7 +204,7 @@ class TrainingUpdate:
             if cut.dim is None and cut.part is not None:
                 g = g.tensor_split(ranks.data.size, cut.part)[ranks.data.index].contiguous()
             counted.append(g)
-        self._norms[stage] = leaf_sums(counted).to(self.state.step.device)
+        self._norms[stage] = leaf_sums(counted, self._rule.norm_type).to(self.state.step.device)
 
     def _further_places(self, stage: int) -> set[int]:
         """Find the leaves of a stage that count at another place: the first of a tied or replicated
@@ -223,13 +227,15 @@ class TrainingUpdate:
         stages = max(self._ranks.schedule.model_stages) + 1
         norms = [torch.zeros((), dtype=torch.float64, device=self.state.step.device)] * stages
         for stage, leaves in self._norms.items():
-            norms[stage] = leaves.sum()
+            norms[stage] = norm_sum(leaves, self._rule.norm_type)
         self._norms.clear()
         return torch.stack(norms)
 
-    def _conclude(self, loss: Tensor, norm: Tensor, loss_scale: Tensor | None) -> None:
+    def _conclude(self, total: Tensor, loss: Tensor, bad: Tensor, loss_scale: Tensor | None) -> None:
         """Conclude from the sums over all ranks if the update is made, and the divisor of the gradients."""
         rule = self._rule
+        norm = norm_of(total, rule.norm_type)
+        norm = torch.where(bad, torch.full_like(norm, nan), norm)
         scale = norm.new_ones(()) if loss_scale is None else loss_scale.to(norm)
         norm = norm / scale
         found_inf = self._found_inf = overflow(loss, norm)

@@ -30,6 +30,7 @@ class UpdateRule(NamedTuple):
     Args:
         optimizer: runs stage by stage.
         max_norm: largest norm of all gradients together.
+        norm_type: p of the norm.
         precision: the dtypes, and the scale of the loss.
         on_nonfinite: what to do where loss or norm are not finite.
         frozen: the parameters that stay as they are.
@@ -37,6 +38,7 @@ class UpdateRule(NamedTuple):
 
     optimizer: Optimizer
     max_norm: float
+    norm_type: float
     precision: Precision
     on_nonfinite: OnNonfinite
     frozen: FrozenLeaves
@@ -62,11 +64,11 @@ class UpdateRule(NamedTuple):
                 " update is skipped; take 'skip', or a scale that never changes, such as"
                 " ppfunc.static_scale(1024.0)"
             )
-        max_norm = inf
+        max_norm, norm_type = inf, 2.0
         if (clipped := getattr(optimizer, "clipped", None)) is not None:
             clip, optimizer = clipped
-            max_norm = clip.max_norm
-        return cls(skipping(optimizer), max_norm, precision, on_nonfinite, frozen)
+            max_norm, norm_type = clip.max_norm, clip.norm_type
+        return cls(skipping(optimizer), max_norm, norm_type, precision, on_nonfinite, frozen)
 
     @property
     def options_text(self) -> str:
@@ -75,7 +77,10 @@ class UpdateRule(NamedTuple):
             str(dtype) for dtype in (self.precision.compute, self.precision.reduce, self.precision.master)
         )
         scaled = "a scaled loss" if self.precision.scale else "no scale"
-        return f"clip {self.max_norm}, {scaled}, {dtypes}, {self.on_nonfinite} what is not finite"
+        return (
+            f"clip {self.max_norm} of norm {self.norm_type}, {scaled}, {dtypes}, {self.on_nonfinite} what is"
+            " not finite"
+        )
 
     @property
     def numbers_text(self) -> tuple[str, str]:

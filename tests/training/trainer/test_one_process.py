@@ -29,10 +29,14 @@ from tests.training.trainer.problems import (
 )
 
 
-@pytest.mark.parametrize("clip", [None, 0.1, math.inf, 0.0])
-def test_it_trains_as_torch_does(clip):
+@pytest.mark.parametrize(
+    "clip, norm_type", [(None, 2.0), (0.1, 2.0), (0.1, 3.0), (0.01, math.inf), (math.inf, 2.0), (0.0, 2.0)]
+)
+def test_it_trains_as_torch_does(clip, norm_type):
     stages, params, x, y = problem()
-    with new_trainer(stages, squared, pp.zb_h1(4, 8), pp.optim.adamw(1e-2), clip=clip) as trainer:
+    with new_trainer(
+        stages, squared, pp.zb_h1(4, 8), pp.optim.adamw(1e-2), clip=clip, norm_type=norm_type
+    ) as trainer:
         state, found = train(trainer, params, x, y)
     own = [params[s]["w"].clone().requires_grad_() for s in range(4)]
     optimizer = torch.optim.AdamW(own, 1e-2)
@@ -43,7 +47,7 @@ def test_it_trains_as_torch_does(clip):
             out = torch.tanh(out @ w)
         whole = squared(out, y)
         whole.backward()
-        measured = nn.utils.clip_grad_norm_(own, math.inf if clip is None else clip)
+        measured = nn.utils.clip_grad_norm_(own, math.inf if clip is None else clip, norm_type)
         assert (loss, norm) == pytest.approx((whole.item(), measured.item()), rel=TOLERANCE)
         optimizer.step()
     assert all(torch.allclose(state.params[s]["w"], own[s], rtol=TOLERANCE, atol=TOLERANCE) for s in range(4))
@@ -281,6 +285,7 @@ def test_dtypes_that_no_checkpoint_holds_are_refused(dtype):
     [
         ({"clip": -1.0}, "max_norm is -1.0, expected a norm, at least 0"),
         ({"on_nonfinite": "stop"}, "on_nonfinite: got 'stop', expected 'skip' or 'raise' or 'ignore'"),
+        ({"norm_type": -1.0}, "norm_type is -1.0"),
     ],
 )
 def test_wrong_arguments_are_named(options, text):

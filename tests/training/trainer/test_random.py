@@ -39,6 +39,7 @@ class Case(NamedTuple):
     leaves: tuple[tuple[str, ...], ...]
     tied: tuple[str, tuple[int, ...]] | None
     clip: float | None
+    norm_type: float
     scale: str
     overflow: bool
     weights: str
@@ -68,7 +69,7 @@ def drawn(seed: int, grid: tuple[int, int, int]) -> Case:
     return Case(
         grid, schedule, 2 * grid[0] if "dual" in schedule else choose.choice([2, 4]), leaves,
         (choose.choice(sorted(TIED)), places) if places and choose.random() < 0.6 else None,
-        choose.choice([None, math.inf, 0.0, 0.05, 0.3]), scale,
+        choose.choice([None, math.inf, 0.0, 0.05, 0.3]), choose.choice([2.0, 1.0, 3.0, math.inf]), scale,
         choose.random() < 0.4, choose.choice(["none", "tokens", "one rank", "some"]), shard,
         choose.choice([None, torch.float64, torch.float64, torch.float32]), choose.choice(["adamw", "sgd", "momentum", "nesterov"]),  # noqa: E501
         choose.random() < 0.3, engine, choose.random() < 0.3, choose.random() < 0.7,
@@ -160,7 +161,7 @@ def alone(case: Case) -> tuple[list[tuple[float, ...]], dict[int, dict[str, torc
         for p in own:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         each = [p.grad.abs().reshape(-1) for p in own if p.grad is not None]
-        norm = torch.cat(each).norm().item()
+        norm = torch.cat(each).norm(case.norm_type).item()
         skipped = not (math.isfinite(norm) and math.isfinite(loss.item()))
         found.append((loss.item(), norm, scale, float(skipped)))
         if not skipped:
@@ -239,7 +240,7 @@ def trained(rank: int, size: int, case: Case) -> tuple[list[tuple[float, ...]], 
     )
     with warnings.catch_warnings(), new_trainer(
         stages, squared, schedule, optimizer, mesh, axes=axes, engine=getattr(pp.engines, case.engine), tied=tied, clip=case.clip,  # noqa: E501
-        scale=scale, shard=case.shard, precision=pp.Precision(reduce=case.reduce),
+        norm_type=case.norm_type, scale=scale, shard=case.shard, precision=pp.Precision(reduce=case.reduce),
     ) as trainer:  # fmt: skip
         warnings.simplefilter("ignore")
         state, found = trainer.init(mine), []
