@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -257,8 +258,10 @@ def parameters(options: argparse.Namespace) -> None:
 
     def noting(*args: Any) -> Any:
         """Gather, and note the bytes of all that was gathered and lives."""
+        return partial(noted, gather(*args))
 
-        leaves = gather(*args)
+    def noted(wait: Any) -> Any:
+        leaves = wait()
         gathered.update((StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()) for t in leaves)
         most[0] = max(most[0], sum(size for held, size in gathered.items() if not held.expired()))
         return leaves

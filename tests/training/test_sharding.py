@@ -61,7 +61,7 @@ def test_shards_are_slices(ranks):
 def moved(rank, size, most):
     whole, world = leaves(), World()
     dims = shard_dims(whole, size)
-    gathered = gather(shard(whole, dims, size, rank), dims, world, most=most)
+    gathered = gather(shard(whole, dims, size, rank), dims, world, most=most)()
     return all(map(torch.equal, gathered, whole)) and all(a.is_contiguous() for a in gathered)
 
 
@@ -91,7 +91,7 @@ def trained(rank, size, name):
         parts = shard(sums, dims, size, rank)
         own, small = optimizer.update(list(parts), states[1], list(own))
         states = state, small
-        given = gather(own, dims, world)
+        given = gather(own, dims, world)()
         torch.testing.assert_close(given, tuple(whole))
     names = [name for name in states[0] if name != "updates"]
     sizes = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -41,6 +41,7 @@ class Buffers:
         params: leaves of the parameters, by stage of the model.
         shards: this rank's parts of parameters that are whole only between UNSHARD and RESHARD, by stage of
             the model.
+        gathering: by stage of the model, what waits for the parameters of an UNSHARD, and returns them.
         bare: the parameters as they were given, in their form; without memory where they are not whole all
             the time.
         extras: leaves that are not differentiated (targets, extras), by (stage, microbatch).
@@ -64,6 +65,7 @@ class Buffers:
 
     params: dict[int, Leaves] = field(default_factory=dict)
     shards: dict[int, Leaves] = field(default_factory=dict)
+    gathering: dict[int, Callable[[], Leaves]] = field(default_factory=dict)
     bare: Mapping[int, Leaves] = field(default_factory=dict)
     extras: dict[Key, Leaves] = field(default_factory=dict)
     state: dict[int, Leaves] = field(default_factory=dict)
@@ -130,9 +132,9 @@ class ParameterUpdate(Protocol):
         ...
 
     def unshard(self, buffers: Buffers, stage: int) -> None:
-        """Carry out UNSHARD.
+        """Begin an UNSHARD.
 
-        Whole parameters go into ``buffers.params``, the shards into ``buffers.shards``.
+        The shards go into ``buffers.shards``, what waits for whole parameters into ``buffers.gathering``.
         """
         ...
 

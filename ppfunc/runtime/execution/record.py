@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import torch
 
-from ppfunc.schedule import Instruction, Schedule, parts_of
+from ppfunc.schedule import Instruction, Op, Schedule, parts_of
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS
 from ppfunc.schedule.simulate import Timeline, timeline_of
 from ppfunc.stage.device import accelerates, record_event, synchronize
@@ -116,8 +116,9 @@ def _spans(
             waited[place.awaited] = start, end
         else:
             key = place.position, None if place.instruction.op in COMMUNICATION else place.instruction
-            # A call before a wait, such as a load, does not begin the instruction.
-            at[key] = (at[key][0] if key in at and at[key][1] == start else start), end
+            # A call before a wait, such as a load, does not begin the instruction, but for a gather.
+            goes_on = key in at and (at[key][1] == start or place.instruction.op is Op.UNSHARD)
+            at[key] = (at[key][0] if goes_on else start), end
     found, now = [], intervals[0][0] if intervals else 0.0
     for position, step in enumerate(schedule.programs[rank]):
         for instruction in step:

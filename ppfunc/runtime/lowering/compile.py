@@ -22,6 +22,7 @@ from .lowered import BATCH, LoweredStep
 from .residual_calls import await_residuals, fetch, offload, release_params, restore_params
 from .stage_programs import StagePrograms
 from .tail_calls import (
+    await_params,
     is_late,
     sharding_call,
     share_input_gradients,
@@ -121,6 +122,7 @@ class _Binder:
         self._frees = Op.RESHARD in self._schedule.ops  # parameters, between a forward and its backward
         self._loaded, self._fetched = set[Key](), set[Key]()
         self._away, self._back = SideStreams(), SideStreams()  # of residuals
+        self._unsharding: dict[int, Origin] = {}  # by stage of the model, the UNSHARD that gathers
         self.late: list[Origin] = []
 
     def bind_all(self) -> list[PlacedCall]:
@@ -152,7 +154,10 @@ class _Binder:
             ):
                 yield from self._overlap(place)
             elif instruction.op in (Op.UNSHARD, Op.RESHARD):
+                yield from self._gathered(instruction.stage)
                 yield from _at(place, sharding_call(self._lowered, instruction))
+                if instruction.op is Op.UNSHARD:
+                    self._unsharding[self._schedule.model_stages[instruction.stage]] = place
             elif instruction.op in (Op.REDUCE_GRAD, Op.STEP):
                 if is_late(self._lowered, instruction):
                     self.late.append(place)
@@ -166,6 +171,12 @@ class _Binder:
             for transfer in self._transfers(instruction):
                 place = Origin(rank, position, instruction, transfer.tag)
                 yield from _at(place, self._data.wait_send(transfer))
+
+    def _gathered(self, stage: int) -> Iterator[PlacedCall]:
+        """Wait for the parameters of a stage, if an UNSHARD has begun to gather them."""
+        model_stage = self._schedule.model_stages[stage]
+        if model_stage in self._unsharding:
+            yield from _at(self._unsharding.pop(model_stage), await_params(model_stage))
 
     # -- communication
 
@@ -214,6 +225,7 @@ class _Binder:
             yield from _at(place, self._load(key))
         if part.op is not Op.W:
             yield from self._arrivals(place, part)
+        yield from self._gathered(part.stage)
         if key in self._fetched:
             self._fetched.remove(key)
             yield from _at(place, await_residuals(self._lowered.stages[key], key))

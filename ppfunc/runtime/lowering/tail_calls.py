@@ -240,6 +240,11 @@ def sharding_call(lowered: LoweredStep, instruction: Instruction) -> Call:
     return lambda buffers: buffers.params.update({model_stage: buffers.bare[model_stage]})
 
 
+def await_params(model_stage: int) -> Call:
+    """Make the call that waits for the parameters of an UNSHARD."""
+    return lambda buffers: buffers.params.update({model_stage: buffers.gathering.pop(model_stage)()})
+
+
 def _update(buffers: Buffers) -> ParameterUpdate:
     assert buffers.update is not None  # of a step with updates
     return buffers.update

@@ -166,7 +166,7 @@ class TrainingUpdate:
         new, after = updated(self._rule, stage, trees, fixed, self._found_inf, self._given)
         given.optimizer[stage] = tree_map(lambda old, leaf: distributed(leaf, layout_of(old)), state, after)
         if not ranks.shards_params:
-            new = list(gather(new, dims, ranks.data))
+            new = list(gather(new, dims, ranks.data)())
             if self._left[stage]:  # after the last update nobody computes with them
                 buffers.params[stage] = tuple(tree_leaves(precision.to_compute(treedef.unflatten(new))))
         given.params[stage] = treedef.unflatten(map(distributed, new, map(layout_of, leaves)))
@@ -174,10 +174,10 @@ class TrainingUpdate:
             self._idle[stage].append(self._reducers.pop(stage)[0])
 
     def unshard(self, buffers: Buffers, stage: int) -> None:
-        """Gather the parameters of a stage."""
+        """Begin to gather the parameters of a stage."""
         leaves = list(map(local, tree_leaves(self.state.params[stage])))
         shards = buffers.shards[stage] = tuple(self._rule.precision.to_compute(leaves))
-        buffers.params[stage] = gather(shards, self._dims(stage), self._ranks.data)
+        buffers.gathering[stage] = gather(shards, self._dims(stage), self._ranks.data)
 
     def finish(self) -> None:
         """Wait for the sums that are still under way."""

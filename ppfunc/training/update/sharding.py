@@ -1,6 +1,6 @@
 """Cut the leaves of a tree over the ranks of an axis: parameters, gradients and optimizer state."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -44,11 +44,11 @@ def shard(leaves: Sequence[Tensor], dims: Dims, ranks: int, rank: int) -> tuple[
 @torch.no_grad()
 def gather(
     shards: Sequence[Tensor], dims: Dims, ranks: Collective, *, most: int = MOST
-) -> tuple[Tensor, ...]:
-    """Gather whole leaves of the shards of all ranks: see :func:`shard`.
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Begin to gather whole leaves of the shards of all ranks: see :func:`shard`.
 
     Returns:
-        Whole leaves in new memory; leaves that are not cut stay as they are.
+        What waits for them, once: whole leaves in new memory; leaves that are not cut stay as they are.
     """
     whole = [s.detach() for s in shards]
     cut = [n for n, dim in enumerate(dims) if dim is not None]
@@ -57,14 +57,20 @@ def gather(
         part = torch.empty(bucket.numel, dtype=bucket.dtype, device=whole[bucket.places[0].leaf].device)
         copy_into_each(views(bucket, part), [whole[place.leaf] for place in bucket.places])
         begun.append((bucket, *ranks.all_gather(part)))
-    for bucket, flat, wait in begun:
-        wait()
-        numbers = [place.leaf for place in bucket.places]
-        for n in numbers:
-            whole[n] = whole[n].new_empty(whole_shape(whole[n].shape, dims[n], ranks.size))
-        into = [by_rank(whole[n], dims[n], ranks.size) for n in numbers]
-        copy_into_each(into, views_by_rank(bucket, flat, dims, ranks.size))
-    return tuple(whole)
+
+    @torch.no_grad()
+    def gathered() -> tuple[Tensor, ...]:
+        while begun:
+            bucket, flat, wait = begun.pop(0)
+            wait()
+            numbers = [place.leaf for place in bucket.places]
+            for n in numbers:
+                whole[n] = whole[n].new_empty(whole_shape(whole[n].shape, dims[n], ranks.size))
+            into = [by_rank(whole[n], dims[n], ranks.size) for n in numbers]
+            copy_into_each(into, views_by_rank(bucket, flat, dims, ranks.size))
+        return tuple(whole)
+
+    return gathered
 
 
 def whole_shape(shape: Sequence[int], dim: int | None, ranks: int) -> tuple[int, ...]:
