@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..abstract import DATA_DEPENDENT, data_dependence, without_values
-from ..errors import StageError, first_line
+from ..errors import StageError, by_dtensor, first_line
 from ..example import Leaves, stand_ins
 from ..interrupts import without_interrupts
 from ..program import FlatProgram, Gradients
@@ -103,6 +103,9 @@ def _tried(
         raise
     except Exception as error:
         reason = f"it runs, but {by} cannot differentiate it ({first_line(error)})"
+        if by_dtensor(error):
+            reason = f"it uses DTensors, whose own functions {by} cannot differentiate"
+            instead = "use the graph engine"
         raise StageError(stage.name, reason, instead) from error
     return FlatProgram(forward, backward, backward_input, lambda gparams: gparams), None
 
