@@ -44,6 +44,9 @@ class P2P(Control):
 
     Under NCCL a step returns when the GPUs of all ranks have done it, within ``timeout``: what has only been
     given to a GPU may fail, or be lost with a peer, after others have gone on.
+    It runs on the device of the parameters, in any thread. All parameters of a rank are on one device.
+    The first transport sets ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` to 0 where the environment does not have it:
+    what fails then fails the step, and does not end the process.
 
     A rank in a collective of a stage, over the axis ``model``, raises at once when a peer of that axis fails
     or ends; where one is stopped, when the limit of that group is over. In a collective between steps, or
