@@ -43,25 +43,25 @@ def test_no_step_in_one_process_waits(gpu, batch, weights):
     assert same_bits(on_host(result), step(params, *given, loss_weights=same))
 
 
-def counted(rank, size, schedule, waits):
+def counted(rank, size, schedule, gpu):
     params, inputs, targets = on_device(problem(schedule))
     with pp.P2P(timeout=30) as transport:
         step = pp.value_and_grad([dense] * 2, squared, schedule, transport)
         step({rank: params[rank]}, inputs, targets)
         torch.distributed.barrier()
         if rank == 0:
-            waits.clear()
+            gpu.waits.clear(), gpu.polls.clear()
         torch.distributed.barrier()
         step({rank: params[rank]}, inputs, targets)
         torch.distributed.barrier()
-        return dict(waits)
+        return dict(gpu.waits), dict(gpu.polls)
 
 
 def test_a_step_between_ranks_waits_at_its_end_alone(simulate):
     """It waited for each of the losses, their sum, and their weights."""
     gpu = simulate(devices=2)
     with simulated_nccl():
-        found, _ = in_threads(2, counted, remove_tail(SCHEDULE), gpu.waits)
-    assert [kind for kind, _ in found] == ["event"], found
-    assert sum(found.values()) == 2  # one of each rank
-    assert sum(gpu.polls.values()) == 0, dict(gpu.polls)
+        (waits, polls), _ = in_threads(2, counted, remove_tail(SCHEDULE), gpu)
+    assert [kind for kind, _ in waits] == ["event"], waits
+    assert sum(waits.values()) == 2  # one of each rank
+    assert not polls
