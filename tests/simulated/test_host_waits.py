@@ -54,7 +54,9 @@ def counted(rank, size, schedule, gpu):
         torch.distributed.barrier()
         step({rank: params[rank]}, inputs, targets)
         torch.distributed.barrier()
-        return dict(gpu.waits), dict(gpu.polls)
+        counts = dict(gpu.waits), dict(gpu.polls)
+        torch.distributed.barrier()  # before any rank closes
+        return counts
 
 
 def test_a_step_between_ranks_waits_at_its_end_alone(simulate):
