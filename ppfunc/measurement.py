@@ -46,20 +46,19 @@ def measure(
         stages: one function per stage of the model, or a split model.
         params: ``{stage: tree}``, those of all stages.
         example: the inputs of one microbatch.
-        loss_fn: ``loss(y, target) -> scalar``, counted in the last stage; by default the sum of what that
-            returns.
+        loss_fn: ``loss(y, target) -> scalar``, measured with the last stage; by default the sum of its
+            output.
         targets: of one microbatch.
-        engine: whose programs are measured.
+        engine: makes the programs that are measured.
         extras, state: ``{stage: tree}``, of one microbatch, for stages that take some.
         tied: as in :func:`ppfunc.value_and_grad`.
-        repeats: how many times each is run.
-        memory: whether to count the bytes that forwards keep; without it they have those of the default
-            costs.
+        repeats: runs of each program.
+        memory: count the bytes that forwards keep; if False, the costs have the default numbers for them.
 
     Returns:
-        By stage of the model: seconds of F, I and W, which together are B; bytes of the message to the next
-        stage, of what a forward keeps for its backward, the share of it that is held until W, and the
-        parameters with their gradients. Messages have no time of their own: it depends on where ranks are
+        By stage of the model: seconds of F, I and W (B is I and W together); bytes of the message to the next
+        stage, of the residuals of a forward and of the parameters with their gradients; the share of the
+        residuals that is held until W. Messages take no time in these costs: it depends on where ranks are
         (``step.record`` measures it).
 
     Raises:

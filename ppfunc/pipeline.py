@@ -55,47 +55,48 @@ def value_and_grad(
 
     Args:
         stages: one pure function ``fn(params, x) -> y`` per stage of the model; trees of tensors in and out.
-            None for stages that this process does not run. Or what :func:`ppfunc.split` made of a model,
-            which brings its skip connections and tied parameters. A stage may take extras and a state as
-            further arguments, in this order, if the step is given them, and may return :class:`ppfunc.Output`
-            to give a loss, metrics, a new state or skip connections of its own.
+            None for stages that this process does not run. Or a :class:`ppfunc.Split`, which brings its skip
+            connections and tied parameters. A stage takes extras and a state as further arguments, in this
+            order, if the step is given them. It returns ``y``, or a :class:`ppfunc.Output` with a loss,
+            metrics, a new state or skip connections of its own.
         loss_fn: ``loss(y, target) -> scalar``, of one microbatch; runs as part of the last stage.
-        schedule: what every rank does. It is proved before anything runs; communication is placed where it
+        schedule: the program of every rank. It is proved before anything runs. Communication is placed if it
             has none. An instruction that a step would not carry out, such as ``STEP``, is refused.
         transport: carries the messages: ``InProcess()`` (the default) or ``P2P(group)``.
         engine: how a stage is differentiated.
-        loss_weights: weight of every microbatch in the loss, [m]; ``1/m`` each where none are given. A
-            microbatch of weight 0 contributes nothing to loss and gradients, whatever its numbers are: only
-            its forward runs, for metrics and states. Weights on another device than the CPU are not read:
-            there its loss is left out, and 0 times its gradients is added.
-        argnums: what to differentiate: 0 the parameters, 1 the inputs, or a tuple of both in either order.
+        loss_weights: weight of every microbatch in the loss, [m]; ``1/m`` each by default. A microbatch of
+            weight 0 contributes nothing to loss and gradients, even if its numbers are not finite: only its
+            forward runs, for metrics and states. Weights on a device are not read by the host: such a
+            microbatch runs, its loss is left out, and 0 times its gradients is added.
+        argnums: 0 to differentiate the loss in the parameters, 1 in the inputs, or a tuple of both, in either
+            order.
         has_aux: whether to return metrics and state too.
         per_microbatch: whether to keep the gradients of the microbatches apart instead of adding them up:
             every gradient of a parameter gets a leading axis ``m``.
-        loss_shape: shape of the loss, where it is not a scalar: several losses, such as those of an ensemble,
-            all of which are returned, and the sum of which is differentiated.
-        overlapped: runs the forward and the backward of an ``OVERLAP_F_B`` as one; in turn where none is
-            given. ``interleaved()`` makes them one program, ``two_streams()`` runs them beside each other on
-            CUDA; a function of your own ``overlapped(forward, its arguments, backward, its arguments)``
-            returns ``(forward(*its arguments), backward(*its arguments))``, both of them pure functions on
-            flat tuples, those of :class:`ppfunc.stage.FlatProgram`.
+        loss_shape: shape of the loss of a microbatch, if it is not a scalar, such as the losses of an
+            ensemble. All of them are returned, and their sum is differentiated.
+        overlapped: runs the forward and the backward of an ``OVERLAP_F_B`` as one; by default they run in
+            turn. ``interleaved()`` makes them one program. ``two_streams()`` runs them side by side on CUDA.
+            A function of your own, ``overlapped(forward, its arguments, backward, its arguments)``, returns
+            ``(forward(*its arguments), backward(*its arguments))``. Both are pure functions on flat tuples,
+            those of :class:`ppfunc.stage.FlatProgram`.
         tied: ``{name: [(stage, name of a leaf), ...]}``: leaves of several stages that are one parameter,
             such as an embedding and the head: ``{"embedding": [(0, "wte.weight"), (3, "lm_head.weight")]}``.
-            A leaf is named by the keys on the way to it, joined by dots. The places have equal values, which
-            is checked at every step, and get the same gradient, the sum over all of them.
-        trainable: a mask of what is trained: ``{stage: tree of booleans}`` in the structure of the parameters
-            of each stage, or of whole branches, or functions ``mask(params of a stage) -> tree of booleans``;
-            or one such function for all stages. What is False is frozen, and gets zeros as gradients, as do
-            parameters that the module of a stage has frozen (``requires_grad_(False)``). Both are read once,
-            here: a step after a module has changed its mind raises ``ValueError``, and another set is another
-            step function. A function of yours around that of a module is masked itself, or made with
-            ``functools.wraps``.
-        sum_dtype: ``torch.float32`` or ``torch.float64``, in which the gradients of narrower parameters, such
-            as bfloat16, are added up over microbatches, and returned; that of each parameter where none is
-            given.
-        on_nonfinite: ``"raise"`` on every rank where the loss or a gradient is not finite, with the rank,
-            stage, microbatch and instruction that was first: reads a number of the device in every step, and
-            runs it again where it fails.
+            A leaf is named by the keys on the way to it, joined by dots. The places have equal values: every
+            step checks it. All places get the same gradient, the sum over them.
+        trainable: a mask of the parameters to train: ``{stage: tree of booleans}`` in the structure of the
+            parameters of each stage, or of whole branches, or functions
+            ``mask(params of a stage) -> tree of booleans``; or one such function for all stages. A parameter
+            whose mask is False is frozen: its gradient is zeros. So is one that the module of a stage has
+            frozen (``requires_grad_(False)``). Both are read once, here: make another step function for
+            another set. A step raises ``ValueError`` if a module has changed ``requires_grad`` since. Make a
+            function of yours around that of a module with ``functools.wraps``, or mask its parameters.
+        sum_dtype: dtype in which the gradients of narrower parameters, such as bfloat16, are added up over
+            microbatches and returned: ``torch.float32`` or ``torch.float64``. That of each parameter by
+            default.
+        on_nonfinite: ``"raise"`` raises on every rank if the loss or a gradient is not finite, and names the
+            rank, stage, microbatch and instruction that was first. It reads a number from the device in every
+            step, and runs a step that fails a second time, to find that place.
 
     Returns:
         ``step(params, inputs, targets=None, *, loss_weights=None, seed=None, extras=None, state=None)``,
@@ -103,40 +104,41 @@ def value_and_grad(
         :class:`ppfunc.StepResult` with ``loss``, ``grads``, ``input_grads`` and ``aux``.
 
         * ``params``: ``{stage: tree}``, the stages of the model that this process runs (all of them in
-          process); ``schedule.model_stages_of(rank)`` says which. Leaves here, and of all other trees, are
-          tensors or DTensors, of which a stage is given the part of this rank.
+          process); ``schedule.model_stages_of(rank)`` says which. The leaves of this and all other trees are
+          tensors or DTensors. Of a DTensor, a stage is given this rank's part.
         * ``inputs``, ``targets``: a tree, every leaf of which is cut along axis 0 into the schedule's
           microbatches, as views; or :class:`ppfunc.Microbatches`, which may differ in shape. They may stay on
-          the host: each microbatch is copied to the device of its stage at its ``LOAD``, before its forward
-          where there is none. A process that does not run the last stage may pass None for the targets; one
-          that does not run the first, None for the inputs.
-        * ``loss_weights``: those of this step, where they differ from step to step.
+          the host: each microbatch is copied to the device of its stage at its ``LOAD``, or before its
+          forward if the schedule has no ``LOAD``. A process that does not run the last stage may pass None
+          for the targets; one that does not run the first, None for the inputs.
+        * ``loss_weights``: those of this step, if they differ from step to step.
         * ``seed``: ``(seed, step)``, two integers, for stages that draw random numbers; the same on every
           rank.
         * ``extras``: ``{stage: batch}``, further inputs of stages of this process, as the inputs are given.
         * ``state``: ``{stage: tree}``; a stage's microbatches pass it on from one to the next, in the order
           of the schedule. Nothing is differentiated with respect to extras and state.
 
-        The loss, a scalar, is returned on every rank; those in float16 or bfloat16 are summed, and returned,
-        in float32. ``grads`` has the structure of ``params``, zeros where there is no dependence, and belongs
-        to the caller; that of a DTensor is one of the same placements. Gradients of the inputs have the form
-        of the inputs, on ranks of first stages, None elsewhere. ``aux.metrics`` is ``{stage: tree}`` with a
-        leading axis of the microbatches that this process ran, ``aux.state`` ``{stage: tree}``.
+        The loss, a scalar, is returned on every rank. Losses in float16 or bfloat16 are summed and returned
+        in float32. ``grads`` has the structure of ``params``, and zeros for parameters on which no loss
+        depends. It belongs to the caller. The gradient of a DTensor is a DTensor of the same placements.
+        Gradients of the inputs have the form of the inputs, on ranks of first stages, and are None elsewhere.
+        ``aux.metrics`` is ``{stage: tree}`` with a leading axis of the microbatches that this process ran,
+        ``aux.state`` is ``{stage: tree}``.
 
         A program is traced once for every form (structure, shapes, strides, dtypes, devices) of the
-        arguments, and kept: ``step.cache_info()``, ``step.cache_clear()``. Numbers that a stage reads from
-        elsewhere are those of the trace. ``step.lower(...)`` shows programs, messages, memory and cost
-        without running.
+        arguments, and kept: ``step.cache_info()``, ``step.cache_clear()``. Values that a stage reads from
+        elsewhere than its arguments keep those of the trace. ``step.lower(...)`` shows programs, messages,
+        memory and cost without running.
 
-        A step raises ``PipelineError`` where an instruction fails, on this or another rank,
-        ``AgreementError`` where the ranks were given different programs, ``StageError`` for a stage that the
-        engine cannot serve, and ``ValueError`` or ``TypeError`` for arguments that do not fit. A step that
-        fails returns nothing and changes nothing, on every rank.
+        A step raises ``PipelineError`` if an instruction fails, on this or another rank, ``AgreementError``
+        if the ranks were given different programs, ``StageError`` for a stage that the engine cannot serve,
+        and ``ValueError`` or ``TypeError`` for arguments that do not fit. A step that fails returns nothing
+        and changes nothing, on every rank.
 
     Raises:
         ScheduleError: the schedule is wrong.
-        ValueError: the number of stages, ranks or weights does not fit the schedule, or it has an instruction
-            that nothing would honour.
+        ValueError: the number of stages, ranks or weights does not fit the schedule, or the schedule has an
+            instruction that a step would not carry out.
 
     >>> from ppfunc import one_f_one_b
     >>> stages, schedule = [lambda w, x: w * x] * 2, one_f_one_b(ranks=2, microbatches=2)
@@ -186,17 +188,18 @@ def evaluate(
 
     Args:
         stages, transport, loss_weights, has_aux, loss_shape, tied: as in :func:`value_and_grad`.
-        loss_fn: ``loss(y, target) -> scalar``; None where only the outputs are wanted.
-        schedule: any schedule; of one for training the forwards are kept, in their order.
-        return_outputs: whether to return what the last stage returns.
-        engine: whose forward is run: the same bits as in a training step.
+        loss_fn: ``loss(y, target) -> scalar``; None to compute outputs or metrics only.
+        schedule: any schedule; the backwards of one for training are left out.
+        return_outputs: return the outputs of the last stage.
+        engine: makes the forward of a stage: the same bits as in a training step with this engine.
 
     Returns:
         ``step(params, inputs, targets=None, *, loss_weights=None, seed=None, extras=None, state=None)``. It
-        returns what is asked for: the loss, on every rank, the outputs, or ``aux``; of several a
-        :class:`ppfunc.StepResult`. Outputs have the form of the inputs, joined along axis 0 to
-        one tree or :class:`ppfunc.Microbatches`, on the rank of the last stage, and are None elsewhere; where
-        two chains end in different processes, each has the rows of its own, in their order.
+        returns the loss, the outputs or ``aux`` if only one of them is asked for, else a
+        :class:`ppfunc.StepResult`. The loss is on every rank, the outputs are on the rank of the last stage,
+        and None elsewhere. They are one tree, joined along axis 0, or :class:`ppfunc.Microbatches` if the
+        inputs are. If two chains end in different processes, each has the rows of its own chain, in their
+        order.
 
     Raises:
         As :func:`value_and_grad`.
@@ -226,7 +229,7 @@ def evaluate(
 
 
 def _require_sums(wanted: tuple[int, ...], per_microbatch: bool, sum_dtype: Any) -> None:
-    """Raise where gradients of parameters are to be kept apart, or added up, and are not."""
+    """Raise for options on the gradients of parameters in a step that does not compute them."""
     if per_microbatch and 0 not in wanted:
         raise ValueError(
             "per_microbatch=True keeps gradients of parameters apart, and argnums asks for none; leave it"

@@ -37,9 +37,9 @@ class ScheduleFigures(NamedTuple):
         messages: point-to-point messages in a step.
         parameters: most on any rank, in one rank's share of the model: 2 where every rank holds two shares.
         memory: most on any rank of activations and parameters together, in the unit of the costs.
-        bound: what no order of this placement beats (see :func:`ppfunc.schedule.lower_bound`), under the cap
-            where the schedule keeps it. None where the bounds do not hold: for several chains, and where
-            pairs have costs of their own.
+        bound: the least makespan of any order of this placement (see :func:`ppfunc.schedule.lower_bound`),
+            under the cap if the schedule keeps it. None if no bound is known: for several chains, without
+            backwards, and for overlapped pairs with costs of their own.
     """
 
     name: str
@@ -135,11 +135,11 @@ def compare_schedules(
         schedules: names as of :func:`ppfunc.schedule.config.find_builder`, or schedules; by default all
             builders with a backward.
         costs: one number for all is that of one rank's share of the model, a p-th of it; by default F = I = W
-            = 1. A sequence is for stages of the model, in order: a schedule with fewer stages joins
-            neighbours, one with more cuts each in equal parts, which send what the whole sends (those of the
-            last stage what it receives). Replicas cost what their stage does.
+            = 1. A sequence has a number for each stage of the model, in order. A schedule with fewer stages
+            joins neighbours. One with more stages cuts each into equal parts. A part sends as many bytes as
+            the whole, a part of the last stage as many as it receives. Replicas cost as much as their stage.
         cap: memory of a rank, in the unit of the costs, for schedules that are built for one.
-        chunks: stages per rank, of schedules where that is a choice.
+        chunks: stages per rank, of schedules that let the caller choose.
 
     Raises:
         ValueError: a schedule for other numbers, an unknown name, schedules with and without backward, costs
@@ -303,7 +303,11 @@ def _stage_costs(costs: Costs, schedule: Schedule) -> Costs:
 
 
 def _pieces(costs: Costs, count: int, pieces: int) -> Costs:
-    """Cut each stage in equal pieces, which send what the whole does; those of the last, what it receives."""
+    """Cut each stage into equal pieces.
+
+    A piece sends as many bytes as its stage; a piece of the last stage that another follows, as many as that
+    stage receives.
+    """
     whole = [stage for stage in range(count) for _ in range(pieces)]
     inner = [*whole[: count * pieces - pieces], *[max(count - 2, 0)] * (pieces - 1), count - 1]
     cut: dict[str, list[Number]] = {}

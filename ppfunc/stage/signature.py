@@ -183,7 +183,9 @@ class Signature:
         return self.unflatten(map(distributed, leaves, layouts) if any(layouts) else leaves)
 
     def require(self, tree: Any, name: str) -> tuple[torch.Tensor, ...]:
-        """Return the leaves of ``tree``, of DTensors this rank's parts; require all but the gradient flags.
+        """Return the leaves of ``tree``, of a DTensor this rank's part, if they have this signature.
+
+        Flags of gradients are not compared.
 
         Raises:
             ValueError: another structure, shape or dtype; the message names the leaf.

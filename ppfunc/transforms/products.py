@@ -48,10 +48,10 @@ def jvp(
     Returns:
         ``step(params, tangents, inputs, targets=None, *, input_tangents=None, ...)``, the other keywords
         as in :func:`ppfunc.evaluate`. ``tangents`` is ``{stage: tree}`` like ``params``, with None for
-        leaves or trees that do not move, integers among them; likewise ``input_tangents``, wanted where
-        ``inputs`` are. It returns ``(loss, slope)`` on every rank; without a loss function
-        ``(outputs, tangents of the outputs)`` on the rank of the last stage, ``(None, None)`` elsewhere;
-        with ``has_aux``, a :class:`ppfunc.StepResult` with ``loss`` and ``slope``, or ``outputs`` and
+        leaves or trees that do not move, such as integers. ``input_tangents`` is the same for ``inputs``,
+        None by default. The step returns ``(loss, slope)`` on every rank. Without a loss function it returns
+        ``(outputs, tangents of the outputs)`` on the rank of the last stage, ``(None, None)`` elsewhere. With
+        ``has_aux`` it returns a :class:`ppfunc.StepResult` with ``loss`` and ``slope``, or ``outputs`` and
         ``output_tangents``, and ``aux``.
 
     >>> from ppfunc import gpipe
@@ -83,8 +83,9 @@ def hvp(
     has_aux: bool = False,
     tied: TiedPlaces = None,
 ) -> StepFunction[..., StepResult]:
-    """Make a function that multiplies the Hessian of the loss, in the parameters of all stages, by a vector:
-    in one pass.
+    """Make a function that multiplies the Hessian of the loss by a vector, in one pass.
+
+    The Hessian is that in the parameters of all stages.
 
     Equivalent to, with ``loss`` as in :func:`ppfunc.value_and_grad`::
 
@@ -255,7 +256,7 @@ def by_stage(trees: Any, name: str) -> Mapping[int, Any]:
 def _paired(params: Any, tangents: Any) -> dict[int, tuple[Any, Any]]:
     """Pair trees of parameters with their tangents.
 
-    Zeros stand for None, so that what moves may change from step to step.
+    Zeros stand for None: other leaves may move in the next step without a new trace.
     """
     params, tangents = by_stage(params, "params"), by_stage(tangents, "tangents")
     if set(params) != set(tangents):

@@ -34,25 +34,25 @@ def per_sample_grad(
     randomness: str = "error",
     tied: TiedPlaces = None,
 ) -> StepFunction[..., tuple[torch.Tensor, dict[int, Any]]]:
-    """Make a function that computes the gradient of the loss of every sample, in the parameters of all
-    stages.
+    """Make a function that computes the gradient of each sample's loss in the parameters of all stages.
 
     Equivalent to ``torch.func.vmap(torch.func.grad(loss), (None, 0, 0))`` over samples, each a batch of one.
 
     Args:
-        stages: as in :func:`ppfunc.value_and_grad`; every leaf that they take or return beside the
-            parameters has a leading batch axis b, along which samples do not depend on each other. A split is
-            traced for a batch of one; it has no state.
-        loss_fn: ``loss(y, target) -> scalar``, here called with batches of one.
+        stages: as in :func:`ppfunc.value_and_grad`. Every leaf that they take or return, except the
+            parameters, has a leading batch axis b. Samples do not depend on each other. A split is traced for
+            a batch of one, and has no state.
+        loss_fn: ``loss(y, target) -> scalar``, called with batches of one.
         schedule, transport, engine, tied: as in :func:`ppfunc.value_and_grad`.
         samples: b, the number of samples in a microbatch.
-        randomness: ``"different"`` for stages that draw random numbers, or ``"same"``.
+        randomness: random numbers of a stage that draws some: ``"different"`` for each sample, or ``"same"``
+            for all; by default such a stage raises.
 
     Returns:
         ``step(params, inputs, targets, *, seed=None, extras=None) -> (loss, grads)``: the mean loss of the
-        samples (they have no weights, and their stages no state), and the gradients ``{stage: tree}`` with
-        leading axes [m, b]. Their norms over all stages, and the sum of clipped ones:
-        :func:`ppfunc.transforms.square_norms`, :func:`ppfunc.transforms.clipped_sum`.
+        samples, and the gradients ``{stage: tree}`` with leading axes [m, b]. Samples have no weights, and
+        stages no state. :func:`ppfunc.transforms.square_norms` gives the norms of the gradients over all
+        stages, :func:`ppfunc.transforms.clipped_sum` the sum of clipped ones.
 
     >>> from ppfunc import gpipe
     >>> step = per_sample_grad([lambda w, x: w * x] * 2, lambda y, target: y.sum(), gpipe(2, 1), samples=3)
@@ -60,7 +60,7 @@ def per_sample_grad(
     >>> step(params, torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3))
     (tensor(12.), {0: tensor([[3., 6., 9.]]), 1: tensor([[2., 4., 6.]])})
     """
-    whole = isinstance(stages, Split)  # what its stages pass on need not have a batch axis
+    whole = isinstance(stages, Split)  # values between its stages need not have a batch axis
     _require_per_sample(stages, samples)
     stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
     losses = per_sample_loss(loss_fn, joined=not whole)

@@ -95,7 +95,7 @@ class Agreement:
         return self._schedule.placement[stage]
 
     def keep(self, agreed: Agreed) -> Agreed:
-        """Keep what the ranks have agreed on, unless another thread has kept it meanwhile."""
+        """Keep the facts that the ranks agreed on. Return them, or those of a thread that was first."""
         with self._lock:
             key = agreed.shapes, autocast()
             agreed = self._agreed.get(key, agreed)
@@ -103,7 +103,7 @@ class Agreement:
         return agreed
 
     def _known(self, shapes: BatchShapes) -> Agreed | None:
-        """Look up what the ranks agreed on since the last failure, which all of them have or none."""
+        """Look up the facts that the ranks agreed on since the last failure: all ranks have them, or none."""
         return (
             self._agreed.get((shapes, autocast())) if self.generation == self.transport.generation else None
         )
@@ -117,7 +117,7 @@ class Agreement:
         return common, _call_terms(self._schedule, steps)
 
     def _meet(self, arguments: StepArguments) -> None:
-        """Compare with the peers what must be the same everywhere, and connect."""
+        """Compare options, forms and shared values, which must be the same on all ranks, and connect."""
         with self._lock:
             self._agreed.clear()
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
@@ -162,7 +162,7 @@ class Agreed(NamedTuple):
         shapes: of the batch.
         generation: number of failures of the transport before; a later failure makes this stale.
         received: the signatures on edges from other processes.
-        given: what stages of this process give, see :class:`Began`.
+        given: the signatures that stages of this process return, see :class:`Began`.
         losses: the form of the losses of all ranks, by stage of the schedule.
         shared: the forms of parameters that other processes hold too.
     """
@@ -178,11 +178,11 @@ class Agreed(NamedTuple):
 class Began:
     """A step that has begun on all ranks. Passes signatures between processes while it is lowered.
 
-    It takes what was agreed on before for these shapes, without messages. A process that would now send
-    something else is refused.
+    Facts agreed on before for these shapes are used without messages. A process that would now send another
+    signature raises.
 
     Args:
-        agreement: what the step belongs to.
+        agreement: of the step function.
         shapes: of the batch.
         agreed: the facts agreed on for these shapes before; None on all ranks if there are none.
     """
@@ -191,7 +191,7 @@ class Began:
         self.shapes, self.agreed, self._agreement = shapes, agreed, agreement
         self._received: Edges = {}
         self._early: Edges = {}
-        # By stage and the one that gets it: signatures of the microbatches; without one, of the losses.
+        # By stage and the stage that receives: signatures of the microbatches; None receives the losses.
         self._given: dict[tuple[int, int | None], tuple[object, ...]] = {}
 
     def require_same_layouts(self, form: StepForm) -> None:
@@ -234,7 +234,7 @@ class Began:
 
         Raises:
             AgreementError: ranks hold one parameter in different forms.
-            ValueError: a stage gives something else than the ranks agreed on before, or none gives a loss.
+            ValueError: a stage returns other forms than the ranks agreed on before, or none returns a loss.
         """
         self._given |= {(stage, None): (part.leaf,) for stage, part in lowered.losses.items()}
         frozen = {low.model_stage: low.function.frozen for low in lowered.stages.values()}
@@ -265,7 +265,7 @@ def _require_as_agreed(
     before: Mapping[tuple[int, int | None], tuple[object, ...]],
     model_stages: Sequence[int],
 ) -> None:
-    """Raise ValueError for a stage that gives something else than the ranks agreed on."""
+    """Raise ValueError for a stage that returns other forms than the ranks agreed on."""
     for stage, sink in {**before, **now}:
         got, known = (of.get((stage, sink), ()) for of in (now, before))
         if got != known:
@@ -313,7 +313,7 @@ def write_shapes(shapes: BatchShapes, run_before: bool) -> str:
 
 @lru_cache(maxsize=64)
 def read_shapes(text: str) -> tuple[BatchShapes, bool]:
-    """Read what :func:`write_shapes` wrote.
+    """Read the text of :func:`write_shapes`.
 
     >>> shapes = BatchShapes("4 microbatches of float32[2,3]", rows=2)
     >>> read_shapes(write_shapes(shapes, True)) == (shapes, True)

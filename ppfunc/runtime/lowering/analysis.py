@@ -30,10 +30,10 @@ class Memory(NamedTuple):
         params: the parameters of its stages.
         gradients: their sums.
         batch: inputs, targets and extras that this rank reads.
-        residuals: what forwards keep for their backwards, at the peak of live microbatches; None where an
-            engine cannot know it.
+        residuals: kept by forwards for their backwards, at the peak of live microbatches; None if an engine
+            cannot tell.
         messages: the largest message that it sends or receives.
-        outputs: what is kept for the caller: losses, outputs, metrics, the last state.
+        outputs: kept for the caller: losses, outputs, metrics, the last state.
     """
 
     params: int
@@ -220,7 +220,7 @@ def _memory(step: LoweredStep, programs: dict[Key, StageProgram], rank: int) -> 
 
 
 def _computed(schedule: Schedule, rank: int) -> Iterator[tuple[Op, Key]]:
-    """Yield what a rank computes for microbatches, in order."""
+    """Yield the instructions of a rank that compute for microbatches, in order."""
     for instruction in schedule.instructions(rank):
         for part in parts_of(instruction):
             if part.op in (Op.F, Op.B, Op.I, Op.W) and part.microbatch is not None:

@@ -38,7 +38,7 @@ class CompiledStep(NamedTuple):
     Args:
         lowered: where it comes from.
         programs: of every stage of this process, by (stage of the schedule, microbatch).
-        calls: what a step runs, in order.
+        calls: the functions that a step calls, in order.
         places: where in the schedule each call comes from.
     """
 
@@ -55,7 +55,7 @@ def compile_step(lowered: LoweredStep, programs: StagePrograms, data: DataTransp
     """Build the program of every stage, and bind every instruction.
 
     Args:
-        lowered: what every instruction means.
+        lowered: the meaning of every instruction.
         programs: of the stages, those with which the step was lowered.
         data: carries the messages; its connections are open.
 
@@ -126,7 +126,7 @@ class _Binder:
         self.late: list[Origin] = []
 
     def bind_all(self) -> list[PlacedCall]:
-        """Bind the steps of this process, each after what it consumes."""
+        """Bind the steps of this process, each after the steps whose values it consumes."""
         schedule, ranks = self._schedule, self._lowered.ranks
         steps: Sequence[tuple[int, int]] = [(ranks[0], n) for n in range(len(schedule.programs[ranks[0]]))]
         if len(ranks) > 1:
@@ -188,7 +188,7 @@ class _Binder:
             yield Transfer(instruction.op in SENDS, tag, peer, leaves, low.device)
 
     def _arrivals(self, place: Origin, part: Instruction) -> Iterator[PlacedCall]:
-        """Wait for what a forward or a backward consumes of other ranks."""
+        """Bind the waits for the values of other ranks that a forward or a backward consumes."""
         stage, microbatch = _key(part)
         low, forward = self._lowered.stages[stage, microbatch], part.op is Op.F
         for edge in low.sources if forward else low.sinks:
@@ -219,7 +219,7 @@ class _Binder:
                 raise AssertionError(part)  # lowering refuses it
 
     def _prepare(self, place: Origin, part: Instruction) -> Iterator[PlacedCall]:
-        """Bring what a forward, a backward or a part of one consumes."""
+        """Bind the loads, waits and gathers before a forward, a backward or a part of one."""
         key = _key(part)
         if part.op is Op.F:
             yield from _at(place, self._load(key))

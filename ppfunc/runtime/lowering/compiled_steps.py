@@ -72,11 +72,11 @@ def _modes(outline: Outline) -> tuple[bool, ...]:
 
 
 class Entry(NamedTuple):
-    """Compiled step, and under what it holds.
+    """Keep a compiled step with the conditions under which it may run.
 
     Args:
         form: of the arguments of the last call that ran it.
-        agreed: what the ranks agreed on for it.
+        agreed: the facts that the ranks agreed on for it.
         guards: modes of modules and autocast.
         compiled: the step.
         laid: how its DTensors lie.
@@ -96,7 +96,7 @@ Finder = Callable[[Sequence[StepArguments]], Entry]
 class CompiledSteps:
     """Owns the compiled steps of one step function, for a bounded number of forms.
 
-    Several threads may use it. What the ranks agreed on for them is its :class:`Agreement`'s.
+    Several threads may use it. Its :class:`Agreement` has the facts that the ranks agreed on.
 
     Args:
         pipeline: of the step function.
@@ -132,7 +132,7 @@ class CompiledSteps:
         return entry or self._build(steps[0], began)
 
     def lower(self, arguments: StepArguments) -> tuple[LoweredStep, Agreed, Guards]:
-        """Lower a step by itself, which is not kept; return under what it holds, too."""
+        """Lower a step without keeping it. Return it with the conditions under which it may run."""
         began = self._begin([arguments], "lowered, not run")
         lowered = self._lower(arguments, began)
         return lowered, began.conclude(lowered), Guards.now(lowered)

@@ -1,4 +1,4 @@
-"""Lower stages, a loss and a schedule to what every instruction means for given shapes; values only.
+"""Lower stages, a loss and a schedule to the meaning of every instruction for given shapes; values only.
 
 Stages are visited in the order of the data. Each is evaluated abstractly, once for every distinct input,
 which gives the signature of every edge. Nothing is traced, nothing runs, and no message is sent but the
@@ -47,14 +47,14 @@ def lower(
     exchange: Began | None = None,
     example: Callable[[int], Any] | None = None,
 ) -> LoweredStep:
-    """Work out what every instruction of the schedule means for arguments of this form.
+    """Find the meaning of every instruction of the schedule for arguments of this form.
 
     Args:
         stages: one function per stage of the model, None for those that no rank of this process runs.
         loss_fn: ``loss(y, target) -> scalar``, None where no loss is wanted.
         schedule: proved, with communication placed.
         form: signatures of the arguments.
-        spec: what the caller wants.
+        spec: the results that the caller wants.
         programs: of the stages, kept from step to step.
         ranks: the ranks of this process; by default all.
         exchange: passes signatures to and from other processes; needed where ``ranks`` are not all.
@@ -98,7 +98,10 @@ def lower(
 
 
 def stages_in_order(schedule: Schedule) -> Iterator[tuple[int, range]]:
-    """Yield every stage after all that it gets data from, with its microbatches; the same on every rank."""
+    """Yield every stage with its microbatches, each after the stages that send to it.
+
+    The order is the same on every rank.
+    """
     for chain in schedule.chains:
         for stage in chain.stages:
             yield stage, chain.microbatches
@@ -137,7 +140,7 @@ def _function(
 
 
 def _extras(form: StepForm, model_stage: int, m: int, function: StageFunction) -> tuple[Signature, ...]:
-    """Return signatures of what follows the input: the target, the extras, the state."""
+    """Return the signatures of the arguments after the input: the target, the extras, the state."""
     target = (form.targets[m],) if function.loss_fn is not None and form.targets is not None else ()
     extras = (form.extras[model_stage][m],) if model_stage in form.extras else ()
     state = (form.state[model_stage],) if model_stage in form.state else ()

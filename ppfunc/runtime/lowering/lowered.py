@@ -1,4 +1,4 @@
-"""Describe a lowered step: what every stage and every edge is for arguments of one form."""
+"""Describe a lowered step: every stage and every edge for arguments of one form."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ class Edge(NamedTuple):
 
     Args:
         stage: the stage of the schedule at the other end, ``BATCH`` for the batch.
-        signature: of what travels.
+        signature: of the value that travels.
     """
 
     stage: int
@@ -43,7 +43,7 @@ class Edge(NamedTuple):
         return tuple(leaf for leaf in self.leaves if leaf.grad)
 
     def travelling(self, forward: bool) -> tuple[LeafSignature, ...]:
-        """Return signatures of what a message holds, of activations or of their gradients."""
+        """Return the signatures of the leaves of a message, of activations or of their gradients."""
         return self.leaves if forward else self.carrying
 
 
@@ -60,7 +60,7 @@ class LoweredStage(NamedTuple):
         sources: where the parts of its input come from: the stage before or the batch, then skip connections.
         sinks: where its output goes: the stage after it, if any, then skip connections.
         loss: signature of the loss, None where the stage has none.
-        outputs, metrics, state: signatures of what is not differentiated, in the order of the output.
+        outputs, metrics, state: signatures of the results that are not differentiated, in their order.
     """
 
     model_stage: int
@@ -87,7 +87,7 @@ class LoweredStep(NamedTuple):
 
     Args:
         schedule: proved, with communication placed.
-        spec: what is wanted.
+        spec: the results that the caller wants.
         form: of the arguments.
         ranks: those of this process.
         stages: the stages of this process, by (stage of the schedule, microbatch).

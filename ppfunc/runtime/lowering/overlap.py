@@ -18,12 +18,11 @@ Overlapped = Callable[[Program, tuple[Any, ...], Program, tuple[Any, ...]], tupl
 
 
 def interleaved() -> Overlapped:
-    """Run both as one traced program, their operators in turn; with the same bits where
-    kernels are deterministic.
+    """Run the forward and the backward of a pair as one traced program, their operators in turn.
 
-    For ``overlapped=`` of :func:`~ppfunc.value_and_grad`, with the graph engine. What one of the two
-    leaves idle the other can use: kernels that are launched while a collective in the other is on
-    its way. Compiled programs become one that inductor schedules as a whole.
+    Pass it as ``overlapped=`` to :func:`~ppfunc.value_and_grad`, with the graph engine. The kernels of one
+    run while a collective of the other is on its way. Compiled programs become one that inductor schedules
+    as a whole. The bits are those of running both in turn if kernels are deterministic.
 
     Raises (when a pair runs):
         TypeError: the stages have another engine, or are captured in CUDA graphs.
@@ -55,13 +54,11 @@ def _recipe(program: Program) -> Any:
 
 
 def two_streams() -> Overlapped:
-    """Run the backward on a stream of its own beside the forward.
+    """Run the backward of a pair on a stream of its own beside the forward.
 
-    The results are bitwise the same where kernels are deterministic and do not choose by the stream: cuBLAS
-    may, unless ``CUBLAS_WORKSPACE_CONFIG`` is set.
-
-    For ``overlapped=`` of :func:`~ppfunc.value_and_grad`, with any engine. Both begin when what was
-    issued before is done, and what follows waits for both.
+    Pass it as ``overlapped=`` to :func:`~ppfunc.value_and_grad`, with any engine. Both begin after the work
+    issued before, and later work waits for both. The bits are those of running both in turn if kernels are
+    deterministic, whatever their stream: set ``CUBLAS_WORKSPACE_CONFIG`` for those of cuBLAS.
 
     Raises:
         ValueError: there is no accelerator; or, when a pair runs, the stages do not compute on one.
@@ -76,11 +73,11 @@ def two_streams() -> Overlapped:
     def overlapped(
         forward: Program, arguments: tuple[Any, ...], backward: Program, others: tuple[Any, ...]
     ) -> tuple[Any, Any]:
-        given = [t for t in tree_leaves((arguments, others)) if isinstance(t, torch.Tensor)]
-        device = next((t.device for t in given), torch.device("cpu"))
+        tensors = [t for t in tree_leaves((arguments, others)) if isinstance(t, torch.Tensor)]
+        device = next((t.device for t in tensors), torch.device("cpu"))
         if not accelerates(device):
             raise ValueError(
-                f"two_streams() got stages that compute on {device}; leave out overlapped= where there is no"
+                f"two_streams() got stages that compute on {device}; leave out overlapped= without an"
                 " accelerator"
             )
         here, beside = current_stream(device), streams[device]

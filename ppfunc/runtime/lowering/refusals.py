@@ -1,4 +1,4 @@
-"""Refuse what a step would not honour, and warn of stages that do not train."""
+"""Refuse instructions and options that a step would not carry out; warn of stages that do not train."""
 
 from collections.abc import Iterable
 

@@ -68,7 +68,13 @@ def restore_params(low: LoweredStage, key: Key) -> Call:
 
 
 class Moving(NamedTuple):
-    """Residuals, by their numbers those that move to another device, and when they are there."""
+    """Residuals on their way to another device.
+
+    Args:
+        resting: all of them, with None for those that move.
+        moving: copies of those that move, by their place in ``resting``.
+        done: the event after which the copies are complete.
+    """
 
     resting: tuple[Any, ...]
     moving: dict[int, torch.Tensor]
@@ -76,9 +82,9 @@ class Moving(NamedTuple):
 
 
 def offload(low: LoweredStage, key: Key, streams: SideStreams) -> Call | None:
-    """Begin to move residuals to the host, beside what the device computes.
+    """Begin to move residuals to the host while the device computes.
 
-    Parameters, held by reference, stay where they are, and so does what is on the host.
+    Parameters, held by reference, stay where they are, and so do residuals on the host.
     """
     model_stage, device = low.model_stage, low.device
     fault, mend = f"the residuals of stage {model_stage} cannot be moved", "a schedule without OFFLOAD"
@@ -144,7 +150,7 @@ def _tensors(buffers: Buffers, key: Key, fault: str, mend: str) -> tuple[Any, ..
     saved = buffers.residuals[key]
     if not all(isinstance(t, torch.Tensor | Held) for t in saved):
         raise TypeError(
-            f"{fault}: its engine keeps something else than tensors; use the graph engine without"
+            f"{fault}: its engine keeps values other than tensors; use the graph engine without"
             f" cuda_graphs=True, or {mend}"
         )
     return saved

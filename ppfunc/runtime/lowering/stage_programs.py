@@ -91,7 +91,7 @@ class _Traced(NamedTuple):
     """Evaluation of a stage, valid while its modules are in the states of then.
 
     Args:
-        function: what was evaluated; kept alive, since keys have its number.
+        function: the one evaluated; kept alive, since keys have its ``id``.
         states: of the modules that ran.
         outline: the evaluation.
         programs: the program that was built of it, if one was.
@@ -147,11 +147,11 @@ class StagePrograms:
         """Build the program of a stage, or return that of an equal one.
 
         Args:
-            known: what :meth:`outline` gave for this function and example.
+            known: the result of :meth:`outline` for this function and example.
 
         Raises:
             StageError: the engine cannot serve it.
-            TypeError: the engine returned something else than a program.
+            TypeError: the engine returned no :class:`StageProgram`.
         """
         with without_transforms(), process_lock:
             same_form = self._of(function).get(function.key(example, device), [])
@@ -188,7 +188,7 @@ def _modules_referred(function: Any) -> Iterator[nn.Module]:
 
 
 def _referred(function: Any) -> Iterator[Any]:
-    """Yield what a function refers to by name, or what a callable object has as attributes."""
+    """Yield the values that a function refers to by name, or the attributes of a callable object."""
     match function:
         case FunctionType():
             yield from (cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))

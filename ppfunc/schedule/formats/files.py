@@ -27,9 +27,9 @@ def read_schedule(path: str | PathLike[str]) -> Schedule:
 
 
 def parse(text: str, name: str) -> tuple[Schedule, Timeline | None]:
-    """Read a schedule from text, and its times if that is a trace; raise as :func:`read_schedule`.
+    """Read a schedule from text, and its times if the text is a trace.
 
-    ``name`` is for texts that have none.
+    Raises as :func:`read_schedule`. A schedule whose text has no name gets ``name``.
     """
     if not text.strip():
         raise FormatError(

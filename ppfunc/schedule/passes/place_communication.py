@@ -92,7 +92,7 @@ def place_communication(schedule: Schedule, *, lookahead: int = 0) -> Schedule:
 
 
 def _computes(program: Program, ends: Sequence[int], lookahead: int) -> Computes:
-    """Where the computes of a program stand, which end at these times."""
+    """Find the places of the computes of a program, given the times at which they end."""
     computes = list(map(COMPUTE.__contains__, map(itemgetter(0), chain.from_iterable(program))))
     indices = list(compress(count(), computes))
     end = dict(zip(indices, ends, strict=True))

@@ -15,22 +15,22 @@ from ..tree import tree_flatten, tree_leaves, tree_map
 def ensemble(
     stages: Sequence[Stage], loss_fn: Loss, *, randomness: str = "error"
 ) -> tuple[list[Stage], Loss]:
-    """Stages and a loss for k models of the same architecture, that see the same batch.
+    """Make stages and a loss for k models of the same architecture that see the same batch.
 
     Every leaf of the parameters gets a leading axis k (``torch.func.stack_module_state``, or
-    ``torch.stack``); what travels between the stages has it too. The losses are a tensor[k]; their
-    sum has the gradients of k separate trainings::
+    ``torch.stack``), and so does every leaf between stages. The losses are a tensor[k]. Their sum has
+    the gradients of k separate trainings::
 
         step = pp.value_and_grad(*pp.ensemble(stages, loss_fn), schedule, transport, loss_shape=(k,))
         losses, grads = step(params, inputs, targets)
 
-    Extras are seen by all models, an auxiliary loss becomes a tensor[k], metrics get the axis k.
+    All models see the same extras. An auxiliary loss becomes a tensor[k]. Metrics get the axis k.
 
     Args:
-        stages: one per stage of the model; without state, the first with parameters.
+        stages: one per stage of the model. The first has parameters, none has a state.
         loss_fn: ``loss(y, target) -> scalar``.
-        randomness: ``"different"`` for models that draw each its own random numbers, ``"same"`` for all
-            the same ones; by default a stage that draws is refused.
+        randomness: random numbers of a stage that draws some: ``"different"`` for each model, or ``"same"``
+            for all; by default such a stage raises.
 
     >>> stages, loss = ensemble([lambda w, x: w * x] * 2, lambda y, target: y - target)
     >>> hidden = stages[0](torch.tensor([1.0, 2.0]), torch.tensor(3.0))
@@ -59,7 +59,7 @@ def ensemble(
 
 
 def _inward(prefix: Any) -> Any:
-    """Move placements for an axis in front of a tensor."""
+    """Shift placements by a new axis in front of a tensor."""
     from torch.distributed.tensor import Shard
 
     return tree_map(

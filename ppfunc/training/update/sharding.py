@@ -45,10 +45,11 @@ def shard(leaves: Sequence[Tensor], dims: Dims, ranks: int, rank: int) -> tuple[
 def gather(
     shards: Sequence[Tensor], dims: Dims, ranks: Collective, *, most: int = MOST
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """Begin to gather whole leaves of the shards of all ranks: see :func:`shard`.
+    """Begin to gather whole leaves from the shards of all ranks, those of :func:`shard`.
 
     Returns:
-        What waits for them, once: whole leaves in new memory; leaves that are not cut stay as they are.
+        A function to call once. It waits, and returns the whole leaves in new memory. Leaves that are not cut
+        are returned as they are.
     """
     whole = [s.detach() for s in shards]
     cut = [n for n, dim in enumerate(dims) if dim is not None]
