@@ -189,6 +189,14 @@ extern "C" void set_error(const char* text) { error = text; }
 // The number of a piece of pinned memory, or 0.
 extern "C" int64_t pinned_number(const void* p) { return number_of(p); }
 
+// Exchange the memory of two storages.
+extern "C" void exchange_memory(c10::StorageImpl* one, c10::StorageImpl* other) {
+  auto size = one->nbytes();
+  std::swap(one->_mutable_data_ptr_no_checks(), other->_mutable_data_ptr_no_checks());
+  one->set_nbytes(other->nbytes());
+  other->set_nbytes(size);
+}
+
 // Storages may be freed while an error of Python is set, when no Python may run: note their addresses.
 extern "C" void note_freed(void* block) {
   std::lock_guard<std::mutex> held(freed_lock);

@@ -63,6 +63,7 @@ def library() -> Any:
     """Load the library, whose functions keep the lock of the interpreter."""
     loaded = ctypes.PyDLL(str(build()))
     loaded.take_freed.restype = ctypes.c_void_p
+    loaded.exchange_memory.argtypes = [ctypes.c_void_p] * 2
     loaded.pinned_number.restype, loaded.pinned_number.argtypes = ctypes.c_int64, [ctypes.c_void_p]
     return loaded
 

@@ -74,6 +74,7 @@ class _DLTensor(ctypes.Structure):
 _CUDA, _UINT = 2, 1  # of DLPack
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype, _capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_resize = torch.UntypedStorage.resize_
 _ONE = (ctypes.c_int64 * 1)(1)
 _structures: dict[int, tuple[Any, Memory, Block]] = {}  # of tensors that live, whichever simulation made them
 
@@ -112,6 +113,18 @@ class Memory:
         structure = _DLTensor(address, _CUDA, index, 1, _UINT, 8, 1, shape, _ONE, 0, None, deleter)
         _structures[ctypes.addressof(structure)] = (structure, shape), self, block
         return torch.utils.dlpack.from_dlpack(_capsule(ctypes.addressof(structure), b"dltensor", None))
+
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Free the memory of a storage, or allocate some for one that has none."""
+        if storage.device.type != "cuda":
+            _resize(storage, size)
+            return
+        if size and storage.nbytes():
+            raise NotImplementedError(
+                f"a storage of {storage.nbytes()} bytes is resized to {size}, which is not simulated"
+            )
+        fresh = self.empty((size,), (1,), torch.uint8, storage.device.index).untyped_storage()
+        guard.library().exchange_memory(storage._cdata, fresh._cdata)
 
     def collect(self) -> None:
         """Give what was freed since the last call to its stream at once, or to the pool of its graph."""

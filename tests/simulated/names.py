@@ -11,7 +11,7 @@ import gc
 import itertools
 import time
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partialmethod
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -262,6 +262,10 @@ def _serve(op: Any, *args: Any, **kwargs: Any) -> Any:
     return _operators(op, *args, **kwargs)
 
 
+def _resize(storage: torch.UntypedStorage, gpu: Device, size: int) -> None:
+    gpu.memory.resize(storage, size)
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
@@ -329,6 +333,8 @@ def simulated(**options: Any) -> Iterator[Device]:
         generic = {**names, "Graph": AcceleratorGraph, "empty_host_cache": _nothing}
         known = {name: generic[name] for name in _GENERIC if hasattr(torch.accelerator, name)}
         stack.enter_context(mock.patch.multiple(torch.accelerator, **known))
+        resize = partialmethod(_resize, gpu)
+        stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
         yield gpu
 
 

@@ -200,6 +200,20 @@ def test_a_copy_between_devices_orders_both(gpu):
     assert c.tolist() == [3] * 4
 
 
+def test_a_storage_is_freed_and_allocated_again(gpu):
+    before, x = gpu.memory.now(0), torch.ones(64, device="cuda")
+    x.untyped_storage().resize_(0)
+    assert gpu.memory.now(0) == before
+    assert (x.size(), x.untyped_storage().nbytes()) == ((64,), 0)
+    x.untyped_storage().resize_(256)
+    assert gpu.memory.now(0) == before + 256
+    assert x.isnan().all().item()
+    assert x.fill_(2).sum().item() == 128
+    host = torch.ones(2)
+    host.untyped_storage().resize_(16)
+    assert host.untyped_storage().nbytes() == 16
+
+
 def test_host_waits_are_counted_by_kind(gpu):
     a = ones(40000)
     gpu.waits.clear()

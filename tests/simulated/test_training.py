@@ -180,7 +180,7 @@ def train(rank, size, device, shape, shard, build):
         return [(m.loss.item(), m.grad_norm.item(), m.scale.item()) for m in found], params
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer"])
+@pytest.mark.parametrize("shard", ["none", "optimizer", "params"])
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=["1x2", "2x2"])
 def test_a_trainer_with_data_ranks_gives_the_bits_of_gloo(ranks, shape, shard):
     size = shape[0] * shape[1]
