@@ -43,8 +43,9 @@ def attach(
 
     def load(name: str) -> Any:
         if name not in module_of:
-            homes = [] if name.startswith("_") else [home for home in look_in if hasattr(load(home), name)]
-            raise _unknown(package, name, sorted(module_of), homes)
+            homes = [] if name.startswith("_") else look_in
+            places = {inner: f"{home}.{inner}" for home in reversed(homes) for inner in dir(load(home))}
+            raise _unknown(package, name, sorted(module_of), places)
         module = module_of[name]
         if not module:
             return import_module(f"{package}.{name}")
@@ -74,10 +75,9 @@ def late(module: str, name: str) -> Callable[..., Any]:
     return call
 
 
-def _unknown(package: str, name: str, names: list[str], homes: list[str]) -> AttributeError:
-    if homes:
-        mend = f"; it is {package}.{homes[0]}.{name}"
-    else:
-        mend = suggestion(name.replace("1f1b", "one_f_one_b"), names) or f"; dir({package}) lists its names"
+def _unknown(package: str, name: str, names: list[str], places: dict[str, str]) -> AttributeError:
+    mend = "" if name in places else suggestion(name.replace("1f1b", "one_f_one_b"), names)
+    place = places.get(name) or {inner.lower(): place for inner, place in places.items()}.get(name.lower())
+    mend = mend or (f"; it is {package}.{place}" if place else f"; dir({package}) lists its names")
     # The name without the object: with both, Python's traceback would add a suggestion of its own.
     return AttributeError(f"module {package!r} has no attribute {name!r}{mend}", name=name)

@@ -86,8 +86,8 @@ def unpacked(
     if not isinstance(stages, Split):
         if not isinstance(stages, Sequence) or isinstance(stages, str):
             raise TypeError(
-                f"stages: got {shown(stages)}, expected a list of functions, one per stage, or what"
-                " ppfunc.split returns"
+                f"stages: got {shown(stages)}, expected a list of functions, one per stage, or a model that"
+                " was split, ppfunc.split(model, args, at=...)"
             )
         return stages, schedule, read_tied(tied, schedule, parts)
     _require_count(stages.stages, schedule)

@@ -176,6 +176,8 @@ def test_an_unknown_name_is_answered_with_the_nearest():
     ):
         with pytest.raises(AttributeError, match=rf"no attribute {name!r}; it is ppfunc.{home}.{name}$"):
             getattr(ppfunc, name)
+    with pytest.raises(AttributeError, match="no attribute 'AdamW'; it is ppfunc.optim.adamw$"):
+        ppfunc.AdamW  # noqa: B018
     with pytest.raises(AttributeError, match="did you mean 'dualpipev'"):
         ppfunc.DualPipeV  # noqa: B018
     with pytest.raises(AttributeError, match=r"no attribute 'xyz'; dir\(ppfunc.schedule\) lists its names"):

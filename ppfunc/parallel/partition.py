@@ -127,7 +127,9 @@ class Partition:
 
     def _require_length(self, items: Sequence[object]) -> None:
         if len(items) != self.layers:
-            raise ValueError(f"expected one item for each of the {self.layers} layers, got {len(items)}")
+            raise ValueError(
+                f"got {len(items)} items, expected {self.layers}, one for each layer of the partition"
+            )
 
 
 def partition_uniform(

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ppfunc.schedule import Schedule
+from ppfunc.schedule.arguments import require_type
 from ppfunc.stage._torch import version
 from ppfunc.stage.process import process_lock
 
@@ -94,6 +95,9 @@ def materialize(
         module = modules[stage]
         if module is None:
             continue
+        require_type(
+            f"stages[{stage}]", module, nn.Module, "a torch.nn.Module, or None for a stage of another process"
+        )
         leaves = stages.params[stage] if isinstance(stages, Split) else dict(module.named_parameters())
         if not isinstance(stages, Split):
             _require_buffers(stage, module)
@@ -115,11 +119,11 @@ def _stages_of_rank(
     """List the stages of the model that this rank runs."""
     if schedule is None:
         if mesh is not None:
-            raise ValueError("got a mesh and no schedule, which says what stages each of its ranks has")
+            raise ValueError("mesh: got one, and no schedule, which says which stages each of its ranks has")
         return range(stages)
     if max(schedule.model_stages) + 1 != stages:
         raise ValueError(
-            f"got {stages} stages, expected {max(schedule.model_stages) + 1}, those of the schedule"
+            f"stages: got {stages}, expected {max(schedule.model_stages) + 1}, those of the schedule"
             f" {schedule.name!r}"
         )
     if mesh is None:
@@ -141,7 +145,7 @@ def _require_buffers(stage: int, module: nn.Module) -> None:
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise ValueError(
-                f"buffer {name} of stage {stage} is on meta: buffers are not drawn, give it its values before"
+                f"stages[{stage}]: its buffer {name} is on meta, and buffers are not drawn; fill it before"
             )
 
 

@@ -178,9 +178,10 @@ def _call(
         reason = data_dependence(error)
     except Exception as error:
         reason = (
-            f"it raised {type(error).__name__}{line_of(error)} when it was called without values: {error}"
+            f"it raised {type(error).__name__}{line_of(error)} when it was called without values:"
+            f" {str(error).rstrip('.')}"
         )
-        raise StageError(MODEL, reason, f"if it runs with values, {BY_HAND}") from error
+        raise StageError(MODEL, reason, f"call the model on args; if that works, {BY_HAND}") from error
     raise StageError(MODEL, reason, f"make that part independent of values, or {BY_HAND}")
 
 

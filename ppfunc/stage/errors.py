@@ -24,8 +24,8 @@ class StageError(RuntimeError):
 
     Args:
         stage: its name.
-        reason: what was got, and what was expected.
-        instead: what to use or change; empty if the reason says enough.
+        reason: the fault: got and expected.
+        instead: the mend; empty if the reason says enough.
     """
 
     def __init__(self, stage: str, reason: str, instead: str) -> None:
@@ -37,13 +37,12 @@ class StageError(RuntimeError):
 
 
 def raised(error: BaseException) -> str:
-    """Tell what was raised, where, and what was noted of it."""
+    """Describe an error: its type, the user's line, its text and its notes."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    if "Autograd not support dtype" in str(
-        error
-    ):  # so torch says where an operator takes integers beside what has a gradient
+    text = str(error)
+    if "Autograd not support dtype" in text:  # torch's words for integers beside a tensor with a gradient
         notes += " (an operator on floating numbers was given integers; convert them, as x.float() does)"
-    return f"it raised {type(error).__name__}{line_of(error)}: {error}{notes}"
+    return f"it raised {type(error).__name__}{line_of(error)}: {text.rstrip('.')}{notes}"
 
 
 def first_line(error: BaseException) -> str:

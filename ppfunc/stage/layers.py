@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ppfunc.parallel.partition import Partition
+from ppfunc.schedule.arguments import require_type
 
 Layer = Callable[..., Any]  # layer(params, x, *extras) -> y
 
@@ -26,6 +27,7 @@ def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[La
         Stages whose ``params`` is the tuple of the params of their layers, see `params_of_stages`.
 
     Raises:
+        TypeError: not a partition.
         ValueError: the partition is for another number of layers.
 
     >>> layers = [lambda p, x: p + x, lambda p, x: p * x, lambda p, x: x - p]
@@ -33,6 +35,7 @@ def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[La
     >>> stages[1]((1,), stages[0]((2, 3), 4))
     17
     """
+    require_type("partition", partition, Partition, "a Partition, such as partition_layers(layers, stages)")
     return [
         _stage(chosen, interval)
         for chosen, interval in zip(partition.split(layers), partition.intervals, strict=True)

@@ -80,8 +80,8 @@ def canonical(
         out = fn(params, x, *rest)
         if out is None:
             raise TypeError(
-                "it returned None, expected its activation: end it with `return y`; where there is none,"
-                " return ()"
+                "it returned None, expected its activation: end it with `return y`, or with `return ()` if it"
+                " has none"
             )
         if not isinstance(out, Output):
             out = Output(out)

@@ -183,9 +183,7 @@ class Signature:
         return self.unflatten(map(distributed, leaves, layouts) if any(layouts) else leaves)
 
     def require(self, tree: Any, name: str) -> tuple[torch.Tensor, ...]:
-        """Return the leaves of ``tree``, of a DTensor this rank's part, if they have this signature.
-
-        Flags of gradients are not compared.
+        """Return the leaves of ``tree``, of DTensors the local parts. Flags of gradients are not compared.
 
         Raises:
             ValueError: another structure, shape or dtype; the message names the leaf.
@@ -277,8 +275,10 @@ def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], Py
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             got, expected = f"{_SHORT.repr(leaf)} of type {type(leaf).__name__}", "a tensor"
-            mend = "bind constants with functools.partial, or make tensors of them"
-            if isinstance(leaf, Mapping | list | tuple | set) or is_dataclass(leaf):
+            mend = "make it one, as torch.as_tensor does, or bind a constant with functools.partial"
+            if isinstance(leaf, torch.nn.Module):
+                mend = "give ppfunc.stage_from_module(module).params"
+            elif isinstance(leaf, Mapping | list | tuple | set) or is_dataclass(leaf):
                 got += ", a class that neither optree nor torch.utils._pytree knows"
                 mend = "make it a dict or a tuple of tensors, or register its class with one of them"
         elif leaf.is_nested or leaf.layout is not torch.strided:
@@ -287,13 +287,10 @@ def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], Py
             mend = (
                 "carry a padded tensor and the lengths"
                 if leaf.is_nested
-                else "carry its to_dense(), or its parts"
+                else "carry its to_dense(), or parts"
             )
         elif is_dtensor(leaf) and any(placement.is_partial() for placement in leaf.placements):
-            got, expected = (
-                "a DTensor whose ranks hold parts of a sum",
-                "one that is whole or cut on each rank",
-            )
+            got, expected = "a DTensor whose ranks hold parts of a sum", "one that is whole or cut on a rank"
             mend = "redistribute it: x.redistribute(placements=[Replicate()])"
         else:
             continue

@@ -37,10 +37,12 @@ def test_a_stage_says_which_layers_it_has():
 
 def test_numbers_of_layers_have_to_fit():
     partition = Partition((0, 2, 3))
-    with pytest.raises(ValueError, match="each of the 3 layers, got 2"):
+    with pytest.raises(ValueError, match="got 2 items, expected 3, one for each layer"):
         stages_from_layers([affine] * 2, partition)
-    with pytest.raises(ValueError, match="each of the 3 layers, got 4"):
+    with pytest.raises(ValueError, match="got 4 items, expected 3, one for each layer"):
         params_of_stages([1] * 4, partition)
+    with pytest.raises(TypeError, match=r"partition: got \[1, 2\] of type list, expected a Partition"):
+        stages_from_layers([affine] * 3, [1, 2])
     for wrong in ({0: (1, 2)}, {0: (1,), 1: (2, 3)}, {1: (1, 2), 2: (3,)}):
         with pytest.raises(ValueError, match=r"stages of sizes \{0: 2, 1: 1\}, got"):
             params_of_layers(wrong, partition)

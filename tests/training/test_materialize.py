@@ -162,8 +162,10 @@ def test_odd_leaves():
     assert materialize([own])[0]["weight"].data_ptr() == own.weight.data_ptr()
     with torch.device("meta"):
         normed = nn.BatchNorm1d(3)
-    with pytest.raises(ValueError, match="buffer running_mean of stage 0 is on meta: buffers are not drawn"):
+    with pytest.raises(ValueError, match=r"stages\[0\]: its buffer running_mean is on meta"):
         materialize([normed])
+    with pytest.raises(TypeError, match=r"stages\[1\]: got 'x' of type str, expected a torch.nn.Mod"):
+        materialize([own, "x"])
 
 
 def of_a_mesh(rank, size, build):
@@ -178,9 +180,9 @@ def of_a_mesh(rank, size, build):
         materialize(blocks, schedule, mesh, pipe="pipe")
     with pytest.raises(ValueError, match="the axis 'dp' has 1 ranks, expected 2"):
         materialize(blocks, schedule, mesh, pipe="dp")
-    with pytest.raises(ValueError, match="got 1 stages, expected"):
+    with pytest.raises(ValueError, match="stages: got 1, expected"):
         materialize(blocks[:1], schedule, mesh)
-    with pytest.raises(ValueError, match="got a mesh and no schedule"):
+    with pytest.raises(ValueError, match="mesh: got one, and no schedule"):
         materialize(blocks, mesh=mesh)
     return sorted(own), all(same(own[stage], whole[stage]) for stage in own)
 

@@ -115,7 +115,12 @@ def test_a_chain_that_clips_can_be_taken_apart():
 @pytest.mark.parametrize(
     ("clip", "optimizer", "error", "words"),
     [
-        (sgd(0.1), sgd(0.1), TypeError, "clip: got Optimizer.*, expected such as ppfunc.optim.clip_by"),
+        (
+            sgd(0.1),
+            sgd(0.1),
+            TypeError,
+            "clip: got Optimizer.*, expected a clip first, such as ppfunc.opt",
+        ),
         (clip_by_global_norm(1.0), 3, TypeError, "optimizer: got 3 .*, expected init and update"),
         (
             clip_by_global_norm(1.0),

@@ -138,7 +138,9 @@ def _require_fit(contents: Contents, wanted: Mapping[str, str]) -> None:
         raise ValueError(f"like lacks {listed(more)}, which {where} has; {mend}")
     for name, form in wanted.items():
         if stored[name] != form:
-            raise ValueError(f"{where}: {escaped(name)} is {stored[name]}, like has {form}")
+            raise ValueError(
+                f"{where}: {escaped(name)} is {stored[name]}, like has {form}; give like= a leaf of that form"
+            )
 
 
 def _read(contents: Contents, leaves: Leaves) -> list[Leaf]:

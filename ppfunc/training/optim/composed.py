@@ -99,7 +99,9 @@ def chain(clip: Clip, optimizer: Optimizer) -> Optimizer:
     [tensor([-0.6000, -0.8000])]
     """
     if not isinstance(clip, Clip):
-        raise TypeError(f"clip: got {shown(clip)}, expected such as ppfunc.optim.clip_by_global_norm(1.0)")
+        raise TypeError(
+            f"clip: got {shown(clip)}, expected a clip first, such as ppfunc.optim.clip_by_global_norm(1.0)"
+        )
     require_pair("optimizer", optimizer)
     if getattr(optimizer, "clipped", None) is not None:
         raise ValueError(f"optimizer: got {text_of(optimizer)}, which clips already; expected one clip")
