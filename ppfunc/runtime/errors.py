@@ -13,13 +13,13 @@ from ppfunc.schedule.formats.text import parse_instruction
 
 
 class PipelineError(RuntimeError):
-    """Raised where a step failed: nothing was returned and nothing was changed.
+    """Raised if a step failed: nothing was returned and nothing was changed.
 
     Args:
         rank: the rank that failed first.
         position: index of the step in that rank's program, or None before the program began.
         instruction: the instruction that failed, or None outside the program.
-        reason: what went wrong, in one sentence.
+        reason: the fault, in one sentence.
         reported_by: the rank that raises this error; by default the one that failed.
     """
 
@@ -43,12 +43,12 @@ class PipelineError(RuntimeError):
 
     @property
     def stage(self) -> int | None:
-        """Stage of the failed instruction."""
+        """Return the stage of the failed instruction."""
         return None if self.instruction is None else self.instruction.stage
 
     @property
     def microbatch(self) -> int | None:
-        """Microbatch of the failed instruction."""
+        """Return the microbatch of the failed instruction."""
         return None if self.instruction is None else self.instruction.microbatch
 
     def _message(self) -> str:
@@ -66,7 +66,7 @@ class PipelineError(RuntimeError):
 
 
 class AgreementError(RuntimeError):
-    """Ranks of a pipeline were given different programs; raised on every rank before a step begins."""
+    """Raised on every rank before a step begins if ranks were given different programs or batches."""
 
 
 CLOSED = "got a call on a P2P() that has been closed; make a new one, on every rank"
@@ -115,12 +115,12 @@ class StepFailed(Exception):
 
 
 def in_step(n: int, count: int) -> str:
-    """Say which step of a call has failed, where it runs several."""
+    """Name the step of a call that has failed, if the call runs several."""
     return f"; in step {n} of {count}, counted from 0" if count > 1 else ""
 
 
 class LinkError(ConnectionError):
-    """Raised where a message cannot be received or sent.
+    """Raised if a message cannot be received or sent.
 
     Args:
         peer: the rank at the other end.
@@ -135,7 +135,7 @@ class LinkError(ConnectionError):
 
 
 class FailureRecord(NamedTuple):
-    """Failure as it travels: what :class:`PipelineError` takes, and whether it is an AgreementError."""
+    """Failure in the form in which ranks send it: fields of PipelineError, or of AgreementError."""
 
     rank: int
     position: int | None

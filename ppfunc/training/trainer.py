@@ -59,17 +59,17 @@ class Trainer:
 
     Args:
         stages, loss_fn, engine, tied, trainable: as in :func:`value_and_grad`.
-        schedule: what every rank of a pipeline does; ``REDUCE_TIED``, ``REDUCE_GRAD`` and ``STEP`` are placed
-            anew.
+        schedule: the program of every rank of a pipeline. ``REDUCE_TIED``, ``REDUCE_GRAD`` and ``STEP`` are
+            placed anew.
         optimizer: updates one stage at a time. ``chain(clip_by_global_norm(1.0), adamw(1e-3))`` clips by the
             norm of all stages and ranks.
         transport: ``P2P(mesh=mesh, axes=axes, shard=...)`` for the ranks of a mesh that train together;
             ``InProcess()`` by default. :class:`P2P` says what ``shard`` cuts over the data ranks.
         precision: dtypes of computing, reducing and keeping parameters, and the scale of the loss.
-        on_nonfinite: where loss or gradients are not finite: ``"skip"`` the update, and what it would have
-            changed in states of stages; ``"raise"`` on every rank, with the rank, stage, microbatch and
-            instruction that was first (reads a number of the device in every step, and runs the step again
-            where it fails); or ``"ignore"`` it.
+        on_nonfinite: what a step does if loss or gradients are not finite. ``"skip"`` leaves parameters,
+            optimizer and states of stages as they were. ``"raise"`` raises on every rank and names the rank,
+            stage, microbatch and instruction that was first; it reads a number from the device in every step,
+            and runs a step that fails a second time. ``"ignore"`` updates all the same.
 
     Parameters, inputs and the leaves of the state are tensors or DTensors; a stage gets the local tensors.
     Once, before the first step and after a failure, ranks compare their options, the hyperparameters of
@@ -136,9 +136,9 @@ class Trainer:
                 leaves it as it is.
 
         Raises:
-            TypeError, ValueError: other stages than those of this process, or leaves that are no tensors, or
-                of a dtype that no checkpoint holds; stages that share memory and are not tied, which updates
-                would drive apart; a state where other ranks run other batches, and would each have another.
+            TypeError, ValueError: other stages than those of this process; leaves that are no tensors, or of
+                a dtype that no checkpoint holds; stages that share memory and are not tied, which updates
+                would drive apart; a state with several data ranks, each of which would get another.
         """
         self._require_open()
         stages, state = self._ranks.stages, {} if state is None else state
@@ -183,16 +183,16 @@ class Trainer:
         """Run one step on the batch of this data rank.
 
         Args:
-            inputs, targets, seed, extras: as of :func:`ppfunc.value_and_grad`. Random numbers depend on the
+            inputs, targets, seed, extras: as in :func:`ppfunc.value_and_grad`. Random numbers depend on the
                 place of a microbatch among those of all data ranks.
-            loss_weights: how much each microbatch counts, such as its number of tokens; divided by their sum
-                over all data ranks. By default all count the same. Every rank gives some or none does. A
-                microbatch of weight 0 contributes nothing, as of :func:`ppfunc.value_and_grad`.
+            loss_weights: weight of every microbatch, such as its number of tokens; divided by their sum over
+                all data ranks. Equal by default. All ranks pass weights, or none does. A microbatch of
+                weight 0 contributes nothing, as in :func:`ppfunc.value_and_grad`.
 
         Returns:
-            The new state, and :class:`Metrics`. ``state`` stays as it is, unless the optimizer was given
-            ``donate``: then it cannot be used again, nor after a step that failed when some of it was
-            updated.
+            The new state, and :class:`Metrics`. ``state`` stays as it is, unless the optimizer has
+            ``donate=True``: then it cannot be used again, not even after a step that failed once some of it
+            was updated.
 
         Raises:
             PipelineError, AgreementError, StageError, ValueError, TypeError: as
@@ -214,9 +214,9 @@ class Trainer:
             for n, batch in enumerate(batches):
                 state, metrics = step(state, *batch, seed=(seed[0], seed[1] + n))
 
-        The ranks agree once. Where an update needs nothing of other stages (no clipping, no scale, and
-        ``on_nonfinite="ignore"``), each stage is updated as soon as its gradients are there, and the next
-        step begins on ranks that are done with this one.
+        The ranks agree once. If updates do not depend on other stages (no clipping, no scale, and
+        ``on_nonfinite="ignore"``), each stage is updated as soon as its gradients are complete, and the next
+        step begins on ranks that have ended this one.
 
         Args:
             batches: inputs and targets of every step, all of one form.
@@ -233,7 +233,7 @@ class Trainer:
         """Run one step and measure it. Arguments as of :meth:`step`.
 
         Returns:
-            What :meth:`step` returns, and the timeline of all ranks of this pipeline, in seconds.
+            The result of :meth:`step`, and the timeline of all ranks of this pipeline, in seconds.
         """
         update, (result, timeline) = self._run(
             self._step.record, self._rule, state, [(inputs, targets)], [loss_weights], seed, extras
@@ -245,7 +245,7 @@ class Trainer:
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None,
         seed: Seed = None, extras: Mapping[int, Any] | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Compute the loss of a batch, of which this data rank has a part, on every rank: float64[].
+        """Compute the loss of the batch of all data ranks, on every rank: float64[].
 
         Arguments as of :meth:`step`.
         """
@@ -281,7 +281,7 @@ class Trainer:
         seed: Seed = None,
         extras: Mapping[int, Any] | None = None,
     ) -> tuple[TrainingUpdate, Any]:
-        """Run the steps of a call; return their update, and what ``run`` returns."""
+        """Run the steps of a call. Return their update, and the result of ``run``."""
         self._require_open()
         update = TrainingUpdate(rule, self._ranks, self._idle, state)
         return update, run(partial(self._arguments, update, batches, weights, seed, extras))
@@ -334,7 +334,7 @@ class Trainer:
             )
 
     def _require_fit(self, state: TrainState) -> None:
-        """Raise for what is no state of this trainer."""
+        """Raise for a value that is no state of this trainer."""
         scale = self._rule.precision.scale
         keys = set() if scale is None else set(scale.init("cpu"))
         require_state(state, self._ranks.stages, keys, self._ranks.data.size)

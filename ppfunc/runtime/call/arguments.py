@@ -32,9 +32,9 @@ class RawArguments(NamedTuple):
     Args:
         params, inputs, targets, extras, state, loss_weights, seed: of :func:`ppfunc.value_and_grad`.
         microbatch_offset: the number of the first microbatch, on which random numbers depend.
-        scale: what the cotangents of the loss are multiplied by, a tensor of one element.
+        scale: factor of the cotangents of the loss, a tensor of one element.
         update: updates the parameters, in a step that has updates.
-        common: what all ranks that train together have to agree on, beside the call.
+        common: facts beside the call on which all ranks that train together have to agree.
     """
 
     params: Mapping[int, Any]

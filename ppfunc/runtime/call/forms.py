@@ -45,7 +45,7 @@ class TreeForm:
 
 
 class StepForm(NamedTuple):
-    """Describe all arguments of one call, by stage of the model: what a program is lowered for.
+    """Describe all arguments of one call, by stage of the model: a program is lowered for one such form.
 
     Args:
         trees: the form of every tree, by its name.

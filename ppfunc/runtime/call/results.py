@@ -41,7 +41,7 @@ class StepResult(NamedTuple):
         loss: the weighted sum of all losses, a tensor of the shape of a loss, on every rank.
         grads: the gradients of the parameters of this process, ``{stage of the model: tree}``.
         input_grads: the gradients of the inputs, in their form; None if this process runs no first stage.
-        outputs: what the last stages of this process return, in the form of the inputs; None if it runs no
+        outputs: of the last stages of this process, in the form of the inputs; None if it runs no
             last stage.
         aux: metrics and state, :class:`Aux`.
         slope: the derivative of the loss along the tangents, of :func:`ppfunc.jvp` and :func:`ppfunc.hvp`.
@@ -61,7 +61,7 @@ class StepResult(NamedTuple):
     products: Any = None
 
     def asked_for(self, wants: Sequence[str]) -> Any:
-        """Return what a caller asked for: one result itself, a loss with gradients as a pair, more by name.
+        """Return the results that a caller asked for: one itself, a loss with gradients as a pair, else all.
 
         Args:
             wants: names of fields.

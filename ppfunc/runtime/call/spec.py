@@ -16,7 +16,7 @@ from ..transport.protocols import Transport
 
 
 class Updates(NamedTuple):
-    """Say what a program has to know of the updates of parameters in it.
+    """Describe the updates of parameters in a program.
 
     Args:
         together: every STEP comes after ``join``; else each comes where the schedule has it.
@@ -66,7 +66,7 @@ class Pipeline(NamedTuple):
         stages, loss_fn: of the model; None for stages of other processes.
         schedule: proved, with communication placed.
         transport: carries messages between processes.
-        spec: what is wanted of a step.
+        spec: the results that the caller wants.
         programs: of the stages; step functions with the same stages may share them.
         ranks: those of this process.
     """

@@ -1,6 +1,6 @@
 """Run steps: read the arguments, lower, compile and execute behind a cache, with all ranks in agreement.
 
-What lowers, compiles and executes is imported when a step function is made.
+The rooms that lower, compile and execute are imported when a step function is made.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class StepFunction(Generic[P, R]):
     """Runs a step and caches its compiled programs by the form of the arguments.
 
     Args:
-        pipeline: what runs.
-        read: makes the arguments of a step out of those of a call, or a list of those of several
-            steps. Its errors fail the step on all ranks.
-        returned: makes what a call returns out of the results.
+        pipeline: the stages, the schedule and the transport.
+        read: makes the arguments of a step from those of a call, or a list of those of several steps. Its
+            errors fail the step on all ranks.
+        returned: makes the return value of a call from the results.
     """
 
     def __init__(
@@ -86,12 +86,11 @@ class StepFunction(Generic[P, R]):
         """Run one step and measure it; where ranks are processes, every one calls it.
 
         Args:
-            args, kwargs: as of a call. What is traced or compiled in a first call does not count, since it
-                comes before.
+            args, kwargs: as of a call. A first call traces and compiles before the times begin.
 
         Returns:
-            What a call returns, and the timeline of all ranks in seconds from the first call of a program on,
-            on every rank; of the type that :func:`ppfunc.schedule.simulate` returns. Clocks of hosts are
+            The return value of a call, and on every rank the timeline of all ranks, in seconds from the first
+            instruction. It has the type that :func:`ppfunc.schedule.simulate` returns. Clocks of hosts are
             aligned by a handshake.
 
         Raises:
@@ -162,7 +161,7 @@ class StepFunction(Generic[P, R]):
         return self._compiled.info()
 
     def cache_clear(self) -> None:
-        """Drop every compiled program, and what is kept of the stages' functions for other step functions."""
+        """Drop every compiled program, and the evaluations and programs of the stages."""
         self._compiled.clear()
 
     # -- one call --------------------------------------------------------------------------

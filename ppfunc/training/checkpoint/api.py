@@ -28,17 +28,17 @@ def save(
 ) -> Path:
     """Write a state to ``folder/step-N``. The checkpoint appears when it is complete and flushed.
 
-    All ranks call it, each with what it holds: DTensors, and plain tensors, which are the same on all ranks
-    that hold one. Each element is written once. It can be loaded into any state with the same names:
-    schedule, sharding and number of ranks may be others, and with ``names`` also the stages.
+    All ranks call it, each with its own part of the state. A plain tensor is the same on all ranks that hold
+    it. Each element is written once. The checkpoint can be loaded into any state with the same names, under
+    another schedule, sharding or number of ranks; with ``names``, also into other stages.
 
     Args:
-        folder: of all checkpoints of a run; all ranks share it.
+        folder: of all checkpoints of a run, on a disk that all ranks share.
         state: a tree of tensors, numbers and texts, such as a :class:`ppfunc.TrainState`, or a dictionary of
             one and the position in the data.
-        keep: how many checkpoints stay; those of the earliest steps are deleted. None keeps all. A checkpoint
-            counts if its files have their sizes: their bytes are not read again, so 1 leaves nothing to fall
-            back to where the disk damages the last one.
+        keep: number of checkpoints that stay; those of the earliest steps are deleted. None keeps all. A
+            checkpoint counts if its files have their sizes. Their bytes are not read again: with 1, nothing
+            is left to fall back to if the disk damages the last one.
         step: number of the checkpoint; by default the leaf of the state that is called ``step``, or else that
             of the one TrainState in it, which does not count skipped updates.
         names: names of the parameters that do not depend on the stages: a :class:`ppfunc.Split`,
@@ -80,13 +80,12 @@ def save_async(
     names: Names = None,
     group: Group = None,
 ) -> Saving:
-    """Begin to save a state, as :func:`save` does: returns when it is copied to the host's memory, so that
-    training can go on.
+    """Begin to save a state as :func:`save` does. Return once it is copied to the memory of the host.
 
-    The rest is done by a thread, over a process group of its own. One save is under way at a time: the next
-    one, and the end of the program, wait for it, and warn if it has failed, unless :meth:`Saving.result` has
-    raised that. Take the result of the last one before ``destroy_process_group``. The memory of the copies is
-    kept for the next one.
+    A thread does the rest, over a process group of its own, while training goes on. One save is under way at
+    a time. The next one, and the end of the program, wait for it. They warn if it has failed, unless
+    :meth:`Saving.result` has raised its error. Call ``result`` of the last save before
+    ``destroy_process_group``. The memory of the copies is kept for the next save.
 
     Args:
         folder, state, keep, step, names, group: as for :func:`save`.
@@ -132,14 +131,14 @@ class Saving:
         return self._ended.is_set()
 
     def result(self, timeout: float | None = None) -> Path:
-        """Wait until it has ended, at most ``timeout`` seconds.
+        """Wait until the save has ended, at most ``timeout`` seconds.
 
         Returns:
             The folder of the checkpoint, which is on the disk.
 
         Raises:
             TimeoutError: it has not ended.
-            Exception: what :func:`save` raises.
+            Exception: as :func:`save`.
         """
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the save of {self._target} has not ended within {timeout} s")
@@ -181,16 +180,15 @@ atexit.register(_flight.end_last)
 
 
 def load(folder: str | Path, like: Any, *, names: Names = None, group: Group = None) -> Any:
-    """Load a state: every rank reads what it needs, and verifies every byte that it takes.
+    """Load a state. Every rank reads its own part, and verifies every byte that it reads.
 
-    All ranks call it. What is loaded is new tensors; when it raises, it raises on all ranks, and nothing has
-    changed.
+    All ranks call it. It returns new tensors. If it raises, it raises on all ranks, and nothing has changed.
 
     Args:
-        folder: that was given to :func:`save`, whose latest good checkpoint is loaded, with a warning where
-            later ones are damaged; or a checkpoint, such as :func:`latest` gives; or a folder of safetensors
-            files under a model's own names, as :func:`export` and Hugging Face write them, which have no
-            digests. Ignored are files that nothing reads, whose names begin with a dot.
+        folder: the folder given to :func:`save`, whose latest good checkpoint is loaded, with a warning if
+            later ones are damaged; or one checkpoint, such as :func:`latest` returns; or a folder of
+            safetensors files under a model's own names, as :func:`export` and Hugging Face write them, which
+            have no digests. Files whose names begin with a dot are ignored.
         like: a state of the form to load, such as ``trainer.init(params)``. Its names, shapes and dtypes have
             to be those of the checkpoint, all of them; layouts over a mesh and devices are its own.
         names, group: see :func:`save`.

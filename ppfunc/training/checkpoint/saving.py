@@ -61,7 +61,7 @@ def forms_of(leaves: Sequence[tuple[str, Leaf]], whole: bool = False) -> list[li
 
 
 def plan_of(folder: Path, step: int | None, answers: Sequence[Sequence[Any]]) -> tuple[Contents, set[Key]]:
-    """Plan who writes what, from the forms of all ranks; the same on every rank.
+    """Assign every part to the rank that writes it, from the forms of all ranks; the same on every rank.
 
     Returns:
         The contents of the checkpoint, without files and digests, and the boxes that several leaves hold,
@@ -251,7 +251,7 @@ def write(peers: Peers, work: SaveWork) -> Path:
 
 
 def _with_digests(plan: Contents, records: Sequence[Any]) -> Contents:
-    """Complete a plan by what the ranks have written."""
+    """Complete a plan with the files and digests that the ranks have written."""
     written = {
         file_name(rank, len(records)): record for rank, record in enumerate(records) if record is not None
     }

@@ -79,7 +79,7 @@ def verify(folder: Path) -> Contents:
 
 
 class PartToRead(NamedTuple):
-    """Read a part of a tensor into what this rank holds of the tensor, the box ``box``; or nowhere."""
+    """Read a part of a tensor into this rank's part of it, the box ``box``; or nowhere."""
 
     name: str
     part: StoredPart

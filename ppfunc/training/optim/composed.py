@@ -16,7 +16,7 @@ from .protocols import Optimizer, Tree, require_pair, selected, skipping, text_o
 
 
 def from_updates(transform: Any) -> Optimizer:
-    """Make an optimizer of one that returns differences: optax's form, as TorchOpt has it.
+    """Make an optimizer from one in optax's form, as TorchOpt's are, whose update returns differences.
 
     Equivalent to:
         updates, state = transform.update(grads, state, params=params)
@@ -30,7 +30,7 @@ def from_updates(transform: Any) -> Optimizer:
             state is tensors.
 
     Raises:
-        TypeError: it has no such functions, or a leaf of its state is no tensor.
+        TypeError: ``transform`` lacks these functions, or a leaf of its state is no tensor.
         ValueError: updates that do not have the structure of the parameters.
 
     References:
@@ -83,12 +83,13 @@ def _added(parameter: Tensor, change: Tensor) -> Tensor:
 
 
 def chain(clip: Clip, optimizer: Optimizer) -> Optimizer:
-    """Make an optimizer that clips gradients first; its state is that of the second.
+    """Make an optimizer that clips gradients first. Its state is that of ``optimizer``.
 
-    A trainer clips by the norm of all stages and ranks. Without one, the norm is that of the gradients given.
+    A trainer clips by the norm of all stages and ranks. Without a trainer, the norm is that of the gradients
+    of the call.
 
     Raises:
-        TypeError: no clip, or no optimizer.
+        TypeError: not a clip, or not an optimizer.
         ValueError: the optimizer clips already.
 
     >>> import torch

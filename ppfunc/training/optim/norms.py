@@ -50,7 +50,7 @@ def _norms(leaves: list[Tensor], norm_type: float) -> list[Tensor]:
 
 
 def norm_sum(sums: Tensor, norm_type: float = 2.0) -> Tensor:
-    """Sum what :func:`leaf_sums` gives, float64[]; for infinity, take the largest."""
+    """Add up the results of :func:`leaf_sums`, float64[]; for the infinity norm, take the largest."""
     return sums.amax() if isinf(norm_type) and len(sums) else sums.sum()
 
 

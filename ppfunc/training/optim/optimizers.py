@@ -52,19 +52,18 @@ def adamw(
 
     Args:
         lr: the learning rate, or a function of the number of updates made before this one, int64[], such as
-            :func:`warmup_cosine`. Where it returns a tensor, the host reads no value.
+            :func:`warmup_cosine`. If it returns a tensor, the host reads no value.
         betas: decay of the two moments.
         eps: added to the denominator.
         weight_decay: share of each parameter removed per update, times ``lr``.
-        mask: ``mask(params) -> tree of booleans``: which parameters of a stage decay, by their names,
-            ``ndim`` and ``dtype``; True stands for all of a branch. It is given nothing else of a parameter,
-            whose sizes and values may be those of a shard. It decides once for parameters of one form. By
-            default all decay.
-        donate: give up the parameters and the state: tensors in row-major memory are updated in place and
-            returned, so that no copy is made. Otherwise the arguments of an update stay as they are.
+        mask: ``mask(params) -> tree of booleans``: True for the parameters of a stage, or the branches, that
+            decay. It sees the names, ``ndim`` and ``dtype`` of parameters only: sizes and values may be those
+            of a shard. It is called once for parameters of one form. By default all decay.
+        donate: let an update write into its parameters and state: tensors in row-major memory are updated in
+            place and returned, without a copy. By default the arguments of an update stay as they are.
 
     Raises:
-        ValueError, TypeError: a number that is negative or not finite, or none; betas of 1 or more.
+        ValueError, TypeError: not a number, or one that is negative or not finite; betas of 1 or more.
 
     References:
         Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2.

@@ -1,4 +1,4 @@
-"""Define what an optimizer and a transform of gradients are: pairs of pure functions."""
+"""Define optimizers and transforms of gradients: pairs of pure functions."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Optimizer(NamedTuple):
             complex are returned unchanged. The results carry no autograd graph. Where ``found_inf``
             float32[] is 1, nothing changes, and no value is read by the host to know it. The trainer updates
             one stage, or shards of its leaves, at a time: an update has to work element by element.
-        clipped: the clipping and the optimizer that this is a chain of. A trainer clips by the norm of all
-            stages, and runs the second.
+        clipped: the clip and the optimizer that :func:`chain` was given. A trainer clips by the norm of all
+            stages, then runs that optimizer.
         text: its name and numbers, which ranks that train together compare; by default the name of
             ``update``.
     """
@@ -65,13 +65,13 @@ def require_pair(name: str, pair: Any) -> None:
 
 
 def text_of(thing: Any) -> str:
-    """Write the name and numbers of an optimizer or a transform, as far as they are known."""
+    """Write the name of an optimizer or a transform, with its numbers if it has ``text``."""
     text: str = getattr(thing, "text", "")
     return text or getattr(getattr(thing, "update", thing), "__qualname__", type(thing).__name__)
 
 
 def skipping(optimizer: Optimizer) -> Optimizer:
-    """Make an optimizer whose update takes ``found_inf``, of one that may not.
+    """Make an optimizer whose update takes ``found_inf`` from one whose update may not.
 
     Equivalent to: update; where ``found_inf`` is 1, take the old parameters and state.
     """

@@ -43,10 +43,10 @@ def constant(lr: float) -> Rate:
 
 
 def linear(start: float, end: float, steps: int) -> Rate:
-    """Make a rate that goes from ``start`` to ``end`` in so many updates, and stays there.
+    """Make a rate that goes from ``start`` to ``end`` in ``steps`` updates, and stays there.
 
     Raises:
-        ValueError, TypeError: a rate that is negative or not finite, or no number; no update.
+        ValueError, TypeError: a rate that is negative or not finite, or no number; fewer than one update.
 
     >>> [linear(1.0, 0.0, 4)(torch.tensor(n)).item() for n in (0, 1, 4, 9)]
     [1.0, 0.75, 0.0, 0.0]
@@ -69,8 +69,8 @@ def warmup_cosine(peak: float, warmup: int, steps: int, end: float = 0.0) -> Rat
         end: the last rate.
 
     Raises:
-        ValueError, TypeError: a rate that is negative or not finite, or no number; numbers of updates that
-            make no sense.
+        ValueError, TypeError: a rate that is negative or not finite, or no number; ``steps`` not above
+            ``warmup``.
 
     References:
         Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, 2017.

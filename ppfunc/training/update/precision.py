@@ -23,14 +23,13 @@ class Precision:
 
     Args:
         compute: of parameters and inputs in the stages.
-        reduce: in which gradients are added up over ranks; also over microbatches if it is wider than
-            theirs.
-        master: of the parameters that are kept, and of their optimizer state.
-        scale: of the loss: :func:`dynamic_scale`, of a step that skips updates, or :func:`static_scale`.
+        reduce: of the sums of gradients over ranks; also over microbatches if it is wider than the gradients.
+        master: of the parameters in the state, and of their optimizer state.
+        scale: of the loss: :func:`dynamic_scale`, for a trainer that skips updates, or :func:`static_scale`.
 
     Raises:
         ValueError: a dtype that is not floating.
-        TypeError: a scale that is none.
+        TypeError: not a :class:`LossScale`.
 
     >>> Precision(compute=torch.bfloat16).to_compute({"w": torch.ones(2), "ids": torch.arange(2)})
     {'w': tensor([1., 1.], dtype=torch.bfloat16), 'ids': tensor([0, 1])}
@@ -73,10 +72,10 @@ class LossScale:
 
     Args:
         init: ``init(device) -> state``, a dictionary with ``scale``, float32[].
-        update: ``update(state, found_inf) -> state``, after a step whose gradients have overflowed where
-            ``found_inf``, float32[], is 1. It leaves its argument as it is, and the host reads no value.
+        update: ``update(state, found_inf) -> state``, after every step; ``found_inf``, float32[], is 1 if its
+            gradients have overflowed. It leaves its argument as it is, and the host reads no value.
         text: its name and numbers, which ranks that train together compare.
-        changes: ``update`` may change the state, so that the step has to skip updates that overflow.
+        changes: ``update`` may change the state: steps have to skip updates that overflow.
     """
 
     init: Callable[[torch.device | str | None], dict[str, Tensor]]
@@ -113,7 +112,7 @@ def _require_float32(name: str, number: float) -> None:
 def dynamic_scale(
     init: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
 ) -> LossScale:
-    """Make a scale that falls when gradients overflow, and rises after a number of steps in which none did.
+    """Make a scale that falls when gradients overflow, and rises after ``interval`` steps without overflow.
 
     Equivalent to::
 
@@ -130,7 +129,7 @@ def dynamic_scale(
         interval: good steps from one growth to the next.
 
     Raises:
-        ValueError, TypeError: numbers out of range, or none.
+        ValueError, TypeError: not a number, or one out of range.
 
     References:
         Micikevicius et al., Mixed Precision Training, 2018. The numbers are those of

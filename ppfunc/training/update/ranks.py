@@ -45,7 +45,7 @@ class TrainingRanks(NamedTuple):
     """Describe the ranks that train together, as one of them sees them.
 
     Args:
-        shard: what is cut over the data ranks.
+        shard: ``"optimizer"`` or ``"params"``, which is cut over the data ranks, or ``"none"``.
         schedule: places stages on ranks.
         ranks: of the pipeline, in this process.
         tied: places of tied parameters.

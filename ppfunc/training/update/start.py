@@ -1,4 +1,4 @@
-"""Describe what ranks that train together compare before they begin: options, and values of states."""
+"""Describe the facts that ranks that train together compare first: options, and values of states."""
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256

@@ -19,11 +19,11 @@ class TrainState(NamedTuple):
     """Hold the state of training; every leaf is a tensor or a DTensor.
 
     Args:
-        step: updates so far, without those that were skipped, int64[].
-        params: by stage of the model, of this process, in the dtype of ``precision.master``.
-        optimizer: its state, by stage.
-        scale: of the loss, as :class:`LossScale` keeps it; empty without one.
-        stage_state: by stage, the state of those that have one, such as running statistics.
+        step: number of updates so far, without those that were skipped, int64[].
+        params: parameters of this process, by stage of the model, in the dtype of ``precision.master``.
+        optimizer: state of the optimizer, by stage.
+        scale: state of the :class:`LossScale`; empty without one.
+        stage_state: states of the stages that have one, such as running statistics, by stage.
     """
 
     step: Tensor
@@ -40,9 +40,9 @@ class Metrics(NamedTuple):
         loss: the weighted sum over the microbatches of all data ranks, float64[].
         grad_norm: of all gradients, before they were clipped, float64[].
         scale: of the loss in this step, float64[].
-        skipped: 1 where the update was left out since loss or gradients were not finite, else 0, float32[].
-        stages: what the stages of this process return as metrics, by stage: trees with a leading axis of the
-            microbatches that it ran; Microbatches where they differ in form.
+        skipped: 1 if the update was left out since loss or gradients were not finite, else 0, float32[].
+        stages: metrics of the stages of this process, by stage: trees with a leading axis of the microbatches
+            that it ran; Microbatches if they differ in form.
     """
 
     loss: Tensor
@@ -61,7 +61,7 @@ def mark_donated(step: Tensor, written: Iterable[Tensor]) -> None:
 
 
 def require_not_donated(state: TrainState) -> None:
-    """Raise ValueError for a state whose leaves were updated in place: they belong to several steps."""
+    """Raise ValueError for a state whose leaves were updated in place: they have values of a later step."""
     written = {id(leaf) for entry in _DONATED.get(state.step, ()) if (leaf := entry()) is not None}
     if written and any(id(local(leaf)) in written for leaf in tree_leaves((state.params, state.optimizer))):
         raise ValueError(

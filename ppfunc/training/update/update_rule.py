@@ -32,7 +32,7 @@ class UpdateRule(NamedTuple):
         max_norm: largest norm of all gradients together.
         norm_type: p of the norm.
         precision: the dtypes, and the scale of the loss.
-        on_nonfinite: what to do where loss or norm are not finite.
+        on_nonfinite: see :class:`ppfunc.Trainer`.
         frozen: the parameters that stay as they are.
     """
 
@@ -178,7 +178,7 @@ def divided(gradients: dict[int, Tensor], divisor: Tensor, *, into: bool) -> dic
 
 
 def updated_ones(optimizer: Optimizer, params: Tree, gradients: Sequence[float]) -> Tree:
-    """Show what an optimizer does: update ones, of one element each, in the place of parameters.
+    """Describe an optimizer by its update of ones, of one element each, in the place of parameters.
 
     Args:
         params: their structure, dimensions and dtypes.
