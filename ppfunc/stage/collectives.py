@@ -174,9 +174,8 @@ def _all_to_all(self: _Collective, x: Tensor) -> Tensor:
     split, concat = self.axes
     rows = x.movedim(split, 0).contiguous()
     counts = [len(rows) // self.size] * self.size
-    parts = functional.wait_tensor(functional.all_to_all_single(rows, counts, counts, self.group)).unflatten(
-        0, (self.size, -1)
-    )
+    received = functional.wait_tensor(functional.all_to_all_single(rows, counts, counts, self.group))
+    parts = received.unflatten(0, (self.size, -1))
     return parts.movedim(1, split + 1).movedim(0, concat).flatten(concat, concat + 1)
 
 

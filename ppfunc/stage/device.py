@@ -24,8 +24,8 @@ def available() -> bool:
 
 def kinds() -> tuple[str, ...]:
     """List the kinds of device that compute: the CPU, then the accelerator if there is one."""
-    found = torch.accelerator.current_accelerator() if available() else None
-    return ("cpu",) if found is None else ("cpu", found.type)
+    accelerator = torch.accelerator.current_accelerator() if available() else None
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 def accelerates(device: torch.device) -> bool:

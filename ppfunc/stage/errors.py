@@ -69,10 +69,10 @@ def line_of(error: BaseException) -> str:
     ]:
         return f" at {traced[-1]}"
     files = [(frame.f_code.co_filename, line) for frame, line in frames]
-    own = [place for place in files if not is_of_a_library(place[0])] or [
+    candidates = [place for place in files if not is_of_a_library(place[0])] or [
         place for place in files if _is_layer(place[0])
     ]
-    return f" at {own[-1][0]}:{own[-1][1]}" if own else ""
+    return f" at {candidates[-1][0]}:{candidates[-1][1]}" if candidates else ""
 
 
 def place_of_call(end: str = "") -> str:

@@ -90,15 +90,15 @@ def _draws_seen() -> Iterator[list[str]]:
     work. It does not see numpy's, so the functions of both modules are replaced as well. Draws of torch for
     its own names do not count.
     """
-    this, seen, own = threading.get_ident(), list[str](), getattr(random.random, "__self__", None)
+    this, seen, generator = threading.get_ident(), list[str](), getattr(random.random, "__self__", None)
 
     def note(frame: Any, event: str, function: Any) -> None:
-        own_draw = (
+        draw = (
             event == "c_call"
-            and getattr(function, "__self__", None) is own
+            and getattr(function, "__self__", None) is generator
             and function.__name__ != "getstate"
         )
-        if own_draw and not _by_torch(frame):
+        if draw and not _by_torch(frame):
             seen.append(f"random ({function.__name__}{place_of_call()})")
 
     def noting(original: Callable[..., Any], what: str) -> Callable[..., Any]:

@@ -37,14 +37,14 @@ class hold_interrupts:
             exit.
 
     Attributes:
-        kept: whether :func:`act_on_interrupts` does nothing.
+        to_exit: delay all signals to the exit: :func:`act_on_interrupts` does nothing.
         pending: handlers of signals that have come, by number; the last acts first.
     """
 
-    __slots__ = ("_handlers", "_later", "kept", "pending")
+    __slots__ = ("_handlers", "_later", "pending", "to_exit")
 
     def __init__(self, later: Callable[[int], None] | None = None) -> None:
-        self._later, self.kept = later, False
+        self._later, self.to_exit = later, False
         self._handlers: dict[int, tuple[Handler, Handler]] = {}  # before, and in its place
         self.pending: dict[int, Handler] = {}
 
@@ -88,18 +88,18 @@ def receive(handler: Handler, number: int, frame: Any) -> None:
 def act_on_interrupts() -> None:
     """Handle the signals that this thread delays. After one that raises, the others wait for the exit."""
     held = _thread.held
-    if held is not None and held.pending and not held.kept:
+    if held is not None and held.pending and not held.to_exit:
         try:
             _act(held.pending)
         except BaseException:
-            held.kept = True
+            held.to_exit = True
             raise
 
 
 def keep_holding() -> None:
     """Delay signals to the exit of the outermost :class:`hold_interrupts`."""
     if _thread.held is not None:
-        _thread.held.kept = True
+        _thread.held.to_exit = True
 
 
 def send_later(number: int) -> None:

@@ -201,11 +201,11 @@ def further_places(module: nn.Module, names: set[str]) -> dict[str, str]:
 @contextmanager
 def unmodified(module: nn.Module) -> Iterator[None]:
     """Restore the attributes of a module and its submodules at the exit, and contents of containers."""
-    parts = [vars(part) for part in module.modules()]
+    dictionaries = [vars(submodule) for submodule in module.modules()]
     containers = [
-        value for attributes in parts for value in attributes.values() if type(value) in _CONTAINERS
+        value for attributes in dictionaries for value in attributes.values() if type(value) in _CONTAINERS
     ]
-    filled = [(values, values.copy()) for values in (*parts, *filter(None, containers))]
+    filled = [(values, values.copy()) for values in (*dictionaries, *filter(None, containers))]
     empty = list(filterfalse(None, containers))  # most of them, so that they are looked at together
     try:
         yield

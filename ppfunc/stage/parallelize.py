@@ -95,27 +95,34 @@ def parallelize(
     shared = further_places(module, {name for name, _ in module.named_parameters()})
     parallelize_module(module, mesh, plan if isinstance(plan, ParallelStyle) else dict(plan))
     _tie_again(module, shared)
-    made = stage_from_module(module, constants=constants, spread=spread)
+    plain = stage_from_module(module, constants=constants, spread=spread)
     inside = {
-        name: layout for name, t in (made.params | made.state).items() if (layout := layout_of(t)) is not None
+        name: layout
+        for name, t in (plain.params | plain.state).items()
+        if (layout := layout_of(t)) is not None
     }
     params = {
         name: distributed(p, None if name in inside else MeshLayout.of(mesh, [Replicate()], p.shape))
-        for name, p in made.params.items()
+        for name, p in plain.params.items()
     }
 
     def seen(tensors: State) -> State:
         return {name: as_dtensor(t, inside[name]) if name in inside else t for name, t in tensors.items()}
 
-    @wraps(made.fn)  # with its note of parameters
+    @wraps(plain.fn)  # with its note of parameters
     def stage(params: State, x: Any, *extras: Any) -> Any:
-        if extras and isinstance(extras[-1], dict) and made.state and extras[-1].keys() == made.state.keys():
+        if (
+            extras
+            and isinstance(extras[-1], dict)
+            and plain.state
+            and extras[-1].keys() == plain.state.keys()
+        ):
             extras = (*extras[:-1], seen(extras[-1]))
-        return made.fn(seen(params), x, *extras)
+        return plain.fn(seen(params), x, *extras)
 
     fn = with_layouts(stage, mesh, inputs=inputs, outputs=outputs)
     layouts = {name: layout for name, p in params.items() if (layout := layout_of(p)) is not None}
-    return ModuleStage(declaring(fn, Boundary.of(fn)._replace(params=layouts)), params, made.state)
+    return ModuleStage(declaring(fn, Boundary.of(fn)._replace(params=layouts)), params, plain.state)
 
 
 def shard(params: Any, mesh: DeviceMesh, rule: Rule) -> Any:
@@ -191,8 +198,8 @@ def _require_found(module: nn.Module, plan: Any) -> None:
     """Raise where a name in the plan fits no submodule: torch would only warn."""
     names = [name.split(".") for name, _ in module.named_modules() if name]
     for path in plan if isinstance(plan, Mapping) else ():
-        parts = path.split(".")
-        if path and not any(len(name) == len(parts) and all(map(fnmatch, name, parts)) for name in names):
+        keys = path.split(".")
+        if path and not any(len(name) == len(keys) and all(map(fnmatch, name, keys)) for name in names):
             raise ValueError(
                 f"plan: {path!r} is the name of no submodule; the names are"
                 f" {', '.join('.'.join(n) for n in names[:20])}"

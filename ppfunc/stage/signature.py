@@ -191,15 +191,15 @@ class Signature:
         leaves, treedef = flatten(tree, name)
         if treedef != self.treedef:
             raise ValueError(f"{name}: got the structure {treedef}, expected {self.treedef}")
-        parts = tuple(map(local, leaves))
-        for n, (leaf, part, want) in enumerate(zip(leaves, parts, self.leaves, strict=True)):
-            if part.shape != want.shape or part.dtype != want.dtype or layout_of(leaf) != want.layout:
+        tensors = tuple(map(local, leaves))
+        for n, (leaf, tensor, want) in enumerate(zip(leaves, tensors, self.leaves, strict=True)):
+            if tensor.shape != want.shape or tensor.dtype != want.dtype or layout_of(leaf) != want.layout:
                 got = LeafSignature.of(leaf, want.grad)
                 raise ValueError(
                     f"{name}{self.paths[n]}: got {got}, expected {want}; build the program again for new"
                     " shapes"
                 )
-        return parts
+        return tensors
 
     def to_json(self) -> str:
         """Write JSON text, equal for equal signatures; :meth:`from_json` reads it.

@@ -125,10 +125,10 @@ class Agreement:
         tied = f", tied {tied}" if tied else ""
         facts = f"{versions}, schedule {self._schedule.name[:60]} ({self._schedule.digest}){tied}"
         update = arguments.update
-        common, held = update.facts() if update is not None else ("", "")
+        common, data_facts = update.facts() if update is not None else ("", "")
         self.transport.require_same("; ".join(filter(None, (facts, common))))
         forms = (f"params[{s}] {form}" for s, form in arguments.form.params.items())
-        self.transport.require_same("; ".join(filter(None, (*forms, held))), "data")
+        self.transport.require_same("; ".join(filter(None, (*forms, data_facts))), "data")
         if update is not None:
             require_same_values(
                 self._schedule,
@@ -162,7 +162,7 @@ class Agreed(NamedTuple):
         shapes: of the batch.
         generation: number of failures of the transport before; a later failure makes this stale.
         received: the signatures on edges from other processes.
-        given: the signatures that stages of this process return, see :class:`Began`.
+        returned: the signatures that stages of this process return, see :class:`Began`.
         losses: the form of the losses of all ranks, by stage of the schedule.
         shared: the forms of parameters that other processes hold too.
     """
@@ -170,7 +170,7 @@ class Agreed(NamedTuple):
     shapes: BatchShapes
     generation: int
     received: Edges
-    given: Mapping[tuple[int, int | None], tuple[object, ...]]
+    returned: Mapping[tuple[int, int | None], tuple[object, ...]]
     losses: dict[int, LossPart]
     shared: Mapping[str, str]
 
@@ -192,7 +192,7 @@ class Began:
         self._received: Edges = {}
         self._early: Edges = {}
         # By stage and the stage that receives: signatures of the microbatches; None receives the losses.
-        self._given: dict[tuple[int, int | None], tuple[object, ...]] = {}
+        self._returned: dict[tuple[int, int | None], tuple[object, ...]] = {}
 
     def require_same_layouts(self, form: StepForm) -> None:
         """Compare how arguments of a new form lie over meshes, before anything is traced.
@@ -207,7 +207,7 @@ class Began:
             transport.require_same(str(laid_out(form)), "peers")
 
     def send(self, edge: tuple[int, int], signatures: Sequence[Signature]) -> None:
-        self._given[edge] = tuple(signatures)
+        self._returned[edge] = tuple(signatures)
         if self.agreed is not None:
             return
         index = {signature: n for n, signature in enumerate(dict.fromkeys(signatures))}  # each written once
@@ -236,16 +236,16 @@ class Began:
             AgreementError: ranks hold one parameter in different forms.
             ValueError: a stage returns other forms than the ranks agreed on before, or none returns a loss.
         """
-        self._given |= {(stage, None): (part.leaf,) for stage, part in lowered.losses.items()}
+        self._returned |= {(stage, None): (part.leaf,) for stage, part in lowered.losses.items()}
         frozen = {low.model_stage: low.function.frozen for low in lowered.stages.values()}
         shared = shared_forms(lowered.schedule, lowered.form.params, lowered.spec.tied, frozen)
         if self.agreed is not None:
-            _require_as_agreed(self._given, self.agreed.given, lowered.schedule.model_stages)
+            _require_as_agreed(self._returned, self.agreed.returned, lowered.schedule.model_stages)
             require_same_forms({lowered.ranks[0]: shared}, self.agreed.shared, _MEND)
             return self.agreed
         transport = self._agreement.transport
-        parts = {s: [p.rank, Signature(_LEAF, (p.leaf,)).to_json()] for s, p in lowered.losses.items()}
-        by_rank = [json.loads(text) for text in transport.all_gather(json.dumps([parts, shared]))]
+        loss_forms = {s: [p.rank, Signature(_LEAF, (p.leaf,)).to_json()] for s, p in lowered.losses.items()}
+        by_rank = [json.loads(text) for text in transport.all_gather(json.dumps([loss_forms, shared]))]
         losses = {
             int(stage): LossPart(rank, Signature.from_json(form).leaves[0])
             for theirs, _ in by_rank
@@ -256,7 +256,7 @@ class Began:
         require_same_forms({rank: forms for rank, (_, forms) in enumerate(by_rank)})
         losses = dict(sorted(losses.items()))
         generation = self._agreement.generation
-        agreed = Agreed(self.shapes, generation, self._received, self._given, losses, shared)
+        agreed = Agreed(self.shapes, generation, self._received, self._returned, losses, shared)
         return self._agreement.keep(agreed)
 
 

@@ -103,8 +103,8 @@ def _sharing(group: Sequence[int], tensors: Sequence[torch.Tensor]) -> Iterator[
     users = torch.zeros((stop - start) // unit, dtype=torch.int32, device="cpu")
     for mark, number in enumerate(group, start=1):
         tensor = tensors[number]
-        parts = tensor.itemsize // unit
-        strides = (*(stride * parts for stride in tensor.stride()), 1)
-        used = users.as_strided((*tensor.shape, parts), strides, (tensor.data_ptr() - start) // unit)
+        units = tensor.itemsize // unit
+        strides = (*(stride * units for stride in tensor.stride()), 1)
+        used = users.as_strided((*tensor.shape, units), strides, (tensor.data_ptr() - start) // unit)
         yield from ((group[other - 1], number) for other in used.unique().tolist() if other)
         used.fill_(mark)

@@ -114,9 +114,9 @@ def microbatch(batch: Any, microbatches: int) -> Microbatches:
         raise ValueError(f"got {microbatches} microbatches, expected at least 1")
     leaves, treedef = flatten(batch, "batch")
     refuse_microbatches(treedef, "batch")
-    m, parts, signature = int(microbatches), tuple(map(local, leaves)), Signature.of(batch)
-    require_divisible(parts, tree_paths(treedef), m, "batch")
-    return Microbatches(map(signature.cut(m).wrap, cut(parts, m)))
+    m, tensors, signature = int(microbatches), tuple(map(local, leaves)), Signature.of(batch)
+    require_divisible(tensors, tree_paths(treedef), m, "batch")
+    return Microbatches(map(signature.cut(m).wrap, cut(tensors, m)))
 
 
 def refuse_microbatches(treedef: PyTreeSpec, name: str) -> None:

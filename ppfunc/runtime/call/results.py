@@ -161,9 +161,9 @@ def _aux(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, owned
         steps = [*buffers.kept_before, buffers.kept]
         rows = [
             row
-            for kept in steps
+            for outputs in steps
             for stage in stages
-            for row in _kept(lowered, kept, stage, lambda low: low.metrics)
+            for row in _kept(lowered, outputs, stage, lambda low: low.metrics)
         ]
         if any(row is not None for row in rows):
             metrics[model] = _stacked(rows, owned)

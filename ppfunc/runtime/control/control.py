@@ -67,7 +67,7 @@ class Control:
         self._model = tree(self.grid.model, "model") if len(self.grid.model) > 1 else None
         self._data = tree(self.grid.data, "data")
         self._running, self._closed = threading.Lock(), False
-        self._made = 0  # step functions
+        self._step_count = 0  # step functions
         self._executing = False  # whether peers may wait for this rank in a collective of a stage
         self._unusable: str | None = None  # why, and what to do
 
@@ -89,12 +89,12 @@ class Control:
         return (self.rank,)
 
     def register_step(self) -> int:
-        self._made += 1
-        return self._made
+        self._step_count += 1
+        return self._step_count
 
     @contextmanager
     def making_step(self) -> Iterator[None]:
-        made = self._made
+        count = self._step_count
         try:
             yield
         except Exception as cause:
@@ -107,7 +107,7 @@ class Control:
             self.fail(failure)
             raise
         except BaseException:  # an interrupt: the peers have theirs
-            self._made = made
+            self._step_count = count
             raise
 
     def hold_interrupts(self, later: bool = False) -> hold_interrupts:

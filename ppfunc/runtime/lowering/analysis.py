@@ -206,16 +206,16 @@ def _memory(step: LoweredStep, programs: dict[Key, StageProgram], rank: int) -> 
         if low.model_stage in form.extras:
             batch += form.extras[low.model_stage][m].nbytes
         outputs += low.outputs.nbytes + low.metrics.nbytes + (low.loss.nbytes if low.loss else 0)
-    own = set(model_stages)
+    stages_here = set(model_stages)
     return Memory(
-        params=sum(form.params[k].nbytes for k in own),
+        params=sum(form.params[k].nbytes for k in stages_here),
         gradients=gradients,
         batch=batch,
         residuals=_residuals(schedule, programs, rank),
         messages=max(
             (_message_bytes(step, i) for i in schedule.instructions(rank) if i.op in COMMUNICATION), default=0
         ),
-        outputs=outputs + sum(form.state[k].nbytes for k in own if k in form.state),
+        outputs=outputs + sum(form.state[k].nbytes for k in stages_here if k in form.state),
     )
 
 

@@ -50,7 +50,7 @@ class ProgramCall(NamedTuple):
 
 def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residuals: bool) -> ProgramCall:
     """Take apart a forward: values in, values out, residuals, and the outputs that the caller wants."""
-    (stage, microbatch), model_stage, kept, states = key, low.model_stage, low.kept, len(low.state.leaves)
+    (stage, microbatch), model_stage, wanted, states = key, low.model_stage, low.kept, len(low.state.leaves)
     # An edge without leaves carries no message.
     sources = [Tag("F", e.stage, stage, microbatch) for e in low.sources if e.leaves]
     sinks = [(Tag("F", stage, e.stage, microbatch), place) for e, place in _places(low.sinks) if e.leaves]
@@ -70,10 +70,10 @@ def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residua
             buffers.values[tag] = outputs[place]
         if keep_residuals:
             buffers.residuals[key] = saved
-        if kept:
-            buffers.kept[key] = outputs[passed : passed + kept]
+        if wanted:
+            buffers.kept[key] = outputs[passed : passed + wanted]
         if states:
-            buffers.state[model_stage] = outputs[passed + kept :]
+            buffers.state[model_stage] = outputs[passed + wanted :]
 
     return ProgramCall(program.forward, take, put)
 

@@ -282,8 +282,8 @@ class _Binder:
         return calls.load(self._lowered.stages[key], key)
 
 
-def _at(place: Origin, *made: Call | None) -> Iterator[PlacedCall]:
-    return ((call, place) for call in made if call is not None)
+def _at(place: Origin, *calls: Call | None) -> Iterator[PlacedCall]:
+    return ((call, place) for call in calls if call is not None)
 
 
 def tag_of(schedule: Schedule, message: Instruction) -> Tag:

@@ -190,8 +190,8 @@ def _lower_stage(
 def _inputs(form: StepForm, spec: StepSpec, microbatches: range) -> list[Signature]:
     """Return signatures of the batch for the microbatches of a chain."""
     assert form.inputs is not None  # of a process that runs the first stage
-    given = form.inputs[microbatches.start : microbatches.stop]
-    return [s.with_grad() for s in given] if "input_grads" in spec.wants else list(given)
+    signatures = form.inputs[microbatches.start : microbatches.stop]
+    return [s.with_grad() for s in signatures] if "input_grads" in spec.wants else list(signatures)
 
 
 def _required(exchange: Began | None) -> Began:
@@ -204,7 +204,7 @@ def _required(exchange: Began | None) -> Began:
 
 def _losses(schedule: Schedule, lowered: Mapping[Key, LoweredStage]) -> dict[int, LossPart]:
     """Describe the losses of every stage that has some: those of its microbatches beside each other."""
-    found: dict[int, LossPart] = {}
+    parts: dict[int, LossPart] = {}
     for stage, microbatches in stages_in_order(schedule):
         losses = [
             low.loss.leaves[0]
@@ -222,5 +222,5 @@ def _losses(schedule: Schedule, lowered: Mapping[Key, LoweredStage]) -> dict[int
                 losses[0].dtype, torch.float32
             )  # float16 and bfloat16 are too narrow for a sum
             leaf = LeafSignature((len(losses), *losses[0].shape), wide, False)
-            found[stage] = LossPart(schedule.placement[stage], leaf)
-    return found
+            parts[stage] = LossPart(schedule.placement[stage], leaf)
+    return parts

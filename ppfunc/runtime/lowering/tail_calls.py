@@ -61,8 +61,8 @@ def _groups(
         _, model, number = leaf.places[0]
         key = leaf.homes, kind(lowered.form.params[model].leaves[number])
         groups.setdefault(key, []).append(leaf)
-    found = [(tuple(sorted(set(homes))), homes, of_group) for (homes, _), of_group in groups.items()]
-    return sorted(found, key=lambda group: group[:2])
+    placed = [(tuple(sorted(set(homes))), homes, of_group) for (homes, _), of_group in groups.items()]
+    return sorted(placed, key=lambda group: group[:2])
 
 
 def _compare_here(leaf: SharedLeaf) -> Call:

@@ -151,8 +151,8 @@ def _read(contents: Contents, leaves: Leaves) -> list[Leaf]:
         if not isinstance(leaf, Tensor):
             loaded.append(contents.values[name])
             continue
-        held = local(leaf).detach()
-        new = torch.empty_like(held, device="cpu" if held.is_meta else held.device)
+        local_part = local(leaf).detach()
+        new = torch.empty_like(local_part, device="cpu" if local_part.is_meta else local_part.device)
         box = box_of(leaf, escaped(name))
         parts += [PartToRead(name, part, new, box) for part in contents.tensors[name].parts if part.box & box]
         loaded.append(new)

@@ -57,10 +57,12 @@ def named_leaves(tree: Any, names: Names, what: str) -> tuple[list[tuple[str, Le
     """
     leaves, treedef = tree_flatten(tree, what)
     accessors = optree.treespec_accessors(treedef)
-    own = _parameters(accessors)
-    found = [(_name(accessor, own, names), leaf) for accessor, leaf in zip(accessors, leaves, strict=True)]
+    parameters = _parameters(accessors)
+    named = [
+        (_name(accessor, parameters, names), leaf) for accessor, leaf in zip(accessors, leaves, strict=True)
+    ]
     seen: dict[str, PyTreeAccessor] = {}
-    for (name, leaf), accessor in zip(found, accessors, strict=True):
+    for (name, leaf), accessor in zip(named, accessors, strict=True):
         if type(leaf) not in (bool, int, float, str) and not isinstance(leaf, torch.Tensor):
             raise TypeError(
                 f"{accessor.codify(what)} is of type {type(leaf).__name__}, expected a tensor, a number or a"
@@ -76,17 +78,17 @@ def named_leaves(tree: Any, names: Names, what: str) -> tuple[list[tuple[str, Le
                 " change a key"
             )
         seen[name] = accessor
-    return found, treedef
+    return named, treedef
 
 
-def _name(accessor: PyTreeAccessor, own: Mapping[int, set[Path]], names: Names) -> str:
+def _name(accessor: PyTreeAccessor, parameters: Mapping[int, set[Path]], names: Names) -> str:
     path = _keys(accessor)
     at = _stage_at(accessor)
     if names is None or at is None:
         return _joined(path)
     before, stage, rest = path[:at], path[at], path[at + 1 :]
     if _under(accessor, at, "optimizer"):
-        start = next((n for n in range(len(rest)) if rest[n:] in own.get(stage, ())), None)
+        start = next((n for n in range(len(rest)) if rest[n:] in parameters.get(stage, ())), None)
         if start is None:
             return _joined(before + rest)
         before, rest = before + rest[:start], rest[start:]
@@ -116,13 +118,13 @@ def _model_name(names: Names, stage: int, leaf: str) -> str:
 
 def _parameters(accessors: Sequence[PyTreeAccessor]) -> dict[int, set[Path]]:
     """Collect the paths of the parameters of training states, by stage."""
-    found: dict[int, set[Path]] = {}
+    paths: dict[int, set[Path]] = {}
     for accessor in accessors:
         at = _stage_at(accessor)
         if at is not None and _under(accessor, at, "params"):
             path = _keys(accessor)
-            found.setdefault(path[at], set()).add(path[at + 1 :])
-    return found
+            paths.setdefault(path[at], set()).add(path[at + 1 :])
+    return paths
 
 
 def _stage_at(accessor: PyTreeAccessor) -> int | None:

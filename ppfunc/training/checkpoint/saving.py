@@ -190,14 +190,14 @@ def prepare(
     sums: list[list[Any]] = []
     for name, leaf in leaves:
         if isinstance(leaf, Tensor):
-            box, held = box_of(leaf, name), local(leaf)
+            box, local_part = box_of(leaf, name), local(leaf)
             if (name, box) in shared:
-                sums.append([name, box.offset, int(checksum(held))])
+                sums.append([name, box.offset, int(checksum(local_part))])
             if (
                 name not in mine
                 and StoredPart(box, file_name(peers.rank, peers.size), None) in contents.tensors[name].parts
             ):
-                mine[name] = held if spare is None else copied(held, spare.get(name))
+                mine[name] = local_part if spare is None else copied(local_part, spare.get(name))
     return SaveWork(contents, answers[0]["nonce"], mine, sums, keep)
 
 

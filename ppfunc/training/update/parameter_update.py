@@ -76,20 +76,20 @@ class TrainingUpdate:
         self._cuts = {stage: ranks.cuts(tree_leaves(tree)) for stage, tree in state.params.items()}
         self._left = dict.fromkeys(state.params, len(weights))
         self._stage_state = {s: tuple(map(local, tree_leaves(tree))) for s, tree in state.stage_state.items()}
-        own = [each for each in weights if each is not None]
-        if not own:
+        explicit = [each for each in weights if each is not None]
+        if not explicit:
             m = ranks.schedule.microbatches
             equal = torch.full((m,), 1 / (ranks.data.size * m), dtype=torch.float64, device="cpu")
             return [equal] * len(weights)
-        mine = torch.cat(own).to(state.step.device)
-        total = mine.sum(0, keepdim=True)
+        joined = torch.cat(explicit).to(state.step.device)
+        total = joined.sum(0, keepdim=True)
         ranks.data.all_reduce(total)()
         # On another device it is not read, and the loss is no number.
         if total.device.type == "cpu" and total.tolist() == [0]:
             raise ValueError(
                 "loss_weights: their sum over all data ranks is 0, expected one that losses can be divided by"
             )
-        return (mine / total).chunk(len(weights))
+        return (joined / total).chunk(len(weights))
 
     def sums(self, stage: int, leaves: dict[int, LeafSignature]) -> Reducer | None:
         """Find buckets for the gradients of a stage: idle ones of an earlier step, else new ones.
@@ -124,8 +124,8 @@ class TrainingUpdate:
         for stage in sorted({*self._gradients, *self._reducers}) if rule.needs_all else ():
             self._receive(stage)
         norms = self._norms_by_stage()
-        parts = [part.to(norms).sum() for part in losses.values()] if self._ranks.model.index == 0 else []
-        loss = torch.stack([norms.new_zeros(()), *parts]).sum()
+        terms = [value.to(norms).sum() for value in losses.values()] if self._ranks.model.index == 0 else []
+        loss = torch.stack([norms.new_zeros(()), *terms]).sum()
         bad = norms.isnan().any().to(norms)  # the largest of several numbers need not be NaN where one is
         sums = torch.cat([torch.stack([loss, bad]), *([] if infinite else [norms])])
         waits = [world.all_reduce(sums), *([world.all_reduce(norms, "max")] if infinite else [])]
@@ -147,29 +147,29 @@ class TrainingUpdate:
 
     def step(self, buffers: Buffers, stage: int) -> None:
         """Make the new parameters and optimizer state of a stage; frozen parameters stay."""
-        ranks, precision, given = self._ranks, self._rule.precision, self.state
+        ranks, precision, current = self._ranks, self._rule.precision, self.state
         self._left[stage] -= 1
         if not self._rule.needs_all:
             self._receive(stage)
-        leaves, treedef = tree_flatten(given.params[stage])
-        dims, state = self._dims(stage), given.optimizer[stage]
-        mine = ranks.shards(leaves, dims)
+        leaves, treedef = tree_flatten(current.params[stage])
+        dims, state = self._dims(stage), current.optimizer[stage]
+        shards = ranks.shards(leaves, dims)
         # Cast before they are divided, which would lose small ones.
-        gradients = {n: g.to(mine[n].dtype) for n, g in self._gradients.pop(stage).items()}
+        gradients = {n: g.to(shards[n].dtype) for n, g in self._gradients.pop(stage).items()}
         if self._divisor is not None:  # not by the fused kernels, which divide by a float32
             gradients = divided(gradients, self._divisor, into=stage in self._reducers)
         grads = treedef.unflatten(
-            [gradients[n] if n in gradients else torch.zeros_like(p) for n, p in enumerate(mine)]
+            [gradients[n] if n in gradients else torch.zeros_like(p) for n, p in enumerate(shards)]
         )
-        trees = grads, tree_map(local, state), treedef.unflatten(mine)
-        fixed = self._rule.frozen.numbers(stage, Signature.of(given.params[stage]))
+        trees = grads, tree_map(local, state), treedef.unflatten(shards)
+        fixed = self._rule.frozen.numbers(stage, Signature.of(current.params[stage]))
         new, after = updated(self._rule, stage, trees, fixed, self._found_inf, self._given)
-        given.optimizer[stage] = tree_map(lambda old, leaf: distributed(leaf, layout_of(old)), state, after)
+        current.optimizer[stage] = tree_map(lambda old, leaf: distributed(leaf, layout_of(old)), state, after)
         if not ranks.shards_params:
             new = list(gather(new, dims, ranks.data)())
             if self._left[stage]:  # after the last update nobody computes with them
                 buffers.params[stage] = tuple(tree_leaves(precision.to_compute(treedef.unflatten(new))))
-        given.params[stage] = treedef.unflatten(map(distributed, new, map(layout_of, leaves)))
+        current.params[stage] = treedef.unflatten(map(distributed, new, map(layout_of, leaves)))
         if stage in self._reducers:
             self._idle[stage].append(self._reducers.pop(stage)[0])
 
@@ -246,6 +246,6 @@ class TrainingUpdate:
             self._divisor = scale if clipped is None else scale / clipped
         skipped = found_inf if rule.on_nonfinite == "skip" else torch.zeros_like(found_inf)
         self.metrics.append(Metrics(loss, norm, scale, skipped, {}))
-        step, kept = self.state.step, rule.precision.scale
-        scales = self.state.scale if kept is None else kept.update(self.state.scale, found_inf)
+        step, scaling = self.state.step, rule.precision.scale
+        scales = self.state.scale if scaling is None else scaling.update(self.state.scale, found_inf)
         self.state = self.state._replace(step=step + (1 - skipped).to(step), scale=scales)

@@ -162,8 +162,8 @@ class TrainingRanks(NamedTuple):
             pairs = zip(tree_leaves(node), numbers, strict=True)
             return tree_structure(node).unflatten(distributed(t, layouts[n]) for t, n in pairs)
 
-        kept = treedef.unflatten(map(distributed, shards, layouts)) if self.shards_params else params
-        return kept, optree.tree_map(
+        stored = treedef.unflatten(map(distributed, shards, layouts)) if self.shards_params else params
+        return stored, optree.tree_map(
             laid_out, state, is_leaf=lambda node: numbers_of(node) is not None, namespace=NAMESPACE
         )
 

@@ -50,15 +50,15 @@ def start_facts(rule: UpdateRule, ranks: TrainingRanks, state: TrainState) -> tu
         if ranks.data.size > 1
         else []
     )
-    held = [
+    data_facts = [
         f"the {name} with the checksum {_checksum([t for t in tree_leaves(tree) if ranks.is_whole(t)])}"
         for name, tree in trees
     ]
-    held += _CUT_FROM.get(state.step, [])
+    data_facts += _CUT_FROM.get(state.step, [])
     for s in ranks.stages if ranks.data.size > 1 else ():
         names = rule.frozen.names(s, Signature.of(state.params[s]))
-        held.append(f"{', '.join(names) or 'nothing'} of stage {s} frozen")
-    return "; ".join(common), "; ".join(held)
+        data_facts.append(f"{', '.join(names) or 'nothing'} of stage {s} frozen")
+    return "; ".join(common), "; ".join(data_facts)
 
 
 def _trees(optimizer: Optimizer, state: TrainState, stage: int) -> list[tuple[str, object]]:

@@ -116,7 +116,7 @@ def updated(
     """
     _, state, params = trees
     mine = tree_leaves(params)
-    kept, leaves = {n: mine[n].clone() for n in fixed}, tree_leaves((state, params))
+    frozen, leaves = {n: mine[n].clone() for n in fixed}, tree_leaves((state, params))
     before = versions(leaves)
     try:
         results = rule.optimizer.update(*trees, found_inf=found_inf if rule.on_nonfinite == "skip" else None)
@@ -132,7 +132,7 @@ def updated(
     for name, old, new in (("parameter", params, results[0]), ("state", state, results[1])):
         _require_alike(stage, name, old, new)
     new = list(tree_leaves(results[0]))
-    for n, value in kept.items():
+    for n, value in frozen.items():
         new[n] = mine[n].copy_(value) if any(mine[n] is leaf for leaf in written) else mine[n]
     return new, results[1]
 
@@ -153,11 +153,11 @@ def _require_alike(stage: int, name: str, old: Tree, new: Tree) -> None:
             other.shape,
             other.device,
         ):
-            got, known = (
+            got, expected = (
                 f"{t.dtype}{list(t.shape)}" if isinstance(t, Tensor) else reprlib.repr(t)
                 for t in (other, one)
             )
-            where = f"the {name} {known} of stage {stage}, {tree_paths(structure, name)[n]}"
+            where = f"the {name} {expected} of stage {stage}, {tree_paths(structure, name)[n]}"
             raise ValueError(
                 f"the optimizer has made {got} of {where}; expected the same shape, dtype and device"
             )
