@@ -433,7 +433,7 @@ def test_deep_trees_pass_or_are_refused_by_name(depth):
     ):
         step(params, nested(inputs, depth), targets)
     with pytest.raises(
-        (ValueError, pp.StageError), match="stage 0 y.*: got a tree nested deeper than 1000 levels"
+        (ValueError, pp.StageError), match="stage 0: .*returned y: got a tree nested deeper than 1000 levels"
     ):
         step(params, inputs, targets)
 

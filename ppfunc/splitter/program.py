@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from ppfunc.stage.engines.tracing.cut import Block
-from ppfunc.stage.engines.tracing.emit import Recipe, write
+from ppfunc.stage.engines.tracing.emit import write
 from ppfunc.stage.engines.tracing.fast_dispatch import OperatorCall
+from ppfunc.stage.engines.tracing.recipe import Recipe
 from ppfunc.stage.tree import NAMESPACE, tree_unflatten
 
 from .cut import StagePart

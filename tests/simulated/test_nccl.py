@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.clock import busy
 from tests.simulated import names
 from tests.simulated.groups import in_threads, simulated_nccl
 from tests.simulated.nccl import Options, ProcessGroupNCCL
@@ -315,13 +316,14 @@ def freed_under_an_abort(rank, size, waits):
     abort.start()
     while group._kept or (waits and abort.is_alive()):
         time.sleep(0.01)
+    meet()  # an allocation looks at all that was freed, of the other rank too
     torch.empty(4, device="cuda")
     abort.join()
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_memory_that_is_freed_under_a_late_abort_is_reported(ranks, waits):
-    ranks(freed_under_an_abort, waits, abort_takes=0.2)
+    ranks(freed_under_an_abort, waits, abort_takes=0.2 if waits else busy())
     races = take(ranks.gpu.races)
     assert ["is freed while it is in use" in race for race in races] == [True] * (0 if waits else 2)
 

@@ -13,9 +13,10 @@ from .differentiable import DifferentiableStage, engine
 from .tracing.clean import clean
 from .tracing.compiled import without_onednn
 from .tracing.cut import Block, ProgramBlocks, residual_bytes
-from .tracing.emit import Recipe, emit
+from .tracing.emit import emit
 from .tracing.joint import Joint, trace
 from .tracing.operators import ancestors
+from .tracing.recipe import Recipe
 from .tracing.remat import Remat, cut_for
 
 

@@ -7,9 +7,9 @@ import torch
 from torch.fx import Graph, Node
 
 from .cut import Block
-from .emit import Recipe, copied
 from .fast_dispatch import OperatorCall
 from .operators import root
+from .recipe import Recipe, copied
 
 _TOGETHER = 2**20  # bytes of gradients that are added up at once: one by one, small ones take longer
 

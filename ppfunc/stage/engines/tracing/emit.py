@@ -7,54 +7,21 @@ import math
 import threading
 from collections.abc import Callable
 from functools import cached_property
-from itertools import chain, groupby
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from ...errors import TRACED_LINES, warn
+from .accumulate import accumulating
 from .compiled import compiled
 from .cut import Block
 from .fast_dispatch import find_call
 from .operators import arguments, constant_name, is_element
+from .recipe import Recipe
 
 _writing = threading.RLock()  # one thread at a time
-
-
-class Recipe(NamedTuple):
-    """All that a function is made of."""
-
-    block: Block
-    names: tuple[str, ...]  # of the arguments
-    constants: dict[str, torch.Tensor]  # of ``get_attr`` nodes
-    title: str  # name of the function, and of its place in a traceback
-    settle: tuple[str, ...] = ()  # names of the arguments whose tensors may come with any strides
-    compile: bool = False  # whether the body is one function compiled by inductor
-    warning: str = ""  # given when the function is first called
-
-
-def copied(graph: Graph, recipe: Recipe, constants: dict[str, torch.Tensor]) -> Block:
-    """Copy a part into another graph under names of its own. Its constants join the others."""
-    block = recipe.block
-    copies: dict[Node, Node] = {}
-    for node in chain(*block.arguments):
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-
-    def copy(node: Node) -> Node:
-        if node not in copies:
-            copies[node] = graph.node_copy(node, copy)
-            if node.op == "get_attr":
-                copies[node].target = name = f"constant{len(constants)}"
-                constants[name] = recipe.constants[constant_name(node)]
-        return copies[node]
-
-    return Block(
-        tuple(tuple(map(copy, nodes)) for nodes in block.arguments),
-        tuple(map(copy, block.body)),
-        tuple(tuple(n and copy(n) for n in nodes) for nodes in block.results),
-    )
 
 
 class TracedFunction:
@@ -81,8 +48,6 @@ class TracedFunction:
     @cached_property
     def accumulating(self) -> TracedFunction | None:
         """Return the function that adds its first results up, see :mod:`.accumulate`; None without use."""
-        from .accumulate import accumulating
-
         recipe = accumulating(self.recipe)
         return None if recipe is None else TracedFunction(recipe)
 

@@ -7,7 +7,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .cut import Block
-from .emit import Recipe, copied
+from .recipe import Recipe, copied
 
 
 def interleave(first: Recipe, second: Recipe) -> Recipe:
