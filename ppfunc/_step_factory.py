@@ -31,11 +31,10 @@ skips and ties.
 
 @contextmanager
 def mistakes_told(transport: Transport | None) -> Iterator[None]:
-    """Tell the other ranks of a mistake in the body: their next step fails, and the transport can be used no
-    more.
+    """Fail the next step of the other ranks if the body raises. The transport cannot be used afterwards.
 
     Raises:
-        TypeError: something else than a transport.
+        TypeError: not a transport.
     """
     if transport is not None and (isinstance(transport, type) or not hasattr(transport, "local_ranks")):
         raise TypeError(
@@ -46,10 +45,8 @@ def mistakes_told(transport: Transport | None) -> Iterator[None]:
 
 
 def told_to_peers(make: Callable[P, R]) -> Callable[P, R]:
-    """Tell the other ranks of a mistake in a call of ``make``, in the names of its arguments too; one is the
-    transport.
-    """
-    n = list(signature(make).parameters).index("transport")  # not bound: a wrong name is to be told, too
+    """Fail the next step of the other ranks if a call of ``make``, which takes a transport, raises."""
+    n = list(signature(make).parameters).index("transport")  # not bound: that would raise for wrong names
 
     @wraps(make)
     def making(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -74,7 +71,7 @@ def unpacked(
         parts: as of :func:`read_tied`.
 
     Raises:
-        TypeError, ValueError: something else than stages, a schedule, a loss function, places.
+        TypeError, ValueError: not stages, not a schedule, not a loss function, or not places of ties.
     """
     if not isinstance(schedule, Schedule):
         raise TypeError(
@@ -113,9 +110,9 @@ def make_step(
 
     Args:
         read: ``(*arguments of a call) -> RawArguments``, or a list of those of several passes.
-        returned: ``(results) -> return value of a call``; by default what the spec wants.
-        loss_weights: the weights that ``read`` takes where a call has none of its own.
-        training: whether there are backwards.
+        returned: ``(results) -> return value of a call``; by default the results that the spec wants.
+        loss_weights: the weights that ``read`` takes for a call without weights of its own.
+        training: the schedule has to have backwards.
         programs: those of a step function with the same stages, to be shared.
     """
     _require(stages, schedule, engine, spec)

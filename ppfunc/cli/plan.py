@@ -77,7 +77,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "--objective",
         choices=("makespan", "span"),
         default="makespan",
-        help="what is to be short; default: makespan",
+        help="time to minimise; default: makespan",
     )
 
 

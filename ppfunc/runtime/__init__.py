@@ -16,9 +16,10 @@ Six rooms. A step function is called, and the data flows in one direction::
         transport/                      carries messages between stages, and sums among ranks
         control/                        the sum of the losses; a step fails on every rank or on none
 
-What lasts from call to call belongs to four: `StagePrograms` has the programs of stages, `CompiledSteps` what
-is compiled, `Agreement` what the ranks agreed on, `StepFunction` where the parameters lay. `errors.py` has
-the errors of a step, and how ranks say them to each other. Each room's docstring draws its own flow.
+Four objects last from call to call: `StagePrograms` owns the programs of stages, `CompiledSteps` the compiled
+steps, `Agreement` the facts that the ranks agreed on, `StepFunction` the addresses of the parameters.
+`errors.py` has the errors of a step, and the form in which ranks send them. Each room's docstring draws its
+own flow.
 """
 
 from typing import TYPE_CHECKING

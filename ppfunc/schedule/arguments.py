@@ -10,7 +10,7 @@ def require_type(name: str, value: Any, kind: Any, expected: str) -> None:
     """Check that the argument ``name`` is of a type, or of one of several.
 
     Raises:
-        TypeError: naming the argument, what was got, and what is ``expected``.
+        TypeError: it is not; the message has the name, the value and ``expected``.
     """
     if not isinstance(value, kind):
         raise TypeError(f"{name}: got {shown(value)}, expected {expected}")
@@ -30,8 +30,8 @@ def require_stages(name: str, value: Iterable[int], count: int) -> set[int]:
     """Check that the argument ``name`` holds stages, of so many; return them.
 
     Raises:
-        TypeError: it is nothing that holds others.
-        ValueError: it holds something else than stages.
+        TypeError: it is not iterable.
+        ValueError: an item is not a stage.
     """
     require_type(name, value, Iterable, "stages, such as [0, 1]")
     stages = list(value)

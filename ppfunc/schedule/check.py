@@ -94,13 +94,13 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
     optimizer steps are complete and in their place.
 
     Args:
-        schedule: any value; nothing about it is taken for granted.
+        schedule: any value; one that is no schedule raises.
         queue: ``"pair"`` for a communicator per pair of ranks, ``"rank"`` for the stricter model
             of one communicator that all peers of a rank share.
         max_activations: largest number of live activations that a rank may have.
 
     Raises:
-        ScheduleError: naming rank, position and instruction of what is wrong.
+        ScheduleError: the schedule is wrong; names rank, position and instruction.
         ValueError: ``queue`` is neither of the two, or ``max_activations`` no number from 0.
 
     >>> from ppfunc.schedule import one_f_one_b

@@ -31,9 +31,9 @@ class Configured(NamedTuple):
     """A schedule, and where to split the model for it.
 
     Args:
-        schedule: what every rank does.
-        split_points: names of the layers with which the stages behind the first begin, for
-            ``ppfunc.split(model, args, at=...)``; None where the configuration says nothing of layers.
+        schedule: the program of every rank.
+        split_points: names of the layers that begin the stages after the first, for
+            ``ppfunc.split(model, args, at=...)``; None for a configuration without layers.
     """
 
     schedule: Schedule
@@ -55,14 +55,13 @@ def configure(config: Mapping[str, Any]) -> Configured:
             * ``microbatch_size``: samples in a microbatch, a divisor of ``batch_size``.
             * ``options``: a mapping with further arguments of the builder.
             * ``split_points``, or ``layers`` and perhaps ``layers_per_stage`` (as of ``count_stages``),
-              ``input_weight`` and ``output_weight`` (as of ``partition_layers``). Where a builder takes
-              ``chunks``, and the options have none, they follow from ``split_points`` or
-              ``layers_per_stage``.
+              ``input_weight`` and ``output_weight`` (as of ``partition_layers``). They also give
+              ``chunks`` to a builder that takes it, unless the options have it.
 
     Raises:
         ValueError: an unknown or missing key, sizes that do not divide, an unknown name, a file for another
             number of ranks or microbatches, stages that are not those of the schedule.
-        FileNotFoundError: where there is no schedule at the path.
+        FileNotFoundError: no file is at the path.
 
     Warns:
         UserWarning: for fewer microbatches than stages, which leave a bubble in the pipeline.
@@ -111,7 +110,7 @@ def _require_keys(config: Mapping[str, Any]) -> None:
         raise ValueError(f"the configuration lacks {', '.join(missing)}")
     of_layers = [key for key in ("layers_per_stage", "input_weight", "output_weight") if key in config]
     if of_layers and "layers" not in config:
-        raise ValueError(f"the configuration has {of_layers[0]}, and no number of layers; give layers, too")
+        raise ValueError(f"the configuration has {of_layers[0]}, and no number of layers; give layers=")
     if "split_points" in config and "layers" in config:
         raise ValueError(
             "the configuration has split_points and layers, from which they would follow; leave one of the"

@@ -138,7 +138,7 @@ class Costs:
         ``costs.of_stages(schedule.model_stages)``.
 
         Raises:
-            TypeError: something else than numbers of stages.
+            TypeError: not numbers of stages.
             ValueError: these costs are for another number of stages.
 
         >>> Costs(forward=[1, 2]).of_stages([0, 1, 0, 1]).forward

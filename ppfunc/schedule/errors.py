@@ -20,7 +20,7 @@ class ScheduleError(ValueError):
         rank: the rank whose program is wrong, None where the whole schedule is.
         position: ``(step, place)`` of the instruction in the program of ``rank``, or None.
         instruction: the instruction there, or None.
-        reason: one sentence or two: what was got, what was expected.
+        reason: got and expected, in one or two sentences.
         picture: an excerpt of the grid with a mark under the place, or nothing.
     """
 

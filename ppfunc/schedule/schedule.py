@@ -234,13 +234,13 @@ def single_chain(
     (1, 1)
 
     Args:
-        name: what pictures and errors call it.
+        name: of the schedule, in pictures and errors.
         placement: the rank of every stage.
-        microbatches: how many walk the chain.
+        microbatches: number of microbatches that walk the chain.
         programs: per rank, its instructions in order, one per step.
 
     Raises:
-        TypeError: something else.
+        TypeError: another type, or items that are not instructions.
     """
     for what, given, expected in (
         ("placement", placement, "the rank of every stage"),

@@ -153,7 +153,7 @@ def timeline_of(
     """Make the timeline of given times, such as measured ones: per rank, one per instruction of its program.
 
     Raises:
-        TypeError: something else than a row of times per rank.
+        TypeError: not a row of times per rank.
         ValueError: the number of times is not that of the instructions.
     """
     require_schedule(schedule)

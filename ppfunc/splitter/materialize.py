@@ -43,10 +43,10 @@ def materialize(
     Equivalent to, for each module of the model that has parameters of its own::
 
         torch.manual_seed(hash of (seed, name of the module))
-        module.reset_parameters(); model._init_weights(module)    # of these, what there is
+        module.reset_parameters(); model._init_weights(module)    # those of the two that exist
 
     Numbers are drawn on the CPU. They depend on the seed and the name alone: not on the grid, on the device,
-    or on what else is made. A leaf that is a DTensor, as ``parallelize_module`` makes them on meta too,
+    or on the other parameters. A leaf that is a DTensor, as ``parallelize_module`` makes them on meta too,
     becomes this rank's slice of the whole. Parameters that are not on meta are returned as they are.
 
     Args:

@@ -31,19 +31,19 @@ def split(
 
     The inputs of a step have the form of ``args``: one tensor, a tuple of positional arguments, or a
     dictionary of keyword arguments (given as ``args`` or as ``kwargs``); where both are given, a tuple of the
-    positional ones and, last, the dictionary. What is no tensor in them is part of the split: a step's inputs
-    leave such keyword arguments out, and have None in the place of others. What the model returns, in its own
-    class, is what the loss function gets: ``loss_fn(output, target)``. A model that takes labels and returns
-    its loss is given the labels as inputs, and ``loss_fn=lambda output, _: output.loss``.
+    positional ones and, last, the dictionary. Values other than tensors become part of the split: the inputs
+    of a step leave such keyword arguments out, and have None in place of positional ones. The loss function
+    gets the output of the model, in its own class: ``loss_fn(output, target)``. For a model that takes labels
+    and returns its loss, pass the labels as inputs, and ``loss_fn=lambda output, _: output.loss``.
 
     Other batch sizes and lengths work: the model is traced again for every form of the inputs, the mode
     (training or evaluation) that it is in, and autocast. Values that later stages need travel by skip
-    connections; what depends on integer inputs alone (masks, tables of positions) is computed again where it
-    is needed. Random operators, ``no_grad`` and ``autocast`` regions, and functions with a backward of their
-    own are kept. Numbers that the model reads from its attributes, and from objects among these, are those of
-    the time at which a step is traced. Control flow and shapes may depend on the values of tensors that come
-    of numbers in its code, such as a mask of ones. Checks of values (``torch._check``, the arguments of
-    ``torch.distributions``) are not made by the stages.
+    connections. Values that depend on integer inputs alone (masks, tables of positions) are computed again in
+    each stage that needs them. Random operators, ``no_grad`` and ``autocast`` regions, and functions with a
+    backward of their own are kept. Numbers that the model reads from its attributes, and from objects among
+    these, keep the values of the trace. Control flow and shapes may depend on tensors that the model makes of
+    numbers in its code, such as a mask of ones. Stages leave out checks of values (``torch._check``, the
+    arguments of ``torch.distributions``).
 
     Args:
         model: any module, also on ``meta``, which is left unmodified; or a

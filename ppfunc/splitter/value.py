@@ -1,6 +1,6 @@
 """Hold a model cut into stages: the value `Split`.
 
-Steps ask whether stages are a `Split`. What traces models is imported when one is split, or loaded.
+Steps ask whether stages are a `Split`. The modules that trace are imported when a model is split, or loaded.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Split:
 
     Args:
         stages: one pure function per stage, ``fn(params, x) -> y``, or ``fn(params, x, state) -> Output`` for
-            a stage with a state. The last returns what the model returns, in the model's own class; what is
-            neither a tensor nor a plain value in it, such as a cache, raises where it is used.
+            a stage with a state. The last returns the output of the model, in the model's own class. Parts of
+            it that are neither tensors nor plain values, such as a cache, raise when they are used.
         params: ``{stage: {name: tensor}}``, by the model's own names, detached; the model's tensors are not
             copied. A tied parameter is in every stage that reads it, under its first name, as the same
             tensor.
@@ -83,7 +83,7 @@ class Split:
 
         Raises:
             KeyError: a tensor is not there.
-            TypeError: something else than weights, or than numbers of stages.
+            TypeError: not weights, or not numbers of stages.
             ValueError: a tensor has another shape, or a file is no safetensors file.
         """
         from .stages import make_stage

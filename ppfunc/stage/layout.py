@@ -162,7 +162,7 @@ def cut_by(mesh: DeviceMesh, placements: Sequence[Placement], part: Sequence[int
 
 
 class Boundary(NamedTuple):
-    """How the tensors that a stage is given, and those that it returns, lie over the ranks of an axis.
+    """Describe how the tensors that a stage takes and returns lie over the ranks of an axis.
 
     Args:
         mesh: one axis of a mesh.
@@ -192,9 +192,8 @@ def with_layouts(
 ) -> Callable[..., Any]:
     """Declare that the activations of a stage are cut over the ranks of an axis.
 
-    The stage is given the parts of its rank, and returns such. Two stages between which such a part travels
-    must declare the same placement; else a step is refused before it runs. The outputs of a last stage come
-    back as DTensors.
+    The stage takes and returns the parts of its rank. Two stages between which a part travels must declare
+    the same placement, or a step raises before it runs. The outputs of a last stage come back as DTensors.
 
     Args:
         fn: ``fn(params, x, *extras) -> y``.

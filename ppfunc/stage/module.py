@@ -39,23 +39,22 @@ class ModuleStage(NamedTuple):
 
 
 def stage_from_module(module: nn.Module, *, constants: bool = False, spread: bool = True) -> ModuleStage:
-    """Make the pure function that ``module`` computes, in the train or evaluation mode of the step's begin.
+    """Make the pure function that ``module`` computes, in the mode that it is in when a step begins.
 
     A tuple ``x`` becomes positional arguments, a dictionary with texts as keys keyword arguments,
     anything else the one argument. Extras become further arguments in the same way. A parameter
-    known by two names is listed once, under the first, and gets one gradient. One that requires no
+    with two names is listed once, under the first, and gets one gradient. One that requires no
     gradient when a step function or trainer is made is frozen: it gets zeros. Buffers that the module writes
     into are a state: they go into a step as ``state={stage: state}``, and come back, with ``has_aux=True``,
-    as ``aux.state[stage]``. If it only reads them, as a trial without values shows, they are constants, and
-    no state is needed. Other attributes are read when the stage is made or traced.
+    as ``aux.state[stage]``. Buffers that it only reads, as a trial without values shows, are constants, and
+    need no state. Other attributes are read when the stage is made or traced.
 
     Args:
         module: any module. It is left unmodified: attributes set during a call, and changes to dicts, lists
             and sets held as attributes, are rolled back.
-        constants: whether the module only reads its buffers (masks, tables of positions, the statistics of a
-            batch norm in evaluation), for certain. There is no state then, and a module that writes into one
-            is refused.
-        spread: whether tuples and dictionaries are taken apart into arguments; else each is one argument.
+        constants: take the buffers (masks, tables of positions, the statistics of a batch norm in evaluation)
+            as constants. There is no state then, and a module that writes into a buffer raises.
+        spread: take tuples and dictionaries apart into arguments; if False, each is one argument.
 
     Raises:
         TypeError: not a module, or a scripted one.
@@ -87,7 +86,7 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
 
 
 def require_usable(module: Any) -> None:
-    """Raise for what is no module, and for one whose parameters cannot be replaced."""
+    """Raise for an object that is no module, or a module whose parameters cannot be replaced."""
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"got {type(module).__name__}, expected a torch.nn.Module; a function is a stage as it is"

@@ -24,7 +24,7 @@ class Output(NamedTuple):
             microbatch.
         metrics: a tree of tensors for the caller, not differentiated.
         state: the new state of the stage, a tree like the state that it was given.
-        skips: what it gives to later stages that are not its neighbours, ``{stage: tree}``.
+        skips: values for later stages that are not its neighbours, ``{stage: tree}``.
     """
 
     y: Any
@@ -39,7 +39,7 @@ class Received(NamedTuple):
 
     Args:
         x: the activation from the stage before.
-        skips: what came from further away, ``{stage: tree}``.
+        skips: the values of earlier stages that are not its neighbours, ``{stage: tree}``.
     """
 
     x: Any

@@ -66,9 +66,9 @@ def parallelize(
         module: parallelised in place, as by torch; its values are those of the first rank of the axis.
         mesh: one axis of a mesh, such as ``mesh["tp"]``, all ranks of which call this.
         plan: torch's: ``{name of a submodule: ColwiseParallel(), ...}``, or the style of the module itself.
-        inputs, outputs: how the activations that the stage is given and returns are cut, as in
-            :func:`ppfunc.with_layouts`; whole on every rank where none are given. Sequence parallel stages
-            have ``Shard(1)``.
+        inputs, outputs: how the activations that the stage takes and returns are cut, as in
+            :func:`ppfunc.with_layouts`; whole on every rank by default. Sequence parallel stages have
+            ``Shard(1)``.
         constants, spread: as in :func:`ppfunc.stage_from_module`.
 
     Returns:
@@ -195,7 +195,7 @@ def _require_agreed(module: nn.Module, mesh: DeviceMesh, plan: Any) -> None:
 
 
 def _require_found(module: nn.Module, plan: Any) -> None:
-    """Raise where a name in the plan fits no submodule: torch would only warn."""
+    """Raise if a name in the plan fits no submodule: torch would only warn."""
     names = [name.split(".") for name, _ in module.named_modules() if name]
     for path in plan if isinstance(plan, Mapping) else ():
         keys = path.split(".")

@@ -1,6 +1,6 @@
 """Compare the steps, facts, modes and layouts of several ranks.
 
-Each function raises :class:`~ppfunc.runtime.AgreementError` where they differ, and says which rank has what.
+Each function raises :class:`~ppfunc.runtime.AgreementError` if they differ, with the values of both ranks.
 """
 
 import json
@@ -56,7 +56,7 @@ def require_same_modes(training: int, evaluation: int) -> None:
 
 
 def _differences(one: str, other: str) -> tuple[str, str]:
-    """Select the terms that differ of the first lines of two texts; what follows them is for programs.
+    """Select the terms that differ in the first lines of two texts. Further lines are for programs.
 
     >>> _differences("call 2; f; seed None", "call 3; f; seed (0, 1)")
     ('call 2; seed None', 'call 3; seed (0, 1)')

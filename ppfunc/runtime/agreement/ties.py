@@ -193,7 +193,7 @@ def shared_forms(
     tied: Tied,
     frozen: Mapping[int, frozenset[int]],
 ) -> dict[str, str]:
-    """Describe, by name, what this process holds and others hold too: forms, and what is frozen.
+    """Describe the parameters that other processes hold too, by name: their forms, and if they are frozen.
 
     Args:
         frozen: numbers of the frozen leaves, by stage of the model.

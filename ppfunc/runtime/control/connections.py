@@ -33,7 +33,7 @@ class Connections:
     Attributes:
         address: where this process listens.
         addresses: of the ranks that have come.
-        changed: guards what threads change, and is notified.
+        changed: guards state that threads share; notified when it changes.
         closed: whether all connections have ended, or are about to.
     """
 

@@ -73,7 +73,7 @@ class Control:
 
     @property
     def device(self) -> torch.device:
-        """Where losses are summed, and returned."""
+        """Return the device on which losses are summed and returned."""
         return torch.device("cpu")
 
     @property
@@ -222,7 +222,7 @@ class Control:
         return total if of_pipeline is None else of_pipeline
 
     def synchronize(self) -> None:
-        """Wait until all that a step has begun here is done; on the CPU it is."""
+        """Wait until the device has done the work of the step; the CPU has."""
 
     def _sum_up(
         self,
@@ -255,7 +255,7 @@ class Control:
             *_, total = self._recv_end(tree, tree.parent)
         if last:
             self.links.commit(self.ended)
-        tree.send_down(END, " ".join(map(str, (self.ended, *modes, *total))))  # before what may fail here
+        tree.send_down(END, " ".join(map(str, (self.ended, *modes, *total))))  # first: the next line may fail
         return read_sum(total, parts, self.device)
 
     def _recv_end(self, tree: TreeMessages, peer: int) -> tuple[int, int, list[str]]:
@@ -271,8 +271,8 @@ class Control:
         """Publish a failure, begin the next generation, and return the error to raise.
 
         Returns:
-            The cause itself where it arose here outside the program, or no step can be run any more; else the
-            first failure, which rank it was and where.
+            The cause itself if it arose here outside the program, or if no step can be run any more; else the
+            error of the first failure, with its rank and place.
         """
         cause, rank = failure.cause, self.links.rank
         failure, refused = failure._replace(rank=self.pipeline[failure.rank]), self._unusable is not None
@@ -306,10 +306,10 @@ class Control:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close; peers are told of an error that ends the block on this rank outside a step."""
-        heard = isinstance(error, PipelineError | AgreementError)  # peers have heard of what a step raises
+        """Close. Publish an error that ends the block on this rank outside a step."""
+        published = isinstance(error, PipelineError | AgreementError)  # by the step that raised it
         try:
-            if isinstance(error, Exception) and not heard and not self._closed:
+            if isinstance(error, Exception) and not published and not self._closed:
                 self.fail(Failure(self.rank, None, None, error))
         finally:
             self.close()

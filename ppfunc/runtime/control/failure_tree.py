@@ -15,9 +15,9 @@ class Verdict(NamedTuple):
     failure: str
 
     def stops(self, voted: int | None) -> bool:
-        """Tell whether it stops a rank that has voted for this step, or for none.
+        """Tell whether a rank has to stop that has voted for the step ``voted``, None for no step.
 
-        A step that was committed before goes on to its end.
+        A step that rank 0 had committed goes on to its end.
         """
         return voted is None or self.committed <= voted
 
@@ -35,7 +35,7 @@ class FailureTree:
         on_verdict: called with the generation and its verdict, once it is known here.
 
     Attributes:
-        generation: how many failures this rank has taken notice of.
+        generation: number of failures that this rank has handled.
         verdicts: the last ones, by generation.
         gone: the neighbours that have ended.
     """
@@ -53,13 +53,13 @@ class FailureTree:
 
     @property
     def stopped(self) -> bool:
-        """Tell whether this rank has to fail what it does."""
+        """Tell whether this rank has to fail its step."""
         verdict = self.verdicts.get(self.generation)
         return verdict is not None and verdict.stops(self._voted)
 
     @property
     def undecided(self) -> int:
-        """Return the first generation that this rank is still in, or will be, and that has no verdict."""
+        """Return the first generation without a verdict, from that of this rank on."""
         return max(self.generation, max(self.verdicts, default=-1) + 1)
 
     def lost(self, peer: int) -> bool:
@@ -71,7 +71,7 @@ class FailureTree:
         self._voted = step
 
     def commit(self, step: int) -> None:
-        """Mark the step committed: nobody can fail it. Take up what has failed meanwhile."""
+        """Mark the step committed: no failure can undo it. Report the failures that came meanwhile."""
         self._committed, self._voted = step + 1, None
         deferred, self._deferred = self._deferred, []
         for generation, failure in deferred:
@@ -99,7 +99,7 @@ class FailureTree:
             self.decide(generation, failure)
 
     def decide(self, generation: int, failure: str) -> None:
-        """Take a failure as the first of its generation, where there is no other yet."""
+        """Make a failure the verdict of its generation, unless there is one."""
         self._learn(generation, Verdict(self._committed, failure))
 
     def note_gone(self, peer: int, failure: str) -> None:
@@ -109,13 +109,13 @@ class FailureTree:
             self.report(self.undecided, failure)
 
     def inform(self, neighbour: int) -> None:
-        """Send a rank below that has come what has failed before."""
+        """Send the verdicts to a rank below that has just connected."""
         if neighbour != self._tree.parent:
             for generation, verdict in self.verdicts.items():
                 self._send(neighbour, "decided", generation, *verdict)
 
     def receive(self, kind: str, generation: int, *facts: Any) -> None:
-        """Take up what a neighbour has sent: a failure, or the first one of a generation."""
+        """Handle the message of a neighbour: a failure, or the verdict of a generation."""
         if kind == "failed":
             self.report(generation, *facts)
         else:

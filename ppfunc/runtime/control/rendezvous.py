@@ -34,7 +34,7 @@ class Rendezvous:
     the ranks have met.
 
     Args:
-        name: of what is made.
+        name: of the thing that the ranks make together.
         group: the process group whose store, and connections between processes, are used.
         timeout: seconds to wait for a peer; by default that of the group.
         ranks: those of the world that take part, in order; by default those of the group.

@@ -17,7 +17,7 @@ from .sockets import Address, Stream
 from .suspects import Answer, find_culprit
 from .tree import RankTree
 
-_PATIENCE = 1.0  # seconds for a failure to be heard of
+_PATIENCE = 1.0  # seconds for a failure to arrive
 _ALONE = 2.0  # seconds to wait for the ranks above to decide, more than a busy machine takes
 _ANSWERS = 1.5  # seconds to wait for the ranks that live to say whom they wait for
 _FRESH = 0.5  # seconds for which an answer holds
@@ -203,7 +203,7 @@ class SocketLinks(Connections):
         except Exception:
             return Answer(awaits, cut=cut)
 
-    # -- what threads read of neighbours ---------------------------------------------------
+    # -- messages of neighbours, in threads ---------------------------------------------------
 
     def welcome(self, peer: int) -> None:
         with self.changed:
@@ -258,7 +258,7 @@ class SocketLinks(Connections):
     # -- how the ranks meet, and part ------------------------------------------------------
 
     def _meet(self) -> None:
-        """Take up what there is in the store, in a thread: a frozen store blocks only that."""
+        """Read addresses and failures from the store, in a thread: a stopped store blocks that alone."""
         for kind, fact in self._rendezvous.look(self._tree.parent, self._missing):
             with self.changed:
                 if kind == "at":

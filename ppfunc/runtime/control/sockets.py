@@ -38,7 +38,7 @@ class Address(NamedTuple):
 
 
 class Who(NamedTuple):
-    """The other end of a connection, and whether it carries what is to be noticed at once."""
+    """The rank at the other end of a connection; ``watched`` if a thread reads its messages at once."""
 
     rank: int
     watched: bool
@@ -60,14 +60,14 @@ class Stream:
         self.link_error: OSError | None = None
         self._inbox, self._outbox = bytearray(), bytearray()
         self._arrived: dict[bytes, deque[tuple[int, bytes]]] = defaultdict(deque)  # by channel
-        self._lock = threading.Lock()  # of what is sent
+        self._lock = threading.Lock()  # of the outbox
         self._sending = False  # whether a thread sends the rest
 
     def attach(self, connection: socket.socket, limit: float) -> bool:
         """Use a connection, whose link has failed once it is silent for ``limit`` seconds.
 
         Returns:
-            False where there is one already, or the stream has ended.
+            False if the stream has a connection already, or has ended.
         """
         with suppress(OSError):  # it has ended meanwhile, which is noticed when it is read
             connection.setblocking(False)
@@ -95,7 +95,7 @@ class Stream:
         return max(retransmits, probes) > 1
 
     def send(self, generation: int, channel: bytes, data: bytes) -> None:
-        """Send without waiting. A thread sends what the socket does not take."""
+        """Send without waiting. A thread sends the rest if the buffer of the socket is full."""
         with self._lock:
             self._outbox += _HEADER.pack(generation, channel, len(data)) + data
             self._flush()
@@ -109,7 +109,7 @@ class Stream:
                 self._sending = True
                 in_thread("ppfunc sends", self._send_rest)
         except OSError as error:
-            self._end(error)  # what the peer sent before can still be read
+            self._end(error)  # earlier messages of the peer can still be read
 
     def _send_rest(self) -> None:
         while self._sending:
@@ -135,7 +135,7 @@ class Stream:
                 return None
 
     def _read(self) -> bool:
-        """Read what has arrived. Returns False for nothing."""
+        """Read the bytes that have arrived. Return False if there are none."""
         if self.socket is None:
             return False
         try:

@@ -1,4 +1,4 @@
-"""Find the rank that holds up the others, or the link that has failed, from what each rank says of itself."""
+"""Find the rank that holds up the others, or the link that has failed, from the states of all ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

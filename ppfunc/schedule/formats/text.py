@@ -24,7 +24,7 @@ _OPS = {op.value: (op, op not in WHOLE_STAGE, op in COMMUNICATION) for op in Op 
 
 
 class FormatError(ValueError):
-    """Text that is not a schedule: it says where, what was found and what was expected."""
+    """Raised for text that is not a schedule, with the place, got and expected."""
 
 
 def shortened(text: str, limit: int = 40) -> str:
@@ -47,7 +47,7 @@ def parse_instruction(text: str) -> Instruction:
     ppfunc.schedule.formats.text.FormatError: '0F1junk' is not an instruction: ...
 
     Raises:
-        FormatError: where ``text`` is anything else; nothing is guessed or left over.
+        FormatError: ``text`` is not one whole instruction; nothing is guessed.
     """
     require_type("text", text, str, "the text of an instruction, such as '2F0'")
     if text.startswith("("):

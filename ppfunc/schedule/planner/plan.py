@@ -52,13 +52,13 @@ class Plan:
     Args:
         schedule: compute only, with I and W apart.
         value: its makespan or its span, as ``objective`` says.
-        bound: what no schedule of the placement under the cap can beat, and why.
+        bound: the least value of any schedule of the placement under the cap, with its reason.
         gap: ``value / bound - 1``; 0 where the schedule is proved optimal.
         memory: per rank, peak of activations plus parameters, in the unit of the costs.
         timeline: the run on paper.
         objective: ``"makespan"`` or ``"span"``.
         placement: name of the placement.
-        found: how it was found.
+        found: the builder or the search that found it.
         costs: the costs of its stages.
         partition: the layers of its stages, None where layers were not given.
     """
@@ -115,15 +115,15 @@ def plan(
     Args:
         ranks: number of ranks p.
         microbatches: number of microbatches m.
-        costs: times, messages and memory of each stage, or of each layer where ``layers`` is given. Numbers
-            that are the same for all stages may go with several numbers of chunks: they are for the first of
-            these, and smaller in proportion where a rank has more stages; messages stay as they are.
+        costs: times, messages and memory of each stage, or of each layer with ``layers``. Numbers that are
+            the same for all stages allow several numbers of chunks: they are for the first of these, and
+            smaller in proportion if a rank has more stages. Messages keep their size.
         cap: memory of a rank for activations and parameters, in the unit of the costs, one number or one per
             rank; None for no limit.
         placement: ``"loop"``, ``"v"``, ``"wave"``, ``"any"`` of them, or the rank of every stage.
         chunks: stages per rank, one number or several to choose from; by default as many as the costs have
             stages, else 1 for a loop, 2 for a wave, 1 to 4 for any.
-        layers: number of layers, which are then also cut into stages.
+        layers: number of layers; the plan also cuts them into stages.
         objective: ``"makespan"``, from 0 to the last end, or ``"span"``, the largest over the ranks of last
             end minus first start.
         effort: how long to search; 1 takes some two seconds for 8 ranks and 24 microbatches, 2 twice that.

@@ -31,7 +31,7 @@ def functional(stage: DifferentiableStage, example: tuple[Any, ...]) -> tuple[Fl
     Args, Returns: as :class:`~ppfunc.stage.program.Engine`; ``device`` as :meth:`Example.of`.
 
     Raises:
-        StageError: the stage changes its arguments, or uses what ``torch.func`` cannot take.
+        StageError: the stage changes its arguments, or has operators that ``torch.func`` cannot transform.
 
     >>> program = functional(lambda w, x: (w * x).sin(), (torch.ones(2), torch.zeros(2)))
     >>> y, residuals = program.forward(torch.ones(2), torch.zeros(2))

@@ -25,7 +25,7 @@ def graph(
 ) -> StageProgram | Engine:
     """Differentiate a stage by tracing forward and backward once, and cutting the trace: the default engine.
 
-    Numbers and tensors that the function reads from elsewhere are those of the time of the trace. A program
+    Numbers and tensors that the function reads from elsewhere keep the values of the trace. A program
     serves the shapes and dtypes of its example; for others the stage is traced again. Programs are
     straight-line Python on flat tuples. Their source is the docstring of the functions in ``program.flat``.
 
@@ -39,12 +39,12 @@ def graph(
     Args:
         stage, request: the arguments of an :class:`~ppfunc.stage.program.Engine`. Without them, the engine
             with these options is returned: ``graph(remat="full")``.
-        remat: what the backward computes again instead of keeping it: ``"none"``; ``"full"``, all
-            but the inputs; a predicate ``(operator) -> bool`` on ``torch._ops.OpOverload``, true for what is
-            computed again; or the most bytes to be kept of one microbatch, its inputs included.
-        compile: whether each program is compiled by inductor (``torch.compile``) when it first
-            runs. Results then agree within rounding, no longer bitwise.
-        cuda_graphs: whether each program is captured as a CUDA graph for every microbatch in flight. The
+        remat: results that the backward computes again and the forward does not keep: ``"none"``; ``"full"``,
+            all but the inputs; a predicate ``(operator) -> bool`` on ``torch._ops.OpOverload``, true for
+            operators that run again; or the most bytes to keep of one microbatch, its inputs included.
+        compile: compile each program by inductor (``torch.compile``) when it first runs. Results then agree
+            within rounding, no longer bitwise.
+        cuda_graphs: capture each program as a CUDA graph for every microbatch in flight. The
             bits stay the same. Graphs hold their memory as long as the program lives, with a copy of the
             parameters of each stage. The copy misses writes through ``.data`` or ``numpy()``. Residuals
             cannot be offloaded.
