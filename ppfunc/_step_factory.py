@@ -30,7 +30,7 @@ skips and ties.
 
 
 @contextmanager
-def mistakes_told(transport: Transport | None) -> Iterator[None]:
+def reporting_mistakes(transport: Transport | None) -> Iterator[None]:
     """Fail the next step of the other ranks if the body raises. The transport cannot be used afterwards.
 
     Raises:
@@ -44,13 +44,13 @@ def mistakes_told(transport: Transport | None) -> Iterator[None]:
         yield
 
 
-def told_to_peers(make: Callable[P, R]) -> Callable[P, R]:
+def reports_mistakes(make: Callable[P, R]) -> Callable[P, R]:
     """Fail the next step of the other ranks if a call of ``make``, which takes a transport, raises."""
     n = list(signature(make).parameters).index("transport")  # not bound: that would raise for wrong names
 
     @wraps(make)
     def making(*args: P.args, **kwargs: P.kwargs) -> R:
-        with mistakes_told(kwargs.get("transport", args[n] if len(args) > n else None)):  # type: ignore[arg-type]
+        with reporting_mistakes(kwargs.get("transport", args[n] if len(args) > n else None)):  # type: ignore[arg-type]
             return make(*args, **kwargs)
 
     return making

@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ppfunc._step_factory import Stages, make_step, told_to_peers, unpacked
+from ppfunc._step_factory import Stages, make_step, reports_mistakes, unpacked
 from ppfunc._text import require_one_of, shown
 from ppfunc.runtime import StepFunction, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import TiedPlaces
@@ -20,7 +20,7 @@ __all__ = ["evaluate", "value_and_grad"]
 _OnNonfinite = Literal["raise", "ignore"]
 
 
-@told_to_peers
+@reports_mistakes
 def value_and_grad(
     stages: Stages,
     loss_fn: Loss,
@@ -170,7 +170,7 @@ def value_and_grad(
     return make_step(stages, loss_fn, schedule, transport, engine, spec, read, loss_weights=loss_weights)
 
 
-@told_to_peers
+@reports_mistakes
 def evaluate(
     stages: Stages,
     loss_fn: Loss | None,

@@ -234,7 +234,7 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
         with quiet():
             return fn(*trees)
     except NoValuesError as error:
-        raise error.told(name) from None
+        raise error.of_stage(name) from None
     except (StageError, *DATA_DEPENDENT):
         raise
     except Exception as error:

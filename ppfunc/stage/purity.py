@@ -184,7 +184,7 @@ class NoValuesError(RuntimeError):
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(str(LeafSignature.of(tensor)).removesuffix(" no grad"))
 
-    def told(self, stage: str) -> StageError:
+    def of_stage(self, stage: str) -> StageError:
         """Return the error of the stage that read it."""
         reason = f"it reads a tensor without values ({self}), left by an earlier abstract evaluation"
         mend = (
@@ -199,7 +199,7 @@ def require_values(tensors: Iterable[Any], stage: str) -> None:
     """Raise for a fake tensor of an evaluation that is over."""
     for t in tensors:
         if isinstance(t, FakeTensor) and getattr(t.fake_mode, "over", False):
-            raise NoValuesError(t).told(stage)
+            raise NoValuesError(t).of_stage(stage)
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from ppfunc._step_factory import Stages, make_step, mistakes_told, unpacked
+from ppfunc._step_factory import Stages, make_step, reporting_mistakes, unpacked
 from ppfunc._text import shown
 from ppfunc.runtime import P2P, InProcess, Microbatches, StepSpec, Transport
 from ppfunc.runtime.agreement.shared_memory import require_declared_trees
@@ -96,7 +96,7 @@ class Trainer:
         on_nonfinite: OnNonfinite = "skip",
     ) -> None:
         self.transport: Transport = InProcess() if transport is None else transport
-        with mistakes_told(self.transport):
+        with reporting_mistakes(self.transport):
             self._stateful = tuple(stages.state) if isinstance(stages, Split) else ()
             stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
             frozen = FrozenLeaves(stages, trainable)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ppfunc._step_factory import Stages, make_step, map_stages, told_to_peers, unpacked
+from ppfunc._step_factory import Stages, make_step, map_stages, reports_mistakes, unpacked
 from ppfunc.runtime import Microbatches, StepFunction, StepResult, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import Tied, TiedPlaces
 from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, named_step
@@ -23,7 +23,7 @@ __all__ = ["gnvp", "hvp", "jvp"]
 _PAIR = ("0", "1")  # the parameters of a transformed stage: a tree, and its tangents
 
 
-@told_to_peers
+@reports_mistakes
 def jvp(
     stages: Stages,
     loss_fn: Loss | None,
@@ -71,7 +71,7 @@ def jvp(
     )  # fmt: skip
 
 
-@told_to_peers
+@reports_mistakes
 def hvp(
     stages: Stages,
     loss_fn: Loss,
@@ -122,7 +122,7 @@ def hvp(
     )  # fmt: skip
 
 
-@told_to_peers
+@reports_mistakes
 def gnvp(
     stages: Stages,
     loss_fn: Loss,

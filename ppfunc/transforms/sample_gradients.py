@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ppfunc._step_factory import Stages, make_step, map_stages, told_to_peers, unpacked
+from ppfunc._step_factory import Stages, make_step, map_stages, reports_mistakes, unpacked
 from ppfunc.runtime import Microbatches, StepFunction, StepResult, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import TiedPlaces
 from ppfunc.runtime.call.arguments import RawArguments, Seed, named_step
@@ -22,7 +22,7 @@ from .products import by_stage
 __all__ = ["per_sample_grad"]
 
 
-@told_to_peers
+@reports_mistakes
 def per_sample_grad(
     stages: Stages,
     loss_fn: Loss,

@@ -40,8 +40,8 @@ def with_skips(schedule: Schedule, skips: Collection[tuple[int, int]]) -> Schedu
     for source, destination in skips:
         if not {source, destination} <= places.keys() or places[destination] < places[source] + 2:
             raise ValueError(
-                f"got a skip connection from stage {source} to stage {destination}; expected two stages of"
-                " the model, the destination after the neighbour of the source"
+                f"skips: got {(source, destination)}, expected (source, destination), two stages of the model"
+                " with another one between them"
             )
     edges = [(c.stages[places[a]], c.stages[places[b]]) for a, b in skips for c in schedule.chains]
     bare = remove_communication(schedule) if schedule.ops & {Op.SEND_F, Op.RECV_F} else schedule

@@ -97,7 +97,7 @@ class DifferentiableStage:
             with recurrence(self.known.modules, self.example.device):
                 return self.fn(*trees)
         except NoValuesError as error:
-            raise error.told(self.name) from None
+            raise error.of_stage(self.name) from None
         except StageError:
             raise
         except Exception as error:

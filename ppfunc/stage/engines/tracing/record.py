@@ -101,7 +101,7 @@ class GraphRecorder:
     def _require_constant(self, tensor: torch.Tensor) -> None:
         """Raise if an unknown tensor has no values."""
         if isinstance(tensor, FakeTensor):
-            raise NoValuesError(tensor).told(self.owner)
+            raise NoValuesError(tensor).of_stage(self.owner)
 
     def _know(self, node: Node, tensor: torch.Tensor) -> Node:
         self._nodes[tensor] = node
