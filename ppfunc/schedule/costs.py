@@ -246,10 +246,10 @@ class Costs:
 
 
 def require_costs(costs: Any) -> Costs:
-    """Return ``costs``, the default ones for None.
+    """Return ``costs``, or the default ones for None.
 
     Raises:
-        TypeError: something else.
+        TypeError: neither costs nor None.
     """
     require_type("costs", costs, Costs | None, "Costs(forward=..., ...)")
     return Costs() if costs is None else costs

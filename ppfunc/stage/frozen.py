@@ -53,7 +53,7 @@ class ParameterKind:
 
 
 def masked_leaves(mask: Any, params: Signature, name: str = "mask") -> list[bool]:
-    """Read what a mask says of every leaf of the parameters of one stage.
+    """Evaluate a mask for every leaf of the parameters of one stage.
 
     Args:
         mask: a function of the parameters, or the tree that it would return.

@@ -212,7 +212,7 @@ class Signature:
 
     @classmethod
     def from_json(cls, text: str) -> Signature:
-        """Read what :meth:`to_json` wrote. No code is imported and nothing is unpickled.
+        """Read the text of :meth:`to_json`. No code is imported and nothing is unpickled.
 
         Raises:
             ValueError: not such a text, or a class in it is not known in this process.

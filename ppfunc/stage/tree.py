@@ -213,7 +213,7 @@ def structure_to_json(treedef: optree.PyTreeSpec) -> list[Any]:
 
 
 def structure_from_json(data: Any) -> optree.PyTreeSpec:
-    """Read what :func:`structure_to_json` wrote; raise ``ValueError`` for malformed data.
+    """Read the data of :func:`structure_to_json`; raise ``ValueError`` for malformed data.
 
     Classes are looked up among modules that are already imported, and must be named tuples or registered with
     ``optree`` or ``torch.utils._pytree``.

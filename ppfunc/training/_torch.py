@@ -40,7 +40,7 @@ def all_gather_within(timeout: timedelta, group: Any, whole: torch.Tensor, part:
 
 
 def shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of the part of a DTensor that this rank holds, and its offset in the whole."""
+    """Return the shape of this rank's part of a DTensor, and its offset in the whole."""
     from torch.distributed.tensor._utils import (  # here, because the import takes long
         compute_local_shape_and_global_offset,
     )

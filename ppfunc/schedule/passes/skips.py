@@ -20,7 +20,7 @@ def with_skips(schedule: Schedule, skips: Collection[tuple[int, int]]) -> Schedu
             ``Received(x, {source: tree})`` in the place of ``x``. Replicas have the same ones.
 
     Raises:
-        TypeError: something else.
+        TypeError: not a list of pairs.
         ValueError: a stage does not exist, or the destination does not come after the source and its
             neighbour.
 

@@ -46,8 +46,13 @@ class _Shape(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """A block so far: the end of its last operation; per rank the free arcs and the ticks still to be laid;
-    the starts.
+    """Hold a block that is being built.
+
+    Args:
+        time: the end of its last operation.
+        arcs: the free arcs of every rank.
+        rest: the ticks of every rank that are still to be laid.
+        starts: the start of every operation.
     """
 
     time: int

@@ -22,28 +22,27 @@ T = TypeVar("T")
 
 
 def latest(folder: str | Path) -> Path | None:
-    """Find the latest good checkpoint in a folder: the first, from the last step on, whose bytes are all as
-    they were written.
+    """Find the latest checkpoint in a folder whose bytes are all as they were written.
 
-    One process reads and verifies it, without others; :func:`load` does so by itself, and every rank reads
-    what it needs.
+    This process alone reads and verifies it. :func:`load` does the same, with each rank reading its own part.
 
     Args:
-        folder: that was given to :func:`save`.
+        folder: the folder given to :func:`save`.
 
     Returns:
         The folder of the checkpoint; None if there are no checkpoints.
 
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged, or cannot be read.
+        CheckpointError: all checkpoints are damaged, or cannot be read.
     """
     good = first_good(checkpoints(Path(folder)), verify, folder)
     return None if good is None else good.folder
 
 
 def first_good(paths: Iterable[Path], read: Callable[[Path], T], folder: object) -> T | None:
-    """Return what ``read`` returns for the first checkpoint that it does not refuse, with a warning of those
-    that it does; None if there are no checkpoints.
+    """Return the result of ``read`` for the first checkpoint that it accepts, or None without checkpoints.
+
+    Warns of each checkpoint that it refuses.
 
     Raises:
         CheckpointError: it refuses all.
