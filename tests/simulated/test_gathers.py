@@ -1,9 +1,10 @@
-"""Gathers of parameters run beside compute: begun by UNSHARD, waited for where the stage computes."""
+"""Gathers of parameters run beside compute: begun by UNSHARD or STEP, waited for where the stage computes."""
 
 from __future__ import annotations
 
 from unittest import mock
 
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,20 +17,24 @@ from tests.simulated.groups import in_threads, simulated_nccl
 SCHEDULE = looped_bfs(1, 2, 4)
 
 
-def train(rank, size, shard, gaps):
-    """Train two steps; the operators issued between each all-gather of the second and its wait."""
+def train(rank, size, shard, count, gaps):
+    """Train a step, and then several together, whose all-gathers are noted."""
     params, inputs, targets = problem(4, 2)
     held = {s: {"w": tree["w"].cuda()} for s, tree in params.items()}
     mesh = DeviceMesh("cuda", [[0, 1]], mesh_dim_names=("pp", "dp"))
     with pp.P2P(mesh=mesh, axes=pp.Axes("pp", data="dp"), shard=shard, timeout=30) as transport:
-        trainer = pp.Trainer([dense] * 4, squared, SCHEDULE, pp.optim.sgd(0.1), transport)
+        trainer = pp.Trainer(
+            [dense] * 4, squared, SCHEDULE, pp.optim.adamw(0.1), transport, on_nonfinite="ignore"
+        )
         state, _ = trainer.step(trainer.init(held), inputs.cuda(), targets.cuda())
         gaps[rank] = []
-        state, metrics = trainer.step(state, inputs.cuda(), targets.cuda())
-        return metrics.loss.cpu()
+        state, metrics = trainer.steps(state, [(inputs.cuda(), targets.cuda())] * count)
+        return torch.stack([each.loss.cpu() for each in metrics])
 
 
-def test_stages_compute_while_the_next_one_is_gathered(simulate):
+@pytest.fixture
+def gaps(simulate):
+    """By rank, the operators issued between each all-gather and its wait, in the order of the waits."""
     gpu, gaps, gather = simulate(devices=2), {0: [], 1: []}, Collective.all_gather
 
     def issued(device):
@@ -45,11 +50,28 @@ def test_stages_compute_while_the_next_one_is_gathered(simulate):
 
         return whole, waited
 
-    with simulated_nccl(), mock.patch.object(Collective, "all_gather", noted):
-        sharded = in_threads(2, train, "params", gaps)
+    with mock.patch.object(Collective, "all_gather", noted):
+        yield gaps
+
+
+def close(some, others):
+    return all(torch.allclose(a, b) for a, b in zip(some, others, strict=True))
+
+
+def test_stages_compute_while_the_next_one_is_gathered(gaps):
     with simulated_nccl():
-        whole = in_threads(2, train, "none", {})
-    assert all(torch.allclose(a, b) for a, b in zip(sharded, whole, strict=True))
+        sharded = in_threads(2, train, "params", 1, gaps)
+        assert close(sharded, in_threads(2, train, "none", 1, {}))
     for first, *others in gaps.values():
         assert len(others) >= 3
         assert min(others) > first, gaps
+
+
+def test_stages_are_updated_and_compute_while_new_parameters_are_gathered(gaps):
+    """Each gather was waited for where it began."""
+    with simulated_nccl():
+        sharded = in_threads(2, train, "optimizer", 2, gaps)
+        assert close(sharded, in_threads(2, train, "none", 2, {}))
+    for each in gaps.values():
+        assert len(each) == 8
+        assert min(each) > 0, gaps

@@ -41,7 +41,8 @@ class Buffers:
         params: leaves of the parameters, by stage of the model.
         shards: this rank's parts of parameters that are whole only between UNSHARD and RESHARD, by stage of
             the model.
-        gathering: by stage of the model, what waits for the parameters of an UNSHARD, and returns them.
+        gathering: by stage of the model, what waits for the parameters that an UNSHARD, or the update of the
+            step before, gathers, and returns them.
         bare: the parameters as they were given, in their form; without memory where they are not whole all
             the time.
         extras: leaves that are not differentiated (targets, extras), by (stage, microbatch).
@@ -127,7 +128,7 @@ class ParameterUpdate(Protocol):
     def step(self, buffers: Buffers, stage: int) -> None:
         """Carry out STEP of a stage of the model.
 
-        New parameters go into ``buffers.params`` for the next step of the call.
+        What waits for new parameters goes into ``buffers.gathering``, for the next step of the call.
         """
         ...
 

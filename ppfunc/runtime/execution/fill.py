@@ -34,7 +34,7 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
     buffers.bare = arguments.params
     if before is not None:
         buffers.params, buffers.state = dict(before.params), dict(before.state)
-        buffers.scale = before.scale
+        buffers.gathering, buffers.scale = dict(before.gathering), before.scale
         buffers.kept_before = [*before.kept_before, before.kept] if "aux" in lowered.spec.wants else []
     for chain in lowered.schedule.chains:
         for stage in chain.stages:

@@ -122,7 +122,10 @@ class _Binder:
         self._frees = Op.RESHARD in self._schedule.ops  # parameters, between a forward and its backward
         self._loaded, self._fetched = set[Key](), set[Key]()
         self._away, self._back = SideStreams(), SideStreams()  # of residuals
-        self._unsharding: dict[int, Origin] = {}  # by stage of the model, the UNSHARD that gathers
+        # By stage of the model, the UNSHARD that gathers its parameters; None for the step before.
+        self._gathering: dict[int, Origin | None] = {}
+        if lowered.spec.updates is not None and not lowered.spec.updates.sharded:
+            self._gathering = dict.fromkeys(low.model_stage for low in lowered.stages.values())
         self.late: list[Origin] = []
 
     def bind_all(self) -> list[PlacedCall]:
@@ -154,10 +157,10 @@ class _Binder:
             ):
                 yield from self._overlap(place)
             elif instruction.op in (Op.UNSHARD, Op.RESHARD):
-                yield from self._gathered(instruction.stage)
+                yield from self._gathered(place, instruction.stage)
                 yield from _at(place, sharding_call(self._lowered, instruction))
                 if instruction.op is Op.UNSHARD:
-                    self._unsharding[self._schedule.model_stages[instruction.stage]] = place
+                    self._gathering[self._schedule.model_stages[instruction.stage]] = place
             elif instruction.op in (Op.REDUCE_GRAD, Op.STEP):
                 if is_late(self._lowered, instruction):
                     self.late.append(place)
@@ -172,11 +175,11 @@ class _Binder:
                 place = Origin(rank, position, instruction, transfer.tag)
                 yield from _at(place, self._data.wait_send(transfer))
 
-    def _gathered(self, stage: int) -> Iterator[PlacedCall]:
-        """Wait for the parameters of a stage, if an UNSHARD has begun to gather them."""
+    def _gathered(self, place: Origin, stage: int) -> Iterator[PlacedCall]:
+        """Wait for the parameters of a stage before their first use since something may gather them."""
         model_stage = self._schedule.model_stages[stage]
-        if model_stage in self._unsharding:
-            yield from _at(self._unsharding.pop(model_stage), await_params(model_stage))
+        if model_stage in self._gathering:
+            yield from _at(self._gathering.pop(model_stage) or place, await_params(model_stage))
 
     # -- communication
 
@@ -225,7 +228,7 @@ class _Binder:
             yield from _at(place, self._load(key))
         if part.op is not Op.W:
             yield from self._arrivals(place, part)
-        yield from self._gathered(part.stage)
+        yield from self._gathered(place, part.stage)
         if key in self._fetched:
             self._fetched.remove(key)
             yield from _at(place, await_residuals(self._lowered.stages[key], key))

@@ -241,8 +241,13 @@ def sharding_call(lowered: LoweredStep, instruction: Instruction) -> Call:
 
 
 def await_params(model_stage: int) -> Call:
-    """Make the call that waits for the parameters of an UNSHARD."""
-    return lambda buffers: buffers.params.update({model_stage: buffers.gathering.pop(model_stage)()})
+    """Make the call that waits for parameters that an UNSHARD, or the step before, gathers."""
+
+    def take(buffers: Buffers) -> None:
+        if model_stage in buffers.gathering:
+            buffers.params[model_stage] = buffers.gathering.pop(model_stage)()
+
+    return take
 
 
 def _update(buffers: Buffers) -> ParameterUpdate:

@@ -1,6 +1,7 @@
 """Update parameters within a call of a trainer: sum over ranks, conclude, and run the optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from math import isinf, nan
 
 import torch
@@ -53,6 +54,7 @@ class TrainingUpdate:
         self._norms: dict[int, Tensor] = {}  # by stage, this rank's share in the norm, float64[leaves]
         self._divisor: Tensor | None = None  # of the gradients, None for 1
         self._found_inf: Tensor | None = None  # 1 where loss or gradients are not finite, float32[]
+        self._gathers: list[Callable[[], object]] = []  # of new parameters, that may be under way
         self._totals: list[Wait] = []  # of every update whose sums over all ranks are under way
         self._left: dict[int, int] = {}  # by stage, how many updates are to come
         # Of the states of stages before this update, by stage.
@@ -147,7 +149,7 @@ class TrainingUpdate:
 
     def step(self, buffers: Buffers, stage: int) -> None:
         """Make the new parameters and optimizer state of a stage; frozen parameters stay."""
-        ranks, precision, current = self._ranks, self._rule.precision, self.state
+        ranks, current = self._ranks, self.state
         self._left[stage] -= 1
         if not self._rule.needs_all:
             self._receive(stage)
@@ -165,11 +167,10 @@ class TrainingUpdate:
         fixed = self._rule.frozen.numbers(stage, Signature.of(current.params[stage]))
         new, after = updated(self._rule, stage, trees, fixed, self._found_inf, self._given)
         current.optimizer[stage] = tree_map(lambda old, leaf: distributed(leaf, layout_of(old)), state, after)
-        if not ranks.shards_params:
-            new = list(gather(new, dims, ranks.data)())
-            if self._left[stage]:  # after the last update nobody computes with them
-                buffers.params[stage] = tuple(tree_leaves(precision.to_compute(treedef.unflatten(new))))
-        current.params[stage] = treedef.unflatten(map(distributed, new, map(layout_of, leaves)))
+        if ranks.shards_params:
+            current.params[stage] = treedef.unflatten(map(distributed, new, map(layout_of, leaves)))
+        else:
+            self._gather(buffers, stage, new)
         if stage in self._reducers:
             self._idle[stage].append(self._reducers.pop(stage)[0])
 
@@ -180,9 +181,28 @@ class TrainingUpdate:
         buffers.gathering[stage] = gather(shards, self._dims(stage), self._ranks.data)
 
     def finish(self) -> None:
-        """Wait for the sums that are still under way."""
-        while self._totals:
-            self._totals.pop(0)()
+        """Wait for the sums and gathers that are still under way."""
+        for wait in (*self._totals, *self._gathers):
+            wait()
+        self._totals.clear(), self._gathers.clear()
+
+    def _gather(self, buffers: Buffers, stage: int, shards: Sequence[Tensor]) -> None:
+        """Begin to gather the new parameters of a stage; the memory is that of two stages at a time."""
+        leaves, treedef = tree_flatten(self.state.params[stage])
+        params, layouts, left = self.state.params, list(map(layout_of, leaves)), self._left[stage]
+        precision, wait = self._rule.precision, gather(shards, self._dims(stage), self._ranks.data)
+
+        @cache
+        def gathered() -> Leaves:
+            whole = wait()
+            params[stage] = treedef.unflatten(map(distributed, whole, layouts))
+            # After the last update nobody computes with them.
+            return tuple(tree_leaves(precision.to_compute(treedef.unflatten(whole)))) if left else ()
+
+        buffers.gathering[stage] = gathered
+        self._gathers.append(gathered)
+        if len(self._gathers) > 2:
+            self._gathers.pop(0)()
 
     def _dims(self, stage: int) -> Dims:
         """Return the dimension of every parameter of a stage that is cut over the data ranks."""
