@@ -166,6 +166,20 @@ def test_communicators_are_few_and_begin_side_by_side(ranks, size):
     assert not ranks.count.alive()
 
 
+def test_nothing_connects_in_the_middle_of_a_step(ranks):
+    """The first sum over places did, whose all-to-all no communicator had run before."""
+    connect, late = nccl.ProcessGroupNCCL._connect, []
+
+    def connecting(self, kind, *given):
+        if kind not in self._connected and threading.current_thread().name.startswith("rank"):
+            late.append(kind)
+        connect(self, kind, *given)
+
+    with mock.patch.object(nccl.ProcessGroupNCCL, "_connect", connecting):
+        ranks(steps, remove_tail(pp.dualpipe(2, 4)))
+    assert late == []
+
+
 WITHOUT_CLOSE = """
 from tests.simulated import guard, names
 from tests.simulated.groups import in_threads, simulated_nccl

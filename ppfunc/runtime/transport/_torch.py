@@ -76,6 +76,7 @@ def connect_nccl(group: Any, place: int, size: int, device: torch.device, messag
                 all_reduce(group, mine, "sum"),
                 all_gather(group, all_of_them, mine),
                 reduce_scatter(group, mine, all_of_them),
+                all_to_all(group, torch.empty_like(all_of_them), all_of_them, [1] * size, [1] * size),
             ):
                 work.wait()
         stream.synchronize()
