@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import optree
 import pytest
 import torch
 
 import ppfunc as pp
 from ppfunc.schedule import remove_tail
-from tests.models import dense, problem, same_bits, squared
+from tests.models import affine, dense, problem, same_bits, squared
 from tests.simulated.groups import in_threads, simulated_nccl
 
 SCHEDULE = pp.one_f_one_b(2, 4)
@@ -43,27 +45,57 @@ def test_no_step_in_one_process_waits(gpu, batch, weights):
     assert same_bits(on_host(result), step(params, *given, loss_weights=same))
 
 
-def counted(rank, size, schedule, gpu):
+def counted(rank, size, schedule, gpu, **options):
+    """The waits and polls of a second step; then one for whose shared parameters rank 1 has other values."""
     params, inputs, targets = on_device(problem(schedule))
+    held = {
+        s: params[0 if options else s] for s in {schedule.model_stages[s] for s in schedule.stages_of(rank)}
+    }
     with pp.P2P(timeout=30) as transport:
-        step = pp.value_and_grad([dense] * 2, squared, schedule, transport)
-        step({rank: params[rank]}, inputs, targets)
+        step = pp.value_and_grad([dense] * len(params), squared, schedule, transport, **options)
+        step(held, inputs, targets)
         torch.distributed.barrier()
         if rank == 0:
             gpu.waits.clear(), gpu.polls.clear()
         torch.distributed.barrier()
-        step({rank: params[rank]}, inputs, targets)
+        step(held, inputs, targets)
         torch.distributed.barrier()
         counts = dict(gpu.waits), dict(gpu.polls)
         torch.distributed.barrier()  # before any rank closes
+        if options or len(held) > 1:
+            wrong = {s: {"w": tree["w"] + (1e-9 if rank else 0)} for s, tree in held.items()}
+            with pytest.raises(pp.AgreementError, match="has other values on rank 0 .* than on rank 1"):
+                step(wrong, inputs, targets)
         return counts
 
 
-def test_a_step_between_ranks_waits_at_its_end_alone(simulate):
-    """It waited for each of the losses, their sum, and their weights."""
-    gpu = simulate(devices=2)
+SHARED = {
+    "nothing": (SCHEDULE, {}),
+    "replicas": (pp.dualpipe(2, 4), {}),
+    "a tie": (SCHEDULE, {"tied": {"w": [(0, "w"), (1, "w")]}}),
+}
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_a_step_between_ranks_waits_at_its_end_alone(simulate, shared):
+    """It waited for each of the losses, their sum, their weights, and for comparisons of what is shared."""
+    gpu, (schedule, options) = simulate(devices=2), SHARED[shared]
     with simulated_nccl():
-        (waits, polls), _ = in_threads(2, counted, remove_tail(SCHEDULE), gpu)
+        (waits, polls), _ = in_threads(2, partial(counted, **options), remove_tail(schedule), gpu)
     assert [kind for kind, _ in waits] == ["event"], waits
     assert sum(waits.values()) == 2  # one of each rank
     assert not polls
+
+
+def test_a_tie_in_one_process_is_compared_at_the_end_of_the_step(gpu):
+    schedule, tied = pp.gpipe(2, 4), {n: [(0, n), (1, n)] for n in "wb"}
+    params, *given = on_device(problem(schedule, leaves="wb"))
+    params[1] = {name: leaf.clone() for name, leaf in params[0].items()}
+    step = pp.value_and_grad([affine] * 2, squared, schedule, tied=tied)
+    step(params, *given)
+    gpu.waits.clear()
+    step(params, *given)
+    assert [kind for kind, _ in gpu.waits.elements()] == ["item"], gpu.waits
+    params[1]["b"] = params[1]["b"] + 1e-9
+    with pytest.raises(pp.AgreementError, match=r"tied\['b'\] has other values in stage 0 than in stage 1"):
+        step(params, *given)

@@ -40,6 +40,12 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
+def differing(one: Tensor, other: Tensor) -> Tensor:
+    """Compare the bits of two tensors of one shape, dtype and device: bool[] there, which none waits for."""
+    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(one.itemsize, torch.int64)
+    return (bits(one).view(word) != bits(other).view(word)).any()
+
+
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of one dtype and device have the same shape and bits."""
     return one.shape == other.shape and torch.equal(bits(one), bits(other))

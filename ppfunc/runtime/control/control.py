@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, Self
 
@@ -18,6 +18,7 @@ from ..agreement.comparison import (
     require_same_step,
 )
 from ..errors import CLOSED, AgreementError, Failure, FailureRecord, LinkError, PipelineError
+from ..execution.buffers import Compared
 from ..transport.grid import Grid
 from ..transport.protocols import LossPart, Mode
 from .loss_texts import read_sum, sum_texts, to_text
@@ -209,9 +210,15 @@ class Control:
     # -- the end of a step -----------------------------------------------------------------
 
     def end(
-        self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed"
+        self,
+        losses: Mapping[int, torch.Tensor],
+        parts: Mapping[int, LossPart],
+        mode: Mode = "mixed",
+        compared: Sequence[Compared] = (),
     ) -> torch.Tensor | None:
         self.synchronize()
+        for values, require in compared:
+            require(values)
         of_pipeline = None
         if parts and self._pipeline is not self._world:
             of_pipeline, parts = self._sum_up(self._pipeline, losses, parts, mode), {}

@@ -33,6 +33,18 @@ class Tag(NamedTuple):
     microbatch: int
 
 
+class Compared(NamedTuple):
+    """Hold what a device has compared, which is read at the end of the step with its losses.
+
+    Args:
+        values: of the comparison, on the device until a transport has them.
+        require: raises AgreementError for values that show a difference.
+    """
+
+    values: torch.Tensor
+    require: Callable[[torch.Tensor], None]
+
+
 @dataclass(slots=True)
 class Buffers:
     """Everything that the calls of a program read and write; two calls of one step share none of it.
@@ -60,6 +72,7 @@ class Buffers:
         scale: what the cotangents of the loss are multiplied by, None for 1.
         microbatch_offset: the number of the first microbatch among those of all data ranks.
         update: updates the parameters in this call.
+        compared: what this step has compared.
         pending: messages that the transport has posted and not waited for, by tag; only the transport looks
             into it.
     """
@@ -82,6 +95,7 @@ class Buffers:
     scale: torch.Tensor | None = None
     microbatch_offset: int = 0
     update: ParameterUpdate | None = None
+    compared: list[Compared] = field(default_factory=list)
     pending: dict[Tag, Any] = field(default_factory=dict)
 
 

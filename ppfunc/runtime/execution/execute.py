@@ -48,13 +48,13 @@ def run_step(
         if update is not None:
             update.finish()
         losses = losses_of(lowered, buffers) if losses_agreed else {}
-        result = collect(lowered, steps, buffers)
+        result, compared = collect(lowered, steps, buffers), buffers.compared
         del buffers  # the step may run again
         if spec.finite and update is None:
             tensors = [*losses.values(), *tree_leaves((result.grads, result.input_grads))]
             require_finite(tensors, entry.compiled, steps[0], transport)
         timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), transport)
-        loss = transport.end(losses, losses_agreed, entry.guards.mode)
+        loss = transport.end(losses, losses_agreed, entry.guards.mode, compared)
         return result._replace(loss=loss), timeline
 
 

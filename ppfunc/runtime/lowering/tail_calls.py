@@ -1,9 +1,9 @@
 """Make the calls that end a program: shared gradients are summed, parameters are updated.
 
 Gradients of a shared parameter are added up in the order of the stages, so that any number of processes gets
-the same bits. Processes that hold its places exchange gradients by one all-to-all, and compare checksums of
-the values. Steps that update parameters compare the values when the ranks meet. Gradients of the inputs go to
-all processes where chains begin.
+the same bits. Processes that hold its places exchange gradients by one all-to-all, and checksums of the
+values, which are read at the end of the step. Steps that update parameters compare the values when the ranks
+meet. Gradients of the inputs go to all processes where chains begin.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +14,11 @@ from ppfunc.schedule import Instruction, Op, Schedule
 from ppfunc.stage import LeafSignature
 from ppfunc.stage._torch import is_wrapped
 
-from ..agreement.checksums import bits, checksum, same_bits
+from ..agreement.checksums import bits, checksum, differing
 from ..agreement.ties import SharedLeaf, other_values
 from ..call.spec import StepSpec
 from ..errors import AgreementError
-from ..execution.buffers import Buffers, ParameterUpdate, Tag
+from ..execution.buffers import Buffers, Compared, ParameterUpdate, Tag
 from ..execution.fill import losses_of, new_gradients
 from ..transport.collective import Collective
 from ..transport.protocols import Call, DataTransport
@@ -43,11 +43,10 @@ def sum_over_places(lowered: LoweredStep, data: DataTransport) -> Iterator[Place
         return
     origin = _last_place(lowered, here[0])
     if lowered.spec.updates is None:
-        for leaf in leaves:
-            yield _compare_here(leaf), origin
+        yield _compare_here(leaves), origin
         for ranks, _, of_group in _groups(lowered, leaves, lambda leaf: None):
-            if len(ranks) > 1:
-                yield _compare(ranks, of_group, data.collective(ranks)), origin
+            if len(ranks) > 1 and (collective := data.collective(ranks)).size > 1:
+                yield _compare(ranks, of_group, collective), origin
     if not lowered.schedule.forward_only:
         yield _sum(lowered, data, leaves, here), origin
 
@@ -65,21 +64,30 @@ def _groups(
     return sorted(placed, key=lambda group: group[:2])
 
 
-def _compare_here(leaf: SharedLeaf) -> Call:
-    """Compare the values of a leaf at the places of this process."""
-    (_, first, at), *others = leaf.places
+def _compare_here(leaves: Sequence[SharedLeaf]) -> Call:
+    """Compare the values of leaves at the places of this process."""
+    pairs = [(leaf, leaf.places[0], place) for leaf in leaves for place in leaf.places[1:]]
 
     def compare(buffers: Buffers) -> None:
-        value = buffers.params[first][at]
-        for _, model, number in others:
-            other = buffers.params[model][number]
+        names, flags = [], list[torch.Tensor]()
+        for leaf, (_, first, at), (_, model, number) in pairs:
+            value, other = buffers.params[first][at], buffers.params[model][number]
             if is_wrapped(other) != is_wrapped(value):
                 raise ValueError(
                     f"{leaf.name} is transformed by torch.func in stage {first} or {model} alone; map both"
                     " places"
                 )
-            if other is not value and not is_wrapped(value) and not same_bits(other.to(value.device), value):
-                raise AgreementError(other_values(leaf.name, f"in stage {first}", f"in stage {model}"))
+            if other is not value and not is_wrapped(value):
+                names.append((leaf.name, f"in stage {first}", f"in stage {model}"))
+                flags.append(differing(other.to(value.device), value))
+
+        def require(flags: torch.Tensor) -> None:
+            if flags.any():
+                raise AgreementError(other_values(*names[int(flags.int().argmax())]))
+
+        if flags:
+            device = flags[0].device
+            buffers.compared.append(Compared(torch.stack([flag.to(device) for flag in flags]), require))
 
     return compare
 
@@ -92,8 +100,10 @@ def _compare(ranks: Sequence[int], leaves: Sequence[SharedLeaf], collective: Col
         mine = torch.stack([checksum(buffers.params[model][number]) for _, model, number in places])
         whole, wait = collective.all_gather(mine)
         wait()
-        sums = whole.view(collective.size, -1)
-        if torch.equal(sums, mine.expand_as(sums)):
+        buffers.compared.append(Compared(whole.view(collective.size, -1), require))
+
+    def require(sums: torch.Tensor) -> None:
+        if (sums == sums[0]).all():
             return
         for leaf, column in zip(leaves, sums.T.tolist(), strict=True):
             other = next((n for n, value in enumerate(column) if value != column[0]), None)

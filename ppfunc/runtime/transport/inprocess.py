@@ -11,7 +11,7 @@ from ppfunc.stage.device import available
 
 from ..agreement.comparison import LaidOut
 from ..errors import AgreementError, Failure, PipelineError
-from ..execution.buffers import Buffers, moved
+from ..execution.buffers import Buffers, Compared, moved
 from .collective import Among, Collective
 from .protocols import Call, LossPart, Mode, Route, Transfer
 
@@ -61,8 +61,14 @@ class InProcess:
         pass
 
     def end(
-        self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed"
+        self,
+        losses: Mapping[int, torch.Tensor],
+        parts: Mapping[int, LossPart],
+        mode: Mode = "mixed",
+        compared: Sequence[Compared] = (),
     ) -> torch.Tensor | None:
+        for values, require in compared:
+            require(values)
         last = losses[max(parts)].device if parts else None
         return torch.cat([losses[stage].to(last) for stage in sorted(parts)]).sum(0) if parts else None
 

@@ -21,6 +21,7 @@ from ..control.rendezvous import Rendezvous
 from ..control.socket_links import SocketLinks
 from ..control.suspects import Answer
 from ..errors import CLOSED, Failure, LinkError, PipelineError
+from ..execution.buffers import Compared
 from . import _torch
 from ._torch import CARRIES
 from .collective import Among, Collective
@@ -247,11 +248,16 @@ class P2P(Control):
         _torch.drop_aside(ended)
 
     def end(
-        self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed"
+        self,
+        losses: Mapping[int, torch.Tensor],
+        parts: Mapping[int, LossPart],
+        mode: Mode = "mixed",
+        compared: Sequence[Compared] = (),
     ) -> torch.Tensor | None:
         if self.backend == "nccl":  # they are there with the end of the step
             losses = {stage: download(loss) for stage, loss in losses.items()}
-        total = super().end(losses, parts, mode)
+            compared = [each._replace(values=download(each.values)) for each in compared]
+        total = super().end(losses, parts, mode, compared)
         if self.links.closed:  # by another thread, which has left this to the step
             self.disconnect()
         return total

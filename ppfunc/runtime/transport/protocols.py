@@ -13,7 +13,7 @@ from ppfunc.stage import LeafSignature
 
 from ..agreement.comparison import LaidOut
 from ..errors import Failure
-from ..execution.buffers import Buffers, Tag
+from ..execution.buffers import Buffers, Compared, Tag
 from .collective import Among, Collective
 
 Call = Callable[[Buffers], None]
@@ -200,7 +200,11 @@ class ControlTransport(Protocol):
         ...
 
     def end(
-        self, losses: Mapping[int, torch.Tensor], parts: Mapping[int, LossPart], mode: Mode = "mixed"
+        self,
+        losses: Mapping[int, torch.Tensor],
+        parts: Mapping[int, LossPart],
+        mode: Mode = "mixed",
+        compared: Sequence[Compared] = (),
     ) -> torch.Tensor | None:
         """End a step: returns once every rank is at its end, so that a step fails on all ranks or on none.
 
@@ -211,9 +215,11 @@ class ControlTransport(Protocol):
             losses: the weighted losses of the stages of this process, as ``parts`` says.
             parts: the form of the losses of all ranks, the same everywhere; empty where there is no loss.
             mode: of the modules of this process.
+            compared: what the devices of this process have compared.
 
         Raises:
-            AgreementError: the modules of one rank are in training mode, those of another in evaluation mode.
+            AgreementError: a comparison shows a difference; or the modules of one rank are in training mode,
+                those of another in evaluation mode.
 
         Returns:
             The sum, on every rank, None where ``parts`` is empty.

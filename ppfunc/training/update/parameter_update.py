@@ -54,7 +54,7 @@ class TrainingUpdate:
         self._norms: dict[int, Tensor] = {}  # by stage, this rank's share in the norm, float64[leaves]
         self._divisor: Tensor | None = None  # of the gradients, None for 1
         self._found_inf: Tensor | None = None  # 1 where loss or gradients are not finite, float32[]
-        self._gathers: list[Callable[[], object]] = []  # of new parameters, that may be under way
+        self._gathers: dict[int, Callable[[], Leaves]] = {}  # of new parameters, by stage, in order
         self._totals: list[Wait] = []  # of every update whose sums over all ranks are under way
         self._left: dict[int, int] = {}  # by stage, how many updates are to come
         # Of the states of stages before this update, by stage.
@@ -151,6 +151,7 @@ class TrainingUpdate:
         """Make the new parameters and optimizer state of a stage; frozen parameters stay."""
         ranks, current = self._ranks, self.state
         self._left[stage] -= 1
+        self._gathers.pop(stage, None)  # which this step has waited for
         if not self._rule.needs_all:
             self._receive(stage)
         leaves, treedef = tree_flatten(current.params[stage])
@@ -182,9 +183,10 @@ class TrainingUpdate:
 
     def finish(self) -> None:
         """Wait for the sums and gathers that are still under way."""
-        for wait in (*self._totals, *self._gathers):
+        for wait in (*self._totals, *self._gathers.values()):
             wait()
-        self._totals.clear(), self._gathers.clear()
+        self._totals.clear()
+        self._gathers.clear()
 
     def _gather(self, buffers: Buffers, stage: int, shards: Sequence[Tensor]) -> None:
         """Begin to gather the new parameters of a stage; the memory is that of two stages at a time."""
@@ -199,10 +201,10 @@ class TrainingUpdate:
             # After the last update nobody computes with them.
             return tuple(tree_leaves(precision.to_compute(treedef.unflatten(whole)))) if left else ()
 
-        buffers.gathering[stage] = gathered
-        self._gathers.append(gathered)
-        if len(self._gathers) > 2:
-            self._gathers.pop(0)()
+        del buffers.params[stage]
+        buffers.gathering[stage] = self._gathers[stage] = gathered
+        for earlier in [*self._gathers.values()][:-2]:
+            earlier()
 
     def _dims(self, stage: int) -> Dims:
         """Return the dimension of every parameter of a stage that is cut over the data ranks."""
