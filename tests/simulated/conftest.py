@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.simulated import guard, names, probe
+from tests.simulated.groups import BACKENDS, in_threads, simulated_nccl
 
 _HERE = Path(__file__).parent
 _RUNNER = "test_in_processes.py"
@@ -45,6 +46,26 @@ def simulate(installed: None) -> Iterator[Callable[..., Any]]:
         yield start
         races = [race for gpu in made for race in gpu.races]
         assert not races, f"{len(races)} races, the first: {races[0]}"
+
+
+@pytest.fixture
+def ranks(simulate: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """Run a function on each rank, a thread; ``ranks.gpu`` and ``ranks.count`` say what was simulated."""
+
+    def run(
+        function: Callable[..., Any],
+        *arguments: Any,
+        size: int = 2,
+        seed: int = 0,
+        hang: float = 30.0,
+        backend: str = BACKENDS,
+        **options: Any,
+    ) -> list[Any]:
+        run.gpu = simulate(devices=max(size, 2), seed=seed, hang=hang)
+        with simulated_nccl(**options) as run.count:
+            return in_threads(size, function, *arguments, backend=backend)
+
+    return run
 
 
 @pytest.fixture

@@ -20,22 +20,14 @@ from ppfunc.runtime.transport import _torch
 from ppfunc.schedule import place_communication, remove_tail
 from tests.models import dense, problem, squared
 from tests.simulated import nccl
-from tests.simulated.groups import in_threads, simulated_nccl
 
 SCHEDULE = remove_tail(pp.one_f_one_b(2, 4))
 
 
-@pytest.fixture
-def ranks(simulate, monkeypatch):
-    """Run a function on each rank, a thread; no process has set the environment before."""
+@pytest.fixture(autouse=True)
+def no_choice(monkeypatch):
+    """No process has set the environment before."""
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-
-    def run(function, *arguments, size=2, **options):
-        run.gpu = simulate(devices=max(size, 2))
-        with simulated_nccl(**options) as run.count:
-            return in_threads(size, function, *arguments)
-
-    return run
 
 
 def on_device(tree):

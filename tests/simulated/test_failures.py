@@ -16,19 +16,6 @@ import ppfunc as pp
 from ppfunc.runtime.transport import _torch
 from tests.conftest import _free_port
 from tests.models import dense, new_trainer, problem, same_bits, squared
-from tests.simulated.groups import in_threads, simulated_nccl
-
-
-@pytest.fixture
-def ranks(simulate):
-    """Run a function on each rank, a thread."""
-
-    def run(function, *arguments, size=2, seed=0, **options):
-        run.gpu = simulate(devices=size, seed=seed)
-        with simulated_nccl(**options) as run.count:
-            return in_threads(size, function, *arguments)
-
-    return run
 
 
 class _Fails(torch.autograd.Function):

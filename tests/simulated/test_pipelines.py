@@ -12,7 +12,6 @@ import torch
 import ppfunc as pp
 from ppfunc.schedule import BUILDERS, remove_tail
 from tests.models import dense, problem, same_bits, squared
-from tests.simulated.groups import in_threads, simulated_nccl
 from tests.simulated.kernels import Work
 
 OTHERS = {
@@ -60,18 +59,6 @@ def built(name, ranks):
         except ValueError as error:
             refused = error
     pytest.skip(f"{name} takes no {ranks} ranks: {refused}")
-
-
-@pytest.fixture
-def ranks(simulate):
-    """Run a function on each rank, a thread."""
-
-    def run(function, *arguments, size=2, seed=0, **options):
-        run.gpu = simulate(devices=size, seed=seed)
-        with simulated_nccl(**options) as run.count:
-            return in_threads(size, function, *arguments)
-
-    return run
 
 
 def held(schedule, rank, params):
