@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 import ppfunc as pp
+from ppfunc.stage.engines.tracing.operators import is_wait
+from ppfunc.stage.engines.tracing.posts import is_post
 from ppfunc.stage.tree import tree_leaves, tree_map
 
 B, T, D, H = 2, 4, 4, 2
@@ -139,3 +141,28 @@ def largest_difference(one: Any, other: Any) -> float:
 def full(tree: Any) -> Any:
     """The tree with DTensors made whole."""
     return tree_map(lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t, tree)
+
+
+def experts(mesh: Any) -> Callable[[Any, Tensor], Tensor]:
+    """An expert of every rank between two exchanges of tokens, beside one that all ranks have."""
+
+    def stage(p: Any, x: Tensor) -> Tensor:
+        sent = pp.collectives.all_to_all(torch.tanh(x @ p["route"]), mesh, 0, 1)
+        h = torch.tanh(sent @ p["up"]) @ p["down"]
+        back = pp.collectives.all_to_all(h, mesh, 1, 0)
+        return x + back + torch.tanh(x @ p["shared"])
+
+    return stage
+
+
+def expert_params(seed: int, width: int = D) -> dict[str, Tensor]:
+    names = enumerate(("route", "up", "down", "shared"))
+    return {name: random((width, width), 10 * seed + n) / width**0.5 for n, name in names}
+
+
+def products_beside(body: Any) -> list[int]:
+    """How many products stand between each collective of a program and its wait."""
+    at = {node: n for n, node in enumerate(body)}
+    waits = {node.args[0]: n for node, n in at.items() if is_wait(node)}
+    gaps = [body[n : waits[node]] for node, n in at.items() if is_post(node)]
+    return [sum(node.name.startswith("mm") for node in gap) for gap in gaps]

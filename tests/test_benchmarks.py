@@ -32,6 +32,16 @@ def test_the_price_of_protection(fresh, free_port):
         assert ratio == pytest.approx(protected / bare, rel=0.05)
 
 
+def test_the_time_of_a_step_with_experts(fresh, free_port):
+    small = ("--rounds", "1", "--steps", "1", "--width", "8", "--tokens", "4")
+    printed, _ = fresh(2)(run_script, free_port, FOLDER / "experts.py", *small)
+    found = re.findall(r"^(.+): interleaved (\S+) ms, in turn (\S+) ms, ratio (\S+)$", printed, re.MULTILINE)
+    assert [what for what, *_ in found] == ["step", "CPU of all ranks"]
+    for _, *figures in found:
+        together, apart, ratio = map(float, figures)
+        assert ratio == pytest.approx(together / apart, rel=0.05)
+
+
 def import_all(rank, size, names):
     sys.path.insert(0, str(FOLDER))
     for name in names:

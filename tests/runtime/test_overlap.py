@@ -5,11 +5,14 @@ from __future__ import annotations
 import optree
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
 from ppfunc.stage.engines.tracing.emit import emit
 from ppfunc.stage.engines.tracing.interleave import interleave
-from tests.models import same_bits
+from ppfunc.stage.engines.tracing.posts import is_post
+from tests.models import same_bits, squared
+from tests.sharded_models import expert_params, experts, products_beside, random
 
 D = 6
 engines = pytest.mark.parametrize(
@@ -91,6 +94,51 @@ def test_operators_of_both_stand_in_turn():
     assert len(sines) == len(cosines) == 4
     assert cosines[0] < sines[-1]
     assert sines[0] < cosines[-1]
+
+
+def beside(rank, size):
+    """Products of either program stand between each collective of the other and its wait."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))["ep"]
+    params, x = expert_params(0), random((4, 3, 4), rank)
+
+    def stage(p, x):  # ranks whose stages differ in what does not communicate
+        for _ in range(10 * rank):
+            x = x.sin()
+        return experts(mesh)(p, x)
+
+    flat = pp.engines.graph(stage, (params, x)).flat
+    arguments = tuple(params.values()), (x,), ()
+    outputs, residuals = flat.forward(*arguments)
+    backward = residuals, outputs
+    together = pp.interleaved()(flat.forward, arguments, flat.backward, backward)
+    apart = flat.forward(*arguments), flat.backward(*backward)
+    assert same_bits(together, apart)
+    merged = interleave(flat.forward.recipe, flat.backward.recipe).block.body
+    return products_beside(merged), [node.name for node in merged if is_post(node)]
+
+
+def test_operators_of_one_stand_beside_the_collectives_of_the_other(two):
+    (products, posts), (others, order) = two(beside)
+    assert posts == order
+    assert min(products + others) >= 2, (products, others)
+
+
+def same_with_experts(rank, size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    schedule = pp.dualpipev(2, 6)
+    params = {s: expert_params(s) for s in schedule.stages_of(mesh.get_local_rank("pp"))}
+    inputs, targets = random((24, 3, 4), rank % 2), random((24, 3, 4), 2 + rank % 2)
+    results = []
+    for overlapped in (None, pp.interleaved()):
+        stages = [experts(mesh["ep"])] * schedule.stages
+        with pp.P2P(timeout=60, mesh=mesh, axes=pp.Axes("pp", model="ep")) as transport:
+            step = pp.value_and_grad(stages, squared, schedule, transport, overlapped=overlapped)
+            results.append([step(params, inputs, targets) for _ in range(2)])
+    assert same_bits(*results)
+
+
+def test_interleaved_experts_give_the_same_bits(four):
+    four(same_with_experts)
 
 
 @pytest.mark.parametrize("engine", [pp.engines.functional, pp.engines.eager], ids=["functional", "eager"])

@@ -16,6 +16,7 @@ from .tracing.cut import Block, ProgramBlocks, residual_bytes
 from .tracing.emit import emit
 from .tracing.joint import Joint, trace
 from .tracing.operators import ancestors
+from .tracing.posts import posted_early
 from .tracing.recipe import Recipe
 from .tracing.remat import Remat, cut_for
 
@@ -46,6 +47,7 @@ def _emit(blocks: ProgramBlocks, joint: Joint, name: str, compile: bool, warning
     def make(
         block: Block, function: str, names: tuple[str, ...], settle: tuple[str, ...] = (), warning: str = ""
     ) -> Callable[..., Any]:
+        block = block._replace(body=posted_early(block.body))
         return emit(Recipe(block, names, joint.constants, f"{name} {function}", settle, compile, warning))
 
     return FlatProgram(

@@ -1,25 +1,31 @@
 """Interleave the operators of two programs, a forward and a backward, in one."""
 
-from collections.abc import Iterator
-from heapq import merge
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.fx import Graph, Node
 
 from .cut import Block
+from .joint import Nodes
+from .posts import is_post, waited_late
 from .recipe import Recipe, copied
+
+Place = tuple[int, int, float, int]
+"""Of a call: the collective that it follows, or is; 0 for this itself, then 1 or 2; how far it is on its way
+between two collectives; which program it is of."""
 
 
 def interleave(first: Recipe, second: Recipe) -> Recipe:
     """Join two functions that share no name: one that takes the arguments of both and returns both results.
 
-    Equivalent to ``lambda *a: (*first(*a[:n]), *second(*a[n:]))``, the operators of each in their order and
-    spread over those of the other.
+    Equivalent to ``lambda *a: (*first(*a[:n]), *second(*a[n:]))``, the operators of each in their order:
+    those of one between a collective of the other and the wait for it, without collectives in turn.
     """
     both = Graph()
     constants: dict[str, torch.Tensor] = {}
     one, two = (copied(both, recipe, constants) for recipe in (first, second))
-    block = Block(one.arguments + two.arguments, tuple(_in_turn(one, two)), one.results + two.results)
+    body = tuple(waited_late(_in_turn(one.body, two.body)))
+    block = Block(one.arguments + two.arguments, body, one.results + two.results)
     title = f"{first.title} and {second.title} together"
     settle, compile, warning = (
         first.settle + second.settle,
@@ -29,10 +35,36 @@ def interleave(first: Recipe, second: Recipe) -> Recipe:
     return Recipe(block, first.names + second.names, constants, title, settle, compile, warning)
 
 
-def _in_turn(one: Block, two: Block) -> Iterator[Node]:
-    """Merge both bodies, each operator as far on its way as those beside it are on theirs."""
-    bodies = [
-        [((n + 0.5) / len(block.body), which, n, node) for n, node in enumerate(block.body)]
-        for which, block in enumerate((one, two))
-    ]
-    return (node for *_, node in merge(*bodies, key=lambda entry: entry[:3]))
+def _in_turn(one: Nodes, two: Nodes) -> list[Node]:
+    """Merge both bodies, which communicate in turn; the second begins, as a backward has less to do before::
+
+        one:        a  post         b  post         c
+        two:  post           d  post         e
+
+    The order of the collectives follows from their numbers alone: ranks whose stages differ in other
+    operators begin them in the same order.
+    """
+    counts = [sum(map(is_post, body)) for body in (one, two)]
+    turns = sorted(((k + 0.5) / n, -which) for which, n in enumerate(counts) for k in range(n))
+    keyed: list[tuple[Place, Node]] = []
+    for which, body in enumerate((one, two)):
+        mine = [at for at, (_, whose) in enumerate(turns) if whose == -which]
+        keyed += _keyed(body, which, mine, len(turns))
+    return [node for _, node in sorted(keyed, key=lambda entry: entry[0])]
+
+
+def _keyed(body: Nodes, which: int, mine: Sequence[int], total: int) -> Iterator[tuple[Place, Node]]:
+    """Yield the calls of a body with their places, given the turns of its collectives among all.
+
+    Calls between two of them are spread evenly over the collectives of the other body in between, each behind
+    one. Without any, they follow the first, each as far on its way as others that follow it.
+    """
+    start, ends = 0, [n for n, node in enumerate(body) if is_post(node)]
+    for last, turn, end in zip((-1, *mine), (*mine, total), (*ends, len(body)), strict=True):
+        gaps, size = range(last + 1, turn) or [last], end - start
+        for n, node in enumerate(body[start:end]):
+            gap = gaps[n * len(gaps) // size]
+            yield (gap, 2 if gap == last else 1, (n + 0.5) / size, which), node
+        if end < len(body):
+            yield (turn, 0, 0.0, which), body[end]
+        start = end + 1

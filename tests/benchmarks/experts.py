@@ -1,0 +1,84 @@
+"""Step time of stages with experts under DualPipeV: forward and backward of a pair interleaved, and in turn.
+
+Run by torchrun, on two pipeline ranks with as many experts each as remain::
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 tests/benchmarks/experts.py --width 256 --tokens 256
+
+A stage is an exchange of tokens, a perceptron, and the exchange back: ``experts`` of
+``tests/sharded_models.py``. Sides are measured in rounds that alternate, in one process group. Printed are
+the median step times and CPU seconds of all ranks, and the medians of the ratios round by round (below 1:
+interleaved is faster).
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from timing import measure
+from torch.distributed.device_mesh import init_device_mesh
+
+import ppfunc as pp
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.models import same_bits, squared
+from tests.sharded_models import expert_params, experts, random
+
+
+def main() -> None:
+    options = arguments()
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "ep"))
+    schedule = pp.dualpipev(2, options.microbatches)
+    own = schedule.stages_of(mesh.get_local_rank("pp"))
+    params = {s: {k: t.float() for k, t in expert_params(s, options.width).items()} for s in own}
+    shape, seed = (options.microbatches * options.tokens, 1, options.width), 2 * mesh.get_local_rank("ep")
+    inputs, targets = (random(shape, seed + n).float() for n in range(2))
+    stages = [experts(mesh["ep"])] * schedule.stages
+    with pp.P2P(mesh=mesh, axes=pp.Axes("pp", model="ep")) as transport:
+        both = [
+            pp.value_and_grad(stages, squared, schedule, transport, overlapped=overlapped)
+            for overlapped in (pp.interleaved(), None)
+        ]
+        steps = [lambda step=step: step(params, inputs, targets) for step in both]
+        assert same_bits(*(step() for step in steps))
+        rounds = [in_turn(steps, options.steps, n % 2) for n in range(options.rounds)]
+    if dist.get_rank() == 0:
+        print(f"dualpipev, {dist.get_world_size()} ranks, width {options.width}, {options.tokens} tokens")
+        for k, what in enumerate(("step", "CPU of all ranks")):
+            mine, other = (median(sides[n][k] for sides in rounds) for n in range(2))
+            ratio = median(a[k] / b[k] for a, b in rounds)
+            print(f"{what}: interleaved {mine * 1e3:.2f} ms, in turn {other * 1e3:.2f} ms, ratio {ratio:.3f}")
+    dist.destroy_process_group()
+
+
+def in_turn(steps: list[Callable[[], object]], count: int, first: int) -> list[tuple[float, float]]:
+    """Seconds of a step of both, and CPU seconds of all ranks; one of them is measured first."""
+    times = [(0.0, 0.0)] * 2
+    for n in (first, 1 - first):
+        before = time.process_time()
+        wall = measure(steps[n], count)
+        cpu = torch.tensor((time.process_time() - before) / (count + 1), dtype=torch.float64)
+        dist.all_reduce(cpu)
+        times[n] = wall, cpu.item()
+    return times
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=256, help="of a microbatch, on every expert's rank")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=5, help="steps per round")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
