@@ -33,6 +33,13 @@ def accelerates(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+def unique_name(device: torch.device) -> str | None:
+    """Return what names a device among those of all hosts, None where its kind tells no such name."""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    name = getattr(properties, "uuid", None)
+    return None if name is None else str(name)
+
+
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make a device the current one of this thread."""
     return torch.accelerator.device_index(device.index) if accelerates(device) else nullcontext()

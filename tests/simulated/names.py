@@ -272,9 +272,13 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _cuda(gpu: Device, generators: tuple[torch.Generator, ...]) -> dict[str, Any]:
     """Make the names of ``torch.cuda``."""
-    properties = SimpleNamespace(
-        name="simulated", total_memory=2**34, multi_processor_count=1, major=9, minor=0
-    )
+    properties = {
+        "name": "simulated",
+        "total_memory": 2**34,
+        "multi_processor_count": 1,
+        "major": 9,
+        "minor": 0,
+    }
 
     def manual_seed_all(seed: int) -> None:
         for generator in generators:
@@ -312,7 +316,7 @@ def _cuda(gpu: Device, generators: tuple[torch.Generator, ...]) -> dict[str, Any
         "max_memory_allocated": lambda given=None: gpu.memory.peak[_index(given)],
         "reset_peak_memory_stats": lambda given=None: gpu.memory.reset_peak(_index(given)),
         "get_device_capability": lambda given=None: (9, 0),
-        "get_device_properties": lambda given=None: properties,
+        "get_device_properties": lambda given=None: SimpleNamespace(**properties, uuid=_index(given)),
         "is_bf16_supported": lambda *_, **__: True,
     }
 

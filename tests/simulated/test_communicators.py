@@ -85,6 +85,22 @@ def test_parameters_that_nccl_does_not_carry_are_refused_before_anything_connect
         assert before == after
 
 
+def on_one_device(rank, size, count):
+    params, inputs, targets = optree.tree_map(lambda t: t.to("cuda:0"), problem(SCHEDULE))
+    dist.barrier()
+    before = count().made
+    with pp.P2P(timeout=30) as transport:
+        step = pp.value_and_grad([dense] * size, squared, SCHEDULE, transport)
+        with pytest.raises((ValueError, pp.PipelineError), match="ranks 0 and 1 compute on one device"):
+            step({rank: params[rank]}, inputs, targets)
+    dist.barrier()
+    assert count().made == before
+
+
+def test_two_ranks_on_one_device_are_refused_before_anything_connects(ranks):
+    ranks(on_one_device, lambda: ranks.count)
+
+
 def test_parameters_on_two_devices_of_a_rank_are_refused(ranks):
     def scattered(rank, size):
         schedule = remove_tail(pp.interleaved_one_f_one_b(2, 4, 2))

@@ -1,5 +1,6 @@
 """Ranks in separate processes: point-to-point messages over torch.distributed."""
 
+import json
 import threading
 import traceback
 import weakref
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc._text import require_one_of
-from ppfunc.stage.device import download, record_event
+from ppfunc.stage.device import download, record_event, unique_name
 from ppfunc.stage.interrupts import hold_interrupts
 
 from ..control.control import Control
@@ -284,6 +285,8 @@ class P2P(Control):
         for device in devices:
             pairs.require_carried(device, f"a stage of rank {self.rank} computes on the device {device}")
             pairs.device = device
+        if self.backend == "nccl":
+            self._require_own_device(device)
         holders: list[tuple[Any, Opening]] = [*pairs.unconnected(routes)]
         # In one order on all ranks, which are on their way here: they have just compared facts.
         for among, collective in sorted(self._collectives.items(), key=lambda item: _named(item[0])):
@@ -296,6 +299,18 @@ class P2P(Control):
         )
         for (holder, _), group in zip(holders, opened, strict=True):
             holder.group = group
+
+    def _require_own_device(self, device: torch.device) -> None:
+        """Raise ValueError on all ranks where two compute on one device, which NCCL does not take."""
+        names = self._world.gather_texts(json.dumps(unique_name(device)))
+        first: dict[str, int] = {}
+        for rank, name in sorted(names.items()):
+            if name != "null" and first.setdefault(name, rank) != rank:
+                raise ValueError(
+                    f"ranks {first[name]} and {rank} compute on one device ({json.loads(name)}), expected one"
+                    " for each under NCCL; move the parameters of each rank to a device of its own, or give"
+                    " P2P a group of 'gloo' and compute on the CPU"
+                )
 
     def collective(self, among: Among) -> Collective:
         members = self._members(among)
