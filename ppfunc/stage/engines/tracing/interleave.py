@@ -1,6 +1,6 @@
 """Interleave the operators of two programs, a forward and a backward, in one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch.fx import Graph, Node
@@ -9,10 +9,6 @@ from .cut import Block
 from .joint import Nodes
 from .posts import is_post, waited_late
 from .recipe import Recipe, copied
-
-Place = tuple[int, int, float, int]
-"""Of a call: the collective that it follows, or is; 0 for this itself, then 1 or 2; how far it is on its way
-between two collectives; which program it is of."""
 
 
 def interleave(first: Recipe, second: Recipe) -> Recipe:
@@ -24,8 +20,8 @@ def interleave(first: Recipe, second: Recipe) -> Recipe:
     both = Graph()
     constants: dict[str, torch.Tensor] = {}
     one, two = (copied(both, recipe, constants) for recipe in (first, second))
-    body = tuple(waited_late(_in_turn(one.body, two.body)))
-    block = Block(one.arguments + two.arguments, body, one.results + two.results)
+    body = waited_late(_in_turn(one.body, two.body))
+    block = Block(one.arguments + two.arguments, tuple(body), one.results + two.results)
     title = f"{first.title} and {second.title} together"
     settle, compile, warning = (
         first.settle + second.settle,
@@ -46,25 +42,26 @@ def _in_turn(one: Nodes, two: Nodes) -> list[Node]:
     """
     counts = [sum(map(is_post, body)) for body in (one, two)]
     turns = sorted(((k + 0.5) / n, -which) for which, n in enumerate(counts) for k in range(n))
-    keyed: list[tuple[Place, Node]] = []
-    for which, body in enumerate((one, two)):
-        mine = [at for at, (_, whose) in enumerate(turns) if whose == -which]
-        keyed += _keyed(body, which, mine, len(turns))
+    owners = [-which for _, which in turns]
+    keyed = [*_keyed(one, 0, owners), *_keyed(two, 1, owners)]
     return [node for _, node in sorted(keyed, key=lambda entry: entry[0])]
 
 
-def _keyed(body: Nodes, which: int, mine: Sequence[int], total: int) -> Iterator[tuple[Place, Node]]:
-    """Yield the calls of a body with their places, given the turns of its collectives among all.
+def _keyed(body: Nodes, which: int, owners: list[int]) -> Iterator[tuple[tuple[float, ...], Node]]:
+    """Yield the calls of a body with their places, given whose each collective of the merged program is.
 
-    Calls between two of them are spread evenly over the collectives of the other body in between, each behind
-    one. Without any, they follow the first, each as far on its way as others that follow it.
+    A place is the number of the collective that a call follows or is; 0 for itself, then 1 or 2; how far the
+    call is on its way between two collectives of its body; and its body. Calls between two of them are spread
+    evenly over the collectives of the other body in between, each behind one. Without any, they follow the
+    first.
     """
     start, ends = 0, [n for n, node in enumerate(body) if is_post(node)]
-    for last, turn, end in zip((-1, *mine), (*mine, total), (*ends, len(body)), strict=True):
+    mine = [turn for turn, owner in enumerate(owners) if owner == which]
+    for last, turn, end in zip((-1, *mine), (*mine, len(owners)), (*ends, len(body)), strict=True):
         gaps, size = range(last + 1, turn) or [last], end - start
         for n, node in enumerate(body[start:end]):
             gap = gaps[n * len(gaps) // size]
             yield (gap, 2 if gap == last else 1, (n + 0.5) / size, which), node
         if end < len(body):
-            yield (turn, 0, 0.0, which), body[end]
+            yield (turn, 0), body[end]
         start = end + 1

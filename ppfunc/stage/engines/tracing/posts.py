@@ -23,7 +23,7 @@ def posted_early(body: Nodes) -> Nodes:
     operators theirs. A call moves past one collective at most, so that memory lives little longer.
     """
     inside, drawn, posts = set(body), list[Node](), 0
-    needs: dict[Node, list[Node]] = {}
+    needs, before = dict[Node, list[Node]](), dict.fromkeys(body, inf)
     behind: dict[Node, int] = {}  # how many collectives stand before a call
     after: dict[Node, int] = {}  # the last collective that a call needs, counted from 1; 0 for none
     for node in body:
@@ -34,11 +34,9 @@ def posted_early(body: Nodes) -> Nodes:
         behind[node] = posts
         posts += is_post(node)
         after[node] = posts if is_post(node) else max((after[a] for a in needs[node]), default=0)
-    before = dict.fromkeys(body, inf)  # the first collective that needs a call
-    for node in reversed(body):
+    for node in reversed(body):  # the first collective that needs a call
         first = after[node] if is_post(node) else before[node]
-        for argument in needs[node]:
-            before[argument] = min(before[argument], first)
+        before.update({argument: min(before[argument], first) for argument in needs[node]})
 
     def place(node: Node) -> tuple[int, int]:
         last = behind[node]
