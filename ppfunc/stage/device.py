@@ -35,8 +35,9 @@ def accelerates(device: torch.device) -> bool:
 
 def unique_name(device: torch.device) -> str | None:
     """Return what names a device among those of all hosts, None where its kind tells no such name."""
-    properties = torch.get_device_module(device).get_device_properties(device)
-    name = getattr(properties, "uuid", None)
+    if not accelerates(device):
+        return None
+    name = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
     return None if name is None else str(name)
 
 

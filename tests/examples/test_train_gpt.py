@@ -75,7 +75,10 @@ def test_precisions_and_clipping_train_too(trained):
     assert trained("--stages", "3", "--tied").losses == pytest.approx(tied.losses, rel=1e-6)
     for precision in ("bfloat16", "float16"):
         got = trained("--stages", "3", "--tied", "--precision", precision)
-        assert got.losses == pytest.approx(tied.losses, rel=2e-2)
+        late = [tied.losses[0], *tied.losses]  # a scale that is too large for this text skips an update
+        for loss, *wanted in zip(got.losses, tied.losses, late, strict=False):
+            near = [loss == pytest.approx(want, rel=2e-2) for want in wanted]
+            assert near[0] or (precision == "float16" and near[1]), (precision, got.losses)
         assert got.losses != pytest.approx(tied.losses, rel=1e-6)
     clipped = trained("--stages", "2", "--tied", "--clip", "1e-6")
     assert clipped.losses[0] == pytest.approx(tied.losses[0], rel=1e-6)
