@@ -1,0 +1,176 @@
+"""Steps on a device, in this process and between two."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import ppfunc as pp
+from tests.models import dense, problem, same_bits, squared
+
+
+def step_of(
+    schedule: pp.Schedule,
+    transport: Any,
+    device: torch.device,
+    stage: Any = dense,
+    engine: Any = pp.engines.graph,
+) -> tuple[Callable[[], Any], Any]:
+    """Make a step on a device, and compute what the whole model gives on the CPU: loss and gradients."""
+    params, inputs, targets = problem(schedule)
+    wanted = pp.value_and_grad([dense] * len(params), squared, schedule)(params, inputs, targets)
+    if transport is not None:
+        params = {
+            schedule.model_stages[s]: params[schedule.model_stages[s]]
+            for s in schedule.stages_of(dist.get_rank())
+        }
+    held = {s: {k: v.to(device) for k, v in tree.items()} for s, tree in params.items()}
+    step = pp.value_and_grad(
+        [stage] * len(wanted[1]), squared, schedule, transport or pp.InProcess(), engine=engine
+    )
+    there = inputs.to(device), targets.to(device)
+    return lambda: step(held, *there), wanted
+
+
+def step_in_process() -> Callable[[], Any]:
+    return step_of(pp.one_f_one_b(2, 4), None, torch.device("cuda"))[0]
+
+
+def host_waits(make: Callable[[], Callable[[], Any]]) -> int:
+    """Count how often torch holds up the host in a second step."""
+    step = make()
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in seen)
+
+
+def agrees(rank: int, device: torch.device, name: str) -> float:
+    """Take two steps, and compare them with the model in one process on the CPU."""
+    with pp.P2P(timeout=30) as transport:
+        step, (loss, grads) = step_of(getattr(pp, name)(2, 4), transport, device)
+        for _ in range(2):
+            mine, found = step()
+            torch.testing.assert_close(mine.cpu(), loss, rtol=1e-9, atol=0)
+            for s, tree in found.items():
+                for leaf, gradient in tree.items():
+                    torch.testing.assert_close(gradient.cpu(), grads[s][leaf], rtol=1e-9, atol=1e-12)
+        again, _ = step()
+        assert same_bits(again, mine)
+    return mine.item()
+
+
+def refused(rank: int, device: torch.device) -> str:
+    """Return the error of a step that cannot be."""
+    try:
+        with pp.P2P(timeout=20) as transport:
+            step_of(pp.one_f_one_b(2, 4), transport, device)[0]()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was refused")
+
+
+def survives(rank: int, device: torch.device, how: str) -> str | None:
+    """Take a step, then one in which rank 0 fails. Returns what the other rank is told."""
+    armed = []
+
+    def fails(params: Any, x: torch.Tensor) -> torch.Tensor:
+        if armed and rank == 0:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("on purpose")
+        return dense(params, x)
+
+    with pp.P2P(timeout=30) as transport:
+        step, _ = step_of(pp.one_f_one_b(2, 4), transport, device, fails, pp.engines.eager)
+        step()
+        armed.append(True)
+        try:
+            step()
+        except pp.PipelineError as error:
+            return str(error)
+    return None
+
+
+def counts_waits(rank: int, device: torch.device) -> int:
+    with pp.P2P(timeout=30) as transport:
+        return host_waits(lambda: step_of(pp.one_f_one_b(2, 4), transport, device)[0])
+
+
+def in_processes(
+    job: Callable[..., Any],
+    backend: str,
+    kind: str,
+    *args: Any,
+    seconds: float,
+    environment: dict[str, str] | None = None,
+) -> list[Any]:
+    """Run ``job(rank, device, *args)`` in two processes. Returns the answers, None of one that is gone.
+
+    Raises AssertionError with the traceback of a rank that raises, TimeoutError for one that is late.
+    """
+    context, port = mp.get_context("spawn"), free_port()
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    settings = environment or {}
+    workers = [
+        context.Process(target=_rank, args=(rank, port, backend, kind, settings, pipes[rank][1], job, args))
+        for rank in range(2)
+    ]
+    answers = []
+    try:
+        for worker, (_, theirs) in zip(workers, pipes, strict=True):
+            worker.start()
+            theirs.close()
+        end = time.monotonic() + seconds
+        for rank, (ours, _) in enumerate(pipes):
+            if not ours.poll(max(0.0, end - time.monotonic())):
+                raise TimeoutError(f"rank {rank} has not answered in {seconds:g} s")
+            try:
+                answer, failure = ours.recv()
+            except EOFError:
+                answer, failure = None, None
+            assert failure is None, f"rank {rank}: {failure}"
+            answers.append(answer)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+    return answers
+
+
+def _rank(
+    rank: int, port: int, backend: str, kind: str, settings: dict[str, str], end: Any, job: Any, args: Any
+) -> None:
+    os.environ |= {name: value.format(rank=rank) for name, value in settings.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    device = torch.device(kind, rank % torch.cuda.device_count()) if kind == "cuda" else torch.device(kind)
+    try:
+        if kind == "cuda":
+            torch.cuda.set_device(device)
+        group = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+        dist.init_process_group(group, rank=rank, world_size=2)
+        end.send((job(rank, device, *args), None))
+    except BaseException:
+        end.send((None, traceback.format_exc()))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

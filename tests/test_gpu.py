@@ -1,0 +1,40 @@
+"""The command for machines with a GPU: its ranks over gloo on the CPU, and what becomes of its stages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.__main__ import run_stage
+from tests.gpu.ranks import agrees, in_processes, refused, survives
+from tests.gpu.stages import STAGES
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "dualpipe"])
+def test_two_ranks_agree_with_one(name):
+    first, second = in_processes(agrees, "gloo", "cpu", name, seconds=120)
+    assert first == second
+
+
+@pytest.mark.parametrize("how", ["raises", "killed"])
+def test_a_rank_that_fails_is_named(how):
+    mine, told = in_processes(survives, "gloo", "cpu", how, seconds=120)
+    assert "rank 0" in told and ("on purpose" in told) == (how == "raises")
+    assert (mine is None) == (how == "killed")
+
+
+def test_what_runs_is_not_taken_for_refused():
+    with pytest.raises(AssertionError, match="nothing was refused"):
+        in_processes(refused, "gloo", "cpu", seconds=120)
+
+
+def test_a_stage_that_does_not_end_fails():
+    row = run_stage("probe", 0.1)
+    assert (row["stage"], row["result"], row["why"]) == ("probe", "failed", "did not end in 0 s")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_stage_says_why_it_is_skipped():
+    row = run_stage("two ranks", 120)
+    assert (row["result"], row["why"]) == ("skipped", "no CUDA device")
+    assert run_stage("probe", 120)["result"] == "passed" and len(STAGES) == 8
