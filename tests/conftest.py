@@ -20,7 +20,7 @@ from tests.clock import busy
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--large", action="store_true", help="run the property tests with 1000 examples each")
+    parser.addoption("--large", action="store_true", help="1000 examples of each property, and every case")
     parser.addoption("--random", action="store_true", help="run the property tests with new examples")
 
 
@@ -44,7 +44,8 @@ def seeded() -> None:
         sys.modules["torch"].manual_seed(0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _skip(items, "large", "takes minutes: with --large", lambda: config.getoption("--large"))
     _skip(items, "cuda", "no CUDA device", _has_cuda)
     _skip(items, "compiler", "no C++ compiler", _has_compiler)
     for item in items:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,6 +31,8 @@ def installed() -> None:
     """Install the guard, before any backward of this process; skips where it does not fit."""
     if reason := guard.missing() or probe.broken():
         pytest.skip(reason)
+    gc.collect()
+    gc.freeze()  # what is there stays, and the end of each simulation looks at what it has left alone
 
 
 @pytest.fixture

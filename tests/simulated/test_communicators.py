@@ -18,6 +18,7 @@ import torch.distributed as dist
 import ppfunc as pp
 from ppfunc.runtime.transport import _torch
 from ppfunc.schedule import place_communication, remove_tail
+from tests.clock import busy
 from tests.models import dense, problem, squared
 from tests.simulated import nccl
 
@@ -210,6 +211,6 @@ with names.simulated(devices=2), simulated_nccl():
 def test_a_process_that_ends_without_close_ends_its_communicators():
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", WITHOUT_CLOSE]
-    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120 * busy())
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""

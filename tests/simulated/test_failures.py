@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from itertools import product
 
 import optree
 import pytest
@@ -14,8 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
 from ppfunc.runtime.transport import _torch
+from tests.clock import busy
 from tests.conftest import _free_port
 from tests.models import dense, new_trainer, problem, same_bits, squared
+from tests.simulated.cases import cases
 
 
 class _Fails(torch.autograd.Function):
@@ -58,9 +61,9 @@ def failing(rank, size, schedule, at, victim):
         return caught.value.rank, optree.tree_map(lambda t: t.cpu(), results)
 
 
-@pytest.mark.parametrize("takes", [0.0, 0.3])
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("at", ["F", "B"])
+@pytest.mark.parametrize(
+    ("at", "victim", "takes"), cases(product("FB", (0, 1), (0.0, 0.3)), [("F", 1, 0.3), ("B", 0, 0.0)])
+)
 def test_a_failure_is_named_and_the_next_step_is_right(ranks, at, victim, takes):
     schedule = pp.one_f_one_b(2, 4)
     loss, grads = pp.value_and_grad([dense] * 2, squared, schedule)(*problem(schedule))
@@ -104,7 +107,7 @@ def beside_a_sum(rank, size, shard):
         return second.loss.item() < first.loss.item()
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer"])
+@pytest.mark.parametrize("shard", cases(["none", "optimizer"], ["none"]))
 def test_a_failure_ends_the_sums_of_the_others(ranks, shard):
     assert ranks(beside_a_sum, shard, abort_takes=0.2) == [True, True]
     assert not ranks.count.alive()
@@ -155,6 +158,7 @@ print(loss.item(), grads[rank].isfinite().all().item(), len(names.device().races
 """
 
 
+@pytest.mark.large
 def test_an_exit_without_close_is_quiet():
     port, env = str(_free_port()), os.environ | {"PYTHONPATH": os.getcwd()}
     children = [
@@ -164,7 +168,7 @@ def test_an_exit_without_close_is_quiet():
         )
         for rank in range(2)
     ]  # fmt: skip
-    said = [child.communicate(timeout=120) for child in children]
+    said = [child.communicate(timeout=120 * busy()) for child in children]
     assert [out.split()[1:] for out, _ in said] == [["True", "0"]] * 2, said
     assert [err for _, err in said] == ["", ""]
     assert [child.returncode for child in children] == [0, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import optree
 import pytest
@@ -11,6 +12,7 @@ import torch
 import ppfunc as pp
 from ppfunc.schedule.passes.insert import insert_offloads
 from tests.models import dropout_stage, same_bits
+from tests.simulated.cases import cases
 
 ENGINES = {
     "graph": pp.engines.graph,
@@ -25,6 +27,14 @@ SCHEDULES = {
     "offload": lambda: insert_offloads(pp.one_f_one_b(2, 4)),
 }
 PLACES = {"one device": ["cuda:0"], "two devices": ["cuda:0", "cuda:1"]}
+PLAIN = ["1f1b", "zero bubble", "dualpipev"]
+FEW = [
+    ("graph", "one device", "1f1b"),
+    ("graph", "two devices", "zero bubble"),
+    ("functional", "two devices", "1f1b"),
+    ("eager", "one device", "dualpipev"),
+    ("cuda_graphs", "two devices", "dualpipev"),
+]
 D = 4
 engines = pytest.mark.parametrize("engine", ENGINES)
 places = pytest.mark.parametrize("place", PLACES)
@@ -70,9 +80,7 @@ def seeds(config, few):
     return range(20 if config.getoption("--large") else few)
 
 
-@engines
-@places
-@pytest.mark.parametrize("name", ["1f1b", "zero bubble", "dualpipev"])
+@pytest.mark.parametrize(("engine", "place", "name"), cases(product(ENGINES, PLACES, PLAIN), FEW))
 def test_the_bits_are_those_of_the_cpu(gpu, engine, name, place):
     assert same_bits(on_devices(name, engine, PLACES[place]), on_the_cpu(name))
 
@@ -85,7 +93,7 @@ def test_residuals_are_moved_to_the_host_and_back(gpu, place):
 
 @engines
 def test_two_streams_give_the_bits_of_the_cpu(simulate, engine, pytestconfig):
-    for seed in seeds(pytestconfig, 3):
+    for seed in seeds(pytestconfig, 2):
         simulate(seed=seed)
         assert same_bits(
             on_devices("dualpipev", engine, overlapped=pp.two_streams()), on_the_cpu("dualpipev")
@@ -118,7 +126,7 @@ def ordering(gpu):
     return sorted(call for call in gpu.orders if call[1] and "captured.py" not in call[1])
 
 
-@pytest.mark.parametrize("engine", ["graph", "cuda_graphs"])
+@pytest.mark.parametrize("engine", cases(["graph", "cuda_graphs"], ["graph"]))
 def test_each_wait_that_is_left_out_is_reported(simulate, engine):
     gpu, silent = simulate(), []
     on_devices("dualpipev", engine, overlapped=pp.two_streams())

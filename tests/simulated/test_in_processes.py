@@ -1,6 +1,6 @@
-"""Run each module of this folder in a pytest of its own: the guard comes before the first backward.
+"""Run the modules of this folder in processes of their own: the guard comes before the first backward.
 
-So do the tests of a GPU, wherever they are.
+So do the tests of a GPU, wherever they are. Each process takes seconds of imports, so they are few.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tests.simulated import guard
 
 HERE = Path(__file__).parent
 MODULES = sorted(p for p in HERE.glob("test_*.py") if p.name != Path(__file__).name)
+SESSIONS = 3
 pytestmark = pytest.mark.skipif(guard.missing() is not None, reason=str(guard.missing()))
 
 
@@ -37,9 +38,9 @@ def run(pytestconfig):
     return session
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
-def test_it_passes_on_a_simulated_accelerator(run, module):
-    run(module)
+@pytest.mark.parametrize("session", range(SESSIONS))
+def test_modules_pass_on_a_simulated_accelerator(run, session):
+    run(*MODULES[session::SESSIONS])
 
 
 def test_the_tests_of_a_gpu_pass_on_a_simulated_one(run):

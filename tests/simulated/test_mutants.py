@@ -77,9 +77,8 @@ def run(simulate: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callab
     return run
 
 
-def test_a_call_that_is_left_out_is_reported(run, pytestconfig):
-    if not pytestconfig.getoption("--large"):
-        pytest.skip("takes minutes: with --large")
+@pytest.mark.large
+def test_a_call_that_is_left_out_is_reported(run):
     reported: dict[tuple[str, str], bool] = {}
     for scenario in SCENARIOS:
         gpu, (wanted, races) = run(scenario)

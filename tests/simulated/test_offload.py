@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import optree
 import pytest
 import torch
@@ -9,9 +11,11 @@ import torch
 import ppfunc as pp
 from ppfunc.schedule import insert_offloads
 from tests.models import dense, problem, same_bits, squared
+from tests.simulated.cases import cases
 
 PLAIN = pp.one_f_one_b(2, 4)
 MOVING = insert_offloads(PLAIN)
+SCHEDULES = {"1f1b": MOVING, "zb": insert_offloads(pp.zb_h1(2, 4), lookahead=0)}
 
 
 def on_device(tree):
@@ -22,12 +26,9 @@ def on_host(tree):
     return optree.tree_map(lambda t: t.cpu(), tree)
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(
-    "schedule", [MOVING, insert_offloads(pp.zb_h1(2, 4), lookahead=0)], ids=["1f1b", "zb"]
-)
-def test_offloaded_residuals_give_the_same_bits_and_hold_up_nothing(simulate, schedule, seed):
-    gpu = simulate(seed=seed)
+@pytest.mark.parametrize(("name", "seed"), cases(product(SCHEDULES, range(5)), [("1f1b", 0), ("zb", 1)]))
+def test_offloaded_residuals_give_the_same_bits_and_hold_up_nothing(simulate, name, seed):
+    gpu, schedule = simulate(seed=seed), SCHEDULES[name]
     params, inputs, targets = problem(schedule)
     step = pp.value_and_grad([dense] * 2, squared, schedule)
     held, x, y = on_device((params, inputs, targets))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from itertools import product
 
 import optree
 import pytest
@@ -12,29 +13,11 @@ import torch
 import ppfunc as pp
 from ppfunc.schedule import BUILDERS, remove_tail
 from tests.models import dense, problem, same_bits, squared
+from tests.simulated.cases import cases
 from tests.simulated.kernels import Work
 
-OTHERS = {
-    2: ["1f1b"],
-    3: ["gpipe", "zb_h1", "v_half", "interleaved_1f1b"],
-    4: ["1f1b", "dualpipev", "chimera"],
-}
-RUNS = [*((name, 2) for name in BUILDERS), *((name, ranks) for ranks in (3, 4) for name in OTHERS[ranks])]
-
-
-def pytest_generate_tests(metafunc):
-    """Run a spread of builders, numbers of ranks and seeds, or all of them."""
-    large = metafunc.config.getoption("--large")
-    if "builder" in metafunc.fixturenames:
-        every = [(name, ranks) for ranks in (2, 3, 4) for name in BUILDERS]
-        metafunc.parametrize(("builder", "size"), every if large else RUNS)
-    if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(20 if large else 2))
-
-
-@pytest.fixture
-def large(pytestconfig):
-    return pytestconfig.getoption("--large")
+FEW = [*((name, 2) for name in BUILDERS), ("interleaved_1f1b", 3), ("chimera", 4)]
+BUILD = {"1f1b": pp.one_f_one_b, "dualpipe": pp.dualpipe, "dualpipev": pp.dualpipev}
 
 
 def take(reports):
@@ -95,6 +78,7 @@ def require_same(schedule, found, wanted):
                 assert same_bits(result[1], held(schedule, rank, wanted[1]))
 
 
+@pytest.mark.parametrize(("builder", "size"), cases(product(BUILDERS, (2, 3, 4)), FEW))
 def test_every_builder_gives_the_bits_of_the_cpu(ranks, builder, size):
     schedule = built(builder, size)
     found = ranks(steps, schedule, {}, size=size)
@@ -102,9 +86,11 @@ def test_every_builder_gives_the_bits_of_the_cpu(ranks, builder, size):
     assert not ranks.count.alive()
 
 
-@pytest.mark.parametrize("build", [pp.one_f_one_b, pp.dualpipev], ids=["1f1b", "dualpipev"])
-def test_no_interleaving_changes_a_bit(ranks, build, seed):
-    schedule = build(2, 4)
+@pytest.mark.parametrize(
+    ("name", "seed"), cases(product(["1f1b", "dualpipev"], range(50)), [("1f1b", 0), ("dualpipev", 1)])
+)
+def test_no_interleaving_changes_a_bit(ranks, name, seed):
+    schedule = BUILD[name](2, 4)
     require_same(schedule, ranks(steps, schedule, {}, seed=seed), alone(schedule))
 
 
@@ -136,10 +122,10 @@ def forgetful(monkeypatch, left_out=None):
     return waits
 
 
-@pytest.mark.parametrize("build", [pp.one_f_one_b, pp.dualpipe], ids=["1f1b", "dualpipe"])
-def test_each_wait_for_a_message_is_needed(ranks, build, large, monkeypatch):
+@pytest.mark.parametrize("name", cases(["1f1b", "dualpipe"], ["1f1b"]))
+def test_each_wait_for_a_message_is_needed(ranks, name, pytestconfig, monkeypatch):
     """Left out one by one; those for sends are covered by later operations."""
-    schedule = build(2, 4)
+    schedule, large = BUILD[name](2, 4), pytestconfig.getoption("--large")
     with monkeypatch.context() as here:
         waits = forgetful(here)
         ranks(steps, schedule, {})

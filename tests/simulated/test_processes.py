@@ -13,14 +13,8 @@ from ppfunc.stage.layout import local
 from tests.conftest import Processes
 from tests.models import affine, dense, new_trainer, problem, same_bits, squared
 from tests.simulated import names
+from tests.simulated.cases import cases
 from tests.simulated.groups import member_in_pool
-
-NAMES = ["1f1b", "dualpipe", "zbv"]
-
-
-def pytest_generate_tests(metafunc):
-    if "name" in metafunc.fixturenames:
-        metafunc.parametrize("name", list(BUILDERS) if metafunc.config.getoption("--large") else NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +56,7 @@ def compare(rank, size, name):
         assert not gpu.races, gpu.races[0]
 
 
+@pytest.mark.parametrize("name", cases(BUILDERS, ["dualpipe"]))
 def test_two_processes_give_the_bits_of_the_cpu(pool, name):
     pool(compare, name)
 
@@ -156,6 +151,6 @@ def train(rank, size, shard):
     assert same_bits(found["cpu"][2], found["cuda"][2])
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer"])
+@pytest.mark.parametrize("shard", cases(["none", "optimizer"], ["optimizer"]))
 def test_a_trainer_with_data_ranks_gives_the_bits_of_gloo(pool, shard):
     pool(train, shard)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ppfunc as pp
 from ppfunc.stage.layout import local
 from tests.models import affine, dense, new_trainer, normal, problem, same_bits, squared
+from tests.simulated.cases import cases
 from tests.simulated.groups import in_threads, simulated_nccl
 
 D, M = 4, 4
@@ -143,6 +144,7 @@ def test_overlapped_pairs_give_the_bits_of_the_cpu(ranks, how):
             assert same_bits(own, {s: grads[s] for s in own})
 
 
+@pytest.mark.large
 def test_what_orders_streams_is_needed(ranks):
     """Each wait and each ``record_stream`` is left out, wherever it is called from."""
     ranks(overlapped, "two_streams")
@@ -180,10 +182,15 @@ def train(rank, size, device, shape, shard, build):
         return [(m.loss.item(), m.grad_norm.item(), m.scale.item()) for m in found], params
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer", "params"])
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)], ids=["1x2", "2x2"])
-def test_a_trainer_with_data_ranks_gives_the_bits_of_gloo(ranks, shape, shard):
-    size = shape[0] * shape[1]
+@pytest.mark.parametrize(
+    ("pipe", "data", "shard"),
+    cases(
+        [(pipe, 2, shard) for pipe in (1, 2) for shard in ("none", "optimizer", "params")],
+        [(1, 2, "params"), (2, 2, "none"), (1, 2, "optimizer")],
+    ),
+)
+def test_a_trainer_with_data_ranks_gives_the_bits_of_gloo(ranks, pipe, data, shard):
+    shape, size = (pipe, data), pipe * data
     wanted = ranks(train, shape, shard, pp.one_f_one_b, size=size, device="cpu")
     found = ranks(train, shape, shard, pp.one_f_one_b, size=size)
     for (metrics, params), (wanted_metrics, wanted_params) in zip(found, wanted, strict=True):
