@@ -13,7 +13,7 @@ from ppfunc.stage.abstract import without_values
 
 from .call import CallForm
 from .functional import fake_sources, replay
-from .trace import LeafForm, Trace, trace, undisturbed
+from .trace import PIPE_SPLIT, LeafForm, Trace, trace, undisturbed
 
 _NEAR = 1.2  # a heaviest stage of so much more than the least is near enough, if cutting deeper is not needed
 
@@ -23,7 +23,7 @@ def choose(
     form: CallForm,
     tensors: Sequence[Tensor],
     device: torch.device,
-    at: int | Partition,
+    at: int | Partition | None,
 ) -> tuple[list[str], Trace]:
     """Choose the modules that begin the stages after the first.
 
@@ -32,16 +32,24 @@ def choose(
     unequal; where there are no containers, any module is.
 
     Args:
-        at: the number of stages, or a partition of the layers.
+        at: the number of stages, a partition of the layers, or None for the calls of ``pipe_split()``.
 
     Returns:
         The names, and the trace by which they were found.
 
     Raises:
         ValueError: there are not so many layers.
+        TypeError: the model has no cuts of its own, and none are asked for.
     """
     levels = _levels(model)
     traced = trace(model, form, [LeafForm(tuple(t.shape), t.dtype) for t in tensors], device, levels[-1])
+    if at is None:
+        if not (names := [name for name in traced.begun if name.startswith(PIPE_SPLIT)]):
+            raise TypeError(
+                "at: got none, expected names of modules, a number of stages, or a Partition; or a model that"
+                " calls torch.distributed.pipelining.pipe_split()"
+            )
+        return names, traced
     called = [_in_order(names, traced.begun) for names in levels]
     if isinstance(at, Partition):
         return _of_partition(called, at), traced

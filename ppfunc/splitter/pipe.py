@@ -4,14 +4,18 @@ import operator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class PipeModule(nn.Module):
     """The stages of a ``Pipe`` as the parts of one module, which calls them as the pipe's graph says.
 
+    Parameters and buffers have the names of the model that torch has cut. The result is that of the last
+    stage, as a schedule of torch hands it to the loss.
+
     Args:
-        pipe: it is left unmodified. Its stages keep their names, such as ``submod_pp_0``.
+        pipe: its stages keep their names, such as ``submod_pp_0``. Copies of one parameter in several of its
+            stages become one parameter again; otherwise it is left unmodified.
 
     Raises:
         ValueError: it has a loss and a backward of its own.
@@ -25,24 +29,55 @@ class PipeModule(nn.Module):
                 " the step"
             )
         self.graph = pipe.split_gm.graph
-        for name, stage in pipe.split_gm.named_children():
+        stages = dict(pipe.split_gm.named_children())
+        self.stages = tuple(stages)
+        for copies in pipe.replicated_params:
+            (first, name), *others = copies.items()
+            for stage, other in others:
+                home, _, key = other.rpartition(".")
+                stages[stage].get_submodule(home)._parameters[key] = stages[first].get_parameter(name)
+        # The first name of a tensor counts: that of the model.
+        for stage in stages.values():
+            for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+                self._hold(name, tensor)
+        self._names = {*dict(self.named_parameters()), *dict(self.named_buffers())}
+        for name, stage in stages.items():
             self.add_module(name, stage)
+
+    def _hold(self, name: str, tensor: Tensor) -> None:
+        """Register a tensor of a stage under the name that it has in the model."""
+        *path, key = name.split(".")
+        home: nn.Module = self
+        for part in path:
+            if part not in home._modules:
+                home.add_module(part, nn.Module())
+            home = home.get_submodule(part)
+        if isinstance(tensor, nn.Parameter):
+            home.register_parameter(key, tensor)
+        elif key not in home._buffers:  # each stage that reads a buffer has a copy
+            home.register_buffer(key, tensor)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state dict of the model that torch has cut."""
+        every = super().state_dict(*args, **kwargs)
+        return {name: tensor for name, tensor in every.items() if name in self._names}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the stages in turn."""
         remaining = iter(args)
         values: dict[torch.fx.Node, Any] = {}
+        result = None
         for node in self.graph.nodes:
             nodes, named = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
             match node.op:
                 case "placeholder":
                     values[node] = kwargs[node.target] if node.target in kwargs else next(remaining)
                 case "call_module":
-                    values[node] = self.get_submodule(node.target)(*nodes, **named)
+                    values[node] = result = self.get_submodule(node.target)(*nodes, **named)
                 case "call_function" if node.target is operator.getitem:
                     values[node] = nodes[0][nodes[1]]
                 case "output":
-                    return nodes[0]
+                    return result
                 case _:
                     raise ValueError(
                         f"model: got a Pipe whose graph has {node.op} {node.target}, expected calls of stages"
@@ -55,18 +90,3 @@ def as_pipe(model: Any) -> PipeModule | None:
     """Wrap a ``Pipe`` as a module; return None for anything else."""
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__}
     return PipeModule(model) if "torch.distributed.pipelining._IR.Pipe" in kinds else None
-
-
-def replicas(pipe: Any, params: dict[int, dict[str, torch.Tensor]]) -> dict[str, tuple[tuple[int, str], ...]]:
-    """Find the parameters that a ``Pipe`` has copied into several stages.
-
-    Each is named after its first place.
-    """
-    stage_of = {name: stage for stage, tree in params.items() for name in tree}
-    copies_of = {}
-    for copies in pipe.replicated_params:
-        names = [f"{stage}.{name}" for stage, name in copies.items()]
-        places = sorted((stage_of[name], name) for name in names if name in stage_of)
-        if len(places) > 1:
-            copies_of[places[0][1]] = tuple(places)
-    return copies_of

@@ -97,12 +97,14 @@ class Recording(GraphRecorder, PreDispatchMode):
             own.
         stage: the stage of the operators to come.
         operators: how many there are.
+        cuts: how many there were at each call of ``torch.distributed.pipelining.pipe_split()``.
     """
 
     def __init__(self) -> None:
         super().__init__(MODEL, _ENTRY, BY_HAND)
         self.stage = 0
         self.operators = 0
+        self.cuts: list[int] = []
         self._thread = threading.get_ident()
         self._writers: dict[int, list[Node]] = {}  # by the memory that they write into
         self._alive: list[Any] = []  # so that no identity is used twice
@@ -132,6 +134,8 @@ class Recording(GraphRecorder, PreDispatchMode):
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator and make its node."""
         self.require_operator(func)
+        if func.namespace == "pippy":
+            return self.cuts.append(self.operators)
         if func is aten.copy.default:  # of functional traces: it has no derivative
             cast = self.call(aten.to.dtype, (args[1], args[0].dtype), {})
             return self.call(aten.expand.default, (cast, list(args[0].shape)), {})

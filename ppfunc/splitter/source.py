@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import without_modes
 from ppfunc.stage.process import process_lock
+from ppfunc.stage.structure import ModuleStructure
 
 from .call import CallForm
 from .cut import StagePart, WrittenElsewhereError, cut
@@ -59,6 +60,7 @@ class Source:
         self.layout: SplitLayout | None = None
         self._constants: tuple[tuple[str, ...], ...] = ()
         self._codes: OrderedDict[Hashable, tuple[StageCode, ...]] = OrderedDict()
+        self._structure = ModuleStructure.of(model.modules())
         self._moved: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
 
     def with_buffers(self, loaded: Mapping[str, Tensor]) -> Source:
@@ -97,6 +99,9 @@ class Source:
             torch.get_default_dtype(),
         )
         with process_lock:
+            if not self._structure.same():
+                self._codes.clear()
+                self._structure = ModuleStructure.of(self.model.modules())
             if key not in self._codes:
                 self._codes[key] = self._make(inputs, device, functional, traced)
                 while len(self._codes) > _MOST:
@@ -205,7 +210,7 @@ def _begins(names: Sequence[str], traced: Trace) -> list[int]:
 
 def _require_same(fixed: SplitLayout, now: SplitLayout, parts: Sequence[StagePart]) -> None:
     """Raise where these stages take other parameters, state or values than those of the split."""
-    when = "for the inputs, or in the mode, that it gets now, and did not at the split"
+    when = "for the inputs, the mode or the modules that it has now, and did not at the split"
     mend = "split with inputs of this form, in this mode (training or evaluation)"
     for stage, names in enumerate(now.params):
         if other := [name for name in names if name not in fixed.params[stage]]:

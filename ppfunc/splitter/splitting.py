@@ -12,7 +12,7 @@ from ppfunc.stage.module import require_usable
 
 from .balance import choose
 from .call import CallForm
-from .pipe import PipeModule, as_pipe, replicas
+from .pipe import as_pipe
 from .source import Source
 from .stages import make_stage
 from .trace import LeafForm, Tensors
@@ -50,8 +50,9 @@ def split(
             ``torch.distributed.pipelining.Pipe``.
         args, kwargs: the arguments of one call on one microbatch; tensors may be on ``meta``.
         at: names of modules, each of which begins a stage at its first call; or the number of stages, which
-            are then balanced by the operations of their layers; or a partition of the layers of the model. A
-            ``Pipe`` has its own stages, and needs none.
+            are then balanced by the operations of their layers; or a partition of the layers of the model.
+            None for a ``Pipe``, which has its own stages, and for a model that calls
+            ``torch.distributed.pipelining.pipe_split()``, each call of which begins a stage then.
 
     Returns:
         The split, in the mode that the model is in.
@@ -70,11 +71,13 @@ def split(
     [['0.bias', '0.weight'], ['2.bias', '2.weight']]
     """
     _require_module(model)
-    whole, pipe = model, as_pipe(model)
+    pipe = as_pipe(model)
     if pipe is not None:
-        model, at = pipe, _stages_of_pipe(pipe, at)
-    if at is None:
-        raise TypeError("at: got none, expected names of modules, a number of stages, or a Partition")
+        if at is not None:
+            raise ValueError(
+                f"at: got {at!r}, and a Pipe, which is cut already; leave at out, or split the model itself"
+            )
+        model, at = pipe, pipe.stages[1:]
     form, tensors = CallForm.of(args, kwargs)
     inputs = tuple(LeafForm(tuple(t.shape), t.dtype) for t in tensors)
     device = _device(model, tensors)
@@ -98,21 +101,12 @@ def split(
         tuple(make_stage(source, stage) for stage in range(source.stages)),
         params,
         by_stage(layout.state, values),
-        tied if pipe is None else tied | replicas(whole, params),
+        tied,
         layout.skips,
         tuple(name for name, homes in places.items() if not homes),
         tuple(names),
         source,
     )
-
-
-def _stages_of_pipe(pipe: PipeModule, at: Any) -> list[str]:
-    """List the names of the stages of a pipe after the first."""
-    if at is not None:
-        raise ValueError(
-            f"at: got {at!r}, and a Pipe, which is cut already; leave at out, or split the model itself"
-        )
-    return [name for name, _ in pipe.named_children()][1:]
 
 
 def _require_module(model: Any) -> None:

@@ -19,8 +19,9 @@ from ppfunc.stage._torch import without_modes, without_transforms
 from ppfunc.stage.abstract import DATA_DEPENDENT, data_dependence, quiet, without_values
 from ppfunc.stage.errors import line_of
 from ppfunc.stage.foreign_draws import without_foreign_draws
-from ppfunc.stage.module import further_places, unmodified
+from ppfunc.stage.module import further_places
 from ppfunc.stage.process import process_lock
+from ppfunc.stage.structure import unmodified
 from ppfunc.stage.tree import tree_flatten
 
 from ._torch import enable_python_dispatcher
@@ -34,6 +35,9 @@ from .patches import (
     values_unchecked,
 )
 from .record import BY_HAND, MODEL, Recording
+
+PIPE_SPLIT = "pipe_split() "
+"""Begins the names of the cuts that the model makes itself; their numbers, from 1, follow."""
 
 
 class LeafForm(NamedTuple):
@@ -59,7 +63,8 @@ class Trace(NamedTuple):
         results: the leaves of it: nodes, or values of Python.
         replaced: the nodes of the tensors that the model has put in the place of buffers.
         frozen: the parameters that require no gradient.
-        begun: for the modules that were asked for, how many operators came before its first call.
+        begun: for the modules that were asked for, and calls of ``pipe_split()``, how many operators came
+            before the first call.
     """
 
     nodes: tuple[Node, ...]
@@ -131,7 +136,8 @@ def _trace(
         stack.enter_context(caches_emptied(model))
         stack.enter_context(values_unchecked())
         stack.enter_context(AssignedAttributes())
-        stack.enter_context(noted(model, names, lambda name: begun.setdefault(name, recording.operators)))
+        modules = [name for name in names if not name.startswith(PIPE_SPLIT)]
+        stack.enter_context(noted(model, modules, lambda name: begun.setdefault(name, recording.operators)))
         stack.enter_context(functions_kept(recording))
         called = fakes | {place: fakes[name] for place, name in tensors.places.items()}
         result = _call(model, called, form.arguments(input_tensors), recording)
@@ -150,7 +156,7 @@ def _trace(
         results,
         replaced,
         frozenset(name for name, p in tensors.params.items() if not p.requires_grad),
-        begun,
+        begun | {f"{PIPE_SPLIT}{n}": before for n, before in enumerate(recording.cuts, 1)},
     )
 
 

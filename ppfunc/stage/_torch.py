@@ -29,6 +29,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode as FakeTensorMode,
     UnsupportedOperatorException as UnsupportedOperatorException,
 )
+
+# The history of a result of an `autograd.Function` is an object of a subclass of it.
+from torch.autograd.function import BackwardCFunction as BackwardCFunction
 from torch.nn.functional import _verify_batch_size, _verify_spatial_size  # type: ignore[attr-defined]  # the stubs leave them out
 
 # Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
@@ -87,6 +90,15 @@ binding = attrgetter("_op")
 
 # The device of a tensor without values.
 device_of = attrgetter("fake_device")
+
+
+# The class of the `autograd.Function` that made a history.
+function_of = attrgetter("_forward_cls")
+
+
+def results_of(node: Any) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
+    """Return the forms of the results of the call that made a history."""
+    return [(form.shape, form.dtype, form.device) for form in node._input_metadata]
 
 
 def has_kernel(operator: OpOverload, device: torch.device) -> bool:

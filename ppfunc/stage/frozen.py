@@ -193,8 +193,9 @@ class FrozenLeaves:
                     self._watch(f"stages[{stage}]: {name} of its {type(module).__name__}", p)
 
     def require_unchanged(self) -> None:
-        """Raise ValueError where a module has frozen a parameter since, or set one free."""
+        """Raise ValueError where a module has frozen a parameter since, set one free, or got a hook on it."""
         for name, p, trained in self._watched.values():
+            _require_no_hook(name, p)
             if p.requires_grad is not trained:
                 then, now = ("trained", "frozen") if trained else ("frozen", "trained")
                 raise ValueError(
@@ -204,3 +205,13 @@ class FrozenLeaves:
 
     def _watch(self, name: str, p: nn.Parameter) -> None:
         self._watched.setdefault(id(p), (name, p, p.requires_grad))
+        _require_no_hook(name, p)
+
+
+def _require_no_hook(name: str, p: nn.Parameter) -> None:
+    """Raise ValueError for a parameter whose gradient a hook would change or see."""
+    if p._backward_hooks or p._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"{name} has a hook on its gradient, which no step calls; remove it, and work on the gradients"
+            " that the step returns"
+        )

@@ -1,26 +1,24 @@
 """Make stages of ``torch.nn`` modules: the pure function, its parameters, its state."""
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import filterfalse, pairwise
-from operator import is_
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ppfunc.parallel.partition import Partition
+
 from ._torch import version
 from .errors import StageError
 from .frozen import detached, note_parameters
 from .output import Output
 from .process import process_lock
+from .structure import unmodified
 
 State = dict[str, Tensor]
 _Call = Callable[[State, tuple[Any, ...]], Any]
-
-_CONTAINERS = {dict, OrderedDict, defaultdict, list, set}
 
 
 class ModuleStage(NamedTuple):
@@ -197,38 +195,15 @@ def further_places(module: nn.Module, names: set[str]) -> dict[str, str]:
     }
 
 
-@contextmanager
-def unmodified(module: nn.Module) -> Iterator[None]:
-    """Restore the attributes of a module and its submodules at the exit, and contents of containers."""
-    dictionaries = [vars(submodule) for submodule in module.modules()]
-    containers = [
-        value for attributes in dictionaries for value in attributes.values() if type(value) in _CONTAINERS
-    ]
-    filled = [(values, values.copy()) for values in (*dictionaries, *filter(None, containers))]
-    empty = list(filterfalse(None, containers))  # most of them, so that they are looked at together
-    try:
-        yield
-    finally:
-        for now, before in filled:
-            if not _same(now, before):
-                now.clear()
-                (now.extend if isinstance(now, list) else now.update)(before)
-        for now in filter(None, empty):
-            now.clear()
-
-
-def _same(now: Any, before: Any) -> bool:
-    """Tell whether two containers hold the same objects in the same order."""
-    alike = len(now) == len(before) and all(map(is_, now, before))
-    return alike and (not isinstance(now, dict) or all(map(is_, now.values(), before.values())))
-
-
-def split_sequential(module: nn.Sequential | nn.ModuleList, boundaries: Sequence[int]) -> list[nn.Sequential]:
+def split_sequential(
+    module: nn.Sequential | nn.ModuleList, boundaries: Sequence[int] | Partition
+) -> list[nn.Sequential]:
     """Cut a chain of modules before the given positions, without copying anything.
 
     Args:
         module: modules to be applied one after the other.
-        boundaries: position of the first module of every stage but the first, ascending.
+        boundaries: position of the first module of every stage but the first, ascending; or a partition of
+            the modules.
 
     Returns:
         ``len(boundaries) + 1`` modules, one per stage; an empty one does nothing.
@@ -242,8 +217,13 @@ def split_sequential(module: nn.Sequential | nn.ModuleList, boundaries: Sequence
     """
     if not isinstance(module, nn.Sequential | nn.ModuleList):
         raise TypeError(f"got {type(module).__name__}, expected an nn.Sequential or an nn.ModuleList")
+    if isinstance(boundaries, Partition):
+        return [nn.Sequential(*part) for part in boundaries.split([*module])]
     if not isinstance(boundaries, Sequence):
-        raise TypeError(f"boundaries: got {boundaries!r}, expected a list, such as [{boundaries!r}]")
+        raise TypeError(
+            f"boundaries: got {boundaries!r}, expected a list of the modules that begin the stages after the"
+            " first, such as [2], or a Partition"
+        )
     ranges = list(pairwise([0, *boundaries, len(module)]))
     if any(a > b for a, b in ranges):
         raise ValueError(

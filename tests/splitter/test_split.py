@@ -759,17 +759,48 @@ def test_a_pipe_of_torch_is_taken_as_it_is_cut():
         warnings.simplefilter("ignore")
         pipe = pipelining.pipeline(model, (x,), split_spec={"2": pipelining.SplitPoint.BEGINNING})
     parts = pp.split(pipe, (x,))
-    (y,), _ = m.in_turn(parts, (x,))
+    y, _ = m.in_turn(parts, (x,))
     assert torch.equal(y, model(x))
-    (((_, first), (_, last)),) = parts.tied.values()
-    step = pp.value_and_grad(parts.stages, lambda y, t: m.scalar(y) + 0 * t.sum(), pp.gpipe(2, 1))
+    assert parts.tied == {"0.weight": ((0, "0.weight"), (1, "0.weight"))}
+    assert parts.state_dict(parts.params).keys() == model.state_dict().keys() - {"3.weight"}
+    step = pp.value_and_grad(parts, lambda y, t: m.scalar(y) + 0 * t.sum(), pp.gpipe(2, 1))
     _, grads = step(parts.params, (x,), x)
     want, _, _ = m.whole(model, x)
-    torch.testing.assert_close(grads[0][first] + grads[1][last], want["0.weight"], rtol=1e-12, atol=1e-12)
+    for tree in grads.values():
+        for name, gradient in tree.items():
+            torch.testing.assert_close(gradient, want[name], rtol=1e-12, atol=1e-12)
+    doubled = {s: {name: 2 * p for name, p in tree.items()} for s, tree in parts.params.items()}
+    parts.put_back(doubled)
+    first, last = (dict(stage.named_parameters()) for _, stage in pipe.split_gm.named_children())
+    assert torch.equal(first["0.weight"], doubled[0]["0.weight"])
+    assert any(p is first["0.weight"] for p in last.values())
     with pytest.raises(ValueError, match=r"at: got 2, and a Pipe, which is cut already"):
         pp.split(pipe, (x,), at=2)
+    assert pp.split(model, (x,)).at == ("pipe_split() 1",)  # torch has put it there
     with pytest.raises(TypeError, match="at: got none, expected names of modules"):
-        pp.split(model, (x,))
+        pp.split(nn.Linear(m.D, m.D), (x,))
+
+
+class CutsItself(m.Base):
+    def forward(self, x):
+        from torch.distributed.pipelining import pipe_split
+
+        h = self.a(x)
+        pipe_split()
+        h = self.b(h.tanh() + x)
+        pipe_split()
+        return self.c(h)
+
+
+def test_a_model_may_cut_itself_by_pipe_split():
+    model, x = made(CutsItself), m.rows()
+    parts = pp.split(model, x)
+    assert parts.at == ("pipe_split() 1", "pipe_split() 2")
+    assert [sorted(tree) for tree in parts.params.values()] == [[f"{n}.bias", f"{n}.weight"] for n in "abc"]
+    assert torch.equal(m.in_turn(parts, x)[0], model(x))
+    other = m.rows(5)
+    assert torch.equal(m.in_turn(parts, other)[0], model(other))
+    assert pp.split(model, x, at=["b"]).at == ("b",)
 
 
 def test_threads_split_and_run_at_the_same_time():
@@ -803,3 +834,45 @@ def test_a_stage_that_is_traced_waits_for_no_thread_that_waits_for_it():
     tracing.start()
     tracing.join(20)
     assert done[:1] == [6]
+
+
+def test_a_hook_set_after_the_split_is_called_by_old_and_new_steps():
+    model, x = made(m.Plain), m.rows(4)
+    parts = pp.split(model, x[:2], at=["b", "c"])
+    old = pp.evaluate(parts, None, pp.gpipe(3, 2), return_outputs=True)
+    before = old(parts.params, x)
+    handle = model.b.register_forward_hook(lambda module, args, y: 2 * y)
+    for step in (old, pp.evaluate(parts, None, pp.gpipe(3, 2), return_outputs=True)):
+        torch.testing.assert_close(step(parts.params, x), model(x))
+    handle.remove()
+    assert torch.equal(old(parts.params, x), before)
+    model.b.forward = lambda x: 3 * x
+    torch.testing.assert_close(old(parts.params, x), model(x))
+    del model.b.forward
+    model.a.register_full_backward_hook(lambda module, gx, gy: None)
+    with pytest.raises(StageError, match="its module a has a backward hook"):
+        old(parts.params, x)
+
+
+def test_a_layer_added_after_the_split_asks_for_another_split():
+    model, x = made(lambda: nn.Sequential(nn.Linear(m.D, m.D), nn.Linear(m.D, m.D))), m.rows(2)
+    parts = pp.split(model, x, at=["1"])
+    step = pp.value_and_grad(parts, lambda y, t: (y - t).square().sum(), pp.gpipe(2, 1))
+    step(parts.params, x, x)
+    model.append(nn.Linear(m.D, m.D, dtype=torch.float64))
+    with pytest.raises(StageError, match="the parameter 2.weight for .* the modules that it has now"):
+        step(parts.params, x, x)
+
+
+def test_a_hook_on_the_gradient_of_a_parameter_is_refused():
+    model, x = made(m.Plain), m.rows(2)
+    parts = pp.split(model, x, at=["b", "c"])
+    make = lambda: pp.value_and_grad(parts, lambda y, t: (y - t).square().sum(), pp.gpipe(3, 1))  # noqa: E731
+    step = make()
+    step(parts.params, x, x)
+    handle = model.c.weight.register_hook(lambda g: 2 * g)
+    for call in (make, lambda: step(parts.params, x, x)):
+        with pytest.raises(ValueError, match=r"c.weight has a hook on its gradient, which no step calls"):
+            call()
+    handle.remove()
+    step(parts.params, x, x)

@@ -315,6 +315,11 @@ def test_what_is_no_module_is_refused():
         stage_from_module(squared)
     with pytest.raises(TypeError, match=r"such as \[2\]"):
         split_sequential(nn.Sequential(nn.ReLU()), 2)
+    layers = nn.Sequential(nn.ReLU(), nn.Tanh(), nn.ReLU())
+    assert [[*part] for part in split_sequential(layers, Partition((0, 2, 3)))] == [
+        [*layers[:2]],
+        [layers[2]],
+    ]
     with pytest.raises(TypeError, match=r"expected an nn.Sequential"):
         split_sequential(nn.Linear(2, 2), [1])
     with pytest.raises(
@@ -410,3 +415,17 @@ def test_a_tuple_or_a_mapping_can_be_one_argument():
     spread, _, _ = stage_from_module(Pair())
     with pytest.raises(TypeError):
         spread({}, (a, a), {"b": b})
+
+
+def test_hooks_and_layers_that_change_after_the_first_step_are_followed():
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), torch.randn(4, 3)
+    fn, params, _ = stage_from_module(module)
+    step = pp.evaluate([fn], None, pp.gpipe(1, 2), return_outputs=True)
+    assert torch.equal(step({0: params}, x), module(x))
+    handle = module[2].register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    assert torch.equal(step({0: params}, x), module(x))
+    handle.remove()
+    module[1] = nn.ReLU()
+    assert torch.equal(step({0: params}, x), module(x))
+    assert step.cache_info().misses == 3

@@ -7,6 +7,7 @@ from typing import NamedTuple, Self
 
 from ppfunc.stage import Outline
 from ppfunc.stage.errors import warn
+from ppfunc.stage.structure import ModuleStructure
 
 from ..agreement.agreement import Agreed, Agreement, BatchShapes, Began
 from ..agreement.comparison import LaidOut, laid_out
@@ -37,11 +38,13 @@ class Guards(NamedTuple):
 
     Args:
         modules: by outline of a stage, which of its modules are in training mode.
+        structure: of all these modules, their hooks and submodules.
         autocast: which was on.
         mode: of all modules.
     """
 
     modules: tuple[tuple[Outline, tuple[bool, ...]], ...]
+    structure: ModuleStructure
     autocast: tuple[Hashable, ...]
     mode: Mode
 
@@ -52,18 +55,20 @@ class Guards(NamedTuple):
         modules = tuple((outline, _modes(outline)) for outline in outlines)
         distinct = {mode for _, every in modules for mode in every}
         mode: Mode = "mixed" if len(distinct) != 1 else "training" if distinct.pop() else "evaluation"
-        return cls(modules, autocast(), mode)
+        every = {id(module): module for outline in outlines for module in outline.modules}
+        return cls(modules, ModuleStructure.of(every.values()), autocast(), mode)
 
     def hold(self) -> bool:
-        """Tell whether modules and autocast are in the modes of then."""
-        return self.autocast == autocast() and all(_modes(outline) == then for outline, then in self.modules)
+        """Tell whether modules and autocast are in the modes of then, with the same hooks and submodules."""
+        modes = self.autocast == autocast() and all(_modes(o) == then for o, then in self.modules)
+        return modes and self.structure.same()
 
     def require(self) -> None:
         """Raise ValueError where they do not hold."""
         if not self.hold():
             raise ValueError(
-                "modules or autocast have another mode than when the step was lowered; lower and compile it"
-                " again"
+                "modules or autocast have another mode than when the step was lowered, or modules have other"
+                " hooks or submodules; lower and compile it again"
             )
 
 
@@ -257,7 +262,7 @@ class CompiledSteps:
 def _warn_of_retraces(name: str, now: StepForm, before: StepForm) -> None:
     """Warn once that a step function traces again and again, and say what changed."""
     changed = [n for n, tree in now.trees.items() if n not in before.trees or before.trees[n].key != tree.key]
-    what = "modules or autocast have another mode, or fewer arguments are given"
+    what = "modules or autocast have another mode or other hooks, or fewer arguments are given"
     if changed:
         signature, then = now.trees[changed[0]].signature, before.trees.get(changed[0])
         what = f"{changed[0]} is now {signature}"

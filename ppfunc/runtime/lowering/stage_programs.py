@@ -1,9 +1,9 @@
 """Evaluate stages and build their programs, once for every function object and form of its arguments.
 
 A program depends on the user's function, the loss function folded into it, the form of the arguments, what is
-frozen, autocast, and the mode (training or evaluation) of the modules that run in it. What the function reads
-from elsewhere is that of the trace, as with ``jax.jit``. Step functions do not share programs, so that a new
-one traces what is there now; those of one trainer do.
+frozen, autocast, and the modules that run in it: their mode (training or evaluation), hooks and submodules.
+What the function reads from elsewhere is that of the trace, as with ``jax.jit``. Step functions do not share
+programs, so that a new one traces what is there now; those of one trainer do.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ppfunc.stage import Engine, Loss, Outline, Signature, Stage, StageProgram, 
 from ppfunc.stage._torch import without_transforms
 from ppfunc.stage.output import canonical
 from ppfunc.stage.process import process_lock
+from ppfunc.stage.structure import ModuleStructure
 from ppfunc.stage.tree import tree_leaves
 
 from ..execution.torch_state import autocast
@@ -92,13 +93,14 @@ class _Traced(NamedTuple):
 
     Args:
         function: the one evaluated; kept alive, since keys have its ``id``.
-        states: of the modules that ran.
+        states, structure: of the modules that ran.
         outline: the evaluation.
         programs: the program that was built of it, if one was.
     """
 
     function: StageFunction
     states: list[tuple[bool, ...]]
+    structure: ModuleStructure
     outline: Outline
     programs: list[StageProgram]
 
@@ -126,13 +128,14 @@ class StagePrograms:
             key, of_function = function.key(example, device), self._of(function)
             same_form = of_function.get(key, [])
             for traced in same_form:
-                if _states(traced.outline) == traced.states:
+                if _states(traced.outline) == traced.states and traced.structure.same():
                     return traced.outline
             evaluation = outline(function.call, example, has_aux=True, name=name, device=device)
             referred = (*_modules_referred(function.fn), *_modules_referred(function.loss_fn))
             evaluation = evaluation._replace(modules=tuple(dict.fromkeys((*evaluation.modules, *referred))))
             if evaluation.lasts:
-                traced = _Traced(function, _states(evaluation), evaluation, [])
+                structure = ModuleStructure.of(evaluation.modules)
+                traced = _Traced(function, _states(evaluation), structure, evaluation, [])
                 keep(of_function, key, [*same_form, traced])
             return evaluation
 

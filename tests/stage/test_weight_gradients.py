@@ -1,0 +1,96 @@
+"""Functions whose backward leaves the gradient of a weight to a pass of the user's are refused by name."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+
+import ppfunc as pp
+from ppfunc.stage import StageError, eager, functional, graph
+from tests.models import squared
+
+LATER = []
+
+
+class Store:
+    queue, by_layer = deque(), dict(first=[])
+
+
+class Deferred(torch.autograd.Function):
+    @staticmethod
+    def forward(x, w):
+        return x @ w.T
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, gy):
+        x, w = ctx.saved_tensors
+        LATER.append((gy, x))
+        Store.queue.append(gy)
+        Store.by_layer["first"].append(x)
+        return gy @ w, None
+
+
+class Partly(Deferred):
+    """The weight gets a gradient on another way."""
+
+
+class Whole(Deferred):
+    @staticmethod
+    def backward(ctx, gy):
+        x, w = ctx.saved_tensors
+        return gy @ w, gy.T @ x
+
+
+class Layer(nn.Module):
+    def __init__(self, function, cast=False):
+        super().__init__()
+        self.w, self.function, self.cast = nn.Parameter(torch.randn(3, 3).double()), function, cast
+
+    def forward(self, x):
+        y = self.function.apply(x, self.w.t().contiguous().t() if self.cast else self.w)
+        return y + (self.w.sum() if self.function is Partly else 0)
+
+
+def steps(model, x, engine):
+    fn, params, _ = pp.stage_from_module(model)
+    parts = pp.split(model, x[:2], at=["1"])
+    yield pp.value_and_grad([fn], squared, pp.gpipe(1, 2), engine=engine), {0: params}
+    yield pp.value_and_grad(parts, squared, pp.gpipe(2, 2), engine=engine), parts.params
+
+
+@pytest.mark.parametrize("engine", [graph, functional, eager])
+@pytest.mark.parametrize("kind", [Deferred, Partly, "cast"])
+def test_a_deferred_gradient_is_refused_and_leaves_nothing_behind(engine, kind):
+    cast = kind == "cast"
+    function = Deferred if cast else kind
+    x = torch.randn(4, 3).double()
+    for step, params in steps(nn.Sequential(Layer(Whole), Layer(function, cast)), x, engine):
+        with pytest.raises(
+            StageError, match=rf"autograd.Function {function.__name__} returns no gradient of params\['1.w'\]"
+        ):
+            step(params, x, x)
+        assert not LATER and not Store.queue and not Store.by_layer["first"]
+
+
+@pytest.mark.parametrize("engine", [graph, functional, eager])
+def test_one_that_returns_the_gradient_or_whose_weight_is_frozen_runs(engine):
+    x = torch.randn(4, 3).double()
+    model = nn.Sequential(Layer(Whole), Layer(Deferred))
+    model[1].w.requires_grad_(False)
+    for step, params in steps(model, x, engine):
+        loss, grads = step(params, x, x)
+        model.zero_grad()
+        want = (squared(model(x[:2]), x[:2]) + squared(model(x[2:]), x[2:])) / 2
+        want.backward()
+        torch.testing.assert_close(loss, want.detach())
+        torch.testing.assert_close(grads[0]["0.w"], model[0].w.grad)
+    LATER.clear()
+    Store.queue.clear()
+    Store.by_layer["first"].clear()
