@@ -33,6 +33,7 @@ execute                 make these calls, with the tensors of one training step
 extras                  inputs of a stage beside ``x`` that get no gradient, such as masks
 state                   a tree that a stage reads and returns anew in every step, such as running statistics
 metrics                 tensors that a stage returns for the caller, beside ``y``
+aux                     a tree of tensors that the loss function returns for the caller, beside the loss
 loss weights            the weight of each microbatch in the loss, ``1/m`` each by default
 trainer                 steps from state and batch to the next state: ``Trainer``
 data rank               one of several pipelines that hold the same parameters and run other batches

@@ -135,7 +135,9 @@ def make_step(
     proved = prove(schedule if training or schedule.forward_only else forward_only(schedule), spec)
     transport = InProcess() if transport is None else transport
     programs, ranks = programs or StagePrograms(engine), transport.local_ranks(proved.ranks)
-    pipeline = Pipeline(list(stages), loss_fn, proved, transport, spec, programs, ranks)
+    pipeline = Pipeline(
+        list(stages), loss_fn, proved, transport, spec, programs, ranks, transport.register_step()
+    )
     return StepFunction(pipeline, read, returned or partial(StepResult.asked_for, wants=spec.wants))
 
 

@@ -1,5 +1,6 @@
 """Make a pipeline an ordinary function from parameters and a batch to a loss and gradients."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -31,6 +32,8 @@ def value_and_grad(
     loss_weights: LossWeights = None,
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
+    return_losses: bool = False,
+    return_outputs: bool = False,
     per_microbatch: bool = False,
     loss_shape: tuple[int, ...] = (),
     overlapped: Overlapped | None = None,
@@ -59,7 +62,9 @@ def value_and_grad(
             connections and tied parameters. A stage takes extras and a state as further arguments, in this
             order, if the step is given them. It returns ``y``, or a :class:`ppfunc.Output` with a loss,
             metrics, a new state or skip connections of its own.
-        loss_fn: ``loss(y, target) -> scalar``, of one microbatch; runs as part of the last stage.
+        loss_fn: ``loss(y, target) -> scalar``, of one microbatch; runs as part of the last stage. With
+            ``has_aux`` it may return ``(scalar, aux)``, where ``aux`` is a tree of tensors, such as counts of
+            right answers.
         schedule: the program of every rank. It is proved before anything runs. Communication is placed if it
             has none. An instruction that a step would not carry out, such as ``STEP``, is refused.
         transport: carries the messages: ``InProcess()`` (the default) or ``P2P(group)``.
@@ -70,7 +75,9 @@ def value_and_grad(
             microbatch runs, its loss is left out, and 0 times its gradients is added.
         argnums: 0 to differentiate the loss in the parameters, 1 in the inputs, or a tuple of both, in either
             order.
-        has_aux: whether to return metrics and state too.
+        has_aux: whether to return ``aux`` of the loss function, metrics and state too.
+        return_losses: whether to return the loss of every microbatch too.
+        return_outputs: whether to return the outputs of the last stage too, as :func:`evaluate` does.
         per_microbatch: whether to keep the gradients of the microbatches apart instead of adding them up:
             every gradient of a parameter gets a leading axis ``m``.
         loss_shape: shape of the loss of a microbatch, if it is not a scalar, such as the losses of an
@@ -100,8 +107,9 @@ def value_and_grad(
 
     Returns:
         ``step(params, inputs, targets=None, *, loss_weights=None, seed=None, extras=None, state=None)``,
-        which returns ``(loss, grads)``; with ``has_aux``, or a tuple of ``argnums``, a
-        :class:`ppfunc.StepResult` with ``loss``, ``grads``, ``input_grads`` and ``aux``.
+        which returns ``(loss, grads)``; if more is asked for, by ``has_aux``, ``return_losses``,
+        ``return_outputs`` or a tuple of ``argnums``, a :class:`ppfunc.StepResult` with ``loss``, ``grads``,
+        ``input_grads``, ``aux``, ``losses`` and ``outputs``.
 
         * ``params``: ``{stage: tree}``, the stages of the model that this process runs (all of them in
           process); ``schedule.model_stages_of(rank)`` says which. The leaves of this and all other trees are
@@ -122,8 +130,11 @@ def value_and_grad(
         in float32. ``grads`` has the structure of ``params``, and zeros for parameters on which no loss
         depends. It belongs to the caller. The gradient of a DTensor is a DTensor of the same placements.
         Gradients of the inputs have the form of the inputs, on ranks of first stages, and are None elsewhere.
-        ``aux.metrics`` is ``{stage: tree}`` with a leading axis of the microbatches that this process ran,
-        ``aux.state`` is ``{stage: tree}``.
+        ``losses``, [m], is on every rank: the loss of each microbatch in their order, not weighted. Outputs
+        are on the ranks of last stages. So is ``aux.loss``, the tree ``aux`` of the loss function;
+        ``aux.metrics`` is ``{stage: tree}``. Both have a leading axis of the microbatches that this process
+        ran. ``aux.state`` is ``{stage: tree}``. None of these tensors carries a gradient. Loss and gradients
+        have the same bits, whatever is asked for beside them.
 
         A program is traced once for every form (structure, shapes, strides, dtypes, devices) of the
         arguments, and kept: ``step.cache_info()``, ``step.cache_clear()``. Values that a stage reads from
@@ -156,11 +167,13 @@ def value_and_grad(
         )
     _require_sums(wanted, per_microbatch, sum_dtype)
     require_one_of("on_nonfinite", on_nonfinite, get_args(_OnNonfinite))
-    wants = ("loss", *("input_grads" if n else "grads" for n in wanted), *(["aux"] if has_aux else []))
+    more = {"aux": has_aux, "losses": return_losses, "outputs": return_outputs}
+    wants = ("loss", *("input_grads" if n else "grads" for n in wanted), *_chosen(more))
     changes = " of each microbatch" if per_microbatch else ""
     changes += f"{' and inputs' if 1 in wanted else ''}{_of_shape(loss_shape)}"
     changes += f" summed in {sum_dtype}" if sum_dtype else ""
     changes += " all finite" if on_nonfinite == "raise" else ""
+    changes += _beside(more)
     spec = StepSpec(
         f"value_and_grad{changes}", wants, per_microbatch, loss_shape, overlapped, ties, sum_dtype,
         finite=on_nonfinite == "raise", frozen=FrozenLeaves(stages, trainable),
@@ -178,6 +191,7 @@ def evaluate(
     transport: Transport | None = None,
     *,
     return_outputs: bool = False,
+    return_losses: bool = False,
     engine: Engine = graph,
     loss_weights: LossWeights = None,
     has_aux: bool = False,
@@ -187,8 +201,9 @@ def evaluate(
     """Make a function that runs the stages forward only: ``step(params, inputs, targets) -> loss``.
 
     Args:
-        stages, transport, loss_weights, has_aux, loss_shape, tied: as in :func:`value_and_grad`.
-        loss_fn: ``loss(y, target) -> scalar``; None to compute outputs or metrics only.
+        stages, transport, loss_weights, has_aux, return_losses, loss_shape, tied: as in
+            :func:`value_and_grad`.
+        loss_fn: as in :func:`value_and_grad`; None to compute outputs or metrics only.
         schedule: any schedule; the backwards of one for training are left out.
         return_outputs: return the outputs of the last stage.
         engine: makes the forward of a stage: the same bits as in a training step with this engine.
@@ -214,12 +229,12 @@ def evaluate(
         raise ValueError(
             "evaluate got neither a loss function nor return_outputs=True; it would return nothing"
         )
-    if loss_fn is None and loss_shape:
-        raise ValueError(f"loss_shape: got {loss_shape}, and no loss function; leave it out")
-    chosen = {"loss": loss_fn is not None, "outputs": return_outputs, "aux": has_aux}
-    wants = tuple(name for name, wanted in chosen.items() if wanted)
-    name = f"evaluate{' without a loss' if loss_fn is None else ''}"
-    name += f"{' with outputs' if return_outputs else ''}{_of_shape(loss_shape)}"
+    for option, given in (("loss_shape", loss_shape), ("return_losses", return_losses)):
+        if loss_fn is None and given:
+            raise ValueError(f"{option}: got {given}, and no loss function; leave it out")
+    more = {"outputs": return_outputs, "aux": has_aux, "losses": return_losses}
+    wants = _chosen({"loss": loss_fn is not None, **more})
+    name = f"evaluate{' without a loss' if loss_fn is None else ''}{_beside(more)}{_of_shape(loss_shape)}"
 
     spec = StepSpec(name, wants, loss_shape=loss_shape, tied=ties)
     read = partial(read_call, loss_weights)
@@ -241,6 +256,15 @@ def _require_sums(wanted: tuple[int, ...], per_microbatch: bool, sum_dtype: Any)
         raise ValueError(
             "sum_dtype: got one, and no gradients of parameters are added up over microbatches; leave it out"
         )
+
+
+def _chosen(results: Mapping[str, bool]) -> tuple[str, ...]:
+    return tuple(name for name, wanted in results.items() if wanted)
+
+
+def _beside(more: Mapping[str, bool]) -> str:
+    """Name the results that change the program."""
+    return "".join(f" with {name}" for name in _chosen(more) if name != "aux")
 
 
 def _of_shape(loss_shape: tuple[int, ...]) -> str:

@@ -365,7 +365,10 @@ def test_what_the_loss_function_does_wrong_is_told_as_its_own():
             lambda y, t: 1.0,
             r"^the loss: it returned 1.0 of type float, expected a tensor. Instead: return a scalar tensor",
         ),
-        (lambda y, t: (y.sum(), y), r"of type tuple, expected a tensor. .*metrics"),
+        (
+            lambda y, t: (y.sum(), y, y),
+            r"of type tuple, expected a tensor. .*return \(loss, aux\), and pass has_aux",
+        ),
         (lambda y, t: None, r"^the loss: it returned None"),
     ]:
         for engine in (pp.engines.graph, pp.engines.functional, pp.engines.eager):

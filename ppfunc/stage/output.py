@@ -63,8 +63,10 @@ def canonical(
         def call(params, x, *extras):           # extras: the target if ``targeted``, then its extras, then
         state
             out = fn(params, x, *extras)        # without the target; the ``frozen`` leaves detached
-            loss = loss_fn(out.y, target) + out.loss                # of the last stage of a chain
-            return (out.y, out.skips, loss), (outputs, out.metrics, out.state)
+            loss, aux = loss_fn(out.y, target)                      # of the last stage of a chain
+            return (out.y, out.skips, loss + out.loss), (outputs, out.metrics, aux, out.state)
+
+    A loss function that returns the loss alone has None for ``aux``.
 
     Raises:
         ValueError: it returns skip connections to other stages than ``skips``, those of the schedule.
@@ -96,39 +98,38 @@ def canonical(
                 f" {sorted(skips)}; return them as Output(y, skips={{destination: tree}}), and declare them"
                 " by ppfunc.with_skips(schedule, [(source, destination), ...])"
             )
-        loss = None if out.loss is None else whole(out.loss)
+        loss, aux = None if out.loss is None else whole(out.loss), None
         if last and loss_fn is not None:
-            main = whole(_of_loss_function(loss_fn, out.y, target))
-            loss = main if loss is None else main + loss
+            main, aux = _of_loss_function(loss_fn, out.y, target)
+            loss = whole(main) if loss is None else whole(main) + loss
         activation = None if last else out.y
         outputs = out.y if last and return_outputs else None
         state = _in_order_of(rest[-1], out.state) if rest else out.state
-        return (activation, tuple(returned[s] for s in skips), loss), (outputs, out.metrics, state)
+        return (activation, tuple(returned[s] for s in skips), loss), (outputs, out.metrics, aux, state)
 
     return call
 
 
-def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -> Any:
-    """Compute the loss; name the loss function, not the stage, in its errors."""
+def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -> tuple[Any, Any]:
+    """Compute the loss, and what comes with it; name the loss function, not the stage, in its errors."""
     try:
         loss = loss_fn(y, target)
+        loss, aux = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
+        flatten(aux, "aux")  # refuses other leaves than tensors
     except (StageError, NoValuesError, *DATA_DEPENDENT):
         raise
     except Exception as error:
         raise StageError("the loss", f"{raised(error)}; it is called as loss(y, target)", "") from error
     if not isinstance(loss, torch.Tensor):
-        mend = (
-            "return the loss alone: what else you want to see can be metrics of the stage, pp.Output(y,"
-            " metrics=...)"
-        )
-        if not isinstance(loss, tuple | list | dict):
-            mend = "return a scalar tensor, without .item() or float()"
+        mend = "return a scalar tensor, without .item() or float()"
+        if isinstance(loss, tuple | list | dict):
+            mend = "return (loss, aux), and pass has_aux=True: aux is a tree of tensors that you want to see"
         raise StageError(
             "the loss",
             f"it returned {reprlib.repr(loss)} of type {type(loss).__name__}, expected a tensor",
             mend,
         )
-    return loss
+    return loss, aux
 
 
 def _in_order_of(before: Any, state: Any) -> Any:

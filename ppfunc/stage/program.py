@@ -17,8 +17,8 @@ Stage = Callable[..., Any]
 """``fn(params, x, *extras) -> y``, pure, over trees of tensors; or ``-> Output`` where it returns more than
 ``y``.
 """
-Loss = Callable[[Any, Any], torch.Tensor]
-"""``loss_fn(y, target) -> scalar``."""
+Loss = Callable[[Any, Any], Any]
+"""``loss_fn(y, target) -> scalar``, or ``-> (scalar, aux)``, where ``aux`` is a tree of tensors."""
 
 
 class FlatProgram(NamedTuple):

@@ -48,6 +48,7 @@ class Trainer:
     """Trains a pipeline by pure functions of a state.
 
     ``init(params) -> state``, ``step(state, inputs, targets) -> (state, metrics)``, ``evaluate -> loss``.
+    The loss function may return ``(loss, aux)``: ``aux``, a tree of tensors, comes back in the metrics.
 
     Equivalent to, for one step over all data ranks::
 
@@ -179,6 +180,7 @@ class Trainer:
     def step(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None,
         seed: Seed = None, extras: Mapping[int, Any] | None = None,
+        return_losses: bool = False, return_outputs: bool = False,
     ) -> tuple[TrainState, Metrics]:  # fmt: skip
         """Run one step on the batch of this data rank.
 
@@ -188,6 +190,8 @@ class Trainer:
             loss_weights: weight of every microbatch, such as its number of tokens; divided by their sum over
                 all data ranks. Equal by default. All ranks pass weights, or none does. A microbatch of
                 weight 0 contributes nothing, as in :func:`ppfunc.value_and_grad`.
+            return_losses, return_outputs: whether the metrics have the losses of all microbatches, or the
+                outputs of last stages in the form of the inputs. Every rank asks for the same.
 
         Returns:
             The new state, and :class:`Metrics`. ``state`` stays as it is, unless the optimizer has
@@ -198,21 +202,27 @@ class Trainer:
             PipelineError, AgreementError, StageError, ValueError, TypeError: as
                 :func:`ppfunc.value_and_grad`. Nothing is updated.
         """
+        run = self._step.returning(*_chosen(return_losses, return_outputs))
         update, result = self._run(
-            self._step, self._rule, state, [(inputs, targets)], [loss_weights], seed, extras
+            run, self._rule, state, [(inputs, targets)], _one(loss_weights), seed, _one(extras)
         )
         after, metrics = _ended(update, result)
         return after, metrics[0]
 
     def steps(
-        self, state: TrainState, batches: Sequence[tuple[Any, Any]], *, seed: Seed = None
-    ) -> tuple[TrainState, list[Metrics]]:
+        self, state: TrainState, batches: Sequence[tuple[Any, Any]], *,
+        loss_weights: Sequence[LossWeights] | None = None, seed: Seed = None,
+        extras: Sequence[Mapping[int, Any]] | None = None,
+        return_losses: bool = False, return_outputs: bool = False,
+    ) -> tuple[TrainState, list[Metrics]]:  # fmt: skip
         """Run several steps, which end, or fail, together.
 
         Equivalent, to the bit, to::
 
             for n, batch in enumerate(batches):
-                state, metrics = step(state, *batch, seed=(seed[0], seed[1] + n))
+                state, metrics = step(
+                    state, *batch, loss_weights=loss_weights[n], seed=(seed[0], seed[1] + n), extras=extras[n]
+                )
 
         The ranks agree once. If updates do not depend on other stages (no clipping, no scale, and
         ``on_nonfinite="ignore"``), each stage is updated as soon as its gradients are complete, and the next
@@ -220,23 +230,28 @@ class Trainer:
 
         Args:
             batches: inputs and targets of every step, all of one form.
+            loss_weights, extras: those of every step.
+            return_losses, return_outputs: as in :meth:`step`.
 
         Raises:
             As :meth:`step`.
         """
-        return _ended(*self._run(self._step, self._rule, state, batches, None, seed))
+        run = self._step.returning(*_chosen(return_losses, return_outputs))
+        return _ended(*self._run(run, self._rule, state, batches, loss_weights, seed, extras))
 
     def record(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None,
         seed: Seed = None, extras: Mapping[int, Any] | None = None,
+        return_losses: bool = False, return_outputs: bool = False,
     ) -> tuple[tuple[TrainState, Metrics], Timeline]:  # fmt: skip
         """Run one step and measure it. Arguments as of :meth:`step`.
 
         Returns:
             The result of :meth:`step`, and the timeline of all ranks of this pipeline, in seconds.
         """
+        run = self._step.returning(*_chosen(return_losses, return_outputs)).record
         update, (result, timeline) = self._run(
-            self._step.record, self._rule, state, [(inputs, targets)], [loss_weights], seed, extras
+            run, self._rule, state, [(inputs, targets)], _one(loss_weights), seed, _one(extras)
         )
         after, metrics = _ended(update, result)
         return (after, metrics[0]), timeline
@@ -244,16 +259,30 @@ class Trainer:
     def evaluate(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None,
         seed: Seed = None, extras: Mapping[int, Any] | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        return_losses: bool = False, return_outputs: bool = False, has_aux: bool = False,
+    ) -> torch.Tensor | StepResult:  # fmt: skip
         """Compute the loss of the batch of all data ranks, on every rank: float64[].
 
-        Arguments as of :meth:`step`.
+        Args:
+            has_aux: whether to return what stages and loss function return beside, as in
+                :func:`ppfunc.evaluate`.
+
+        The other arguments are those of :meth:`step`.
+
+        Returns:
+            The loss; a :class:`ppfunc.StepResult` if more is asked for. Its ``losses`` are those of all data
+            ranks, ``outputs`` and ``aux`` those of this process.
         """
-        looking = self._rule._replace(on_nonfinite="ignore")
-        update, _ = self._run(
-            self._evaluate, looking, state, [(inputs, targets)], [loss_weights], seed, extras
-        )
-        return update.metrics[0].loss
+        looking, more = self._rule._replace(on_nonfinite="ignore"), _chosen(return_losses, return_outputs)
+        update, result = self._run(
+            self._evaluate.returning(*more), looking, state, [(inputs, targets)], _one(loss_weights), seed,
+            _one(extras),
+        )  # fmt: skip
+        metrics = update.metrics[0]
+        if not more and not has_aux:
+            return metrics.loss
+        aux = result.aux if has_aux else None
+        return StepResult(metrics.loss, outputs=result.outputs, aux=aux, losses=metrics.losses)
 
     def close(self) -> None:
         """Close the transport. The trainer takes no steps afterwards."""
@@ -277,9 +306,9 @@ class Trainer:
         rule: UpdateRule,
         state: TrainState,
         batches: Sequence[tuple[Any, Any]],
-        weights: Sequence[LossWeights] | None = None,
-        seed: Seed = None,
-        extras: Mapping[int, Any] | None = None,
+        weights: Sequence[LossWeights] | None,
+        seed: Seed,
+        extras: Sequence[Mapping[int, Any]] | None,
     ) -> tuple[TrainingUpdate, Any]:
         """Run the steps of a call. Return their update, and the result of ``run``."""
         self._require_open()
@@ -292,7 +321,7 @@ class Trainer:
         batches: Sequence[tuple[Any, Any]],
         weights: Sequence[LossWeights] | None,
         seed: Seed,
-        extras: Mapping[int, Any] | None,
+        extras: Sequence[Mapping[int, Any]] | None,
     ) -> list[RawArguments]:
         """Prepare the arguments of the steps of a call: parameters are cast once."""
         if not isinstance(batches, list | tuple) or not all(
@@ -306,17 +335,18 @@ class Trainer:
         state, seed, to_compute = update.state, read_seed(seed), self._rule.precision.to_compute
         self._require_fit(state)
         params = {s: self._ranks.for_step(tree, self._rule.precision) for s, tree in state.params.items()}
-        each: Sequence[LossWeights] = [None] * len(batches) if weights is None else weights
-        weighted, m = each[0] is not None, self.schedule.microbatches
+        each_weights = _of_every_step("loss_weights", weights, len(batches))
+        each_extras = _of_every_step("extras", extras, len(batches))
+        weighted, m = weights is not None, self.schedule.microbatches
         common = f"{len(batches)} steps, {'own' if weighted else 'equal'} weights, seed {seed}"
         return [
             RawArguments(
                 params,
                 inputs.map(to_compute) if isinstance(inputs, Microbatches) else to_compute(inputs),
                 targets,
-                extras,
+                each_extras[n],
                 state.stage_state,
-                loss_weights=_nonnegative(read_loss_weights(each[n], m)),
+                loss_weights=_nonnegative(read_loss_weights(each_weights[n], m)),
                 seed=seed and (seed[0], seed[1] + n),
                 microbatch_offset=self._ranks.data.index * m,
                 scale=state.scale.get("scale"),
@@ -360,13 +390,35 @@ def _called(arguments: Callable[[], list[RawArguments]]) -> list[RawArguments]:
 
 
 def _ended(update: TrainingUpdate, result: StepResult) -> tuple[TrainState, list[Metrics]]:
-    """Return the new state, and the metrics of every step with those of its stages."""
-    count = len(update.metrics)
+    """Return the new state, and the metrics of every step with what its stages and its loss return."""
+    count, aux = len(update.metrics), result.aux
     metrics = [
-        each._replace(stages={s: _rows_of(tree, n, count) for s, tree in result.aux.metrics.items()})
+        each._replace(
+            stages={s: _rows_of(tree, n, count) for s, tree in aux.metrics.items()},
+            aux=_rows_of(aux.loss, n, count),
+            outputs=_rows_of(result.outputs, n, count),
+        )
         for n, each in enumerate(update.metrics)
     ]
     return update.state._replace(stage_state=result.aux.state), metrics
+
+
+def _chosen(losses: bool, outputs: bool) -> tuple[str, ...]:
+    return (*(["losses"] if losses else []), *(["outputs"] if outputs else []))
+
+
+def _one(value: Any) -> list[Any] | None:
+    """Return the values of every step where there is one step."""
+    return None if value is None else [value]
+
+
+def _of_every_step(name: str, values: Any, steps: int) -> Sequence[Any]:
+    """Return what each step is given; raise ValueError for another number, or some without."""
+    if values is None:
+        return [None] * steps
+    if not isinstance(values, list | tuple) or len(values) != steps or any(v is None for v in values):
+        raise ValueError(f"{name}: got {shown(values)}, expected a list of {steps}, one for every step")
+    return values
 
 
 def _require_storable(trees: Mapping[int, Any], name: str) -> None:

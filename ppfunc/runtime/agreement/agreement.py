@@ -55,7 +55,7 @@ class Agreement:
     def __init__(self, pipeline: Pipeline) -> None:
         self._schedule, self._spec, self._ranks = pipeline.schedule, pipeline.spec, pipeline.ranks
         self.transport = pipeline.transport
-        self._number = self.transport.register_step()
+        self._number = pipeline.number
         # The rank whose batch names the shapes.
         self._source = self._schedule.placement[self._schedule.chains[0].stages[0]]
         self._agreed: OrderedDict[tuple[object, ...], Agreed] = OrderedDict()
@@ -244,12 +244,14 @@ class Began:
             require_same_forms({lowered.ranks[0]: shared}, self.agreed.shared, _MEND)
             return self.agreed
         transport = self._agreement.transport
-        loss_forms = {s: [p.rank, Signature(_LEAF, (p.leaf,)).to_json()] for s, p in lowered.losses.items()}
+        loss_forms = {
+            s: [p.rank, Signature(_LEAF, (p.leaf,)).to_json(), p.each] for s, p in lowered.losses.items()
+        }
         by_rank = [json.loads(text) for text in transport.all_gather(json.dumps([loss_forms, shared]))]
         losses = {
-            int(stage): LossPart(rank, Signature.from_json(form).leaves[0])
+            int(stage): LossPart(rank, Signature.from_json(form).leaves[0], tuple(each))
             for theirs, _ in by_rank
-            for stage, (rank, form) in theirs.items()
+            for stage, (rank, form, each) in theirs.items()
         }
         if not losses and "loss" in lowered.spec.wants:
             raise ValueError("no stage has returned a loss")

@@ -22,16 +22,22 @@ _NOTHING = tree_structure(None)
 
 
 class Aux(NamedTuple):
-    """Hold the metrics and states that the stages of this process return, by stage of the model.
+    """Hold what the stages and the loss function of this process return beside activations and losses.
+
+    Their tensors carry no gradient. Those of microbatches have a leading axis of the microbatches that this
+    process ran, ascending, step after step. Where they differ in form they are Microbatches, with None for
+    those without.
 
     Args:
-        metrics: trees with a leading axis of the microbatches that this process ran, ascending, step after
-            step; Microbatches, with None for those without, where they differ in form.
-        state: trees, after the last microbatch.
+        metrics: of the stages, trees by stage of the model.
+        state: of the stages, trees by stage of the model, after the last microbatch.
+        loss: the tree ``aux`` of a loss function that returns ``(loss, aux)``; None on ranks that run no last
+            stage.
     """
 
     metrics: dict[int, Any]
     state: dict[int, Any]
+    loss: Any = None
 
 
 class StepResult(NamedTuple):
@@ -43,7 +49,9 @@ class StepResult(NamedTuple):
         input_grads: the gradients of the inputs, in their form; None if this process runs no first stage.
         outputs: of the last stages of this process, in the form of the inputs; None if it runs no
             last stage.
-        aux: metrics and state, :class:`Aux`.
+        aux: metrics, state and what comes with the loss, :class:`Aux`.
+        losses: the losses of all microbatches in their order, [m, *shape of a loss], on every rank. They are
+            not weighted, and include auxiliary losses of stages: their weighted sum is ``loss``.
         slope: the derivative of the loss along the tangents, of :func:`ppfunc.jvp` and :func:`ppfunc.hvp`.
         output_tangents: the derivative of the outputs along the tangents, of :func:`ppfunc.jvp`.
         curvature: the inner product of the vector and ``products``, of :func:`ppfunc.gnvp`.
@@ -55,6 +63,7 @@ class StepResult(NamedTuple):
     input_grads: Any = None
     outputs: Any = None
     aux: Any = None
+    losses: Any = None
     slope: Any = None
     output_tangents: Any = None
     curvature: Any = None
@@ -140,9 +149,12 @@ def _input_gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Bu
 
 
 def _outputs(lowered: LoweredStep, buffers: Buffers, owned: Owned) -> Any:
-    lasts = [chain.stages[-1] for chain in lowered.schedule.chains]
-    rows = [row for stage in lasts for row in _kept(lowered, buffers.kept, stage, lambda low: low.outputs)]
+    rows = _rows(lowered, buffers, _lasts(lowered), lambda low: low.outputs)
     return _in_form_of_inputs(rows, lowered, owned) if rows else None
+
+
+def _lasts(lowered: LoweredStep) -> list[int]:
+    return [chain.stages[-1] for chain in lowered.schedule.chains]
 
 
 def _in_form_of_inputs(rows: list[Any], lowered: LoweredStep, owned: Owned) -> Any:
@@ -158,17 +170,23 @@ def _aux(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, owned
         {low.model_stage for low in lowered.stages.values() if low.metrics.treedef != _NOTHING}
     ):
         stages = [s for s in range(schedule.stages) if schedule.model_stages[s] == model]
-        steps = [*buffers.kept_before, buffers.kept]
-        rows = [
-            row
-            for outputs in steps
-            for stage in stages
-            for row in _kept(lowered, outputs, stage, lambda low: low.metrics)
-        ]
+        rows = _rows(lowered, buffers, stages, lambda low: low.metrics)
         if any(row is not None for row in rows):
             metrics[model] = _stacked(rows, owned)
     state = {s: arguments.form.state[s].wrap(map(owned, leaves)) for s, leaves in buffers.state.items()}
-    return Aux(metrics, state)
+    rows = _rows(lowered, buffers, _lasts(lowered), lambda low: low.aux)
+    return Aux(metrics, state, _stacked(rows, owned) if any(row is not None for row in rows) else None)
+
+
+def _rows(
+    lowered: LoweredStep,
+    buffers: Buffers,
+    stages: Sequence[int],
+    which: Callable[[LoweredStage], Signature],
+) -> list[Any]:
+    """List a tree that stages keep for the caller, for every microbatch of every step of the call."""
+    steps = [*buffers.kept_before, buffers.kept]
+    return [row for kept in steps for stage in stages for row in _kept(lowered, kept, stage, which)]
 
 
 def _kept(
@@ -180,7 +198,7 @@ def _kept(
             continue
         low, leaves = lowered.stages[stage, m], kept.get((stage, m), ())
         start = int(low.loss is not None)
-        for signature in (low.outputs, low.metrics):
+        for signature in (low.outputs, low.metrics, low.aux):
             stop = start + len(signature.leaves)
             if signature is which(low):
                 yield signature.wrap(leaves[start:stop])

@@ -33,7 +33,7 @@ class StepSpec(NamedTuple):
     Args:
         name: of the function that made it, with what changes the program; compared between ranks.
         wants: fields of :class:`~ppfunc.runtime.StepResult`, of ``"loss"``, ``"grads"``, ``"input_grads"``,
-            ``"outputs"``, ``"aux"``.
+            ``"outputs"``, ``"aux"``, ``"losses"``.
         per_microbatch: keep the gradients of microbatches apart.
         loss_shape: shape of the loss of one microbatch.
         overlapped: runs the two parts of an ``OVERLAP_F_B``; by default one after the other.
@@ -69,6 +69,7 @@ class Pipeline(NamedTuple):
         spec: the results that the caller wants.
         programs: of the stages; step functions with the same stages may share them.
         ranks: those of this process.
+        number: of the step function; ranks make theirs in the same order.
     """
 
     stages: Sequence[Stage | None]
@@ -78,6 +79,7 @@ class Pipeline(NamedTuple):
     spec: StepSpec
     programs: StagePrograms
     ranks: tuple[int, ...]
+    number: int
 
     @property
     def model_stages(self) -> tuple[int, ...]:

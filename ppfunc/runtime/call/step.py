@@ -61,6 +61,7 @@ class StepFunction(Generic[P, R]):
         # Form and addresses of the parameters that were last checked.
         self._memory: tuple[StepForm, list[int]] | None = None
         self._compiled = CompiledSteps(pipeline, repr(self))
+        self._siblings: dict[tuple[str, ...], StepFunction[P, R]] = {}
 
     def __repr__(self) -> str:
         stages = ", ".join(map(str, self._stages))
@@ -155,6 +156,17 @@ class StepFunction(Generic[P, R]):
             transport,
             lambda compiled: self._running(self._compiled.reuse(compiled, agreed, guards)),
         )
+
+    def returning(self, *more: str) -> StepFunction[P, R]:
+        """Return the step function of this pipeline that makes these results too, fields of a StepResult."""
+        if not more:
+            return self
+        if more not in self._siblings:
+            spec = self.pipeline.spec
+            spec = spec._replace(name=f"{spec.name} with {' and '.join(more)}", wants=(*spec.wants, *more))
+            sibling = StepFunction(self.pipeline._replace(spec=spec), self._read, self._returned)
+            self._siblings[more] = sibling
+        return self._siblings[more]
 
     def cache_info(self) -> CacheInfo:
         """Count the calls that found their program compiled, and those that did not."""

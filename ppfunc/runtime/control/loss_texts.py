@@ -8,6 +8,7 @@ import torch
 
 from ppfunc.stage.device import upload
 
+from ..transport.losses import shape_of_sum, sum_up
 from ..transport.protocols import LossPart
 
 
@@ -25,7 +26,7 @@ def sum_texts(gathered: Sequence[str], parts: Mapping[int, LossPart]) -> list[st
     """
     texts = dict(text.split(":") for text in gathered)
     losses = [_read(texts[str(n)], part.leaf.shape, part.leaf.dtype) for n, part in sorted(parts.items())]
-    return [to_text(torch.cat(losses).sum(0))] if losses else []
+    return [to_text(sum_up(losses, parts))] if losses else []
 
 
 def read_sum(
@@ -36,7 +37,7 @@ def read_sum(
     if not leaves:
         return None
     dtype = reduce(torch.promote_types, (leaf.dtype for leaf in leaves))
-    return upload(_read(texts[0], leaves[0].shape[1:], dtype), device)
+    return upload(_read(texts[0], shape_of_sum(parts), dtype), device)
 
 
 def _read(text: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -129,13 +129,16 @@ class ParameterUpdate(Protocol):
         """Carry out REDUCE_GRAD of a stage of the model, for the leaves of these numbers."""
         ...
 
-    def join(self, buffers: Buffers, losses: dict[int, torch.Tensor]) -> None:
+    def join(
+        self, buffers: Buffers, losses: Sequence[torch.Tensor], each: Mapping[int, torch.Tensor] | None
+    ) -> None:
         """Sum over all ranks, once in a program.
 
         It comes between the last REDUCE_GRAD and the first STEP, or at the end.
 
         Args:
-            losses: weighted, by stage of the schedule.
+            losses: weighted, of the stages of this process.
+            each: those of this process by microbatch, not weighted; None if they are not wanted.
         """
         ...
 

@@ -55,6 +55,8 @@ def run_step(
             require_finite(tensors, entry.compiled, steps[0], transport)
         timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), transport)
         loss = transport.end(losses, losses_agreed, entry.guards.mode, compared)
+        if loss is not None and "losses" in spec.wants:
+            return result._replace(loss=loss[0].clone(), losses=loss[1:].clone()), timeline
         return result._replace(loss=loss), timeline
 
 

@@ -33,7 +33,7 @@ class Memory(NamedTuple):
         residuals: kept by forwards for their backwards, at the peak of live microbatches; None if an engine
             cannot tell.
         messages: the largest message that it sends or receives.
-        outputs: kept for the caller: losses, outputs, metrics, the last state.
+        outputs: kept for the caller: losses, outputs, metrics, aux, the last state.
     """
 
     params: int
@@ -165,7 +165,7 @@ def _stage_text(step: LoweredStep, stage: int) -> Iterator[str]:
             ", ".join(str(edge.signature) for edge in edges) for edges in (low.sources, low.sinks)
         )
         yield f"    microbatches {_ranges(numbers)}: x {received} -> {sent or 'nothing'}"
-        for part in ("loss", "outputs", "metrics", "state"):
+        for part in ("loss", "outputs", "metrics", "aux", "state"):
             signature = getattr(low, part)
             if signature is not None and signature.leaves:
                 yield f"      {part} {signature}"
@@ -205,7 +205,8 @@ def _memory(step: LoweredStep, programs: dict[Key, StageProgram], rank: int) -> 
             batch += form.targets[m].nbytes
         if low.model_stage in form.extras:
             batch += form.extras[low.model_stage][m].nbytes
-        outputs += low.outputs.nbytes + low.metrics.nbytes + (low.loss.nbytes if low.loss else 0)
+        kept = low.loss, low.outputs, low.metrics, low.aux
+        outputs += sum(signature.nbytes for signature in kept if signature is not None)
     stages_here = set(model_stages)
     return Memory(
         params=sum(form.params[k].nbytes for k in stages_here),

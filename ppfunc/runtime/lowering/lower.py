@@ -93,7 +93,7 @@ def lower(
                 _required(exchange).send((stage, sink), edges[stage, sink])
     drawing = tuple(sorted({low.model_stage for low in lowered.values() if low.outline.random}))
     return LoweredStep(
-        schedule, spec, form, tuple(sorted(local)), lowered, _losses(schedule, lowered), drawing
+        schedule, spec, form, tuple(sorted(local)), lowered, _losses(schedule, spec, lowered), drawing
     )
 
 
@@ -167,7 +167,7 @@ def _lower_stage(
     example = (params, received_signature(givers, signatures), *extras)
     outline = programs.outline(function, example, f"stage {model_stage}", form.devices[model_stage])
     activation, skips, loss = children(outline.y)
-    outputs, metrics, state = children(outline.aux)
+    outputs, metrics, aux, state = children(outline.aux)
     activation, outputs = (
         tree.laid_out(boundary.mesh, boundary.outputs, f"the output of stage {model_stage}")
         for tree in (activation, outputs)
@@ -176,7 +176,7 @@ def _lower_stage(
     sinks = tuple(map(Edge, sinks_of(schedule, stage), sent))
     low = LoweredStage(
         model_stage, function, example, form.params[model_stage], form.devices[model_stage], outline,
-        received, sinks, loss if loss.leaves else None, outputs, metrics, state,
+        received, sinks, loss if loss.leaves else None, outputs, metrics, aux, state,
     )  # fmt: skip
     if not schedule.forward_only:  # which updates nothing
         require_declared_frozen(low, spec)
@@ -202,15 +202,16 @@ def _required(exchange: Began | None) -> Began:
     return exchange
 
 
-def _losses(schedule: Schedule, lowered: Mapping[Key, LoweredStage]) -> dict[int, LossPart]:
+def _losses(schedule: Schedule, spec: StepSpec, lowered: Mapping[Key, LoweredStage]) -> dict[int, LossPart]:
     """Describe the losses of every stage that has some: those of its microbatches beside each other."""
     parts: dict[int, LossPart] = {}
     for stage, microbatches in stages_in_order(schedule):
-        losses = [
-            low.loss.leaves[0]
+        of_each = {
+            m: low.loss.leaves[0]
             for m in microbatches
             if (low := lowered.get((stage, m))) and low.loss is not None
-        ]
+        }
+        losses = list(of_each.values())
         if len(set(losses)) > 1:
             raise ValueError(
                 f"stage {schedule.model_stages[stage]} gives losses of different forms for different"
@@ -221,6 +222,7 @@ def _losses(schedule: Schedule, lowered: Mapping[Key, LoweredStage]) -> dict[int
             wide = torch.promote_types(
                 losses[0].dtype, torch.float32
             )  # float16 and bfloat16 are too narrow for a sum
-            leaf = LeafSignature((len(losses), *losses[0].shape), wide, False)
-            parts[stage] = LossPart(schedule.placement[stage], leaf)
+            shape, each = (len(losses), *losses[0].shape), "losses" in spec.wants
+            leaf = LeafSignature((2, *shape) if each else shape, wide, False)
+            parts[stage] = LossPart(schedule.placement[stage], leaf, tuple(of_each) if each else ())
     return parts

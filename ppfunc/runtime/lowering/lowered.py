@@ -60,7 +60,8 @@ class LoweredStage(NamedTuple):
         sources: where the parts of its input come from: the stage before or the batch, then skip connections.
         sinks: where its output goes: the stage after it, if any, then skip connections.
         loss: signature of the loss, None where the stage has none.
-        outputs, metrics, state: signatures of the results that are not differentiated, in their order.
+        outputs, metrics, aux, state: signatures of the results that are not differentiated, in their order;
+            ``aux`` is that of the loss function.
     """
 
     model_stage: int
@@ -74,12 +75,14 @@ class LoweredStage(NamedTuple):
     loss: Signature | None
     outputs: Signature
     metrics: Signature
+    aux: Signature
     state: Signature
 
     @property
     def kept(self) -> int:
-        """Count the output leaves that the caller may want: loss, outputs, metrics."""
-        return (self.loss is not None) + len(self.outputs.leaves) + len(self.metrics.leaves)
+        """Count the output leaves that the caller may want: loss, outputs, metrics, aux."""
+        wanted = self.outputs, self.metrics, self.aux
+        return (self.loss is not None) + sum(len(signature.leaves) for signature in wanted)
 
 
 class LoweredStep(NamedTuple):

@@ -115,6 +115,11 @@ def require_loss(low: LoweredStage, loss: Signature, spec: StepSpec) -> None:
 def require_wanted(low: LoweredStage, form: StepForm, spec: StepSpec, replicated: bool) -> None:
     """Raise ValueError for metrics, a state or outputs that the caller cannot get or did not ask for."""
     stage, metrics, state = low.model_stage, low.metrics, low.state
+    if low.aux.leaves and "aux" not in spec.wants:
+        raise ValueError(
+            f"loss_fn: it returns a loss and {low.aux}; pass has_aux=True to get both, or return the loss"
+            " alone"
+        )
     if (metrics.leaves or state.leaves) and "aux" not in spec.wants:
         got, mend = "metrics", ""
         if not metrics.leaves:

@@ -21,6 +21,7 @@ from ..errors import AgreementError
 from ..execution.buffers import Buffers, Compared, ParameterUpdate, Tag
 from ..execution.fill import losses_of, new_gradients
 from ..transport.collective import Collective
+from ..transport.losses import apart
 from ..transport.protocols import Call, DataTransport
 from .calls import Origin, PlacedCall
 from .lowered import BATCH, LoweredStep
@@ -208,7 +209,12 @@ def update_parameters(lowered: LoweredStep, places: Sequence[Origin]) -> Iterato
             late[place.instruction.op].append((call, place))
     end = Instruction(Op.STEP, lowered.schedule.stages_of(rank)[-1])
     place = Origin(rank, len(lowered.schedule.programs[rank]) - 1, end)
-    join = (lambda buffers: _update(buffers).join(buffers, losses_of(lowered, buffers)), place)
+
+    def join_losses(buffers: Buffers) -> None:
+        weighted, each = apart(losses_of(lowered, buffers).values(), lowered.losses.values())
+        _update(buffers).join(buffers, weighted, each if "losses" in lowered.spec.wants else None)
+
+    join = join_losses, place
     yield from late[Op.REDUCE_GRAD]
     yield from [join, *late[Op.STEP]] if updates.together else [*late[Op.STEP], join]
 

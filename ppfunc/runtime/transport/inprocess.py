@@ -13,6 +13,7 @@ from ..agreement.comparison import LaidOut
 from ..errors import AgreementError, Failure, PipelineError
 from ..execution.buffers import Buffers, Compared, moved
 from .collective import Among, Collective
+from .losses import sum_up
 from .protocols import Call, LossPart, Mode, Route, Transfer
 
 
@@ -70,7 +71,7 @@ class InProcess:
         for values, require in compared:
             require(values)
         last = losses[max(parts)].device if parts else None
-        return torch.cat([losses[stage].to(last) for stage in sorted(parts)]).sum(0) if parts else None
+        return sum_up([losses[stage].to(last) for stage in sorted(parts)], parts) if parts else None
 
     def hold_interrupts(self, later: bool = False) -> AbstractContextManager[object]:
         """Hold nothing back: interrupts act at once, since a step that they end leaves no peer behind."""

@@ -56,11 +56,14 @@ class LossPart(NamedTuple):
 
     Args:
         rank: the rank that computes them.
-        leaf: signature of all of them beside each other, ``[microbatches of the chain, *shape of a loss]``.
+        leaf: signature of all of them beside each other, ``[microbatches of the chain, *shape of a loss]``:
+            weighted; ``[2, ...]`` with those before they were weighted, if the loss of each is wanted.
+        each: their microbatches, if the loss of each is wanted.
     """
 
     rank: int
     leaf: LeafSignature
+    each: tuple[int, ...] = ()
 
 
 Mode = Literal["training", "evaluation", "mixed"]
@@ -209,7 +212,7 @@ class ControlTransport(Protocol):
         """End a step: returns once every rank is at its end, so that a step fails on all ranks or on none.
 
         Equivalent to, with the ``losses`` of all ranks together:
-        ``torch.cat([losses[s] for s in sorted(parts)]).sum(0)``.
+        ``torch.cat([losses[s] for s in sorted(parts)]).sum(0)``. See :func:`sum_up`.
 
         Args:
             losses: the weighted losses of the stages of this process, as ``parts`` says.
@@ -222,7 +225,8 @@ class ControlTransport(Protocol):
                 those of another in evaluation mode.
 
         Returns:
-            The sum, on every rank, None where ``parts`` is empty.
+            The sum, on every rank, None where ``parts`` is empty. If the loss of each microbatch is wanted,
+            the sum and below it those losses, ``[1 + m, *shape of a loss]``.
         """
         ...
 

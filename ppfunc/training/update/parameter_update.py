@@ -1,6 +1,6 @@
 """Update parameters within a call of a trainer: sum over ranks, conclude, and run the optimizer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import isinf, nan
 
@@ -83,15 +83,15 @@ class TrainingUpdate:
             m = ranks.schedule.microbatches
             equal = torch.full((m,), 1 / (ranks.data.size * m), dtype=torch.float64, device="cpu")
             return [equal] * len(weights)
-        joined = torch.cat(explicit).to(state.step.device)
-        total = joined.sum(0, keepdim=True)
+        joined = torch.stack(explicit).to(state.step.device)
+        total = joined.sum(1, keepdim=True)
         ranks.data.all_reduce(total)()
         # On another device it is not read, and the loss is no number.
-        if total.device.type == "cpu" and total.tolist() == [0]:
+        if total.device.type == "cpu" and [0] in total.tolist():
             raise ValueError(
                 "loss_weights: their sum over all data ranks is 0, expected one that losses can be divided by"
             )
-        return (joined / total).chunk(len(weights))
+        return (joined / total).unbind()
 
     def sums(self, stage: int, leaves: dict[int, LeafSignature]) -> Reducer | None:
         """Find buckets for the gradients of a stage: idle ones of an earlier step, else new ones.
@@ -120,23 +120,25 @@ class TrainingUpdate:
             like = tuple(buffers.params[stage][n] for n in numbers)
             self._gradients[stage] = dict(zip(numbers, sums.take(like, torch.clone), strict=True))
 
-    def join(self, buffers: Buffers, losses: dict[int, Tensor]) -> None:
+    def join(self, buffers: Buffers, losses: Sequence[Tensor], each: Mapping[int, Tensor] | None) -> None:
         """Sum the norm and the loss over all ranks; conclude from them where the updates are to come."""
         rule, world, infinite = self._rule, self._ranks.world, isinf(self._rule.norm_type)
         for stage in sorted({*self._gradients, *self._reducers}) if rule.needs_all else ():
             self._receive(stage)
         norms = self._norms_by_stage()
-        terms = [value.to(norms).sum() for value in losses.values()] if self._ranks.model.index == 0 else []
+        terms = [value.to(norms).sum() for value in losses] if self._ranks.model.index == 0 else []
         loss = torch.stack([norms.new_zeros(()), *terms]).sum()
         bad = norms.isnan().any().to(norms)  # the largest of several numbers need not be NaN where one is
         sums = torch.cat([torch.stack([loss, bad]), *([] if infinite else [norms])])
         waits = [world.all_reduce(sums), *([world.all_reduce(norms, "max")] if infinite else [])]
+        rows = None if each is None else self._rows(each)
+        waits += [] if rows is None else [world.all_reduce(rows)]
         scale = buffers.scale
 
         def conclude() -> None:
             for wait in waits:
                 wait()
-            self._conclude(norms.amax() if infinite else sums[2:].sum(), sums[0], sums[1] > 0, scale)
+            self._conclude(norms.amax() if infinite else sums[2:].sum(), sums[0], sums[1] > 0, scale, rows)
 
         if not rule.needs_all:
             self._totals.append(conclude)
@@ -253,7 +255,17 @@ class TrainingUpdate:
         self._norms.clear()
         return torch.stack(norms)
 
-    def _conclude(self, total: Tensor, loss: Tensor, bad: Tensor, loss_scale: Tensor | None) -> None:
+    def _rows(self, each: Mapping[int, Tensor]) -> Tensor:
+        """Put the losses of this process in their places among all data ranks: float64[ranks * m]."""
+        ranks, m = self._ranks, self._ranks.schedule.microbatches
+        rows = torch.zeros(ranks.data.size * m, dtype=torch.float64, device=self.state.step.device)
+        for n, loss in each.items() if ranks.model.index == 0 else ():
+            rows[ranks.data.index * m + n] = loss
+        return rows
+
+    def _conclude(
+        self, total: Tensor, loss: Tensor, bad: Tensor, loss_scale: Tensor | None, losses: Tensor | None
+    ) -> None:
         """Conclude from the sums over all ranks if the update is made, and the divisor of the gradients."""
         rule = self._rule
         norm = norm_of(total, rule.norm_type)
@@ -267,7 +279,7 @@ class TrainingUpdate:
         if loss_scale is not None or clipped is not None:
             self._divisor = scale if clipped is None else scale / clipped
         skipped = found_inf if rule.on_nonfinite == "skip" else torch.zeros_like(found_inf)
-        self.metrics.append(Metrics(loss, norm, scale, skipped, {}))
+        self.metrics.append(Metrics(loss, norm, scale, skipped, {}, losses=losses))
         step, scaling = self.state.step, rule.precision.scale
         scales = self.state.scale if scaling is None else scaling.update(self.state.scale, found_inf)
         self.state = self.state._replace(step=step + (1 - skipped).to(step), scale=scales)

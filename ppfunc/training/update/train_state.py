@@ -34,7 +34,8 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Describe a step by tensors on the device. All but ``stages`` are the same on all ranks.
+    """Describe a step by tensors on the device. ``stages``, ``aux`` and ``outputs`` are of this process,
+    all others are the same on all ranks.
 
     Args:
         loss: the weighted sum over the microbatches of all data ranks, float64[].
@@ -43,6 +44,11 @@ class Metrics(NamedTuple):
         skipped: 1 if the update was left out since loss or gradients were not finite, else 0, float32[].
         stages: metrics of the stages of this process, by stage: trees with a leading axis of the microbatches
             that it ran; Microbatches if they differ in form.
+        aux: the tree that the loss function has returned beside the loss, likewise; None on ranks that run no
+            last stage, and if it returns the loss alone.
+        losses: of the microbatches of all data ranks, in the order of the ranks, float64[ranks * m]: not
+            weighted, with auxiliary losses of stages; None unless asked for.
+        outputs: of the last stages of this process; None unless asked for.
     """
 
     loss: Tensor
@@ -50,6 +56,9 @@ class Metrics(NamedTuple):
     scale: Tensor
     skipped: Tensor
     stages: dict[int, Any]
+    aux: Any = None
+    losses: Tensor | None = None
+    outputs: Any = None
 
 
 def mark_donated(step: Tensor, written: Iterable[Tensor]) -> None:
