@@ -10,6 +10,7 @@ import torch
 
 # How long a collective may take.
 from torch._C._distributed_c10d import AllgatherOptions
+from torch.autograd import forward_ad
 
 # Optimizers as single kernels over lists of tensors of one device and dtype, with ``found_inf``.
 fused_adamw = torch._fused_adamw_
@@ -25,6 +26,11 @@ norms_of_each = torch._foreach_norm
 # Change a loss scale and its count of good steps in place:
 # ``(scale, good, found_inf, growth, backoff, interval)``.
 update_scale = torch._amp_update_scale_
+
+
+def forward_level() -> int:
+    """Return the level of forward derivatives by dual numbers, -1 outside of all."""
+    return forward_ad._current_level
 
 
 def users_of(storage: torch.UntypedStorage) -> int:

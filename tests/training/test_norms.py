@@ -61,6 +61,18 @@ def test_halves_are_squared_in_float32_and_large_sums_in_float64():
     assert leaf_sums([torch.ones(2)]).dtype == torch.float64
 
 
+@pytest.mark.parametrize("shape", [(1000, 1000), (65_537,), (300, 301)])
+@pytest.mark.parametrize("p", [2.0, 1.0, 3.0, inf])
+def test_norms_of_long_leaves_are_those_of_float64(shape, p):
+    leaf = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 1
+    expected = torch.linalg.vector_norm(leaf.double(), p).item()
+    for view in (leaf, leaf.T if leaf.ndim == 2 else leaf.flip(0)):
+        assert global_norm([view], p).item() == pytest.approx(expected, rel=1e-6)
+    halves = leaf.chunk(2)
+    parts = sum(leaf_sums(halves, p)) if p != inf else max(leaf_sums(halves, p))
+    assert norm_of(parts, p).item() == pytest.approx(expected, rel=1e-6)
+
+
 def test_leaves_of_other_kinds():
     leaves = [
         torch.arange(5),

@@ -1,6 +1,7 @@
 """Make optimizers of others: one that clips first, and one of updates in optax's form."""
 
 import inspect
+from contextlib import nullcontext
 from itertools import starmap
 from typing import Any
 
@@ -13,6 +14,7 @@ from ppfunc.stage.tree import tree_flatten, tree_paths
 
 from .norms import Clip
 from .protocols import Optimizer, Tree, require_pair, selected, skipping, text_of
+from .seen import looked_through
 
 
 def from_updates(transform: Any) -> Optimizer:
@@ -57,7 +59,6 @@ def from_updates(transform: Any) -> Optimizer:
                 )
         return state
 
-    @torch.no_grad()
     def update(
         grads: Tree,
         state: Tree,
@@ -65,6 +66,10 @@ def from_updates(transform: Any) -> Optimizer:
         *,
         found_inf: Tensor | None = None,
     ) -> tuple[Tree, Tree]:
+        with nullcontext() if looked_through((grads, state, params)) else torch.no_grad():
+            return updated(grads, state, params, found_inf)
+
+    def updated(grads: Tree, state: Tree, params: Tree, found_inf: Tensor | None) -> tuple[Tree, Tree]:
         updates, after = transform.update(grads, state, params=params, **keywords)
         wanted, structure = tree_flatten(params)
         got, got_structure = tree_flatten(updates)
@@ -79,7 +84,7 @@ def from_updates(transform: Any) -> Optimizer:
 
 
 def _added(parameter: Tensor, change: Tensor) -> Tensor:
-    return (parameter + change).to(parameter.dtype).detach() if differentiable(parameter.dtype) else parameter
+    return (parameter + change).to(parameter.dtype) if differentiable(parameter.dtype) else parameter
 
 
 def chain(clip: Clip, optimizer: Optimizer) -> Optimizer:

@@ -59,9 +59,9 @@ def plan_of(params: Tree, grads: Tree, states: dict[str, Tree]) -> tuple[LeafPla
     for name, tree in (("grads", grads), *states.items()):
         got, got_structure = flatten(tree, name)
         if name == "grads":
-            _require_match(name, got, got_structure, wanted, structure)
+            require_match(name, got, got_structure, wanted, structure)
         else:
-            _require_match(name, got, got_structure, trained_leaves, tree_structure(_trained_only(params)))
+            require_match(name, got, got_structure, trained_leaves, tree_structure(_trained_only(params)))
         leaves.append(got)
         forms.append(form_of(got, got_structure))
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -71,9 +71,10 @@ def plan_of(params: Tree, grads: Tree, states: dict[str, Tree]) -> tuple[LeafPla
     return LeafPlan(tuple(forms), trained, tuple(map(tuple, groups.values())), plain), leaves
 
 
-def _require_match(
+def require_match(
     name: str, got: Sequence[Tensor], structure: PyTreeSpec, wanted: Sequence[Tensor], expected: PyTreeSpec
 ) -> None:
+    """Raise ValueError unless a tree has the structure, shapes, dtypes and devices of the parameters."""
     if structure != expected:
         raise ValueError(f"{name} must have the structure of params, got {structure} and expected {expected}")
     for n, (g, p) in enumerate(zip(got, wanted, strict=True)):
@@ -86,14 +87,6 @@ def _require_match(
 
 def _trained_only(params: Tree) -> Tree:
     return tree_map(lambda p: p if differentiable(p.dtype) else None, params)
-
-
-def zeros_like(params: Tree) -> Tree:
-    """Make zeros in row-major memory, None for leaves that are neither floating nor complex."""
-    return tree_map(
-        lambda p: torch.zeros(p.shape, dtype=p.dtype, device=p.device) if differentiable(p.dtype) else None,
-        params,
-    )
 
 
 def owned(

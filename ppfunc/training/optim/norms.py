@@ -12,6 +12,9 @@ from ppfunc.stage.tree import tree_leaves, tree_map
 
 from .._torch import norms_of_each
 from ..checks import require_real
+from .seen import looked_through
+
+_ROW, _LONG = 4096, 16_384  # elements of a row, and of the shortest leaf that is read in rows
 
 
 def leaf_sums(leaves: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -30,7 +33,7 @@ def leaf_sums(leaves: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     sums_by_leaf = [none] * len(leaves)
     for kind in dict.fromkeys((leaves[n].dtype, leaves[n].device) for n in trained):
         alike = [n for n in trained if (leaves[n].dtype, leaves[n].device) == kind]
-        norms = torch.stack(_norms([leaves[n].detach() for n in alike], norm_type)).to(none)
+        norms = torch.stack(_norms([leaves[n] for n in alike], norm_type)).to(none)
         for n, norm in zip(alike, norms.split(1), strict=True):  # an index would be a tensor of the host
             sums_by_leaf[n] = norm
     sums = torch.cat(sums_by_leaf) if leaves else none[:0]
@@ -46,7 +49,25 @@ def _norms(leaves: list[Tensor], norm_type: float) -> list[Tensor]:
     wide = torch.promote_types(leaves[0].dtype, torch.float32)
     if leaves[0].dtype != wide:
         leaves = [leaf.to(wide) for leaf in leaves]
-    return list(norms_of_each(leaves, norm_type))
+    if looked_through(leaves):
+        return [torch.linalg.vector_norm(leaf, norm_type, dtype=torch.float64) for leaf in leaves]
+    return list(norms_of_each([_in_rows(leaf, norm_type) for leaf in leaves], norm_type))
+
+
+def _in_rows(leaf: Tensor, norm_type: float) -> Tensor:
+    """Compute norms of rows of a long leaf on the CPU, float64, which together have the norm of the leaf.
+
+    There torch adds up the squares one by one: 10**6 of float32 are off by 1e-5.
+    """
+    if not leaf.is_cpu or leaf.numel() <= _LONG:
+        return leaf
+    flat = leaf.flatten()
+    rows = flat[: flat.numel() // _ROW * _ROW].unflatten(0, (-1, _ROW))
+    rest = flat[rows.numel() :]
+    norms = torch.linalg.vector_norm(rows, norm_type, dim=1)
+    return torch.cat(
+        [norms, torch.linalg.vector_norm(rest, norm_type)[None]] if rest.numel() else [norms]
+    ).double()
 
 
 def norm_sum(sums: Tensor, norm_type: float = 2.0) -> Tensor:
@@ -95,7 +116,6 @@ class Clip(NamedTuple):
         """Its numbers, which ranks that train together compare."""
         return f"clip_by_global_norm({self.max_norm}, {self.norm_type})"
 
-    @torch.no_grad()
     def __call__(self, grads: Any) -> Any:
         """Clip the gradients of a tree by its norm."""
         factor = clip_coefficient(global_norm(grads, self.norm_type), self.max_norm)

@@ -35,25 +35,32 @@ class Optimizer(NamedTuple):
     """Pair the functions of an optimizer; any such pair serves as one.
 
     Unlike in optax, ``update`` returns the new parameters, not differences to add to them: torch's fused
-    kernels compute both at once. For the same reason it does not run under ``torch.func.vmap``.
+    kernels compute both at once.
 
     Args:
         init: ``init(params) -> state``, a tree of tensors in dictionaries, lists and tuples.
         update: ``update(grads, state, params, *, found_inf=None) -> (params, state)``, where ``grads`` has
             the structure, shapes, dtypes and devices of ``params``. Leaves that are neither floating nor
-            complex are returned unchanged. The results carry no autograd graph. Where ``found_inf``
-            float32[] is 1, nothing changes, and no value is read by the host to know it. The trainer updates
-            one stage, or shards of its leaves, at a time: an update has to work element by element.
+            complex are returned unchanged. Where ``found_inf`` float32[] is 1, nothing changes, and no value
+            is read by the host to know it. The trainer updates one stage, or shards of its leaves, at a time.
         clipped: the clip and the optimizer that :func:`chain` was given. A trainer clips by the norm of all
             stages, then runs that optimizer.
         text: its name and numbers, which ranks that train together compare; by default the name of
             ``update``.
+        elementwise: an update is known to work element by element. Of others, a trainer that cuts parameters
+            over ranks tries it out.
+
+    The optimizers of this package can be differentiated and mapped by ``torch.func`` and autograd, through
+    the gradients, the state, the rate, and parameters other than ``torch.nn.Parameter``, which count as
+    values.
+    ``torch.func.vmap`` takes no trees with None, which the states of leaves that are not updated are.
     """
 
     init: Callable[[Tree], Tree]
     update: Update
     clipped: tuple[Clip, Optimizer] | None = None
     text: str = ""
+    elementwise: bool = False
 
 
 def require_pair(name: str, pair: Any) -> None:
@@ -81,7 +88,6 @@ def skipping(optimizer: Optimizer) -> Optimizer:
         return optimizer
     plain: Callable[..., tuple[Tree, Tree]] = optimizer.update
 
-    @torch.no_grad()
     def update(
         grads: Tree,
         state: Tree,

@@ -20,6 +20,7 @@ from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.tree import NAMESPACE, tree_leaves, tree_structure
 
 from ..optim.protocols import Optimizer, Tree
+from .elementwise import require_elementwise
 from .precision import Precision
 from .sharding import Dims, shard, shard_dim, whole_shape
 
@@ -39,6 +40,13 @@ class Cut(NamedTuple):
     dim: int | None
     layout: MeshLayout | None
     kept: MeshLayout | None
+
+    @property
+    def split(self) -> int | None:
+        """Return a dimension along which ranks of either axis keep parts, None where each has the whole."""
+        if self.dim is not None or self.layout is None:
+            return self.dim
+        return next((p.dim for p in placements_of(self.layout.placements) if hasattr(p, "dim")), None)
 
 
 class TrainingRanks(NamedTuple):
@@ -139,22 +147,24 @@ class TrainingRanks(NamedTuple):
             )
         cuts = self.cuts(leaves)
         dims = tuple(cut.dim for cut in cuts)
+        require_elementwise(optimizer, leaves, treedef, [cut.split for cut in cuts], name)
         shards = shard(tuple(map(local, leaves)), dims, self.data.size, self.data.index)
         state = optimizer.init(treedef.unflatten(shards))
         flatten(state, f"optimizer.init({name})")  # raises for leaves that are no tensors
         layouts = [cut.kept for cut in cuts]
-        trained = [n for n, leaf in enumerate(shards) if differentiable(leaf.dtype)]
-        bare = treedef.unflatten(leaf if differentiable(leaf.dtype) else None for leaf in shards)
-        # Forms of trees like the parameters, or like those of them that train.
-        forms = [(treedef, range(len(shards))), (tree_structure(bare), trained)]
 
         def numbers_of(node: Any) -> Sequence[int] | None:
-            """Return the numbers of the parameters that the leaves of a node of the state belong to."""
-            structure, shapes = tree_structure(node), [t.shape for t in tree_leaves(node)]
-            for form, numbers in forms:
-                if form == structure and shapes == [shards[n].shape for n in numbers]:
-                    return numbers
-            return None
+            """Return the numbers of the parameters that the leaves of a node of the state belong to.
+
+            The node is a tree like the parameters, with None for those that it leaves out.
+            """
+            try:
+                column = treedef.flatten_up_to(node)
+            except ValueError:
+                return None
+            numbers = [n for n, leaf in enumerate(column) if leaf is not None]
+            alike = all(isinstance(column[n], Tensor) and column[n].shape == shards[n].shape for n in numbers)
+            return numbers if alike and numbers else None
 
         def laid_out(node: Any) -> Any:
             if (numbers := numbers_of(node)) is None:

@@ -1,0 +1,121 @@
+"""Give groups of parameters optimizers of their own, by name."""
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor
+
+from ppfunc._text import shown
+from ppfunc.stage import Signature
+from ppfunc.stage.frozen import ParameterKind
+from ppfunc.stage.signature import differentiable, leaf_names
+from ppfunc.stage.tree import tree_flatten
+
+from .protocols import Optimizer, Tree, require_pair, skipping, text_of
+
+Choose = Callable[[str, ParameterKind], str]
+"""From the name of a parameter in its stage, and an object with its ``ndim`` and ``dtype``, to a group."""
+
+
+def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Optimizer:
+    """Make an optimizer of several: each updates the parameters of a group.
+
+    A parameter is named in its stage by the keys on the way to it, joined by dots: ``h.3.attn.weight``. Its
+    state is a dictionary with that of each group in order, ``group0``, ``group1``, ..., whose trees have
+    None in the place of parameters of other groups.
+
+    Args:
+        groups: by patterns of names, as of a shell, alternatives divided by ``|``. The first that matches
+            counts.
+        choose: chooses one of the keys of ``groups`` instead, which then are no patterns.
+
+    Raises:
+        TypeError, ValueError: not optimizers; one that clips, which is said once for all groups,
+            ``chain(clip, by_name(...))``. At ``init``: a parameter of no group.
+
+    >>> import torch
+    >>> from ppfunc.training.optim import adamw, sgd
+    >>> optimizer = by_name({"*norm*|*.bias": sgd(1.0), "*": sgd(0.5)})
+    >>> params = {"norm": torch.tensor(1.0), "w": torch.tensor(1.0)}
+    >>> optimizer.update(params, optimizer.init(params), params)[0]
+    {'norm': tensor(0.), 'w': tensor(0.5000)}
+    """
+    if not isinstance(groups, Mapping) or not groups or not all(isinstance(key, str) for key in groups):
+        raise TypeError(
+            f'groups: got {shown(groups)}, expected optimizers by pattern, such as {{"*norm*": adamw(1e-3),'
+            ' "*": adamw(1e-3, weight_decay=0.1)}'
+        )
+    for key, optimizer in groups.items():
+        require_pair(f"groups[{key!r}]", optimizer)
+        if getattr(optimizer, "clipped", None) is not None:
+            raise ValueError(
+                f"groups[{key!r}]: got {text_of(optimizer)}, which clips by the norm of its own gradients;"
+                " expected chain(clip, by_name(...)), which clips by that of all"
+            )
+    keys = list(groups)
+    if choose is not None and not callable(choose):
+        raise TypeError(f"choose: got {shown(choose)}, expected a function (name, parameter) -> key")
+
+    def group_of(name: str, parameter: ParameterKind) -> int:
+        if choose is None:
+            matching = (n for n, key in enumerate(keys) if any(fnmatchcase(name, p) for p in key.split("|")))
+            if (number := next(matching, None)) is None:
+                raise ValueError(
+                    f'the parameter {name!r} matches none of {", ".join(map(repr, keys))}; add a group "*"'
+                )
+            return number
+        if (key := choose(name, parameter)) not in groups:
+            raise ValueError(
+                f"choose({name!r}, ...): got {shown(key)}, expected one of {', '.join(map(repr, keys))}"
+            )
+        return keys.index(key)
+
+    chosen = "" if choose is None else f" of {getattr(choose, '__qualname__', type(choose).__name__)}"
+    texts = ", ".join(f"{key!r}: {text_of(optimizer)}" for key, optimizer in groups.items())
+    return divided(group_of, list(groups.values()), f"by_name({texts}{chosen})")
+
+
+def divided(
+    group_of: Callable[[str, ParameterKind], int], optimizers: Sequence[Optimizer], text: str
+) -> Optimizer:
+    """Make an optimizer of several, of which each updates the parameters of the group of its number."""
+    every = [skipping(optimizer) for optimizer in optimizers]
+    names = [f"group{n}" for n in range(len(every))]
+
+    def parts(params: Tree, *trees: Tree) -> tuple[list[list[Tree]], list[int]]:
+        """Divide trees like the parameters; also return the group of every leaf."""
+        leaves, treedef = tree_flatten(params)
+        numbers = [
+            group_of(name, ParameterKind(p.ndim, p.dtype)) if differentiable(p.dtype) else 0
+            for name, p in zip(leaf_names(Signature.of(params)), leaves, strict=True)
+        ]
+        columns = [leaves, *map(treedef.flatten_up_to, trees)]
+        return [
+            [
+                treedef.unflatten(x if n == number else None for x, n in zip(column, numbers, strict=True))
+                for column in columns
+            ]
+            for number in range(len(every))
+        ], numbers
+
+    def init(params: Tree) -> dict[str, Tree]:
+        divisions, _ = parts(params)
+        return {name: o.init(mine) for name, o, (mine,) in zip(names, every, divisions, strict=True)}
+
+    def update(
+        grads: Tree, state: dict[str, Tree], params: Tree, *, found_inf: Tensor | None = None
+    ) -> tuple[Tree, dict[str, Tree]]:
+        if not isinstance(state, dict) or list(state) != names:
+            raise ValueError(f"state: got {shown(state)}, expected the groups {', '.join(names)}")
+        divisions, numbers = parts(params, grads)
+        results = [
+            o.update(g, state[name], p, found_inf=found_inf)
+            for name, o, (p, g) in zip(names, every, divisions, strict=True)
+        ]
+        treedef = tree_flatten(params)[1]
+        columns: list[list[Any]] = [treedef.flatten_up_to(new) for new, _ in results]
+        new = treedef.unflatten(columns[number][n] for n, number in enumerate(numbers))
+        return new, {name: after for name, (_, after) in zip(names, results, strict=True)}
+
+    return Optimizer(init, update, text=text, elementwise=all(o.elementwise for o in every))

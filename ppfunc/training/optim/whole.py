@@ -1,0 +1,163 @@
+"""Make optimizers that work on whole leaves: by norms, sums of rows, or singular values."""
+
+from functools import partial
+
+from ppfunc.parallel.counts import require_counts
+from ppfunc.stage.frozen import Mask, ParameterKind
+
+from ..checks import require_number, require_positive
+from . import formulas
+from .groups import divided
+from .protocols import Optimizer, require_pair, text_of
+from .updates import LearningRate, optimizer_of, require_betas, text_of_mask, text_of_rate
+
+
+def muon(
+    lr: LearningRate,
+    momentum: float = 0.95,
+    weight_decay: float = 0.1,
+    *,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+    match_rms: bool = False,
+    rest: Optimizer | None = None,
+) -> Optimizer:
+    """Make an optimizer of matrices: momentum with all its singular values near 1.
+
+    Equivalent to, for every matrix of ``rows`` and ``columns``:
+        buffer = momentum * buffer + (1 - momentum) * g
+        direction = newton_schulz((1 - momentum) * g + momentum * buffer if nesterov else buffer)
+        p = p - lr * weight_decay * p - lr * sqrt(max(1, rows / columns)) * direction
+
+    Its state is that of :func:`by_name` with the matrices as ``group0``, the others as ``group1``.
+
+    Args:
+        lr: as in :func:`adamw`.
+        momentum: decay of the buffer.
+        weight_decay: share of each matrix removed per update, times ``lr``.
+        nesterov: look ahead along the momentum.
+        ns_steps: steps of the iteration of Newton and Schulz, in bfloat16; in float64 for float64.
+        match_rms: multiply by ``0.2 * sqrt(max(rows, columns))`` instead, which makes updates as long as
+            those of :func:`adamw`, so that both can have one rate.
+        rest: updates parameters that are no matrices. Embeddings and heads are matrices: give them to another
+            optimizer with :func:`by_name`.
+
+    Raises:
+        ValueError, TypeError: numbers out of range. At ``init``: a parameter that is no real matrix, without
+            ``rest``.
+
+    References:
+        Jordan et al., Muon, 2024; Liu et al., Muon is Scalable for LLM Training, 2025 (``match_rms``). The
+        numbers are those of ``torch.optim.Muon``.
+
+    >>> optimizer = muon(0.1, weight_decay=0.0)
+    >>> params = {"w": torch.zeros(2, 2)}
+    >>> optimizer.update({"w": torch.eye(2)}, optimizer.init(params), params)[0]["w"].round(decimals=1)
+    tensor([[-0.1000,  0.0000],
+            [ 0.0000, -0.1000]])
+    """
+    require_number("momentum", momentum, below=1.0)
+    require_number("weight_decay", weight_decay)
+    require_counts(ns_steps=ns_steps)
+    if nesterov and not momentum:
+        raise ValueError("nesterov needs momentum > 0, got momentum=0; pass nesterov=False")
+    if rest is not None:
+        require_pair("rest", rest)
+    text = (
+        f"muon({text_of_rate(lr)}, momentum {momentum}, weight decay {weight_decay}, nesterov {nesterov},"
+        f" {ns_steps} steps, match_rms {match_rms}, rest {'none' if rest is None else text_of(rest)})"
+    )
+    formula = partial(
+        formulas.muon, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, match_rms=match_rms
+    )
+    matrices = optimizer_of(formula, ("momentum",), lr, text, weight_decay, None)
+
+    def group_of(name: str, parameter: ParameterKind) -> int:
+        if parameter.ndim == 2 and parameter.dtype.is_floating_point:
+            return 0
+        if rest is None:
+            raise ValueError(
+                f"muon: got the parameter {name!r} of {parameter.ndim} dimensions in {parameter.dtype},"
+                " expected real matrices; pass an optimizer of the others, such as rest=adamw(1e-3)"
+            )
+        return 1
+
+    return divided(group_of, [matrices, *([] if rest is None else [rest])], text)
+
+
+def lamb(
+    lr: LearningRate,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 1e-2,
+    *,
+    mask: Mask | None = None,
+) -> Optimizer:
+    """Make an optimizer for large batches: Adam, whose steps are shares of the norm of each leaf.
+
+    Equivalent to, with ``direction`` as in Adam:
+        direction = direction + weight_decay * p
+        p = p - lr * (norm(p) / norm(direction), or 1 where one of them is 0) * direction
+
+    Args and state as of :func:`adamw`.
+
+    References:
+        You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, ICLR 2020,
+        algorithm 2.
+    """
+    require_betas(betas)
+    require_number("eps", eps)
+    require_number("weight_decay", weight_decay)
+    text = (
+        f"lamb({text_of_rate(lr)}, betas ({betas[0]}, {betas[1]}), eps {eps}, weight decay"
+        f" {weight_decay}{text_of_mask(mask)})"
+    )
+    formula = partial(formulas.lamb, betas=(betas[0], betas[1]), eps=eps)
+    return optimizer_of(formula, ("mean", "square"), lr, text, weight_decay, mask)
+
+
+def adafactor(
+    lr: LearningRate,
+    beta2_decay: float = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: float = 1.0,
+    weight_decay: float = 0.0,
+    *,
+    mask: Mask | None = None,
+) -> Optimizer:
+    """Make an optimizer that keeps one number per row and per column of a matrix.
+
+    Its state is a dictionary: ``updates``, ``row`` and ``column``, means of the squares of gradients along
+    the last two dimensions, and ``square`` for leaves of fewer.
+
+    Args:
+        lr: largest rate, as in :func:`adamw`; from update ``t`` on it is at most ``1 / sqrt(t)``. Steps are
+            shares of the root mean square of a leaf.
+        beta2_decay: power of ``t`` that new squares count with; at most 0.
+        eps: the least root of the squares, None for that of the dtype, and the least size of a leaf.
+        d: largest root mean square of an update before it is scaled.
+        weight_decay: share of each parameter removed per update, times ``lr``.
+        mask: as in :func:`adamw`.
+
+    References:
+        Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018. The numbers
+        are those of ``torch.optim.Adafactor``.
+    """
+    require_number("-beta2_decay", -beta2_decay)
+    require_positive(d=d)
+    require_number("weight_decay", weight_decay)
+    least, size = eps
+    if least is not None:
+        require_number("eps[0]", least)
+    require_number("eps[1]", size)
+    text = (
+        f"adafactor({text_of_rate(lr)}, beta2_decay {beta2_decay}, eps {eps}, d {d}, weight decay"
+        f" {weight_decay}{text_of_mask(mask)})"
+    )
+    shapes = {
+        "row": lambda shape: (*shape[:-1], 1) if len(shape) > 1 else None,
+        "column": lambda shape: (*shape[:-2], 1, shape[-1]) if len(shape) > 1 else None,
+        "square": lambda shape: None if len(shape) > 1 else shape,
+    }
+    formula = partial(formulas.adafactor, beta2_decay=beta2_decay, eps=(least, size), d=d)
+    return optimizer_of(formula, shapes, lr, text, weight_decay, mask)
