@@ -125,9 +125,9 @@ class _Cutter:
         }
         sent = self.wanted.pop(stage, {})
         roots = [node for nodes in sent.values() for node in nodes] + list(state.values())
+        roots += [r for r in self.trace.results if isinstance(r, Node)] if last else []
         roots += [w for node in roots for w in self.effects.all_writers(node) if w.meta["stage"] == stage]
         roots += [n for n in self.trace.nodes if n.meta["stage"] == stage and is_random(n)]
-        roots += [r for r in self.trace.results if isinstance(r, Node)] if last else []
         here, taken = self._follow(roots, stage)
         for source, nodes in taken.items():
             self.wanted.setdefault(source, {})[stage] = nodes

@@ -17,10 +17,13 @@ from .trace import Trace
 def is_random(node: Node) -> bool:
     """Tell whether the node may draw random numbers.
 
-    Dropout and recurrent layers do so in training, with a rate above zero.
+    Dropout and recurrent layers do so in training, with a rate above zero. Of an operator that is not torch's
+    own, the schema does not say what else it does.
     """
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return "opaque" in node.meta
+    if node.target.namespace not in ("aten", "prims"):
+        return True
     arguments = named_arguments(node.target, node.args, node.kwargs)
     switches = ("train", "training", *(["p", "dropout"] if "train" in arguments else []))
     return draws(node.target, node.args, node.kwargs) and all(arguments.get(name, True) for name in switches)

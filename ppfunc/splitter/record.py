@@ -153,7 +153,7 @@ class Recording(GraphRecorder, PreDispatchMode):
             nodes[0].meta["known"] = True  # numbers in the code of the model
         writes = storages(written(func, args, kwargs))
         try:
-            result = func(*args, **kwargs)
+            result = self._whole(func, args, kwargs)
         except DATA_DEPENDENT:
             if (result := self._on_known(func, args, kwargs, nodes)) is None:
                 raise
@@ -190,11 +190,7 @@ class Recording(GraphRecorder, PreDispatchMode):
         """Call a function of tensors as one operator."""
         nodes = tuple(map(self.node, args))
         versions = [version(t) for t in args]
-        self._inside = True
-        try:
-            result = call(*args)
-        finally:
-            self._inside = False
+        result = self._whole(call, args, {})
         results = list(tensors_in(result))
         if versions != [version(t) for t in args] or any(a is b for a in args for b in results):
             reason = (
@@ -202,11 +198,22 @@ class Recording(GraphRecorder, PreDispatchMode):
                 f" one{calling_place()}"
             )
             raise StageError(MODEL, reason, "return new tensors, or a clone")
-        self._functions.update(id(t.grad_fn) for t in results)
-        self._alive += [t.grad_fn for t in results]
         node = self.add(call, nodes, {}, result, f"v_{call.__name__}")
         node.meta["opaque"] = True
         self._note(node, storages(args))
+        return result
+
+    def _whole(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call what is one operator: a ``Function`` that it calls is its backward, and kept with it."""
+        inside, self._inside = self._inside, True
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            self._inside = inside
+        for tensor in tensors_in((result, args, kwargs)):
+            if isinstance(tensor.grad_fn, BackwardCFunction):
+                self._functions.add(id(tensor.grad_fn))
+                self._alive.append(tensor.grad_fn)
         return result
 
     def _require_constant(self, tensor: torch.Tensor) -> None:

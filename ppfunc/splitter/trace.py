@@ -187,8 +187,14 @@ def _call(
             f"it raised {type(error).__name__}{line_of(error)} when it was called without values:"
             f" {str(error).rstrip('.')}"
         )
-        raise StageError(MODEL, reason, f"call the model on args; if that works, {BY_HAND}") from error
-    raise StageError(MODEL, reason, f"make that part independent of values, or {BY_HAND}")
+        mend = (
+            "register one" if "fake impl" in reason else f"call the model on args; if that works, {BY_HAND}"
+        )
+        raise StageError(MODEL, reason, mend) from error
+    mend = f"make that part independent of values, or {BY_HAND}"
+    if getattr(getattr(model, "config", None), "_experts_implementation", None) == "eager":
+        mend = f'if it is an expert, model.set_experts_implementation("batched_mm"); else {mend}'
+    raise StageError(MODEL, reason, mend)
 
 
 @contextmanager

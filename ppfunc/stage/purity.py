@@ -175,7 +175,30 @@ class Evaluation(FakeTensorMode):
         for fake in fakes:
             if mixed or fake.fake_mode is not self:
                 raise NoValuesError(fake)
+        if func is aten._grouped_mm.default and args[0].dtype in _GROUPED:
+            with self:
+                return _grouped_mm(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+# The dtypes of the real kernel. The abstract one of torch refuses all but bfloat16, and does not pad rows.
+_GROUPED = torch.bfloat16, torch.float16, torch.float32
+
+
+def _grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Make the result of a product of groups, whose rows begin at multiples of 16 bytes."""
+    dtype = out_dtype or a.dtype
+    groups = ([len(a)] if offs is None else [len(offs)]) if a.ndim == b.ndim else []
+    rows, columns = a.shape[-2], b.shape[-1]
+    width = columns + -columns % (16 // dtype.itemsize)
+    strides = [rows * width, width, 1][-2 - len(groups) :]
+    return torch.empty_strided([*groups, rows, columns], strides, dtype=dtype, device=a.device)
 
 
 class NoValuesError(RuntimeError):

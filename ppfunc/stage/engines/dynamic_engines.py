@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..abstract import DATA_DEPENDENT, data_dependence, without_values
-from ..errors import StageError, by_dtensor, first_line
+from ..errors import StageError, by_dtensor, first_line, line_of
 from ..example import Leaves, stand_ins
 from ..interrupts import without_interrupts
 from ..program import FlatProgram, Gradients
@@ -106,6 +106,12 @@ def _tried(
         if by_dtensor(error):
             reason = f"it uses DTensors, whose own functions {by} cannot differentiate"
             instead = "use the graph engine"
+        elif "setup_context" in reason:
+            reason = (
+                f"it calls an autograd.Function without setup_context, or an operator with register_autograd"
+                f"{line_of(error)}, which {by} does not take"
+            )
+            instead = "use the eager engine, or graph"
         raise StageError(stage.name, reason, instead) from error
     return FlatProgram(forward, backward, backward_input, lambda gparams: gparams), None
 

@@ -81,7 +81,8 @@ def _record(fn: Callable[..., Results], groups: tuple[Leaves, ...], name: str) -
         reason = (
             f"it runs, but its gradient cannot be traced ({first_line(error)}{record.place_of(str(error))})"
         )
-        raise StageError(name, reason, "use the eager engine") from error
+        instead = "register one" if "register_autograd" in reason else "use the eager engine"
+        raise StageError(name, reason, instead) from error
     params, x, extras, gy, y = (tuple(map(record.node, leaves)) for leaves in (*groups, results[0]))
     gparams, gx = (
         tuple(None if t is None else record.node(t) for t in gradients) for gradients in results[1:]
