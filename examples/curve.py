@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import floor, isfinite, log10
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 380, 64, 24, 64, 48
 
@@ -20,16 +21,18 @@ svg { font-variant-numeric: tabular-nums }
 
 def loss_curve(losses: Sequence[float], validation: float, title: str) -> str:
     """The text of an SVG file: loss in nats per byte over steps, and the validation loss as a dot at the
-    end.
+    end. What is not finite is left out.
     """
-    top = max(6.0, *losses, validation) if losses else 6.0
     steps = max(len(losses), 1)
+    drawn = [(step + 1, loss) for step, loss in enumerate(losses) if isfinite(loss)]
+    levels = round_levels([*(loss for _, loss in drawn), *([validation] if isfinite(validation) else [])])
+    low, top = levels[0], levels[-1]
 
     def x(step: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * step / steps
 
     def y(loss: float) -> float:
-        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - loss / top)
+        return TOP + (HEIGHT - TOP - BOTTOM) * (top - loss) / (top - low)
 
     def text(kind: str, at_x: float, at_y: float, words: str) -> str:
         return f'<text class="{kind}" x="{at_x:.1f}" y="{at_y:.1f}">{words}</text>'
@@ -37,26 +40,42 @@ def loss_curve(losses: Sequence[float], validation: float, title: str) -> str:
     lines = [
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}"'
-            f' height="{HEIGHT}">'
+            f' height="{HEIGHT}" role="img">'
         ),
-        f"<title>{title}</title><style>{STYLE}</style>",
+        f"<title>{title}</title>",
+        f"<desc>{described(drawn, validation)}</desc><style>{STYLE}</style>",
         f'<rect class="paper" width="{WIDTH}" height="{HEIGHT}"/>',
         text("ink h", LEFT, 30, title),
         text("soft", LEFT, 50, "nats per byte over training steps"),
     ]
-    for loss in range(int(top) + 1):
+    for loss in levels:
         lines.append(
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(loss):.1f}" y2="{y(loss):.1f}"/>'
         )
-        lines.append(text("soft end", LEFT - 10, y(loss) + 4, str(loss)))
+        lines.append(text("soft end", LEFT - 10, y(loss) + 4, f"{loss:.6g}"))
     lines += [
         text("soft mid", x(steps * k / 4), HEIGHT - BOTTOM + 22, str(round(steps * k / 4))) for k in range(5)
     ]
-    points = " ".join(f"{x(step + 1):.1f},{y(loss):.1f}" for step, loss in enumerate(losses))
-    lines += [
-        f'<polyline class="curve" points="{points}"/>',
-        f'<circle class="mark" cx="{x(steps):.1f}" cy="{y(validation):.1f}" r="4"/>',
-        text("ink end", x(steps), y(validation) - 26, f"validation {validation:.3f}"),
-        "</svg>",
-    ]
-    return "\n".join(lines) + "\n"
+    points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in drawn)
+    lines.append(f'<polyline class="curve" points="{points}"/>')
+    if isfinite(validation):
+        lines += [
+            f'<circle class="mark" cx="{x(steps):.1f}" cy="{y(validation):.1f}" r="4"/>',
+            text("ink end", WIDTH - RIGHT, TOP - 8, f"validation {validation:.3f}"),
+        ]
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def round_levels(values: Sequence[float], most: int = 8) -> list[float]:
+    """Round numbers apart by the same step, from below the least value to above the largest."""
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    power = 10.0 ** floor(log10(max(high - low, 1e-3) / most))
+    step = next(power * k for k in (1, 2, 5, 10) if (high - low) / (power * k) <= most - 2)
+    first = floor(low / step)
+    return [n * step for n in range(first, floor(high / step) + 2)]
+
+
+def described(drawn: list[tuple[int, float]], validation: float) -> str:
+    """The curve in words."""
+    ends = [f"{loss:.3f} at step {step}" for step, loss in (drawn[:1] + drawn[-1:])]
+    return f"Training loss: {' to '.join(ends)}. Validation loss: {validation:.3f}."

@@ -39,6 +39,7 @@ class Timeline:
         starts: per rank, the start of every instruction in the order of its program.
         ends: per rank, the end of every instruction. A message lasts from the end of its producer
             until it is there, at both ends; loads, offloads and RESHARD take no time.
+        measured: the times are seconds of a step that ran; else they are simulated, in the unit of the costs.
     """
 
     schedule: Schedule
@@ -50,6 +51,7 @@ class Timeline:
     peak_activations: tuple[Number, ...]
     starts: tuple[tuple[Time, ...], ...]
     ends: tuple[tuple[Time, ...], ...]
+    measured: bool = False
 
     def __repr__(self) -> str:
         return (
@@ -149,8 +151,17 @@ def timeline_of(
     starts: Sequence[Sequence[Time]],
     ends: Sequence[Sequence[Time]],
     costs: Costs | None = None,
+    *,
+    measured: bool = False,
 ) -> Timeline:
-    """Make the timeline of given times, such as measured ones: per rank, one per instruction of its program.
+    """Make the timeline of given times: per rank, one per instruction of its program.
+
+    Args:
+        schedule: the one that ran, or would run.
+        starts: when each instruction starts.
+        ends: when it ends.
+        costs: sizes of activations; by default 1 each.
+        measured: the times are seconds of a step that ran.
 
     Raises:
         TypeError: not a row of times per rank.
@@ -191,6 +202,7 @@ def timeline_of(
         peak_activations=peak_activations(schedule, costs),
         starts=tuple(map(tuple, starts)),
         ends=tuple(map(tuple, ends)),
+        measured=measured,
     )
 
 

@@ -79,7 +79,7 @@ def test_svg_has_one_bar_per_compute_instruction_to_scale(schedule):
 @pytest.mark.parametrize("build", [one_f_one_b, interleaved_one_f_one_b, dualpipe])
 def test_svg_is_readable_from_2_to_64_ranks(build, ranks):
     schedule = build(ranks, 2 * ranks)
-    root = ElementTree.fromstring(to_svg(schedule))
+    root = ElementTree.fromstring(to_svg(schedule, width=400 * ranks + 1000))
     numbers = Counter(t.text for t in root.iter(f"{SVG}text") if t.get("class").split()[0] == "n")
     assert numbers == Counter(
         str(p.microbatch) for r in range(ranks) for i in schedule.instructions(r) for p in parts_of(i)
@@ -121,10 +121,69 @@ def test_svg_says_what_it_shows():
 
 def test_svg_shows_measured_times_and_any_name():
     schedule = replace(gpipe(1, 2), name='<b> & "c"\x00\x1b')
-    timeline = timeline_of(schedule, [[0.0, 0.011, 0.03, 0.05]], [[0.01, 0.02, 0.05, 0.08]])
-    root = ElementTree.fromstring(to_svg(schedule, timeline))
-    assert len(bars(root)) == 4
-    assert root.find(f"{SVG}title").text == '<b> & "c"??'
+    times = [[0.0, 0.011, 0.03, 0.05]], [[0.01, 0.02, 0.05, 0.08]]
+    for measured, told, unit in (
+        (True, "measured, seconds", "seconds"),
+        (False, "simulated, units of its costs", "time"),
+    ):
+        timeline = timeline_of(schedule, *times, measured=measured)
+        root = ElementTree.fromstring(to_svg(schedule, timeline))
+        assert len(bars(root)) == 4
+        texts = [t.text for t in root.iter(f"{SVG}text")]
+        assert root.find(f"{SVG}title").text == texts[0] == f'<b> & "c"??: {told}'
+        assert unit in texts
+        assert from_trace(to_trace(schedule, timeline)) == timeline
+        assert to_trace(schedule, timeline) == to_trace(
+            schedule, timeline, microseconds=1e6 if measured else 1e3
+        )
+
+
+def test_svg_says_in_words_what_it_shows():
+    root = ElementTree.fromstring(to_svg(one_f_one_b(2, 4)))
+    assert root.get("role") == "img"
+    assert root.find(f"{SVG}desc").text == (
+        "A row per rank, time to the right. 2 ranks, 2 stages, 4 microbatches, makespan 15, bubble 20.0%,"
+        " bubble of the span 20.0%, peak activations 2. rank 0: idle 20%, peak activations 2; rank 1: idle"
+        " 20%, peak activations 1."
+    )
+
+
+@pytest.mark.parametrize(
+    "schedule", [one_f_one_b(16, 64), dualpipev(8, 20), interleaved_one_f_one_b(4, 8, 4)]
+)
+def test_svg_fits_a_screen_and_numbers_all_bars_of_a_kind_or_none(schedule):
+    costs = Costs(forward=[1.5 - s / schedule.stages for s in range(schedule.stages)])
+    for timeline in (simulate(schedule), simulate(schedule, costs)):
+        root = ElementTree.fromstring(to_svg(schedule, timeline))
+        assert float(root.get("width")) <= 1600
+        numbers = Counter(t.text for t in root.iter(f"{SVG}text") if t.get("class").split()[0] == "n")
+        kinds: dict[Op, Counter] = {}
+        for rank in range(schedule.ranks):
+            for i in schedule.instructions(rank):
+                kinds.setdefault(i.op, Counter()).update(str(part.microbatch) for part in parts_of(i))
+        for n in range(2 ** len(kinds)):
+            some = [kind for k, kind in enumerate(kinds.values()) if n >> k & 1]
+            if sum(some, Counter()) == numbers:
+                break
+        else:
+            raise AssertionError(f"numbers on some bars of a kind: {numbers}")
+
+
+def test_a_legend_takes_as_many_lines_as_it_needs():
+    schedule = reduce_early(append_tail(insert_unshards(dualpipev(4, 12))))
+    timeline = simulate(schedule, Costs(unshard=0.5, reduce_grad=2, step=1))
+    for width, lines in ((960, 2), (1600, 1)):
+        root = ElementTree.fromstring(to_svg(schedule, timeline, width=width))
+        entries = {}
+        for group in root.iter(f"{SVG}g"):
+            x, y = map(float, re.findall(r"[\d.]+", group.get("transform")))
+            label = group.find(f"{SVG}text")
+            assert x + float(label.get("x")) + 6 * len(label.text) <= width
+            entries.setdefault(y, []).append(x)
+        assert len(entries) == lines
+        assert min(float(t.get("y")) for t in root.iter(f"{SVG}rect") if t.get("class") == "track") > max(
+            entries
+        )
 
 
 def test_svg_of_a_timeline_without_time():
@@ -277,6 +336,10 @@ def test_a_trace_is_read_again(schedule, forward, lowered):
         (
             lambda d: d["ppfunc"]["ends"][1].__setitem__(2, 10**400),
             r"^\$\.ppfunc\.ends\[1\]\[2\]: expected a time",
+        ),
+        (
+            lambda d: d["ppfunc"].pop("measured"),
+            r"^\$\.ppfunc\.measured: expected true or false, got None",
         ),
         (
             lambda d: d["ppfunc"]["peak_activations"].pop(),

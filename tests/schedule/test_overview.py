@@ -209,8 +209,9 @@ def test_the_picture_has_a_point_and_a_name_for_each():
     labels = {
         text.text: (float(text.get("x")), float(text.get("y")))
         for text in root.iter(f"{SVG}text")
-        if text.get("class") == "ink"
+        if text.get("class") == "label"
     }
+    assert sum(len(label.split(", ")) for label in labels) == len(overview.rows)
     boxes = [(x, y - 11, x + 6 * len(label), y) for label, (x, y) in labels.items()]
     for n, (left, top, right, bottom) in enumerate(boxes):
         assert not any(left < r and x < right and top < b and t < bottom for x, t, r, b in boxes[:n]), (
@@ -220,6 +221,13 @@ def test_the_picture_has_a_point_and_a_name_for_each():
         assert not any(left < float(x) < right and top < float(y) < bottom for x, y in points), (
             "a label covers a point"
         )
+        for lead in (e for e in root.iter(f"{SVG}line") if e.get("class") == "lead"):
+            x1, x2, y1, y2 = (float(lead.get(name)) for name in ("x1", "x2", "y1", "y2"))
+            dots = [(x1 + n / 50 * (x2 - x1), y1 + n / 50 * (y2 - y1)) for n in range(49)]
+            assert not any(left < x < right and top < y < bottom for x, y in dots), "a line crosses a label"
+    assert root.find(f"{SVG}title").text == "Schedules for 8 ranks, 32 microbatches: simulated"
+    spoken = root.find(f"{SVG}desc").text
+    assert "1f1b: bubble 17.9%, peak activations 8;" in spoken and spoken.count(";") + 1 == len(overview.rows)
 
 
 def test_the_picture_takes_a_width_and_any_name():

@@ -156,7 +156,7 @@ def _timeline(schedule: Schedule, spans: Mapping[int, Sequence[Interval]]) -> Ti
         ]
         starts.append([start - origin for start, _ in rows])
         ends.append([end - origin for _, end in rows])
-    return timeline_of(schedule, starts, ends)
+    return timeline_of(schedule, starts, ends, measured=True)
 
 
 @cache

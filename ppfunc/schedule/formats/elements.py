@@ -6,7 +6,7 @@ from html import escape
 from math import floor, log10
 from numbers import Real
 
-_WIDEST = 100_000
+_WIDEST, _LONGEST = 100_000, 60  # pixels of a picture, letters of a name in it
 _FONT = (
     '.ppfunc { font: 11px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif;'
     " font-variant-numeric: tabular-nums }"
@@ -28,8 +28,19 @@ def require_width(width: float, least: int) -> None:
         raise ValueError(f"width is {width!r}, expected a number of pixels from {least} to {_WIDEST}")
 
 
-def page(title: str, width: float, height: float, style: str, dark: str, elements: Iterable[str]) -> str:
-    """Return a picture: ``style`` for its classes, and ``dark`` for those that differ on a dark page."""
+def page(
+    title: str,
+    description: str,
+    width: float,
+    height: float,
+    style: str,
+    dark: str,
+    elements: Iterable[str],
+) -> str:
+    """Return a picture: ``style`` for its classes, and ``dark`` for those that differ on a dark page.
+
+    Title and description are for readers who cannot see it.
+    """
     size = f'width="{number(width)}" height="{number(height)}"'
     lines = [
         (
@@ -37,6 +48,7 @@ def page(title: str, width: float, height: float, style: str, dark: str, element
             f' {number(height)}" {size}>'
         ),
         f"<title>{escaped(title)}</title>",
+        f"<desc>{escaped(description)}</desc>",
         (
             f"<style>\n{_FONT}{_scoped(_STYLE + style)}\n@media (prefers-color-scheme: dark)"
             f" {{{_scoped(_DARK + dark)}\n}}\n</style>"
@@ -86,6 +98,11 @@ def amount(memory: float) -> str:
     """Memory in whatever unit it has, activations or bytes: in short from ten thousand on."""
     power = next((n for n in (4, 3, 2, 1) if memory >= 10.0 ** (3 * n)), 0) if memory >= 10_000 else 0
     return f"{memory / 10.0 ** (3 * power):.3g} {'kMGT'[power - 1]}" if power else number(memory)
+
+
+def clipped(name: str) -> str:
+    """Write a name in at most 60 letters."""
+    return name if len(name) <= _LONGEST else name[: _LONGEST - 2] + ".."
 
 
 def short(value: float) -> str:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import hypot
 from typing import NamedTuple
 
 from ..arguments import require_type
 from ..overview import Overview, ScheduleFigures
-from .elements import line, number, page, require_width, short, text, ticks
+from .elements import clipped, line, number, page, require_width, short, text, ticks
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 150.0, 84.0, 60.0
 _LINE, _LETTER, _RADIUS, _CLEAR = (
     14.0,
-    6.6,
+    6.0,
     5.0,
     9.0,
 )  # pixels of a line of text, of a letter in it, of a point, beside it
-_TRIES, _LONGEST = 60, 60  # places for a label, and letters in a name
+_TRIES = 60  # distances of a label from its point
 _STYLE = """
-.point { fill: #3f72d0 } .twice { fill: #e5a62f } .over { fill-opacity: 0.35 } .lead { stroke: #b4bdcc }"""
+.point { fill: #3f72d0 } .twice { fill: #e5a62f } .over { fill-opacity: 0.35 } .lead { stroke: #8a96aa }
+.label { fill: #1c2330; paint-order: stroke; stroke: #ffffff; stroke-width: 3px }"""
 _DARK = """
-.point { fill: #5f8df0 } .twice { fill: #e5ad42 } .lead { stroke: #566277 }"""
+.point { fill: #5f8df0 } .twice { fill: #e5ad42 } .lead { stroke: #7b889f }
+.label { fill: #e8ebf1; stroke: #12161d }"""
 
 
 class _Point(NamedTuple):
@@ -51,8 +54,19 @@ def to_scatter(overview: Overview, *, width: float | None = None) -> str:
     right, bottom = width - _RIGHT, height - _BOTTOM
     most = [1.05 * max(values) or 1.0 for values in zip(*map(_figures, overview.rows), strict=True)]
     points = _points(overview, [(right - _LEFT) / most[0], (bottom - _TOP) / most[1]], bottom)
-    elements = [*_axes(overview, most, right, bottom), *_labels(points, width), *_marks(overview, points)]
-    return page(f"schedules for {overview.ranks} ranks", width, height, _STYLE, _DARK, elements)
+    elements = [
+        *_axes(overview, most, right, bottom),
+        *_labels(points, width, bottom),
+        *_marks(overview, points),
+    ]
+    size = f"{overview.ranks} ranks, {overview.microbatches} microbatches"
+    rows = "; ".join(
+        f"{_name(row)}: bubble {x:.1%}, peak activations {number(y)}"
+        for row in overview.rows
+        for x, y in [_figures(row)]
+    )
+    title = f"Schedules for {size}: simulated"
+    return page(title, f"{rows}.", width, height, _STYLE, _DARK, [text("ink h", _LEFT, 34, title), *elements])
 
 
 def _figures(row: ScheduleFigures) -> tuple[float, float]:
@@ -72,12 +86,11 @@ def _points(overview: Overview, scale: list[float], bottom: float) -> list[_Poin
 
 
 def _name(row: ScheduleFigures) -> str:
-    name = row.name if len(row.name) <= _LONGEST else row.name[: _LONGEST - 2] + ".."
+    name = clipped(row.name)
     return name if row.parameters <= 1 else f"{name} ({number(row.parameters)} x parameters)"
 
 
 def _axes(overview: Overview, most: list[float], right: float, bottom: float) -> Iterator[str]:
-    yield text("ink h", _LEFT, 34, f"{overview.ranks} ranks, {overview.microbatches} microbatches")
     pale = "" if overview.cap is None else f"; pale: over the cap of {short(overview.cap)}"
     yield text(
         "soft",
@@ -103,22 +116,25 @@ def _marks(overview: Overview, points: list[_Point]) -> Iterator[str]:
         yield f'<circle class="{kind}" cx="{number(point.x)}" cy="{number(point.y)}" r="{number(_RADIUS)}"/>'
 
 
-def _labels(points: list[_Point], width: float) -> Iterator[str]:
-    """Put each label at the nearest place that covers no point or label, with a line from its point."""
+def _labels(points: list[_Point], width: float, bottom: float) -> Iterator[str]:
+    """Put each label at the nearest place where it covers nothing, nor does the line to it from its point."""
     taken = [
         _Box(point.x - _CLEAR, point.y - _RADIUS, point.x + _CLEAR, point.y + _RADIUS) for point in points
     ]
-    for point in points:
-        length = _LETTER * len(point.label)
-        boxes = [_Box(x, y - _LINE / 2, x + length, y + _LINE / 2) for x, y in _places(point, length)]
-        box = next(
-            (b for b in boxes if b.left > _LEFT and b.right < width and not any(map(b.covers, taken))),
-            boxes[0],
-        )
-        taken.append(box)
-        yield text("ink", box.left, box.bottom - 3, point.label)
-        if abs(box.top + _LINE / 2 - point.y) >= _LINE / 2:
-            yield line(point.x, point.y, min(max(point.x, box.left), box.right), box.top + _LINE / 2, "lead")
+    labels = []  # drawn after all lines, which they interrupt
+    for point, own in zip(points, list(taken), strict=True):
+        others = [box for box in taken if box is not own]
+        boxes = list(_places(point, _LETTER * len(point.label)))
+        inside = [b for b in boxes if b.left > _LEFT and b.right < width and b.bottom < bottom]
+        free = [b for b in inside if not any(map(b.covers, taken))]
+        clear = (b for b in free if not any(dot.covers(o) for dot in _lead(point, b) for o in others))
+        box = next(clear, next(iter(free), boxes[0]))
+        lead = _lead(point, box)
+        taken += [box, *lead]
+        if lead:
+            yield line(point.x, point.y, lead[-1].left, lead[-1].top, "lead")
+        labels.append(text("label", box.left, box.bottom - 3, point.label))
+    yield from labels
 
 
 class _Box(NamedTuple):
@@ -136,9 +152,21 @@ class _Box(NamedTuple):
         )
 
 
-def _places(point: _Point, length: float) -> Iterator[tuple[float, float]]:
-    """Left end and middle of a label: right of its point, left, below and above, then ever farther away."""
+def _lead(point: _Point, box: _Box) -> list[_Box]:
+    """Return the line from a point to its label as a row of dots; none where the label is beside it."""
+    x, y = min(max(point.x, box.left), box.right), min(max(point.y, box.top), box.bottom)
+    if y == point.y:
+        return []
+    length = hypot(x - point.x, y - point.y)
+    shares = (n / length for n in range(int(_RADIUS) + 1, int(length), 3))
+    dots = [(point.x + share * (x - point.x), point.y + share * (y - point.y)) for share in (*shares, 1)]
+    return [_Box(left, top, left + 1, top + 1) for left, top in dots]
+
+
+def _places(point: _Point, length: float) -> Iterator[_Box]:
+    """Yield places of a label: right of its point, left, below and above, then ever farther away."""
     for away in range(_TRIES):
         for side in (1, -1) if away else (1,):
             y = point.y + side * away * _LINE / 2
-            yield from ((x, y) for x in (point.x + _CLEAR, point.x - _CLEAR - length, point.x - length / 2))
+            for x in (point.x + _CLEAR, point.x - _CLEAR - length, point.x - length / 2):
+                yield _Box(x, y - _LINE / 2, x + length, y + _LINE / 2)

@@ -1,9 +1,9 @@
 """Draw a schedule in time as plain SVG: one row per rank, bars to scale, light and dark.
 
 Colour says the kind of instruction, its strength which of the rank's stages it belongs to (the first
-is the strongest), the number the microbatch; an overlapped pair is a bar of two halves, the forward
-above. Collectives that take time are thin bars under what runs beside them. At the right: how much of the
-time a rank is idle, and its peak of live activations.
+is the strongest), the number the microbatch: all bars of a kind have one, or none where one is too narrow.
+An overlapped pair is a bar of two halves, the forward above. Collectives that take time are thin bars under
+what runs beside them. At the right: how much of the time a rank is idle, and its peak of live activations.
 """
 
 from collections.abc import Iterator, Set
@@ -13,7 +13,7 @@ from ..errors import ScheduleError
 from ..instruction import COMPUTE, Op, parts_of
 from ..schedule import Schedule
 from ..simulate import Timeline, simulate
-from .elements import amount, line, number, page, rect, require_width, short, text, ticks
+from .elements import amount, clipped, line, number, page, rect, require_width, short, text, ticks
 from .grid import Bar, bars_of, compute_bars
 
 _KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
@@ -24,9 +24,9 @@ _WHOLE = {
     Op.STEP: "optimizer step",
 }
 _THIN = 5.0  # pixels of the bar of a collective
-_LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 168.0, 104.0, 44.0
+_LEFT, _RIGHT, _BOTTOM = 76.0, 168.0, 44.0
 _DIGIT = 6.8  # pixels of one digit at 11 px
-_COLUMN = 960.0  # pixels of a page that a notebook has for a picture
+_COLUMN, _WIDEST = 960.0, 1600.0  # pixels that a notebook has for a picture, and a screen
 _MOST = 1000  # compute instructions that a notebook shows as a picture, of some 200 bytes each
 
 _STYLE = """
@@ -48,12 +48,17 @@ class _Scale(NamedTuple):
     per_time: float
     width: float
     row: float
+    top: float
 
     def x(self, time: float) -> float:
         return _LEFT + time * self.per_time
 
     def y(self, rank: int) -> float:
-        return _TOP + rank * self.row
+        return self.top + rank * self.row
+
+    def bar_width(self, bar: Bar) -> float:
+        # A hairline of the paper between bars, so that equal neighbours can be told apart.
+        return max((bar.end - bar.start) * self.per_time - 0.8, 0.4)
 
     @property
     def bar(self) -> float:
@@ -68,7 +73,7 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None, *, width: float
         timeline: start and end of every instruction, simulated or measured (see
             :func:`ppfunc.schedule.simulate.timeline_of`); by default simulated with the default costs.
         width: of the picture, in pixels from 960 to 100000; by default such that most bars have room for
-            their number.
+            their number, at most 1600.
 
     Raises:
         ValueError: a width out of range.
@@ -81,21 +86,27 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None, *, width: float
         bars_of(schedule, timeline, _WHOLE),
         float(timeline.makespan),
     )
-    scale = _scale(rows, makespan, width)
+    across = _across(rows, makespan) if width is None else width - _LEFT - _RIGHT
     timed = {bar.instruction.op for row in whole for bar in row if bar.end > bar.start}
+    legend, top = _legend(schedule, rows, timed, _LEFT + across + _RIGHT)
+    scale = _scale(rows, makespan, across, top)
+    numbered = _numbered(scale, rows)
+    facts = _facts(schedule, timeline)
+    heading = f"{clipped(schedule.name)}: {_origin(timeline)}"
     elements = [
-        *_heading(schedule, timeline),
-        *_legend(schedule, rows, timed),
-        *_axis(scale, makespan, len(rows)),
+        text("ink h", _LEFT, 34, heading),
+        text("soft", _LEFT, 56, " · ".join(facts)),
+        *legend,
+        *_axis(scale, makespan, len(rows), "seconds" if timeline.measured else "time"),
     ]
     for rank, row in enumerate(rows):
         elements += [
             *_margins(scale, timeline, rank),
-            *_bars(schedule, scale, rank, row),
+            *_bars(schedule, scale, rank, row, numbered),
             *_whole_bars(scale, rank, whole[rank]),
         ]
     size = _LEFT + scale.width + _RIGHT, scale.y(len(rows)) + _BOTTOM
-    return page(schedule.name, *size, _STYLE, _DARK, elements)
+    return page(heading, _spoken(timeline, facts), *size, _STYLE, _DARK, elements)
 
 
 def picture(value: Schedule | Timeline) -> str | None:
@@ -113,67 +124,108 @@ def picture(value: Schedule | Timeline) -> str | None:
         return None
 
 
-def _scale(rows: list[list[Bar]], makespan: float, width: float | None) -> _Scale:
-    """Return the scale for the width asked for, or for one that fits the numbers of three bars in four."""
+def _across(rows: list[list[Bar]], makespan: float) -> float:
+    """Return the pixels of the bars of all the time, such that three bars in four have room for a number."""
     durations = sorted(bar.end - bar.start for row in rows for bar in row)
     parts = (part for row in rows for bar in row for part in parts_of(bar.instruction))
     digits = max((len(str(part.microbatch)) for part in parts), default=1)
     typical = durations[len(durations) // 4] if durations else makespan
     wanted = (_DIGIT * digits + 5) * makespan / typical if typical else 0.0
-    across = min(max(wanted, 720.0), 30000.0) if width is None else width - _LEFT - _RIGHT
+    return min(max(wanted, 720.0), _WIDEST - _LEFT - _RIGHT)
+
+
+def _scale(rows: list[list[Bar]], makespan: float, across: float, top: float) -> _Scale:
     paired = any(bar.instruction.parts for row in rows for bar in row)
-    return _Scale(across / (makespan or 1.0), across, 30.0 if paired or len(rows) <= 16 else 22.0)
+    return _Scale(across / (makespan or 1.0), across, 30.0 if paired or len(rows) <= 16 else 22.0, top)
 
 
-def _heading(schedule: Schedule, timeline: Timeline) -> Iterator[str]:
+def _numbered(scale: _Scale, rows: list[list[Bar]]) -> Set[Op]:
+    """Return the kinds of bars that all have room for a number."""
+    narrow = {
+        bar.instruction.op
+        for row in rows
+        for bar in row
+        for part in parts_of(bar.instruction)
+        if scale.bar_width(bar) < _DIGIT * len(str(part.microbatch)) + 1
+    }
+    return COMPUTE - narrow
+
+
+def _origin(timeline: Timeline) -> str:
+    return "measured, seconds" if timeline.measured else "simulated, units of its costs"
+
+
+def _facts(schedule: Schedule, timeline: Timeline) -> list[str]:
     counts = (
         (schedule.ranks, "rank", "s"),
         (schedule.stages, "stage", "s"),
         (schedule.microbatches, "microbatch", "es"),
     )
-    facts = [
+    return [
         *(f"{n} {word}{plural * (n != 1)}" for n, word, plural in counts),
         f"makespan {short(timeline.makespan)}",
         f"bubble {float(timeline.bubble):.1%}",
         f"bubble of the span {float(timeline.span_bubble):.1%}",
         f"peak activations {amount(max(timeline.peak_activations, default=0))}",
     ]
-    yield text("ink h", _LEFT, 34, schedule.name)
-    yield text("soft", _LEFT, 56, " · ".join(facts))
 
 
-def _legend(schedule: Schedule, rows: list[list[Bar]], whole: Set[Op]) -> Iterator[str]:
+def _spoken(timeline: Timeline, facts: list[str]) -> str:
+    """Say what the picture shows: the facts of the whole, then those of every rank."""
+    ranks = (
+        f"rank {rank}: idle {_idle(timeline, rank)}, peak activations {amount(peak)}"
+        for rank, peak in enumerate(timeline.peak_activations)
+    )
+    return f"A row per rank, time to the right. {', '.join(facts)}. {'; '.join(ranks)}."
+
+
+def _idle(timeline: Timeline, rank: int) -> str:
+    return f"{float(timeline.idle[rank] / timeline.makespan) if timeline.makespan else 0.0:.0%}"
+
+
+def _legend(
+    schedule: Schedule, rows: list[list[Bar]], timed: Set[Op], width: float
+) -> tuple[list[str], float]:
+    """Return the entries of the legend, in lines of at most ``width``, and where the bars begin below it."""
+    x, y, entries = _LEFT, 72.0, []
+    for swatch, size, label in _swatches(schedule, rows, timed):
+        length = size + 30 + 6 * len(label)
+        if x + length > width:
+            x, y = _LEFT, y + 20
+        at = f"translate({number(x)} {number(y)})"
+        entries.append(f'<g transform="{at}">{swatch}{text("ink", size + 6, 11, label)}</g>')
+        x += length
+    return entries, y + 32
+
+
+def _swatches(schedule: Schedule, rows: list[list[Bar]], timed: Set[Op]) -> Iterator[tuple[str, float, str]]:
+    """Yield what stands in the legend: a swatch, its width, and its label."""
     seen = [bar.instruction for row in rows for bar in row]
-    kinds = {part.op for i in seen for part in parts_of(i)}
-    x, y = _LEFT, 72.0
+    kinds = timed | {part.op for i in seen for part in parts_of(i)}
     for op, label in (_KINDS | _WHOLE).items():
-        if op in kinds | whole:
-            yield rect(op.value, x, y, 14, 14, 'rx="2"')
-            yield text("ink", x + 20, y + 11, label)
-            x += 44 + 6 * len(label)
+        if op in kinds:
+            yield rect(op.value, 0, 0, 14, 14, 'rx="2"'), 14, label
     if any(i.parts for i in seen):
-        yield rect("F", x, y, 14, 7) + rect("B", x, y + 7, 14, 7)
-        yield text("ink", x + 20, y + 11, "overlapped pair")
-        x += 44 + 6 * 15
+        yield rect("F", 0, 0, 14, 7) + rect("B", 0, 7, 14, 7), 14, "overlapped pair"
     chunks = max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
     if chunks > 1:
-        for chunk in range(chunks):
-            yield rect("F", x + 14 * chunk, y, 14, 14, f'fill-opacity="{_strength(chunk, chunks)}"')
-        yield text("ink", x + 14 * chunks + 6, y + 11, f"the {chunks} stages of a rank, in order")
+        strengths = (f'fill-opacity="{_strength(chunk, chunks)}"' for chunk in range(chunks))
+        swatch = "".join(rect("F", 14 * n, 0, 14, 14, strength) for n, strength in enumerate(strengths))
+        yield swatch, 14 * chunks, f"the {chunks} stages of a rank, in order"
 
 
 def _strength(chunk: int, chunks: int) -> str:
     return "1" if chunks == 1 else number(1 - 0.55 * chunk / (chunks - 1))
 
 
-def _axis(scale: _Scale, makespan: float, ranks: int) -> Iterator[str]:
+def _axis(scale: _Scale, makespan: float, ranks: int, unit: str) -> Iterator[str]:
     top, bottom = scale.y(0), scale.y(ranks)
     for rank in range(ranks):
         yield rect("track", _LEFT, scale.y(rank) + 2, scale.width, scale.bar)
     for time in ticks(makespan, scale.width):
         yield line(scale.x(time), top, scale.x(time), bottom + 5)
         yield text("soft mid", scale.x(time), bottom + 18, short(time))
-    yield text("soft end", _LEFT - 10, bottom + 18, "time")
+    yield text("soft end", _LEFT - 10, bottom + 18, unit)
     yield text("soft end", _LEFT + scale.width + 52, top - 6, "idle")
     yield text("soft", _LEFT + scale.width + 70, top - 6, "peak activations")
 
@@ -181,41 +233,38 @@ def _axis(scale: _Scale, makespan: float, ranks: int) -> Iterator[str]:
 def _margins(scale: _Scale, timeline: Timeline, rank: int) -> Iterator[str]:
     """Write the name of the rank at the left, its idle share and its memory at the right."""
     middle, right = scale.y(rank) + scale.row / 2 + 4, _LEFT + scale.width
-    idle = float(timeline.idle[rank] / timeline.makespan) if timeline.makespan else 0.0
     peak, most = float(timeline.peak_activations[rank]), float(max(timeline.peak_activations)) or 1.0
     yield text("ink end", _LEFT - 10, middle, f"rank {rank}")
-    yield text("soft end", right + 52, middle, f"{idle:.0%}")
+    yield text("soft end", right + 52, middle, _idle(timeline, rank))
     yield rect("level", right + 70, scale.y(rank) + scale.row / 2 - 5, 56 * peak / most, 10, 'rx="2"')
     yield text("ink", right + 76 + 56 * peak / most, middle, amount(peak))
 
 
-def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar]) -> Iterator[str]:
+def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar], numbered: Set[Op]) -> Iterator[str]:
     order = {stage: n for n, stage in enumerate(schedule.stages_of(rank))}
-    for instruction, start, end in row:
-        parts = parts_of(instruction)
+    for bar in row:
+        instruction, start, end = bar
+        parts, width = parts_of(instruction), scale.bar_width(bar)
         height = scale.bar / len(parts)
         tip = f"<title>{instruction} on rank {rank}, {short(start)} to {short(end)}</title>"
         for n, part in enumerate(parts):
             strength = _strength(order.get(part.stage, 0), max(len(order), 1))
             y = scale.y(rank) + 2 + n * height
-            # A hairline of the paper between bars, so that equal neighbours can be told apart.
-            width = max((end - start) * scale.per_time - 0.8, 0.4)
             faded = "" if strength == "1" else f'fill-opacity="{strength}"'
             drawn = height - 0.6 if n + 1 < len(parts) else height
             yield rect(part.op.value, scale.x(start), y, width, drawn, faded, tip)
-            label = str(part.microbatch)
-            if width >= _DIGIT * len(label) + 1:
+            if instruction.op in numbered:
                 tone = " pale" if float(strength) < 0.75 else " dark" * (part.op is Op.W)
                 kind = "n" + tone + " half" * (len(parts) > 1)
-                yield text(kind, scale.x(start) + width / 2, y + height / 2 + 4, label)
+                yield text(kind, scale.x(start) + width / 2, y + height / 2 + 4, str(part.microbatch))
 
 
 def _whole_bars(scale: _Scale, rank: int, row: list[Bar]) -> Iterator[str]:
     """Bars of optimizer steps, and thin ones of collectives; what takes no time has none."""
-    for instruction, start, end in row:
+    for bar in row:
+        instruction, start, end = bar
         if end > start:
             height = scale.bar if instruction.op is Op.STEP else _THIN
             tip = f"<title>{instruction} on rank {rank}, {short(start)} to {short(end)}</title>"
-            width = max((end - start) * scale.per_time - 0.8, 0.4)
             y = scale.y(rank) + 2 + scale.bar - height
-            yield rect(instruction.op.value, scale.x(start), y, width, height, inside=tip)
+            yield rect(instruction.op.value, scale.x(start), y, scale.bar_width(bar), height, inside=tip)

@@ -7,7 +7,8 @@ collectives take time, which run beside compute. Times are whole nanoseconds, so
 overlap. Beside the events
 stands the timeline itself, which viewers show as metadata and which :func:`from_trace` reads::
 
-    "ppfunc": {"schedule": {...}, "starts": [[...], ...], "ends": [[...], ...], "peak_activations": [...]}
+    "ppfunc": {"schedule": {...}, "starts": [[...], ...], "ends": [[...], ...], "peak_activations": [...],
+               "measured": false}
 """
 
 import json
@@ -31,22 +32,27 @@ _TraceEvent = dict[str, Any]
 _KEY = "ppfunc"
 
 
-def to_trace(schedule: Schedule, timeline: Timeline | None = None, *, microseconds: float = 1000.0) -> str:
+def to_trace(
+    schedule: Schedule, timeline: Timeline | None = None, *, microseconds: float | None = None
+) -> str:
     """Return the trace of ``schedule`` as JSON text.
 
     Args:
         schedule: the one that ran, or would run.
         timeline: start and end of every instruction, simulated or measured (see
             :func:`ppfunc.schedule.simulate.timeline_of`); by default simulated with the default costs.
-        microseconds: how long one unit of the timeline is in the trace; 1e6 for seconds.
+        microseconds: how long one unit of the timeline is in the trace; by default 1e6 where it is measured,
+            in seconds, else 1000.
 
     Raises:
         TypeError, ValueError: the timeline is that of another schedule; a unit that is no number above 0.
     """
+    timeline = simulate(schedule) if timeline is None else timeline
+    if microseconds is None:
+        microseconds = 1e6 if timeline.measured else 1000.0
     require_type("microseconds", microseconds, Real, "a number above 0")
     if not 0 < microseconds < inf:
         raise ValueError(f"microseconds: got {microseconds!r}, expected a number above 0")
-    timeline = simulate(schedule) if timeline is None else timeline
     rows = [
         [_Slice.of(rank, bar, microseconds) for bar in row]
         for rank, row in enumerate(compute_bars(schedule, timeline))
@@ -98,8 +104,12 @@ def from_trace(trace: str | dict[str, Any]) -> Timeline:
         raise FormatError(
             f"$.{_KEY}.peak_activations: expected {schedule.ranks} numbers, one per rank, got {len(peaks)}"
         )
+    measured = data.get("measured")
+    if not isinstance(measured, bool):
+        raise FormatError(f"$.{_KEY}.measured: expected true or false, got {measured!r}")
     try:
-        return replace(timeline_of(schedule, starts, ends), peak_activations=tuple(peaks))
+        timeline = timeline_of(schedule, starts, ends, measured=measured)
+        return replace(timeline, peak_activations=tuple(peaks))
     except ValueError as error:
         raise FormatError(f"$.{_KEY}: {error}") from None
 
@@ -112,7 +122,7 @@ def _data(schedule: Schedule, timeline: Timeline) -> str:
     peaks = json.dumps(numbers(timeline.peak_activations))
     return (
         f'{{"schedule": {to_json(schedule).strip()},\n"starts": {starts},\n"ends":'
-        f' {ends},\n"peak_activations": {peaks}}}'
+        f' {ends},\n"peak_activations": {peaks},\n"measured": {json.dumps(timeline.measured)}}}'
     )
 
 
