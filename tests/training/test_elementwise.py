@@ -108,3 +108,26 @@ def tried(rank, size):
             except ValueError as error:
                 found.append(str(error))
     return found
+
+
+def outside(rank, size, shard, call):
+    """Run a step function on the parameters of a trainer's state; return its loss, or the error."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    options = {"axes": pp.Axes("pp", "dp"), "shard": shard}
+    x, y = normal(4, WIDTH), normal(4, WIDTH, seed=9)
+    with new_trainer([stage], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), mesh, **options) as trainer:
+        state = trainer.init({0: params()})
+        expected = float(trainer.evaluate(state, x, y))
+        step = getattr(pp, call)([stage], squared, pp.gpipe(1, 2))
+        try:
+            result = step(state.params, x, y)
+        except ValueError as error:
+            return str(error)
+        return float(result[0] if isinstance(result, tuple) else result) == expected
+
+
+@pytest.mark.parametrize("call", ["evaluate", "value_and_grad"])
+def test_parts_over_data_ranks_are_refused_outside_of_the_trainer(two, call):
+    assert two(outside, "optimizer", call) == [True, True]
+    for got in two(outside, "params", call):
+        assert "params[0]['w']: got a part of a parameter, which lies over the data ranks 'dp'" in got

@@ -33,7 +33,7 @@ from ..lowering.lowered import LoweredStep
 from ..lowering.stage_programs import keep
 from ..lowering.tail_calls import ranks_of_inputs
 from ..transport.protocols import LossPart, Route
-from .comparison import laid_out, require_same_layouts
+from .comparison import laid_out, require_same_layouts, require_whole_parameters
 from .ties import require_same_forms, require_same_values, shared_forms, sharing_ranks
 
 Edges = dict[tuple[int, int], tuple[Signature, ...]]
@@ -199,8 +199,10 @@ class Began:
 
         Raises:
             AgreementError: another rank of a mesh lays them out otherwise.
+            ValueError: this rank holds a part of a parameter that lies over data ranks.
         """
         transport = self._agreement.transport
+        require_whole_parameters(form)
         if not transport.compares_layouts:
             require_same_layouts(form)
         elif self.agreed is None:  # on all ranks, which meet here; later, when they are ready

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from itertools import zip_longest
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -100,6 +101,29 @@ def require_alike(by_rank: Mapping[int, Mapping[str, str]], axis: str) -> None:
             listed = "; ".join(f"rank {rank} has {text}" for rank, text in layouts.items())
             raise AgreementError(
                 f"{name} lies over {axis} in several ways: {listed}; give every rank the same placements"
+            )
+
+
+_data_axes: WeakKeyDictionary[DeviceMesh, str] = WeakKeyDictionary()  # of trainers that shard parameters
+
+
+def note_data_axis(mesh: DeviceMesh, axis: str) -> None:
+    """Note the axis of a mesh over which a trainer keeps parts of parameters."""
+    _data_axes[mesh] = axis
+
+
+def require_whole_parameters(form: StepForm) -> None:
+    """Raise ValueError for parameters of which this data rank holds a part, which no stage gathers."""
+    for name, leaf in _leaves(form):
+        layout, mesh = leaf.layout, leaf.layout.mesh if leaf.layout is not None else None
+        axis = None if mesh is None else _data_axes.get(mesh)
+        if layout is None or axis is None or not name.startswith("params["):
+            continue
+        if layout.placements[layout.axes.index(axis)] != "R":
+            raise ValueError(
+                f"{name}: got a part of a parameter, which lies over the data ranks {axis!r} of a trainer"
+                " with shard='params'; expected it whole: give leaf.full_tensor(), or call"
+                " trainer.evaluate(state, ...), which gathers it"
             )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc.runtime import P2P, Transport
+from ppfunc.runtime.agreement.comparison import note_data_axis
 from ppfunc.runtime.agreement.ties import Tied
 from ppfunc.runtime.transport.collective import Collective
 from ppfunc.runtime.transport.grid import Axes, ShardWhat
@@ -80,6 +81,8 @@ class TrainingRanks(NamedTuple):
         if mesh is not None:
             names = tuple(name for name in mesh.mesh_dim_names or () if name in (axes.data, axes.model))
             mesh = mesh[names] if axes.data in names else None
+        if mesh is not None and axes.data is not None and shard == "params":
+            note_data_axis(mesh, axes.data)
         return cls(
             shard, schedule, transport.local_ranks(schedule.ranks), tied, data, model, world, mesh, axes
         )
