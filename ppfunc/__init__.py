@@ -62,7 +62,7 @@ if TYPE_CHECKING:
         transforms as transforms,
     )
     from .measurement import measure as measure
-    from .pipeline import evaluate as evaluate, value_and_grad as value_and_grad
+    from .pipeline import eval_shape as eval_shape, evaluate as evaluate, value_and_grad as value_and_grad
     from .runtime import (
         P2P as P2P,
         AgreementError as AgreementError,

@@ -1,6 +1,6 @@
 """Make a pipeline an ordinary function from parameters and a batch to a loss and gradients."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -13,10 +13,10 @@ from ppfunc.runtime.agreement.ties import TiedPlaces
 from ppfunc.runtime.call.arguments import LossWeights, read_call
 from ppfunc.runtime.lowering.overlap import Overlapped
 from ppfunc.schedule import Schedule
-from ppfunc.stage import Engine, Loss, graph
+from ppfunc.stage import Engine, Loss, graph, outline
 from ppfunc.stage.frozen import FrozenLeaves, Trainable
 
-__all__ = ["evaluate", "value_and_grad"]
+__all__ = ["eval_shape", "evaluate", "value_and_grad"]
 
 _OnNonfinite = Literal["raise", "ignore"]
 
@@ -241,6 +241,32 @@ def evaluate(
     return make_step(
         stages, loss_fn, schedule, transport, engine, spec, read, loss_weights=loss_weights, training=False
     )
+
+
+def eval_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what a step function or a stage returns, as tensors on the device meta, and run nothing.
+
+    Args:
+        fn: what :func:`value_and_grad` or a sibling returns, or a stage ``fn(params, x, *extras)``.
+        args, kwargs: of a call; tensors may be on the device meta. Where ranks are processes, every one calls
+            it for a step.
+
+    Raises:
+        StageError: a stage fails, or needs values.
+
+    >>> from ppfunc import gpipe
+    >>> w, x = torch.zeros(3, 5), torch.zeros(4, 3)
+    >>> eval_shape(lambda w, x: x @ w, w, x).shape
+    torch.Size([4, 5])
+    >>> step = value_and_grad([lambda w, x: x @ w], lambda y, t: y.mean(), gpipe(ranks=1, microbatches=2))
+    >>> loss, grads = eval_shape(step, {0: w}, x, x)
+    >>> grads[0]
+    tensor(..., device='meta', size=(3, 5))
+    """
+    if isinstance(fn, StepFunction):
+        return fn.eval_shape(*args, **kwargs)
+    y = outline(fn, args).y
+    return y.wrap(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in y.leaves)
 
 
 def _require_sums(wanted: tuple[int, ...], per_microbatch: bool, sum_dtype: Any) -> None:

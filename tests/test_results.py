@@ -85,6 +85,14 @@ def require_results(result, rows, here=None):
     assert not any(t.requires_grad for t in (result.losses, result.outputs, result.aux.loss["worst"]))
 
 
+def require_forms(shapes, result):
+    """What is told of a step in advance is on no device, and of the shapes and dtypes of what comes back."""
+    leaves, others = optree.tree_leaves(shapes), optree.tree_leaves(result)
+    assert optree.tree_structure(shapes) == optree.tree_structure(result)
+    assert [(t.shape, t.dtype) for t in leaves] == [(t.shape, t.dtype) for t in others]
+    assert all(t.is_meta for t in leaves)
+
+
 @pytest.mark.parametrize("name", TRAINING)
 @settings(max_examples=4)
 @given(data=st.data())
@@ -117,6 +125,7 @@ def test_results_are_those_of_the_model_in_one_piece(name, data):
     loss, grads = (bare.loss, bare.grads) if metrics["has_aux"] else bare
     assert torch.equal(result.loss, loss) and same_bits(result.grads, grads)
     require_results(result, rows)
+    require_forms(pp.eval_shape(asked, params, inputs, targets), result)
     near(result.loss, sum(w * row[0].detach() for w, row in zip(each, rows, strict=True)))
     judged = pp.evaluate(stages, with_aux, schedule, **options, **MORE)(params, inputs, targets)
     require_results(judged, rows)
@@ -230,6 +239,7 @@ def between_processes(rank, ranks, name):
             bare, result = plain(own, inputs, targets), asked(own, inputs, targets)
             assert torch.equal(bare.loss, result.loss) and same_bits(bare.grads, result.grads)
             require_results(result, rows, here)
+            require_forms(asked.eval_shape(own, inputs, targets), result)
             require_results(judge(own, inputs, targets), rows, here)
     near(pp.value_and_grad(stages, with_aux, schedule, **MORE)(params, inputs, targets).losses, result.losses)
 
@@ -317,6 +327,44 @@ def train_in_processes(rank, ranks, kind):
 @pytest.mark.parametrize("kind", ["data", "1f1b", "dualpipe"])
 def test_a_trainer_between_processes(two, kind):
     two(train_in_processes, kind)
+
+
+# -- shapes alone
+
+
+def test_shapes_of_other_steps_and_of_stages():
+    schedule = pp.one_f_one_b(2, 2)
+    params, inputs, targets = problem(schedule, leaves="wb", dtype=torch.bfloat16)
+    for step in (
+        pp.value_and_grad([affine] * 2, squared, schedule, argnums=(1, 0), sum_dtype=torch.float32),
+        pp.value_and_grad(
+            [affine] * 2, squared, schedule, per_microbatch=True, trainable={0: False, 1: True}
+        ),
+        pp.evaluate([affine] * 2, None, schedule, return_outputs=True),
+    ):
+        wanted = () if "without" in repr(step) else (targets,)
+        require_forms(pp.eval_shape(step, params, inputs, *wanted), step(params, inputs, *wanted))
+    products = pp.hvp([affine] * 2, squared, schedule)
+    params, inputs, targets = problem(schedule, leaves="wb")
+    require_forms(
+        pp.eval_shape(products, params, params, inputs, targets), products(params, params, inputs, targets)
+    )
+    on_meta = optree.tree_map(lambda t: t.to("meta"), (params[0], inputs))
+    assert pp.eval_shape(burdened, *on_meta).metrics["mean"].shape == ()
+    drawing = pp.value_and_grad([lambda p, x: torch.dropout(affine(p, x), 0.5, True)] * 2, squared, schedule)
+    assert pp.eval_shape(drawing, params, inputs, targets)[0].is_meta
+
+
+def test_what_is_compiled_tells_what_is_lowered():
+    schedule = pp.zb_h1(2, 4)
+    lowered = pp.value_and_grad([affine] * 2, with_aux, schedule, **MORE).lower(
+        *problem(schedule, leaves="wb")
+    )
+    compiled = lowered.compile()
+    assert "aux {'right': int64[] no grad, 'worst': float64[4] no grad, 'none': None}" in compiled.as_text()
+    assert compiled.as_text() == lowered.as_text()
+    assert compiled.memory_analysis() == lowered.memory_analysis()
+    assert compiled.cost_analysis() == lowered.cost_analysis()
 
 
 # -- refusals

@@ -1,4 +1,5 @@
-"""Flatten trees, with the classes that are registered with optree or with ``torch.utils._pytree``.
+"""Flatten trees, with the classes that are registered with optree, in any namespace, or with
+``torch.utils._pytree``.
 
 Everything in the package flattens by these functions, so that a class known in one place is known in all.
 Dictionaries are read in the order of their keys, which is part of the structure: a stage may see it. ``None``
@@ -14,11 +15,12 @@ from typing import Any, NamedTuple
 
 import optree
 from optree import PyTreeSpec
+from optree.registry import _NODETYPE_REGISTRY as OPTREE_NODES
 
 from ._torch import PYTREE_NODES
 
 NAMESPACE = "ppfunc"
-"""Where classes known to torch alone are registered, and dictionaries are read in their own order."""
+"""Where classes of torch and of other namespaces are registered, and dictionaries are read in their order."""
 
 _ordered = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
 _ordered.__enter__()  # for as long as the process lives: no other library uses the namespace
@@ -33,7 +35,7 @@ def tree_flatten(tree: Any, name: str = "tree") -> tuple[list[Any], PyTreeSpec]:
     >>> tree_flatten({"b": (1, None), "a": 2})[0]
     [1, 2]
     """
-    if len(PYTREE_NODES) != len(_seen):
+    if len(PYTREE_NODES) + len(OPTREE_NODES) != _known:
         _adopt()
     try:
         return optree.tree_flatten(tree, namespace=NAMESPACE)
@@ -120,11 +122,13 @@ class _NodeEntry(optree.PyTreeEntry):
 
 
 _seen: set[Any] = set()
+_known = 0  # classes of torch and of optree when they were last adopted
 _adopting = threading.Lock()
 
 
 def _adopt() -> None:
-    """Register the classes that torch knows and optree does not."""
+    """Register the classes that torch knows and optree does not, and those of other namespaces of optree."""
+    global _known
     with _adopting:
         for kind, node in list(PYTREE_NODES.items()):
             known = kind in _seen or not isinstance(kind, type) or optree.is_structseq_class(kind)
@@ -133,6 +137,13 @@ def _adopt() -> None:
                     kind, *_functions_of(node), path_entry_type=_NodeEntry, namespace=NAMESPACE
                 )
             _seen.add(kind)
+        for entry in list(OPTREE_NODES.values()):
+            if entry.namespace and optree.register_pytree_node.get(entry.type, namespace=NAMESPACE) is None:
+                optree.register_pytree_node(
+                    entry.type, entry.flatten_func, entry.unflatten_func,
+                    path_entry_type=entry.path_entry_type, namespace=NAMESPACE,
+                )  # fmt: skip
+        _known = len(PYTREE_NODES) + len(OPTREE_NODES)
 
 
 def _functions_of(node: Any) -> tuple[Callable[[Any], tuple[Any, ...]], Callable[[Any, Any], Any]]:

@@ -26,9 +26,11 @@ from .results import StepResult
 from .spec import Pipeline
 
 if TYPE_CHECKING:
+    from ..agreement.agreement import Agreed
     from ..execution.record import Recorder
     from ..lowering.analysis import LoweredFunction
-    from ..lowering.compiled_steps import CacheInfo, Finder
+    from ..lowering.compiled_steps import CacheInfo, Finder, Guards
+    from ..lowering.lowered import LoweredStep
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -139,23 +141,40 @@ class StepFunction(Generic[P, R]):
         Args:
             args, kwargs: as of a call. Tensors may be on the device meta, and trees may be signatures.
         """
+        from ..lowering.analysis import LoweredFunction
+
+        _, lowered, agreed, guards = self._lower(args, kwargs)
+        return LoweredFunction(
+            lowered,
+            self.pipeline.programs,
+            self.pipeline.transport,
+            lambda compiled: self._running(self._compiled.reuse(compiled, agreed, guards)),
+        )
+
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Return what a call returns, with all tensors on the device meta, and run nothing.
+
+        Args:
+            args, kwargs: as of :meth:`lower`.
+        """
+        from ..execution.shapes import shapes_of
+
+        arguments, lowered, agreed, _ = self._lower(args, kwargs)
+        return self._returned(shapes_of(lowered, arguments, agreed.losses))
+
+    def _lower(self, args: Any, kwargs: Any) -> tuple[StepArguments, LoweredStep, Agreed, Guards]:
+        """Lower the step with the peers, and run nothing."""
         transport = self.pipeline.transport
         with transport.hold_interrupts():
             try:
                 raw = self._read(*args, **kwargs)
                 assert isinstance(raw, RawArguments)  # of one pass
-                lowered, agreed, guards = self._compiled.lower(self._arguments(raw, None, abstract=True))
+                arguments = self._arguments(raw, None, abstract=True)
+                lowered, agreed, guards = self._compiled.lower(arguments)
                 transport.end({}, {})
+                return arguments, lowered, agreed, guards
             except BaseException as raised:
                 self._fail(raised)
-        from ..lowering.analysis import LoweredFunction
-
-        return LoweredFunction(
-            lowered,
-            self.pipeline.programs,
-            transport,
-            lambda compiled: self._running(self._compiled.reuse(compiled, agreed, guards)),
-        )
 
     def returning(self, *more: str) -> StepFunction[P, R]:
         """Return the step function of this pipeline that makes these results too, fields of a StepResult."""

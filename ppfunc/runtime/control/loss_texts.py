@@ -8,8 +8,7 @@ import torch
 
 from ppfunc.stage.device import upload
 
-from ..transport.losses import shape_of_sum, sum_up
-from ..transport.protocols import LossPart
+from ..transport.protocols import LossPart, shape_of_sum, sum_up
 
 
 def to_text(losses: torch.Tensor) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -94,20 +94,11 @@ class LoweredFunction:
 
     def memory_analysis(self) -> dict[int, Memory]:
         """Return bytes per rank and kind, from abstract values: stages are traced, nothing runs."""
-        programs = build_programs(self.step, self._programs)
-        return {rank: _memory(self.step, programs, rank) for rank in self.step.ranks}
+        return _memories(self.step, build_programs(self.step, self._programs))
 
     def cost_analysis(self) -> dict[int, Cost]:
         """Return floating point operations per rank, as torch's flop counter counts them; nothing runs."""
-        step, programs = self.step, build_programs(self.step, self._programs)
-        counted: dict[int, tuple[int, int, int, int]] = {}
-        for key, program in programs.items():
-            if id(program) not in counted:
-                counted[id(program)] = _flops(
-                    program, step.stages[key], training=not step.schedule.forward_only
-                )
-        flops = {key: counted[id(program)] for key, program in programs.items()}
-        return {rank: _cost(step.schedule, flops, rank) for rank in step.ranks}
+        return _costs(self.step, build_programs(self.step, self._programs))
 
 
 class CompiledFunction(NamedTuple):
@@ -132,6 +123,18 @@ class CompiledFunction(NamedTuple):
 
     def __repr__(self) -> str:
         return repr(self.step)
+
+    def as_text(self) -> str:
+        """Return the text of :meth:`LoweredFunction.as_text`."""
+        return "\n".join(_text(self.step.lowered))
+
+    def memory_analysis(self) -> dict[int, Memory]:
+        """Return the bytes of :meth:`LoweredFunction.memory_analysis`."""
+        return _memories(self.step.lowered, self.step.programs)
+
+    def cost_analysis(self) -> dict[int, Cost]:
+        """Return the operations of :meth:`LoweredFunction.cost_analysis`."""
+        return _costs(self.step.lowered, self.step.programs)
 
 
 def _text(step: LoweredStep) -> Iterator[str]:
@@ -188,7 +191,11 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _memory(step: LoweredStep, programs: dict[Key, StageProgram], rank: int) -> Memory:
+def _memories(step: LoweredStep, programs: Mapping[Key, StageProgram]) -> dict[int, Memory]:
+    return {rank: _memory(step, programs, rank) for rank in step.ranks}
+
+
+def _memory(step: LoweredStep, programs: Mapping[Key, StageProgram], rank: int) -> Memory:
     schedule, form = step.schedule, step.form
     stages = schedule.stages_of(rank)
     model_stages = [schedule.model_stages[s] for s in stages]
@@ -228,7 +235,7 @@ def _computed(schedule: Schedule, rank: int) -> Iterator[tuple[Op, Key]]:
                 yield part.op, (part.stage, part.microbatch)
 
 
-def _residuals(schedule: Schedule, programs: dict[Key, StageProgram], rank: int) -> int | None:
+def _residuals(schedule: Schedule, programs: Mapping[Key, StageProgram], rank: int) -> int | None:
     """Return the most bytes of residuals alive at once: from each forward to the end of its backward."""
     now = most = 0
     for op, key in () if schedule.forward_only else _computed(schedule, rank):
@@ -239,6 +246,15 @@ def _residuals(schedule: Schedule, programs: dict[Key, StageProgram], rank: int)
             now += size if op is Op.F else -size
         most = max(most, now)
     return most
+
+
+def _costs(step: LoweredStep, programs: Mapping[Key, StageProgram]) -> dict[int, Cost]:
+    counted: dict[int, tuple[int, int, int, int]] = {}
+    for key, program in programs.items():
+        if id(program) not in counted:
+            counted[id(program)] = _flops(program, step.stages[key], training=not step.schedule.forward_only)
+    flops = {key: counted[id(program)] for key, program in programs.items()}
+    return {rank: _cost(step.schedule, flops, rank) for rank in step.ranks}
 
 
 def _flops(program: StageProgram, low: LoweredStage, *, training: bool) -> tuple[int, int, int, int]:

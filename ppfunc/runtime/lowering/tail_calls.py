@@ -21,8 +21,7 @@ from ..errors import AgreementError
 from ..execution.buffers import Buffers, Compared, ParameterUpdate, Tag
 from ..execution.fill import losses_of, new_gradients
 from ..transport.collective import Collective
-from ..transport.losses import apart
-from ..transport.protocols import Call, DataTransport
+from ..transport.protocols import Call, DataTransport, apart
 from .calls import Origin, PlacedCall
 from .lowered import BATCH, LoweredStep
 

@@ -13,8 +13,7 @@ from ..agreement.comparison import LaidOut
 from ..errors import AgreementError, Failure, PipelineError
 from ..execution.buffers import Buffers, Compared, moved
 from .collective import Among, Collective
-from .losses import sum_up
-from .protocols import Call, LossPart, Mode, Route, Transfer
+from .protocols import Call, LossPart, Mode, Route, Transfer, sum_up
 
 
 class InProcess:
