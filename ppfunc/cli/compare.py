@@ -16,7 +16,7 @@ from ppfunc.schedule.formats.scatter import to_scatter
 from ppfunc.schedule.overview import Overview, compare_schedules
 from ppfunc.schedule.schedule import Schedule
 
-from .costs import add_cost_options, read_costs
+from .costs import add_cost_options, read_costs, require_effect
 from .output import form_of, write
 from .sources import add_options, is_file, read_file, require_size
 
@@ -85,6 +85,9 @@ def _compare(arguments: argparse.Namespace) -> int:
     overview = compare_schedules(
         ranks, microbatches, schedules or None, costs, cap=arguments.cap, chunks=chunks
     )
+    sizes = () if form == "json" or arguments.cap is not None else ("activation", "parameters")
+    unseen = [name for name in sizes if not isinstance(getattr(arguments, name), tuple)]
+    require_effect(arguments, [row.timeline.schedule for row in overview.rows], unseen)
     if form == "svg":
         text = to_scatter(overview, width=arguments.width)
     else:

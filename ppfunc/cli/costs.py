@@ -1,11 +1,12 @@
 """Declare and read the options for costs: times and sizes of stages."""
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from ppfunc.schedule.costs import Costs
+from ppfunc.schedule.instruction import Op
 from ppfunc.schedule.schedule import Schedule
 
 from .number import numbers
@@ -34,6 +35,13 @@ _OPTIONS = {
     "step": "time of an optimizer step; default 0",
 }
 _HALVES = ("backward_input", "backward_weight")
+# The instructions that a cost is for: it changes nothing in a schedule without them.
+_OF = {
+    "overlapped": {Op.OVERLAP_F_B},
+    "weight_share": {Op.W},
+    **{name: {Op.B, Op.I, Op.W, Op.OVERLAP_F_B} for name in ("backward", *_HALVES)},
+    **{op.lower(): {op} for op in (Op.UNSHARD, Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP)},
+}
 
 
 def add_cost_options(parser: argparse.ArgumentParser, unit: str, without: Collection[str] = ()) -> None:
@@ -59,7 +67,9 @@ def read_costs(arguments: argparse.Namespace) -> Costs | None:
         ValueError: the costs are in two places, or invalid.
         OSError: the file cannot be read.
     """
-    costs = {name: value for name in _OPTIONS if (value := getattr(arguments, name, None)) is not None}
+    costs = given_costs(arguments)
+    if ("bytes" in costs) != ("bandwidth" in costs):
+        raise ValueError("--bytes and --bandwidth go together: a message takes latency + bytes / bandwidth")
     if arguments.costs is None:
         return Costs(**_with_halves(costs)) if costs else None
     if costs:
@@ -71,6 +81,35 @@ def read_costs(arguments: argparse.Namespace) -> Costs | None:
         return Costs.from_json(text_of_path(arguments.costs))
     except ValueError as error:
         raise ValueError(f"{arguments.costs}: {error}") from None
+
+
+def given_costs(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the costs that stand on the command line themselves, by name."""
+    return {name: value for name in _OPTIONS if (value := getattr(arguments, name, None)) is not None}
+
+
+def require_effect(
+    arguments: argparse.Namespace, schedules: Iterable[Schedule], unseen: Collection[str] = ()
+) -> None:
+    """Refuse costs of the command line that change nothing.
+
+    Args:
+        schedules: what the costs are for.
+        unseen: costs that the output does not show.
+
+    Raises:
+        ValueError: a cost of an instruction that is in none of the schedules, or one that is not seen.
+    """
+    ops = frozenset[Op]().union(*(schedule.ops for schedule in schedules))
+    for name in given_costs(arguments):
+        users, option = _OF.get(name), f"--{name.replace('_', '-')}"
+        if users and not users & ops:
+            raise ValueError(
+                f"{option} changes nothing: there is no {' or '.join(sorted(users))} in the schedule; leave"
+                " it out"
+            )
+        if name in unseen:
+            raise ValueError(f"{option} changes nothing in what is printed: leave it out")
 
 
 def fitted(costs: Costs, schedule: Schedule) -> Costs:

@@ -10,6 +10,7 @@ from typing import Any
 from ppfunc.schedule.builders import BUILDERS
 from ppfunc.schedule.check import check
 from ppfunc.schedule.compare_timelines import compare
+from ppfunc.schedule.config import find_builder
 from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.formats.csv import to_csv
 from ppfunc.schedule.formats.grid import to_grid
@@ -23,7 +24,7 @@ from ppfunc.schedule.passes.remove import compute_only, remove_slots
 from ppfunc.schedule.schedule import Schedule
 from ppfunc.schedule.simulate import Timeline, simulate
 
-from .costs import add_cost_options, fitted, read_costs
+from .costs import add_cost_options, fitted, read_costs, require_effect
 from .output import form_of, write
 from .sources import BUILDER_OPTIONS, add_builder_options, add_options, find_schedule, is_file, takes_costs
 from .words import explain
@@ -61,8 +62,11 @@ def add_schedules(commands: Any) -> None:
     options that do not fit.
     """
     listing = commands.add_parser(
-        "list", help="the schedules that can be built, with their options", example="  ppfunc list"
+        "list",
+        help="the schedules that can be built, with their options",
+        example="  ppfunc list\n  ppfunc list zbv",
     )
+    listing.add_argument("names", metavar="NAME", nargs="*", help="only these")
     listing.set_defaults(func=_list)
     _add_show(commands)
     checking = commands.add_parser(
@@ -130,7 +134,10 @@ def _add_show(commands: Any) -> None:
 
 def _list(arguments: argparse.Namespace) -> int:
     lines = []
+    chosen = [find_builder(name) for name in arguments.names] or BUILDERS.values()
     for name, build in BUILDERS.items():
+        if build not in chosen:
+            continue
         text = (inspect.getdoc(build) or "").replace("``", "")
         lines.append(f"{name}\n    {text.splitlines()[0]}\n    in Python: ppfunc.{build.__name__}")
         meanings = dict(entry.split(": ", 1) for entry in _section(text, "Args:"))
@@ -178,7 +185,14 @@ def _show(arguments: argparse.Namespace) -> int:
             f"costs change nothing in --format {form} of {arguments.name}: leave them out, or take grid, svg"
             " or trace"
         )
+    if arguments.lowered and (form == "svg" or arguments.target is not None):
+        raise ValueError(
+            f"--lowered changes nothing in {'an svg' if form == 'svg' else 'a csv for torch'}: leave it out"
+        )
     schedule, measured = find_schedule(arguments.name, arguments, costs)
+    built_for_costs = takes_costs(arguments.name)
+    memory = () if form != "grid" or built_for_costs else ("activation", "weight_share")
+    require_effect(arguments, [schedule], () if built_for_costs else ("parameters", *memory))
     timeline = measured
     if is_file(arguments.name) and (form != "grid" or timeline or costs):
         check(schedule)  # a grid without times shows a wrong schedule too
@@ -216,6 +230,14 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _memory(schedule: Schedule, costs: Costs, timeline: Timeline) -> tuple[float, ...]:
+    """Add up, per rank, the parameters of its stages and its peak of activations."""
+    return tuple(
+        peak + sum(costs.of("parameters", stage) for stage in schedule.stages_of(rank))
+        for rank, peak in enumerate(timeline.peak_activations)
+    )
+
+
 def _simulate(arguments: argparse.Namespace) -> int:
     costs = read_costs(arguments)
     schedule, timeline = find_schedule(arguments.name, arguments, costs)
@@ -223,7 +245,10 @@ def _simulate(arguments: argparse.Namespace) -> int:
         check(schedule)
     if timeline is None or costs is not None:
         timeline = simulate(schedule, fitted(costs or Costs(), schedule))
+    require_effect(arguments, [schedule])
     figures = {name: getattr(timeline, name) for name in _FIGURES}
+    if costs is not None and costs.parameters:
+        figures["memory"] = _memory(schedule, fitted(costs, schedule), timeline)
     if arguments.json:
         print(json.dumps(figures, default=float))
         return 0

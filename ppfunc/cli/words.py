@@ -28,6 +28,7 @@ WORDS = {
     "activation": "what the forward of a microbatch keeps for its backward",
     "peak activations": "the most that a rank holds at one time, per rank",
     "cap": "the most memory that a rank may take",
+    "memory": "the parameters of a rank and its peak of activations, in one unit",
     "group": "microbatches that go through one chunk before the rank turns to the next chunk",
     "makespan": "the time from the start to the last end",
     "span": "the largest time, over the ranks, from their first start to their last end",

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import ppfunc
+from ppfunc.cli.costs import _OPTIONS
 from ppfunc.schedule import (
     BUILDERS,
     Costs,
@@ -69,7 +70,7 @@ def test_list_names_every_schedule_with_its_options_and_constraints(run):
 def test_every_schedule_is_shown_in_every_form_and_accepted_by_check(name, run, tmp_path):
     shape = ("--ranks", 4, "--microbatches", 8)
     for form in ("grid", "csv", "steps", "json", "svg", "trace"):
-        for lowered in ((), ("--lowered",)):
+        for lowered in ((), ("--lowered",)) if form != "svg" else ((),):
             file = tmp_path / f"{len(lowered)}.{form}"
             code, out, err = run("show", name, *shape, "--format", form, *lowered, "--out", file)
             assert (code, out, err) == (0, "", "")
@@ -668,11 +669,55 @@ def test_the_nearest_name_is_suggested(arguments, message, run):
             "--costs costs.json and --forward: give the costs in one place",
         ),
         (("--costs", "/nowhere/at/all"), "No such file"),
+        (("--format", "svg", "--lowered"), "--lowered changes nothing in an svg: leave it out"),
+        (("--for", "torch", "--lowered"), "--lowered changes nothing in a csv for torch"),
+        (("--parameters", 2), "--parameters changes nothing in what is printed"),
+        (("--activation", 2), "--activation changes nothing in what is printed"),
+        (("--weight-share", 0.5, "--format", "svg"), "--weight-share changes nothing: there is no W"),
+        (("--overlapped", 3), "--overlapped changes nothing: there is no OVERLAP_F_B in the schedule"),
+        (("--step", 3), "--step changes nothing: there is no STEP in the schedule"),
+        (("--bytes", 3), "--bytes and --bandwidth go together"),
     ],
 )
 def test_an_option_that_changes_nothing_is_refused(arguments, message, run):
     code, out, err = run("show", "1f1b", *SHAPE, *arguments)
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+def test_every_cost_changes_what_simulate_prints_or_is_refused(run):
+    """One number other than the default, for schedules that have all instructions of compute between them."""
+    changed = set()
+    for name in ("1f1b", "zb_h1", "zbv", "dualpipev", "inference"):
+        plain = run("simulate", name, *SHAPE, "--json")[1]
+        for option in (o.replace("_", "-") for o in _OPTIONS):
+            more = (
+                ("--bandwidth", 7) if option == "bytes" else ("--bytes", 7) if option == "bandwidth" else ()
+            )
+            code, out, err = run("simulate", name, *SHAPE, "--json", f"--{option}", 0.75, *more)
+            if code == 0:
+                assert out != plain, (name, option)
+                changed.add(option)
+            else:
+                assert code == 2 and f"--{option} changes nothing" in err, (name, option)
+    tail = {"unshard", "reduce-tied", "reduce-grad", "step"}  # in files, such as the schedule of a trainer
+    assert changed == {o.replace("_", "-") for o in _OPTIONS} - tail
+
+
+def test_simulate_adds_parameters_up(run):
+    sizes = ("--parameters", "5,6,7,8.5")
+    printed = json.loads(run("simulate", "1f1b", *SHAPE, *sizes, "--json")[1])
+    assert printed["memory"] == [9, 9, 9, 9.5] and printed["peak_activations"] == [4, 3, 2, 1]
+    assert re.search(r"^memory +9 9 9 9.5$", run("simulate", "1f1b", *SHAPE, *sizes)[1], re.MULTILINE)
+
+
+def test_list_of_some_names(run):
+    entries = re.split(
+        r"^(?=\S)", run("list", "ZBV", "dualpipe")[1].partition("\nwords")[0], flags=re.MULTILINE
+    )
+    assert [entry.split()[0] for entry in entries if entry] == ["zbv", "dualpipe"]
+    assert all(entry.strip() in run("list")[1] for entry in entries)
+    code, out, err = run("list", "zvb")
+    assert (code, out) == (2, "") and "zbv" in err
 
 
 def test_costs_in_a_file_are_strict(run, tmp_path):
