@@ -73,6 +73,7 @@ if TYPE_CHECKING:
         StepResult as StepResult,
         interleaved as interleaved,
         microbatch as microbatch,
+        replicated as replicated,
         two_streams as two_streams,
     )
     from .schedule import (

@@ -115,10 +115,13 @@ def value_and_grad(
           process); ``schedule.model_stages_of(rank)`` says which. The leaves of this and all other trees are
           tensors or DTensors. Of a DTensor, a stage is given this rank's part.
         * ``inputs``, ``targets``: a tree, every leaf of which is cut along axis 0 into the schedule's
-          microbatches, as views; or :class:`ppfunc.Microbatches`, which may differ in shape. They may stay on
-          the host: each microbatch is copied to the device of its stage at its ``LOAD``, or before its
-          forward if the schedule has no ``LOAD``. A process that does not run the last stage may pass None
-          for the targets; one that does not run the first, None for the inputs.
+          microbatches, as views; or :class:`ppfunc.Microbatches`, which may differ in shape. A part without
+          the batch's rows, which every microbatch takes whole, is marked, :func:`ppfunc.replicated`. A
+          ``BlockMask`` is cut as torch cuts it. Numbers, texts and flags may be among them; a program is
+          traced for each value. They may stay on the host: each microbatch is copied to the device of its
+          stage at its ``LOAD``, or before its forward if the schedule has no ``LOAD``. A process that does
+          not run the last stage may pass None for the targets; one that does not run the first, None for the
+          inputs.
         * ``loss_weights``: those of this step, if they differ from step to step.
         * ``seed``: ``(seed, step)``, two integers, for stages that draw random numbers; the same on every
           rank.

@@ -27,7 +27,11 @@ from typing import TYPE_CHECKING
 from ppfunc._lazy import attach
 
 if TYPE_CHECKING:
-    from .call.batch import Microbatches as Microbatches, microbatch as microbatch
+    from .call.batch import (
+        Microbatches as Microbatches,
+        microbatch as microbatch,
+        replicated as replicated,
+    )
     from .call.results import Aux as Aux, StepResult as StepResult
     from .call.spec import StepSpec as StepSpec
     from .call.step import StepFunction as StepFunction

@@ -8,7 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from optree import PyTreeSpec
 
+from ppfunc.stage.constants import with_constants
 from ppfunc.stage.tree import tree_flatten, tree_map, tree_structure, tree_unflatten
+
+Changes = tuple[tuple[int, Any], ...]
+"""Numbers, texts and flags in the place of constants of the split, with the numbers of these."""
 
 
 class CallForm(NamedTuple):
@@ -49,6 +53,7 @@ class CallForm(NamedTuple):
         kwargs = dict(kwargs or {})
         if not all(isinstance(key, str) for key in kwargs):
             raise TypeError(f"kwargs: got the keys {list(kwargs)}, expected names of arguments")
+        with_constants((args, kwargs), "args")  # knows masks afterwards
         leaves, treedef = tree_flatten((args, kwargs), "args")
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         if not places:
@@ -64,7 +69,14 @@ class CallForm(NamedTuple):
         form = cls(treedef, constants, places, tree_structure(inputs), kind)
         return form, tuple(leaves[i] for i in places)
 
-    def arguments(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def with_changes(self, changes: Changes) -> CallForm:
+        """Return the form of a call with other constants."""
+        constants = list(self.constants)
+        for place, value in changes:
+            constants[place] = value
+        return self._replace(constants=tuple(constants))
+
+    def arguments(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Build the arguments of the model from tensors."""
         leaves = list(self.constants)
         for place, tensor in zip(self.places, tensors, strict=True):
@@ -72,29 +84,46 @@ class CallForm(NamedTuple):
         args, kwargs = tree_unflatten(self.treedef, leaves)
         return args, kwargs
 
-    def read(self, x: Any) -> tuple[torch.Tensor, ...]:
-        """Take the tensors out of an input of the first stage.
+    def read(self, x: Any) -> tuple[tuple[torch.Tensor, ...], Changes]:
+        """Take the tensors out of an input of the first stage, and the constants that differ.
 
         Raises:
             ValueError: it has another structure than the call at the split.
         """
         arguments: tuple[Any, Any]
         match self.kind:
-            case "one":
-                arguments = (x,), {}
-            case "args":
-                arguments = x if isinstance(x, tuple) else (x,), {}
+            case "one" | "args":
+                args = (
+                    x if isinstance(x, tuple) and (self.kind == "args" or self._ends_in_kwargs(x)) else (x,)
+                )
+                arguments = (args[:-1], args[-1]) if self._ends_in_kwargs(args) else (args, {})
             case "kwargs":
                 arguments = (), x
             case _:
                 arguments = (x[:-1], x[-1]) if isinstance(x, tuple) and x else ((x,), {})
         leaves, treedef = tree_flatten(arguments, "inputs")
-        if treedef != self.inputs:
+        if treedef == self.inputs and all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return tuple(leaves), ()
+        args, named = self.arguments((None,) * len(self.places))
+        filled = tuple(a if b is None else b for a, b in zip(args, arguments[0], strict=False))
+        leaves, treedef = tree_flatten((filled, _updated(named, arguments[1])))
+        places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        if treedef != self.treedef or places != self.places or len(args) != len(arguments[0]):
             raise ValueError(
                 f"inputs: got {_shown(x)}, expected {self.expected}, the tensors in the arguments at the"
                 " split; split again"
             )
-        return tuple(leaves)
+        changes = enumerate(zip(self.constants, leaves, strict=True))
+        return tuple(leaves[i] for i in places), tuple(
+            (i, now) for i, (then, now) in changes if i not in places and repr(then) != repr(now)
+        )
+
+    def _ends_in_kwargs(self, args: Any) -> bool:
+        """Tell whether keyword arguments without tensors follow the positional ones."""
+        if not (isinstance(args, tuple) and args and isinstance(args[-1], dict)):
+            return False
+        _, named = self.arguments((None,) * len(self.places))
+        return bool(named) and named.keys() >= args[-1].keys() and not _has_tensors(args[-1])
 
     @property
     def expected(self) -> str:
@@ -113,6 +142,13 @@ class _Word:
 
 
 _TENSOR = _Word()
+
+
+def _updated(named: dict[str, Any], given: Any) -> Any:
+    """Replace keyword arguments, in the order of the split; return others as they are."""
+    if not isinstance(given, dict) or not given.keys() <= named.keys():
+        return given
+    return {key: given.get(key, value) for key, value in named.items()}
 
 
 def _has_tensors(value: Any) -> bool:

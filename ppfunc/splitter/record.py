@@ -173,6 +173,8 @@ class Recording(GraphRecorder, PreDispatchMode):
         leaves, treedef = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = tuple(leaves[i] for i in places)
+        if any(map(is_wrapped, tensors)) and cls.__module__.startswith("torch."):
+            return cls.forward(*args, **kwargs)  # of a vmap: an index in the mask function of flex attention
         for i in places:
             leaves[i] = None
 

@@ -16,7 +16,7 @@ from ppfunc.stage._torch import without_modes
 from ppfunc.stage.process import process_lock
 from ppfunc.stage.structure import ModuleStructure
 
-from .call import CallForm
+from .call import CallForm, Changes
 from .cut import StagePart, WrittenElsewhereError, cut
 from .functional import MAPPABLE, without_writes
 from .program import StageCode, stage_codes
@@ -75,6 +75,7 @@ class Source:
         device: torch.device,
         functional: bool = False,
         traced: Trace | None = None,
+        changes: Changes = (),
     ) -> tuple[StageCode, ...]:
         """Return the code of every stage for inputs of these forms.
 
@@ -83,6 +84,7 @@ class Source:
             device: where the stages compute.
             functional: whether it runs under ``vmap``, where no operator may write into a tensor.
             traced: the trace of the model for them, by default made here.
+            changes: of the constants of the call.
 
         Raises:
             StageError: the model cannot be traced, or the stages would not be those of the split.
@@ -92,6 +94,7 @@ class Source:
             *inputs,
             device,
             functional,
+            repr(changes),
             _plain_attributes(self.model),
             tuple(p.requires_grad for p in tensors.params.values()),
             tuple((b.shape, b.dtype) for b in tensors.buffers.values()),
@@ -103,7 +106,9 @@ class Source:
                 self._codes.clear()
                 self._structure = ModuleStructure.of(self.model.modules())
             if key not in self._codes:
-                self._codes[key] = self._make(inputs, device, functional, traced)
+                form = self.form.with_changes(changes)
+                traced = trace(self.model, form, inputs, device, self.names) if traced is None else traced
+                self._codes[key] = self._make(traced, device, functional)
                 while len(self._codes) > _MOST:
                     self._codes.popitem(last=False)
             self._codes.move_to_end(key)
@@ -117,11 +122,8 @@ class Source:
         """List the read-only buffers of stages."""
         return list(dict.fromkeys(name for stage in stages for name in self._constants[stage]))
 
-    def _make(
-        self, inputs: Sequence[LeafForm], device: torch.device, functional: bool, traced: Trace | None
-    ) -> tuple[StageCode, ...]:
+    def _make(self, traced: Trace, device: torch.device, functional: bool) -> tuple[StageCode, ...]:
         ambient = Region(True, autocast())
-        traced = trace(self.model, self.form, inputs, device, self.names) if traced is None else traced
         label(traced, _begins(self.names, traced))
         traced = without_writes(traced, device) if functional else traced
         state = {} if self.layout is None else self.layout.state

@@ -32,7 +32,9 @@ def split(
     The inputs of a step have the form of ``args``: one tensor, a tuple of positional arguments, or a
     dictionary of keyword arguments (given as ``args`` or as ``kwargs``); where both are given, a tuple of the
     positional ones and, last, the dictionary. Values other than tensors become part of the split: the inputs
-    of a step leave such keyword arguments out, and have None in place of positional ones. The loss function
+    of a step leave such keyword arguments out, and have None in place of positional ones; or they give
+    numbers, texts and flags anew, keyword arguments in a dictionary that follows the positional ones. The
+    model is traced once for each such value. The loss function
     gets the output of the model, in its own class: ``loss_fn(output, target)``. For a model that takes labels
     and returns its loss, pass the labels as inputs, and ``loss_fn=lambda output, _: output.loss``.
 

@@ -5,10 +5,12 @@ from typing import Any
 
 from torch import Tensor
 
+from ppfunc.stage.constants import Constant, without_constants
 from ppfunc.stage.frozen import detached, note_parameters
 from ppfunc.stage.output import Output
 
 from ._torch import vmapped
+from .call import Changes
 from .record import MODEL
 from .source import Source
 from .trace import LeafForm
@@ -19,7 +21,7 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
 
     Between stages ``x`` is ``(forms, values)``. A form is a tensor without elements, of shape ``(0, *shape)``
     for an input of the model: it tells each stage for which inputs to trace the model. The values are those
-    from the stage before.
+    from the stage before. Numbers, texts and flags that differ from those at the split follow as a constant.
     """
     model = (
         source.model
@@ -37,17 +39,18 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
         skips: dict[int, Any] = {}
         if into:
             x, skips = x
-        inputs, forms, before = _read(source, stage, x)
+        inputs, forms, before, changes = _read(source, stage, without_constants(x))
         device = next(t.device for t in (*params.values(), *inputs, *forms))
         leaves = [LeafForm(tuple(f.shape[1:]), f.dtype) for f in forms]
-        code = source.codes(leaves, device, functional=vmapped())[stage]
+        code = source.codes(leaves, device, functional=vmapped(), changes=changes)[stage]
         received = tuple(t for a in code.received for t in (before if a == stage - 1 else skips[a]))
         taken = tuple(detached(n, params[n]) if n in code.frozen else params[n] for n in code.params)
         constants = source.buffers(code.constants, device, stage)
         sent, new_state, results = code.run(
             taken, constants, tuple(state[n] for n in code.state), inputs, received
         )
-        y = code.rebuild(results) if last else (forms, sent.get(stage + 1, ()))
+        relayed = (Constant(changes),) if changes else ()
+        y = code.rebuild(results) if last else (forms, sent.get(stage + 1, ()), *relayed)
         if not state_names and not out_of:
             return y
         return Output(
@@ -63,13 +66,16 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
 
 def _read(
     source: Source, stage: int, x: Any
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Read the inputs of the model (first stage), their forms, and the values from the stage before."""
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...], Changes]:
+    """Read the inputs of the model (first stage), their forms, the values from the stage before, and changes
+    of constants.
+    """
     if stage == 0:
-        inputs = tuple(t.contiguous() for t in source.form.read(x))
-        return inputs, tuple(t.detach().new_empty((0, *t.shape)) for t in inputs), ()
-    forms, values = x
-    return (), tuple(forms), tuple(values)
+        tensors, changes = source.form.read(x)
+        inputs = tuple(t.contiguous() for t in tensors)
+        return inputs, tuple(t.detach().new_empty((0, *t.shape)) for t in inputs), (), changes
+    forms, values, *relayed = x
+    return (), tuple(forms), tuple(values), relayed[0] if relayed else ()
 
 
 def _state_of(states: tuple[Any, ...], names: tuple[str, ...], stage: int) -> dict[str, Tensor]:

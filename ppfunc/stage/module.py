@@ -1,14 +1,14 @@
 """Make stages of ``torch.nn`` modules: the pure function, its parameters, its state."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-
-from ppfunc.parallel.partition import Partition
 
 from ._torch import version
 from .errors import StageError
@@ -16,6 +16,9 @@ from .frozen import detached, note_parameters
 from .output import Output
 from .process import process_lock
 from .structure import unmodified
+
+if TYPE_CHECKING:
+    from ppfunc.parallel.partition import Partition
 
 State = dict[str, Tensor]
 _Call = Callable[[State, tuple[Any, ...]], Any]
@@ -217,6 +220,8 @@ def split_sequential(
     """
     if not isinstance(module, nn.Sequential | nn.ModuleList):
         raise TypeError(f"got {type(module).__name__}, expected an nn.Sequential or an nn.ModuleList")
+    from ppfunc.parallel.partition import Partition  # not for steps
+
     if isinstance(boundaries, Partition):
         return [nn.Sequential(*part) for part in boundaries.split([*module])]
     if not isinstance(boundaries, Sequence):

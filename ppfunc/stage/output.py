@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .abstract import DATA_DEPENDENT
+from .constants import without_constants
 from .errors import StageError, raised
 from .layout import whole
 from .purity import NoValuesError
@@ -73,6 +74,7 @@ def canonical(
     """
 
     def call(params: Any, x: Any, *extras: Any) -> tuple[Any, Any]:
+        x, extras = without_constants(x), tuple(map(without_constants, extras))
         target, rest = (extras[0], extras[1:]) if targeted else (None, extras)
         if frozen:
             leaves, treedef = tree_flatten(params)

@@ -7,6 +7,7 @@ import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import optree
@@ -159,9 +160,15 @@ class Signature:
             leaves.append(replace(leaf, layout=leaf.layout or (layout if layout.sharded else None)))
         return replace(self, leaves=tuple(leaves))
 
-    def cut(self, microbatches: int) -> Signature:
-        """Return the signature of one of so many equal microbatches, cut along axis 0 on every rank."""
-        return replace(self, leaves=tuple(leaf.cut(microbatches) for leaf in self.leaves))
+    def cut(self, microbatches: int, whole: Sequence[bool] | None = None) -> Signature:
+        """Return the signature of one of so many equal microbatches, cut along axis 0 on every rank.
+
+        Leaves that are ``whole`` are the same in each.
+        """
+        pairs = zip(self.leaves, whole or repeat(False), strict=False)
+        return replace(
+            self, leaves=tuple(leaf if of_each else leaf.cut(microbatches) for leaf, of_each in pairs)
+        )
 
     @property
     def nbytes(self) -> int:

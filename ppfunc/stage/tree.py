@@ -22,6 +22,8 @@ from ._torch import PYTREE_NODES
 NAMESPACE = "ppfunc"
 """Where classes of torch and of other namespaces are registered, and dictionaries are read in their order."""
 
+BLOCK_MASKS = "torch.nn.attention.flex_attention"
+
 _ordered = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
 _ordered.__enter__()  # for as long as the process lives: no other library uses the namespace
 
@@ -132,6 +134,7 @@ def _adopt() -> None:
     with _adopting:
         for kind, node in list(PYTREE_NODES.items()):
             known = kind in _seen or not isinstance(kind, type) or optree.is_structseq_class(kind)
+            known = known or kind.__module__ == BLOCK_MASKS  # see `masks`
             if not known and optree.register_pytree_node.get(kind, namespace=NAMESPACE) is None:
                 optree.register_pytree_node(
                     kind, *_functions_of(node), path_entry_type=_NodeEntry, namespace=NAMESPACE

@@ -134,9 +134,9 @@ def test_a_batch_that_does_not_fit_is_refused_by_the_path_of_its_leaf(what):
 
 NO_TENSORS = {
     "numpy": (lambda t: t.numpy(), r"inputs: got .* of type ndarray, expected a tensor"),
-    "a number": (
-        lambda t: {"x": t, "scale": 2.0},
-        r"inputs\['scale'\]: got 2.0 of type float, expected a tensor",
+    "a complex number": (
+        lambda t: {"x": t, "scale": 2j},
+        r"inputs\['scale'\]: got 2j of type complex, expected a tensor",
     ),
     "sparse": (lambda t: t.to_sparse(), r"inputs: got a sparse_coo tensor, expected a dense one"),
     "Microbatches within a tree": (

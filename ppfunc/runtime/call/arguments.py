@@ -14,6 +14,7 @@ import torch
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import is_wrapped, without_transforms
+from ppfunc.stage.constants import with_constants
 from ppfunc.stage.signature import same_form
 
 from ..execution.buffers import ParameterUpdate
@@ -204,7 +205,8 @@ class _Reader:
         m = self._microbatches
         if not isinstance(batch, Microbatches):
             try:
-                return cut(self.read(batch, name, m), m)
+                leaves = self.read(with_constants(batch, name), name, m)
+                return cut(leaves, m, self.trees[name].whole)
             except ValueError as error:
                 if isinstance(batch, list) and len(batch) == m:
                     raise ValueError(
@@ -215,7 +217,8 @@ class _Reader:
             raise ValueError(
                 f"{name}: got {len(batch)} microbatches, the schedule has {m}; cut the batch into that many"
             )
-        return [self.read(tree, f"{name}[{i}]") for i, tree in enumerate(batch)]
+        trees = ((tree, f"{name}[{i}]") for i, tree in enumerate(batch))
+        return [self.read(with_constants(tree, place), place) for tree, place in trees]
 
 
 def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor | None:

@@ -3,20 +3,77 @@
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from numbers import Integral
 from typing import Any
 
+import optree
 import torch
 from einops import rearrange
 from optree import PyTreeSpec
 
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import register_pytree_node
+from ppfunc.stage.constants import with_constants, without_constants
 from ppfunc.stage.layout import distributed, layout_of, local
+from ppfunc.stage.masks import is_mask, whole_leaves
 from ppfunc.stage.signature import flatten
-from ppfunc.stage.tree import tree_map, tree_paths
+from ppfunc.stage.tree import NAMESPACE, tree_leaves, tree_map, tree_paths
 
 Leaves = tuple[torch.Tensor, ...]
+
+_WHOLE = "what every microbatch takes whole is ppfunc.replicated(x)"
+
+
+class Replicated:
+    """Marks a part of a batch that every microbatch takes whole; see :func:`replicated`."""
+
+    __slots__ = ("tree",)
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+
+
+register_pytree_node(Replicated, lambda marked: ([marked.tree], None), lambda trees, _: Replicated(*trees))
+
+
+def replicated(tree: Any) -> Replicated:
+    """Mark a part of a batch without the batch's rows, such as a table: every microbatch takes it whole.
+
+    Stages see the tree itself. Its gradient, where gradients of the inputs are wanted, is the sum over the
+    microbatches.
+
+    Args:
+        tree: a tensor, of any shape, or a tree of tensors.
+
+    >>> x, table = torch.zeros(4, 2), torch.ones(3, 2)
+    >>> [(part.shape[0], whole.shape[0]) for part, whole in microbatch((x, replicated(table)), 2)]
+    [(2, 3), (2, 3)]
+    """
+    return Replicated(tree)
+
+
+def without_marks(tree: Any) -> tuple[Any, tuple[bool, ...] | None]:
+    """Take the marks out of a batch. Tell which leaves every microbatch takes whole; None if none is."""
+    parts, treedef = optree.tree_flatten(tree, is_leaf=_is_marked, namespace=NAMESPACE)
+    if not any(map(_is_marked, parts)):
+        return tree, None
+    plain = tree
+    if any(isinstance(part, Replicated) for part in parts):
+        plain = treedef.unflatten(part.tree if isinstance(part, Replicated) else part for part in parts)
+    wholes = [
+        [True] * len(tree_leaves(part.tree))
+        if isinstance(part, Replicated)
+        else whole_leaves(part)
+        if is_mask(part)
+        else [False]
+        for part in parts
+    ]
+    return plain, tuple(chain.from_iterable(wholes))
+
+
+def _is_marked(value: Any) -> bool:
+    return isinstance(value, Replicated) or is_mask(value)
 
 
 class Microbatches:
@@ -65,14 +122,15 @@ class Microbatches:
         >>> microbatch(torch.arange(4), 2).join()
         tensor([0, 1, 2, 3])
         """
-        return tree_map(_joined, *self.trees)
+        return tree_map(joined, *self.trees)
 
     def stack(self) -> Any:
         """Stack the microbatches along a new axis 0 into one tree, ``[m, ...]``."""
         return tree_map(_stacked, *self.trees)
 
 
-def _joined(*leaves: torch.Tensor) -> torch.Tensor:
+def joined(*leaves: torch.Tensor) -> torch.Tensor:
+    """Concatenate along axis 0; of DTensors each rank its parts."""
     layout, rows = layout_of(leaves[0]), sum(leaf.shape[0] for leaf in leaves)
     return distributed(
         torch.cat([*map(local, leaves)]), layout and replace(layout, shape=(rows, *layout.shape[1:]))
@@ -95,7 +153,7 @@ def microbatch(batch: Any, microbatches: int) -> Microbatches:
     Of a DTensor, each rank cuts its local tensor.
 
     Args:
-        batch: a tree of tensors with the same size of axis 0.
+        batch: a tree of tensors with the same size of axis 0; others are :func:`replicated`.
         microbatches: ``m``, at least 1, which must divide that size.
 
     Raises:
@@ -112,11 +170,13 @@ def microbatch(batch: Any, microbatches: int) -> Microbatches:
         )
     if microbatches < 1:
         raise ValueError(f"got {microbatches} microbatches, expected at least 1")
+    batch, whole = without_marks(with_constants(batch, "batch"))
     leaves, treedef = flatten(batch, "batch")
     refuse_microbatches(treedef, "batch")
     m, tensors, signature = int(microbatches), tuple(map(local, leaves)), Signature.of(batch)
-    require_divisible(tensors, tree_paths(treedef), m, "batch")
-    return Microbatches(map(signature.cut(m).wrap, cut(tensors, m)))
+    require_divisible(tensors, tree_paths(treedef), m, "batch", whole)
+    wrap = signature.cut(m, whole).wrap
+    return Microbatches(without_constants(wrap(part)) for part in cut(tensors, m, whole))
 
 
 def refuse_microbatches(treedef: PyTreeSpec, name: str) -> None:
@@ -132,30 +192,44 @@ def refuse_microbatches(treedef: PyTreeSpec, name: str) -> None:
         nodes += node.children()
 
 
-def cut(leaves: Sequence[torch.Tensor], microbatches: int) -> list[Leaves]:
-    """Cut leaves into those of every microbatch, as views."""
+def cut(
+    leaves: Sequence[torch.Tensor], microbatches: int, whole: Sequence[bool] | None = None
+) -> list[Leaves]:
+    """Cut leaves into those of every microbatch, as views; each has those that are ``whole``."""
     if not leaves:
         return [()] * microbatches
-    columns = [rearrange(leaf, "(m b) ... -> m b ...", m=microbatches).unbind(0) for leaf in leaves]
+    columns = [
+        [leaf] * microbatches
+        if of_each
+        else rearrange(leaf, "(m b) ... -> m b ...", m=microbatches).unbind(0)
+        for leaf, of_each in zip(leaves, whole or repeat(False), strict=False)
+    ]
     return list(zip(*columns, strict=True))
 
 
 def require_divisible(
-    leaves: Sequence[torch.Tensor], paths: Sequence[str], microbatches: int, name: str
+    leaves: Sequence[torch.Tensor],
+    paths: Sequence[str],
+    microbatches: int,
+    name: str,
+    whole: Sequence[bool] | None = None,
 ) -> None:
-    """Raise ValueError for a leaf that cannot be cut into ``microbatches`` along axis 0."""
+    """Raise ValueError for a leaf that is not ``whole``, and cannot be cut along axis 0."""
+    if whole is not None:
+        cut_leaves = [n for n, of_each in enumerate(whole) if not of_each]
+        paths, leaves = [paths[n] for n in cut_leaves], [leaves[n] for n in cut_leaves]
     sizes = [leaf.shape[0] if leaf.ndim else None for leaf in leaves]
     for path, leaf, size in zip(paths, leaves, sizes, strict=True):
         if size is None:
             raise ValueError(
                 f"{name}{path}: got a scalar, expected a leading batch axis to cut into {microbatches}"
-                " microbatches"
+                f" microbatches; {_WHOLE}"
             )
         if size < microbatches:
             mend = f"use at most {size} microbatches" if size else "give it at least one row for each"
             raise ValueError(
                 f"{name}{path}: got {size} rows in shape {tuple(leaf.shape)} for {microbatches} microbatches;"
-                f" {mend}"
+                f" {mend}; {_WHOLE}"
             )
         if size % microbatches:
             divisors = (k for k in range(1, size + 1) if size % k == 0)
@@ -166,4 +240,6 @@ def require_divisible(
             )
     if len(set(sizes)) > 1:
         listed = ", ".join(f"{name}{path}: {size}" for path, size in zip(paths, sizes, strict=True))
-        raise ValueError(f"the leaves of a batch must have the same number of rows in axis 0, got {listed}")
+        raise ValueError(
+            f"the leaves of a batch must have the same number of rows in axis 0, got {listed}; {_WHOLE}"
+        )

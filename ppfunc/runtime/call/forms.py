@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +13,10 @@ from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage._torch import is_dtensor
 from ppfunc.stage.layout import local
 from ppfunc.stage.signature import Form, flatten, form_of
-from ppfunc.stage.tree import tree_paths
+from ppfunc.stage.tree import tree_paths, tree_structure
 
 from ..execution.torch_state import transforming, values
-from .batch import Leaves, refuse_microbatches, require_divisible
+from .batch import Leaves, refuse_microbatches, require_divisible, without_marks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +29,7 @@ class TreeForm:
         signature: of the tree, or, of a whole batch, of one microbatch.
         tracked: whether a leaf requires a gradient, and so may have a history.
         rows: of one microbatch of a whole batch, 0 without leaves; None for other trees.
+        whole: which leaves of a whole batch every microbatch takes whole; None if none.
     """
 
     form: Form
@@ -37,11 +39,12 @@ class TreeForm:
     signature: Signature
     tracked: bool
     rows: int | None
+    whole: tuple[bool, ...] | None
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Hashable, equal for equal forms."""
-        return self.signature, self.types, self.strides, self.devices
+        return self.signature, self.types, self.strides, self.devices, self.whole
 
 
 class StepForm(NamedTuple):
@@ -78,8 +81,13 @@ class StepForm(NamedTuple):
 
 def read_tree(tree: Any, name: str, microbatches: int) -> tuple[Leaves, TreeForm]:
     """Read the leaves of a tree and its form."""
+    marked, (tree, whole) = tree, without_marks(tree)
     leaves, treedef = flatten(tree, name)
     refuse_microbatches(treedef, name)
+    if not microbatches and marked is not tree:
+        raise TypeError(
+            f"{name}: got ppfunc.replicated(x), which is for parts of a whole batch; give x itself"
+        )
     for leaf, path in zip(leaves, tree_paths(treedef, name), strict=True) if transforming() else ():
         if is_dtensor(values(leaf)):
             raise ValueError(
@@ -90,17 +98,19 @@ def read_tree(tree: Any, name: str, microbatches: int) -> tuple[Leaves, TreeForm
     signature = Signature(treedef, tuple(map(LeafSignature.of, leaves)))
     rows = None
     if microbatches:
-        require_divisible(local_leaves, tree_paths(treedef), microbatches, name)
-        signature = signature.cut(microbatches)
-        rows = next((leaf.shape[0] for leaf in signature.leaves), 0)
+        require_divisible(local_leaves, tree_paths(treedef), microbatches, name, whole)
+        signature = signature.cut(microbatches, whole)
+        cut_leaves = zip(signature.leaves, whole or repeat(False), strict=False)
+        rows = next((leaf.shape[0] for leaf, of_each in cut_leaves if not of_each), 0)
     return local_leaves, TreeForm(
-        form_of(leaves, treedef),
+        form_of(leaves, tree_structure(marked)),
         tuple(map(type, leaves)),
         tuple(t.stride() for t in local_leaves),
         tuple(t.device for t in local_leaves),
         signature,
         any(t.requires_grad for t in leaves),
         rows,
+        whole if microbatches else None,
     )
 
 

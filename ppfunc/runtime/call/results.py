@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -10,13 +11,14 @@ import torch
 
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import is_wrapped
+from ppfunc.stage.constants import without_constants
 from ppfunc.stage.layout import distributed, layout_of, local
 from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 
 from ..execution.buffers import Buffers, Key, Leaves, Tag
 from ..lowering.lowered import BATCH, LoweredStage, LoweredStep
 from .arguments import StepArguments
-from .batch import Microbatches
+from .batch import Microbatches, joined
 
 _NOTHING = tree_structure(None)
 
@@ -145,7 +147,13 @@ def _input_gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Bu
         pairs = zip(wanted.leaves, arguments.inputs[m], strict=True)
         return wanted.wrap([next(gradients) if leaf.grad else torch.zeros_like(t) for leaf, t in pairs])
 
-    return _in_form_of_inputs([row(m) for m in range(schedule.microbatches)], lowered, owned)
+    rows = [row(m) for m in range(schedule.microbatches)]
+    whole = lowered.form.trees["inputs"].whole if "inputs" in lowered.form.trees else None
+    if whole is None:
+        return without_constants(_in_form_of_inputs(rows, lowered, owned))
+    columns = zip(whole, *map(tree_leaves, rows), strict=True)
+    leaves = (reduce(torch.add, column) if of_each else joined(*column) for of_each, *column in columns)
+    return without_constants(tree_structure(rows[0]).unflatten(leaves))
 
 
 def _outputs(lowered: LoweredStep, buffers: Buffers, owned: Owned) -> Any:

@@ -63,7 +63,10 @@ def cast(tree: Tree, dtype: torch.dtype | None) -> Tree:
     """Cast the floating leaves of a tree; leaves that have the dtype are not copied."""
     if dtype is None:
         return tree
-    return tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
+    return tree_map(
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf,
+        tree,
+    )
 
 
 @dataclass(frozen=True)

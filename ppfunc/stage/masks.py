@@ -1,0 +1,162 @@
+"""Make block masks of flex attention nodes of trees: their tensors, and those that the mask function reads.
+
+A mask of several rows is cut along axis 0 as other inputs are. Its function is called with the number of a
+row in the whole batch, so that it reads the right rows of the tensors that it has captured.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any
+
+import optree
+import torch
+
+from .tree import BLOCK_MASKS, NAMESPACE, tree_flatten
+
+_kinds: list[type] = []  # the class, once there is a mask
+_templates: dict[str, Any] = {}  # functions of masks without their tensors, by key
+_keys: dict[Any, str] = {}
+
+
+def is_mask(value: Any) -> bool:
+    """Tell whether a value is a ``BlockMask``, without importing the class."""
+    return type(value).__name__ == "BlockMask" and type(value).__module__ == BLOCK_MASKS
+
+
+def register_mask(value: Any) -> bool:
+    """Make the class of a ``BlockMask`` a node of trees; return False if it is one, or for another value."""
+    if not is_mask(value) or type(value) in _kinds:
+        return False
+    _kinds.append(type(value))
+    optree.register_pytree_node(type(value), _flatten, partial(_unflatten, type(value)), namespace=NAMESPACE)
+    return True
+
+
+def whole_leaves(mask: Any) -> list[bool]:
+    """Tell of each leaf of a mask whether every microbatch takes it whole."""
+    (blocks, rows, captured), _ = _flatten(mask)
+    return [rows is None] * len(blocks) + [False] * (rows is not None) + [True] * len(captured)
+
+
+class MaskFunction:
+    """A mask function with other captured tensors, for some rows of the batch that it was written for.
+
+    Args:
+        key: of its template.
+        rows: numbers of rows; None for a mask that all rows share.
+        captured: the tensors.
+    """
+
+    def __init__(self, key: str, rows: torch.Tensor | None, captured: tuple[torch.Tensor, ...]) -> None:
+        if key not in _templates:
+            raise ValueError(
+                f"the mask function {key} is known to its process alone; give the mask to each stage that"
+                " needs it, extras={stage: mask}"
+            )
+        self.key, self.rows, self.captured = key, rows, captured
+
+    def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        function = _put_together(_templates[self.key], iter(self.captured))
+        return function(b if self.rows is None else self.rows[b], h, q, kv)
+
+    @classmethod
+    def of(cls, mask: Any) -> MaskFunction:
+        """Take the function of a mask apart."""
+        if isinstance(mask.mask_mod, cls):
+            return mask.mask_mod
+        captured: list[torch.Tensor] = []
+        template, count = _taken_apart(mask.mask_mod, captured), len(mask.kv_num_blocks)
+        if template not in _keys:
+            name = getattr(mask.mask_mod, "__name__", "mask")
+            _keys[template] = f"{name}, {len(_keys)} of process {os.getpid()}"
+            _templates[_keys[template]] = template
+        rows = torch.arange(count, device=mask.kv_num_blocks.device) if count > 1 else None
+        return cls(_keys[template], rows, tuple(captured))
+
+
+def _flatten(mask: Any) -> tuple[Any, Any]:
+    function, attributes = MaskFunction.of(mask), {**vars(mask)}
+    del attributes["mask_mod"]
+    others = {name: v for name, v in attributes.items() if isinstance(v, tuple | bool | None)}
+    blocks = {name: v for name, v in attributes.items() if name not in others}
+    children = tuple(blocks.values()), function.rows, function.captured
+    return children, (tuple(blocks), tuple(others.items()), function.key)
+
+
+def _unflatten(kind: Any, context: Any, children: Any) -> Any:
+    (names, others, key), (blocks, rows, captured) = context, children
+    mask = kind.__new__(kind)
+    vars(mask).update(zip(names, blocks, strict=True))
+    vars(mask).update(others, mask_mod=MaskFunction(key, rows, tuple(captured)))
+    return mask
+
+
+class _Hole:
+    """Stands for a tensor in a template."""
+
+
+def _taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Take the tensors out of a function and the values that it captures: a hashable template of the rest."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Hole
+    if isinstance(value, FunctionType):
+        held = [cell.cell_contents for cell in value.__closure__ or ()]
+        read = [(n, value.__globals__[n]) for n in value.__code__.co_names if n in value.__globals__]
+        read = [(n, v) for n, v in read if _reads_tensors(v)]
+        parts = (tuple(held), tuple(v for _, v in read), value.__defaults__ or ())
+        names = tuple(n for n, _ in read)
+        return FunctionType, _Function(value), names, _taken_apart(parts, tensors)
+    if isinstance(value, partial):
+        return partial, _taken_apart((value.func, value.args, tuple(value.keywords.items())), tensors)
+    if type(value) in (tuple, list):
+        return type(value), *(_taken_apart(inner, tensors) for inner in value)
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"mask_mod: got a function that captures a {type(value).__name__}, expected tensors, numbers and"
+            " functions"
+        ) from None
+    return None, value
+
+
+class _Function:
+    """A function by its code and globals, without what it captures."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self.code, self.globals, self.name = function.__code__, function.__globals__, function.__name__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Function) and self.code == other.code and self.globals is other.globals
+
+    def __hash__(self) -> int:
+        return hash(self.code)
+
+
+def _reads_tensors(value: Any) -> bool:
+    if isinstance(value, FunctionType):
+        return bool(value.__closure__)
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(value)[0])
+
+
+def _put_together(template: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """Make the function of a template with these tensors: the inverse of `_taken_apart`."""
+    if template is _Hole:
+        return next(tensors)
+    kind, *rest = template
+    if kind is None:
+        return rest[0]
+    if kind is FunctionType:
+        function, names, parts = rest
+        held, read, defaults = _put_together(parts, tensors)
+        known = {**function.globals, **dict(zip(names, read, strict=True))} if names else function.globals
+        return FunctionType(function.code, known, function.name, defaults or None, tuple(map(CellType, held)))
+    if kind is partial:
+        call, args, named = _put_together(rest[0], tensors)
+        return partial(call, *args, **dict(named))
+    return kind(_put_together(inner, tensors) for inner in rest)
