@@ -33,7 +33,8 @@ from ppfunc.stage.signature import Form, flatten, form_of, same_form
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 
 from .checkpoint.tensor_file import DTYPES_BY_NAME
-from .optim.protocols import Optimizer
+from .optim.protocols import Optimizer, text_of
+from .update.known_states import KnownStates
 from .update.parameter_update import TrainingUpdate
 from .update.precision import Precision
 from .update.ranks import TrainingRanks
@@ -71,12 +72,15 @@ class Trainer:
             optimizer and states of stages as they were. ``"raise"`` raises on every rank and names the rank,
             stage, microbatch and instruction that was first; it reads a number from the device in every step,
             and runs a step that fails a second time. ``"ignore"`` updates all the same.
+        checksum_every: compare the states of data ranks after every so many steps, as before the first.
 
     Parameters, inputs and the leaves of the state are tensors or DTensors; a stage gets the local tensors.
     Once, before the first step and after a failure, ranks compare their options, the hyperparameters of
     optimizer and scale, updates of constants by the optimizer, and checksums of the states of data ranks; in
-    every step the seed. Frozen parameters stay as they are; their optimizer state goes on with gradients of
-    zero. Ranks that hold one parameter have to agree that it is frozen.
+    every step the seed, and the rate where it is a function of the caller's. A state that no step of this
+    trainer has returned, or that was written into since, is compared like the first. Frozen parameters stay
+    as they are; their optimizer state goes on with gradients of zero. Ranks that hold one parameter have to
+    agree that it is frozen.
 
     Raises:
         ScheduleError, ValueError, TypeError: as :func:`value_and_grad`; arguments that do not fit together.
@@ -95,6 +99,7 @@ class Trainer:
         trainable: Trainable = None,
         precision: Precision | None = None,
         on_nonfinite: OnNonfinite = "skip",
+        checksum_every: int | None = None,
     ) -> None:
         self.transport: Transport = InProcess() if transport is None else transport
         with reporting_mistakes(self.transport):
@@ -105,6 +110,7 @@ class Trainer:
             shard = self.transport.shard if isinstance(self.transport, P2P) else "none"
             sharded, reduce = shard == "params", rule.precision.reduce
             self.schedule, ahead = _completed(schedule, sharded, bool(ties))
+            self._states = KnownStates(checksum_every)
             self._ranks = TrainingRanks.of(shard, self.schedule, ties, self.transport)
             spec = StepSpec(
                 f"trainer {rule.options_text}, shard {shard}",
@@ -312,8 +318,13 @@ class Trainer:
     ) -> tuple[TrainingUpdate, Any]:
         """Run the steps of a call. Return their update, and the result of ``run``."""
         self._require_open()
-        update = TrainingUpdate(rule, self._ranks, self._idle, state)
-        return update, run(partial(self._arguments, update, batches, weights, seed, extras))
+        generation, replicated = self.transport.generation, self._ranks.data.size > 1
+        known = not replicated or self._states.is_known(state, generation)
+        update = TrainingUpdate(rule, self._ranks, self._idle, state, known)
+        result = run(partial(self._arguments, update, batches, weights, seed, extras))
+        if replicated:
+            self._states.note(update.state, generation, 0 if rule is not self._rule else len(update.metrics))
+        return update, result
 
     def _arguments(
         self,
@@ -339,6 +350,9 @@ class Trainer:
         each_extras = _of_every_step("extras", extras, len(batches))
         weighted, m = weights is not None, self.schedule.microbatches
         common = f"{len(batches)} steps, {'own' if weighted else 'equal'} weights, seed {seed}"
+        if self._ranks.world.size > 1:
+            numbers = text_of(self._rule.optimizer) if callable(self._rule.optimizer.text) else ""
+            common += f"; {'a state that goes on' if update.known else 'another state'}; {numbers}"
         return [
             RawArguments(
                 params,

@@ -83,8 +83,13 @@ class Agreement:
                 f" shapes before, unlike rank {self._source}; every rank must call the same step function in"
                 " the same order"
             )
+        update = steps[0].update
         if self.transport.generation != self.generation:
             self._meet(steps[0])
+        elif update is not None and not update.known:
+            common, data_facts = update.facts()
+            self.transport.require_same(common)
+            self.transport.require_same(data_facts, "data")
         with self._lock:
             if (agreed := self._known(shapes)) is not None:
                 self._agreed.move_to_end((shapes, autocast()))

@@ -100,7 +100,13 @@ class Buffers:
 
 
 class ParameterUpdate(Protocol):
-    """Carries out REDUCE_GRAD and STEP, UNSHARD and RESHARD in the steps of one call."""
+    """Carries out REDUCE_GRAD and STEP, UNSHARD and RESHARD in the steps of one call.
+
+    Attributes:
+        known: whether the ranks have compared its facts, or have made them together.
+    """
+
+    known: bool
 
     def facts(self) -> tuple[str, str]:
         """Return two texts of terms that ranks compare where they meet.

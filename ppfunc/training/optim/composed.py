@@ -13,7 +13,7 @@ from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_flatten, tree_paths
 
 from .norms import Clip
-from .protocols import Optimizer, Tree, require_pair, selected, skipping, text_of
+from .protocols import Optimizer, Tree, require_pair, selected, skipping, text_of, text_with
 from .seen import looked_through
 
 
@@ -80,7 +80,7 @@ def from_updates(transform: Any) -> Optimizer:
         new = structure.unflatten(starmap(_added, zip(wanted, got, strict=True)))
         return selected(found_inf, (params, state), (new, after))
 
-    return Optimizer(init, update, text=f"from_updates({text_of(transform)})")
+    return Optimizer(init, update, text=text_with(lambda: f"from_updates({text_of(transform)})", [transform]))
 
 
 def _added(parameter: Tensor, change: Tensor) -> Tensor:
@@ -118,4 +118,5 @@ def chain(clip: Clip, optimizer: Optimizer) -> Optimizer:
     ) -> tuple[Tree, Tree]:
         return ending.update(clip(grads), state, params, found_inf=found_inf)
 
-    return Optimizer(ending.init, update, (clip, ending), f"chain({clip.text}, {text_of(ending)})")
+    text = text_with(lambda: f"chain({clip.text}, {text_of(ending)})", [ending])
+    return Optimizer(ending.init, update, (clip, ending), text)

@@ -12,7 +12,7 @@ from ppfunc.stage.frozen import ParameterKind
 from ppfunc.stage.signature import differentiable, leaf_names
 from ppfunc.stage.tree import tree_flatten
 
-from .protocols import Optimizer, Tree, require_pair, skipping, text_of
+from .protocols import Optimizer, Tree, require_pair, skipping, text_of, text_with
 
 Choose = Callable[[str, ParameterKind], str]
 """From the name of a parameter in its stage, and an object with its ``ndim`` and ``dtype``, to a group."""
@@ -72,12 +72,16 @@ def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Op
         return keys.index(key)
 
     chosen = "" if choose is None else f" of {getattr(choose, '__qualname__', type(choose).__name__)}"
-    texts = ", ".join(f"{key!r}: {text_of(optimizer)}" for key, optimizer in groups.items())
-    return divided(group_of, list(groups.values()), f"by_name({texts}{chosen})")
+
+    def write() -> str:
+        texts = ", ".join(f"{key!r}: {text_of(optimizer)}" for key, optimizer in groups.items())
+        return f"by_name({texts}{chosen})"
+
+    return divided(group_of, list(groups.values()), write)
 
 
 def divided(
-    group_of: Callable[[str, ParameterKind], int], optimizers: Sequence[Optimizer], text: str
+    group_of: Callable[[str, ParameterKind], int], optimizers: Sequence[Optimizer], write: Callable[[], str]
 ) -> Optimizer:
     """Make an optimizer of several, of which each updates the parameters of the group of its number."""
     every = [skipping(optimizer) for optimizer in optimizers]
@@ -118,4 +122,5 @@ def divided(
         new = treedef.unflatten(columns[number][n] for n, number in enumerate(numbers))
         return new, {name: after for name, (_, after) in zip(names, results, strict=True)}
 
-    return Optimizer(init, update, text=text, elementwise=all(o.elementwise for o in every))
+    elementwise = all(optimizer.elementwise for optimizer in every)
+    return Optimizer(init, update, text=text_with(write, every), elementwise=elementwise)

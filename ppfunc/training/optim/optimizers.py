@@ -11,7 +11,7 @@ from .._torch import fused_adamw, fused_sgd
 from ..checks import require_number
 from . import formulas
 from .protocols import Optimizer
-from .updates import LearningRate, optimizer_of, require_betas, text_of_mask, text_of_rate, written_into
+from .updates import LearningRate, optimizer_of, require_betas, written_into
 
 
 def adamw(
@@ -83,12 +83,9 @@ def adamw(
     ) -> None:
         fused_adamw(params, grads, mean, square, [], [step] * len(params), **options, **numbers)
 
-    text = (
-        f"adamw({text_of_rate(lr)}, betas ({betas[0]}, {betas[1]}), eps {eps}, weight decay"
-        f" {weight_decay}{text_of_mask(mask)})"
-    )
+    numbers = f"betas ({betas[0]}, {betas[1]}), eps {eps}"
     formula = partial(formulas.adamw, betas=(betas[0], betas[1]), eps=eps)
-    return optimizer_of(formula, ("mean", "square"), lr, text, weight_decay, mask, kernel, donate)
+    return optimizer_of("adamw", numbers, formula, ("mean", "square"), lr, weight_decay, mask, kernel, donate)
 
 
 def sgd(
@@ -131,16 +128,14 @@ def sgd(
     >>> optimizer.update([torch.tensor(2.0)], optimizer.init(params), params)[0]
     [tensor(0.8000)]
     """
-    for name, number in (("momentum", momentum), ("weight_decay", weight_decay), ("dampening", dampening)):
-        require_number(name, number)
+    require_number("momentum", momentum)
+    require_number("weight_decay", weight_decay)
+    require_number("dampening", dampening)
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError(
             f"nesterov needs momentum > 0 and dampening 0, got momentum={momentum} and dampening={dampening}"
         )
-    decay = f"weight decay {weight_decay}{text_of_mask(mask)}"
-    text = (
-        f"sgd({text_of_rate(lr)}, momentum {momentum}, {decay}, dampening {dampening}, nesterov {nesterov})"
-    )
+    numbers = f"momentum {momentum}, dampening {dampening}, nesterov {nesterov}"
     formula = partial(formulas.sgd, momentum=momentum, dampening=dampening, nesterov=nesterov)
     options: dict[str, Any] = {
         "momentum": momentum,
@@ -157,4 +152,4 @@ def sgd(
         fused_sgd(params, grads, rest[0] if momentum else [], **options, is_first_step=False, **numbers)
 
     names = ("momentum",) if momentum else ()
-    return optimizer_of(formula, names, lr, text, weight_decay, mask, kernel, donate)
+    return optimizer_of("sgd", numbers, formula, names, lr, weight_decay, mask, kernel, donate)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -46,7 +46,7 @@ class Optimizer(NamedTuple):
         clipped: the clip and the optimizer that :func:`chain` was given. A trainer clips by the norm of all
             stages, then runs that optimizer.
         text: its name and numbers, which ranks that train together compare; by default the name of
-            ``update``.
+            ``update``. A function that writes it where numbers can change: they compare it in every step.
         elementwise: an update is known to work element by element. Of others, a trainer that cuts parameters
             over ranks tries it out.
 
@@ -59,7 +59,7 @@ class Optimizer(NamedTuple):
     init: Callable[[Tree], Tree]
     update: Update
     clipped: tuple[Clip, Optimizer] | None = None
-    text: str = ""
+    text: str | Callable[[], str] = ""
     elementwise: bool = False
 
 
@@ -73,8 +73,14 @@ def require_pair(name: str, pair: Any) -> None:
 
 def text_of(thing: Any) -> str:
     """Write the name of an optimizer or a transform, with its numbers if it has ``text``."""
-    text: str = getattr(thing, "text", "")
-    return text or getattr(getattr(thing, "update", thing), "__qualname__", type(thing).__name__)
+    text = getattr(thing, "text", "")
+    written: str = text() if callable(text) else text
+    return written or getattr(getattr(thing, "update", thing), "__qualname__", type(thing).__name__)
+
+
+def text_with(write: Callable[[], str], parts: Sequence[Optimizer]) -> str | Callable[[], str]:
+    """Write the text of an optimizer of several; a function if that of one of them is."""
+    return write if any(callable(getattr(part, "text", "")) for part in parts) else write()
 
 
 def skipping(optimizer: Optimizer) -> Optimizer:

@@ -42,10 +42,11 @@ _PROBED = 0, 1, 10, 100, 1_000, 10_000, 100_000
 
 
 def optimizer_of(
+    name: str,
+    numbers: str,
     formula: Formula,
     states: Sequence[str] | Shapes,
     lr: LearningRate,
-    text: str,
     weight_decay: float,
     mask: Mask | None,
     kernel: Kernel | None = None,
@@ -54,6 +55,7 @@ def optimizer_of(
     """Make an optimizer whose state counts its updates, and has trees that begin with zeros.
 
     Args:
+        name, numbers: for its text.
         formula: of one leaf.
         states: the names of the trees, of leaves like the parameters, or their shapes as well.
         weight_decay, mask: see :func:`adamw`.
@@ -62,6 +64,12 @@ def optimizer_of(
     """
     if mask is not None and not callable(mask):
         raise TypeError(f"mask: got {shown(mask)}, expected a function mask(params) -> tree of booleans")
+
+    def write() -> str:
+        return f"{name}({_text_of_rate(lr)}, {numbers}, weight decay {weight_decay}{_text_of_mask(mask)})"
+
+    text = write()
+    of_user = callable(lr) and not getattr(lr, "text", None)  # it may read numbers that change
     shapes = states if isinstance(states, Mapping) else dict.fromkeys(states, lambda shape: shape)
     # The plan of the last update, and groups of leaves by their decay: the next trees mostly have its form.
     last: tuple[LeafPlan, list[tuple[float, tuple[int, ...]]]] | None = None
@@ -147,7 +155,7 @@ def optimizer_of(
         new, *trees = map(treedef.unflatten, by_tree)
         return new, dict(zip(shapes, trees, strict=True))
 
-    return Optimizer(init, update, text=text, elementwise=kernel is not None)
+    return Optimizer(init, update, text=write if of_user else text, elementwise=kernel is not None)
 
 
 def applied(
@@ -200,7 +208,7 @@ def require_betas(betas: object) -> None:
         require_number(f"betas[{n}]", beta, below=1.0)
 
 
-def text_of_rate(lr: LearningRate) -> str:
+def _text_of_rate(lr: LearningRate) -> str:
     """Write a learning rate as ranks compare it: its numbers, or the name and some values of its function."""
     if not callable(lr):
         require_number(
@@ -213,7 +221,7 @@ def text_of_rate(lr: LearningRate) -> str:
     return f"lr {getattr(lr, '__qualname__', type(lr).__name__)} ({values})"
 
 
-def text_of_mask(mask: Mask | None) -> str:
+def _text_of_mask(mask: Mask | None) -> str:
     """Name the mask of a weight decay."""
     return "" if mask is None else f" of {getattr(mask, '__qualname__', type(mask).__name__)}"
 

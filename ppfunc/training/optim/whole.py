@@ -9,7 +9,7 @@ from ..checks import require_number, require_positive
 from . import formulas
 from .groups import divided
 from .protocols import Optimizer, require_pair, text_of
-from .updates import LearningRate, optimizer_of, require_betas, text_of_mask, text_of_rate
+from .updates import LearningRate, optimizer_of, require_betas
 
 
 def muon(
@@ -63,14 +63,11 @@ def muon(
         raise ValueError("nesterov needs momentum > 0, got momentum=0; pass nesterov=False")
     if rest is not None:
         require_pair("rest", rest)
-    text = (
-        f"muon({text_of_rate(lr)}, momentum {momentum}, weight decay {weight_decay}, nesterov {nesterov},"
-        f" {ns_steps} steps, match_rms {match_rms}, rest {'none' if rest is None else text_of(rest)})"
-    )
+    numbers = f"momentum {momentum}, nesterov {nesterov}, {ns_steps} steps, match_rms {match_rms}"
     formula = partial(
         formulas.muon, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, match_rms=match_rms
     )
-    matrices = optimizer_of(formula, ("momentum",), lr, text, weight_decay, None)
+    matrices = optimizer_of("muon", numbers, formula, ("momentum",), lr, weight_decay, None)
 
     def group_of(name: str, parameter: ParameterKind) -> int:
         if parameter.ndim == 2 and parameter.dtype.is_floating_point:
@@ -82,7 +79,8 @@ def muon(
             )
         return 1
 
-    return divided(group_of, [matrices, *([] if rest is None else [rest])], text)
+    every = [matrices] if rest is None else [matrices, rest]
+    return divided(group_of, every, lambda: ", the rest by ".join(map(text_of, every)))
 
 
 def lamb(
@@ -108,12 +106,9 @@ def lamb(
     require_betas(betas)
     require_number("eps", eps)
     require_number("weight_decay", weight_decay)
-    text = (
-        f"lamb({text_of_rate(lr)}, betas ({betas[0]}, {betas[1]}), eps {eps}, weight decay"
-        f" {weight_decay}{text_of_mask(mask)})"
-    )
+    numbers = f"betas ({betas[0]}, {betas[1]}), eps {eps}"
     formula = partial(formulas.lamb, betas=(betas[0], betas[1]), eps=eps)
-    return optimizer_of(formula, ("mean", "square"), lr, text, weight_decay, mask)
+    return optimizer_of("lamb", numbers, formula, ("mean", "square"), lr, weight_decay, mask)
 
 
 def adafactor(
@@ -150,14 +145,11 @@ def adafactor(
     if least is not None:
         require_number("eps[0]", least)
     require_number("eps[1]", size)
-    text = (
-        f"adafactor({text_of_rate(lr)}, beta2_decay {beta2_decay}, eps {eps}, d {d}, weight decay"
-        f" {weight_decay}{text_of_mask(mask)})"
-    )
+    numbers = f"beta2_decay {beta2_decay}, eps {eps}, d {d}"
     shapes = {
         "row": lambda shape: (*shape[:-1], 1) if len(shape) > 1 else None,
         "column": lambda shape: (*shape[:-2], 1, shape[-1]) if len(shape) > 1 else None,
         "square": lambda shape: None if len(shape) > 1 else shape,
     }
     formula = partial(formulas.adafactor, beta2_decay=beta2_decay, eps=(least, size), d=d)
-    return optimizer_of(formula, shapes, lr, text, weight_decay, mask)
+    return optimizer_of("adafactor", numbers, formula, shapes, lr, weight_decay, mask)

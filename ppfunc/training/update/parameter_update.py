@@ -35,6 +35,7 @@ class TrainingUpdate:
         ranks: those that train together.
         idle: by stage, the reducers that no call uses; shared by the calls of a trainer.
         state: from which the call begins, and which stays as it is.
+        known: whether the ranks know that their states go together.
 
     Attributes:
         state: after each update the new one.
@@ -42,9 +43,14 @@ class TrainingUpdate:
     """
 
     def __init__(
-        self, rule: UpdateRule, ranks: TrainingRanks, idle: dict[int, list[Reducer]], state: TrainState
+        self,
+        rule: UpdateRule,
+        ranks: TrainingRanks,
+        idle: dict[int, list[Reducer]],
+        state: TrainState,
+        known: bool,
     ) -> None:
-        self._rule, self._ranks, self._idle = rule, ranks, idle
+        self._rule, self._ranks, self._idle, self.known = rule, ranks, idle, known
         self.state = self._given = state
         self.metrics: list[Metrics] = []
         self._cuts: dict[int, list[Cut]] = {}  # of the parameters, by stage

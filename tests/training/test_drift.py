@@ -1,0 +1,129 @@
+"""Data ranks that come apart after the first step are told so, whatever has changed on one of them."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import ppfunc as pp
+from ppfunc.stage.tree import tree_map
+from tests.models import new_trainer, normal, squared
+
+WIDTH = 6
+
+
+def stage(p, x):
+    return torch.tanh(x @ p["w"])
+
+
+def trainer_over(size, optimizer, **options):
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "dp"))
+    return new_trainer([stage], squared, pp.gpipe(1, 2), optimizer, mesh, axes=pp.Axes("pp", "dp"), **options)
+
+
+def stepped(trainer, state, n):
+    return trainer.step(state, normal(4, WIDTH, seed=n), normal(4, WIDTH, seed=9))[0]
+
+
+CHANGES = {  # of the state on one rank, and what the others are told
+    "written": (lambda s: s.params[0]["w"].mul_(1.0001), "another state"),
+    "replaced": (lambda s: s._replace(params={0: {"w": s.params[0]["w"] + 1e-9}}), "another state"),
+    "moments": (lambda s: s.optimizer[0]["mean"]["w"].add_(1e-9), "another state"),
+}
+
+
+def drifting(rank, size, kind):
+    change, words = CHANGES[kind]
+    with trainer_over(size, pp.optim.adamw(0.1)) as trainer:
+        state = stepped(trainer, trainer.init({0: {"w": normal(WIDTH, WIDTH)}}), 0)
+        if rank:
+            changed = change(state)
+            state = changed if isinstance(changed, pp.training.TrainState) else state
+        for again in (words, "with the checksum"):  # the second comparison looks at the numbers
+            with pytest.raises(pp.AgreementError, match=again):
+                stepped(trainer, state, 1)
+    return True
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_state_that_changes_on_one_rank_is_told(two, kind):
+    assert two(drifting, kind) == [True, True]
+
+
+def a_rate_that_drifts(rank, size):
+    rate = {"lr": 0.1}
+    with trainer_over(
+        size,
+        pp.optim.chain(
+            pp.optim.clip_by_global_norm(1.0), pp.optim.by_name({"*": pp.optim.sgd(lambda n: rate["lr"])})
+        ),
+    ) as trainer:
+        state = stepped(trainer, trainer.init({0: {"w": normal(WIDTH, WIDTH)}}), 0)
+        rate["lr"] = 0.05  # on both
+        state = stepped(trainer, state, 1)
+        rate["lr"] = 0.05 + 0.01 * rank
+        with pytest.raises(pp.AgreementError, match=r"sgd\(lr .*0\.06"):
+            stepped(trainer, state, 2)
+        rate["lr"] = 0.05
+        stepped(trainer, state, 2)
+    return True
+
+
+def test_a_rate_that_changes_on_one_rank_is_told(two):
+    assert two(a_rate_that_drifts) == [True, True]
+
+
+def every(rank, size, shard):
+    """A change below the library, which nothing counts, is found by the checksums."""
+    found = []
+    with trainer_over(size, pp.optim.sgd(0.1), checksum_every=3, shard=shard) as trainer:
+        state = trainer.init({0: {"w": normal(WIDTH, WIDTH)}})
+        for n in range(7):
+            if n == 4 and rank:
+                torch.from_numpy(state.params[0]["w"].numpy())[0, 0] += 1e-9
+            try:
+                state = stepped(trainer, state, n)
+                found.append("ran")
+            except pp.AgreementError as error:
+                found.append("the parameters of stage 0 with the checksum" in str(error))
+    return found
+
+
+def test_checksums_are_compared_every_so_many_steps(two):
+    for found in two(every, "none"):
+        assert found == ["ran"] * 6 + [True]
+
+
+def harmless(rank, size, shard):
+    """Count the comparisons of states: one before the first step, then of others alone."""
+    counted, own = [], pp.training.update.start.start_facts
+    from ppfunc.training.update import parameter_update
+
+    parameter_update.start_facts = lambda *args: counted.append(0) or own(*args)
+    try:
+        with trainer_over(size, pp.optim.adamw(0.1), shard=shard) as trainer:
+            first = state = trainer.init({0: {"w": normal(WIDTH, WIDTH)}})
+            for n in range(3):
+                state = stepped(trainer, state, n)
+            steps = len(counted)
+            trainer.evaluate(state, normal(4, WIDTH), normal(4, WIDTH))
+            trainer.evaluate(state, normal(4, WIDTH), normal(4, WIDTH))
+            evaluated = len(counted)
+            stepped(trainer, first, 0)
+            copied = tree_map(torch.clone, state)
+            stepped(trainer, copied, 0)
+            state = stepped(trainer, copied, 0)
+            stepped(trainer, state, 1)
+    finally:
+        parameter_update.start_facts = own
+    return steps, evaluated, len(counted)
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "params"])
+def test_a_state_of_the_last_step_is_not_compared_again(two, shard):
+    for counts in two(harmless, shard):
+        assert counts == (1, 2, 5)
+
+
+def test_how_often_is_a_number_of_steps():
+    with pytest.raises(ValueError, match="checksum_every = 0, expected an integer of at least 1"):
+        pp.Trainer([stage], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), checksum_every=0)
