@@ -102,8 +102,8 @@ def value_and_grad(
             microbatches and returned: ``torch.float32`` or ``torch.float64``. That of each parameter by
             default.
         on_nonfinite: ``"raise"`` raises on every rank if the loss or a gradient is not finite, and names the
-            rank, stage, microbatch and instruction that was first. It reads a number from the device in every
-            step, and runs a step that fails a second time, to find that place.
+            rank, stage, microbatch and instruction that was first. It reads a number from the device at the
+            end of every step, and runs a step that fails a second time, to find that place.
 
     Returns:
         ``step(params, inputs, targets=None, *, loss_weights=None, seed=None, extras=None, state=None)``,

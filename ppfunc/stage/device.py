@@ -118,15 +118,13 @@ def graph_recorder(device: torch.device) -> Record:
     def record(run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         drawn = generator.get_state()
         with on_device(device):
-            here, beside = current_stream(device), cuda.Stream(device)
-            beside.wait_stream(here)
+            beside, graph = cuda.Stream(device), cuda.CUDAGraph()
+            beside.wait_stream(current_stream(device))
             with beside:
                 run()  # opens libraries and compiles kernels, which a graph cannot hold
-            here.wait_stream(beside)
-            graph = cuda.CUDAGraph()
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a program may consist of views
-                # The threads of NCCL go on asking for events meanwhile.
+                # It waits for the device first. The threads of NCCL go on asking for events meanwhile.
                 with cuda.graph(graph, pool=pool, stream=beside, capture_error_mode="thread_local"):
                     results = run()
         generator.set_state(drawn)

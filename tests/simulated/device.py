@@ -15,6 +15,7 @@ by any thread:
   ``stream`` from now on follows ``mark``. ``done(mark)``: look, without counting.
 * ``wait(kind, *marks)``: hold up the host, counted. ``poll(kind, mark) -> bool``: let the host look,
   counted.
+* ``drain(index) -> bool``: what freeing memory does, uncounted: the host is held up by all streams.
 * ``record_stream(tensor, stream)``; ``host_view(tensor)``: the memory as a tensor of the CPU.
 * ``omits(kind) -> bool``: to be asked by what a program calls to order things, such as a wait or
   ``record_stream``: whether this call is to be left out, as if the program had forgotten it.
@@ -24,56 +25,25 @@ by any thread:
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any
 
 import torch
 
 from .clocks import Access, Clock, Region, caller_place, caller_stack, merge
 from .memory import Memory
+from .streams import Mark, Stream, Streams, Task
 
 _POLL = 0.001  # seconds between looks at an operation that waits for another process
 
 
-class Task(NamedTuple):
-    """An operation that is queued."""
-
-    number: int
-    what: str
-    run: Callable[[], Any]
-    ready: Callable[[], bool] | None
-
-
-class Stream:
-    """A queue of operations of a device, run in order."""
-
-    def __init__(self, device: int, id: int, weight: float) -> None:
-        self.device, self.id, self.weight = device, id, weight
-        self.tasks: deque[Task] = deque()
-        self.issued = self.done = 0  # numbers of operations
-        self.clock: Clock = {}
-        self.graph: Any = None  # that captures it
-
-    def __repr__(self) -> str:
-        return f"stream {self.id} of cuda:{self.device}"
-
-
-class Mark(NamedTuple):
-    """What was issued on a stream until some moment."""
-
-    stream: Stream
-    number: int
-    clock: Clock
-    graph: Any = None  # of which it is a part
-
-
-class Device:
+class Device(Streams):
     """All simulated devices of a process.
 
     Args:
@@ -86,10 +56,9 @@ class Device:
     def __init__(
         self, devices: int = 2, seed: int = 0, lag: int = 8, hang: float = 30.0, idle: float = 0.01
     ) -> None:
-        self.count, self.lag, self.hang, self.idle = devices, lag, hang, idle
-        self.lock = threading.RLock()
+        super().__init__(devices, seed)
+        self.lag, self.hang, self.idle = lag, hang, idle
         self.changed = threading.Condition(self.lock)
-        self.random = random.Random(seed)
         self.races: list[str] = []
         self.waits: Counter[tuple[str, str]] = Counter()
         self.polls: Counter[tuple[str, str]] = Counter()
@@ -98,56 +67,14 @@ class Device:
         self.omitted: set[tuple[str, str]] = set()  # what it leaves out
         self.memory = Memory(self)
         self._host: Clock = {}  # what the host knows to be done
-        self._streams: dict[tuple[int, int], Stream] = {}
-        self._local = threading.local()
         self._failure: str | None = None
         self._awaited: list[Mark] = []
+        self._looked_at: set[tuple[Stream, int]] = set()
         self._turns = 0
         self._latest = time.monotonic()
         self._stopped = False
         self._worker = threading.Thread(target=self._work, name="simulated device", daemon=True)
         self._worker.start()
-
-    # Streams, and what is current in each thread
-
-    def stream(self, device: int, id: int) -> Stream:
-        with self.lock:
-            if (device, id) not in self._streams:
-                # Far from equal, so that some streams are late by much.
-                self._streams[device, id] = Stream(device, id, self.random.random() ** 4 + 1e-3)
-            return self._streams[device, id]
-
-    def new_stream(self, device: int) -> Stream:
-        with self.lock:
-            return self.stream(device, 1 + max((id for _, id in self._streams), default=0))
-
-    def streams(self, device: int) -> list[Stream]:
-        with self.lock:
-            return [s for s in self._streams.values() if s.device == device]
-
-    @property
-    def index(self) -> int:
-        """The current device of this thread."""
-        return getattr(self._local, "index", 0)
-
-    @index.setter
-    def index(self, index: int) -> None:
-        if not 0 <= index < self.count:
-            raise RuntimeError(f"CUDA error: invalid device ordinal {index} of {self.count}")
-        self._local.index = index
-
-    def current(self, device: int | None = None) -> Stream:
-        """Return the current stream of this thread."""
-        index = self.index if device is None or device < 0 else device
-        return self._current().get(index) or self.stream(index, 0)
-
-    def set_current(self, stream: Stream) -> None:
-        self._current()[stream.device] = stream
-
-    def _current(self) -> dict[int, Stream]:
-        if not hasattr(self._local, "streams"):
-            self._local.streams = {}
-        return self._local.streams
 
     # Operations
 
@@ -220,6 +147,11 @@ class Device:
     def done(self, mark: Mark) -> bool:
         return mark.stream.done >= mark.number
 
+    def knows(self, mark: Mark | None) -> bool:
+        """Tell whether the host knows that what is marked is done: it has waited for it, or looked."""
+        with self.lock:
+            return mark is not None and self._host.get(mark.stream, 0) >= mark.number
+
     # The host
 
     def wait(self, kind: str, *marks: Mark) -> None:
@@ -243,14 +175,29 @@ class Device:
             self._learn(*marks)
 
     def poll(self, kind: str, mark: Mark) -> bool:
-        """Let the host look whether what is marked is done."""
+        """Let the host look whether what is marked is done. A first look is too early, but after a wait."""
         self._breathe()
         with self.lock:
             self._refuse_captured(kind, mark)
             self.polls[kind, caller_place()] += 1
-            if self.done(mark) or self._failure:
+            place = mark.stream, mark.number
+            done = self.knows(mark) or (self.done(mark) and place in self._looked_at)
+            self._looked_at.add(place)
+            if done or self._failure:
                 self._learn(mark)
-            return self.done(mark)
+            return done
+
+    def drain(self, index: int) -> bool:
+        """Hold up the host until all streams of a device have done what they were given; tells whether."""
+        end = time.monotonic() + self.hang
+        for mark in [self.mark(stream) for stream in self.streams(index)]:
+            while not self.done(mark):
+                if self._stopped or time.monotonic() > end:
+                    return self._stopped
+                time.sleep(_POLL)
+            with self.lock, suppress(RuntimeError):  # the device has failed
+                self._learn(mark)
+        return True
 
     def _learn(self, *marks: Mark) -> None:
         if self._failure:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from .clocks import Region
-from .device import Device, Mark
+from .device import Device
+from .streams import Mark
 
 
 class Pool:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
-import time
 from collections.abc import Iterator
 from functools import cache, partialmethod
 from types import SimpleNamespace
@@ -19,109 +17,15 @@ from unittest import mock
 import torch
 
 from . import guard
-from .device import Device, Mark
+from .answers import answers, device, elapsed, index_of, new_stream, set_device, synchronize, use
+from .device import Device
 from .graphs import Graph, Pool
 from .operators import OWN, Operators
 
-_MOST = 8  # devices of a process
 _GENERIC = (  # of torch.accelerator: those that do not ask the guard
     "Graph empty_cache empty_host_cache memory_allocated max_memory_allocated reset_peak_memory_stats"
 ).split()
-_current: Device | None = None
 _operators: Operators | None = None
-
-
-def device() -> Device:
-    """Return the simulated device of this process."""
-    if _current is None:
-        raise RuntimeError("no accelerator is simulated here; use the fixture")
-    return _current
-
-
-def _index(given: Any) -> int:
-    if given is None or isinstance(given, int):
-        return device().index if given is None or given < 0 else given
-    index = torch.device(given).index
-    return device().index if index is None else index
-
-
-class _Event:
-    """What an event of torch points to."""
-
-    def __init__(self) -> None:
-        self.mark: Mark | None = None
-        self.times: list[int] = []  # nanoseconds
-
-
-_events: dict[int, _Event] = {}
-
-
-def _elapsed(start: int, end: int) -> int:
-    """Return the nanoseconds between two events."""
-    if not (_events[start].times and _events[end].times):
-        raise RuntimeError("CUDA error: device not ready: both events must be completed")
-    return _events[end].times[0] - _events[start].times[0]
-
-
-def _answers() -> dict[str, Any]:
-    """Make the functions that the guard calls."""
-    numbers = itertools.count(1)
-
-    def record(number: int, index: int, stream: int) -> int:
-        number = number or next(numbers)
-        event, there = _events.setdefault(number, _Event()), device().stream(index, stream)
-        event.times = times = []
-        event.mark = device().issue(there, "event", lambda: times.append(time.perf_counter_ns()))
-        return number
-
-    def block(number: int, index: int, stream: int) -> None:
-        mark = _events[number].mark
-        if mark is not None and not device().omits("wait"):
-            device().order(mark, device().stream(index, stream))
-
-    def exchange(index: int, stream: int) -> int:
-        if _current is None:
-            return 0
-        before = _current.current(index).id
-        _current.set_current(_current.stream(index, stream))
-        return before
-
-    def synchronize_event(number: int, *_: int) -> None:
-        if not device().omits("host wait"):
-            device().wait("event", _events[number].mark)
-
-    def synchronize_stream(index: int, stream: int, _: int) -> None:
-        if not device().omits("host wait"):
-            device().wait("stream", device().mark(device().stream(index, stream)))
-
-    return {
-        "count": lambda *_: _MOST if _current is None else _current.count,
-        "get_device": lambda *_: 0 if _current is None else _current.index,
-        "set_device": lambda index, *_: _current and set_device(index),
-        "get_stream": lambda index, *_: 0 if _current is None else _current.current(index).id,
-        "exchange_stream": lambda index, stream, _: exchange(index, stream),
-        "new_stream": lambda index, *_: device().new_stream(index).id,
-        "record": record,
-        "block": block,
-        "query": lambda number, *_: device().poll("event", _events[number].mark),
-        "destroy": lambda number, *_: _events.pop(number, None) and 0,
-        "elapsed": lambda start, end, _: _elapsed(start, end),
-        "synchronize_event": synchronize_event,
-        "synchronize_stream": synchronize_stream,
-        "synchronize_device": lambda index, *_: synchronize(index),
-        "query_stream": lambda i, s, _: device().poll("stream", device().mark(device().stream(i, s))),
-        "capturing": lambda i, s, _: _current is not None and _current.stream(i, s).graph is not None,
-    }
-
-
-def set_device(given: Any) -> None:
-    device().index = _index(given)
-
-
-def synchronize(given: Any = None) -> None:
-    gpu = device()
-    if not gpu.omits("host wait"):
-        gpu.wait("device", *(gpu.mark(stream) for stream in gpu.streams(_index(given))))
 
 
 class Stream(torch.Stream):
@@ -129,8 +33,8 @@ class Stream(torch.Stream):
 
     def __new__(cls, device: Any = None, priority: int = 0, **given: Any) -> Stream:
         if not given:
-            index = _index(device)
-            given = {"stream_id": _current.new_stream(index).id, "device_index": index, "device_type": 1}
+            stream = new_stream(index_of(device))
+            given = {"stream_id": stream.id, "device_index": stream.device, "device_type": 1}
         return super().__new__(cls, **given)
 
 
@@ -143,7 +47,7 @@ class Event(torch.Event):
         return super().__new__(cls, "cuda", enable_timing=enable_timing, blocking=blocking)
 
     def elapsed_time(self, end: torch.Event) -> float:
-        return _elapsed(self.event_id, end.event_id) / 1e6  # that of torch.Event takes no subclass
+        return elapsed(self.event_id, end.event_id) / 1e6  # that of torch.Event takes no subclass
 
 
 def _stream(index: int, id: int) -> Stream:
@@ -151,7 +55,7 @@ def _stream(index: int, id: int) -> Stream:
 
 
 def current_stream(given: Any = None) -> Stream:
-    stream = device().current(_index(given))
+    stream = device().current(index_of(given))
     return _stream(stream.device, stream.id)
 
 
@@ -216,7 +120,7 @@ class AcceleratorGraph(CUDAGraph):
         super().capture_begin(self.graph_pool, self.capture_error_mode)
 
     def __enter__(self) -> None:
-        synchronize()
+        device().wait("graph", *map(device().mark, device().streams(device().index)))
         self.capture_begin()
 
     def __exit__(self, *exception: Any) -> None:
@@ -227,8 +131,8 @@ class AcceleratorGraph(CUDAGraph):
 def graph(
     cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global", **_: Any
 ) -> Iterator[None]:
-    """``torch.cuda.graph``."""
-    synchronize()
+    """``torch.cuda.graph``, which waits for the device by itself."""
+    device().wait("graph", *map(device().mark, device().streams(device().index)))
     with torch.cuda.stream(stream or Stream()):
         cuda_graph.capture_begin(pool, capture_error_mode)
         try:
@@ -244,7 +148,7 @@ def install() -> None:
 
     # Reads the names of torch.cuda once, and would refuse two that are one function.
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
-    guard.install(_answers())
+    guard.install(answers())
     every, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     every.fallback(_serve, "CUDA")
     for name in OWN:
@@ -298,25 +202,25 @@ def _cuda(gpu: Device, generators: tuple[torch.Generator, ...]) -> dict[str, Any
         "Stream": Stream,
         "Event": Event,
         "current_stream": current_stream,
-        "default_stream": lambda given=None: _stream(_index(given), 0),
+        "default_stream": lambda given=None: _stream(index_of(given), 0),
         "set_stream": set_stream,
         "synchronize": synchronize,
         "default_generators": generators,
         "manual_seed": lambda seed: generators[gpu.index].manual_seed(seed) and None,
         "manual_seed_all": manual_seed_all,
-        "get_rng_state": lambda given="cuda": generators[_index(given)].get_state(),
-        "set_rng_state": lambda state, given="cuda": generators[_index(given)].set_state(state) and None,
+        "get_rng_state": lambda given="cuda": generators[index_of(given)].get_state(),
+        "set_rng_state": lambda state, given="cuda": generators[index_of(given)].set_state(state) and None,
         "initial_seed": lambda: generators[gpu.index].initial_seed(),
         "graph_pool_handle": pool_handle,
         "CUDAGraph": CUDAGraph,
         "graph": graph,
         "is_current_stream_capturing": lambda: gpu.current().graph is not None,
         "empty_cache": _nothing,
-        "memory_allocated": lambda given=None: gpu.memory.now(_index(given)),
-        "max_memory_allocated": lambda given=None: gpu.memory.peak[_index(given)],
-        "reset_peak_memory_stats": lambda given=None: gpu.memory.reset_peak(_index(given)),
+        "memory_allocated": lambda given=None: gpu.memory.now(index_of(given)),
+        "max_memory_allocated": lambda given=None: gpu.memory.peak[index_of(given)],
+        "reset_peak_memory_stats": lambda given=None: gpu.memory.reset_peak(index_of(given)),
         "get_device_capability": lambda given=None: (9, 0),
-        "get_device_properties": lambda given=None: SimpleNamespace(**properties, uuid=_index(given)),
+        "get_device_properties": lambda given=None: SimpleNamespace(**properties, uuid=index_of(given)),
         "is_bf16_supported": lambda *_, **__: True,
     }
 
@@ -324,11 +228,11 @@ def _cuda(gpu: Device, generators: tuple[torch.Generator, ...]) -> dict[str, Any
 @contextlib.contextmanager
 def simulated(**options: Any) -> Iterator[Device]:
     """Simulate an accelerator, with the options of ``Device``; the names of torch are as before after it."""
-    global _current, _operators
+    global _operators
     install()
     gpu = Device(**options)
     with contextlib.ExitStack() as stack:
-        _current = gpu
+        use(gpu)
         generators = tuple(torch.Generator(f"cuda:{index}") for index in range(gpu.count))
         _operators = Operators(gpu, generators)
         stack.callback(_end)
@@ -343,7 +247,8 @@ def simulated(**options: Any) -> Iterator[Device]:
 
 
 def _end() -> None:
-    global _current, _operators
+    global _operators
     gc.collect()
-    _current.close()
-    _current = _operators = None
+    device().close()
+    use(None)
+    _operators = None

@@ -23,7 +23,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -277,21 +276,8 @@ class ProcessGroupNCCL(Collectives):
             self._kept.pop().release()
         time.sleep(self._census.abort_takes)
         self.aborted = self._ended = True
-        if self._stream is not None:
-            self._drain()
-
-    def _drain(self) -> None:
-        """Wait until all streams of the device have done what they were given; the host knows it then."""
-        device, end = self._device, time.monotonic() + self._device.hang
-        for mark in [device.mark(stream) for stream in device.streams(self._stream.device)]:
-            while not device.done(mark):
-                if device._stopped:
-                    return
-                if time.monotonic() > end:
-                    return self._census.fault(f"the abort of {self} waits for others, which go on")
-                time.sleep(_PAUSE)
-            with suppress(RuntimeError):  # the device has failed
-                device.poll("ncclCommAbort", mark)
+        if self._stream is not None and not self._device.drain(self._stream.device):
+            self._census.fault(f"the abort of {self} waits for others, which go on")
 
     def shutdown(self) -> None:
         """End once all that was issued is done."""

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from .device import Device, Stream
+from .device import Device
 from .graphs import next_seed
+from .streams import Stream
 
 aten = torch.ops.aten
 _STAGED = 65536  # bytes of pageable memory that the driver copies aside, so that the host need not wait

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -100,6 +101,16 @@ def test_a_pinned_source_is_read_late(simulate):
     source.fill_(2)
     assert there.tolist() == [2, 2, 2]
     assert not any(kind == "copy from the host" for kind, _ in gpu.waits)
+
+
+def test_an_event_tells_its_time_once_the_host_knows_that_it_is_done(gpu):
+    first, second = (torch.Event("cuda", enable_timing=True) for _ in range(2))
+    first.record(), second.record()
+    time.sleep(0.1)  # the device has done both, and the host has not waited for it
+    with pytest.raises(RuntimeError, match="must be completed"):
+        first.elapsed_time(second)
+    second.synchronize()
+    assert first.elapsed_time(second) > 0
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -45,6 +45,49 @@ def test_no_step_in_one_process_waits(gpu, batch, weights):
     assert same_bits(on_host(result), step(params, *given, loss_weights=same))
 
 
+def test_a_step_that_raises_for_numbers_that_are_not_finite_waits_at_its_end(gpu):
+    """In one process it has to read one number before it returns."""
+    params, *given = on_device(problem(SCHEDULE))
+    step = pp.value_and_grad([dense] * 2, squared, SCHEDULE, on_nonfinite="raise")
+    step(params, *given)
+    gpu.waits.clear()
+    step(params, *given)
+    assert [kind for kind, _ in gpu.waits.elements()] == ["item"], gpu.waits
+    with pytest.raises(pp.PipelineError, match="stage 0.*first not finite: its output"):
+        step(params | {0: {"w": params[0]["w"] / 0}}, *given)
+
+
+def finite(rank, size, gpu):
+    """The waits of a second step that looks for numbers that are not finite, and the error of a third."""
+    params, inputs, targets = on_device(problem(SCHEDULE))
+    with pp.P2P(timeout=30) as transport:
+        step = pp.value_and_grad([dense] * 2, squared, SCHEDULE, transport, on_nonfinite="raise")
+        step({rank: params[rank]}, inputs, targets)
+        torch.distributed.barrier()
+        if rank == 0:
+            gpu.waits.clear()
+        torch.distributed.barrier()
+        step({rank: params[rank]}, inputs, targets)
+        torch.distributed.barrier()
+        waits = dict(gpu.waits)
+        torch.distributed.barrier()
+        with pytest.raises(pp.PipelineError) as caught:
+            step({rank: {"w": params[rank]["w"] / (0 if rank else 1)}}, inputs, targets)
+        again, _ = step({rank: params[rank]}, inputs, targets)
+        return waits, str(caught.value), again.item()
+
+
+def test_ranks_that_raise_for_numbers_that_are_not_finite_wait_at_the_end_alone(simulate):
+    gpu = simulate(devices=2)
+    with simulated_nccl():
+        (waits, *told), (_, *others) = in_threads(2, finite, gpu)
+    assert [kind for kind, _ in waits] == ["event"], waits
+    assert sum(waits.values()) == 2  # one of each rank
+    for error, loss in told, others:
+        assert "rank 1 failed at 1F0" in error and "first not finite: its loss" in error
+        assert loss == told[1]
+
+
 def counted(rank, size, schedule, gpu, **options):
     """The waits and polls of a second step; then one for whose shared parameters rank 1 has other values."""
     params, inputs, targets = on_device(problem(schedule))

@@ -158,6 +158,19 @@ def test_what_orders_streams_is_needed(ranks):
     assert [kind for kind, _ in silent if kind != "host wait"] == ["record_stream"], silent
 
 
+def test_a_negative_weight_on_the_device_makes_no_number(gpu):
+    """There it is not read: the loss is NaN, and the update is left out."""
+    stages, batch = [dense] * 2, moved(problem(2, M), "cuda")
+    with pp.Trainer(stages, squared, pp.gpipe(2, M), pp.optim.sgd(1e-2), pp.InProcess()) as trainer:
+        weights = torch.tensor([2.0, 1.0, -1.0, 1.0], dtype=torch.float64, device="cuda")
+        before = trainer.init(batch[0])
+        after, metrics = trainer.step(before, *batch[1:], loss_weights=weights)
+        assert metrics.loss.isnan() and metrics.skipped == 1
+        assert same_bits(moved(before.params, "cpu"), moved(after.params, "cpu"))
+        _, metrics = trainer.step(after, *batch[1:], loss_weights=weights.abs())
+        assert metrics.loss.isfinite()
+
+
 def train(rank, size, device, shape, shard, build):
     """Losses, norms and whole parameters, after some steps one by one and two together."""
     mesh = init_device_mesh(device, shape, mesh_dim_names=("pp", "dp"))

@@ -17,7 +17,7 @@ from ..lowering.compiled_steps import Entry
 from ..transport.protocols import Transport
 from .buffers import Buffers
 from .fill import fill, losses_of
-from .nonfinite import NotFinite, located, require_finite
+from .nonfinite import NotFinite, compare_finite, located
 from .record import Recorder, gather
 from .torch_state import preserve_rng, transforming
 
@@ -52,9 +52,12 @@ def run_step(
         del buffers  # the step may run again
         if spec.finite and update is None:
             tensors = [*losses.values(), *tree_leaves((result.grads, result.input_grads))]
-            require_finite(tensors, entry.compiled, steps[0], transport)
+            compared = [compare_finite(tensors, entry.compiled, transport), *compared]
         timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), transport)
-        loss = transport.end(losses, losses_agreed, entry.guards.mode, compared)
+        try:
+            loss = transport.end(losses, losses_agreed, entry.guards.mode, compared)
+        except NotFinite as cause:  # on all ranks
+            raise located(entry.compiled, steps[0], None, transport, cause) from cause
         if loss is not None and "losses" in spec.wants:
             return result._replace(loss=loss[0].clone(), losses=loss[1:].clone()), timeline
         return result._replace(loss=loss), timeline

@@ -16,7 +16,7 @@ from ..lowering.calls import Origin
 from ..lowering.compile import CompiledStep, bind
 from ..lowering.lowered import LoweredStage
 from ..transport.protocols import Transport
-from .buffers import Buffers, Leaves
+from .buffers import Buffers, Compared, Leaves
 from .fill import fill
 from .gradients import LeafGradients
 
@@ -27,25 +27,20 @@ class NotFinite(FloatingPointError):
     """Raised on all ranks, before anything is changed, where the loss or a gradient is not finite."""
 
 
-def require_finite(
-    tensors: Sequence[torch.Tensor],
-    compiled: CompiledStep,
-    arguments: StepArguments,
-    transport: Transport,
-) -> None:
-    """Raise on all ranks where one of the losses and gradients of one is not finite.
-
-    It reads a number of the device.
-    """
+def compare_finite(tensors: Sequence[torch.Tensor], compiled: CompiledStep, transport: Transport) -> Compared:
+    """Count the losses and gradients of all ranks that are not finite, for the end of the step to raise."""
     device = next(iter(compiled.lowered.form.devices.values()))
     bad = [~torch.isfinite(local(t)).all() for t in tensors if differentiable(t.dtype)]
     count = torch.stack(
         [torch.zeros((), device=device), *(one.to(device, torch.float32) for one in bad)]
     ).sum()
     transport.collective("world").all_reduce(count)()
+    return Compared(count, _require_none)
+
+
+def _require_none(count: torch.Tensor) -> None:
     if count > 0:
-        cause = NotFinite("the loss or a gradient is not finite")
-        raise located(compiled, arguments, None, transport, cause) from cause
+        raise NotFinite("the loss or a gradient is not finite")
 
 
 def located(

@@ -56,9 +56,10 @@ def _recipe(program: Program) -> Any:
 def two_streams() -> Overlapped:
     """Run the backward of a pair on a stream of its own beside the forward.
 
-    Pass it as ``overlapped=`` to :func:`~ppfunc.value_and_grad`, with any engine. Both begin after the work
-    issued before, and later work waits for both. The bits are those of running both in turn if kernels are
-    deterministic, whatever their stream: set ``CUBLAS_WORKSPACE_CONFIG`` for those of cuBLAS.
+    Pass it as ``overlapped=`` to :func:`~ppfunc.value_and_grad`, with the graph engine. Under the functional
+    and the eager engine nothing overlaps: autograd runs a backward on the stream of its forward. Both begin
+    after the work issued before, and later work waits for both. The bits are those of running both in turn
+    if kernels are deterministic, whatever their stream: set ``CUBLAS_WORKSPACE_CONFIG`` for those of cuBLAS.
 
     Raises:
         ValueError: there is no accelerator; or, when a pair runs, the stages do not compute on one.

@@ -92,7 +92,8 @@ class TrainingUpdate:
         joined = torch.stack(explicit).to(state.step.device)
         total = joined.sum(1, keepdim=True)
         ranks.data.all_reduce(total)()
-        # On another device it is not read, and the loss is no number.
+        # On another device neither they nor their sum are read, and the loss is no number.
+        joined = torch.where(joined < 0, torch.nan, joined)
         if total.device.type == "cpu" and [0] in total.tolist():
             raise ValueError(
                 "loss_weights: their sum over all data ranks is 0, expected one that losses can be divided by"
