@@ -25,7 +25,6 @@ from .layout import local
 from .purity import Evaluation, NoValuesError, Purity, SeenFunctions, require_values
 from .signature import LeafSignature, Signature
 from .tree import tree_flatten
-from .weight_gradients import require_weight_gradients
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
@@ -189,6 +188,8 @@ def _observe(
         (y, y_def), (aux, aux_def) = split_aux(out, has_aux, name)
     require_values(map(local, y + aux), name)
     _require_unchanged(example, trees, arguments, name)
+    from .weight_gradients import require_weight_gradients  # for the first stage
+
     require_weight_gradients(
         map(local, y), zip(example.paths, arguments[: len(tensors[0])], strict=False), name
     )

@@ -9,8 +9,7 @@ from typing import Any
 
 import optree
 
-from .masks import register_mask
-from .tree import NAMESPACE, tree_flatten
+from .tree import BLOCK_MASKS, NAMESPACE, tree_flatten
 
 PLAIN = (bool, int, float, str)
 
@@ -46,11 +45,19 @@ def with_constants(tree: Any, name: str = "tree") -> Any:
     (2.0, (1, True))
     """
     leaves, treedef = tree_flatten(tree, name)
-    if any(map(register_mask, leaves)):
+    if (mask := next(filter(is_mask, leaves), None)) is not None:
+        from .masks import register_mask
+
+        register_mask(type(mask))
         leaves, treedef = tree_flatten(tree, name)
     if not any(type(leaf) in PLAIN for leaf in leaves):
         return tree
     return treedef.unflatten(Constant(leaf) if type(leaf) in PLAIN else leaf for leaf in leaves)
+
+
+def is_mask(value: Any) -> bool:
+    """Tell whether a value is a ``BlockMask`` of flex attention, without importing the class."""
+    return type(value).__name__ == "BlockMask" and type(value).__module__ == BLOCK_MASKS
 
 
 def without_constants(tree: Any) -> Any:

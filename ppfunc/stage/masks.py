@@ -8,32 +8,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from types import CellType, FunctionType
 from typing import Any
 
 import optree
 import torch
 
-from .tree import BLOCK_MASKS, NAMESPACE, tree_flatten
+from .tree import NAMESPACE, tree_flatten
 
-_kinds: list[type] = []  # the class, once there is a mask
 _templates: dict[str, Any] = {}  # functions of masks without their tensors, by key
 _keys: dict[Any, str] = {}
 
 
-def is_mask(value: Any) -> bool:
-    """Tell whether a value is a ``BlockMask``, without importing the class."""
-    return type(value).__name__ == "BlockMask" and type(value).__module__ == BLOCK_MASKS
-
-
-def register_mask(value: Any) -> bool:
-    """Make the class of a ``BlockMask`` a node of trees; return False if it is one, or for another value."""
-    if not is_mask(value) or type(value) in _kinds:
-        return False
-    _kinds.append(type(value))
-    optree.register_pytree_node(type(value), _flatten, partial(_unflatten, type(value)), namespace=NAMESPACE)
-    return True
+@cache
+def register_mask(kind: Any) -> None:
+    """Make the class ``BlockMask`` a node of trees."""
+    optree.register_pytree_node(kind, _flatten, partial(_unflatten, kind), namespace=NAMESPACE)
 
 
 def whole_leaves(mask: Any) -> list[bool]:

@@ -14,9 +14,8 @@ from optree import PyTreeSpec
 
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import register_pytree_node
-from ppfunc.stage.constants import with_constants, without_constants
+from ppfunc.stage.constants import is_mask, with_constants, without_constants
 from ppfunc.stage.layout import distributed, layout_of, local
-from ppfunc.stage.masks import is_mask, whole_leaves
 from ppfunc.stage.signature import flatten
 from ppfunc.stage.tree import NAMESPACE, tree_leaves, tree_map, tree_paths
 
@@ -58,6 +57,8 @@ def without_marks(tree: Any) -> tuple[Any, tuple[bool, ...] | None]:
     parts, treedef = optree.tree_flatten(tree, is_leaf=_is_marked, namespace=NAMESPACE)
     if not any(map(_is_marked, parts)):
         return tree, None
+    from ppfunc.stage.masks import whole_leaves  # seldom needed
+
     plain = tree
     if any(isinstance(part, Replicated) for part in parts):
         plain = treedef.unflatten(part.tree if isinstance(part, Replicated) else part for part in parts)
