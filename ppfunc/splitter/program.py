@@ -31,6 +31,7 @@ class StageCode(NamedTuple):
         params, constants, state: names of the tensors of the model that it reads.
         frozen: those of its parameters that get no gradient.
         received: from which stages it takes values, and how many.
+        dtypes: those of the values that it takes.
         run: ``(params, constants, state, inputs, received) -> (sent, new state, results)``.
         rebuild: makes the result of the model, of the last stage.
     """
@@ -40,6 +41,7 @@ class StageCode(NamedTuple):
     state: tuple[str, ...]
     frozen: frozenset[str]
     received: Mapping[int, int]
+    dtypes: tuple[torch.dtype, ...]
     run: Callable[..., tuple[dict[int, Leaves], dict[str, Tensor], Leaves]]
     rebuild: Callable[[Leaves], Any]
 
@@ -124,6 +126,7 @@ def _code(trace: Trace, part: StagePart, stage: int, last: bool) -> StageCode:
         tuple(part.state),
         frozenset(part.params) & trace.frozen,
         {source: len(nodes) for source, nodes in part.received.items()},
+        tuple(node.meta["value"].dtype for node in taken),
         call,
         _rebuilder(trace, results),
     )

@@ -76,12 +76,14 @@ class Source:
         functional: bool = False,
         traced: Trace | None = None,
         changes: Changes = (),
+        compute: torch.dtype | None = None,
     ) -> tuple[StageCode, ...]:
         """Return the code of every stage for inputs of these forms.
 
         Args:
             inputs: the forms.
             device: where the stages compute.
+            compute: the dtype of all floating parameters, by default that of each in the model.
             functional: whether it runs under ``vmap``, where no operator may write into a tensor.
             traced: the trace of the model for them, by default made here.
             changes: of the constants of the call.
@@ -93,10 +95,11 @@ class Source:
         key = (
             *inputs,
             device,
+            compute,
             functional,
             repr(changes),
             _plain_attributes(self.model),
-            tuple(p.requires_grad for p in tensors.params.values()),
+            tuple((p.requires_grad, p.dtype) for p in tensors.params.values()),
             tuple((b.shape, b.dtype) for b in tensors.buffers.values()),
             autocast(),
             torch.get_default_dtype(),
@@ -106,13 +109,37 @@ class Source:
                 self._codes.clear()
                 self._structure = ModuleStructure.of(self.model.modules())
             if key not in self._codes:
-                form = self.form.with_changes(changes)
-                traced = trace(self.model, form, inputs, device, self.names) if traced is None else traced
+                if traced is None:
+                    form = self.form.with_changes(changes)
+                    traced = trace(self.model, form, inputs, device, self.names, compute)
                 self._codes[key] = self._make(traced, device, functional)
                 while len(self._codes) > _MOST:
                     self._codes.popitem(last=False)
             self._codes.move_to_end(key)
             return self._codes[key]
+
+    def compute(
+        self, params: Mapping[str, Tensor], before: torch.dtype | None, stage: int
+    ) -> torch.dtype | None:
+        """Return the dtype of all floating parameters in a step, None where each has that of the model.
+
+        Args:
+            params: those of a stage.
+            before: as the stage before has returned.
+
+        Raises:
+            StageError: only some have another dtype than in the model.
+        """
+        dtypes = {name: self.model.get_parameter(name).dtype for name in params}
+        floating = {name: params[name].dtype for name, own in dtypes.items() if own.is_floating_point}
+        differ = any(got != dtypes[name] for name, got in floating.items())
+        cast = next(iter(floating.values())) if differ else before
+        for name, got in floating.items():
+            if cast is not None and (got != cast or before not in (None, cast)):
+                reason = f"its parameter {name} has the dtype {got}, and others have been cast to"
+                mend = "cast all floating parameters to one dtype, or none of them"
+                raise StageError(f"stage {stage}", f"{reason} {before or cast}", mend)
+        return cast
 
     def buffers(self, names: Sequence[str], device: torch.device, stage: int) -> tuple[Tensor, ...]:
         """Return the values of read-only buffers on a device."""

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ppfunc.stage import StageError
 from ppfunc.stage.constants import Constant, without_constants
 from ppfunc.stage.frozen import detached, note_parameters
 from ppfunc.stage.output import Output
@@ -20,7 +22,8 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
     """Make the function of a stage: ``(params, x) -> y``, or ``(params, x, state) -> Output`` with a state.
 
     Between stages ``x`` is ``(forms, values)``. A form is a tensor without elements, of shape ``(0, *shape)``
-    for an input of the model: it tells each stage for which inputs to trace the model. The values are those
+    for an input of the model: it tells each stage for which inputs to trace the model. The last one has the
+    dtype that all floating parameters are cast to, bool if they are those of the model. The values are those
     from the stage before. Numbers, texts and flags that differ from those at the split follow as a constant.
     """
     model = (
@@ -41,9 +44,13 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
             x, skips = x
         inputs, forms, before, changes = _read(source, stage, without_constants(x))
         device = next(t.device for t in (*params.values(), *inputs, *forms))
-        leaves = [LeafForm(tuple(f.shape[1:]), f.dtype) for f in forms]
-        code = source.codes(leaves, device, functional=vmapped(), changes=changes)[stage]
+        *given, cast = forms
+        compute = source.compute(params, None if cast.dtype is torch.bool else cast.dtype, stage)
+        forms = (*given, cast.to(compute or torch.bool))
+        leaves = [LeafForm(tuple(f.shape[1:]), f.dtype) for f in given]
+        code = source.codes(leaves, device, functional=vmapped(), compute=compute, changes=changes)[stage]
         received = tuple(t for a in code.received for t in (before if a == stage - 1 else skips[a]))
+        _require_dtypes(received, code.dtypes, stage)
         taken = tuple(detached(n, params[n]) if n in code.frozen else params[n] for n in code.params)
         constants = source.buffers(code.constants, device, stage)
         sent, new_state, results = code.run(
@@ -73,9 +80,19 @@ def _read(
     if stage == 0:
         tensors, changes = source.form.read(x)
         inputs = tuple(t.contiguous() for t in tensors)
-        return inputs, tuple(t.detach().new_empty((0, *t.shape)) for t in inputs), (), changes
+        forms = [t.detach().new_empty((0, *t.shape)) for t in inputs]
+        return inputs, (*forms, forms[0].new_empty((0,), dtype=torch.bool)), (), changes
     forms, values, *relayed = x
     return (), tuple(forms), tuple(values), relayed[0] if relayed else ()
+
+
+def _require_dtypes(received: Sequence[Tensor], want: Sequence[torch.dtype], stage: int) -> None:
+    if (got := [t.dtype for t in received]) != [*want]:
+        reason = (
+            f"it gets values of the dtypes {got} from earlier stages, and with its parameters the model"
+            f" makes {[*want]}"
+        )
+        raise StageError(f"stage {stage}", reason, "give the parameters of all stages the same dtype")
 
 
 def _state_of(states: tuple[Any, ...], names: tuple[str, ...], stage: int) -> dict[str, Tensor]:

@@ -101,7 +101,12 @@ class Tensors(NamedTuple):
 
 
 def trace(
-    model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: torch.device, names: Iterable[str]
+    model: nn.Module,
+    form: CallForm,
+    inputs: Sequence[LeafForm],
+    device: torch.device,
+    names: Iterable[str],
+    compute: torch.dtype | None = None,
 ) -> Trace:
     """Call the model on tensors without values, and record what it does.
 
@@ -111,23 +116,30 @@ def trace(
         inputs: the form of the tensors among its arguments.
         device: where it computes, wherever its tensors are now.
         names: of modules, whose first calls are noted.
+        compute: the dtype of its floating parameters, by default that of each.
 
     Raises:
         StageError: it cannot be traced.
     """
     _require_no_hooks(model)
     return without_foreign_draws(
-        partial(_trace, model, form, inputs, device, names), MODEL
+        partial(_trace, model, form, inputs, device, names, compute), MODEL
     )  # those by names that are not patched
 
 
 def _trace(
-    model: nn.Module, form: CallForm, inputs: Sequence[LeafForm], device: torch.device, names: Iterable[str]
+    model: nn.Module,
+    form: CallForm,
+    inputs: Sequence[LeafForm],
+    device: torch.device,
+    names: Iterable[str],
+    compute: torch.dtype | None,
 ) -> Trace:
     tensors = Tensors.of(model)
     with process_lock, undisturbed(), unseen_refused(), without_values(), ExitStack() as stack:
         recording = Recording()
-        fakes = {name: _like(t, device) for name, t in (*tensors.params.items(), *tensors.buffers.items())}
+        fakes = {name: _like(t, device, compute) for name, t in tensors.params.items()}
+        fakes |= {name: _like(t, device) for name, t in tensors.buffers.items()}
         input_tensors = tuple(_input(leaf, device) for leaf in inputs)
         nodes = {name: recording.place(t, "v_" + re.sub(r"\W", "_", name)) for name, t in fakes.items()}
         input_nodes = tuple(recording.place(t, f"input{i}") for i, t in enumerate(input_tensors))
@@ -226,8 +238,9 @@ def _input(leaf: LeafForm, device: torch.device) -> Tensor:
     return fake.requires_grad_().clone() if fake.is_floating_point() or fake.is_complex() else fake
 
 
-def _like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Make a tensor without values of the same form on another device."""
-    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+def _like(tensor: Tensor, device: torch.device, compute: torch.dtype | None = None) -> Tensor:
+    """Make a tensor without values of the same form on another device, a floating one in another dtype."""
+    dtype = compute if compute is not None and tensor.is_floating_point() else tensor.dtype
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
     fake = nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
     return fake.requires_grad_(tensor.requires_grad)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -65,7 +66,11 @@ class Split:
         return self._source.model
 
     def load(
-        self, weights: str | PathLike[str] | Mapping[str, Tensor], stages: Iterable[int] | None = None
+        self,
+        weights: str | PathLike[str] | Mapping[str, Tensor],
+        stages: Iterable[int] | None = None,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> Split:
         """Read the weights of some stages from files.
 
@@ -75,20 +80,25 @@ class Split:
             weights: a safetensors file, a folder of them with or without an index, or a state dict. Names are
                 the model's; of a tied parameter any of its names will do.
             stages: the stages to read, those of this process; all by default.
+            dtype: of the floating parameters, by default those of the model. ``torch.float32`` keeps what a
+                model in bfloat16 would round: give it to a trainer with
+                ``Precision(compute=torch.bfloat16, master=torch.float32)``.
 
         Returns:
-            A split whose ``params`` and ``state`` have these stages alone. Tensors have the dtypes of the
-            model, and are on the device of its tensors, or on the CPU where those are on ``meta``; buffers
-            that are only read are loaded too, of these stages, where the files have them.
+            A split whose ``params`` and ``state`` have these stages alone. Other tensors have the dtypes of
+            the model. They are on the device of its tensors, or on the CPU where those are on ``meta``;
+            buffers that are only read are loaded too, of these stages, where the files have them.
 
         Raises:
             KeyError: a tensor is not there.
-            TypeError: not weights, or not numbers of stages.
+            TypeError: not weights, not numbers of stages, or not a floating dtype.
             ValueError: a tensor has another shape, or a file is no safetensors file.
         """
         from .stages import make_stage
         from .weights import read_weights
 
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype: got {dtype!r}, expected a floating dtype such as torch.float32")
         chosen = list(
             range(len(self.stages))
             if stages is None
@@ -96,7 +106,7 @@ class Split:
             if isinstance(stages, Iterable)
             else [stages]
         )
-        params, state, buffers = read_weights(self._source, self.params, self.state, weights, chosen)
+        params, state, buffers = read_weights(self._source, self.params, self.state, weights, chosen, dtype)
         source = self._source.with_buffers(buffers)
         made = tuple(make_stage(source, stage) for stage in range(len(self.stages)))
         return replace(self, stages=made, params=params, state=state, _source=source)

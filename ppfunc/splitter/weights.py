@@ -19,8 +19,8 @@ from .source import Source
 from .trace import Tensors
 
 Trees = Mapping[int, Mapping[str, Tensor]]
-Read = Callable[[str, Tensor], Tensor]
-"""``(name, like)`` to the tensor of that name, of the dtype and on the device of ``like``."""
+Read = Callable[[str, Tensor, torch.dtype], Tensor]
+"""``(name, like, dtype)`` to the tensor of that name, of the form and on the device of ``like``."""
 
 _PIECE = 2**21  # bytes of a file that are in memory at a time
 
@@ -39,6 +39,7 @@ def read_weights(
     state: Trees,
     weights: str | PathLike[str] | Mapping[str, Tensor],
     stages: Sequence[int],
+    dtype: torch.dtype | None,
 ) -> tuple[dict[int, dict[str, Tensor]], dict[int, dict[str, Tensor]], dict[str, Tensor]]:
     """Read the parameters, the state and the other buffers of some stages, each tensor once.
 
@@ -63,7 +64,7 @@ def read_weights(
     def find(name: str) -> str | None:
         return next((n for n in (name, *aliases.get(name, ())) if n in held), None)
 
-    def load(name: str, like: Tensor) -> Tensor:
+    def load(name: str, like: Tensor, wanted: torch.dtype | None = None) -> Tensor:
         if name not in done:
             entry = find(name)
             if entry is None:
@@ -72,10 +73,10 @@ def read_weights(
                     f"{name} is not among the {len(held)} tensors of the weights; the nearest names are:"
                     f" {near}"
                 )
-            done[name] = read(entry, like)
+            done[name] = read(entry, like, wanted if wanted and like.is_floating_point() else like.dtype)
         return done[name]
 
-    loaded = {s: {name: load(name, t) for name, t in params[s].items()} for s in stages}
+    loaded = {s: {name: load(name, t, dtype) for name, t in params[s].items()} for s in stages}
     states = {s: {name: load(name, t) for name, t in state[s].items()} for s in stages if s in state}
     constants = {name: tensors.buffers[name] for name in source.constants(stages)}
     buffers = {name: load(name, buffer) for name, buffer in constants.items() if find(name)}
@@ -205,10 +206,10 @@ def _mapping_reader(weights: Mapping[str, Tensor]) -> tuple[Collection[str], Rea
         require_type(f"weights: the name {name!r}", name, str, "a text")
         require_type(name, weight, Tensor, "a tensor")
 
-    def read(name: str, like: Tensor) -> Tensor:
+    def read(name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
         weight = weights[name].detach()
         _require_fit(name, weight.shape, weight.dtype, like)
-        return weight.to(_home(like), like.dtype, copy=True)
+        return weight.to(_home(like), dtype, copy=True)
 
     return set(weights), read
 
@@ -220,8 +221,8 @@ def _file_reader(path: Path) -> tuple[Collection[str], Read]:
     """
     files = _files(path)
 
-    def read(name: str, like: Tensor) -> Tensor:
-        whole = torch.empty(like.shape, dtype=like.dtype, device=_home(like))
+    def read(name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
+        whole = torch.empty(like.shape, dtype=dtype, device=_home(like))
         rows = max(1, _PIECE * len(whole) // max(whole.nbytes, 1)) if whole.ndim else 0
         for piece in (
             [slice(start, start + rows) for start in range(0, max(len(whole), 1), rows)] if rows else [...]

@@ -21,14 +21,17 @@ from ..optim.protocols import Tree
 class Precision:
     """Choose the dtypes of a training step, None for those of the parameters, and the loss scale.
 
+    Buffers of modules keep their dtypes: tables of angles stay in float32. Under ``torch.autocast``, in which
+    a step may be called instead, parameters stay in theirs, and each operator chooses.
+
     Args:
-        compute: of parameters and inputs in the stages.
+        compute: of parameters and floating inputs in the stages. A model that was split is traced for it.
         reduce: of the sums of gradients over ranks; also over microbatches if it is wider than the gradients.
         master: of the parameters in the state, and of their optimizer state.
         scale: of the loss: :func:`dynamic_scale`, for a trainer that skips updates, or :func:`static_scale`.
 
     Raises:
-        ValueError: a dtype that is not floating.
+        ValueError: a dtype that is not floating, or masters without ``compute``.
         TypeError: not a :class:`LossScale`.
 
     >>> Precision(compute=torch.bfloat16).to_compute({"w": torch.ones(2), "ids": torch.arange(2)})
@@ -49,6 +52,11 @@ class Precision:
                 raise ValueError(
                     f"{name} is {dtype!r}, expected a floating dtype such as torch.bfloat16, or None"
                 )
+        if self.master is not None and self.compute is None:
+            raise ValueError(
+                f"master is {self.master} without compute: stages would compute in the dtype of the masters,"
+                " whatever that of the model; give both, such as compute=torch.bfloat16"
+            )
 
     def to_compute(self, tree: Tree) -> Tree:
         """Cast floating leaves to ``compute``; complex, integer and boolean ones are returned as they are."""
