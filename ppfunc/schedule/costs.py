@@ -162,10 +162,10 @@ class Costs:
         Raises:
             ValueError: a value is not one number for all.
 
-        >>> from ppfunc.schedule import one_f_one_b, simulate, zbv
+        >>> from ppfunc.schedule import one_f_one_b, zbv
         >>> share = Costs(forward=2, backward_input=2, backward_weight=2)
-        >>> [simulate(s, share.per_rank(s)).makespan for s in (one_f_one_b(4, 8), zbv(4, 8))]
-        [66, 51]
+        >>> [share.per_rank(s).of("forward", 0) for s in (one_f_one_b(4, 8), zbv(4, 8))]
+        [2, 1]
         """
         require_schedule(schedule)
         shared = {name: value for name in _OF_THE_MODEL if (value := getattr(self, name)) is not None}
