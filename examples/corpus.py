@@ -59,6 +59,23 @@ def load(size: int = SIZE, held_out: int = HELD_OUT) -> Corpus:
     return Corpus(data[:-held_out], data[-held_out:])
 
 
+def read(file: Path) -> Corpus:
+    """The bytes of a file; the last tenth of them validates."""
+    size = file.stat().st_size
+    data = torch.from_file(str(file), size=size, dtype=torch.uint8)  # mapped, not read as a whole
+    return Corpus(data[: -(size // 10)], data[-(size // 10) :])
+
+
+def require_usable(file: Path, length: int) -> None:
+    """Raise ValueError where no windows of this length can be cut from the text of a file."""
+    if not file.is_file():
+        raise ValueError(f"--data: no such file: {file}; pipelines beside each other are --replicas")
+    if file.stat().st_size // 10 <= length:
+        raise ValueError(
+            f"--data: {file} has {file.stat().st_size} bytes, expected more than 10 times --context {length}"
+        )
+
+
 def windows(text: Tensor, starts: Tensor, length: int) -> Windows:
     """The pieces of ``text`` that begin at ``starts``."""
     cut = text[starts[:, None] + torch.arange(length + 1)].long()

@@ -19,13 +19,14 @@ svg { font-variant-numeric: tabular-nums }
 }"""
 
 
-def loss_curve(losses: Sequence[float], validation: float, title: str) -> str:
-    """The text of an SVG file: loss in nats per byte over steps, and the validation loss as a dot at the
-    end. What is not finite is left out.
+def loss_curve(losses: Sequence[float], validations: Sequence[tuple[int, float]], title: str) -> str:
+    """The text of an SVG file: loss in nats per byte over steps, and validation losses as dots. What is not
+    finite is left out.
     """
     steps = max(len(losses), 1)
     drawn = [(step + 1, loss) for step, loss in enumerate(losses) if isfinite(loss)]
-    levels = round_levels([*(loss for _, loss in drawn), *([validation] if isfinite(validation) else [])])
+    dots = [(step, loss) for step, loss in validations if isfinite(loss)]
+    levels = round_levels([loss for _, loss in (*drawn, *dots)])
     low, top = levels[0], levels[-1]
 
     def x(step: float) -> float:
@@ -43,7 +44,7 @@ def loss_curve(losses: Sequence[float], validation: float, title: str) -> str:
             f' height="{HEIGHT}" role="img">'
         ),
         f"<title>{title}</title>",
-        f"<desc>{described(drawn, validation)}</desc><style>{STYLE}</style>",
+        f"<desc>{described('Training', drawn)} {described('Validation', dots)}</desc><style>{STYLE}</style>",
         f'<rect class="paper" width="{WIDTH}" height="{HEIGHT}"/>',
         text("ink h", LEFT, 30, title),
         text("soft", LEFT, 50, "nats per byte over training steps"),
@@ -58,24 +59,22 @@ def loss_curve(losses: Sequence[float], validation: float, title: str) -> str:
     ]
     points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in drawn)
     lines.append(f'<polyline class="curve" points="{points}"/>')
-    if isfinite(validation):
-        lines += [
-            f'<circle class="mark" cx="{x(steps):.1f}" cy="{y(validation):.1f}" r="4"/>',
-            text("ink end", WIDTH - RIGHT, TOP - 8, f"validation {validation:.3f}"),
-        ]
+    lines += [f'<circle class="mark" cx="{x(step):.1f}" cy="{y(loss):.1f}" r="4"/>' for step, loss in dots]
+    if dots:
+        lines.append(text("ink end", WIDTH - RIGHT, TOP - 8, f"validation {dots[-1][1]:.3f}"))
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def round_levels(values: Sequence[float], most: int = 8) -> list[float]:
     """Round numbers apart by the same step, from below the least value to above the largest."""
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
-    power = 10.0 ** floor(log10(max(high - low, 1e-3) / most))
-    step = next(power * k for k in (1, 2, 5, 10) if (high - low) / (power * k) <= most - 2)
-    first = floor(low / step)
-    return [n * step for n in range(first, floor(high / step) + 2)]
+    least = max(high - low, 1e-3) / (most - 2)
+    power = 10.0 ** floor(log10(least))
+    step = next(power * k for k in (1, 2, 5, 10) if power * k >= least)
+    return [n * step for n in range(floor(low / step), floor(high / step) + 2)]
 
 
-def described(drawn: list[tuple[int, float]], validation: float) -> str:
-    """The curve in words."""
-    ends = [f"{loss:.3f} at step {step}" for step, loss in (drawn[:1] + drawn[-1:])]
-    return f"Training loss: {' to '.join(ends)}. Validation loss: {validation:.3f}."
+def described(name: str, drawn: list[tuple[int, float]]) -> str:
+    """The ends of a curve in words."""
+    ends = [f"{loss:.3f} at step {step}" for step, loss in dict.fromkeys(drawn[:1] + drawn[-1:])]
+    return f"{name} loss: {' to '.join(ends)}."

@@ -1,6 +1,8 @@
 """The example trains: alone, under every kind of launch, with one loss curve for all of them."""
 
 import importlib
+import json
+import math
 import os
 import re
 import shlex
@@ -11,6 +13,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -88,7 +91,7 @@ def test_precisions_and_clipping_train_too(trained):
 def test_a_grid_of_eight_processes_has_the_curve_of_one(trained, environment, tmp_path):
     options = "--tied --clip 0.5 --microbatches 2".split()
     expected = trained("--stages", "1", *options)
-    grid = "--stages 2 --data 2 --tensor 2 --shard params".split()
+    grid = "--stages 2 --replicas 2 --tensor 2 --shard params".split()
     command = [sys.executable, EXAMPLES / "train_gpt.py", *SMALL, *options, *grid, "--out", tmp_path]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -119,7 +122,7 @@ def test_a_run_goes_on_from_a_checkpoint_on_another_grid(example, trained, envir
         "--resume",
         "--stages",
         "3",
-        "--data",
+        "--replicas",
         "2",
     ]
     done = subprocess.run(
@@ -319,8 +322,8 @@ def test_options_that_do_not_fit_are_refused_at_once(example, capsys, tmp_path):
         ("--context 0", "--context: got 0"),
         ("--context 100000000", "expected at most 8192"),
         ("--chunks 2", "no choice of chunks"),
-        ("--data 0", "--data: got 0"),
-        ("--data 4", "16 is not divisible by 4 pipelines and 8 microbatches"),
+        ("--replicas 0", "--replicas: got 0"),
+        ("--replicas 4", "16 is not divisible by 4 pipelines and 8 microbatches"),
         ("--tensor 3", "4 heads are not divisible by --tensor 3"),
         ("--tensor 2 --in-process", "--in-process runs one pipeline"),
         ("--clip -1", "--clip: got -1.0, expected a norm, at least 0"),
@@ -335,12 +338,65 @@ def test_options_that_do_not_fit_are_refused_at_once(example, capsys, tmp_path):
             "step-9 is a checkpoint itself; give the folder that it is in",
         ),
         (f"--save {tmp_path}/file", "file is a file, expected a folder"),
+        ("--data 4", "--data: no such file: 4; pipelines beside each other are --replicas"),
+        (f"--data {tmp_path}/file", "has 0 bytes, expected more than 10 times --context 64"),
+        ("--validate 0", "--validate: got 0"),
+        (f"--log {tmp_path}/none/log", "none, make it first"),
+        ("--peak 3", "--peak: got 3.0, expected a number above 0, and --log or --tensorboard"),
     ]:
         with pytest.raises(SystemExit) as caught:
             train_gpt.parse_options(wrong.split())
         assert caught.value.code == 2
         assert told in capsys.readouterr().err
     assert train_gpt.parse_options(f"--save {tmp_path}/runs --resume".split()).resume
+
+
+def test_a_log_has_a_line_per_step_as_it_goes(trained, tmp_path):
+    file, text = tmp_path / "run.jsonl", tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 8)
+    saving = ["--save", str(tmp_path / "runs"), "--every", "2", "--validate", "4", "--data", str(text)]
+    trained("--stages", "2", "--log", str(file), "--peak", "0.001", *saving)
+
+    def read():
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        return [e for e in lines if "loss" in e], [e for e in lines if "validation" in e]
+
+    steps, validations = read()
+    assert [entry["step"] for entry in steps] == [1, 2, 3, 4, 5, 6]
+    assert [entry["step"] for entry in validations] == [4, 6]
+    rates = [entry["learning_rate"] for entry in steps]
+    assert rates[:3] == pytest.approx([1e-3, 2e-3, 3e-3]) and rates[3:] == sorted(rates[3:], reverse=True)
+    for entry in steps:
+        assert entry["grad_norm"] > 0 and entry["memory"] > 1e7 and entry["skipped"] == 0
+        # 4 layers of 12 d^2 multiplications and a head of 256 d: three times, twice. Attention, 2 d t in each
+        # layer, is counted where torch's counter knows its kernel.
+        least, most = (6 * (4 * (12 * 16**2 + attention) + 256 * 16) for attention in (0, 2 * 16 * 16))
+        speed = entry["tokens_per_second"] / 1e9
+        assert 0.99 * least * speed < entry["mfu"] < 1.01 * most * speed
+    shutil.rmtree(tmp_path / "runs" / "step-6")
+    trained("--stages", "2", "--log", str(file), "--resume", *saving)
+    again, validated = read()
+    assert [(e["step"], e["loss"]) for e in again] == [(e["step"], e["loss"]) for e in steps]
+    assert validated == validations
+
+
+def test_tensorboard_is_refused_where_it_is_not_installed(example, capsys, monkeypatch):
+    train_gpt = example("train_gpt")
+    monkeypatch.setattr(example("options").importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        train_gpt.parse_options(["--tensorboard", "runs"])
+    assert "pip install tensorboard" in capsys.readouterr().err
+
+
+def test_a_loss_curve_fits_its_data(example):
+    curve = example("curve").loss_curve
+    root = ElementTree.fromstring(curve([2.061, 2.03, math.nan, 2.018], [(4, 2.021)], "A curve"))
+    texts = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"2.01", "2.07", "validation 2.021"} <= set(texts) and not {"0", "1", "6"} & set(texts[2:-9])
+    assert root.find("{http://www.w3.org/2000/svg}desc").text == (
+        "Training loss: 2.061 at step 1 to 2.018 at step 4. Validation loss: 2.021 at step 4."
+    )
+    ElementTree.fromstring(curve([], [], "none"))
 
 
 def test_layers_start_the_same_wherever_they_are_held(example):
