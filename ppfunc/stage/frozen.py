@@ -4,6 +4,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import compress
 from typing import Any
 
 import optree
@@ -16,7 +17,7 @@ from ppfunc._text import limited, shown
 from .errors import raised
 from .process import process_lock
 from .signature import Signature, leaf_names
-from .tree import NAMESPACE
+from .tree import NAMESPACE, tree_flatten
 
 Mask = Callable[[Any], Any]
 """From the parameters of a stage to a tree of booleans, or one whose leaves stand for whole branches."""
@@ -55,6 +56,9 @@ class ParameterKind:
 def masked_leaves(mask: Any, params: Signature, name: str = "mask") -> list[bool]:
     """Evaluate a mask for every leaf of the parameters of one stage.
 
+    The mask also sees a parameter where the tree has None, which frozen ones are; what it says of it is
+    ignored.
+
     Args:
         mask: a function of the parameters, or the tree that it would return.
         name: of the mask, for errors.
@@ -63,7 +67,10 @@ def masked_leaves(mask: Any, params: Signature, name: str = "mask") -> list[bool
         TypeError, ValueError: the mask gave something other than booleans in the structure of the parameters.
     """
     example = f"such as {limited(str(params), 200)}"
-    tree = params.treedef.unflatten(ParameterKind(len(leaf.shape), leaf.dtype) for leaf in params.leaves)
+    kinds = params.treedef.unflatten(ParameterKind(len(leaf.shape), leaf.dtype) for leaf in params.leaves)
+    places, treedef = optree.tree_flatten(kinds, none_is_leaf=True, namespace=NAMESPACE)
+    known = [place is not None for place in places]
+    tree = treedef.unflatten(place or ParameterKind(0, torch.float32) for place in places)
     if callable(mask):
         try:
             mask = mask(tree)
@@ -72,9 +79,10 @@ def masked_leaves(mask: Any, params: Signature, name: str = "mask") -> list[bool
                 f"{name}: {raised(error)}; it is called with the parameters of one stage, {example}"
             ) from error
     try:
-        leaves: list[Any] = params.treedef.flatten_up_to(
-            optree.tree_broadcast_prefix(mask, tree, namespace=NAMESPACE)
-        )
+        mask = optree.tree_broadcast_prefix(mask, tree, none_is_leaf=True, namespace=NAMESPACE)
+        leaves: list[Any] = list(compress(treedef.flatten_up_to(mask), known))
+        if None in leaves:
+            raise ValueError("got None")
     except ValueError as error:
         raise ValueError(
             f"{name}: got {reprlib.repr(mask)}, expected booleans in the structure of the parameters of one"
@@ -179,6 +187,12 @@ class FrozenLeaves:
                 n for n, (name, trained) in leaves if frozen.get(name) or not trained
             )
         return self._numbers[key]
+
+    def trained(self, stage: int, params: Any) -> Any:
+        """Return the parameters of a stage of the model with None in the place of frozen ones."""
+        leaves, treedef = tree_flatten(params)
+        fixed = self.numbers(stage, Signature.of(params))
+        return treedef.unflatten(None if n in fixed else leaf for n, leaf in enumerate(leaves))
 
     def names(self, stage: int, params: Signature) -> list[str]:
         """Name the frozen leaves of a stage of the model."""

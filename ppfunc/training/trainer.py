@@ -26,7 +26,7 @@ from ppfunc.schedule import (
     remove_unshards,
 )
 from ppfunc.splitter import Split
-from ppfunc.stage import Engine, Loss, graph
+from ppfunc.stage import Engine, Loss, Signature, graph
 from ppfunc.stage.frozen import FrozenLeaves, Trainable
 from ppfunc.stage.layout import local
 from ppfunc.stage.signature import Form, flatten, form_of, same_form
@@ -79,7 +79,7 @@ class Trainer:
     optimizer and scale, updates of constants by the optimizer, and checksums of the states of data ranks; in
     every step the seed, and the rate where it is a function of the caller's. A state that no step of this
     trainer has returned, or that was written into since, is compared like the first. Frozen parameters stay
-    as they are; their optimizer state goes on with gradients of zero. Ranks that hold one parameter have to
+    as they are, without gradients, optimizer state or master copies. Ranks that hold one parameter have to
     agree that it is frozen.
 
     Raises:
@@ -161,13 +161,16 @@ class Trainer:
                 flatten(tree, f"{name}[{s}]")  # raises for leaves that are no tensors
         require_declared_trees(params, self._ranks.tied)
         precision, storages = self._rule.precision, set[int]()
+        fixed = {s: self._rule.frozen.numbers(s, Signature.of(tree)) for s, tree in params.items()}
         masters = {
-            s: precision.to_master(tree_map(partial(_own, storages), tree)) for s, tree in params.items()
+            s: precision.to_kept(tree_map(partial(_own, storages), tree), fixed[s])
+            for s, tree in params.items()
         }
         device = self.transport.device if isinstance(self.transport, P2P) else torch.device("cpu")
         device = next((local(t).device for tree in masters.values() for t in tree_leaves(tree)), device)
         pairs = {
-            s: self._ranks.init(tree, self._rule.optimizer, f"params[{s}]") for s, tree in masters.items()
+            s: self._ranks.init(tree, fixed[s], self._rule.optimizer, f"params[{s}]")
+            for s, tree in masters.items()
         }
         initial = TrainState(
             step=torch.zeros((), dtype=torch.int64, device=device),
@@ -386,7 +389,8 @@ class Trainer:
         for s in self._ranks.stages:
             pair = state.params[s], state.optimizer[s]
             if s not in self._forms or same_form(pair, self._forms[s]) is None:
-                require_state_of(self._rule, *pair, f"state.optimizer[{s}]")
+                trained = self._rule.frozen.trained(s, pair[0])
+                require_state_of(self._rule, trained, pair[1], f"state.optimizer[{s}]")
                 self._forms[s] = form_of(*tree_flatten(pair))
 
 

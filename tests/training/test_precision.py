@@ -19,7 +19,7 @@ def test_casts():
     precision = Precision(compute=torch.bfloat16, reduce=torch.float32, master=torch.float64)
     for got, dtype in (
         (precision.to_compute(tree), torch.bfloat16),
-        (precision.to_master(tree), torch.float64),
+        (precision.to_kept(tree), torch.float64),
     ):
         assert got["w"].dtype == dtype and all(got[k] is tree[k] for k in ("z", "n", "b", "none"))
     assert cast(tree, None) is tree and Precision().to_compute(tree) is tree

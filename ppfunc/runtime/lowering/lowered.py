@@ -114,6 +114,11 @@ class LoweredStep(NamedTuple):
         leaves = self.form.params[self.schedule.model_stages[stage]].leaves
         return () if self.schedule.forward_only else tuple(n for n, leaf in enumerate(leaves) if leaf.grad)
 
+    def frozen(self, stage: int) -> frozenset[int]:
+        """Return the numbers of the leaves of a stage whose gradients are zeros on purpose."""
+        model_stage, frozen = self.schedule.model_stages[stage], self.spec.frozen
+        return frozenset() if frozen is None else frozen.numbers(model_stage, self.form.params[model_stage])
+
     def shared_leaves(self) -> list[SharedLeaf]:
         """List the parameters of this process that have several places."""
         return shared_leaves(self.schedule, self.ranks, self.form.params, self.spec.tied)

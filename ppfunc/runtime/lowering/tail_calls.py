@@ -120,7 +120,7 @@ def _sum(
     """Sum the gradients of every group of leaves, and give the sums to the first of the stages that share."""
     model, numbers = lowered.schedule.model_stages, {stage: lowered.differentiated(stage) for stage in here}
     firsts = set({model[stage]: stage for stage in reversed(here)}.values())
-    trained = [leaf for leaf in leaves if leaf.places[0].number in numbers[leaf.places[0].stage]]
+    trained = [leaf for leaf in leaves if _trains(lowered, leaf.places[0].stage, leaf.places[0].number)]
     groups, summed = [], new_gradients(lowered)
     for ranks, homes, of_group in _groups(lowered, trained, lambda leaf: summed.signature(leaf).dtype):
         collective = data.collective(ranks) if len(ranks) > 1 else Collective()
@@ -143,6 +143,11 @@ def _sum(
             buffers.gradients[stage].put_back(tuple(gradients[stage].values()))
 
     return sum_gradients
+
+
+def _trains(lowered: LoweredStep, stage: int, number: int) -> bool:
+    """Tell if a leaf gets gradients other than zeros."""
+    return number in lowered.differentiated(stage) and number not in lowered.frozen(stage)
 
 
 def _last_place(lowered: LoweredStep, stage: int) -> Origin:

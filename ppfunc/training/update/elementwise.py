@@ -9,27 +9,26 @@ from torch import Tensor
 from ppfunc.runtime.execution.torch_state import preserve_rng
 from ppfunc.stage.errors import raised
 from ppfunc.stage.signature import differentiable
-from ppfunc.stage.tree import tree_leaves, tree_paths
+from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_paths
 
-from ..optim.protocols import Optimizer, text_of
+from ..optim.protocols import Optimizer, Tree, text_of
 
 _LARGEST = 256  # elements along a dimension: optimizers may treat small ones in another way
 
 
-def require_elementwise(
-    optimizer: Optimizer, leaves: Sequence[Tensor], treedef: PyTreeSpec, dims: Sequence[int | None], name: str
-) -> None:
+def require_elementwise(optimizer: Optimizer, params: Tree, dims: Sequence[int | None], name: str) -> None:
     """Raise ValueError if updates of parts of parameters are not the parts of updates.
 
     Runs three updates of random numbers in float64, where a small rate shows: once whole, and for halves.
 
     Args:
-        leaves: the parameters of a stage, whole or parts.
+        params: of a stage, whole or parts.
         dims: the dimension along which each is cut over ranks, None for those that are not.
         name: of the parameters, for errors.
     """
     if optimizer.elementwise or all(dim is None for dim in dims):
         return
+    leaves, treedef = tree_flatten(params)
     draw = torch.Generator().manual_seed(0)
     columns = [[_random(p, dim, draw) for p, dim in zip(leaves, dims, strict=True)] for _ in range(4)]
     halves = [

@@ -54,6 +54,7 @@ class TrainingUpdate:
         self.state = self._given = state
         self.metrics: list[Metrics] = []
         self._cuts: dict[int, list[Cut]] = {}  # of the parameters, by stage
+        self._fixed: dict[int, frozenset[int]] = {}  # the numbers of frozen parameters, by stage
         # By stage, where gradients are added up, and the numbers of the leaves.
         self._reducers: dict[int, tuple[Reducer, Sequence[int]]] = {}
         self._gradients: dict[int, dict[int, Tensor]] = {}  # by stage and number of the leaf
@@ -82,6 +83,8 @@ class TrainingUpdate:
         state, ranks = self.state, self._ranks
         self.state = state._replace(params=dict(state.params), optimizer=dict(state.optimizer))
         self._cuts = {stage: ranks.cuts(tree_leaves(tree)) for stage, tree in state.params.items()}
+        frozen = self._rule.frozen
+        self._fixed = {s: frozen.numbers(s, Signature.of(tree)) for s, tree in state.params.items()}
         self._left = dict.fromkeys(state.params, len(weights))
         self._stage_state = {s: tuple(map(local, tree_leaves(tree))) for s, tree in state.stage_state.items()}
         explicit = [each for each in weights if each is not None]
@@ -110,13 +113,14 @@ class TrainingUpdate:
         if ranks.data.size == 1:
             return None
         dims, idle = self._dims(stage), self._idle.setdefault(stage, [])
-        form = tuple(leaves.values()), tuple(dims[n] for n in leaves)
+        fixed = frozenset(position for position, n in enumerate(leaves) if n in self._fixed[stage])
+        form = tuple(leaves.values()), tuple(dims[n] for n in leaves), fixed
         while idle:
             reducer = idle.pop()
             if reducer.form == form and reducer.idle:
                 return reducer
         device = next((local(leaf).device for leaf in tree_leaves(self.state.params[stage])), None)
-        return Reducer(*form, ranks.data, dtype=self._rule.precision.reduce, device=device)
+        return Reducer(*form[:2], ranks.data, fixed, dtype=self._rule.precision.reduce, device=device)
 
     def reduce(self, buffers: Buffers, stage: int, sums: Gradients, numbers: Sequence[int]) -> None:
         """Begin to sum the gradients of a stage over the data ranks."""
@@ -124,8 +128,10 @@ class TrainingUpdate:
             sums.launch()
             self._reducers[stage] = sums, numbers
         else:
-            like = tuple(buffers.params[stage][n] for n in numbers)
-            self._gradients[stage] = dict(zip(numbers, sums.take(like, torch.clone), strict=True))
+            fixed, leaves = self._fixed[stage], buffers.params[stage]
+            like = tuple(leaves[n].new_empty(0) if n in fixed else leaves[n] for n in numbers)
+            taken = zip(numbers, sums.take(like, torch.clone), strict=True)
+            self._gradients[stage] = {n: gradient for n, gradient in taken if n not in fixed}
 
     def join(self, buffers: Buffers, losses: Sequence[Tensor], each: Mapping[int, Tensor] | None) -> None:
         """Sum the norm and the loss over all ranks; conclude from them where the updates are to come."""
@@ -170,12 +176,17 @@ class TrainingUpdate:
         gradients = {n: g.to(shards[n].dtype) for n, g in self._gradients.pop(stage).items()}
         if self._divisor is not None:  # not by the fused kernels, which divide by a float32
             gradients = divided(gradients, self._divisor, into=stage in self._reducers)
-        grads = treedef.unflatten(
-            [gradients[n] if n in gradients else torch.zeros_like(p) for n, p in enumerate(shards)]
+        fixed = self._fixed[stage]
+        trained = {n: p for n, p in enumerate(shards) if n not in fixed}
+        grads = {n: gradients[n] if n in gradients else torch.zeros_like(p) for n, p in trained.items()}
+        trees = (
+            treedef.unflatten(map(grads.get, range(len(shards)))),
+            tree_map(local, state),
+            treedef.unflatten(map(trained.get, range(len(shards)))),
         )
-        trees = grads, tree_map(local, state), treedef.unflatten(shards)
-        fixed = self._rule.frozen.numbers(stage, Signature.of(current.params[stage]))
-        new, after = updated(self._rule, stage, trees, fixed, self._found_inf, self._given)
+        changed, after = updated(self._rule, stage, trees, self._found_inf, self._given)
+        every = iter(changed)
+        new = [p if n in fixed else next(every) for n, p in enumerate(shards)]
         current.optimizer[stage] = tree_map(lambda old, leaf: distributed(leaf, layout_of(old)), state, after)
         if ranks.shards_params:
             current.params[stage] = treedef.unflatten(map(distributed, new, map(layout_of, leaves)))
@@ -216,15 +227,20 @@ class TrainingUpdate:
             earlier()
 
     def _dims(self, stage: int) -> Dims:
-        """Return the dimension of every parameter of a stage that is cut over the data ranks."""
-        return tuple(cut.dim for cut in self._cuts[stage])
+        """Return the dimension of every parameter of a stage that is cut over the data ranks.
+
+        Frozen ones are cut where they are kept so.
+        """
+        fixed = () if self._ranks.shards_params else self._fixed[stage]
+        return tuple(None if n in fixed else cut.dim for n, cut in enumerate(self._cuts[stage]))
 
     def _receive(self, stage: int) -> None:
         """Wait for the sums of a stage over data ranks, and note this rank's part in the norm."""
         ranks = self._ranks
         if stage in self._reducers:
             reducer, numbers = self._reducers[stage]
-            self._gradients[stage] = dict(zip(numbers, reducer.wait(), strict=True))
+            pairs = zip(numbers, reducer.wait(), strict=True)
+            self._gradients[stage] = {n: total for n, total in pairs if n not in self._fixed[stage]}
         counted, again = [], self._further_places(stage)
         for n, g in sorted(self._gradients[stage].items()):
             cut = self._cuts[stage][n]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ppfunc._text import shown
 from ppfunc.parallel.counts import require_counts
-from ppfunc.stage.tree import tree_map
+from ppfunc.stage.tree import tree_flatten, tree_map
 
 from .._torch import update_scale
 from ..checks import require_positive
@@ -62,9 +62,12 @@ class Precision:
         """Cast floating leaves to ``compute``; complex, integer and boolean ones are returned as they are."""
         return cast(tree, self.compute)
 
-    def to_master(self, tree: Tree) -> Tree:
-        """Cast floating leaves to ``master``."""
-        return cast(tree, self.master)
+    def to_kept(self, tree: Tree, fixed: Collection[int] = ()) -> Tree:
+        """Cast floating leaves to ``master``; frozen ones, of these numbers, only without ``compute``."""
+        leaves, treedef = tree_flatten(tree)
+        masters = cast(leaves, self.master)
+        stays = () if self.compute is None else fixed
+        return treedef.unflatten(leaves[n] if n in stays else leaf for n, leaf in enumerate(masters))
 
 
 def cast(tree: Tree, dtype: torch.dtype | None) -> Tree:

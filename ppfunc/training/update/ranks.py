@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import optree
@@ -140,8 +141,15 @@ class TrainingRanks(NamedTuple):
             return tuple(map(local, leaves))
         return shard(tuple(map(local, leaves)), dims, self.data.size, self.data.index)
 
-    def init(self, params: Tree, optimizer: Optimizer, name: str) -> tuple[Tree, Tree]:
-        """Cut the parameters of a stage; return them and their optimizer state. ``name`` is for errors."""
+    def init(
+        self, params: Tree, fixed: Collection[int], optimizer: Optimizer, name: str
+    ) -> tuple[Tree, Tree]:
+        """Cut the parameters of a stage; return them, and the optimizer state of those that train.
+
+        Args:
+            fixed: the numbers of frozen ones.
+            name: for errors.
+        """
         leaves, treedef = flatten(params, name)
         if not all(map(self.is_whole, leaves)):
             raise ValueError(
@@ -150,9 +158,13 @@ class TrainingRanks(NamedTuple):
             )
         cuts = self.cuts(leaves)
         dims = tuple(cut.dim for cut in cuts)
-        require_elementwise(optimizer, leaves, treedef, [cut.split for cut in cuts], name)
+        trains = [n not in fixed for n in range(len(leaves))]
+        bare = treedef.unflatten(leaf if on else None for leaf, on in zip(leaves, trains, strict=True))
+        require_elementwise(optimizer, bare, [cut.split for cut in compress(cuts, trains)], name)
         shards = shard(tuple(map(local, leaves)), dims, self.data.size, self.data.index)
-        state = optimizer.init(treedef.unflatten(shards))
+        state = optimizer.init(
+            treedef.unflatten(leaf if on else None for leaf, on in zip(shards, trains, strict=True))
+        )
         flatten(state, f"optimizer.init({name})")  # raises for leaves that are no tensors
         layouts = [cut.kept for cut in cuts]
 

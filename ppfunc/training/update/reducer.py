@@ -1,6 +1,7 @@
 """Add gradients up in flat buckets: over the microbatches of a stage, then over ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -48,16 +49,19 @@ class Reducer:
         dims: of every leaf, the dimension of which each rank gets a part of the sum; None where it gets the
             whole.
         ranks: of one axis.
+        fixed: leaves that are not added up.
         dtype: in which real gradients are added up over ranks; by default that of the leaf.
         device: of the buckets.
         most: bytes of a bucket.
     """
 
     def __init__(
-        self, leaves: Sequence[LeafSignature], dims: Dims, ranks: Collective, *,
+        self, leaves: Sequence[LeafSignature], dims: Dims, ranks: Collective, fixed: Collection[int] = (), *,
         dtype: torch.dtype | None = None, device: torch.device | str | None = None, most: int = MOST,
     ) -> None:  # fmt: skip
-        self.form = tuple(leaves), dims
+        self.form = tuple(leaves), dims, fixed
+        leaves = [replace(leaf, shape=(0,)) if n in fixed else leaf for n, leaf in enumerate(leaves)]
+        dims = tuple(None if n in fixed else dim for n, dim in enumerate(dims))
         shards = [part_signature(leaf, dim, ranks.size) for leaf, dim in zip(leaves, dims, strict=True)]
         cut = [n for n, dim in enumerate(dims) if dim is not None]
         whole = [n for n, dim in enumerate(dims) if dim is None]
@@ -74,7 +78,7 @@ class Reducer:
                 [t for m in self._memory for t in m.totals],
             )
         )
-        self._dims, self._ranks = dims, ranks
+        self._dims, self._ranks, self._fixed = dims, ranks, frozenset(fixed)
         # The leaves of which the buckets hold gradients of this step, as they came together.
         self._begun = set[Numbers]()
         self._sums: Leaves = ()
@@ -99,6 +103,9 @@ class Reducer:
             raise RuntimeError("gradients came while a reduction is under way: wait for it first")
         if len(gradients) != len(numbers):
             raise ValueError(f"got {len(gradients)} gradients, expected {len(numbers)}, one per leaf")
+        if self._fixed.intersection(numbers):
+            pairs = [(g, n) for g, n in zip(gradients, numbers, strict=True) if n not in self._fixed]
+            gradients, numbers = tuple(g for g, _ in pairs), tuple(n for _, n in pairs)
         if not numbers:
             return
         begun = numbers in self._begun

@@ -12,7 +12,6 @@ from ppfunc.stage import Signature
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves
 
-from ..optim.protocols import Optimizer
 from .ranks import TrainingRanks
 from .train_state import TrainState
 from .update_rule import UpdateRule, updated_ones
@@ -42,11 +41,7 @@ def start_facts(rule: UpdateRule, ranks: TrainingRanks, state: TrainState) -> tu
         f"state of step {int(state.step)}{f' with the scale {scale}' if scale else ''}",
     ]
     trees = (
-        [
-            (f"{name} of stage {s}", tree)
-            for s in ranks.stages
-            for name, tree in _trees(rule.optimizer, state, s)
-        ]
+        [(f"{name} of stage {s}", tree) for s in ranks.stages for name, tree in _trees(rule, state, s)]
         if ranks.data.size > 1
         else []
     )
@@ -61,12 +56,15 @@ def start_facts(rule: UpdateRule, ranks: TrainingRanks, state: TrainState) -> tu
     return "; ".join(common), "; ".join(data_facts)
 
 
-def _trees(optimizer: Optimizer, state: TrainState, stage: int) -> list[tuple[str, object]]:
+def _trees(rule: UpdateRule, state: TrainState, stage: int) -> list[tuple[str, object]]:
     params = state.params[stage]
     return [
         ("parameters", params),
         ("optimizer state", state.optimizer[stage]),
-        ("ones updated by the optimizer", updated_ones(optimizer, params, (1.0, -0.5, 0.25))),
+        (
+            "ones updated by the optimizer",
+            updated_ones(rule.optimizer, rule.frozen.trained(stage, params), (1.0, -0.5, 0.25)),
+        ),
     ]
 
 

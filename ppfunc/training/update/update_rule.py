@@ -1,7 +1,7 @@
 """Define how gradients become new parameters."""
 
 import reprlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -100,14 +100,13 @@ def updated(
     rule: UpdateRule,
     stage: int,
     trees: tuple[Tree, Tree, Tree],
-    fixed: Collection[int],
     found_inf: Tensor | None,
     begun: TrainState,
 ) -> tuple[list[Tensor], Tree]:
     """Run the optimizer on gradients, its state and parameters of a stage.
 
     Args:
-        fixed: the numbers of the frozen parameters, which stay as they are.
+        trees: all with None in the place of frozen parameters.
         found_inf: 1 where nothing may change, of a rule that skips.
         begun: the state that the caller gave, whose leaves the optimizer may write into.
 
@@ -115,8 +114,7 @@ def updated(
         The leaves of the parameters, and the state.
     """
     _, state, params = trees
-    mine = tree_leaves(params)
-    frozen, leaves = {n: mine[n].clone() for n in fixed}, tree_leaves((state, params))
+    leaves = tree_leaves((state, params))
     before = versions(leaves)
     try:
         results = rule.optimizer.update(*trees, found_inf=found_inf if rule.on_nonfinite == "skip" else None)
@@ -131,10 +129,7 @@ def updated(
         )
     for name, old, new in (("parameter", params, results[0]), ("state", state, results[1])):
         _require_alike(stage, name, old, new)
-    new = list(tree_leaves(results[0]))
-    for n, value in frozen.items():
-        new[n] = mine[n].copy_(value) if any(mine[n] is leaf for leaf in written) else mine[n]
-    return new, results[1]
+    return tree_leaves(results[0]), results[1]
 
 
 def _require_alike(stage: int, name: str, old: Tree, new: Tree) -> None:

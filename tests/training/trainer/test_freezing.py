@@ -13,6 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import ppfunc as pp
+from ppfunc.runtime.transport.collective import Collective
+from ppfunc.stage.layout import local
+from ppfunc.stage.tree import tree_leaves
 from tests.models import new_trainer, normal, squared
 
 FROZEN = [(), (0,), (0, 1), (1,), (0, 1, 2)]  # the stages that are frozen, trainer after trainer
@@ -307,3 +310,82 @@ def test_an_evaluation_runs_the_programs_of_steps_with_frozen_leaves():
     traced = len(calls)
     trainer.evaluate(state, x, y)
     assert len(calls) == traced
+
+
+BASE = 40  # the width of a frozen matrix, and 2 of the trained ones beside it
+
+
+def adapted(p, x):
+    return torch.tanh(x @ p["w"].to(x.dtype) + x @ p["a"] @ p["b"])
+
+
+def adapters(dtype=torch.float64):
+    return {"w": normal(BASE, BASE).to(dtype), "a": normal(BASE, 2), "b": normal(2, BASE, seed=1)}
+
+
+ONLY = {"w": False, "a": True, "b": True}
+
+
+def counting(rank, size, shard):
+    """Train adapters beside a frozen matrix; return how many numbers travelled in a step, and are kept."""
+    numbers = []
+
+    def counted(method):
+        def call(self, tensor, *args):
+            numbers.append(tensor.numel())
+            return method(self, tensor, *args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "reduce_scatter", "all_gather"):
+            patch.setattr(Collective, name, counted(getattr(Collective, name)))
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+        options = {"axes": pp.Axes("pp", "dp"), "shard": shard, "trainable": {0: ONLY}, "clip": 1.0}
+        with new_trainer([adapted], squared, pp.gpipe(1, 2), pp.optim.adamw(0.1), mesh, **options) as trainer:
+            state = trainer.init({0: adapters()})
+            for n in range(2):
+                numbers.clear()
+                state, _ = trainer.step(state, normal(4, BASE, seed=n), normal(4, BASE, seed=9))
+    return sum(numbers), sum(local(t).numel() for t in tree_leaves(state.optimizer))
+
+
+@pytest.mark.parametrize(
+    "shard, gathered", [("none", 0), ("optimizer", 2 * BASE), ("params", BASE * BASE // 2 + 2 * BASE)]
+)
+def test_frozen_leaves_are_not_summed_and_have_no_moments(two, shard, gathered):
+    """Gathers count what a rank gives. The loss, its flag and the norm are summed over all ranks."""
+    trained, common = 4 * BASE, 3
+    kept = 2 * trained // (1 if shard == "none" else 2) + 1
+    assert two(counting, shard) == [(trained + gathered + common, kept)] * 2
+
+
+def test_frozen_leaves_have_no_masters():
+    precision = pp.Precision(compute=torch.bfloat16, master=torch.float32)
+    options = {"precision": precision, "trainable": {0: ONLY}}
+    trainer = new_trainer(
+        [adapted],
+        squared,
+        pp.gpipe(1, 2),
+        pp.optim.adamw(0.1, mask=lambda p: {n: t.ndim > 1 for n, t in p.items()}),
+        **options,
+    )
+    given = adapters(torch.bfloat16)
+    state = trainer.init({0: given})
+    assert [state.params[0][name].dtype for name in ("w", "a", "b")] == [torch.bfloat16, *[torch.float32] * 2]
+    assert state.optimizer[0]["mean"]["w"] is None
+    after, _ = trainer.step(state, normal(4, BASE).float(), normal(4, BASE).bfloat16())
+    assert after.params[0]["w"].data_ptr() == state.params[0]["w"].data_ptr()
+    assert not torch.equal(after.params[0]["a"], state.params[0]["a"])
+
+
+def test_a_state_of_other_frozen_leaves_is_told():
+    trainers = [
+        new_trainer([adapted], squared, pp.gpipe(1, 2), pp.optim.adamw(0.1), trainable=mask)
+        for mask in ({0: ONLY}, None)
+    ]
+    state = trainers[0].init({0: adapters()})
+    with pytest.raises(
+        ValueError, match=r"got no state.optimizer\[0\]\['mean'\]\['w'\]|no \['mean'\]\['w'\], which"
+    ):
+        trainers[1].step(state, normal(4, BASE), normal(4, BASE))
