@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.__main__ import run_stage
-from tests.gpu.ranks import agrees, in_processes, refused, survives
+from tests.gpu.__main__ import last_result, run_stage
+from tests.gpu.ranks import agrees, in_processes, leaves, refused, survives
 from tests.gpu.stages import STAGES
 
 
@@ -21,6 +21,15 @@ def test_a_rank_that_fails_is_named(how):
     mine, told = in_processes(survives, "gloo", "cpu", how, seconds=120)
     assert "rank 0" in told and ("on purpose" in told) == (how == "raises")
     assert (mine is None) == (how == "killed")
+
+
+def test_ranks_that_leave_a_transport_open_exit_by_themselves():
+    assert in_processes(leaves, "gloo", "cpu", seconds=120, exits=True) == [0, 0]
+
+
+def test_the_result_of_a_stage_is_found_among_what_libraries_print():
+    assert last_result('{"result": "passed"}\nNCCL version 2.28\n{"a": 1}\n[]') == {"result": "passed"}
+    assert last_result("NCCL version 2.28") == {}
 
 
 def test_what_runs_is_not_taken_for_refused():

@@ -3,7 +3,8 @@
     python -m tests.gpu --minutes 8 --output gpu.json
 
 No stage stops the others: one that fails, hangs or is skipped prints a line that says so. Two ranks on one
-GPU pass for two hosts (``NCCL_HOSTID``), so that NCCL takes them.
+GPU pass for two hosts (``NCCL_HOSTID``), so that NCCL takes them. Where packages of ppfunc are missing and
+none can be installed, put a folder of ``pip install --target`` on ``PYTHONPATH``; the probe names them.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def run_stage(name: str, seconds: float) -> Facts:
     )
     try:
         printed, errors = child.communicate(timeout=seconds)
-        result = json.loads(printed.splitlines()[-1]) if printed.strip() else {}
-        if "result" not in result:
+        result = last_result(printed)
+        if not result:
             result = {"result": "failed", "why": f"exit {child.returncode}: {errors.strip()[-_SHOWN:]}"}
     except subprocess.TimeoutExpired:
         result = {"result": "failed", "why": f"did not end in {seconds:.0f} s"}
@@ -48,6 +49,15 @@ def run_stage(name: str, seconds: float) -> Facts:
             os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
     return {"stage": name, **result, "seconds": round(time.monotonic() - began, 1)}
+
+
+def last_result(printed: str) -> Facts:
+    """Find the JSON of a stage, around which libraries may have printed; nothing where it has none."""
+    for line in reversed(printed.splitlines()):
+        with suppress(ValueError):
+            if isinstance(result := json.loads(line), dict) and "result" in result:
+                return result
+    return {}
 
 
 def stage_result(name: str) -> Facts:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import ppfunc as pp
+from ppfunc.schedule import insert_offloads
 from tests.models import dense, problem, same_bits, squared
 
 
@@ -25,6 +26,7 @@ def step_of(
     device: torch.device,
     stage: Any = dense,
     engine: Any = pp.engines.graph,
+    overlapped: Any = None,
 ) -> tuple[Callable[[], Any], Any]:
     """Make a step on a device, and compute what the whole model gives on the CPU: loss and gradients."""
     params, inputs, targets = problem(schedule)
@@ -36,8 +38,9 @@ def step_of(
         }
     held = {s: {k: v.to(device) for k, v in tree.items()} for s, tree in params.items()}
     step = pp.value_and_grad(
-        [stage] * len(wanted[1]), squared, schedule, transport or pp.InProcess(), engine=engine
-    )
+        [stage] * len(wanted[1]), squared, schedule, transport or pp.InProcess(), engine=engine,
+        overlapped=overlapped,
+    )  # fmt: skip
     there = inputs.to(device), targets.to(device)
     return lambda: step(held, *there), wanted
 
@@ -59,6 +62,29 @@ def host_waits(make: Callable[[], Callable[[], Any]]) -> int:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return sum("synchronizing" in str(warning.message) for warning in seen)
+
+
+def sanitized() -> int:
+    """Take steps on several streams under torch's CUDA sanitizer, which raises for a race; count them."""
+    from torch.cuda._sanitizer import enable_cuda_sanitizer
+
+    there = torch.device("cuda")
+    steps = [
+        step_of(pp.dualpipev(2, 4), None, there, overlapped=pp.two_streams())[0],
+        step_of(insert_offloads(pp.one_f_one_b(2, 4)), None, there)[0],
+    ]
+    for step in steps:  # traced first: the sanitizer asks each tensor where its memory is
+        step()
+    torch.cuda.synchronize()
+    enable_cuda_sanitizer()
+    for step in steps:
+        step()
+    return len(steps)
+
+
+def leaves(rank: int, device: torch.device) -> float:
+    """Take a step over a transport that nobody closes."""
+    return step_of(pp.one_f_one_b(2, 4), pp.P2P(timeout=30), device)[0]()[0].item()
 
 
 def agrees(rank: int, device: torch.device, name: str) -> float:
@@ -120,8 +146,11 @@ def in_processes(
     *args: Any,
     seconds: float,
     environment: dict[str, str] | None = None,
+    exits: bool = False,
 ) -> list[Any]:
     """Run ``job(rank, device, *args)`` in two processes. Returns the answers, None of one that is gone.
+
+    Where ``exits``, returns how the processes exit instead, by themselves.
 
     Raises AssertionError with the traceback of a rank that raises, TimeoutError for one that is late.
     """
@@ -147,6 +176,10 @@ def in_processes(
                 answer, failure = None, None
             assert failure is None, f"rank {rank}: {failure}"
             answers.append(answer)
+        if exits:
+            for worker in workers:
+                worker.join(max(0.0, end - time.monotonic()))
+            answers = [worker.exitcode for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

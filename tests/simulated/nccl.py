@@ -251,7 +251,8 @@ class ProcessGroupNCCL(Collectives):
             return
         self._device.waits["connect", caller_place()] += 1
         keys = {rank: f"connect/{kind}/{rank}" for rank in ranks}
-        self.store.set(keys[self._rank], str(index))
+        mine = f"{os.environ.get('NCCL_HOSTID', '')}:{index}"  # ranks of other hosts have other devices
+        self.store.set(keys[self._rank], mine)
         end = time.monotonic() + self.options._timeout.total_seconds()
         while not self.store.check(list(keys.values())):
             if self.aborted or time.monotonic() > end:
@@ -259,7 +260,7 @@ class ProcessGroupNCCL(Collectives):
                 raise DistBackendError(f"simulated NCCL: {kind}: ncclCommInitRankConfig: {why}")
             time.sleep(_PAUSE)
         for rank, key in keys.items():
-            if rank != self._rank and int(self.store.get(key)) == index:
+            if rank != self._rank and self.store.get(key).decode() == mine:
                 raise DistBackendError(
                     f"simulated NCCL: ncclInvalidUsage: Duplicate GPU detected : rank {self._rank} and rank"
                     f" {rank} both on CUDA device {index}"

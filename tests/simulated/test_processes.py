@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from unittest import mock
+
 import optree
 import pytest
 import torch
@@ -101,6 +104,23 @@ def on_one_device(rank, size):
 
 def test_two_processes_on_one_device_are_refused(pool):
     pool(on_one_device)
+
+
+def as_two_hosts(rank, size):
+    with mock.patch.dict(os.environ, NCCL_HOSTID=f"rank{rank}"), member_in_pool(rank, size) as (gpu, _):
+        torch.cuda.set_device(0)
+        (params, *given), schedule = problem(2, 4), pp.one_f_one_b(2, 4)
+        wanted, _ = pp.value_and_grad([dense] * 2, squared, schedule)(params, *given)
+        held, *there = moved(({rank: params[rank]}, *given), "cuda")
+        with pp.P2P(timeout=20) as transport:
+            found, _ = pp.value_and_grad([dense] * 2, squared, schedule, transport)(held, *there)
+        assert torch.equal(found.cpu(), wanted)
+        assert not gpu.races, gpu.races[0]
+
+
+def test_two_processes_that_pass_for_two_hosts_share_a_device(pool):
+    """As NCCL takes them."""
+    pool(as_two_hosts)
 
 
 def tensor_parallel(rank, size):

@@ -179,7 +179,7 @@ def test_refused_on_the_cpu():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compiler)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_cuda_graphs(name, compiled):
     schedule = SCHEDULES[name]()

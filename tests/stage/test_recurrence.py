@@ -32,7 +32,11 @@ class Recurrent(nn.Module):
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
 @pytest.mark.parametrize(
     "engine",
-    [pp.engines.graph, pp.engines.graph(compile=True), pp.engines.eager],
+    [
+        pp.engines.graph,
+        pytest.param(pp.engines.graph(compile=True), marks=pytest.mark.compiler),
+        pp.engines.eager,
+    ],
     ids=["graph", "compiled", "eager"],
 )
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

@@ -1,6 +1,7 @@
 """Ranks in separate processes: point-to-point messages over torch.distributed."""
 
 import json
+import os
 import threading
 import traceback
 import weakref
@@ -301,15 +302,19 @@ class P2P(Control):
             holder.group = group
 
     def _require_own_device(self, device: torch.device) -> None:
-        """Raise ValueError on all ranks where two compute on one device, which NCCL does not take."""
-        names = self._world.gather_texts(json.dumps(unique_name(device)))
+        """Raise ValueError on all ranks where two compute on one device, which NCCL does not take.
+
+        As NCCL does, it takes ranks of different ``NCCL_HOSTID`` for those of different hosts.
+        """
+        name = unique_name(device)
+        names = self._world.gather_texts(json.dumps(name and [os.environ.get("NCCL_HOSTID"), name]))
         first: dict[str, int] = {}
         for rank, name in sorted(names.items()):
             if name != "null" and first.setdefault(name, rank) != rank:
                 raise ValueError(
-                    f"ranks {first[name]} and {rank} compute on one device ({json.loads(name)}), expected one"
-                    " for each under NCCL; move the parameters of each rank to a device of its own, or give"
-                    " P2P a group of 'gloo' and compute on the CPU"
+                    f"ranks {first[name]} and {rank} compute on one device ({json.loads(name)[1]}), expected"
+                    " one for each under NCCL; move the parameters of each rank to a device of its own, or"
+                    " give P2P a group of 'gloo' and compute on the CPU"
                 )
 
     def collective(self, among: Among) -> Collective:
