@@ -48,7 +48,8 @@ def with_constants(tree: Any, name: str = "tree") -> Any:
     if (mask := next(filter(is_mask, leaves), None)) is not None:
         from .masks import register_mask
 
-        register_mask(type(mask))
+        kind: Any = type(mask)
+        register_mask(kind)
         leaves, treedef = tree_flatten(tree, name)
     if not any(type(leaf) in PLAIN for leaf in leaves):
         return tree
