@@ -59,6 +59,9 @@ DECOMPOSITIONS = decomposition_table
 # each.
 PYTREE_NODES = SUPPORTED_NODES
 
+# Turn autocast off, of all devices, within a `with`; one that is turned on within is on.
+without_autocast: Any = torch._C._DisableAutocast
+
 # Leave all torch.func transforms, and all modes, within a `with`: to compute with values during a trace.
 without_transforms, without_modes = temporarily_clear_interpreter_stack, _disable_current_modes
 
@@ -192,7 +195,7 @@ def below_autograd() -> Iterator[None]:
     """Send operators straight to dispatch modes: no derivatives, records of views, or casts of autocast."""
     views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
     with (
-        torch._C._DisableAutocast(),
+        without_autocast(),
         torch._C._AutoDispatchBelowAutograd(),
         torch._C._ExcludeDispatchKeyGuard(views),
     ):

@@ -152,6 +152,28 @@ def test_a_trainer_updates_float32_parameters_as_plain_torch_does_in_the_same_pr
         torch.testing.assert_close(trained[name], p, rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("engine", [graph, eager])
+def test_under_autocast_casts_are_those_of_plain_torch_and_the_backward_makes_none(engine):
+    """Attention that drops has matrices in float32 of its own, among operators that draw in place."""
+
+    def attends(w, x):
+        q = F.linear(x, w)[None]
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5) @ w.float()
+
+    w, x = (torch.randn(16, 16, generator=torch.Generator().manual_seed(n)) for n in range(2))
+    leaves = [t.clone().requires_grad_() for t in (w, x)]
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.manual_seed(3)
+        want = attends(*leaves)
+        program = engine(attends, (w, x))
+        torch.manual_seed(3)
+        y, residuals = program.forward(w, x)
+        gradients = program.backward(residuals, torch.ones_like(y))
+    assert torch.equal(y, want)
+    want_gradients = torch.autograd.grad(want, leaves, torch.ones_like(want))
+    assert all(map(torch.equal, gradients, want_gradients))
+
+
 def test_only_all_parameters_are_cast_or_none():
     ids, target = batch()
     parts = pp.split(Llama(), ids[:2], at=AT)

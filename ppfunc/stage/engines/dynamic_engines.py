@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from .._torch import without_autocast
 from ..abstract import DATA_DEPENDENT, data_dependence, without_values
 from ..errors import StageError, by_dtensor, first_line, line_of
 from ..example import Leaves, stand_ins
@@ -161,7 +162,8 @@ def _by_tape(stage: DifferentiableStage) -> tuple[Forward, Backward]:
         if not (reached and (params or x)):
             return stage.no_gradients(gy)
         outputs, cotangents = zip(*reached, strict=True)
-        gradients = torch.autograd.grad(outputs, params + x, cotangents, allow_unused=True)
+        with without_autocast():
+            gradients = torch.autograd.grad(outputs, params + x, cotangents, allow_unused=True)
         return stage.dense(gradients[: len(params)]), contiguous(gradients[len(params) :])
 
     return forward, backward

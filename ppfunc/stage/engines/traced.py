@@ -4,6 +4,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+
+from .._torch import without_autocast
+from ..device import kinds
 from ..errors import StageError
 from ..example import Example
 from ..program import FlatProgram
@@ -37,6 +41,9 @@ def traced(
         raise StageError(name, f"{reason}, which is not traced", mend)
     with without_onednn() if compile else nullcontext():
         joint = clean(trace(stage))
+    if any(map(torch.is_autocast_enabled, kinds())):
+        for node in joint.graph.nodes:  # its casts are operators of the trace
+            node.meta["within"] = without_autocast
     blocks = cut_for(joint, remat, name)
     size = residual_bytes(joint, blocks.residuals, name)
     flat = _emit(blocks, joint, name, compile, _warning_of(_unread(joint, example), name))

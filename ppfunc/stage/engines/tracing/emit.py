@@ -141,7 +141,9 @@ class _Writer:
         self, function: Callable[..., Any], inputs: tuple[Node, ...], outputs: tuple[Node, ...]
     ) -> None:
         arguments, results = ", ".join(n.name for n in inputs), "".join(f"{n.name}, " for n in outputs)
-        self.lines.append(f"{results}= {self.object(function, 'op')}({arguments})")
+        within = self.block.body[0].meta.get("within")
+        region = "" if within is None else f"with {self.object(within, 'region')}(): "
+        self.lines.append(f"{region}{results}= {self.object(function, 'op')}({arguments})")
 
     def expression(self, node: Node) -> str:
         """Write a call."""

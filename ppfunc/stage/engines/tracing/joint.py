@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
+from ..._torch import without_autocast
 from ...abstract import without_values
 from ...errors import StageError, first_line
 from ...example import Leaves
@@ -61,7 +62,8 @@ def trace(stage: DifferentiableStage) -> Joint:
         groups = (params, x, extras, gy)
         joint = _record(partial(_joint, stage), groups, name)
         if any(map(is_mutable, joint.graph.nodes)):
-            joint = _record(partial(_without_effects, joint), groups, name)
+            with without_autocast():  # whose casts have been recorded
+                joint = _record(partial(_without_effects, joint), groups, name)
     _require_pure(joint, stage.known.draws, name)
     return joint
 
@@ -101,9 +103,10 @@ def _joint(
         y, outputs = stage.with_others(params, x, extras)(*primals)
         record.end_of_forward()
         inputs = primals[0] + primals[1]
-        gradients = (
-            torch.autograd.grad(y, inputs, gy, allow_unused=True) if y and inputs else (None,) * len(inputs)
-        )
+        gradients: Any = (None,) * len(inputs)
+        if y and inputs:
+            with without_autocast():  # as a backward outside of it, whose operators have their dtypes
+                gradients = torch.autograd.grad(y, inputs, gy, allow_unused=True)
     cut = len(primals[0])
     return outputs, stage.dense(gradients[:cut]), contiguous(gradients[cut:])
 
