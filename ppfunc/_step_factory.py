@@ -105,6 +105,7 @@ def make_step(
     *,
     training: bool = True,
     programs: StagePrograms | None = None,
+    loss_engine: Engine | None = None,
 ) -> StepFunction[..., Any]:
     """Make the step function of :func:`value_and_grad`, :func:`evaluate`, the transforms and the trainer.
 
@@ -114,8 +115,13 @@ def make_step(
         loss_weights: the weights that ``read`` takes for a call without weights of its own.
         training: the schedule has to have backwards.
         programs: those of a step function with the same stages, to be shared.
+        loss_engine: of the loss, if it is another than that of the stages.
     """
-    _require(stages, schedule, engine, spec)
+    _require(stages, schedule, engine, loss_engine, spec)
+    if loss_engine is not None and loss_fn is None:
+        raise ValueError(
+            "loss_engine: got one, and no loss function that it would differentiate; leave it out"
+        )
     if training and schedule.forward_only:
         raise ValueError(
             f"the schedule {schedule.name!r} has no backward; use ppfunc.evaluate, or a schedule for training"
@@ -134,7 +140,7 @@ def make_step(
         )
     proved = prove(schedule if training or schedule.forward_only else forward_only(schedule), spec)
     transport = InProcess() if transport is None else transport
-    programs, ranks = programs or StagePrograms(engine), transport.local_ranks(proved.ranks)
+    programs, ranks = programs or StagePrograms(engine, loss_engine), transport.local_ranks(proved.ranks)
     pipeline = Pipeline(
         list(stages), loss_fn, proved, transport, spec, programs, ranks, transport.register_step()
     )
@@ -164,7 +170,9 @@ def map_stages(stages: Sequence[Stage | None], transform: Callable[[Stage], Stag
     return [made.get(id(fn), fn) for fn in stages]
 
 
-def _require(stages: Sequence[Any], schedule: Schedule, engine: Any, spec: StepSpec) -> None:
+def _require(
+    stages: Sequence[Any], schedule: Schedule, engine: Any, loss_engine: Any, spec: StepSpec
+) -> None:
     """Raise TypeError where an argument has another type than expected."""
     for stage, fn in enumerate(stages):
         module = isinstance(fn, torch.nn.Module | ModuleStage)
@@ -175,8 +183,9 @@ def _require(stages: Sequence[Any], schedule: Schedule, engine: Any, spec: StepS
                 f" stage of another process{mend}"
             )
     _require_count(stages, schedule)
-    if not callable(engine):
-        raise TypeError(f"engine: got {shown(engine)}, expected ppfunc.engines.graph, functional or eager")
+    for name, one in (("engine", engine), ("loss_engine", loss_engine)):
+        if not callable(one) and (one is not None or name == "engine"):
+            raise TypeError(f"{name}: got {shown(one)}, expected ppfunc.engines.graph, functional or eager")
     if not isinstance(spec.loss_shape, tuple) or not all(isinstance(n, int) for n in spec.loss_shape):
         raise TypeError(
             f"loss_shape: got {shown(spec.loss_shape)}, expected a tuple of integers, such as (3,) for an"

@@ -29,6 +29,7 @@ def value_and_grad(
     transport: Transport | None = None,
     *,
     engine: Engine = graph,
+    loss_engine: Engine | None = None,
     loss_weights: LossWeights = None,
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
@@ -69,6 +70,9 @@ def value_and_grad(
             has none. An instruction that a step would not carry out, such as ``STEP``, is refused.
         transport: carries the messages: ``InProcess()`` (the default) or ``P2P(group)``.
         engine: how a stage is differentiated.
+        loss_engine: how the loss is differentiated: with the last stage by default. If the engine can serve
+            the stage, but not the loss, such as ``ctc_loss``, ``functional`` or ``eager`` is chosen, and a
+            warning says so.
         loss_weights: weight of every microbatch in the loss, [m]; ``1/m`` each by default. A microbatch of
             weight 0 contributes nothing to loss and gradients, even if its numbers are not finite: only its
             forward runs, for metrics and states. Weights on a device are not read by the host: such a
@@ -183,7 +187,10 @@ def value_and_grad(
     )  # fmt: skip
 
     read = partial(read_call, loss_weights)
-    return make_step(stages, loss_fn, schedule, transport, engine, spec, read, loss_weights=loss_weights)
+    return make_step(
+        stages, loss_fn, schedule, transport, engine, spec, read, loss_weights=loss_weights,
+        loss_engine=loss_engine,
+    )  # fmt: skip
 
 
 @reports_mistakes
@@ -196,6 +203,7 @@ def evaluate(
     return_outputs: bool = False,
     return_losses: bool = False,
     engine: Engine = graph,
+    loss_engine: Engine | None = None,
     loss_weights: LossWeights = None,
     has_aux: bool = False,
     loss_shape: tuple[int, ...] = (),
@@ -209,7 +217,8 @@ def evaluate(
         loss_fn: as in :func:`value_and_grad`; None to compute outputs or metrics only.
         schedule: any schedule; the backwards of one for training are left out.
         return_outputs: return the outputs of the last stage.
-        engine: makes the forward of a stage: the same bits as in a training step with this engine.
+        engine, loss_engine: make the forward of a stage and the loss: the same bits as in a training step
+            with these engines.
 
     Returns:
         ``step(params, inputs, targets=None, *, loss_weights=None, seed=None, extras=None, state=None)``. It
@@ -242,8 +251,9 @@ def evaluate(
     spec = StepSpec(name, wants, loss_shape=loss_shape, tied=ties)
     read = partial(read_call, loss_weights)
     return make_step(
-        stages, loss_fn, schedule, transport, engine, spec, read, loss_weights=loss_weights, training=False
-    )
+        stages, loss_fn, schedule, transport, engine, spec, read, loss_weights=loss_weights, training=False,
+        loss_engine=loss_engine,
+    )  # fmt: skip
 
 
 def eval_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ppfunc.parallel.balance import partition_balanced
 from ppfunc.parallel.partition import Partition
 from ppfunc.stage.abstract import without_values
+from ppfunc.stage.layout import layout_of
 
 from .call import CallForm
 from .functional import fake_sources, replay
@@ -41,6 +42,10 @@ def choose(
         ValueError: there are not so many layers.
         TypeError: the model has no cuts of its own, and none are asked for.
     """
+    if isinstance(at, int) and any(layout_of(p) is not None for p in model.parameters()):
+        raise ValueError(
+            f"at: got {at} stages of a model with DTensors; give the names of modules, or a Partition"
+        )
     levels = _levels(model)
     traced = trace(model, form, [LeafForm(tuple(t.shape), t.dtype) for t in tensors], device, levels[-1])
     if at is None:

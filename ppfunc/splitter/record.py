@@ -15,6 +15,7 @@ from ppfunc.stage._torch import (
     FakeTensor,
     TorchDispatchMode,
     innermost_transform,
+    is_dtensor,
     is_wrapped,
     schema,
     storage,
@@ -142,7 +143,7 @@ class Recording(GraphRecorder, PreDispatchMode):
         if func.namespace == "prim" or (func is aten.detach_.default and not args[0].requires_grad):
             return func(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
-        if others := {type(t).__name__ for t in tensors if type(t) not in TRACED}:
+        if others := {type(t).__name__ for t in tensors if type(t) not in TRACED and not is_dtensor(t)}:
             reason = (
                 f"it computes with tensors of the types {', '.join(sorted(others))}{calling_place()}, which"
                 " are not traced"
@@ -237,6 +238,7 @@ class Recording(GraphRecorder, PreDispatchMode):
     def _know(self, node: Node, tensor: torch.Tensor) -> Node:
         strided = tensor.layout is torch.strided
         node.meta["value"] = Value(tuple(tensor.shape), tensor.stride(), tensor.dtype, storage(tensor))
+        node.meta["laid"] = is_dtensor(tensor)
         self._alive += [tensor.untyped_storage()] if strided else []
         if is_element(node):
             self._note(node, storages([tensor]))

@@ -159,7 +159,8 @@ class Source:
         except WrittenElsewhereError:
             traced = without_writes(traced, device)
             parts = cut(traced, self.stages, state)
-        layout = layout_of(parts)
+        layout = _layout_of(parts)
+        _require_plain(parts)
         if self.layout is None:
             self.layout, self._constants = layout, tuple(part.constants for part in parts)
         else:
@@ -203,7 +204,21 @@ def _plain_attributes(model: nn.Module) -> tuple[Any, ...]:
     return tuple(plain)
 
 
-def layout_of(parts: Sequence[StagePart]) -> SplitLayout:
+def _require_plain(parts: Sequence[StagePart]) -> None:
+    """Raise where a stage would take a DTensor from another."""
+    for stage, part in enumerate(parts):
+        for source, nodes in part.received.items():
+            for node in nodes:
+                if node.meta["laid"]:
+                    reason = (
+                        f"it takes the value {node.name.removeprefix('v_')}{node.meta.get('place', '')}, a"
+                        f" DTensor, from stage {source}"
+                    )
+                    mend = "cut where activations are plain tensors, as use_local_output=True makes them"
+                    raise StageError(f"stage {stage}", reason, mend)
+
+
+def _layout_of(parts: Sequence[StagePart]) -> SplitLayout:
     """Read the layout off the parts of a trace."""
     skips = {
         (source, stage) for stage, part in enumerate(parts) for source in part.received if source < stage - 1

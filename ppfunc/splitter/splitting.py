@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ppfunc.parallel.partition import Partition
-from ppfunc.stage.module import require_usable
+from ppfunc.stage.module import is_subclass, require_usable
 
 from .balance import choose
 from .call import CallForm
@@ -45,7 +45,9 @@ def split(
     backward of their own are kept. Numbers that the model reads from its attributes, and from objects among
     these, keep the values of the trace. Control flow and shapes may depend on tensors that the model makes of
     numbers in its code, such as a mask of ones. Stages leave out checks of values (``torch._check``, the
-    arguments of ``torch.distributions``).
+    arguments of ``torch.distributions``). Parameters may be DTensors, as ``parallelize_module`` makes them,
+    if activations are plain tensors at the cuts. Frozen parameters of other subclasses (quantised weights)
+    are constants of the stages, read when the model is traced.
 
     Args:
         model: any module, also on ``meta``, which is left unmodified; or a
@@ -63,7 +65,7 @@ def split(
         StageError: the model cannot be traced, or cut there: control flow or shapes that depend on values, a
             buffer that several stages write into, hooks on gradients, draws by Python or numpy. The message
             names the line.
-        TypeError: a module is scripted or compiled, a parameter is no plain tensor.
+        TypeError: a module is scripted or compiled, a trained parameter is of a subclass that is no DTensor.
         ValueError: a name is not that of a module, modules are not called in this order, or two parameters
             share memory.
 
@@ -123,10 +125,10 @@ def _require_module(model: Any) -> None:
                 " engine=graph(compile=True)"
             )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+        if is_subclass(tensor) and tensor.requires_grad:
             raise TypeError(
-                f"{name}: got a {type(tensor).__name__}, expected a plain tensor; split the model before it"
-                " is sharded or quantised"
+                f"{name}: got a {type(tensor).__name__} that is trained, expected a plain tensor or a"
+                " DTensor; freeze it, requires_grad_(False), or split the model before it is quantised"
             )
     if (pair := overlapping(dict(model.named_parameters()))) is not None:
         one, other = pair

@@ -9,6 +9,7 @@ from torch import Tensor
 from ppfunc.stage import StageError
 from ppfunc.stage.constants import Constant, without_constants
 from ppfunc.stage.frozen import detached, note_parameters
+from ppfunc.stage.layout import Boundary, as_dtensor, declaring, layout_of
 from ppfunc.stage.output import Output
 
 from ._torch import vmapped
@@ -35,6 +36,8 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
     into = [a for a, b in source.layout.skips if b == stage]
     out_of = [b for a, b in source.layout.skips if a == stage]
     last = stage == source.stages - 1
+    own = ((name, layout_of(p)) for name, p in model.named_parameters() if name in names)
+    layouts = {name: layout for name, layout in own if layout is not None}
 
     def run(params: Mapping[str, Tensor], x: Any, *states: Any) -> Any:
         _require_names(params, names, f"params of stage {stage} of {type(model).__name__}")
@@ -51,7 +54,8 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
         code = source.codes(leaves, device, functional=vmapped(), compute=compute, changes=changes)[stage]
         received = tuple(t for a in code.received for t in (before if a == stage - 1 else skips[a]))
         _require_dtypes(received, code.dtypes, stage)
-        taken = tuple(detached(n, params[n]) if n in code.frozen else params[n] for n in code.params)
+        every = {**params, **{n: as_dtensor(params[n], layout) for n, layout in layouts.items()}}
+        taken = tuple(detached(n, every[n]) if n in code.frozen else every[n] for n in code.params)
         constants = source.buffers(code.constants, device, stage)
         sent, new_state, results = code.run(
             taken, constants, tuple(state[n] for n in code.state), inputs, received
@@ -68,7 +72,8 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
 
     note_parameters(run, model, names)
     run.__name__ = run.__qualname__ = f"stage_{stage}_of_{type(model).__name__}"
-    return run
+    mesh = next((layout.mesh for layout in layouts.values()), None)
+    return declaring(run, Boundary(mesh, params=layouts))
 
 
 def _read(

@@ -19,7 +19,8 @@ from ppfunc.stage._torch import without_modes, without_transforms
 from ppfunc.stage.abstract import DATA_DEPENDENT, data_dependence, quiet, without_values
 from ppfunc.stage.errors import line_of
 from ppfunc.stage.foreign_draws import without_foreign_draws
-from ppfunc.stage.module import further_places
+from ppfunc.stage.layout import distributed, layout_of, local
+from ppfunc.stage.module import further_places, is_subclass
 from ppfunc.stage.process import process_lock
 from ppfunc.stage.structure import unmodified
 from ppfunc.stage.tree import tree_flatten
@@ -94,7 +95,7 @@ class Tensors(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module) -> Tensors:
         """Collect the tensors of the model as they are now."""
-        params = dict(model.named_parameters())
+        params = {name: p for name, p in model.named_parameters() if not is_subclass(p)}
         known = set(map(id, params.values()))
         buffers = {name: b for name, b in model.named_buffers() if id(b) not in known}
         return cls(params, buffers, further_places(model, {*params, *buffers}))
@@ -239,8 +240,13 @@ def _input(leaf: LeafForm, device: torch.device) -> Tensor:
 
 
 def _like(tensor: Tensor, device: torch.device, compute: torch.dtype | None = None) -> Tensor:
-    """Make a tensor without values of the same form on another device, a floating one in another dtype."""
+    """Make a tensor without values, or a DTensor, of the same form on another device.
+
+    A floating one may get another dtype.
+    """
     dtype = compute if compute is not None and tensor.is_floating_point() else tensor.dtype
-    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+    part = local(tensor.detach())
+    fake = torch.empty_strided(part.shape, part.stride(), dtype=dtype, device=device)
+    fake = distributed(fake, layout_of(tensor))
     fake = nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
     return fake.requires_grad_(tensor.requires_grad)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ppfunc.schedule.arguments import require_type
 from ppfunc.stage._torch import storage, version
+from ppfunc.stage.layout import layout_of
 
 from .source import Source
 from .trace import Tensors
@@ -72,6 +73,11 @@ def read_weights(
                 raise KeyError(
                     f"{name} is not among the {len(held)} tensors of the weights; the nearest names are:"
                     f" {near}"
+                )
+            if layout_of(like) is not None:
+                raise TypeError(
+                    f"{name}: the model has a DTensor, expected a plain tensor; load the weights into the"
+                    " model before it is laid out"
                 )
             done[name] = read(entry, like, wanted if wanted and like.is_floating_point() else like.dtype)
         return done[name]

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ._torch import version
+from ._torch import is_dtensor, version
 from .errors import StageError
 from .frozen import detached, note_parameters
+from .layout import Boundary, as_dtensor, declaring, layout_of
 from .output import Output
 from .process import process_lock
 from .structure import unmodified
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 State = dict[str, Tensor]
 _Call = Callable[[State, tuple[Any, ...]], Any]
+
+_WRAPPERS = {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel"}
 
 
 class ModuleStage(NamedTuple):
@@ -48,7 +51,9 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
     gradient when a step function or trainer is made is frozen: it gets zeros. Buffers that the module writes
     into are a state: they go into a step as ``state={stage: state}``, and come back, with ``has_aux=True``,
     as ``aux.state[stage]``. Buffers that it only reads, as a trial without values shows, are constants, and
-    need no state. Other attributes are read when the stage is made or traced.
+    need no state. Other attributes are read when the stage is made or traced. Parameters may be DTensors, as
+    torch's ``parallelize_module`` makes them. Frozen parameters of other subclasses, such as quantised
+    weights, are constants.
 
     Args:
         module: any module. It is left unmodified: attributes set during a call, and changes to dicts, lists
@@ -69,7 +74,9 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
     (['bias', 'weight'], {}, torch.Size([5, 2]))
     """
     require_usable(module)
-    params = {name: p.detach() for name, p in module.named_parameters()}
+    params = {
+        name: p.detach() for name, p in module.named_parameters() if p.requires_grad or not is_subclass(p)
+    }
     parameters = set(map(id, module.parameters()))  # a buffer may be one of them under another name
     state = (
         {}
@@ -82,8 +89,32 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
         return call(dict(params), arguments)
 
     fn = _stateful(module, tuple(state), call) if state else plain
+    fn = _seeing_dtensors(fn, params, state)
     note_parameters(fn, module, params)
     return ModuleStage(fn, params, state)
+
+
+def is_subclass(tensor: Tensor) -> bool:
+    """Tell whether a tensor is of a class other than torch's own and DTensor, such as a quantised weight."""
+    return type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and not is_dtensor(tensor)
+
+
+def _seeing_dtensors(fn: Callable[..., Any], params: State, state: State) -> Callable[..., Any]:
+    """Make DTensors of the tensors of a stage that are DTensors in its module: a stage is given its parts."""
+    inside = {name: layout for name, t in (params | state).items() if (layout := layout_of(t)) is not None}
+    if not inside:
+        return fn
+
+    def seen(tensors: State) -> State:
+        return {name: as_dtensor(t, inside[name]) if name in inside else t for name, t in tensors.items()}
+
+    def stage(params: State, x: Any, *extras: Any) -> Any:
+        if extras and isinstance(extras[-1], dict) and state and extras[-1].keys() == state.keys():
+            extras = (*extras[:-1], seen(extras[-1]))
+        return fn(seen(params), x, *extras)
+
+    layouts = {name: layout for name, layout in inside.items() if name in params}
+    return declaring(stage, Boundary(next(iter(inside.values())).mesh, params=layouts))
 
 
 def require_usable(module: Any) -> None:
@@ -92,6 +123,13 @@ def require_usable(module: Any) -> None:
         raise TypeError(
             f"got {type(module).__name__}, expected a torch.nn.Module; a function is a stage as it is"
         )
+    for name, part in module.named_modules():
+        if wrappers := _WRAPPERS & {kind.__name__ for kind in type(part).__mro__}:
+            raise TypeError(
+                f"{name or 'module'}: got a module that {wrappers.pop()} has wrapped, expected the one from"
+                " before; its parameters are cut over data ranks by transport=ppfunc.P2P(mesh=mesh,"
+                " shard='params'), or 'none' to keep them whole"
+            )
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
             f"got {type(module).__name__}, whose parameters cannot be replaced; give the module from before"
@@ -106,7 +144,7 @@ def require_usable(module: Any) -> None:
 
 def _caller(module: nn.Module, names: set[str], spread: bool) -> _Call:
     """Return a call of the module with other tensors of these names, in which it leaves replaced buffers."""
-    parameters = dict(module.named_parameters())
+    parameters = {name: p for name, p in module.named_parameters() if name in names}
     shared = further_places(module, names)
 
     def call(tensors: State, arguments: tuple[Any, ...]) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
-from functools import wraps
 from itertools import zip_longest
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -17,14 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from .layout import (
     Boundary,
     MeshLayout,
-    as_dtensor,
     declaring,
     distributed,
     layout_of,
     require_axis,
     with_layouts,
 )
-from .module import ModuleStage, State, further_places, stage_from_module
+from .module import ModuleStage, further_places, stage_from_module
 from .signature import Signature, leaf_names
 
 if TYPE_CHECKING:
@@ -54,7 +52,7 @@ def parallelize(
     Equivalent to, with every parameter a DTensor outside of the stage and, where the plan says so, inside::
 
         torch.distributed.tensor.parallel.parallelize_module(module, mesh, plan)
-        fn, params, state = ppfunc.stage_from_module(module)
+        fn, params, state = ppfunc.stage_from_module(module)    # which a module that is laid out needs alone
 
     The graph engine traces through DTensors to operators on local tensors and collectives, so that a step
     does no more than a function over :func:`ppfunc.collectives.psum` and its siblings would. The eager engine
@@ -95,34 +93,14 @@ def parallelize(
     shared = further_places(module, {name for name, _ in module.named_parameters()})
     parallelize_module(module, mesh, plan if isinstance(plan, ParallelStyle) else dict(plan))
     _tie_again(module, shared)
-    plain = stage_from_module(module, constants=constants, spread=spread)
-    inside = {
-        name: layout
-        for name, t in (plain.params | plain.state).items()
-        if (layout := layout_of(t)) is not None
-    }
+    fn, plain, state = stage_from_module(module, constants=constants, spread=spread)
     params = {
-        name: distributed(p, None if name in inside else MeshLayout.of(mesh, [Replicate()], p.shape))
-        for name, p in plain.params.items()
+        name: distributed(p, None if layout_of(p) else MeshLayout.of(mesh, [Replicate()], p.shape))
+        for name, p in plain.items()
     }
-
-    def seen(tensors: State) -> State:
-        return {name: as_dtensor(t, inside[name]) if name in inside else t for name, t in tensors.items()}
-
-    @wraps(plain.fn)  # with its note of parameters
-    def stage(params: State, x: Any, *extras: Any) -> Any:
-        if (
-            extras
-            and isinstance(extras[-1], dict)
-            and plain.state
-            and extras[-1].keys() == plain.state.keys()
-        ):
-            extras = (*extras[:-1], seen(extras[-1]))
-        return plain.fn(seen(params), x, *extras)
-
-    fn = with_layouts(stage, mesh, inputs=inputs, outputs=outputs)
+    fn = with_layouts(fn, mesh, inputs=inputs, outputs=outputs)
     layouts = {name: layout for name, p in params.items() if (layout := layout_of(p)) is not None}
-    return ModuleStage(declaring(fn, Boundary.of(fn)._replace(params=layouts)), params, plain.state)
+    return ModuleStage(declaring(fn, Boundary.of(fn)._replace(params=layouts)), params, state)
 
 
 def shard(params: Any, mesh: DeviceMesh, rule: Rule) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._torch import BackwardCFunction, function_of, results_of
+from ._torch import function_of, results_of
 from .errors import StageError
 from .structure import CONTAINERS, restored
 
@@ -17,7 +17,7 @@ _DEEP = 4  # levels of objects below a function in which a container is looked f
 
 
 def require_weight_gradients(
-    results: Iterable[torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]], stage: str
+    functions: Iterable[Any], weights: Iterable[tuple[str, torch.Tensor]], stage: str
 ) -> None:
     """Raise StageError for a Function that is given a weight, and returns no gradient of it.
 
@@ -25,11 +25,11 @@ def require_weight_gradients(
     Function that is given weights runs once, on zeros; lists and dictionaries that it knows are restored.
 
     Args:
-        results: of the stage, with their histories.
+        functions: the histories that Functions have made in the stage.
         weights: the parameters of the stage with their paths, likewise.
     """
     named = {t.grad_fn: path for path, t in weights if t.grad_fn is not None}
-    for node in _functions(results):
+    for node in functions:
         needed = (i for i, needs in enumerate(node.needs_input_grad) if needs)
         sources = (source for source, _ in node.next_functions if source is not None)
         own = {
@@ -49,19 +49,6 @@ def require_weight_gradients(
                     "return it there, without a pass of your own: schedules with I and W compute gradients of"
                     " weights in W; or freeze the parameter (requires_grad_(False))",
                 )
-
-
-def _functions(results: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Yield the histories of results that functions of the user have made."""
-    ahead = [t.grad_fn for t in results if t.grad_fn is not None]
-    seen = set(ahead)
-    while ahead:
-        node = ahead.pop()
-        if isinstance(node, BackwardCFunction) and not function_of(node).__module__.startswith("torch."):
-            yield node
-        new = {source for source, _ in node.next_functions if source is not None} - seen
-        seen |= new
-        ahead += new
 
 
 def _of_weights(source: Any, named: dict[Any, str]) -> list[str]:

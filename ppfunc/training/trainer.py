@@ -60,7 +60,7 @@ class Trainer:
     of the others, with its text.
 
     Args:
-        stages, loss_fn, engine, tied, trainable: as in :func:`value_and_grad`.
+        stages, loss_fn, engine, loss_engine, tied, trainable: as in :func:`value_and_grad`.
         schedule: the program of every rank of a pipeline. ``REDUCE_TIED``, ``REDUCE_GRAD`` and ``STEP`` are
             placed anew.
         optimizer: updates one stage at a time. ``chain(clip_by_global_norm(1.0), adamw(1e-3))`` clips by the
@@ -95,6 +95,7 @@ class Trainer:
         transport: Transport | None = None,
         *,
         engine: Engine = graph,
+        loss_engine: Engine | None = None,
         tied: TiedPlaces = None,
         trainable: Trainable = None,
         precision: Precision | None = None,
@@ -121,7 +122,10 @@ class Trainer:
                 finite=on_nonfinite == "raise",
                 frozen=frozen,
             )
-            make = partial(make_step, stages, loss_fn, transport=self.transport, engine=engine, read=_called)
+            make = partial(
+                make_step, stages, loss_fn, transport=self.transport, engine=engine, loss_engine=loss_engine,
+                read=_called,
+            )  # fmt: skip
             self._step = make(schedule=self.schedule, spec=spec)
             looking = spec._replace(name=f"evaluation of {spec.name}", finite=False)
             programs = self._step.pipeline.programs

@@ -14,12 +14,15 @@ import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
+    parallelize_module,
 )
 
 import ppfunc as pp
@@ -273,6 +276,74 @@ def test_modules_under_a_plan(two, which):
 @pytest.mark.parametrize("which", PLANS)
 def test_modules_under_a_plan_through_two_pipelines(four, which):
     four(blocks, 2, "zb-h1", which, timeout=120)
+
+
+class Prepared(nn.Module):
+    """Two blocks and a head, laid out by torch before anything else."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Block(), Block()]), nn.Linear(D, D)
+        self.double()
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def lay_out(self, tp, which):
+        plan, cut = PLANS[which]
+        for block in self.blocks:
+            parallelize_module(block, tp, plan)
+        if cut is not None:
+            whole_to_cut = PrepareModuleInput(
+                input_layouts=Replicate(), desired_input_layouts=cut, use_local_output=True
+            )
+            head = ColwiseParallel(input_layouts=cut, output_layouts=Replicate())
+            parallelize_module(self, tp, {"blocks.0": whole_to_cut, "head": head})
+        return self
+
+
+def prepared(rank, size, which):
+    """Modules that torch has laid out are stages, and split, as they are."""
+    torch.manual_seed(0)
+    model, (x, target) = Prepared(), batch()
+    tp = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+    fn, params, _ = pp.stage_from_module(model)
+    loss, grads = pp.value_and_grad([fn], squared, pp.gpipe(1, M))({0: params}, x, target)
+    laid = copy.deepcopy(model).lay_out(tp, which)
+    one = pp.stage_from_module(laid)
+    parts = pp.split(laid, x[: len(x) // M], at=["blocks.1"])
+    for stages, given, schedule in (
+        ([one.fn], {0: one.params}, pp.gpipe(1, M)),
+        (parts, parts.params, pp.one_f_one_b(2, M)),
+    ):
+        for engine in (pp.engines.graph, pp.engines.eager):
+            got, gradients = pp.value_and_grad(stages, squared, schedule, engine=engine)(given, x, target)
+            assert abs(got - loss) < TOLERANCE
+            every = {name: g for tree in full(gradients).values() for name, g in tree.items()}
+            assert largest_difference({0: every}, grads) < TOLERANCE
+        trainer = pp.Trainer(stages, squared, schedule, pp.optim.sgd(0.1))
+        state, _ = trainer.step(trainer.init(given), x, target)
+        assert abs(trainer.evaluate(state, x, target)) < loss
+    parts.put_back(parts.params)
+    with pytest.raises(StageError, match="stage 1: it takes the value .*, a DTensor, from stage 0"):
+        halves = {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()}
+        two_layers = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D)).double()
+        pp.split(parallelize_module(two_layers, tp, halves), x, at=["1"])
+    with pytest.raises(ValueError, match="at: got 2 stages of a model with DTensors; give the names"):
+        pp.split(laid, x[: len(x) // M], at=2)
+    with pytest.raises(TypeError, match="weight: the model has a DTensor, .* before it is laid out"):
+        parts.load(model.state_dict())
+    wrapped = fully_shard(copy.deepcopy(model), mesh=tp)
+    for take in (pp.stage_from_module, lambda m: pp.split(m, x[:1], at=["blocks.1"])):
+        with pytest.raises(TypeError, match="FSDPModule has wrapped, .* shard='params'"):
+            take(wrapped)
+
+
+@pytest.mark.parametrize("which", PLANS)
+def test_modules_that_torch_has_laid_out_are_taken_as_they_are(two, which):
+    two(prepared, which)
 
 
 def tokens(rank, size):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ppfunc.stage.device import SideStreams, accelerates, current_stream, download, record_event, upload
+from ppfunc.stage.program import LossResiduals
 
 from ..execution.buffers import Buffers, Key
 from ..transport.protocols import Call
@@ -40,7 +41,10 @@ def release_params(low: LoweredStage, key: Key) -> Call:
             f"the parameters of stage {model_stage} cannot be freed between forward and backward",
             "whole parameters",
         )
-        places = [numbers.get(t.untyped_storage().data_ptr()) if t.numel() else None for t in saved]
+        places = [
+            numbers.get(t.untyped_storage().data_ptr()) if isinstance(t, torch.Tensor) and t.numel() else None
+            for t in saved
+        ]
         buffers.residuals[key] = tuple(
             [
                 t if n is None else Held(n, t.shape, t.stride(), t.storage_offset())
@@ -97,7 +101,7 @@ def offload(low: LoweredStage, key: Key, streams: SideStreams) -> Call | None:
         moving = {
             n: t
             for n, t in enumerate(saved)
-            if not isinstance(t, Held)
+            if isinstance(t, torch.Tensor)
             and accelerates(t.device)
             and t.untyped_storage().data_ptr() not in stay
         }
@@ -148,7 +152,7 @@ def await_residuals(low: LoweredStage, key: Key) -> Call | None:
 def _tensors(buffers: Buffers, key: Key, fault: str, mend: str) -> tuple[Any, ...]:
     """Return the residuals; raise TypeError unless all are tensors, or views of parameters."""
     saved = buffers.residuals[key]
-    if not all(isinstance(t, torch.Tensor | Held) for t in saved):
+    if not all(isinstance(t, torch.Tensor | Held | LossResiduals) for t in saved):
         raise TypeError(
             f"{fault}: its engine keeps values other than tensors; use the graph engine without"
             f" cuda_graphs=True, or {mend}"

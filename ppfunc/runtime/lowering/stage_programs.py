@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from ppfunc.stage import Engine, Loss, Outline, Signature, Stage, StageProgram, outline
+from ppfunc.stage import Engine, Loss, Outline, Signature, Stage, StageError, StageProgram, outline
 from ppfunc.stage._torch import without_transforms
+from ppfunc.stage.errors import warn
 from ppfunc.stage.output import canonical
 from ppfunc.stage.process import process_lock
 from ppfunc.stage.structure import ModuleStructure
@@ -110,10 +111,11 @@ class StagePrograms:
 
     Args:
         engine: builds the programs.
+        loss_engine: builds those of the loss; that of the stage by default, if it can.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, loss_engine: Engine | None = None) -> None:
+        self._engine, self._loss_engine = engine, loss_engine
         self._traced: dict[int, OrderedDict[Hashable, list[_Traced]]] = {}
 
     def outline(
@@ -161,9 +163,7 @@ class StagePrograms:
             programs = next((traced.programs for traced in same_form if traced.outline is known), [])
             if programs:
                 return programs[0]
-            program = self._engine(
-                function.call, example, has_aux=True, name=name, device=device, outline=known
-            )
+            program = self._build(function, example, known, name, device)
             if not isinstance(program, StageProgram):
                 raise TypeError(
                     f"engine: it returned an object of type {type(program).__name__} for {name}, expected a"
@@ -172,6 +172,48 @@ class StagePrograms:
             if hasattr(program.flat.forward, "recipe"):  # traced: it has no memory of its own
                 programs.append(program)
             return program
+
+    def _build(
+        self,
+        function: StageFunction,
+        example: tuple[Any, ...],
+        known: Outline,
+        name: str,
+        device: torch.device,
+    ) -> StageProgram:
+        """Build a program. A loss that the engine cannot serve gets another one, if its stage is served."""
+        from ppfunc.stage.engines import eager, functional
+        from ppfunc.stage.engines.loss_apart import with_loss_apart
+
+        whole = partial(self._engine, function.call, example, has_aux=True, name=name, device=device)
+        if function.loss_fn is None:
+            return whole(outline=known)
+        apart = partial(
+            with_loss_apart, self._engine, fn=function.fn, loss_fn=function.loss_fn, frozen=function.frozen,
+            returns_outputs=function.returns_outputs, example=example, known=known, name=name, device=device,
+        )  # fmt: skip
+        if self._loss_engine is not None:
+            return apart(loss_engine=self._loss_engine)
+        failure: StageError | None = None
+        try:
+            return whole(outline=known)
+        except StageError as error:
+            refused = failure = error
+        for loss_engine in (functional, eager):
+            try:
+                program = apart(loss_engine=loss_engine)
+            except StageError as error:
+                if error.stage == name:
+                    break  # it is not the loss
+                failure = error
+                continue
+            engine = f"engines.{loss_engine.__name__}"
+            warn(
+                f"the loss is differentiated by {engine}, since the engine of the stages cannot serve it"
+                f" ({refused.reason}); say so, loss_engine=ppfunc.{engine}"
+            )
+            return program
+        raise failure
 
     def clear(self) -> None:
         """Drop everything that is kept."""

@@ -1,0 +1,144 @@
+"""A loss that the engine of the stages cannot serve has an engine of its own."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ppfunc as pp
+from ppfunc.stage import StageError, eager, functional, graph
+from ppfunc.stage.output import Output
+from tests.models import squared
+
+ROWS, T, D = 8, 6, 4
+
+
+def ctc(y, target):
+    lengths = torch.full((len(y),), T), torch.full((len(y),), 2)
+    return F.ctc_loss(y.log_softmax(-1).transpose(0, 1), target, *lengths)
+
+
+def ctc_with_aux(y, target):
+    return ctc(y, target), {"right": (y.argmax(-1)[:, :2] == target).sum()}
+
+
+@pytest.fixture
+def problem():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    return model, torch.randn(ROWS, T, D, dtype=torch.float64), torch.randint(1, 5, (ROWS, 2))
+
+
+def reference(model, loss_fn, x, t, m=4):
+    model.zero_grad()
+    loss = sum(loss_fn(model(a), b) for a, b in zip(x.chunk(m), t.chunk(m), strict=True)) / m
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def require_as_reference(result, model, loss_fn, x, t):
+    loss, grads = reference(model, loss_fn, x, t)
+    torch.testing.assert_close(result[0], loss)
+    torch.testing.assert_close({n: g for tree in result[1].values() for n, g in tree.items()}, grads)
+
+
+@pytest.mark.parametrize("schedule", [pp.one_f_one_b(2, 4), pp.zb_h1(2, 4)], ids=["1f1b", "zb_h1"])
+@pytest.mark.parametrize("loss_engine", [functional, eager])
+def test_ctc_leaves_the_stages_on_the_graph_engine(problem, schedule, loss_engine):
+    model, x, t = problem
+    parts = pp.split(model, x[:2], at=["2"])
+    step = pp.value_and_grad(parts, ctc, schedule, loss_engine=loss_engine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        require_as_reference(step(parts.params, x, t), model, ctc, x, t)
+    programs = step._compiled.last.compiled.programs
+    assert hasattr(programs[0, 0].flat.backward, "recipe") and hasattr(
+        programs[1, 0].flat.backward_weight, "recipe"
+    )
+
+
+def by_values(y, target):
+    return F.cross_entropy(y[target > 1], target[target > 1])
+
+
+@pytest.mark.parametrize("loss_fn", [ctc, by_values])
+def test_an_engine_is_chosen_and_said(problem, loss_fn):
+    model, x, t = problem
+    if loss_fn is by_values:
+        x, t = x[:, 0], t[:, 0]
+    parts = pp.split(model, x[:2], at=["2"])
+    for make in (pp.value_and_grad, pp.evaluate):
+        step = make(parts, loss_fn, pp.one_f_one_b(2, 4))
+        with pytest.warns(UserWarning, match=r"the loss .* by engines.functional, .* say so, loss_engine"):
+            result = step(parts.params, x, t)
+        if make is pp.value_and_grad:
+            require_as_reference(result, model, loss_fn, x, t)
+        else:
+            torch.testing.assert_close(result, reference(model, loss_fn, x, t)[0])
+
+
+def test_a_trainer_takes_one_and_aux_comes_back(problem):
+    model, x, t = problem
+    parts = pp.split(model, x[:2], at=["2"])
+    schedule = pp.one_f_one_b(2, 4)
+    trainer = pp.Trainer(parts, ctc, schedule, pp.optim.sgd(0.1), loss_engine=functional)
+    state = trainer.init(parts.params)
+    after, metrics = trainer.step(state, x, t)
+    loss, grads = reference(model, ctc, x, t)
+    torch.testing.assert_close(metrics.loss, loss)
+    torch.testing.assert_close(
+        after.params[0]["0.weight"], parts.params[0]["0.weight"] - 0.1 * grads["0.weight"]
+    )
+    torch.testing.assert_close(trainer.evaluate(state, x, t), loss)
+    step = pp.value_and_grad(parts, ctc_with_aux, schedule, loss_engine=eager, has_aux=True)
+    result = step(parts.params, x, t)
+    require_as_reference((result.loss, result.grads), model, ctc, x, t)
+    want = (model(x).argmax(-1)[:, :2] == t).sum()
+    assert "right" in str(result.aux) and want in [
+        leaf.sum() for leaf in torch.utils._pytree.tree_leaves(result.aux) if isinstance(leaf, torch.Tensor)
+    ]
+
+
+def test_losses_metrics_states_and_outputs_of_the_last_stage_are_those_of_one_engine():
+    torch.manual_seed(0)
+    w, x, t = torch.randn(D, D), torch.randn(ROWS, D), torch.randn(ROWS, D)
+
+    def last(params, x, state):
+        y = (x @ params).tanh()
+        return Output(y, loss=y.square().mean(), metrics={"mean": y.mean()}, state=state + y.sum())
+
+    args = ({0: w}, x, t)
+    results = []
+    for loss_engine in (None, functional, eager, graph):
+        step = pp.value_and_grad([last], squared, pp.gpipe(1, 4), loss_engine=loss_engine, has_aux=True)
+        looks = pp.evaluate(
+            [last], squared, pp.gpipe(1, 4), loss_engine=loss_engine, return_outputs=True, has_aux=True
+        )
+        results.append((step(*args, state={0: torch.zeros(())}), looks(*args, state={0: torch.zeros(())})))
+    for result, looked in results[1:]:
+        torch.testing.assert_close(result.loss, results[0][0].loss)
+        torch.testing.assert_close(result.grads, results[0][0].grads)
+        torch.testing.assert_close(result.aux.metrics, results[0][0].aux.metrics)
+        torch.testing.assert_close(result.aux.state, results[0][0].aux.state)
+        torch.testing.assert_close(looked.outputs, results[0][1].outputs)
+
+
+def test_it_is_refused_without_a_loss_and_a_fault_names_whose_it_is(problem):
+    model, x, t = problem
+    with pytest.raises(ValueError, match="loss_engine: got one, and no loss function"):
+        pp.evaluate([squared], None, pp.gpipe(1, 4), return_outputs=True, loss_engine=functional)
+    with pytest.raises(TypeError, match="loss_engine: got .*, expected ppfunc.engines.graph"):
+        pp.value_and_grad([squared], squared, pp.gpipe(1, 4), loss_engine="functional")
+    parts = pp.split(model, x[:2], at=["2"])
+    with pytest.raises(StageError, match="the loss: its control flow or its shapes depend on the values"):
+        pp.value_and_grad(parts, ctc, pp.gpipe(2, 4), loss_engine=graph)(parts.params, x, t)
+
+    def looks(params, x):
+        return params * x if x.sum() > 0 else x
+
+    with pytest.raises(StageError, match="stage 0: its control flow"):
+        pp.value_and_grad([looks], squared, pp.gpipe(1, 4))({0: torch.ones(D)}, x[:, 0], x[:, 0])
