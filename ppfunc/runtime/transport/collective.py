@@ -12,7 +12,7 @@ from . import _torch
 Wait = Callable[[], None]
 """Wait until an operation is done."""
 
-Among = Literal["data", "model", "world"] | tuple[int, ...]
+Among = Literal["data", "parts", "copies", "model", "world"] | tuple[int, ...]
 """Name ranks.
 
 ``"data"``: those that hold the same parameters and run other batches. ``"model"``: those that hold parts of

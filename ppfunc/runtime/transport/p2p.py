@@ -348,9 +348,8 @@ class P2P(Control):
     def _members(self, among: Among) -> tuple[int, ...]:
         if isinstance(among, tuple):
             return tuple(self.pipeline[rank] for rank in among)
-        return {"data": self.grid.data, "model": self.grid.model, "world": tuple(range(self.grid.size))}[
-            among
-        ]
+        everyone = tuple(range(self.grid.size))
+        return everyone if among == "world" else getattr(self.grid, among)
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
         return self._pair_groups.post(batch)
@@ -439,7 +438,7 @@ def _require_group(
     if axes is not None and mesh is None:
         raise ValueError(f"axes: got {axes}, and no mesh that has them; give the mesh, too")
     require_one_of("shard", shard, get_args(ShardWhat))
-    if shard != "none" and (axes is None or axes.data is None):
+    if shard != "none" and (axes is None or not axes.data_axes):
         raise ValueError(
             f"shard: got {shard!r}, and no axis of data ranks to cut over; expected P2P(mesh=mesh,"
             " axes=Axes('pp', data='dp'), shard=...)"

@@ -120,7 +120,15 @@ class TrainingUpdate:
             if reducer.form == form and reducer.idle:
                 return reducer
         device = next((local(leaf).device for leaf in tree_leaves(self.state.params[stage])), None)
-        return Reducer(*form[:2], ranks.data, fixed, dtype=self._rule.precision.reduce, device=device)
+        return Reducer(
+            *form[:2],
+            ranks.data,
+            ranks.parts,
+            ranks.copies,
+            fixed,
+            dtype=self._rule.precision.reduce,
+            device=device,
+        )
 
     def reduce(self, buffers: Buffers, stage: int, sums: Gradients, numbers: Sequence[int]) -> None:
         """Begin to sum the gradients of a stage over the data ranks."""
@@ -199,7 +207,7 @@ class TrainingUpdate:
         """Begin to gather the parameters of a stage."""
         leaves = list(map(local, tree_leaves(self.state.params[stage])))
         shards = buffers.shards[stage] = tuple(self._rule.precision.to_compute(leaves))
-        buffers.gathering[stage] = gather(shards, self._dims(stage), self._ranks.data)
+        buffers.gathering[stage] = gather(shards, self._dims(stage), self._ranks.parts)
 
     def finish(self) -> None:
         """Wait for the sums and gathers that are still under way."""
@@ -212,7 +220,7 @@ class TrainingUpdate:
         """Begin to gather the new parameters of a stage; the memory is that of two stages at a time."""
         leaves, treedef = tree_flatten(self.state.params[stage])
         params, layouts, left = self.state.params, list(map(layout_of, leaves)), self._left[stage]
-        precision, wait = self._rule.precision, gather(shards, self._dims(stage), self._ranks.data)
+        precision, wait = self._rule.precision, gather(shards, self._dims(stage), self._ranks.parts)
 
         @cache
         def gathered() -> Leaves:
@@ -246,10 +254,11 @@ class TrainingUpdate:
             cut = self._cuts[stage][n]
             whole = cut.layout is None or not cut.layout.sharded
             # Of the ranks that hold the same, the first counts it.
-            if n in again or (ranks.data.index and cut.part is None) or (ranks.model.index and whole):
+            other = ranks.copies.index or (ranks.parts.index and cut.part is None)
+            if n in again or other or (ranks.model.index and whole):
                 continue
             if cut.dim is None and cut.part is not None:
-                g = g.tensor_split(ranks.data.size, cut.part)[ranks.data.index].contiguous()
+                g = g.tensor_split(ranks.parts.size, cut.part)[ranks.parts.index].contiguous()
             counted.append(g)
         self._norms[stage] = leaf_sums(counted, self._rule.norm_type).to(self.state.step.device)
 

@@ -60,6 +60,7 @@ class TrainingRanks(NamedTuple):
         ranks: of the pipeline, in this process.
         tied: places of tied parameters.
         data, model, world: the ranks that hold the same parameters, parts of the same, and all.
+        parts, copies: of ``data``, those over which parameters are cut, and those that keep the same part.
         mesh: the ranks of the axes of data and model, in the order of the mesh; None without one.
         axes: the names of the axes.
     """
@@ -71,6 +72,8 @@ class TrainingRanks(NamedTuple):
     data: Collective
     model: Collective
     world: Collective
+    parts: Collective
+    copies: Collective
     mesh: DeviceMesh | None
     axes: Axes
 
@@ -80,13 +83,16 @@ class TrainingRanks(NamedTuple):
         data, model, world = (transport.collective(among) for among in ("data", "model", "world"))
         mesh, axes = (transport.mesh, transport.axes) if isinstance(transport, P2P) else (None, Axes())
         if mesh is not None:
-            names = tuple(name for name in mesh.mesh_dim_names or () if name in (axes.data, axes.model))
-            mesh = mesh[names] if axes.data in names else None
-        if mesh is not None and axes.data is not None and shard == "params":
-            note_data_axis(mesh, axes.data)
-        return cls(
-            shard, schedule, transport.local_ranks(schedule.ranks), tied, data, model, world, mesh, axes
-        )
+            roles = (*axes.data_axes, axes.model)
+            names = tuple(name for name in mesh.mesh_dim_names or () if name in roles)
+            mesh = mesh[names] if axes.data_axes else None
+        if mesh is not None and shard == "params":
+            note_data_axis(mesh, axes.data_axes[-1])
+        several = len(axes.data_axes) > 1
+        parts = transport.collective("parts") if several else data
+        copies = transport.collective("copies") if several else Collective()
+        local_ranks = transport.local_ranks(schedule.ranks)
+        return cls(shard, schedule, local_ranks, tied, data, model, world, parts, copies, mesh, axes)
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -96,7 +102,7 @@ class TrainingRanks(NamedTuple):
     @property
     def shards_params(self) -> bool:
         """Tell if parameters are whole only between UNSHARD and RESHARD."""
-        return self.shard == "params" and self.data.size > 1
+        return self.shard == "params" and self.parts.size > 1
 
     def cuts(self, leaves: Sequence[Tensor]) -> list[Cut]:
         """Return how parameters are cut, for leaves as ``init`` gets them or as a state has them."""
@@ -104,42 +110,38 @@ class TrainingRanks(NamedTuple):
 
     def _cut(self, leaf: Tensor) -> Cut:
         layout = layout_of(leaf)
-        if self.mesh is None or self.axes.data is None or not differentiable(leaf.dtype):
+        if self.mesh is None or not differentiable(leaf.dtype):
             return Cut(None, None, layout, layout)
         from torch.distributed.tensor import Replicate, Shard  # here, because the import takes long
 
-        axis = (self.mesh.mesh_dim_names or ()).index(self.axes.data)
-        if layout is not None and self.axes.data in layout.axes:  # of a state
-            placements = list(placements_of(layout.placements))
-            cut = placements.pop(axis)
-            model = (
-                MeshLayout.of(self.mesh[self.axes.model], placements, layout.shape)
-                if self.axes.model and placements
-                else None
-            )
-            dim = cut.dim if isinstance(cut, Shard) else None
-            return Cut(dim, dim, model, layout)
+        axis, model = self.axes.data_axes[-1], self.axes.model
+        names = self.mesh.mesh_dim_names or ()
+        if layout is not None and axis in layout.axes:  # of a state
+            placements = dict(zip(layout.axes, placements_of(layout.placements), strict=True))
+            own = MeshLayout.of(self.mesh[model], [placements[model]], layout.shape) if model else None
+            dim = cut.dim if isinstance(cut := placements[axis], Shard) else None
+            return Cut(dim, dim, own, layout)
         placements = (
-            [Replicate()] * (self.mesh.ndim - 1) if layout is None else list(placements_of(layout.placements))
+            {} if layout is None else dict(zip(layout.axes, placements_of(layout.placements), strict=True))
         )
-        dim = shard_dim(
-            local(leaf).shape, self.data.size, {p.dim for p in placements if isinstance(p, Shard)}
-        )
+        taken = {p.dim for p in placements.values() if isinstance(p, Shard)}
+        dim = shard_dim(local(leaf).shape, self.parts.size, taken)
         if dim is None or self.shard == "none":
             return Cut(dim, None, layout, layout)
-        placements.insert(axis, Shard(dim))
-        return Cut(dim, dim, layout, MeshLayout.of(self.mesh, placements, leaf.shape))
+        placements[axis] = Shard(dim)
+        kept = [placements.get(name, Replicate()) for name in names]
+        return Cut(dim, dim, layout, MeshLayout.of(self.mesh, kept, leaf.shape))
 
     def is_whole(self, leaf: Tensor) -> bool:
         """Tell if every data rank keeps the same of a leaf of a state."""
         layout = layout_of(leaf)
-        return layout is None or self.axes.data not in layout.axes
+        return layout is None or not set(self.axes.data_axes) & set(layout.axes)
 
     def shards(self, leaves: Sequence[Tensor], dims: Dims) -> tuple[Tensor, ...]:
         """Return the shards of leaves that this data rank updates."""
         if self.shards_params:
             return tuple(map(local, leaves))
-        return shard(tuple(map(local, leaves)), dims, self.data.size, self.data.index)
+        return shard(tuple(map(local, leaves)), dims, self.parts.size, self.parts.index)
 
     def init(
         self, params: Tree, fixed: Collection[int], optimizer: Optimizer, name: str
@@ -153,15 +155,15 @@ class TrainingRanks(NamedTuple):
         leaves, treedef = flatten(params, name)
         if not all(map(self.is_whole, leaves)):
             raise ValueError(
-                f"{name}: got parts over the axis {self.axes.data!r}, expected whole parameters, which init"
-                " cuts itself"
+                f"{name}: got parts over the axis {self.axes.data_axes[-1]!r}, expected whole parameters,"
+                " which init cuts itself"
             )
         cuts = self.cuts(leaves)
         dims = tuple(cut.dim for cut in cuts)
         trains = [n not in fixed for n in range(len(leaves))]
         bare = treedef.unflatten(leaf if on else None for leaf, on in zip(leaves, trains, strict=True))
         require_elementwise(optimizer, bare, [cut.split for cut in compress(cuts, trains)], name)
-        shards = shard(tuple(map(local, leaves)), dims, self.data.size, self.data.index)
+        shards = shard(tuple(map(local, leaves)), dims, self.parts.size, self.parts.index)
         state = optimizer.init(
             treedef.unflatten(leaf if on else None for leaf, on in zip(shards, trains, strict=True))
         )
@@ -207,7 +209,7 @@ class TrainingRanks(NamedTuple):
         if cut.dim is None:
             return distributed(part, cut.layout)
         bare = torch.empty(
-            whole_shape(part.shape, cut.dim, self.data.size), dtype=part.dtype, device=part.device
+            whole_shape(part.shape, cut.dim, self.parts.size), dtype=part.dtype, device=part.device
         )
         bare.untyped_storage().resize_(0)
         return distributed(bare, cut.layout)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -48,7 +49,9 @@ class Reducer:
         leaves: signatures of the gradients as they are added up over microbatches; floating or complex.
         dims: of every leaf, the dimension of which each rank gets a part of the sum; None where it gets the
             whole.
-        ranks: of one axis.
+        ranks: over which gradients are added up.
+        parts: those of them over which leaves are cut.
+        copies: those that get the same part.
         fixed: leaves that are not added up.
         dtype: in which real gradients are added up over ranks; by default that of the leaf.
         device: of the buckets.
@@ -56,18 +59,22 @@ class Reducer:
     """
 
     def __init__(
-        self, leaves: Sequence[LeafSignature], dims: Dims, ranks: Collective, fixed: Collection[int] = (), *,
+        self, leaves: Sequence[LeafSignature], dims: Dims, ranks: Collective, parts: Collective | None = None,
+        copies: Collective | None = None, fixed: Collection[int] = (), *,
         dtype: torch.dtype | None = None, device: torch.device | str | None = None, most: int = MOST,
     ) -> None:  # fmt: skip
         self.form = tuple(leaves), dims, fixed
         leaves = [replace(leaf, shape=(0,)) if n in fixed else leaf for n, leaf in enumerate(leaves)]
         dims = tuple(None if n in fixed else dim for n, dim in enumerate(dims))
-        shards = [part_signature(leaf, dim, ranks.size) for leaf, dim in zip(leaves, dims, strict=True)]
+        self._ranks, self._copies = ranks, copies or Collective()
+        self._parts = ranks if parts is None else parts
+        size = self._parts.size
+        shards = [part_signature(leaf, dim, size) for leaf, dim in zip(leaves, dims, strict=True)]
         cut = [n for n, dim in enumerate(dims) if dim is not None]
         whole = [n for n, dim in enumerate(dims) if dim is None]
         buckets = plan_buckets(shards, chosen=whole, most=most)
-        buckets += plan_buckets(shards, chosen=cut, most=most // ranks.size)
-        self._memory = [_memory(bucket, dims, ranks.size, dtype, device) for bucket in buckets]
+        buckets += plan_buckets(shards, chosen=cut, most=most // size)
+        self._memory = [_memory(bucket, dims, size, dtype, device) for bucket in buckets]
         order = {
             place.leaf: k for k, place in enumerate(place for bucket in buckets for place in bucket.places)
         }
@@ -78,7 +85,7 @@ class Reducer:
                 [t for m in self._memory for t in m.totals],
             )
         )
-        self._dims, self._ranks, self._fixed = dims, ranks, frozenset(fixed)
+        self._dims, self._fixed = dims, frozenset(fixed)
         # The leaves of which the buckets hold gradients of this step, as they came together.
         self._begun = set[Numbers]()
         self._sums: Leaves = ()
@@ -114,7 +121,7 @@ class Reducer:
             begun = True
         into = [self._views[n] for n in numbers]
         shaped = [
-            g if (dim := self._dims[n]) is None else by_rank(g, dim, self._ranks.size)
+            g if (dim := self._dims[n]) is None else by_rank(g, dim, self._parts.size)
             for n, g in zip(numbers, gradients, strict=True)
         ]
         (add_into_each if begun else copy_into_each)(into, shaped)
@@ -157,7 +164,9 @@ class Reducer:
             if memory.total is memory.sent:
                 self._waits.append(self._ranks.all_reduce(memory.sent))
             else:
-                self._waits.append(self._ranks.reduce_scatter(memory.sent, memory.total))
+                wait = self._parts.reduce_scatter(memory.sent, memory.total)
+                alone = self._copies.size == 1
+                self._waits.append(wait if alone else partial(self._add_copies, memory, wait))
 
     def wait(self) -> Leaves:
         """Wait for the sums over ranks.
@@ -176,6 +185,11 @@ class Reducer:
         self._begun.clear()
         # New tensors, so that ``idle`` sees who keeps one.
         return tuple(map(Tensor.detach, self._totals))
+
+    def _add_copies(self, memory: _Memory, wait: Wait) -> None:
+        """Wait for this rank's part of a sum, then add up those of the ranks that have the same part."""
+        wait()
+        self._copies.all_reduce(memory.total)()
 
     @property
     def _missing(self) -> set[int]:

@@ -5,6 +5,7 @@ whole, to rounding; several steps as one.
 from __future__ import annotations
 
 import itertools
+import math
 from functools import cache
 
 import pytest
@@ -138,10 +139,10 @@ def whole(tree):
 
 @cache
 def mesh_of(shape):
-    """The axes that have several ranks, and that of the pipeline."""
-    axes = [
-        (name, size) for name, size in zip(("pp", "dp", "tp"), shape, strict=True) if size > 1 or name == "pp"
-    ]
+    """The axes that have several ranks, and that of the pipeline; two of data where they are a pair."""
+    pipe, data, model = shape
+    pairs = [("dp_replicate", data[0]), ("dp_shard", data[1])] if isinstance(data, tuple) else [("dp", data)]
+    axes = [(name, size) for name, size in (("pp", pipe), *pairs, ("tp", model)) if size > 1 or name == "pp"]
     names, sizes = zip(*axes, strict=True)
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
@@ -151,13 +152,13 @@ def trained(mesh, shape, schedule, options, several):
     words, names = options.split(), () if mesh is None else mesh.mesh_dim_names
     build = SCHEDULES[schedule](shape[0], MICROBATCHES)
     stages, tied = cut(len(set(build.model_stages)), "tied" in words, mesh["tp"] if "tp" in names else None)
-    axes = (
-        None
-        if mesh is None
-        else pp.Axes("pp", "dp" if "dp" in names else None, "tp" if "tp" in names else None)
-    )
-    place = mesh.get_local_rank("dp") if "dp" in names else 0
-    part = slice(place * ROWS // shape[1], (place + 1) * ROWS // shape[1])
+    data = tuple(name for name in names if name.startswith("dp"))
+    model = "tp" if "tp" in names else None
+    axes = None if mesh is None else pp.Axes("pp", data if len(data) > 1 else next(iter(data), None), model)
+    place, pieces = 0, 1
+    for name in data:
+        place, pieces = place * mesh[name].size() + mesh.get_local_rank(name), pieces * mesh[name].size()
+    part = slice(place * ROWS // pieces, (place + 1) * ROWS // pieces)
     batches = [batch(step, "overflow" in words) for step in range(STEPS)]
     batches = [(ids[part], tuple(t[part] for t in targets)) for ids, targets in batches]
     pipe = range(shape[0]) if mesh is None else [mesh.get_local_rank("pp")]
@@ -210,7 +211,8 @@ def grid(rank, size, shape, schedule, expected, several=False):
 
 
 def run(request, shape, schedule, options, several=False):
-    expected, size = {option: alone(option) for option in options}, shape[0] * shape[1] * shape[2]
+    data = math.prod(shape[1]) if isinstance(shape[1], tuple) else shape[1]
+    expected, size = {option: alone(option) for option in options}, shape[0] * data * shape[2]
     if size == 1:
         return grid(0, 1, shape, schedule, expected, several)
     processes = request.getfixturevalue({2: "two", 4: "four", 8: "eight"}[size])
@@ -231,6 +233,15 @@ def test_every_grid_trains_as_one_process(request, shape, schedule, options):
 )
 def test_what_is_sharded_agrees_and_several_steps_have_the_same_bits(request, shape, schedule):
     run(request, shape, schedule, OPTIONS[-3:], True)
+
+
+@pytest.mark.parametrize(
+    "shape, schedule",
+    [((1, (2, 2), 1), "1f1b"), ((2, (2, 2), 1), "zbv"), ((1, (2, 2), 2), "dualpipev")],
+    ids=str,
+)
+def test_parameters_are_cut_over_the_last_of_several_data_axes(request, shape, schedule):
+    run(request, shape, schedule, OPTIONS[-3:], shape[0] == 2)
 
 
 @pytest.mark.parametrize("shape, schedule", PAIRS, ids=str)
