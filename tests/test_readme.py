@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import os
 import re
 import subprocess
@@ -10,12 +12,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from pytest import MonkeyPatch
 from torch import nn
 
-from ppfunc.stage.tree import tree_map
+import ppfunc as pp
+from ppfunc.schedule import to_svg
 
 README = Path(__file__).parent.parent / "README.md"
 SCRIPT = re.compile(
@@ -54,74 +56,49 @@ class TiedModel(nn.Module):
         return Scores(self.lm_head(x))
 
 
-class Descent(NamedTuple):
-    """In the form of an optimizer of TorchOpt, which returns differences."""
-
-    lr: float
-
-    def init(self, params: Any) -> tuple[()]:
-        return ()
-
-    def update(
-        self, grads: Any, state: tuple[()], *, params: Any = None, inplace: bool = True
-    ) -> tuple[Any, tuple[()]]:
-        assert not inplace
-        return tree_map(lambda g: -self.lr * g, grads), state
-
-
 # What stands for a library of the README that is not installed.
 STAND_INS: dict[str, dict[str, Any]] = {
     "transformers": {"GPT2Config": dict, "GPT2LMHeadModel": TiedModel},
-    "torchopt": {"adam": Descent},
 }
 
 
-@pytest.fixture
-def library(monkeypatch):
+def provide(name: str, patches: MonkeyPatch) -> None:
     """Have a library, or its stand-in, ready to be imported."""
+    try:
+        __import__(name)
+    except ImportError:
+        stand_in = ModuleType(name)
+        vars(stand_in).update(STAND_INS[name])
+        patches.setitem(sys.modules, name, stand_in)
 
-    def provide(name: str) -> None:
-        try:
-            __import__(name)
-        except ImportError:
-            stand_in = ModuleType(name)
-            vars(stand_in).update(STAND_INS[name])
-            monkeypatch.setitem(sys.modules, name, stand_in)
 
-    return provide
+def defining() -> str:
+    """The block that defines what the script uses."""
+    return next(block for block in blocks() if LIBRARY.match(block))
 
 
 def blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def running(rank: int, size: int, script: str, definitions: list[str]) -> float:
-    """Run a block in a process of a group that is there already, after the blocks that define what it uses;
+def running(rank: int, size: int, script: str) -> float:
+    """Run a script in a process of a group that is there already, after the block that defines what it uses;
     returns its loss.
     """
     names: dict[str, Any] = {"__name__": script}
-    torch.manual_seed(0)
     with MonkeyPatch.context() as patches:
+        provide("transformers", patches)
         for name in ("init_process_group", "destroy_process_group"):
             patches.setattr(torch.distributed, name, lambda *args: None)
-        for block in [block for block in blocks() if any(text in block for text in definitions)] + [script]:
+        for block in (defining(), script):
             exec(compile(block, "README.md", "exec"), names)
-    return float(names["metrics"].loss if "metrics" in names else names["loss"])
+    return float(names["metrics"].loss)
 
 
-DEFINITIONS = {
-    "pipeline": ["def stage(params, x):"],
-    "split": ["def stage(params, x):", "split = pp.split(model, inputs"],
-    "mesh": [],
-}
-
-
-@pytest.mark.parametrize("name", DEFINITIONS)
-def test_its_scripts_run_in_as_many_processes_as_they_say(request, name):
-    ((size, script),) = [
-        (int(found[1]), block) for block in blocks() if (found := SCRIPT.match(block)) and found[2] == name
-    ]
-    losses = request.getfixturevalue({4: "four", 8: "eight"}[size])(running, script, DEFINITIONS[name])
+def test_its_script_runs_in_as_many_processes_as_it_says(request):
+    ((size, script),) = [(int(found[1]), block) for block in blocks() if (found := SCRIPT.match(block))]
+    assert size == 4
+    losses = request.getfixturevalue("four")(running, script)
     assert len(set(losses)) == 1 and losses[0] > 0
 
 
@@ -140,14 +117,18 @@ else:
 
 def test_a_script_ends_well(tmp_path, free_port):
     """Nothing is left behind that ends a process of its own accord, with another code than 0."""
-    pipeline = next(block for block in blocks() if (found := SCRIPT.match(block)) and found[2] == "pipeline")
-    defined = next(block for block in blocks() if "def stage(params, x):" in block)
-    (tmp_path / "pipeline.py").write_text(f"{FORKS}\n{defined}\n{pipeline}", encoding="utf-8")
+    script = next(block for block in blocks() if SCRIPT.match(block))
+    if importlib.util.find_spec("transformers") is None:
+        source = "from typing import NamedTuple\nimport torch\nfrom torch import nn\n"
+        source += f"{inspect.getsource(Scores)}\n{inspect.getsource(TiedModel)}\n"
+        source += "GPT2Config, GPT2LMHeadModel = dict, TiedModel\n"
+        (tmp_path / "transformers.py").write_text(source, encoding="utf-8")
+    (tmp_path / "train.py").write_text(f"{FORKS}\n{defining()}\n{script}", encoding="utf-8")
     path = os.pathsep.join(filter(None, [str(README.parent), os.environ.get("PYTHONPATH")]))
     place = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
     environment = {**os.environ, **place, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(
-        [sys.executable, "pipeline.py"],
+        [sys.executable, "train.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -157,32 +138,41 @@ def test_a_script_ends_well(tmp_path, free_port):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_its_python_runs_from_top_to_bottom(capsys, library, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)  # files are written
+def test_its_python_runs_from_top_to_bottom(capsys, monkeypatch):
     text = README.read_text(encoding="utf-8")
-    names: dict[str, object] = {"__name__": "readme"}
+    names: dict[str, Any] = {"__name__": "readme"}
     for found in re.finditer(r"```python\n(.*?)```", text, re.DOTALL):
         block = found[1]
         if SCRIPT.match(block):  # those are for one process per rank
             continue
         if outside := LIBRARY.match(block):
-            library(outside[1])
+            provide(outside[1], monkeypatch)
         line = text.count("\n", 0, found.start(1))
         exec(compile("\n" * line + block, str(README), "exec"), names)
     shown = capsys.readouterr().out
-    for words in ("last_first: proved", "peak activations", "program", "def backward_weight"):
-        assert words in shown
-    split, model = names["split"], names["model"]
-    assert (
-        split.params[3]["7.bias"].data_ptr() == model[7].bias.data_ptr()
-    )  # trained in place by torch's optimizer
-    assert {
-        "test_last_first",
-        "moe",
-        "parts",
-        "rates",
-        "trainer",
-        "other",
-        "costs",
-        "program",
-    } <= names.keys()
+    assert "zb_h1: makespan" in shown and "peak activations" in shown
+    losses = [float(line.split()[0]) for line in shown.splitlines()[:5]]
+    assert losses == sorted(losses, reverse=True)
+    split, model, state = names["split"], names["model"], names["state"]
+    assert len(split.tied) == 1  # the embedding is the head
+    last = state.params[3][
+        "transformer.h.3.weight" if isinstance(model, TiedModel) else "transformer.ln_f.weight"
+    ]
+    assert any(torch.equal(last, parameter) for parameter in model.parameters())  # put back
+
+
+def test_it_is_short_and_what_it_names_is_there():
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 250
+    for row in re.findall(r"^\| (`examples/.*?) \|", text, re.MULTILINE):
+        for name in re.findall(r"`([^`]+)`", row):
+            assert (README.parent / "examples" / name.removeprefix("examples/")).is_file(), name
+    tables = re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)
+    assert len(tables) >= 4
+    assert all(len({line.count("|") for line in table.splitlines()}) == 1 for table in tables)
+
+
+def test_its_picture_is_what_the_command_draws(tmp_path):
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", README.read_text(encoding="utf-8")):
+        schedule = pp.zbv(ranks=4, microbatches=8)
+        assert (README.parent / picture).read_text(encoding="utf-8") == to_svg(schedule)
