@@ -660,6 +660,17 @@ def test_an_interrupt_while_connecting_is_heard_by_the_peer(two):
     assert max(seconds) < 15 * busy()
 
 
+def test_another_backend_is_refused_in_one_sentence():
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
+    try:
+        with pytest.raises(ValueError, match=r"backend 'fake', it knows 'gloo' and 'nccl'; make one with"):
+            pp.P2P(timeout=5)
+    finally:
+        dist.destroy_process_group()
+
+
 def destroy_the_group(rank, size):
     """Whether the peer lives, asked by a thread that has not seen yet that all has ended."""
     group = dist.new_group(backend="gloo")

@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from itertools import product
+from unittest import mock
 
 import optree
 import pytest
@@ -18,7 +20,9 @@ from ppfunc.runtime.transport import _torch
 from tests.clock import busy
 from tests.conftest import _free_port
 from tests.models import dense, new_trainer, problem, same_bits, squared
+from tests.simulated import names
 from tests.simulated.cases import cases
+from tests.simulated.nccl import ProcessGroupNCCL
 
 
 class _Fails(torch.autograd.Function):
@@ -81,6 +85,97 @@ def test_memory_of_a_failed_step_lives_until_nothing_writes_into_it(ranks, at, m
     monkeypatch.setattr(_torch, "_ABORT", 0.1)
     schedule = pp.gpipe(2, 4)
     assert [named for named, _ in ranks(failing, schedule, at, 0, abort_takes=1.0)] == [0, 0]
+
+
+def breaking(name, armed):
+    """Let an operation of NCCL raise, on ranks that are armed, once on each."""
+    real = getattr(ProcessGroupNCCL, name)
+
+    def call(self, *arguments):
+        if (rank := names.device().index) in armed:
+            armed.discard(rank)
+            raise RuntimeError("told to fail")
+        return real(self, *arguments)
+
+    return mock.patch.object(ProcessGroupNCCL, name, call)
+
+
+def failing_message(rank, size, schedule, victim, armed):
+    """A step in which a rank cannot post a message, between two others: its error, and what those give."""
+    params, inputs, targets = optree.tree_map(lambda t: t.cuda(), problem(schedule))
+    own = {s: params[s] for s in {schedule.model_stages[s] for s in schedule.stages_of(rank)}}
+    with pp.P2P(timeout=20) as transport:
+        step = pp.value_and_grad([dense] * len(params), squared, schedule, transport)
+        results = [step(own, inputs, targets)]
+        if rank == victim:
+            armed.add(rank)
+        with pytest.raises(pp.PipelineError) as caught:
+            step(own, inputs, targets)
+        results.append(step(own, inputs, targets))
+        return str(caught.value), optree.tree_map(lambda t: t.cpu(), results)
+
+
+@pytest.mark.parametrize(
+    ("name", "build", "victim"),
+    cases(
+        product(["send", "recv", "_end_coalescing"], ["one_f_one_b", "zb_h1", "dualpipev"], (0, 1)),
+        [("send", "zb_h1", 0), ("recv", "dualpipev", 1), ("_end_coalescing", "one_f_one_b", 1)],
+    ),
+)
+def test_a_message_that_cannot_be_posted_is_named_and_the_next_step_is_right(ranks, name, build, victim):
+    schedule, armed = getattr(pp, build)(2, 4), set()
+    params, *given = problem(schedule)
+    loss, grads = pp.value_and_grad([dense] * len(params), squared, schedule)(params, *given)
+    with breaking(name, armed):
+        told = ranks(failing_message, schedule, victim, armed, abort_takes=0.1)
+    for error, results in told:
+        assert f"rank {victim} failed at" in error and "told to fail" in error, error
+        assert "SEND" in error or "RECV" in error, error  # the first of those that are posted together
+        for mine, own in results:
+            assert torch.equal(mine, loss)
+            assert same_bits(own, {s: grads[s] for s in own})
+    assert not ranks.count.alive()
+
+
+def failing_update(rank, size, shard, at, armed):
+    """Two data ranks, of which one fails in a sum, the update or a gather of a step between two others."""
+    sgd, axes = pp.optim.sgd(1e-2), pp.Axes("pp", "dp")
+
+    def update(*arguments, **options):
+        if at == "update" and rank in armed:
+            armed.discard(rank)
+            raise KeyError("told to fail")
+        return sgd.update(*arguments, **options)
+
+    mesh = init_device_mesh("cuda", (1, size), mesh_dim_names=("pp", "dp"))
+    params, inputs, targets = optree.tree_map(lambda t: t.cuda(), problem(2, 2))
+    schedule = pp.looped_bfs(1, 2, 2)
+    optimizer = sgd._replace(update=update)
+    with new_trainer([dense] * 2, squared, schedule, optimizer, mesh, axes=axes, shard=shard) as trainer:
+        state, first = trainer.step(trainer.init(params), inputs, targets)
+        if rank == 1:
+            armed.add(rank)
+        with pytest.raises(pp.PipelineError, match="rank 1 failed at .*told to fail"):
+            trainer.step(state, inputs, targets)
+        state, second = trainer.step(state, inputs, targets)
+        return second.loss.item() < first.loss.item()
+
+
+@pytest.mark.parametrize(
+    ("shard", "at"),
+    cases(
+        [
+            *product(["none", "optimizer", "params"], ["update", "allreduce"]),
+            *product(["optimizer", "params"], ["_allgather_base", "_reduce_scatter_base"]),
+        ],
+        [("none", "update"), ("params", "_allgather_base"), ("optimizer", "allreduce")],
+    ),
+)
+def test_a_failure_of_an_update_is_named_and_the_next_step_is_right(ranks, shard, at):
+    armed = set()
+    with nullcontext() if at == "update" else breaking(at, armed):
+        assert ranks(failing_update, shard, at, armed, abort_takes=0.1) == [True, True]
+    assert not ranks.count.alive()
 
 
 def beside_a_sum(rank, size, shard):

@@ -17,6 +17,36 @@ from tests.simulated.groups import in_threads, simulated_nccl
 SCHEDULE = looped_bfs(1, 2, 4)
 
 
+def peak(rank, size, shard, stages, gpu):
+    """Take two steps; return the bytes of the device in the second, above those before it."""
+    generator = torch.Generator().manual_seed(0)
+    held = {s: {"w": torch.randn(64, 64, generator=generator).cuda()} for s in range(stages)}
+    inputs, targets = torch.randn(2, 2, 64, generator=generator).cuda()
+    mesh = DeviceMesh("cuda", [[0, 1]], mesh_dim_names=("pp", "dp"))
+    with pp.P2P(mesh=mesh, axes=pp.Axes("pp", data="dp"), shard=shard, timeout=30) as transport:
+        schedule, optimizer = looped_bfs(1, 2, stages), pp.optim.sgd(0.1)
+        trainer = pp.Trainer([dense] * stages, squared, schedule, optimizer, transport, on_nonfinite="ignore")
+        state, _ = trainer.step(trainer.init(held), inputs, targets)
+        del held
+        torch.cuda.synchronize()
+        torch.distributed.barrier()
+        before = gpu.memory.now(rank)
+        gpu.memory.reset_peak(rank)
+        trainer.step(state, inputs, targets)
+        torch.cuda.synchronize()
+        return gpu.memory.peak[rank] - before
+
+
+def test_the_memory_of_whole_parameters_is_that_of_some_stages(simulate):
+    """However many there are, beside their own shards and gradients."""
+    gpu, whole = simulate(devices=2), 64 * 64 * 4
+    with simulated_nccl():
+        few, many = (max(in_threads(2, peak, "params", stages, gpu)) for stages in (4, 8))
+        uncut = min(in_threads(2, peak, "none", 8, gpu))
+    assert many < few + whole
+    assert many < 5 * whole < 8 * whole < uncut
+
+
 def train(rank, size, shard, count, gaps):
     """Train a step, and then several together, whose all-gathers are noted."""
     params, inputs, targets = problem(4, 2)

@@ -37,7 +37,7 @@ def moved(tree, device):
     return optree.tree_map(lambda t: t.to(device), tree)
 
 
-def compare(rank, size, name):
+def compare(rank, size, name, seed=0):
     """Two steps, or evaluations, on the device against the CPU alone."""
     schedule = remove_tail(BUILDERS[name](size, 2 * size))
     params, inputs, targets = problem(schedule)
@@ -45,7 +45,7 @@ def compare(rank, size, name):
     make = pp.evaluate if schedule.forward_only else pp.value_and_grad
     wanted = make(stages, squared, schedule)(params, inputs, targets)
     own = {s: params[s] for s in {schedule.model_stages[s] for s in schedule.stages_of(rank)}}
-    with member_in_pool(rank, size, seed=rank) as (gpu, count):
+    with member_in_pool(rank, size, seed=seed + rank) as (gpu, count):
         with pp.P2P(timeout=30) as transport:
             step = make(stages, squared, schedule, transport)
             for _ in range(2):
@@ -62,6 +62,12 @@ def compare(rank, size, name):
 @pytest.mark.parametrize("name", cases(BUILDERS, ["dualpipe"]))
 def test_two_processes_give_the_bits_of_the_cpu(pool, name):
     pool(compare, name)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("seed", range(50))
+def test_no_interleaving_between_processes_changes_a_bit(pool, seed):
+    pool(compare, ["1f1b", "dualpipe", "zbv"][seed % 3], 2 * seed)
 
 
 def failing(rank, size):
