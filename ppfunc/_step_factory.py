@@ -173,7 +173,7 @@ def map_stages(stages: Sequence[Stage | None], transform: Callable[[Stage], Stag
 def _require(
     stages: Sequence[Any], schedule: Schedule, engine: Any, loss_engine: Any, spec: StepSpec
 ) -> None:
-    """Raise TypeError where an argument has another type than expected."""
+    """Raise TypeError or ValueError for arguments that are not stages, an engine or options of a step."""
     for stage, fn in enumerate(stages):
         module = isinstance(fn, torch.nn.Module | ModuleStage)
         if module or not (fn is None or callable(fn)):

@@ -19,7 +19,7 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 
 
 def require_one_of(name: str, got: Any, known: Sequence[str]) -> None:
-    """Raise ValueError with the nearest name where an option is none of those that are known."""
+    """Raise ValueError unless an option is one of the known names; suggest the nearest."""
     if got not in known:
         near = suggestion(got, known) if isinstance(got, str) else ""
         raise ValueError(f"{name}: got {got!r}, expected {' or '.join(map(repr, known))}{near}")

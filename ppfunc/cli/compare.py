@@ -137,7 +137,7 @@ def _require_use(arguments: argparse.Namespace, items: list[str | Schedule]) -> 
 
 
 def _numbers(arguments: argparse.Namespace, items: list[str | Schedule]) -> tuple[int, int]:
-    """Ranks and microbatches, of the first file where the options do not say."""
+    """Read the numbers of ranks and microbatches from the options, or else from the first file."""
     first = next((item for item in items if isinstance(item, Schedule)), None)
     numbers = []
     for name in ("ranks", "microbatches"):

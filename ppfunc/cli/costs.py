@@ -113,7 +113,7 @@ def require_effect(
 
 
 def fitted(costs: Costs, schedule: Schedule) -> Costs:
-    """Costs of the stages of ``schedule``; those of the stages of its model count for each replica.
+    """Return the costs of the stages of ``schedule``. Costs given per stage of the model serve all replicas.
 
     Raises:
         ValueError: costs for another number of stages.

@@ -74,7 +74,7 @@ GONE = "its process is gone or out of reach, or it has closed its transport"
 
 
 class Failure(NamedTuple):
-    """Where a rank was when it failed: position and instruction are None outside the program.
+    """Locate the failure of a rank: position and instruction are None outside the program.
 
     ``context`` says more about the instruction, such as the shapes that its stage was given.
     """
@@ -135,7 +135,7 @@ class LinkError(ConnectionError):
 
 
 class FailureRecord(NamedTuple):
-    """Failure in the form in which ranks send it: fields of PipelineError, or of AgreementError."""
+    """Hold a failure as ranks send it: the fields of PipelineError, or of AgreementError."""
 
     rank: int
     position: int | None
@@ -166,7 +166,7 @@ class FailureRecord(NamedTuple):
         return json.dumps(self)
 
     def error(self, rank: int) -> AgreementError | PipelineError:
-        """Return the error to raise on a rank."""
+        """Make the error of this failure that ``rank`` raises."""
         if self.disagreement:
             return AgreementError(
                 self.reason if rank == self.reporter else f"{self.reason} [found by rank {self.reporter}]"

@@ -23,7 +23,7 @@ _QUEUES = {"pair": "pair of ranks", "rank": "rank"}
 
 @dataclass(frozen=True, repr=False)
 class Certificate:
-    """The facts that ``check`` has proved, tied to one schedule by its digest.
+    """Hold the facts that ``check`` has proved, tied to one schedule by its digest.
 
     Args:
         digest: of the schedule.
@@ -150,7 +150,7 @@ def _prove_order(schedule: Schedule, queue: str) -> bool:
 
 
 def _values_are_atomic(flow: Dataflow, record: OrderRecord) -> bool:
-    """Tell if, without messages, no value is made in a later step than that of its consumer."""
+    """Tell if no value is made in a later step than the step that consumes it, messages left aside."""
     for value, (_, step, _) in record.made.items():
         stage, microbatch = flow.place(value)
         needs = flow.needs[Op.I if value % 2 else Op.F, stage]

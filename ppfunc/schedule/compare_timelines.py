@@ -114,7 +114,7 @@ def _shares(timeline: Timeline) -> list[dict[str, float]]:
 
 
 def _waits(timeline: Timeline) -> Iterator[dict[str, float]]:
-    """Per rank, how long it does nothing before an instruction whose message comes last of all."""
+    """Yield for each rank the idle time before instructions, by the message that arrives last."""
     message = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}
     for row in timeline.rows():
         waits: dict[str, float] = defaultdict(float)

@@ -36,7 +36,7 @@ _OF_THE_MODEL = (*_TIMES, "activation", "parameters")
 
 @dataclass(frozen=True, repr=False)
 class Costs:
-    """Times and sizes per stage, in any unit; ints and Fractions stay exact.
+    """Hold times and sizes per stage, in any unit; ints and Fractions stay exact.
 
     Every value is one number for all stages, a sequence with one number per stage, or a mapping
     from some stages to numbers, where the others keep the default.
@@ -116,7 +116,7 @@ class Costs:
     def of(self, name: str, stage: int) -> Number: ...
 
     def of(self, name: str, stage: int) -> Number | None:
-        """Return the value ``name`` for ``stage``; None where a value is left out that may be.
+        """Return the value ``name`` for ``stage``; None for an optional one that was left out.
 
         Raises:
             ValueError: there is no such value, or no number for this stage.

@@ -20,7 +20,7 @@ PRODUCT = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: 1}
 
 
 class EdgeFlow(NamedTuple):
-    """The values that move along one edge in one direction."""
+    """Describe the values that move along one edge in one direction."""
 
     source: int  # the stage that sends
     target: int  # the stage that consumes
@@ -32,14 +32,14 @@ class EdgeFlow(NamedTuple):
 
 
 class MessageRoute(NamedTuple):
-    """One end of the messages of one edge in one direction."""
+    """Locate one end of the messages that move along an edge in one direction."""
 
     first: int  # number of the message of microbatch 0
     other: int  # the rank at the other end
 
 
 class Inputs(NamedTuple):
-    """The inputs of an instruction, numbered as those of microbatch 0."""
+    """List the inputs of an instruction for microbatch 0, by the numbers of :class:`Dataflow`."""
 
     values: tuple[int, ...]  # computed on the same rank
     messages: tuple[int, ...]  # received from other ranks
@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataflow:
-    """The values and messages of a schedule by number, and the edges along which they move."""
+    """Numbers the values and messages of a schedule, and lists the edges along which they move."""
 
     schedule: Schedule
 
@@ -97,7 +97,7 @@ class Dataflow:
 
     @cached_property
     def needs(self) -> dict[tuple[Op, int], tuple[tuple[int, int], ...]]:
-        """By op and stage, the value for microbatch 0 and the stage of origin of each input, skips last."""
+        """Map ``(op, stage)`` to the inputs for microbatch 0: pairs (value, stage of origin); skips last."""
         needs: dict[tuple[Op, int], tuple[tuple[int, int], ...]] = {}
         for stage in range(self.schedule.stages):
             output = self.output(stage, 0)
@@ -111,7 +111,7 @@ class Dataflow:
 
     @cached_property
     def inputs(self) -> dict[tuple[Op, int], Inputs]:
-        """By op and stage, the inputs that the rank has itself and those that it receives."""
+        """Map ``(op, stage)`` to the inputs: values made on the same rank, and messages from others."""
         home = self.schedule.placement
         inputs = {}
         for (op, stage), needs in self.needs.items():
@@ -122,7 +122,7 @@ class Dataflow:
 
     @cached_property
     def routes(self) -> dict[tuple[Op, int, int | None], MessageRoute]:
-        """Both ends of every message between ranks, by op, stage that performs it, and peer."""
+        """Map ``(op, stage, peer)`` of a SEND or RECV to its messages; the peer is None along a chain."""
         routes = {}
         home = self.schedule.placement
         for source, target, op, send, receive, far, near in edge_flows(self.schedule):

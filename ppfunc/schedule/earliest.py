@@ -18,9 +18,7 @@ BESIDE = frozenset({Op.UNSHARD, Op.REDUCE_TIED, Op.REDUCE_GRAD})
 
 
 class EarliestTimes(NamedTuple):
-    """Start and end of every compute instruction, and of every other that has a cost, in the order of each
-    rank.
-    """
+    """Hold start and end of each rank's compute instructions, and of others that have a cost, in order."""
 
     starts: tuple[list[Time], ...]  # per rank, one time per instruction
     ends: tuple[list[Time], ...]  # likewise

@@ -202,7 +202,7 @@ class Schedule:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the programs, in hexadecimal: equal in every process and version.
+        """Return the SHA-256 of the programs, in hexadecimal: equal in every process and version.
 
         The name is not part of it: two schedules that do the same have the same digest.
         """

@@ -16,7 +16,7 @@ Changes = tuple[tuple[int, Any], ...]
 
 
 class CallForm(NamedTuple):
-    """The form of one call of a model.
+    """Describe the form of one call of a model.
 
     Args:
         treedef: structure of ``(args, kwargs)``.

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 class StagePart(NamedTuple):
-    """One stage of a trace.
+    """Describe one stage of a trace.
 
     Args:
         body: its operators in order, with those that it computes again.

@@ -30,7 +30,7 @@ def is_random(node: Node) -> bool:
 
 
 class Effects:
-    """The memory of a trace: who makes it, who writes into it.
+    """Knows the memory of a trace: which nodes make it, and which write into it.
 
     Args:
         trace: of the model.

@@ -210,7 +210,7 @@ class _ParameterMaker:
 
 
 def _laid(leaf: Tensor, like: Tensor, name: str) -> Tensor:
-    """Lay a whole leaf out as ``like`` is: the slice of this rank for a DTensor."""
+    """Lay a whole leaf out as ``like`` is: of a DTensor, as this rank's part."""
     if like.shape != leaf.shape:
         raise ValueError(f"like: {name} has the shape {list(like.shape)}, the module has {list(leaf.shape)}")
     if not isinstance(like, DTensor) or isinstance(leaf, DTensor):

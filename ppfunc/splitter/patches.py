@@ -41,7 +41,7 @@ def functions_kept(recording: Recording) -> Iterator[None]:
 
 @contextmanager
 def unseen_refused() -> Iterator[None]:
-    """Refuse what leaves no operator: seeds, hooks onto a gradient.
+    """Refuse actions that no operator records: seeds, hooks onto a gradient.
 
     Other threads are left alone.
     """
@@ -177,7 +177,7 @@ def _caches_of(value: Any) -> Iterator[_lru_cache_wrapper[Any]]:
 
 
 def _unseen() -> Iterator[tuple[Any, str, str, str]]:
-    """List functions that leave no operator: owner, name, effect on the model, replacement."""
+    """List functions that no operator records: owner, name, effect on the model, replacement."""
     for owner in (torch, torch.random):
         yield owner, "manual_seed", "seeds the default random generator", "leave that out"
     for name in ("register_hook", "register_post_accumulate_grad_hook"):

@@ -25,7 +25,7 @@ Leaves = tuple[Tensor, ...]
 
 
 class StageCode(NamedTuple):
-    """One stage for one form of its inputs.
+    """Hold the code of one stage for one form of its inputs.
 
     Args:
         params, constants, state: names of the tensors of the model that it reads.

@@ -39,7 +39,7 @@ _ENTRY = str(Path(__file__).with_name("trace.py"))
 
 
 class Value(NamedTuple):
-    """The form of a tensor at the time when it was made. Later operators may change it in place.
+    """Describe a tensor at the time when it was made. Later operators may change it in place.
 
     Args:
         shape, stride, dtype: strides in elements.
@@ -58,7 +58,7 @@ class Value(NamedTuple):
 
 
 class Region(NamedTuple):
-    """The ambient state in which an operator is called.
+    """Describe the ambient state in which an operator is called.
 
     Args:
         grad: whether its gradient is recorded.

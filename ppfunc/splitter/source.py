@@ -29,7 +29,7 @@ _OF_EVERY_MODULE = {*vars(nn.Module())}
 
 
 class SplitLayout(NamedTuple):
-    """The part of a split that is the same for every form of the inputs.
+    """Describe the part of a split that is the same for every form of the inputs.
 
     Args:
         params: the parameters of each stage.
@@ -43,7 +43,7 @@ class SplitLayout(NamedTuple):
 
 
 class Source:
-    """A model, how it is called, and where it is cut.
+    """Keeps the code of a model's stages, from the model, the form of its call and its cuts.
 
     Args:
         model: any module.

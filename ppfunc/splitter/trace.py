@@ -42,7 +42,7 @@ PIPE_SPLIT = "pipe_split() "
 
 
 class LeafForm(NamedTuple):
-    """The form of one input tensor.
+    """Describe the form of one input tensor.
 
     Args:
         shape, dtype: of the tensor.
@@ -53,7 +53,7 @@ class LeafForm(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """One call of a model.
+    """Hold the trace of one call of a model.
 
     Args:
         nodes: its operators in order, after its inputs; see `Recording` for what is known of each.
@@ -81,7 +81,7 @@ class Trace(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The tensors of a model, each once.
+    """Hold the tensors of a model, each once.
 
     Args:
         params, buffers: by the first name of each.
@@ -212,7 +212,7 @@ def _call(
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Leave the modes and the transforms that are active outside."""
+    """Run the body without the modes and transforms that are active outside."""
     with without_transforms(), without_modes(), torch.inference_mode(False), torch.enable_grad():
         yield
 

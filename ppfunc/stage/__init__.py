@@ -1,4 +1,19 @@
-"""Stages: pure functions, their signatures, and the engines that differentiate them."""
+"""Stages: pure functions, their signatures, and the engines that differentiate them.
+
+A stage on its way to a program::
+
+    module.py, layers.py, parallelize.py      make functions ``fn(params, x) -> y`` of modules and layers
+    output.py     canonical                   the form that engines take, with the loss and all results
+    abstract.py   outline                     the signature of its outputs, by evaluating it without values
+      purity.py, foreign_draws.py, communication.py, weight_gradients.py    refuse what no program can repeat
+    engines/      graph, functional, eager    differentiate it
+    program.py    StageProgram                forward, backward, and the two parts of a backward
+
+Trees of tensors are read by `tree`, described by `signature`, `layout` (DTensors), `constants` (numbers among
+tensors), `masks` and `example`. `frozen` and `structure` remember how modules were when a step was made.
+`device` has all that a device does beside computing, `_torch` the private names of torch, `process` and
+`interrupts` what threads share. `transforms` makes stages of stages; `collectives` may be called in a stage.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -30,7 +30,7 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, Uns
 
 
 class Outline(NamedTuple):
-    """The result of evaluating a stage without its values.
+    """Hold the result of evaluating a stage without its values.
 
     Args:
         y: signature of the output; ``grad=True`` where it depends on a differentiable leaf of the parameters

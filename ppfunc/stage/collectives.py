@@ -82,7 +82,7 @@ def all_to_all(x: Tensor, mesh: DeviceMesh, split_axis: int, concat_axis: int) -
 
 
 class _Collective(NamedTuple):
-    """A linear map over the ranks of a group."""
+    """Describe a linear map over the ranks of a group."""
 
     kind: str
     group: str
@@ -160,7 +160,7 @@ def _psum(self: _Collective, x: Tensor) -> Tensor:
 
 
 def _along_axis(operator: Callable[..., Tensor], *options: Any) -> Callable[[_Collective, Tensor], Tensor]:
-    """Return the map of an operator that joins or sums and cuts the first axis."""
+    """Make a map along any axis from a collective operator, which joins or cuts along axis 0."""
 
     def apply(self: _Collective, x: Tensor) -> Tensor:
         rows = x.movedim(self.axes[0], 0).contiguous()

@@ -46,7 +46,7 @@ def raised(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the class of an error, and the first line of its text."""
+    """Write the class of an error, and the first line of its text."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 

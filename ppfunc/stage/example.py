@@ -19,7 +19,7 @@ Leaves = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """The arguments of a stage without their values: hashable, a key for programs."""
+    """Describe the arguments of a stage without their values: hashable, a key for programs."""
 
     params: Signature
     strides: tuple[tuple[int, ...], ...]  # of every parameter, in elements

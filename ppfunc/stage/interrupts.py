@@ -86,7 +86,7 @@ def receive(handler: Handler, number: int, frame: Any) -> None:
 
 
 def act_on_interrupts() -> None:
-    """Handle the signals that this thread delays. After one that raises, the others wait for the exit."""
+    """Handle the signals that this thread delays. If a handler raises, the others wait for the exit."""
     held = _thread.held
     if held is not None and held.pending and not held.to_exit:
         try:

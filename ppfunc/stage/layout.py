@@ -48,7 +48,7 @@ class MeshLayout:
 
     @property
     def sharded(self) -> bool:
-        """Tell whether a rank holds less than all of it."""
+        """Tell whether each rank holds only a part, of the tensor or of a sum."""
         return any(placement != "R" for placement in self.placements)
 
     def cut(self, pieces: int) -> MeshLayout:
@@ -70,7 +70,7 @@ class MeshLayout:
         return replace(self, placements=moved, shape=shape)
 
     def to_json(self) -> list[Any]:
-        """Return lists, texts and numbers."""
+        """Write the layout as lists, texts and numbers, for JSON."""
         return [list(part) for part in (self.axes, self.sizes, self.placements, self.shape)]
 
     @classmethod

@@ -22,7 +22,7 @@ Loss = Callable[[Any, Any], Any]
 
 
 class FlatProgram(NamedTuple):
-    """The functions of a stage on flat tuples of tensors; call them under ``torch.no_grad()``.
+    """Hold the functions of a stage on flat tuples of tensors; call them under ``torch.no_grad()``.
 
     Leaves of ``x``, of the extras and of ``gy`` may have any strides; outputs and ``gx`` are
     contiguous, so that a tensor is the same whether it was sent or handed over. Gradients of

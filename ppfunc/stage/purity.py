@@ -254,7 +254,7 @@ _RUNNING_STATISTICS = {
 
 
 class _Effects(NamedTuple):
-    """The effects of an operator.
+    """Describe the effects of an operator.
 
     Args:
         writes: positions and names of the arguments that it writes into.

@@ -245,7 +245,7 @@ class Signature:
 
 
 class _Plain(str):
-    """A text that shows itself without quotes."""
+    """Shows a text without quotes."""
 
     __repr__ = str.__str__
 
@@ -307,8 +307,8 @@ def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], Py
 
 
 class Form(NamedTuple):
-    """All that a program depends on in a tree beside the values, in the form in which it is compared fastest;
-    see :func:`form_of`.
+    """Describe a tree by all that a program depends on beside the values, such that comparing is fastest; see
+    :func:`form_of`.
     """
 
     treedef: PyTreeSpec

@@ -34,12 +34,12 @@ def forward_level() -> int:
 
 
 def users_of(storage: torch.UntypedStorage) -> int:
-    """How many tensors hold the memory of a storage, this object counted."""
+    """Count the holders of the memory of a storage, this object included."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def all_gather_within(timeout: timedelta, group: Any, whole: torch.Tensor, part: torch.Tensor) -> Any:
-    """Begin to gather flat tensors of all ranks, in another time than the group was made with."""
+    """Begin to gather flat tensors of all ranks, with a timeout of its own instead of the group's."""
     options = AllgatherOptions()
     options.timeout = timeout
     return group._allgather_base(whole, part, options)

@@ -430,12 +430,12 @@ def _chosen(losses: bool, outputs: bool) -> tuple[str, ...]:
 
 
 def _one(value: Any) -> list[Any] | None:
-    """Return the values of every step where there is one step."""
+    """Wrap the value of the one step in a list of those of every step; None stays."""
     return None if value is None else [value]
 
 
 def _of_every_step(name: str, values: Any, steps: int) -> Sequence[Any]:
-    """Return what each step is given; raise ValueError for another number, or some without."""
+    """Return one value for each step; raise ValueError for another number, or if some have none."""
     if values is None:
         return [None] * steps
     if not isinstance(values, list | tuple) or len(values) != steps or any(v is None for v in values):

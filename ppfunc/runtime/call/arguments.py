@@ -52,7 +52,7 @@ class RawArguments(NamedTuple):
 
 
 def named_step(read: Callable[P, RawArguments]) -> Callable[P, RawArguments]:
-    """Call a function ``step()`` in the errors of Python about its arguments."""
+    """Rename a function to ``step``: Python's errors about its arguments then name what the caller calls."""
     read.__name__ = read.__qualname__ = "step"
     return read
 
@@ -295,7 +295,7 @@ def _require_batches(
 
 
 def _keys(trees: Mapping[Any, Any]) -> list[Any]:
-    """Sort the keys, numbers or not."""
+    """Sort keys, which need not be numbers, for an error."""
     return sorted(
         trees,
         key=lambda key: (str(type(key)), key) if isinstance(key, int | str) else (str(type(key)), str(key)),

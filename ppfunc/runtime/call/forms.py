@@ -43,7 +43,7 @@ class TreeForm:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Hashable, equal for equal forms."""
+        """Return a hashable key, equal for equal forms."""
         return self.signature, self.types, self.strides, self.devices, self.whole
 
 

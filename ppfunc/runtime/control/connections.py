@@ -19,7 +19,7 @@ _STRANGERS = 64  # unauthenticated connections at most; anybody may open one
 
 
 class Connections:
-    """The connections of a process, by peer. The higher rank of two opens them.
+    """Owns the connections of a process, by peer. The higher rank of two opens them.
 
     A neighbour in the tree has a second, watched one, which a thread reads. Threads use this object until it
     is closed. A subclass has the methods that they call: ``welcome`` for a new neighbour, ``receive`` for its

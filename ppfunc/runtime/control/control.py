@@ -32,13 +32,13 @@ _OTHER = (
 
 
 class StepRunning(RuntimeError):
-    """A step was called while another one runs on the same transport; the running one is not disturbed."""
+    """Raised for a step that is called while another one runs on the same transport, which goes on."""
 
     refused = False  # whether `fail` has returned it
 
 
 class Control:
-    """The control half of a transport with one rank in each process (or thread), over its links.
+    """Implements the control half of a transport with one rank in each process (or thread), over its links.
 
     Steps begin down a tree, and end up and down again, with the losses on the way. Where several pipelines
     train together, the ranks of all of them begin, end and fail a step together; those that run the same
@@ -162,7 +162,7 @@ class Control:
         self._executing = False
 
     def _pass_down(self, tree: TreeMessages, mine: str, shapes: str | None = None) -> str | None:
-        """Compare the call with that of the top of a tree, and pass it down. Return the shapes with it."""
+        """Compare the call with that of a tree's top; pass it down with the shapes, and return these."""
         begun = json.dumps([mine, shapes])
         if tree.parent is not None:
             begun = tree.recv(tree.parent, BEGIN)

@@ -9,13 +9,13 @@ _KEPT = 16  # failures that a rank which comes late receives
 
 
 class Verdict(NamedTuple):
-    """The first failure of a generation, and how many steps rank 0 had committed before it."""
+    """Hold the first failure of a generation, and how many steps rank 0 had committed before it."""
 
     committed: int
     failure: str
 
     def stops(self, voted: int | None) -> bool:
-        """Tell whether a rank has to stop that has voted for the step ``voted``, None for no step.
+        """Tell whether a rank has to stop; ``voted`` is the step that it has voted for, None for no step.
 
         A step that rank 0 had committed goes on to its end.
         """
@@ -67,7 +67,7 @@ class FailureTree:
         return self._voted is None and peer in self.gone
 
     def vote(self, step: int) -> None:
-        """Leave it to rank 0 whether this step fails."""
+        """Vote for this step: from now on rank 0 alone decides whether it fails."""
         self._voted = step
 
     def commit(self, step: int) -> None:

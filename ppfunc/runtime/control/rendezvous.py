@@ -25,7 +25,7 @@ _PROBE = 0.5  # seconds between looks after ranks that have not come; more where
 
 
 class Rendezvous:
-    """One round: the calls of all ranks that belong together, which find each other's addresses.
+    """Brings ranks together: each makes one at the same point of its program, and they exchange addresses.
 
     The n-th call of each rank over the same ranks is of round n. A rank that was missing from an abandoned
     round skips it, so that the next calls of all ranks meet again.

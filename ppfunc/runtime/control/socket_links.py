@@ -29,7 +29,7 @@ give_way: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0)
 
 
 class SocketLinks(Connections):
-    """The :class:`~ppfunc.runtime.control.tree.Links` of a process.
+    """Implements :class:`~ppfunc.runtime.control.tree.Links` of a process by sockets.
 
     When the watched connection of a neighbour in the tree ends, or a failure is published,
     :class:`~.failure_tree.FailureTree` decides which failure is the first. The store need not live for that:

@@ -24,7 +24,7 @@ _LOOK = 1.0  # seconds between looks whether a stream has ended that cannot be w
 
 
 class Address(NamedTuple):
-    """Where a process listens.
+    """Name the place where a process listens.
 
     Args:
         hosts: addresses of its host, one of which should be in reach.
@@ -38,14 +38,14 @@ class Address(NamedTuple):
 
 
 class Who(NamedTuple):
-    """The rank at the other end of a connection; ``watched`` if a thread reads its messages at once."""
+    """Name the rank at the other end of a connection; ``watched`` if a thread reads its messages at once."""
 
     rank: int
     watched: bool
 
 
 class Stream:
-    """Messages to and from a peer; those to send wait here until it is connected.
+    """Sends messages to a peer and receives its own; messages wait here until the peer is connected.
 
     Attributes:
         dialled: whether this end has begun to connect.
@@ -180,7 +180,7 @@ class Stream:
 
 
 def in_thread(name: str, work: Callable[..., object], *args: object) -> None:
-    """Do something in a thread, unless the interpreter is ending."""
+    """Run ``work(*args)`` in a thread, unless the interpreter is ending."""
     with suppress(RuntimeError):
         threading.Thread(target=work, args=args, name=name, daemon=True).start()
 

@@ -7,7 +7,7 @@ from .tree import path
 
 
 class Answer(NamedTuple):
-    """The state of a rank, as it describes it.
+    """Describe the state of a rank, for peers that wait for it.
 
     Args:
         awaits: the rank whose message, or part in a collective, it waits for; None where it may not wait.

@@ -13,7 +13,7 @@ BEGIN, GATHER, END = "begins a step", "gathers texts", "ends a step"
 
 
 class Links(Protocol):
-    """Messages of bytes between ranks, and one place where the first failure is decided.
+    """Carries messages of bytes between ranks, and decides in one place which failure is the first.
 
     Messages of one channel from one rank to another arrive in order. ``generation`` counts the calls of
     ``publish`` on this rank. Messages of an earlier generation are dropped.
@@ -49,7 +49,7 @@ class Links(Protocol):
         ...
 
     def vote(self, step: int) -> None:
-        """Leave it to rank 0 whether this step fails, unless ``check`` raises."""
+        """Vote for this step, unless ``check`` raises: from now on rank 0 alone decides whether it fails."""
         ...
 
     def commit(self, step: int) -> None:
@@ -74,7 +74,7 @@ class Links(Protocol):
 
 
 class RankTree(NamedTuple):
-    """A binary tree over some ranks, as one of them sees it.
+    """Describe a binary tree over some ranks, as one of them sees it.
 
     Args:
         members: the ranks; that at place n has those at 2n + 1 and 2n + 2 below it.
@@ -118,7 +118,7 @@ def path(one: int, other: int) -> list[int]:
 
 
 class TreeMessages:
-    """The messages of one tree.
+    """Sends and receives the messages of one tree.
 
     Args:
         links: carry them.

@@ -18,7 +18,7 @@ Key = tuple[int, int]  # (stage of the schedule, microbatch)
 
 
 class Tag(NamedTuple):
-    """Name of a message, the same at both ends.
+    """Name a message, the same at both ends.
 
     Args:
         direction: ``"F"`` for activations, ``"B"`` for their gradients.
@@ -47,7 +47,7 @@ class Compared(NamedTuple):
 
 @dataclass(slots=True)
 class Buffers:
-    """Everything that the calls of a program read and write; two calls of one step share none of it.
+    """Holds everything that the calls of a program read and write; two calls of one step share none of it.
 
     Args:
         params: leaves of the parameters, by stage of the model.

@@ -131,7 +131,7 @@ class Sum:
 
 
 class _Part(NamedTuple):
-    """Sums of leaves whose gradients come together."""
+    """Hold the sums of leaves whose gradients come together."""
 
     total: list[torch.Tensor] | Leaves
     is_own: bool  # whether they share memory with nothing else

@@ -24,7 +24,7 @@ from .stage_programs import StagePrograms
 
 
 class Memory(NamedTuple):
-    """Bytes that one rank holds in a step, by kind.
+    """Count the bytes that one rank holds in a step, by kind.
 
     Args:
         params: the parameters of its stages.
@@ -45,7 +45,7 @@ class Memory(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Floating point operations of one rank in a step, by instruction."""
+    """Count the floating point operations of one rank in a step, by instruction."""
 
     forward: int
     backward: int
@@ -102,7 +102,7 @@ class LoweredFunction:
 
 
 class CompiledFunction(NamedTuple):
-    """Step function compiled for some arguments: it is called as the step function, with some of this form.
+    """Runs a step that was compiled ahead of time: called as the step function, with arguments of one form.
 
     Where ranks are processes, every one calls what it has compiled. Raises, beside what the step function
     does:

@@ -23,7 +23,7 @@ from .lowered import BATCH, Edge, LoweredStage
 
 
 class Origin(NamedTuple):
-    """Place in the schedule of a call; ``awaited`` is the message that it waits for, if it does only that."""
+    """Name the place of a call in the schedule; ``awaited`` is the message, if it only waits for one."""
 
     rank: int
     position: int
@@ -35,7 +35,7 @@ PlacedCall = tuple[Call, Origin]
 
 
 class ProgramCall(NamedTuple):
-    """Call of a program, taken apart: ``put(buffers, run(*take(buffers)))`` is the whole of it.
+    """Take apart a call of a program: ``put(buffers, run(*take(buffers)))`` is the whole of it.
 
     Args:
         run: the function of the program.

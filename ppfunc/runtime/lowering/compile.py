@@ -33,7 +33,7 @@ from .tail_calls import (
 
 
 class CompiledStep(NamedTuple):
-    """Step that is ready to run; it holds no memory of a call.
+    """Hold a step that is ready to run, without any memory of a call.
 
     Args:
         lowered: where it comes from.
@@ -86,7 +86,7 @@ def bind(
 
 
 def _without_tensors(lowered: LoweredStep) -> LoweredStep:
-    """Keep no parameters of the example alive."""
+    """Replace the tensors of examples by signatures: a compiled step keeps no parameters alive."""
     bare = {
         id(low): low._replace(example=tuple(map(Signature.of, low.example)))
         for low in lowered.stages.values()

@@ -25,7 +25,7 @@ _RETRACES = 8  # so many forms are unusual enough for a warning
 
 
 class CacheInfo(NamedTuple):
-    """Use of the cache of a step function, as of ``functools.lru_cache``."""
+    """Count the use of a step function's cache, as ``functools.lru_cache`` does."""
 
     hits: int
     misses: int
@@ -34,7 +34,7 @@ class CacheInfo(NamedTuple):
 
 
 class Guards(NamedTuple):
-    """Modes under which a step was lowered, beside the form of its arguments; it holds while they last.
+    """Note the modes under which a step was lowered, beside the form of its arguments; it is valid in these.
 
     Args:
         modules: by outline of a stage, which of its modules are in training mode.
@@ -59,7 +59,7 @@ class Guards(NamedTuple):
         return cls(modules, ModuleStructure.of(every.values()), autocast(), mode)
 
     def hold(self) -> bool:
-        """Tell whether modules and autocast are in the modes of then, with the same hooks and submodules."""
+        """Tell whether modules and autocast are in the noted modes, with the same hooks and submodules."""
         modes = self.autocast == autocast() and all(_modes(o) == then for o, then in self.modules)
         return modes and self.structure.same()
 

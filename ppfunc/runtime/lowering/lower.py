@@ -124,7 +124,7 @@ def sinks_of(schedule: Schedule, stage: int) -> tuple[int, ...]:
 def _function(
     fn: Stage | None, loss_fn: Loss | None, schedule: Schedule, form: StepForm, spec: StepSpec, stage: int
 ) -> StageFunction:
-    """Take a stage as it stands in its chain."""
+    """Put together a stage at its place in the chain: with loss, outputs, skips and frozen leaves."""
     last, k = schedule.successor(stage) is None, schedule.model_stages[stage]
     if fn is None:
         raise ValueError(f"stages[{k}]: got None, but this process runs that stage; give its function")

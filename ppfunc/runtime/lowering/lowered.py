@@ -22,7 +22,7 @@ BATCH = -1
 
 
 class Edge(NamedTuple):
-    """Part of a stage's input, or of its output, for one microbatch.
+    """Describe a part of a stage's input, or of its output, for one microbatch.
 
     Args:
         stage: the stage of the schedule at the other end, ``BATCH`` for the batch.
@@ -48,7 +48,7 @@ class Edge(NamedTuple):
 
 
 class LoweredStage(NamedTuple):
-    """Stage for one form of its arguments.
+    """Describe a stage for one form of its arguments.
 
     Args:
         model_stage: its number in the model.
@@ -86,7 +86,7 @@ class LoweredStage(NamedTuple):
 
 
 class LoweredStep(NamedTuple):
-    """Lowered step: values only.
+    """Hold a lowered step: every stage and every edge for one form of the arguments, as values only.
 
     Args:
         schedule: proved, with communication placed.
@@ -124,7 +124,7 @@ class LoweredStep(NamedTuple):
         return shared_leaves(self.schedule, self.ranks, self.form.params, self.spec.tied)
 
     def edge_of(self, message: Instruction) -> Edge:
-        """Return the edge that a SEND or RECV of this process is about."""
+        """Return the edge along which a SEND or RECV of this process moves its tensors."""
         assert message.microbatch is not None
         low, other = self.stages[message.stage, message.microbatch], self.schedule.other_end(message)
         edges = low.sinks if message.op in (Op.SEND_F, Op.RECV_B) else low.sources

@@ -15,7 +15,7 @@ from .lowered import LoweredStage
 
 
 class Held(NamedTuple):
-    """View of a parameter among residuals, by its number: the parameter itself may be freed meanwhile."""
+    """Name a view of a parameter among residuals, so that the parameter itself may be freed meanwhile."""
 
     number: int
     shape: tuple[int, ...]
@@ -72,7 +72,7 @@ def restore_params(low: LoweredStage, key: Key) -> Call:
 
 
 class Moving(NamedTuple):
-    """Residuals on their way to another device.
+    """Hold residuals on their way to another device.
 
     Args:
         resting: all of them, with None for those that move.

@@ -51,7 +51,7 @@ def _states(outline: Outline) -> list[tuple[bool, ...]]:
 
 
 class StageFunction(NamedTuple):
-    """Stage as it stands in a chain, with its loss.
+    """Describe a stage at its place in a chain, with its loss.
 
     Args:
         fn: the user's function.
@@ -90,7 +90,7 @@ class StageFunction(NamedTuple):
 
 
 class _Traced(NamedTuple):
-    """Evaluation of a stage, valid while its modules are in the states of then.
+    """Hold the evaluation of a stage, valid while its modules are in the states noted.
 
     Args:
         function: the one evaluated; kept alive, since keys have its ``id``.

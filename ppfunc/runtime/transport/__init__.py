@@ -1,0 +1,12 @@
+"""Carry messages between ranks; `protocols` says what a step asks of a transport::
+
+    inprocess.py      InProcess      all ranks in one process: a message is an entry of the buffers
+    p2p.py            P2P            one process per rank: its control half is ``control/control.py``
+      pair_groups.py    PairGroups     messages from one rank to another, a communicator per route
+      collective.py     Collective     sums and gathers among several ranks
+        opening.py        open_groups    opens the communicators of both, in one order on all ranks
+      grid.py           Grid           the pipelines around a rank, by the axes of a mesh
+    mesh.py           device_mesh    meshes and process groups of a topology
+
+``_torch.py`` has the private names of torch, and what NCCL needs.
+"""

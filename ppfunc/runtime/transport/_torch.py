@@ -34,7 +34,7 @@ ProcessGroupGloo = dist.ProcessGroupGloo
 
 
 def prepare_nccl() -> None:
-    """Let what fails on a communicator fail the step, and not end the process, unless the user has chosen.
+    """Make a failure on a communicator fail the step, not end the process, unless the user has chosen.
 
     Communicators read it as they are made, and their threads read the environment: it may not change later.
     """
@@ -51,14 +51,14 @@ def ProcessGroupNCCL(store: Store, rank: int, size: int, timeout: timedelta) -> 
 
 
 def begin_nccl(group: Any, device: torch.device) -> None:
-    """Let the ranks of a new NCCL communicator meet, which all come here. No rank has to be at it alone."""
+    """Begin a new NCCL communicator; all of its ranks call it, and none waits for another in it."""
     with on_device(device):
         group.eager_connect_single_device(device)
 
 
 def connect_nccl(group: Any, place: int, size: int, device: torch.device, messages: bool) -> None:
-    """Let the ranks of a new NCCL communicator connect, which all come here: for messages from the first to
-    the second, or for sums.
+    """Connect a new NCCL communicator, for messages from the first rank to the second, or for sums; all of
+    its ranks call it.
 
     A communicator connects in the first operation of each kind, and holds up the host until the other end
     comes to that operation, too. In the middle of a step the other end may be held up by its GPU, which waits
@@ -117,9 +117,9 @@ def all_to_all(
 
 
 def forget_group(mesh: Any, axis: str) -> Any:
-    """Take the group of an axis from its mesh and from torch, and return it. Under gloo it ends with its last
-    reference, and peers
-    which wait in one of its operations raise.
+    """Take the group of an axis from its mesh and from torch, and return it.
+
+    Under gloo it ends with its last reference. Peers that wait in one of its operations then raise.
     """
     group, root = mesh.get_group(axis), getattr(mesh, "_root_mesh", None) or mesh
     dist.destroy_process_group(group)
@@ -128,8 +128,8 @@ def forget_group(mesh: Any, axis: str) -> Any:
 
 
 class Aborts:
-    """Ends NCCL communicators, each once and all at the same time: the end of one waits for all that the GPU
-    runs, also on the others.
+    """Aborts NCCL communicators, each once and all at the same time: an abort waits for all that the GPU
+    runs, also on other communicators.
     """
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ def drop_when_done(device: torch.device, under_way: list[UnderWay]) -> None:
 
 
 def _aside(work: Callable[[], None], name: str) -> threading.Thread | None:
-    """Do something in a thread that the end of the process waits for; None where none begins any more."""
+    """Run ``work`` in a thread that the end of the process waits for; None if the interpreter is ending."""
 
     def run(last: list[Callable[[], None]]) -> None:
         try:
@@ -216,7 +216,7 @@ def _join_background_threads() -> None:
 
 
 def begun_in(group: dist.ProcessGroup) -> int:
-    """How many collectives this rank has begun in a group."""
+    """Count the collectives that this rank has begun in a group."""
     return int(_backend(group)._get_sequence_number_for_group())
 
 
@@ -226,7 +226,7 @@ def store_of(group: dist.ProcessGroup) -> Store:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long operations of a group may take."""
+    """Return the timeout of the operations of a group."""
     return _backend(group).options._timeout
 
 

@@ -17,7 +17,7 @@ from .protocols import Call, LossPart, Mode, Route, Transfer, sum_up
 
 
 class InProcess:
-    """The transport of a pipeline whose ranks all live in this process and this thread.
+    """Carries messages of a pipeline whose ranks all live in this process and this thread.
 
     The calls of all ranks run in one order in which everything that a call consumes has been produced before,
     so none ever waits: a message is an entry of ``buffers.values``, moved to the consumer's device where that
@@ -73,7 +73,7 @@ class InProcess:
         return sum_up([losses[stage].to(last) for stage in sorted(parts)], parts) if parts else None
 
     def hold_interrupts(self, later: bool = False) -> AbstractContextManager[object]:
-        """Hold nothing back: interrupts act at once, since a step that they end leaves no peer behind."""
+        """Delay nothing: interrupts act at once, since a step that they end leaves no peer behind."""
         return nullcontext()
 
     def lose_step(self) -> None:

@@ -27,7 +27,7 @@ _PAUSE = 0.05  # seconds between looks whether a rank has failed
 
 
 class _Addresses(Store):
-    """The store of one gloo communicator: gloo leaves an address in it, and waits for those of the others."""
+    """Serves as the store of a gloo communicator, which leaves its address here and waits for others."""
 
     def __init__(self, left: Callable[[tuple[str, Any]], None]) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class _Addresses(Store):
         return False
 
     def complete(self, theirs: dict[str, bytes]) -> None:
-        """Give the addresses of the others."""
+        """Add the addresses of the others, and wake those that wait for them."""
         self._known |= theirs
         self._complete.set()
 
@@ -164,7 +164,7 @@ def open_gloo(links: SocketLinks, name: str, members: Sequence[int], timeout: fl
 
 
 def in_thread(work: Callable[[], Any], rank: int, events: Events | None = None) -> Events:
-    """Begin to do something in a thread, which tells ``("done", result)`` or ``("failed", error)``."""
+    """Begin ``work`` in a thread, whose last event is ``("done", result)`` or ``("failed", error)``."""
     tell: Events = Events() if events is None else events
 
     def run() -> None:

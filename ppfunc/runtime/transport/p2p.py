@@ -34,7 +34,7 @@ from .protocols import Call, LossPart, Mode, Route, Transfer
 
 
 class P2P(Control):
-    """The transport of a pipeline with one process per rank.
+    """Carries messages of a pipeline with one process per rank.
 
     Tensors from a rank to another have communicators of their own, made at the first step and after a
     failure: operations of one NCCL communicator run in the order in which they were issued, whoever the peer
@@ -160,9 +160,9 @@ class P2P(Control):
                 _let_go(failure.cause)
 
     def _explained(self, cause: BaseException) -> BaseException:
-        """Return what an error of a backend says of a peer.
+        """Translate an error of a backend into one that names the peer.
 
-        Where a connection has ended, who is gone, or why, is about to be published.
+        If a connection has ended, wait a while for a failure to be published: it says who is gone, or why.
         """
         peers, here = self.grid.model, self.grid.model.index(self.links.rank)
         read = lost(peers[(here + 1) % len(peers)], cause)
@@ -186,8 +186,8 @@ class P2P(Control):
         )
 
     def _stage_collectives(self) -> int:
-        """How many collectives of stages this rank has begun; 0 where their group has ended, after a failure
-        or by its owner.
+        """Count the collectives of stages that this rank has begun; 0 if their group has ended, after a
+        failure or by its owner.
         """
         assert self.mesh is not None and self.axes.model is not None
         try:
@@ -205,9 +205,7 @@ class P2P(Control):
             self._begin_aborts()
 
     def synchronize(self) -> None:
-        """Wait for the GPU, on which a step may fail that has ended on the host, and which has what the peers
-        have sent.
-        """
+        """Wait for the GPU: a step that has ended on the host may still fail there, or wait for peers."""
         device = self._pair_groups.device
         if self.backend != "nccl" or device is None:
             return
@@ -220,7 +218,7 @@ class P2P(Control):
             self._synchronizing = False
 
     def _begin_aborts(self) -> None:
-        """Begin to end the NCCL communicators in which a step may be, that of the user in its stages, too."""
+        """Begin to abort the NCCL communicators of a step, and the user's own that its stages may use."""
         self._aborts.begin([*self._groups, *self._in_stages()])
 
     def _in_stages(self) -> list[Any]:
@@ -265,9 +263,9 @@ class P2P(Control):
         return total
 
     def close(self) -> None:
-        """End all connections: peers that still use this transport raise. A step that runs here, in another
-        thread, fails, and
-        lets go of what it uses itself. Idempotent.
+        """End all connections: peers that still use this transport raise. Idempotent.
+
+        A step that runs here in another thread fails, and frees its own connections.
         """
         with self.hold_interrupts():
             super().close()
@@ -332,9 +330,7 @@ class P2P(Control):
             self._pair_groups.require_carried(device, place)
 
     def _guarded(self, peer: int, wait: Callable[[], None]) -> None:
-        """Wait for a collective, in which this rank may wait for any other: for one that is late, ``suspect``
-        finds which.
-        """
+        """Wait for a collective. Any of its ranks may be late; ``suspect`` finds out which."""
         self.links.waiting_on = peer
         try:
             wait()
@@ -361,11 +357,9 @@ class P2P(Control):
         return self._pair_groups.wait_send(transfer)
 
     def disconnect(self) -> list[Any]:
-        """Let go of every communicator, which ends with its last reference: peers that wait on one raise at
-        once. The next step makes
-        new ones.
+        """Drop every communicator, which ends with its last reference: peers that wait on one raise at once.
 
-        Of a step that has ended, nothing is under way, see :meth:`synchronize`.
+        The next step makes new ones. Of a step that has ended nothing is under way, see :meth:`synchronize`.
         """
         ended, device = self._groups[:], self._pair_groups.device
         self._groups.clear()
@@ -386,7 +380,7 @@ def _named(among: Among) -> tuple[str, tuple[int, ...]]:
 
 
 def _rendezvous(group: Any, timeout: float | None, mesh: DeviceMesh | None) -> Rendezvous | None:
-    """Pair up this call with those of the other ranks; None where it is not known which these are."""
+    """Pair up this call with those of the other ranks; None if it cannot be known which these are."""
     if not dist.is_available() or not dist.is_initialized() or group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
     ranks = mesh.mesh.flatten().tolist() if isinstance(mesh, DeviceMesh) else None

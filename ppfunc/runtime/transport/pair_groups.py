@@ -35,8 +35,9 @@ _LOST = (
 
 
 class _PairGroup:
-    """A communicator from a rank, which is its rank 0, to another; ``group`` is None until it is connected,
-    and again after a failure.
+    """Holds the communicator of a route, whose sender is its rank 0.
+
+    ``group`` is None until it is connected, and again after a failure.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,7 @@ class _PairGroup:
 
 
 class PairGroups:
-    """The communicators of this rank with others, and what is under way on them.
+    """Owns the communicators of this rank with others, and knows the messages under way on them.
 
     Args:
         backend, links: of the transport.
@@ -218,7 +219,7 @@ class PairGroups:
 
 
 def lost(peer: int, error: BaseException) -> BaseException:
-    """Return what an error of a backend says of the peer; the error itself if it says nothing."""
+    """Translate a backend's error into a LinkError of the peer, or return it if it names no link."""
     text = str(error) if isinstance(error, RuntimeError) else ""
     if "Timed out waiting" in text:
         return LinkError(peer, "late", f"it has not answered in time ({text.splitlines()[0]})")
@@ -228,8 +229,8 @@ def lost(peer: int, error: BaseException) -> BaseException:
 
 
 def _wire(transfer: Transfer) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """How the tensors of a transfer travel: as they are, or as their bytes where a backend may not know the
-    dtype.
+    """Return the map of a transfer's tensors to those that travel: their bytes for dtypes that backends may
+    not know.
     """
     if all(leaf.dtype in _PLAIN and 0 not in leaf.shape for leaf in transfer.leaves):
         return lambda tensors: tensors

@@ -21,7 +21,7 @@ Call = Callable[[Buffers], None]
 
 
 class Route(NamedTuple):
-    """Messages of one direction from one rank to another.
+    """Name the messages of one direction from one rank to another.
 
     Args:
         direction: as in :class:`Tag`.
@@ -34,7 +34,7 @@ class Route(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One end of one message.
+    """Describe one end of one message.
 
     Args:
         outgoing: whether this is the sending end.
@@ -52,7 +52,7 @@ class Transfer(NamedTuple):
 
 
 class LossPart(NamedTuple):
-    """Where the losses of one stage of the schedule are computed, and their form.
+    """Describe the losses of one stage of the schedule: the rank that computes them, and their form.
 
     Args:
         rank: the rank that computes them.
@@ -83,8 +83,9 @@ def sum_up(losses: Sequence[torch.Tensor], parts: Mapping[int, LossPart]) -> tor
 def apart(
     losses: Iterable[torch.Tensor], parts: Iterable[LossPart]
 ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
-    """Take apart losses: those that are weighted, by stage; and by microbatch, if the loss of each is wanted,
-    those that are not, added up over stages.
+    """Take losses apart: weighted ones by stage, and unweighted ones by microbatch, summed over stages.
+
+    The latter are empty unless the loss of each microbatch is wanted.
     """
     weighted, rows = [], dict[int, torch.Tensor]()
     for loss, part in zip(losses, parts, strict=True):
@@ -113,8 +114,7 @@ class DataTransport(Protocol):
     """
 
     def connect(self, routes: Iterable[Route], devices: Iterable[torch.device]) -> None:
-        """Open what messages need on these routes, and what collectives need; every rank names the same ones.
-        Collective, idempotent.
+        """Open the communicators of these routes and of the collectives. Collective, idempotent.
 
         Args:
             routes: of all ranks.
@@ -126,9 +126,7 @@ class DataTransport(Protocol):
         ...
 
     def collective(self, among: Among) -> Collective:
-        """Operations among these ranks; of this one alone where there are no others. To be had before
-        ``connect``.
-        """
+        """Return the operations among these ranks, or of this one alone. Called before ``connect``."""
         ...
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
@@ -140,7 +138,7 @@ class DataTransport(Protocol):
         ...
 
     def wait_send(self, transfer: Transfer) -> Call | None:
-        """Wait until a posted send no longer needs its tensors, and let go of them."""
+        """Wait until a posted send no longer needs its tensors, and free them."""
         ...
 
 
@@ -222,9 +220,8 @@ class ControlTransport(Protocol):
         ...
 
     def ready(self, laid: LaidOut) -> None:
-        """Say that this rank is about to execute a step; wait for those that compute parts of the same stage,
-        so that no
-        collective of theirs begins where one of them has failed before.
+        """Announce that this rank is about to execute a step, and wait for those that compute parts of the
+        same stage: no collective of theirs begins if one of them has failed before.
 
         Raises:
             AgreementError: one of them was given arguments that lie otherwise over a mesh.
@@ -232,9 +229,7 @@ class ControlTransport(Protocol):
         ...
 
     def rest(self) -> None:
-        """Say that no rank is in a collective of a stage, nor will be before the next step, so that none is
-        ended by a failure now.
-        """
+        """Announce that no rank enters a collective of a stage before the next step: no failure ends one."""
         ...
 
     def end(
@@ -276,21 +271,23 @@ class ControlTransport(Protocol):
         ...
 
     def lose_step(self) -> None:
-        """Say that the results of the step that has ended cannot be returned here: the next one is refused on
-        all ranks.
+        """Announce that the results of the step that has ended cannot be returned here: the next step is
+        refused on all ranks.
         """
         ...
 
     def fail(self, failure: Failure) -> BaseException:
-        """Tell the peers, tear down what they may be waiting on, and return the error to raise here."""
+        """Tell the peers, abort the communicators that they may wait on, and return the error to raise."""
         ...
 
 
 class Transport(DataTransport, ControlTransport, Protocol):
-    """Both; owns connections, so it is a context manager."""
+    """Carries a pipeline's tensors and keeps its ranks together: :class:`DataTransport` and
+    :class:`ControlTransport` in one. A context manager that closes its connections.
+    """
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         ...
 
     def __enter__(self) -> Self: ...

@@ -169,7 +169,7 @@ def _needs(i: Instruction, stages: int) -> Iterator[Instruction]:
 
 
 def _peak(times: SlotNumbers) -> int:
-    """Most activations of a rank that wait for their weight gradient."""
+    """Count the most activations of a rank that wait for their weight gradient at one time."""
     return max(accumulate((i.op is Op.F) - (i.op is Op.W) for i in sorted(times, key=times.__getitem__)))
 
 

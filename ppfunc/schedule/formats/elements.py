@@ -61,7 +61,7 @@ def page(
 
 
 def _scoped(style: str) -> str:
-    """Rules that hold within the picture alone: notebooks put pictures into their own page."""
+    """Restrict CSS rules to the picture: notebooks put pictures into their own page."""
     return re.sub(r"(?<![\w.])\.(?=[a-zA-Z])", ".ppfunc .", style)
 
 
@@ -80,12 +80,12 @@ def line(x1: float, y1: float, x2: float, y2: float, kind: str = "tick") -> str:
 
 
 def text(kind: str, x: float, y: float, content: str) -> str:
-    """Text of the class ``kind``."""
+    """Write a text of the class ``kind``."""
     return f'<text class="{kind}" x="{number(x)}" y="{number(y)}">{escaped(content)}</text>'
 
 
 def escaped(content: str) -> str:
-    """Text for XML, in which control characters have no form at all."""
+    """Escape a text for XML; control characters, which XML cannot hold, become ``?``."""
     return escape("".join(c if c.isprintable() else "?" for c in content), quote=False)
 
 
@@ -95,7 +95,7 @@ def number(value: float) -> str:
 
 
 def amount(memory: float) -> str:
-    """Memory in whatever unit it has, activations or bytes: in short from ten thousand on."""
+    """Write an amount of memory, in activations or bytes: from ten thousand on with k, M, G or T."""
     power = next((n for n in (4, 3, 2, 1) if memory >= 10.0 ** (3 * n)), 0) if memory >= 10_000 else 0
     return f"{memory / 10.0 ** (3 * power):.3g} {'kMGT'[power - 1]}" if power else number(memory)
 
@@ -111,7 +111,7 @@ def short(value: float) -> str:
 
 
 def ticks(most: float, pixels: float, apart: float = 70) -> Iterator[float]:
-    """Round numbers from 0 to ``most``, at least so many pixels apart on so many."""
+    """Yield round numbers from 0 to ``most`` for an axis of ``pixels``, at least ``apart`` pixels apart."""
     if most <= 0:
         return
     least = apart * most / pixels

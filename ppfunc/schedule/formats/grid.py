@@ -26,7 +26,7 @@ _LEAST = 20  # columns of a grid that is drawn smaller
 
 
 class Bar(NamedTuple):
-    """One instruction in time."""
+    """Place an instruction in time: its start and end."""
 
     instruction: Instruction
     start: float

@@ -127,7 +127,7 @@ def _wrong(path: str, value: Any, expected: str) -> FormatError:
 
 
 def _header(document: Any, path: str) -> None:
-    """Format and version first, so that a newer document is called newer, not malformed."""
+    """Check format and version before the keys, so that a newer document is called newer, not malformed."""
     if not isinstance(document, dict):
         raise _wrong(path, document, f"an object with the keys {', '.join(_KEYS)}")
     if document.get("format") != FORMAT:
@@ -150,7 +150,7 @@ def _object(path: str, value: Any, keys: tuple[str, ...]) -> None:
 
 
 def _items(path: str, value: Any) -> list[tuple[str, Any]]:
-    """List the items of a list, each behind its own path."""
+    """List ``(path, item)`` for the items of the list at ``path``."""
     if not isinstance(value, list):
         raise _wrong(path, value, "a list")
     return [(f"{path}[{n}]", item) for n, item in enumerate(value)]

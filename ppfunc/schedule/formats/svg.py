@@ -260,7 +260,7 @@ def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar], numbered
 
 
 def _whole_bars(scale: _Scale, rank: int, row: list[Bar]) -> Iterator[str]:
-    """Bars of optimizer steps, and thin ones of collectives; what takes no time has none."""
+    """Draw bars for optimizer steps, and thin ones for collectives; none for what takes no time."""
     for bar in row:
         instruction, start, end = bar
         if end > start:

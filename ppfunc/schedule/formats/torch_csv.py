@@ -110,7 +110,7 @@ def _next_stages(compute: list[Instruction]) -> list[list[int]]:
 def _messages(
     schedule: Schedule, timeline: Timeline
 ) -> Iterator[tuple[float, int, int, Instruction, int, Instruction]]:
-    """Time, number, rank and instruction at both ends of every message."""
+    """Yield for every message: time, number, then rank and instruction at either end."""
     numbers = count()
     for rank, (instructions, ends) in enumerate(
         zip(map(schedule.instructions, range(schedule.ranks)), timeline.ends, strict=True)

@@ -30,7 +30,7 @@ _NOISE = 0.25  # of a period, in the time by which layouts are ranked
 
 
 class _Shape(NamedTuple):
-    """The operations of one microbatch in ticks.
+    """Describe the operations of one microbatch in ticks.
 
     Args:
         chain: (rank, code, ticks, latency before it) of each operation of the chain.
@@ -92,7 +92,7 @@ def block_orders(p: Problem, d: Direction) -> Iterator[tuple[int, Order | None]]
 
 
 def _shape(p: Problem) -> _Shape:
-    """Round the times of a problem to ticks, at least one each."""
+    """List the operations of one microbatch, their times rounded to ticks, at least one each."""
     tick = max(p.work) / p.microbatches / _TICKS or 1
     ticks = [[max(1, round(time / tick)) for time in times] for times in (p.forward, p.backward, p.weight)]
     stages = range(len(p.place))

@@ -121,7 +121,7 @@ def _direction(
 
 
 def _first_starts(p: Problem) -> tuple[list[Number], list[Number]]:
-    """Per rank, the earliest first start in either direction of time; backwards all ranks may start at 0."""
+    """Return the earliest first start of each rank, forwards and backwards in time."""
     early: list[Number] = [0] * p.ranks
     now: Number = 0
     seen = set()
@@ -134,7 +134,7 @@ def _first_starts(p: Problem) -> tuple[list[Number], list[Number]]:
 
 
 class Timing(NamedTuple):
-    """The run of an order: its value under the objective, and the end of every rank."""
+    """Hold the result of running an order: its value under the objective, and the end of every rank."""
 
     value: Number
     ends: list[Number]

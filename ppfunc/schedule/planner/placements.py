@@ -95,7 +95,7 @@ def _shapes(
 def _chunk_counts(
     ranks: int, costs: Costs, placement: str, chunks: int | Sequence[int] | None, layers: int | None
 ) -> Sequence[int]:
-    """How many stages a rank may have."""
+    """List the numbers of stages per rank to try."""
     sizes = {len(value) for value in vars(costs).values() if isinstance(value, Sequence)}
     named = any(isinstance(value, Mapping) for value in vars(costs).values())
     if placement == "v":

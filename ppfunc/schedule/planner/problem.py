@@ -74,7 +74,7 @@ class Problem(NamedTuple):
 
     @property
     def work(self) -> list[Number]:
-        """Time that each rank computes."""
+        """Return the time that each rank computes."""
         one = [f + i + w for f, i, w in zip(self.forward, self.backward, self.weight, strict=True)]
         return [self.microbatches * sum(one[s] for s in stages) for stages in self.stages_by_rank]
 
@@ -153,7 +153,7 @@ def _times(costs: Costs, place: tuple[int, ...]) -> tuple[list[tuple[Number, ...
 
 
 def _memory(costs: Costs, place: tuple[int, ...], microbatches: int, cap: Cap) -> list[tuple[int, ...]]:
-    """Activations, their shares and the caps of the ranks in a common whole unit."""
+    """Convert activations, the shares kept for W, and the caps of the ranks to one whole unit."""
     stages, ranks = range(len(place)), max(place) + 1
     held = [_exact(costs.of("activation", s)) for s in stages]
     kept = [size * _exact(costs.of("weight_share", s)) for s, size in enumerate(held)]

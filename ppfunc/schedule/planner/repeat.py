@@ -14,7 +14,7 @@ def fewer_microbatches(p: Problem) -> int:
 
 
 def extend(d: Direction, order: Order, microbatches: int) -> Order | None:
-    """Repeat a stretch of every word until it is for so many microbatches; None where no stretch repeats.
+    """Lengthen an order to ``microbatches`` by repeating a stretch of each rank's word; None if none repeats.
 
     A stretch of q microbatches reaches, on every rank, from the F of the rank's first stage for microbatch x
     to that for x + q, and holds q operations of each code, so that it leaves memory as it was. Of all that

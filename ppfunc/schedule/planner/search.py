@@ -177,7 +177,7 @@ class Search:
         return self._counted(2, justify(self._rules, order, back, forth))
 
     def _counted(self, replays: int, found: Replayed) -> Replayed:
-        """Count the work of so many replays, of which ``found`` is the result."""
+        """Charge the work of so many replays, note ``found`` if it is the best so far, and return it."""
         self.spent += replays * sum(map(len, found.order))
         if found.value < self.best.value:
             self.best, self.found = found, self._trying

@@ -42,7 +42,7 @@ def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
 
 
 def _place_of(program: Program, number: int) -> tuple[int, int]:
-    """Step and place of an instruction by its number, the parts of pairs counted."""
+    """Find the step, and the place in it, of the instruction with this number; parts of pairs count apart."""
     places = ((s, p) for s, step in enumerate(program) for p, i in enumerate(step) for _ in parts_of(i))
     return next(islice(places, number, None))
 

@@ -12,7 +12,7 @@ Position = tuple[int, int, int]  # rank, step, place
 
 
 class OrderRecord(NamedTuple):
-    """The position of everything that happens, by the numbers of :class:`Dataflow`."""
+    """Record the position of every value and message, by the numbers of :class:`Dataflow`."""
 
     made: dict[int, Position]  # by value, the instruction that computes it
     weights: dict[int, Position]  # by input gradient, the B or the W that computes the weight gradient

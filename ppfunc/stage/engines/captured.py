@@ -74,7 +74,7 @@ def captured(
 
 
 class _Slot:
-    """The memory of one microbatch in flight, and what was recorded in it."""
+    """Owns the memory of one microbatch in flight, and the graphs recorded in it."""
 
     def __init__(self, example: Example, y: Signature, record: Record) -> None:
         groups = (example.x.leaves, example.extra_leaves, [leaf for leaf in y.leaves if leaf.grad])
@@ -95,7 +95,7 @@ class _Slot:
 
 
 class _StaticParams:
-    """A copy of parameters, and the slots whose recordings read it."""
+    """Owns a copy of parameters, and the slots whose recordings read it."""
 
     def __init__(self, params: Leaves) -> None:
         self.params, self.free, self.lent = params, list[_Slot](), 0

@@ -11,7 +11,7 @@ from .network import Member, Network
 
 
 class SimulatedLinks:
-    """The :class:`~ppfunc.runtime.control.tree.Links` of one rank over a simulated network."""
+    """Implements :class:`~ppfunc.runtime.control.tree.Links` of one rank over a simulated network."""
 
     def __init__(self, network: Network, rank: int) -> None:
         self._network, self._member = network, network.members[rank]

@@ -24,7 +24,7 @@ def interrupt() -> None:
 
 @dataclass(slots=True)
 class Member:
-    """The state of one rank.
+    """Holds the state of one rank.
 
     Args:
         operations: how many it has begun.
@@ -52,7 +52,7 @@ class Member:
 
 
 class Pipe:
-    """One direction of a connection: delivers in order what is sent, each message after a time of its own."""
+    """Delivers the messages of one direction of a connection in order, each after a time of its own."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -107,8 +107,8 @@ class Network:
     # -- operations ------------------------------------------------------------------------
 
     def operation(self, rank: int, text: str, *, can_fail: bool = True) -> None:
-        """Begin an operation of a rank: faults strike, then others may run. One that cannot fail raises
-        none.
+        """Begin an operation of a rank: its faults strike, then other ranks may run. With ``can_fail=False``
+        faults of the kind ``"raise"`` wait.
         """
         member = self.members[rank]
         if member.ended is not None:
@@ -147,8 +147,8 @@ class Network:
         raise error
 
     def trouble(self, rank: int, peer: int, pipe: Pipe | None = None) -> LinkError | None:
-        """Why a rank need not wait for a peer, as far as it knows; not for its death while messages are under
-        way on the pipe.
+        """Return why a rank need not wait for a peer, as far as it knows. A peer that is gone is no reason
+        while its messages are under way on the pipe.
         """
         member = self.members[rank]
         if member.heard > member.generation and self.published[member.generation].stops(member.voted):
@@ -165,7 +165,7 @@ class Network:
         return f"rank {waits[0][1]} has not answered within {self.timeout:g} s{deadlock}{told}"
 
     def waits(self, rank: int) -> list[tuple[int, int, str]]:
-        """Who waits for whom and for what, from a rank on, up to one that does not wait or has been named."""
+        """List ``(rank, peer, text)``: who waits for whom and for what, from ``rank`` on, until it ends."""
         found: list[tuple[int, int, str]] = []
         while (awaited := self.members[rank].waits) is not None and rank not in (
             waiting for waiting, _, _ in found
@@ -177,7 +177,7 @@ class Network:
     # -- faults ----------------------------------------------------------------------------
 
     def delay(self, rank: int) -> float:
-        """Seconds that the next message of a rank takes; infinite where it never arrives."""
+        """Return the seconds that the next message of a rank takes; infinite if it never arrives."""
         member = self.members[rank]
         seconds = self.scheduler.random.uniform(0, self.latency)
         for fault in [f for f in member.due if f.kind in ("delay", "drop")]:

@@ -69,7 +69,7 @@ class Simulated:
 
     @property
     def operations(self) -> tuple[int, ...]:
-        """How many operations each rank has begun, which is where faults can strike."""
+        """Count the operations that each rank has begun; faults strike at these."""
         return tuple(member.operations for member in self._network.members)
 
     def transport(self, rank: int) -> SimulatedTransport:
@@ -88,7 +88,7 @@ class Simulated:
 
 
 class SimulatedTransport(Control):
-    """The transport of one rank of :class:`Simulated`. To be used by the thread of that rank."""
+    """Implements the transport of one rank of :class:`Simulated`. The thread of that rank alone uses it."""
 
     def __init__(self, network: Network, wires: Wires, rank: int) -> None:
         self._network, self._wires = network, wires

@@ -19,7 +19,7 @@ from .network import Network, Pipe
 
 @dataclass(slots=True, eq=False)
 class _End:
-    """One end of a message that has been posted.
+    """Holds one end of a message that has been posted.
 
     Args:
         tensors: those sent, or those received into.
@@ -36,7 +36,7 @@ class _End:
 
 
 class Wires:
-    """The connections between all ranks of a simulation that carry tensors."""
+    """Carries tensors between all ranks of a simulation."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -150,7 +150,7 @@ def _received(transfer: Transfer) -> _End:
 
 
 def _poisoned(leaf: LeafSignature, device: torch.device) -> torch.Tensor:
-    """All bits set, which is NaN in every floating dtype."""
+    """Make a tensor with all bits set, which is NaN in every floating dtype."""
     tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
     tensor.reshape(-1).view(torch.uint8).fill_(0xFF)
     return tensor

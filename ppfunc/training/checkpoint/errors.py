@@ -16,9 +16,7 @@ class RankError(CheckpointError):
 
 @contextmanager
 def reading(name: object) -> Iterator[None]:
-    """Raise CheckpointError where the operating system cannot read this, so that an earlier checkpoint is
-    tried.
-    """
+    """Turn errors of the operating system into CheckpointError, so that an earlier checkpoint is tried."""
     try:
         yield
     except OSError as error:

@@ -128,7 +128,7 @@ def _parameters(accessors: Sequence[PyTreeAccessor]) -> dict[int, set[Path]]:
 
 
 def _stage_at(accessor: PyTreeAccessor) -> int | None:
-    """Find where on its way the stage is: the first integer key of a dictionary."""
+    """Find the position of the stage in a path of keys: that of the first integer key of a dictionary."""
     return next(
         (n for n, e in enumerate(accessor) if isinstance(e, optree.MappingEntry) and type(e.entry) is int),
         None,
@@ -136,7 +136,7 @@ def _stage_at(accessor: PyTreeAccessor) -> int | None:
 
 
 def _under(accessor: PyTreeAccessor, at: int, field: str) -> bool:
-    """Tell if the dictionary of stages at a place is this field of a training state."""
+    """Tell if a path lies in this field of a training state."""
     entry = accessor[at - 1] if at else None
     return isinstance(entry, optree.NamedTupleEntry) and entry.type is TrainState and entry.field == field
 

@@ -83,7 +83,7 @@ def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Op
 def divided(
     group_of: Callable[[str, ParameterKind], int], optimizers: Sequence[Optimizer], write: Callable[[], str]
 ) -> Optimizer:
-    """Make an optimizer of several, of which each updates the parameters of the group of its number."""
+    """Make an optimizer of several: the n-th updates the parameters for which ``group_of`` returns n."""
     every = [skipping(optimizer) for optimizer in optimizers]
     names = [f"group{n}" for n in range(len(every))]
 

@@ -113,7 +113,7 @@ class Clip(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Its numbers, which ranks that train together compare."""
+        """Write the numbers of the clip, which ranks that train together compare."""
         return f"clip_by_global_norm({self.max_norm}, {self.norm_type})"
 
     def __call__(self, grads: Any) -> Any:

@@ -1,9 +1,12 @@
 """Update parameters within a step of training, from gradients to new parameters::
 
-reducer.py           gradients of microbatches into buckets, summed over data ranks
-  buckets.py           leaves laid out in flat buffers
-conclusion.py        norm and loss over all ranks: the divisor, and the flag to skip
-parameter_update.py  clip and unscale, run the optimizer, gather (TrainingUpdate)
-  sharding.py          leaves cut over data ranks, and gathered
-ranks.py, update_rule.py, precision.py are what it is made of; train_state.py and progress.py what it changes.
+parameter_update.py  TrainingUpdate   what REDUCE_GRAD, STEP and UNSHARD do in one call of a trainer:
+  reducer.py           Reducer          gradients of microbatches into buckets, summed over data ranks
+    buckets.py           plan_buckets     leaves laid out in flat buffers
+  update_rule.py       updated          divide by scale and clip, run the optimizer on a stage
+  sharding.py          shard, gather    leaves cut over data ranks, and gathered
+
+``ranks.py``, ``update_rule.py`` and ``precision.py`` say what it is made of, ``train_state.py`` what it
+changes. ``start.py`` and ``known_states.py`` say what data ranks compare, and when. ``state_checks.py``
+refuses states of another trainer, ``elementwise.py`` optimizers of whole leaves over shards.
 """

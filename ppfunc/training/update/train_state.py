@@ -34,8 +34,9 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Describe a step by tensors on the device. ``stages``, ``aux`` and ``outputs`` are of this process,
-    all others are the same on all ranks.
+    """Hold the results of a training step beside the new state, as tensors on the device.
+
+    ``stages``, ``aux`` and ``outputs`` are those of this process, all others are the same on all ranks.
 
     Args:
         loss: the weighted sum over the microbatches of all data ranks, float64[].

@@ -159,7 +159,7 @@ def _require_alike(stage: int, name: str, old: Tree, new: Tree) -> None:
 
 
 def divided(gradients: dict[int, Tensor], divisor: Tensor, *, into: bool) -> dict[int, Tensor]:
-    """Divide gradients; in place only in the buckets of a reducer, which tied stages do not share."""
+    """Divide gradients; ``into`` means in place, for those in buckets, which tied stages do not share."""
     divided = dict(gradients)
     for device in {g.device for g in gradients.values()}:
         numbers = [n for n, g in gradients.items() if g.device == device]

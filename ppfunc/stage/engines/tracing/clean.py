@@ -136,7 +136,7 @@ def _fuse(joint: Joint) -> None:
 
 
 def _fuse_linear(node: Node) -> None:
-    """``addmm(b, x, w.t())`` and ``mm(x, w.t())`` are ``linear``, which is one call for all three."""
+    """Replace ``addmm(b, x, w.t())`` and ``mm(x, w.t())`` by ``linear``: one call instead of two."""
     if node.target is aten.addmm.default and not node.kwargs:
         bias, x, transposed = arguments(node)
         fits = bias.meta["val"].dim() == 1
@@ -158,7 +158,7 @@ def _fuse_linear(node: Node) -> None:
 
 
 def _fuse_sum(node: Node) -> None:
-    """``sum(x, dims, keepdim=True).view(...)`` without these dimensions is ``sum(x, dims)``."""
+    """Replace ``sum(x, dims, keepdim=True)``, viewed without these dimensions, by ``sum(x, dims)``."""
     if node.target not in _RESHAPES or not is_call(total := arguments(node)[0]):
         return
     if (
@@ -176,7 +176,7 @@ def _fuse_sum(node: Node) -> None:
 
 
 def _fuse_draw(node: Node) -> None:
-    """``bernoulli(empty_like(x), p)`` looks at nothing but the shape and the dtype: ``bernoulli(x, p)``."""
+    """Replace ``bernoulli(empty_like(x), p)``, which reads shape and dtype alone, by ``bernoulli(x, p)``."""
     if (
         node.target is aten.bernoulli.p
         and is_call(empty := arguments(node)[0])

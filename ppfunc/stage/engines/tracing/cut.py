@@ -11,7 +11,7 @@ from .operators import ancestors, base, is_call, is_dense, is_element, root
 
 
 class Block(NamedTuple):
-    """A stretch of straight-line code."""
+    """Describe a stretch of straight-line code."""
 
     arguments: tuple[Nodes, ...]
     body: Nodes  # the calls, in order
@@ -19,7 +19,7 @@ class Block(NamedTuple):
 
 
 class ProgramBlocks(NamedTuple):
-    """Parts of the joint trace, one per field of :class:`~ppfunc.stage.program.FlatProgram`."""
+    """Hold the parts of a joint trace, one per field of :class:`~ppfunc.stage.program.FlatProgram`."""
 
     forward: Block
     backward: Block

@@ -23,7 +23,7 @@ _MOST_FOUND = 10_000
 
 
 class OperatorCall(NamedTuple):
-    """How a program calls an operator."""
+    """Describe how a program calls an operator."""
 
     function: Callable[..., Any] | None  # of all arguments, if there is no method
     method: str = ""  # of the first argument

@@ -23,7 +23,7 @@ Results = tuple[Leaves, Gradients, Gradients]  # outputs, gradients of the param
 
 
 class Joint(NamedTuple):
-    """Forward and backward in one graph without side effects."""
+    """Hold forward and backward of a stage in one graph without side effects."""
 
     graph: Graph  # the operators in the order in which they were called
     constants: dict[str, torch.Tensor]  # that ``get_attr`` nodes name

@@ -13,7 +13,7 @@ from .operators import constant_name
 
 
 class Recipe(NamedTuple):
-    """All that a function is made of."""
+    """Hold all that a traced function is written from: a part of a trace, with names and constants."""
 
     block: Block
     names: tuple[str, ...]  # of the arguments
