@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-from ppfunc._text import suggestion
+from ppfunc._text import mend_of, suggestion
 
 # Ten times faster than `ast`, at every import.
 _IMPORT = re.compile(r"from \.(?P<module>[\w.]*) import|(?P<name>\w+) as (?P=name)\b")
@@ -76,6 +76,8 @@ def late(module: str, name: str) -> Callable[..., Any]:
 
 
 def _unknown(package: str, name: str, names: list[str], places: dict[str, str]) -> AttributeError:
+    if mend := mend_of("ppfunc", name):
+        return AttributeError(f"module {package!r} has no attribute {name!r}; here: {mend}", name=name)
     mend = "" if name in places else suggestion(name.replace("1f1b", "one_f_one_b"), names)
     place = places.get(name) or {inner.lower(): place for inner, place in places.items()}.get(name.lower())
     mend = mend or (f"; it is {package}.{place}" if place else f"; dir({package}) lists its names")

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from ppfunc._text import shown
+from ppfunc._text import mend_for, naming_arguments, shown
 from ppfunc.runtime import InProcess, StepFunction, StepResult, StepSpec, Transport, interleaved, two_streams
 from ppfunc.runtime.agreement.ties import Tied, TiedPlaces, read_tied
 from ppfunc.runtime.call.arguments import LossWeights, RawArguments, read_loss_weights
@@ -47,11 +47,12 @@ def reporting_mistakes(transport: Transport | None) -> Iterator[None]:
 def reports_mistakes(make: Callable[P, R]) -> Callable[P, R]:
     """Fail the next step of the other ranks if a call of ``make``, which takes a transport, raises."""
     n = list(signature(make).parameters).index("transport")  # not bound: that would raise for wrong names
+    named = naming_arguments(make)
 
     @wraps(make)
     def making(*args: P.args, **kwargs: P.kwargs) -> R:
         with reporting_mistakes(kwargs.get("transport", args[n] if len(args) > n else None)):  # type: ignore[arg-type]
-            return make(*args, **kwargs)
+            return named(*args, **kwargs)
 
     return making
 
@@ -75,11 +76,13 @@ def unpacked(
     """
     if not isinstance(schedule, Schedule):
         raise TypeError(
-            f"schedule: got {shown(schedule)}, expected a schedule, such as ppfunc.one_f_one_b(ranks=4,"
-            " microbatches=8)"
+            f"schedule: got {shown(schedule)}, expected a schedule;"
+            f" {mend_for(schedule, 'make one, such as ppfunc.one_f_one_b(ranks=4, microbatches=8)')}"
         )
-    if (loss_fn is None and loss_wanted) or (loss_fn is not None and not callable(loss_fn)):
-        raise TypeError(f"loss_fn: got {shown(loss_fn)}, expected a function loss(y, target) -> scalar")
+    is_class = isinstance(loss_fn, type)
+    if (loss_fn is None and loss_wanted) or (loss_fn is not None and (is_class or not callable(loss_fn))):
+        mend = f"; make one: {loss_fn.__name__}()" if isinstance(loss_fn, type) else ""
+        raise TypeError(f"loss_fn: got {shown(loss_fn)}, expected a function loss(y, target) -> scalar{mend}")
     if not isinstance(stages, Split):
         if not isinstance(stages, Sequence) or isinstance(stages, str):
             raise TypeError(
@@ -177,10 +180,10 @@ def _require(
     for stage, fn in enumerate(stages):
         module = isinstance(fn, torch.nn.Module | ModuleStage)
         if module or not (fn is None or callable(fn)):
-            mend = "; take ppfunc.stage_from_module(module).fn, and its params" if module else ""
+            mend = mend_for(fn, "take ppfunc.stage_from_module(module).fn, and its params" if module else "")
             raise TypeError(
                 f"stages[{stage}]: got {shown(fn)}, expected a function fn(params, x) -> y, or None for a"
-                f" stage of another process{mend}"
+                f" stage of another process{mend and f'; {mend}'}"
             )
     _require_count(stages, schedule)
     for name, one in (("engine", engine), ("loss_engine", loss_engine)):

@@ -1,8 +1,15 @@
-"""Write names, values and foreign texts for errors."""
+"""Write names, values and foreign texts for errors; answer names that are not known here."""
 
+import inspect
+import re
 import reprlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+C = TypeVar("C", bound=type)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
@@ -16,6 +23,68 @@ def suggestion(name: str, names: Iterable[str]) -> str:
     by_letters = {other.lower(): other for other in names}
     similar = difflib.get_close_matches(name.lower(), by_letters, n=1)
     return f"; did you mean {by_letters[similar[0]]!r}?" if similar else ""
+
+
+def mend_of(owner: str, name: str) -> str:
+    """Return what to write for a name of another library, or an empty text.
+
+    Args:
+        owner: a class, the package, or ``()`` for arguments.
+
+    >>> mend_of("()", "n_microbatches")
+    'microbatches'
+    """
+    from ._old_words import OLD_WORDS  # here, because it is needed for errors only
+
+    return OLD_WORDS[owner].get(name, "")
+
+
+def mend_for(value: Any, otherwise: str = "") -> str:
+    """Return what to take instead of an object of another library, by the name of its class."""
+    name = value.__name__ if isinstance(value, type) else type(value).__name__
+    return mend_of("value", name) or mend_of("ppfunc", name) or otherwise
+
+
+def answering(owner: C) -> C:
+    """Let objects of a class answer the names that other libraries have for what they do."""
+
+    def lacking(self: Any, name: str) -> Any:
+        error = f"{owner.__name__!r} object has no attribute {name!r}"
+        if mend := mend_of(owner.__name__, name):
+            raise AttributeError(f"{error}; here: {mend}", name=name)
+        raise AttributeError(error, name=name, obj=self)
+
+    owner.__getattr__ = lacking  # type: ignore[attr-defined]
+    return owner
+
+
+def naming_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Name the arguments of a function in the errors of Python about wrong ones."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # from within the function
+            raise TypeError(with_arguments(str(error), function)) from None
+
+    return call
+
+
+def with_arguments(error: str, function: Callable[..., Any]) -> str:
+    """Complete an error of Python about the arguments of a call.
+
+    >>> with_arguments("got an unexpected keyword argument 'target'", lambda params, inputs, targets: 0)
+    "got an unexpected keyword argument 'target'; write targets; it takes params, inputs, targets"
+    """
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", error)
+    mend = mend_of("()", unknown[1]) if unknown else ""
+    near = f"; write {mend}" if mend else suggestion(unknown[1], names) if unknown else ""
+    error = re.sub(r"\S+<locals>\.", "", error)  # the function that made it
+    return f"{error}{near}; it takes {', '.join(names)}"
 
 
 def require_one_of(name: str, got: Any, known: Sequence[str]) -> None:

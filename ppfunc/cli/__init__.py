@@ -15,7 +15,7 @@ from ppfunc.schedule.errors import ScheduleError
 
 from .compare import add_compare
 from .parallel import add_parallel
-from .parser import CommandParser, printable
+from .parser import CommandParser, in_options, printable
 from .plan import add_plan
 from .schedule import add_schedules
 
@@ -58,6 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
         reason = str(error)
         if isinstance(error, OSError) and error.filename:
             reason = f"{error.filename}: {error.strerror}"
+        reason = in_options(reason, vars(arguments))
         print(printable(f"ppfunc {arguments.command}: error: {reason}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:

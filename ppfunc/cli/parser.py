@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from ppfunc._text import limited, suggestion
@@ -47,6 +48,17 @@ class CommandParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(
                 action, f"invalid choice {value!r}: expected one of {', '.join(names)}{near}"
             )
+
+
+def in_options(reason: str, names: Iterable[str]) -> str:
+    """Write arguments of functions as options of the command.
+
+    >>> in_options("ranks = 0, expected an integer: pass ranks=1 or more", ["ranks"])
+    '--ranks 0, expected an integer: pass --ranks 1 or more'
+    """
+    options = "|".join(map(re.escape, names))
+    pattern = rf"(?<![\w.-])(?<!\* )({options}) ?= ?(?=-?\d)"
+    return re.sub(pattern, lambda found: f"--{found[1].replace('_', '-')} ", reason)
 
 
 def _doing(word: str, action: argparse.Action) -> str:

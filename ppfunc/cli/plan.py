@@ -85,9 +85,12 @@ def _range(text: str) -> Any:
     """Read a whole number or a range such as 1..4."""
     first, dots, last = text.partition("..")
     try:
-        return range(int(first), int(last) + 1) if dots else int(first)
+        values = range(int(first), int(last) + 1) if dots else int(first)
     except ValueError:
         raise ValueError(f"expected a whole number or a range such as 1..4, got {text!r}") from None
+    if values == range(0):
+        raise ValueError(f"expected a range from small to large, such as {last}..{first}, got {text!r}")
+    return values
 
 
 def _in_parts(costs: Costs) -> Costs:

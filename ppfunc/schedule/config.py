@@ -153,8 +153,7 @@ def find_builder(name: str) -> Callable[..., Schedule]:
     plain = _plain(name)
     if plain not in spellings:
         raise ValueError(
-            f"unknown schedule {name!r}: expected one of"
-            f" {', '.join(BUILDERS)}{suggestion(name.lower(), BUILDERS)}"
+            f"unknown schedule {name!r}: expected one of {', '.join(BUILDERS)}{_nearest(name.lower())}"
         )
     return spellings[plain]
 
@@ -197,6 +196,11 @@ def _read(path: Path, ranks: int, microbatches: int) -> Schedule:
                 f" {expected}"
             )
     return schedule
+
+
+def _nearest(name: str) -> str:
+    """Suggest the first builder whose name begins so, else the most similar."""
+    return suggestion(next((known for known in BUILDERS if known.startswith(name)), name), BUILDERS)
 
 
 def _plain(name: str) -> str:

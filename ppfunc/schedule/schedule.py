@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ppfunc._lazy import late
+from ppfunc._text import answering
 from ppfunc.parallel.placement import stages_of
 
 from .arguments import require_number, require_type
@@ -32,6 +33,7 @@ class Chain(NamedTuple):
     microbatches: range
 
 
+@answering
 @dataclass(frozen=True, repr=False)
 class Schedule:
     """The programs of all ranks as one value: hashable, comparable, with a stable digest.

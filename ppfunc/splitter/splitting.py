@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ppfunc._text import naming_arguments
 from ppfunc.parallel.partition import Partition
 from ppfunc.stage.module import is_subclass, require_usable
 
@@ -20,6 +21,7 @@ from .value import Split
 from .weights import by_stage, overlapping
 
 
+@naming_arguments
 def split(
     model: nn.Module,
     args: Any = (),

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ppfunc._text import answering
+
 if TYPE_CHECKING:
     from .source import Source
 
 Params = Mapping[int, Mapping[str, Tensor]]
 
 
+@answering
 @dataclass(frozen=True, eq=False)
 class Split:
     """A model cut into stages.

@@ -98,7 +98,7 @@ def outline(
     >>> outline(dropped, (torch.zeros(2, 3), torch.zeros(5, 2))).random
     True
     """
-    seen, failure = Example.of(example, device), None
+    seen, failure = Example.of(example, device, targeted=getattr(fn, "targeted", False)), None
     if seen.subclasses:
         refusal = (
             f"its example has tensors of the types {', '.join(seen.subclasses)}, which are not traced",

@@ -27,16 +27,20 @@ class Example:
     extras: tuple[Signature, ...]  # which are never differentiated
     device: torch.device  # where the stage computes
     subclasses: tuple[str, ...] = ()  # names of other tensor types than ``Tensor`` and ``Parameter``
+    targeted: bool = False  # whether the first extra is the target
 
     @classmethod
-    def of(cls, example: tuple[Any, ...], device: torch.device | str | None = None) -> Example:
+    def of(
+        cls, example: tuple[Any, ...], device: torch.device | str | None = None, *, targeted: bool = False
+    ) -> Example:
         """Read ``(params, x, *extras)``: signatures, or trees of tensors; of DTensors the parts of this rank.
 
         The stage computes on ``device``, by default that of the first tensor of the example with values, else
         on the CPU.
         """
         signatures = [
-            Signature.of(tree, name) for tree, name in zip(example, _names(len(example)), strict=True)
+            Signature.of(tree, name)
+            for tree, name in zip(example, _names(len(example), targeted), strict=True)
         ]
         tensors = [local(t) for tree in example if not isinstance(tree, Signature) for t in tree_leaves(tree)]
         if isinstance(example[0], Signature):
@@ -47,7 +51,7 @@ class Example:
         where = torch.device(device) if device is not None else next(held, torch.device("cpu"))
         plain = (torch.Tensor, torch.nn.Parameter)
         others = tuple(sorted({type(t).__name__ for t in tensors if type(t) not in plain}))
-        return cls(signatures[0], strides, signatures[1], tuple(signatures[2:]), where, others)
+        return cls(signatures[0], strides, signatures[1], tuple(signatures[2:]), where, others, targeted)
 
     @property
     def signatures(self) -> tuple[Signature, ...]:
@@ -61,7 +65,7 @@ class Example:
     @property
     def names(self) -> tuple[str, ...]:
         """Name the arguments in errors."""
-        return _names(2 + len(self.extras))
+        return _names(2 + len(self.extras), self.targeted)
 
     @property
     def paths(self) -> list[str]:
@@ -100,8 +104,9 @@ class Example:
         return params, x, extras
 
 
-def _names(arguments: int) -> tuple[str, ...]:
-    return "params", "x", *(f"extra {n}" for n in range(arguments - 2))
+def _names(arguments: int, targeted: bool) -> tuple[str, ...]:
+    target = ["target"] if targeted else []
+    return "params", "x", *target, *(f"extra {n}" for n in range(arguments - 2 - targeted))
 
 
 def _short(text: str, most: int = 600) -> str:

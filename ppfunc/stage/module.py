@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ppfunc._text import mend_of, shown
+
 from ._torch import is_dtensor, version
 from .errors import StageError
 from .frozen import detached, note_parameters
@@ -119,9 +121,13 @@ def _seeing_dtensors(fn: Callable[..., Any], params: State, state: State) -> Cal
 
 def require_usable(module: Any) -> None:
     """Raise for an object that is no module, or a module whose parameters cannot be replaced."""
-    if not isinstance(module, nn.Module):
+    mend = mend_of("value", type(module).__name__)
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        mend = f"make one: {module.__name__}(...)"
+    if mend or not isinstance(module, nn.Module):
         raise TypeError(
-            f"got {type(module).__name__}, expected a torch.nn.Module; a function is a stage as it is"
+            f"got {shown(module)}, expected a torch.nn.Module as it is;"
+            f" {mend or 'a function is a stage by itself'}"
         )
     for name, part in module.named_modules():
         if wrappers := _WRAPPERS & {kind.__name__ for kind in type(part).__mro__}:

@@ -109,6 +109,7 @@ def canonical(
         state = _in_order_of(rest[-1], out.state) if rest else out.state
         return (activation, tuple(returned[s] for s in skips), loss), (outputs, out.metrics, aux, state)
 
+    call.targeted = targeted  # type: ignore[attr-defined]  # for the names of arguments in errors
     return call
 
 

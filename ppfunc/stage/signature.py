@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -285,6 +285,8 @@ def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], Py
             mend = "make it one, as torch.as_tensor does, or bind a constant with functools.partial"
             if isinstance(leaf, torch.nn.Module):
                 mend = "give ppfunc.stage_from_module(module).params"
+            elif isinstance(leaf, Iterator) or type(leaf).__name__ == "DataLoader":
+                mend = "take its next items, ppfunc.Microbatches.from_iterator(iter(...), microbatches)"
             elif isinstance(leaf, Mapping | list | tuple | set) or is_dataclass(leaf):
                 got += ", a class that neither optree nor torch.utils._pytree knows"
                 mend = "make it a dict or a tuple of tensors, or register its class with one of them"

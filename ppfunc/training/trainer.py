@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 
 from ppfunc._step_factory import Stages, make_step, reporting_mistakes, unpacked
-from ppfunc._text import shown
+from ppfunc._text import answering, naming_arguments, shown
 from ppfunc.runtime import P2P, InProcess, Microbatches, StepSpec, Transport
 from ppfunc.runtime.agreement.shared_memory import require_declared_trees
 from ppfunc.runtime.agreement.ties import TiedPlaces
@@ -45,6 +45,7 @@ from .update.train_state import Metrics as Metrics, TrainState as TrainState, re
 from .update.update_rule import OnNonfinite, UpdateRule, require_state_of
 
 
+@answering
 class Trainer:
     """Trains a pipeline by pure functions of a state.
 
@@ -86,6 +87,7 @@ class Trainer:
         ScheduleError, ValueError, TypeError: as :func:`value_and_grad`; arguments that do not fit together.
     """
 
+    @naming_arguments
     def __init__(
         self,
         stages: Stages,
@@ -190,6 +192,7 @@ class Trainer:
             note_whole(initial.step, masters)
         return initial
 
+    @naming_arguments
     def step(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None,
         seed: Seed = None, extras: Mapping[int, Any] | None = None,
@@ -269,6 +272,7 @@ class Trainer:
         after, metrics = _ended(update, result)
         return (after, metrics[0]), timeline
 
+    @naming_arguments
     def evaluate(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None,
         seed: Seed = None, extras: Mapping[int, Any] | None = None,
@@ -346,7 +350,8 @@ class Trainer:
             isinstance(pair, list | tuple) and len(pair) == 2 for pair in batches
         ):
             raise TypeError(
-                f"batches: got {shown(batches)}, expected a list of (inputs, targets), one for every step"
+                f"batches: got {shown(batches)}, expected a list of (inputs, targets), one for every step; of"
+                " an iterator, take list(itertools.islice(iterator, steps))"
             )
         if not batches:
             raise ValueError("batches: got none, expected inputs and targets of at least one step")

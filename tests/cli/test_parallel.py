@@ -102,7 +102,7 @@ def test_partition_by_layout_shows_the_stages(run):
         (["partition", "--weights", "1,2"], "--stages is missing"),
         (["partition", "--weights", "1,2", "--stages", "3"], "sizes [1, 1, 0]"),
         (["partition", "--layers", "0", "--stages", "1"], "--layers is one or more"),
-        (["partition", "--layers", "3", "--stages", "0"], "stages = 0, expected an integer of at least 1"),
+        (["partition", "--layers", "3", "--stages", "0"], "--stages 0, expected an integer of at least 1"),
         (["partition", "--layout", "Et*|L"], "expected a number after '*'"),
         (["partition", "--layout", "Et|L", "--stages", "3"], "the layout has 2 stages, but --stages is 3"),
         (["partition", "--layout", "Et|L", "--method", "min_range"], "--method has no meaning"),

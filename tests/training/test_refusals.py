@@ -62,7 +62,11 @@ def trainer_of(optimizer=None, stages=None, schedule=None, loss=squared, **optio
             "on_nonfinite: got 'rise', expected 'skip' or 'raise' or 'ignore'; did you mean 'raise'",
         ),
         ({"on_nonfinite": True}, ValueError, "on_nonfinite: got True"),
-        ({"scale": 1024.0}, TypeError, "scale: got 1024.0 of type float, expected LossScale"),
+        (
+            {"scale": 1024.0},
+            TypeError,
+            "scale: got 1024.0 of type float.* write ppfunc.static_scale",
+        ),
         ({"precision": torch.bfloat16}, TypeError, "precision: got torch.bfloat16 .*, expected Precision"),
         (
             {"scale": pp.dynamic_scale(), "on_nonfinite": "raise"},
@@ -81,7 +85,7 @@ def trainer_of(optimizer=None, stages=None, schedule=None, loss=squared, **optio
         (
             {"optimizer": torch.optim.Adam},
             TypeError,
-            "optimizer: got .*, expected init and update, such as ppfunc.optim.adamw",
+            "optimizer: got .*, expected a pair of functions, init and update; pp.optim.adamw",
         ),
         ({"optimizer": 1e-3}, TypeError, "optimizer: got 0.001"),
         ({"tied": {"w": [(0, "w"), (7, "w")]}}, ValueError, "a stage that does not exist; the stages are"),

@@ -3,7 +3,7 @@
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from numbers import Integral
 from typing import Any
 
@@ -94,6 +94,36 @@ class Microbatches:
 
     def __init__(self, trees: Iterable[Any]) -> None:
         self.trees = tuple(trees)
+
+    @classmethod
+    def from_iterator(cls, iterator: Iterator[Any], microbatches: int) -> "Microbatches":
+        """Take the next microbatches of an iterator, such as ``iter(loader)``, made once for an epoch.
+
+        Raises:
+            TypeError: no iterator; one that is made in every step would begin anew.
+            ValueError: it has fewer left.
+
+        >>> loader = iter([(torch.zeros(3, 2), torch.zeros(3)), (torch.zeros(1, 2), torch.zeros(1))])
+        >>> inputs, targets = Microbatches.from_iterator(loader, 2).unzip()
+        >>> [len(x) for x in inputs]
+        [3, 1]
+        """
+        if not isinstance(iterator, Iterator):
+            raise TypeError(
+                f"iterator: got {reprlib.repr(iterator)} of type {type(iterator).__name__}, expected an"
+                " iterator; make it once, before the steps, by iter(...)"
+            )
+        trees = list(islice(iterator, microbatches))
+        if len(trees) < microbatches:
+            raise ValueError(
+                f"iterator: got {len(trees)} microbatches, expected {microbatches}: it has ended; make"
+                " another one for the next epoch, or give the rest to a schedule of so many microbatches"
+            )
+        return cls(trees)
+
+    def unzip(self) -> tuple["Microbatches", ...]:
+        """Take apart microbatches of tuples, such as ``(inputs, targets)``: Microbatches of each item."""
+        return tuple(map(Microbatches, zip(*self.trees, strict=True)))
 
     def __len__(self) -> int:
         return len(self.trees)

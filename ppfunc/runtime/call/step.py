@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 
+from ppfunc._text import answering, with_arguments
 from ppfunc.schedule import Schedule, Timeline
 from ppfunc.stage.device import on_device
 
@@ -36,6 +37,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@answering
 class StepFunction(Generic[P, R]):
     """Runs a step and caches its compiled programs by the form of the arguments.
 
@@ -248,6 +250,11 @@ class StepFunction(Generic[P, R]):
 
     def _fail(self, raised: BaseException) -> NoReturn:
         """Tell the peers of a failure, and raise."""
+        trace = raised.__traceback__
+        if (
+            isinstance(raised, TypeError) and trace is not None and trace.tb_next is None
+        ):  # of the call itself
+            raised = TypeError(with_arguments(str(raised), self._read))
         failure = (
             raised.described()
             if isinstance(raised, StepFailed)

@@ -191,7 +191,15 @@ def _inputs(form: StepForm, spec: StepSpec, microbatches: range) -> list[Signatu
     """Return signatures of the batch for the microbatches of a chain."""
     assert form.inputs is not None  # of a process that runs the first stage
     signatures = form.inputs[microbatches.start : microbatches.stop]
-    return [s.with_grad() for s in signatures] if "input_grads" in spec.wants else list(signatures)
+    if "input_grads" not in spec.wants:
+        return list(signatures)
+    wanted = [s.with_grad() for s in signatures]
+    if not any(leaf.grad for s in wanted for leaf in s.leaves):
+        raise ValueError(
+            f"inputs: got {signatures[0]} and argnums=1, expected a floating leaf: integers have no gradient;"
+            " differentiate in the parameters, argnums=0, or give embeddings as inputs"
+        )
+    return wanted
 
 
 def _required(exchange: Began | None) -> Began:

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ppfunc._text import naming_arguments
 from ppfunc.parallel.counts import require_counts
 from ppfunc.parallel.placement import bidirectional, v_shape
 
@@ -12,6 +13,7 @@ from ..schedule import Chain, Schedule
 from ._orders import rank_by_rank, require
 
 
+@naming_arguments
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
     """Two chains over the same ranks, entering at both ends, with overlapped forward and backward.
 
@@ -49,6 +51,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     return Schedule("dualpipe", bidirectional(ranks), chains, tuple(programs))
 
 
+@naming_arguments
 def dualpipev(ranks: int, microbatches: int) -> Schedule:
     """Rank r runs stages r and 2p - 1 - r; forwards of one overlap with backwards of the other.
 
@@ -81,6 +84,7 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
     return rank_by_rank("dualpipev", v_shape(ranks), ranks, microbatches, program_of)
 
 
+@naming_arguments
 def chimera(ranks: int, microbatches: int) -> Schedule:
     """Two chains over the same ranks in opposite directions, in units of p microbatches, half of them each.
 

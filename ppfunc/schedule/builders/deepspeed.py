@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from ppfunc._text import naming_arguments
 from ppfunc.parallel.counts import require_counts
 from ppfunc.parallel.placement import loop
 
@@ -10,6 +11,7 @@ from ..schedule import Chain, Schedule, Step
 from ._orders import require
 
 
+@naming_arguments
 def deepspeed_train(ranks: int, microbatches: int, order: str = "source") -> Schedule:
     """1F1B in ``2(m + p - 1)`` steps, forward where step and stage are both even or both odd.
 
@@ -66,6 +68,7 @@ def _training_steps(stage: int, stages: int, microbatches: int, head: bool) -> I
         before = now
 
 
+@naming_arguments
 def deepspeed_inference(ranks: int, microbatches: int) -> Schedule:
     """Forward of microbatch ``step - r`` on rank r, in ``m + p - 1`` steps and two buffers.
 
@@ -111,6 +114,7 @@ def _inference_steps(stage: int, stages: int, microbatches: int) -> Iterator[Ste
         )
 
 
+@naming_arguments
 def data_parallel(ranks: int, microbatches: int) -> Schedule:
     """Load, forward and backward of one microbatch after another, each rank on its own share.
 

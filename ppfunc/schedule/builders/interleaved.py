@@ -4,6 +4,7 @@ breadth first.
 
 from collections.abc import Iterator
 
+from ppfunc._text import naming_arguments
 from ppfunc.parallel.counts import require_counts
 from ppfunc.parallel.placement import loop
 
@@ -12,6 +13,7 @@ from ..schedule import Schedule
 from ._orders import alternate, delayed_weights, rank_by_rank, require
 
 
+@naming_arguments
 def interleaved_one_f_one_b(
     ranks: int, microbatches: int, chunks: int = 2, group: int | None = None
 ) -> Schedule:
@@ -50,6 +52,7 @@ def interleaved_one_f_one_b(
     return rank_by_rank("interleaved_one_f_one_b", loop(ranks, chunks), ranks, microbatches, program_of)
 
 
+@naming_arguments
 def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """Run interleaved 1F1B with a shorter warm-up; weight gradients start r input gradients late.
 
@@ -87,6 +90,7 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> S
     return rank_by_rank("interleaved_zero_bubble", loop(ranks, chunks), ranks, microbatches, program_of)
 
 
+@naming_arguments
 def looped_bfs(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """Run all forwards chunk by chunk, then all backwards, chunks and microbatches reversed.
 

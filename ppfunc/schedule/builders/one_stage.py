@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from ppfunc._text import naming_arguments
 from ppfunc.parallel.placement import loop
 
 from ..instruction import B, F, Instruction
@@ -9,6 +10,7 @@ from ..schedule import Schedule
 from ._orders import alternate, delayed_weights, rank_by_rank
 
 
+@naming_arguments
 def gpipe(ranks: int, microbatches: int) -> Schedule:
     """Run all forwards, then all backwards, both in the order of the microbatches.
 
@@ -39,6 +41,7 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
     )
 
 
+@naming_arguments
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """Run warm-up forwards by distance from the last rank, then forward and backward in turn.
 
@@ -69,6 +72,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     return rank_by_rank("one_f_one_b", loop(ranks), ranks, microbatches, program_of)
 
 
+@naming_arguments
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """Run forwards and input gradients as in 1F1B; rank r starts weight gradients after r + 1 of them.
 
@@ -94,6 +98,7 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     return _zero_bubble("zb_h1", ranks, microbatches, 1)
 
 
+@naming_arguments
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
     """Double the warm-up of 1F1B, and delay weight gradients twice as long as ZB-H1: a parallelogram.
 
@@ -131,6 +136,7 @@ def _zero_bubble(name: str, ranks: int, microbatches: int, times: int) -> Schedu
     return rank_by_rank(name, loop(ranks), ranks, microbatches, program_of)
 
 
+@naming_arguments
 def inference(ranks: int, microbatches: int) -> Schedule:
     """Run the forwards of all microbatches in order, and no backward.
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate, count
 from operator import itemgetter
 
+from ppfunc._text import naming_arguments
 from ppfunc.parallel.counts import require_counts
 from ppfunc.parallel.placement import v_shape
 
@@ -13,6 +14,7 @@ from ..schedule import Schedule, single_chain
 from ._orders import rank_by_rank
 
 
+@naming_arguments
 def zbv(ranks: int, microbatches: int) -> Schedule:
     """Rank r runs stages r and 2p - 1 - r in a fixed pattern that has no gap at equal costs.
 
@@ -54,6 +56,7 @@ def _pattern(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
         yield Instruction(Op(letter.upper()), stage, next(numbers[letter]))
 
 
+@naming_arguments
 def v_half(ranks: int, microbatches: int) -> Schedule:
     """Rank r runs stages r and 2p - 1 - r in a pattern that keeps activations short-lived.
 
@@ -85,6 +88,7 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
     return from_pattern("v_half", ranks, microbatches, slots)
 
 
+@naming_arguments
 def v_min(ranks: int, microbatches: int) -> Schedule:
     """Rank r runs stages r and 2p - 1 - r, each microbatch through the V without a stop.
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import count, product
 
+from ppfunc._text import naming_arguments
 from ppfunc.parallel.placement import Placement, loop, stages_of, v_shape
 
 from ..costs import Costs, Number, require_costs
@@ -13,6 +14,7 @@ from ..schedule import Schedule
 from .v_shape import v_half, v_min, zbv
 
 
+@naming_arguments
 def zero_bubble(
     ranks: int, microbatches: int, cap: Number | None = None, costs: Costs | None = None
 ) -> Schedule:
@@ -53,6 +55,7 @@ def zero_bubble(
     return schedule_of(p, min(runs, key=lambda run: run.value).order, "zero_bubble")
 
 
+@naming_arguments
 def zbv_greedy(
     ranks: int, microbatches: int, cap: Number | None = None, costs: Costs | None = None
 ) -> Schedule:

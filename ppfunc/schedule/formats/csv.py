@@ -201,7 +201,11 @@ def _placement(rows: list[_Row], held: list[Counter[int]], stages: int) -> tuple
             owners[stage] = max(owners.get(stage, (0, 0)), (often, -rank))
     gap = next((stage for stage in range(stages) if stage not in owners), None)
     if gap is not None:
-        _refuse(rows, lambda part: part.stage > gap, f"no rank computes stage {gap}, but stages have no gaps")
+        _refuse(
+            rows,
+            lambda part: part.stage > gap,
+            f"no rank computes stage {gap}, but stages have no gaps; give a row for each rank",
+        )
     return tuple(-owners[stage][1] for stage in range(stages))
 
 

@@ -63,7 +63,8 @@ def _check_fields(schedule: Schedule) -> None:
     for stage, rank in enumerate(schedule.placement):
         if not _is_number(rank) or rank >= schedule.ranks:
             raise _plain(
-                f"stage {stage} is placed on rank {rank!r}, expected a rank from 0 to {schedule.ranks - 1}"
+                f"stage {stage} is placed on rank {rank!r}, expected a rank from 0 to {schedule.ranks - 1};"
+                f" give a program for each rank, there are {schedule.ranks}, or place it on one of these"
             )
 
 

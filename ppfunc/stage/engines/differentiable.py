@@ -47,7 +47,7 @@ def engine(build: Callable[..., tuple[FlatProgram, int | None]]) -> Callable[...
         outline: Outline | None = None,
         **options: Any,
     ) -> StageProgram:
-        seen = Example.of(example, device)
+        seen = Example.of(example, device, targeted=getattr(fn, "targeted", False))
         known = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
         stage = DifferentiableStage(fn, seen, known, has_aux, name)
         flat, size = build(stage, example, **options)

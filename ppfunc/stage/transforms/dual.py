@@ -13,7 +13,7 @@ from ..output import Output, Received
 from ..program import Loss, Stage
 from ..signature import flatten
 from ..tree import tree_map
-from .tangents import flatten_tangents, push, replaced
+from .tangents import alone, flatten_tangents, push, replaced
 
 
 def dual(fn: Stage) -> Stage:
@@ -63,6 +63,8 @@ def dual_loss(loss_fn: Loss) -> Loss:
     >>> loss((torch.tensor(3.0), torch.tensor(1.0)), torch.tensor(1.0))
     tensor([4., 4.])
     """
+
+    loss_fn = alone(loss_fn)
 
     def loss(y: Any, target: Any) -> torch.Tensor:
         y, ty = y
@@ -132,6 +134,8 @@ def gauss_newton_loss(loss_fn: Loss) -> Loss:
     >>> torch.func.grad_and_value(lambda y: loss(y, torch.tensor(1.0))[1])(pair)
     ((tensor(24.), tensor(0.)), tensor(48.))
     """
+
+    loss_fn = alone(loss_fn)
 
     def loss(y: Any, target: Any) -> torch.Tensor:
         y, ty = y

@@ -12,6 +12,7 @@ from ..program import Loss, Stage
 from ..signature import differentiable
 from ..tree import tree_leaves, tree_map
 from .ensemble import batched
+from .tangents import alone
 
 
 def per_sample(fn: Stage, *, randomness: str = "error", alone: bool = True, joined: bool = True) -> Stage:
@@ -48,7 +49,7 @@ def per_sample_loss(loss_fn: Loss, *, joined: bool = True) -> Loss:
     """Return ``loss(y, target) -> tensor[b]``, the losses of every sample as a batch of one."""
 
     def one(y: Any, target: Any) -> torch.Tensor:
-        return loss_fn(_alone(y) if joined else y, _alone(target))
+        return alone(loss_fn)(_alone(y) if joined else y, _alone(target))
 
     def losses(y: Any, target: Any) -> torch.Tensor:
         return batched(one, (y, target), (True, True))

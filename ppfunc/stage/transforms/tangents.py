@@ -8,12 +8,28 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._torch import jvp
 from ..layout import layout_of
+from ..program import Loss
 from ..signature import differentiable, flatten
 from ..tree import tree_flatten, tree_paths, tree_structure
 from .norms import DecomposedNorms
 
 Leaves = tuple[torch.Tensor, ...]
 Tangents = tuple[torch.Tensor | None, ...]  # one entry per leaf, None for a zero tangent
+
+
+def alone(loss_fn: Loss) -> Callable[[Any, Any], torch.Tensor]:
+    """Refuse a loss function that returns more than the loss, which a transform does not carry."""
+
+    def loss(y: Any, target: Any) -> torch.Tensor:
+        value = loss_fn(y, target)
+        if isinstance(value, tuple):
+            raise TypeError(
+                "it returned (loss, aux) to a transform, expected the loss; return that alone, or take"
+                " ppfunc.value_and_grad"
+            )
+        return value
+
+    return loss
 
 
 def flatten_tangents(primal: Any, tangent: Any, name: str) -> Tangents:

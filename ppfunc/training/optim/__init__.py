@@ -12,10 +12,17 @@ norms.py                norms of gradients, of which each rank has a part; clipp
 seen.py                 whether a transform or autograd looks through
 """
 
-from .composed import chain as chain, from_updates as from_updates
-from .groups import by_name as by_name
-from .norms import clip_by_global_norm as clip_by_global_norm, global_norm as global_norm
-from .optimizers import adamw as adamw, sgd as sgd
-from .protocols import Optimizer as Optimizer
-from .rates import constant as constant, linear as linear, warmup_cosine as warmup_cosine
-from .whole import adafactor as adafactor, lamb as lamb, muon as muon
+from typing import TYPE_CHECKING
+
+from ppfunc._lazy import attach
+
+if TYPE_CHECKING:
+    from .composed import chain as chain, from_updates as from_updates
+    from .groups import by_name as by_name
+    from .norms import clip_by_global_norm as clip_by_global_norm, global_norm as global_norm
+    from .optimizers import adamw as adamw, sgd as sgd
+    from .protocols import Optimizer as Optimizer
+    from .rates import constant as constant, linear as linear, warmup_cosine as warmup_cosine
+    from .whole import adafactor as adafactor, lamb as lamb, muon as muon
+else:
+    __getattr__, __dir__, __all__ = attach(__name__)

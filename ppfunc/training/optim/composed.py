@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppfunc._text import shown
+from ppfunc._text import naming_arguments, shown
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_flatten, tree_paths
 
@@ -87,6 +87,7 @@ def _added(parameter: Tensor, change: Tensor) -> Tensor:
     return (parameter + change).to(parameter.dtype) if differentiable(parameter.dtype) else parameter
 
 
+@naming_arguments
 def chain(clip: Clip, optimizer: Optimizer) -> Optimizer:
     """Make an optimizer that clips gradients first. Its state is that of ``optimizer``.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ppfunc._text import naming_arguments
 from ppfunc.stage.frozen import Mask
 
 from .._torch import fused_adamw, fused_sgd
@@ -14,6 +15,7 @@ from .protocols import Optimizer
 from .updates import LearningRate, optimizer_of, require_betas, written_into
 
 
+@naming_arguments
 def adamw(
     lr: LearningRate,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -88,6 +90,7 @@ def adamw(
     return optimizer_of("adamw", numbers, formula, ("mean", "square"), lr, weight_decay, mask, kernel, donate)
 
 
+@naming_arguments
 def sgd(
     lr: LearningRate,
     momentum: float = 0.0,
@@ -128,7 +131,7 @@ def sgd(
     >>> optimizer.update([torch.tensor(2.0)], optimizer.init(params), params)[0]
     [tensor(0.8000)]
     """
-    require_number("momentum", momentum)
+    require_number("momentum", momentum, below=1.0)
     require_number("weight_decay", weight_decay)
     require_number("dampening", dampening)
     if nesterov and (momentum <= 0 or dampening != 0):

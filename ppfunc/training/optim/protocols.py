@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ppfunc._text import shown
+from ppfunc._text import answering, mend_for, shown
 from ppfunc.stage._torch import versions
 from ppfunc.stage.tree import tree_leaves, tree_map
 
@@ -31,6 +31,7 @@ class Update(Protocol):
     ) -> tuple[Tree, Tree]: ...
 
 
+@answering
 class Optimizer(NamedTuple):
     """Pair the functions of an optimizer; any such pair serves as one.
 
@@ -67,7 +68,8 @@ def require_pair(name: str, pair: Any) -> None:
     """Raise TypeError for an object without the functions ``init`` and ``update``."""
     if not callable(getattr(pair, "init", None)) or not callable(getattr(pair, "update", None)):
         raise TypeError(
-            f"{name}: got {shown(pair)}, expected init and update, such as ppfunc.optim.adamw(1e-3)"
+            f"{name}: got {shown(pair)}, expected a pair of functions, init and update;"
+            f" {mend_for(pair, 'make one, such as ppfunc.optim.adamw(1e-3)')}"
         )
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ppfunc._text import naming_arguments
 from ppfunc.parallel.counts import require_counts
 
 from ..checks import require_number
@@ -42,6 +43,7 @@ def constant(lr: float) -> Rate:
     )
 
 
+@naming_arguments
 def linear(start: float, end: float, steps: int) -> Rate:
     """Make a rate that goes from ``start`` to ``end`` in ``steps`` updates, and stays there.
 
@@ -59,6 +61,7 @@ def linear(start: float, end: float, steps: int) -> Rate:
     )
 
 
+@naming_arguments
 def warmup_cosine(peak: float, warmup: int, steps: int, end: float = 0.0) -> Rate:
     """Make a rate that rises from ``peak / warmup`` to ``peak``, then falls along half a cosine to ``end``.
 
@@ -81,7 +84,12 @@ def warmup_cosine(peak: float, warmup: int, steps: int, end: float = 0.0) -> Rat
     require_number("peak", peak)
     require_number("end", end)
     require_counts(0, warmup=warmup)
-    require_counts(warmup + 1, steps=steps)
+    require_counts(steps=steps)
+    if steps <= warmup:
+        raise ValueError(
+            f"steps: got {steps} with warmup={warmup}, expected more: steps counts all updates, those of the"
+            f" rise too; pass steps={warmup + steps} for a fall of {steps}"
+        )
 
     def rate(updates: Tensor) -> Tensor:
         falling = end + (peak - end) * 0.5 * (1 + torch.cos(pi * _share(updates - warmup, steps - warmup)))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from ppfunc._text import shown
+from ppfunc._text import naming_arguments, shown
 from ppfunc.stage import Signature
 from ppfunc.stage.device import accelerates
 from ppfunc.stage.frozen import Mask, masked_leaves
@@ -89,6 +89,7 @@ def optimizer_of(
         }
         return {"updates": _zero_count(leaves), **trees}
 
+    @naming_arguments
     def update(
         grads: Tree,
         state: dict[str, Tree],
@@ -203,7 +204,10 @@ def written_into(
 def require_betas(betas: object) -> None:
     """Raise TypeError or ValueError unless these are two decays below 1."""
     if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise TypeError(f"betas is {reprlib.repr(betas)}, expected two numbers, such as (0.9, 0.999)")
+        raise TypeError(
+            f"betas is {reprlib.repr(betas)}, expected two numbers, such as (0.9, 0.999), behind lr;"
+            " an optimizer is given no parameters"
+        )
     for n, beta in enumerate(betas):
         require_number(f"betas[{n}]", beta, below=1.0)
 
@@ -212,7 +216,10 @@ def _text_of_rate(lr: LearningRate) -> str:
     """Write a learning rate as ranks compare it: its numbers, or the name and some values of its function."""
     if not callable(lr):
         require_number(
-            "lr", lr, mend=", or a function of the number of updates, such as ppfunc.optim.warmup_cosine"
+            "lr",
+            lr,
+            mend=", or a function of the number of updates, such as ppfunc.optim.warmup_cosine;"
+            " an optimizer is given no parameters",
         )
         return f"lr {lr}"
     if text := getattr(lr, "text", None):

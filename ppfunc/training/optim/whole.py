@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from ppfunc._text import naming_arguments
 from ppfunc.parallel.counts import require_counts
 from ppfunc.stage.frozen import Mask, ParameterKind
 
@@ -12,6 +13,7 @@ from .protocols import Optimizer, require_pair, text_of
 from .updates import LearningRate, optimizer_of, require_betas
 
 
+@naming_arguments
 def muon(
     lr: LearningRate,
     momentum: float = 0.95,
@@ -50,6 +52,7 @@ def muon(
         Jordan et al., Muon, 2024; Liu et al., Muon is Scalable for LLM Training, 2025 (``match_rms``). The
         numbers are those of ``torch.optim.Muon``.
 
+    >>> import torch
     >>> optimizer = muon(0.1, weight_decay=0.0)
     >>> params = {"w": torch.zeros(2, 2)}
     >>> optimizer.update({"w": torch.eye(2)}, optimizer.init(params), params)[0]["w"].round(decimals=1)
@@ -83,6 +86,7 @@ def muon(
     return divided(group_of, every, lambda: ", the rest by ".join(map(text_of, every)))
 
 
+@naming_arguments
 def lamb(
     lr: LearningRate,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -111,6 +115,7 @@ def lamb(
     return optimizer_of("lamb", numbers, formula, ("mean", "square"), lr, weight_decay, mask)
 
 
+@naming_arguments
 def adafactor(
     lr: LearningRate,
     beta2_decay: float = -0.8,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ppfunc._text import shown
+from ppfunc._text import mend_for, shown
 from ppfunc.parallel.counts import require_counts
 from ppfunc.stage.tree import tree_flatten, tree_map
 
@@ -45,7 +45,8 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.scale is not None and not isinstance(self.scale, LossScale):
-            raise TypeError(f"scale: got {shown(self.scale)}, expected LossScale, such as dynamic_scale()")
+            mend = mend_for(self.scale, "write ppfunc.static_scale(1024.0), or ppfunc.dynamic_scale()")
+            raise TypeError(f"scale: got {shown(self.scale)}, expected a LossScale; {mend}")
         for name in ("compute", "reduce", "master"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -7,6 +7,7 @@ from weakref import ref
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ppfunc._text import answering
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves
 
@@ -15,6 +16,7 @@ from ..optim.protocols import Tree
 _DONATED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the step of a state, its leaves that were written
 
 
+@answering
 class TrainState(NamedTuple):
     """Hold the state of training; every leaf is a tensor or a DTensor.
 
@@ -33,6 +35,7 @@ class TrainState(NamedTuple):
     stage_state: dict[int, Tree]
 
 
+@answering
 class Metrics(NamedTuple):
     """Hold the results of a training step beside the new state, as tensors on the device.
 

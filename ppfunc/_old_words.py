@@ -1,0 +1,113 @@
+"""Answer the names that things have in other libraries by what to write here."""
+
+_STEP = "step = pp.value_and_grad(split, loss_fn, schedule), then loss, grads = step(params, inputs, targets)"
+_CALL = "call it: loss, grads = step(params, inputs, targets)"
+_STAGES = "pp.split(model, args, at=[names of modules]) cuts a model; functions are stages as they are"
+_SCHEDULE = "pp.{}(ranks, microbatches) makes a schedule, a value that knows no stages"
+_TRAIN = "one call does it all: state, metrics = trainer.step(state, inputs, targets)"
+_EVALUATE = "loss = trainer.evaluate(state, inputs, targets)"
+_MODE = "a split keeps the mode of its model: call model.train() or model.eval(), and split again"
+_MOVE = "move the model before it is split, or values: optree.tree_map(lambda t: t.to(device), split.params)"
+_SAVE = "pp.checkpoint.save(folder, state), pp.checkpoint.load(folder, like=state)"
+_TO_MODEL = "split.put_back(state.params) writes what was trained into the model"
+_RANKS = "processes come with the transport, pp.P2P(group) or pp.P2P(mesh=mesh, axes=axes)"
+_PURE = "params, state = optimizer.update(grads, state, params) returns new values; gradients are values too"
+_RATE = "a rate is a part of the optimizer: pp.optim.adamw(pp.optim.warmup_cosine(1e-3, 100, 1000))"
+_CLIP = "optimizer=pp.optim.chain(pp.optim.clip_by_global_norm(1.0), optimizer)"
+_PRECISION = "precision=pp.Precision(compute=torch.bfloat16)"
+
+_BY_MEND: dict[str, dict[str, str]] = {
+    "ppfunc": {
+        _SCHEDULE.format("gpipe"): "ScheduleGPipe",
+        _SCHEDULE.format("one_f_one_b"): (
+            "Schedule1F1B PipeDreamFlush TrainSchedule forward_backward_pipelining_without_interleaving"
+        ),
+        _SCHEDULE.format("interleaved_one_f_one_b"): (
+            "ScheduleInterleaved1F1B forward_backward_pipelining_with_interleaving"
+        ),
+        _SCHEDULE.format("looped_bfs"): "ScheduleLoopedBFS",
+        _SCHEDULE.format("interleaved_zero_bubble"): "ScheduleInterleavedZeroBubble",
+        _SCHEDULE.format("zbv"): "ScheduleZBVZeroBubble",
+        _SCHEDULE.format("dualpipev"): "ScheduleDualPipeV",
+        _STEP: "get_forward_backward_func train_batch vjp grad",
+        _STAGES: "PipelineStage build_stage Pipe SplitPoint PipelineModule LayerSpec TiedLayerSpec",
+        "pp.Trainer(split, loss_fn, schedule, optimizer, transport)": "initialize DeepSpeedEngine",
+        _RANKS: "initialize_model_parallel get_pipeline_model_parallel_rank pmap shard_map",
+        "torch.func.vmap goes round a step in one process; pp.ensemble trains several": "vmap",
+        "steps compile themselves by form; pp.engines.graph(compile=True) adds inductor": "jit",
+        "optree.tree_map(function, tree)": "tree_map",
+        "pp.collectives has psum and others for stages": "lax",
+        "pp.optim.adamw(lr, weight_decay=0.0) makes one": "adam Adam",
+        "pp.optim.sgd(lr) makes one": "SGD",
+        _PURE: "apply_updates",
+    },
+    "Schedule": {
+        _STEP: "step train_batch",
+        "pp.evaluate(split, loss_fn, schedule) makes a step without backwards": "eval eval_batch",
+        "schedule.microbatches": "n_microbatches num_microbatches",
+    },
+    "Split": {
+        "split.params, {stage: {name: tensor}}": "parameters named_parameters",
+        "split.state, {stage: {name: tensor}}": "buffers named_buffers",
+        _MOVE: "to cuda cpu half bfloat16 float double",
+        _MODE: "train eval",
+        "pp.evaluate(split, None, schedule, return_outputs=True) makes a step that runs it": "forward",
+        f"split.stages has the functions; {_STEP}": "build_stage get_stage_module submod_0 split_gm",
+        "len(split.stages)": "num_stages",
+        "split.load(state_dict) returns a split with these weights": "load_state_dict",
+    },
+    "StepFunction": {
+        _CALL: "step train_batch run backward",
+        "step.lower(params, inputs, targets)": "trace",
+    },
+    "Trainer": {
+        _TRAIN: "train_batch forward backward fit training_step zero_grad optimizer_step run",
+        f"{_TRAIN}; {_MODE}": "train",
+        _EVALUATE: "eval eval_batch validate predict",
+        "state.params, {stage: tree}, of the state that init and step return": "parameters named_parameters",
+        f"the state is the value that init and step return; {_SAVE}": "state_dict",
+        _SAVE: "save load save_checkpoint load_checkpoint save_model load_state_dict",
+        _TO_MODEL: "model module",
+        "state.optimizer is its state": "optimizer",
+        _RATE: "lr_scheduler scheduler",
+    },
+    "Optimizer": {
+        _PURE: "step zero_grad apply_updates param_groups",
+        "its state is the value that init and update return": "state_dict load_state_dict",
+    },
+    "Metrics": {"metrics.loss is the loss": "item backward detach"},
+    "TrainState": {
+        "state.params, {stage: tree}": "parameters model",
+        "state._replace(params=...) returns another state": "replace apply_gradients",
+    },
+    "value": {
+        "take its .submod, a torch.nn.Module": "PipelineStage _PipelineStage",
+        "take its .module": "DataParallel",
+        _RATE: "LambdaLR StepLR CosineAnnealingLR OneCycleLR LinearLR SequentialLR",
+        "pp.optim.adamw(lr) makes one": "AdamW",
+        "pp.dynamic_scale() makes one": "GradScaler",
+    },
+    "()": {
+        "microbatches": "n_microbatches num_microbatches gradient_accumulation_steps micro_batches",
+        "ranks": "num_ranks world_size pipeline_model_parallel_size num_stages pp_size",
+        "chunks": "virtual_pipeline_model_parallel_size n_chunks num_model_chunks virtual_stages",
+        "targets": "target labels",
+        "return_losses=True where the step is made": "losses",
+        "at=[names of modules], or at=4 for stages of like size": "split_spec partition_method balance",
+        "args=(tensor, ...) and kwargs={name: tensor}": "mb_args mb_kwargs example_args",
+        "lr": "learning_rate rate",
+        _CLIP: "max_grad_norm clip gradient_clipping grad_clip clip_grad_norm",
+        _PRECISION: "fp16 bf16 dtype amp",
+        _RATE: "lr_scheduler scheduler",
+        f"stages; {_STAGES}": "model module net",
+        "seed=(seed, step)": "rng key rngs generator",
+        "loss_fn": "loss criterion loss_func",
+        f"transport; {_RANKS}": "group process_group mesh devices",
+    },
+}
+
+OLD_WORDS = {
+    owner: {name: mend for mend, names in by_mend.items() for name in names.split()}
+    for owner, by_mend in _BY_MEND.items()
+}
+"""What to write, by the name of a class, of the package, or ``()`` for arguments, and by the old name."""

@@ -1,0 +1,162 @@
+"""Names, arguments and objects of other libraries are answered by what to write here."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+import ppfunc as pp
+from ppfunc._old_words import OLD_WORDS
+from ppfunc.schedule import F, check, single_chain
+from tests.models import dense, problem, squared
+
+SCHEDULE = pp.one_f_one_b(2, 4)
+PARAMS, INPUTS, TARGETS = problem(SCHEDULE)
+STEP = pp.value_and_grad([dense] * 2, squared, SCHEDULE)
+MODEL = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+SPLIT = pp.split(MODEL, (INPUTS[:3],), at=["1"])
+OPTIMIZER = pp.optim.adamw(1e-3)
+TRAINER = pp.Trainer(SPLIT, squared, SCHEDULE, OPTIMIZER)
+STATE = TRAINER.init(SPLIT.params)
+OWNERS = [SCHEDULE, SPLIT, STEP, TRAINER, STATE, OPTIMIZER]
+
+
+def trainer(**options):
+    return pp.Trainer(SPLIT, squared, SCHEDULE, OPTIMIZER, **options)
+
+
+def made(stages=SPLIT, loss_fn=squared, schedule=SCHEDULE, **options):
+    return pp.value_and_grad(stages, loss_fn, schedule, **options)
+
+
+class Schedule1F1B:
+    """As torch.distributed.pipelining names its own."""
+
+
+class PipelineStage:
+    """Likewise."""
+
+
+MISTAKES = {
+    "Schedule.step": (lambda: SCHEDULE.step(INPUTS), "pp.value_and_grad(split, loss_fn, schedule)"),
+    "Schedule.eval": (lambda: SCHEDULE.eval(INPUTS), "pp.evaluate(split, loss_fn, schedule)"),
+    "ScheduleGPipe": (lambda: pp.ScheduleGPipe, "pp.gpipe(ranks, microbatches)"),
+    "PipelineModule": (lambda: pp.PipelineModule, "pp.split(model, args, at="),
+    "initialize": (lambda: pp.initialize, "pp.Trainer(split, loss_fn, schedule"),
+    "pmap": (lambda: pp.pmap, "pp.P2P(group)"),
+    "optim.Adam": (lambda: pp.optim.Adam, "pp.optim.adamw(lr, weight_decay=0.0)"),
+    "Split.to": (lambda: SPLIT.to("cuda"), "optree.tree_map(lambda t: t.to(device), split.params)"),
+    "Split.parameters": (lambda: SPLIT.parameters(), "split.params"),
+    "Split.num_stages": (lambda: SPLIT.num_stages, "len(split.stages)"),
+    "StepFunction.trace": (lambda: STEP.trace(INPUTS), "step.lower(params"),
+    "Trainer.train_batch": (lambda: TRAINER.train_batch(), "trainer.step(state, inputs, targets)"),
+    "Trainer.parameters": (lambda: TRAINER.parameters(), "state.params"),
+    "Trainer.save_checkpoint": (lambda: TRAINER.save_checkpoint("x"), "pp.checkpoint.save(folder, state)"),
+    "Trainer.module": (lambda: TRAINER.module, "split.put_back(state.params)"),
+    "TrainState.apply_gradients": (lambda: STATE.apply_gradients({}), "state._replace"),
+    "Optimizer.step": (lambda: OPTIMIZER.step(), "optimizer.update(grads, state, params)"),
+    "Metrics.item": (lambda: TRAINER.step(STATE, INPUTS, TARGETS)[1].item(), "metrics.loss"),
+    "n_microbatches": (lambda: pp.gpipe(2, n_microbatches=4), "write microbatches; it takes ranks, micro"),
+    "virtual stages": (lambda: pp.looped_bfs(2, 4, virtual_stages=2), "write chunks"),
+    "target": (lambda: STEP(PARAMS, INPUTS, target=TARGETS), "write targets; it takes params, inputs"),
+    "losses": (lambda: STEP(PARAMS, INPUTS, TARGETS, losses=[]), "write return_losses=True"),
+    "split_spec": (lambda: pp.split(MODEL, (INPUTS,), split_spec={}), "write at=[names of modules]"),
+    "learning_rate": (lambda: pp.optim.adamw(learning_rate=1e-3), "write lr; it takes lr, betas"),
+    "max_grad_norm": (lambda: trainer(max_grad_norm=1.0), "write optimizer=pp.optim.chain("),
+    "model": (lambda: made(model=MODEL), "write stages; pp.split("),
+    "a typo": (lambda: STEP(PARAMS, INPUTS, tragets=TARGETS), "did you mean 'targets'?"),
+    "update without params": (lambda: OPTIMIZER.update({}, {}), "; it takes grads, state, params"),
+    "three in a chain": (lambda: pp.optim.chain(1, 2, 3), "it takes clip, optimizer"),
+    "torch's stage": (lambda: pp.stage_from_module(PipelineStage()), "take its .submod"),
+    "torch's stages": (lambda: made([PipelineStage()], schedule=pp.gpipe(1, 2)), "take its .submod"),
+    "torch's schedule": (lambda: made(schedule=Schedule1F1B()), "pp.one_f_one_b(ranks, microbatches)"),
+    "DataParallel": (lambda: pp.stage_from_module(nn.DataParallel(MODEL)), "take its .module"),
+    "a class of modules": (lambda: pp.split(nn.Linear, (INPUTS,), at=2), "make one: Linear(...)"),
+    "a class of losses": (lambda: made(loss_fn=nn.MSELoss), "make one: MSELoss()"),
+    "torch's optimizer": (
+        lambda: pp.Trainer(SPLIT, squared, SCHEDULE, torch.optim.AdamW(MODEL.parameters())),
+        "pp.optim.adamw(lr) makes one",
+    ),
+    "parameters of an optimizer": (lambda: pp.optim.adamw(MODEL.parameters(), 1e-3), "given no parameters"),
+    "precision": (lambda: trainer(precision="bf16"), "ppfunc.Precision(compute=torch.bfloat16)"),
+    "scale": (lambda: pp.Precision(scale=1024), "ppfunc.static_scale(1024.0)"),
+    "scaler": (lambda: pp.Precision(scale=torch.amp.GradScaler("cpu")), "pp.dynamic_scale()"),
+    "momentum": (lambda: pp.optim.sgd(0.1, momentum=1.5), "momentum is 1.5, expected .* less than 1"),
+    "warmup": (lambda: pp.optim.warmup_cosine(1.0, warmup=100, steps=10), "pass steps=110 for a fall of 10"),
+    "an iterator": (lambda: STEP(PARAMS, iter([INPUTS])), "ppfunc.Microbatches.from_iterator("),
+    "a loader": (
+        lambda: STEP(PARAMS, torch.utils.data.DataLoader(INPUTS), TARGETS),
+        "ppfunc.Microbatches.from_iterator(",
+    ),
+    "an iterator that has ended": (
+        lambda: pp.Microbatches.from_iterator(iter([INPUTS]), 2), "got 1 microbatches, expected 2",
+    ),
+    "no iterator": (lambda: pp.Microbatches.from_iterator([INPUTS], 1), "make it once, before the steps"),
+    "batches of an iterator": (lambda: TRAINER.steps(STATE, iter([])), "itertools.islice(iterator, steps)"),
+    "gradients of integers": (
+        lambda: made([lambda p, x: p["w"][x], dense], argnums=1)(PARAMS, torch.arange(8) % 4, TARGETS[:8]),
+        "inputs: got int64[2] no grad and argnums=1, expected a floating leaf",
+    ),
+    "a target that changes": (
+        lambda: made([dense] * 2, lambda y, t: squared(y, t.mul_(2)))(PARAMS, INPUTS, TARGETS),
+        "it writes into its argument target",
+    ),
+    "aux of a transform": (
+        lambda: pp.jvp([dense] * 2, lambda y, t: (y.sum(), y), SCHEDULE)(PARAMS, PARAMS, INPUTS, TARGETS),
+        "return that alone, or take ppfunc.value_and_grad",
+    ),
+    "too few programs": (
+        lambda: check(single_chain("mine", [0, 1], 1, [[F(0, 0)]])), "give a program for each rank",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_by_what_to_write(mistake):
+    call, told = MISTAKES[mistake]
+    pattern = ".*".join(map(re.escape, told.split(".*")))
+    with pytest.raises((AttributeError, TypeError, ValueError, RuntimeError), match=pattern):
+        call()
+
+
+@pytest.mark.parametrize("owner", OWNERS, ids=lambda owner: type(owner).__name__)
+def test_only_names_that_are_unknown_are_old(owner):
+    words = OLD_WORDS[type(owner).__name__]
+    assert not [name for name in words if name in dir(type(owner))]
+    assert not hasattr(owner, "_repr_png_")
+    with pytest.raises(AttributeError, match=f"^'{type(owner).__name__}' object has no attribute 'xyz'$"):
+        owner.xyz  # noqa: B018
+
+
+def test_names_of_the_package_are_no_old_ones():
+    assert not set(OLD_WORDS["ppfunc"]) & {*dir(pp), *dir(pp.optim)}
+
+
+def test_values_that_answer_are_copied_and_pickled():
+    assert deepcopy(SCHEDULE) == SCHEDULE == pickle.loads(pickle.dumps(SCHEDULE))
+    assert pickle.loads(pickle.dumps(STATE)).step == STATE.step
+
+
+def test_an_error_within_a_function_stays_as_it_is():
+    def loss_fn(y, target):
+        return squared(y, target, 1)
+
+    with pytest.raises(pp.StageError, match="called as loss"):
+        made([dense] * 2, loss_fn)(PARAMS, INPUTS, TARGETS)
+    with pytest.raises(TypeError) as caught:
+        pp.optim.adamw(1e-3, mask=3)
+    assert "it takes" not in str(caught.value)
+
+
+def test_microbatches_of_a_loader_train():
+    rows = list(zip(INPUTS, TARGETS, strict=True))
+    loader = iter(torch.utils.data.DataLoader(rows, batch_size=3))
+    inputs, targets = pp.Microbatches.from_iterator(loader, 4).unzip()
+    assert torch.equal(STEP(PARAMS, inputs, targets)[0], STEP(PARAMS, INPUTS, TARGETS)[0])
+    with pytest.raises(ValueError, match="got 0 microbatches"):
+        pp.Microbatches.from_iterator(loader, 4)
