@@ -10,8 +10,8 @@ from torch import Tensor, nn
 class PipeModule(nn.Module):
     """The stages of a ``Pipe`` as the parts of one module, which calls them as the pipe's graph says.
 
-    Parameters and buffers have the names of the model that torch has cut. The result is that of the last
-    stage, as a schedule of torch hands it to the loss.
+    Parameters and buffers have the names of the model that torch has cut. A single result is not in a tuple,
+    as a schedule of torch hands it to the loss.
 
     Args:
         pipe: its stages keep their names, such as ``submod_pp_0``. Copies of one parameter in several of its
@@ -66,18 +66,18 @@ class PipeModule(nn.Module):
         """Call the stages in turn."""
         remaining = iter(args)
         values: dict[torch.fx.Node, Any] = {}
-        result = None
         for node in self.graph.nodes:
             nodes, named = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
             match node.op:
                 case "placeholder":
                     values[node] = kwargs[node.target] if node.target in kwargs else next(remaining)
                 case "call_module":
-                    values[node] = result = self.get_submodule(node.target)(*nodes, **named)
+                    values[node] = self.get_submodule(node.target)(*nodes, **named)
                 case "call_function" if node.target is operator.getitem:
                     values[node] = nodes[0][nodes[1]]
                 case "output":
-                    return result
+                    results = nodes[0]
+                    return results[0] if isinstance(results, tuple) and len(results) == 1 else results
                 case _:
                     raise ValueError(
                         f"model: got a Pipe whose graph has {node.op} {node.target}, expected calls of stages"

@@ -781,6 +781,24 @@ def test_a_pipe_of_torch_is_taken_as_it_is_cut():
         pp.split(nn.Linear(m.D, m.D), (x,))
 
 
+def test_a_pipe_of_torch_returns_what_the_model_returns():
+    from torch.distributed.pipelining import pipe_split, pipeline
+
+    class TwoResults(m.Base):
+        def forward(self, x):
+            h = self.a(x) @ self.c.weight
+            pipe_split()
+            return self.c(self.b(h)), h
+
+    model, x = made(TwoResults), m.rows()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts = pp.split(pipeline(model, (x,)), x)
+    for got, expected in zip(m.in_turn(parts, x)[0], model(x), strict=True):
+        assert torch.equal(got, expected)
+    assert parts.tied == {"c.weight": ((0, "c.weight"), (1, "c.weight"))}
+
+
 class CutsItself(m.Base):
     def forward(self, x):
         from torch.distributed.pipelining import pipe_split
