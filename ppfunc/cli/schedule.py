@@ -176,19 +176,7 @@ def _section(text: str, title: str) -> list[str]:
 def _show(arguments: argparse.Namespace) -> int:
     form = form_of(arguments.out, arguments.format or ("csv" if arguments.target else None), _SUFFIXES)
     costs = read_costs(arguments)
-    if arguments.target is not None and form != "csv":
-        raise ValueError(f"--for {arguments.target} is a csv: leave --format {form} out")
-    if arguments.width is not None and form not in ("grid", "svg"):
-        raise ValueError(f"--width is for a grid or an svg: leave it out of --format {form}")
-    if costs is not None and form not in _PICTURES and not takes_costs(arguments.name):
-        raise ValueError(
-            f"costs change nothing in --format {form} of {arguments.name}: leave them out, or take grid, svg"
-            " or trace"
-        )
-    if arguments.lowered and (form == "svg" or arguments.target is not None):
-        raise ValueError(
-            f"--lowered changes nothing in {'an svg' if form == 'svg' else 'a csv for torch'}: leave it out"
-        )
+    _require_fit(arguments, form, costs)
     schedule, measured = find_schedule(arguments.name, arguments, costs)
     built_for_costs = takes_costs(arguments.name)
     memory = () if form != "grid" or built_for_costs else ("activation", "weight_share")
@@ -217,6 +205,23 @@ def _show(arguments: argparse.Namespace) -> int:
         text += compare(measured, simulate(schedule, measured.costs())).summary + "\n"
     write(text, arguments.out)
     return 0
+
+
+def _require_fit(arguments: argparse.Namespace, form: str, costs: Costs | None) -> None:
+    """Refuse options that change nothing in this form."""
+    if arguments.target is not None and form != "csv":
+        raise ValueError(f"--for {arguments.target} is a csv: leave --format {form} out")
+    if arguments.width is not None and form not in ("grid", "svg"):
+        raise ValueError(f"--width is for a grid or an svg: leave it out of --format {form}")
+    if costs is not None and form not in _PICTURES and not takes_costs(arguments.name):
+        raise ValueError(
+            f"costs change nothing in --format {form} of {arguments.name}: leave them out, or take grid, svg"
+            " or trace"
+        )
+    if arguments.lowered and (form == "svg" or arguments.target is not None):
+        raise ValueError(
+            f"--lowered changes nothing in {'an svg' if form == 'svg' else 'a csv for torch'}: leave it out"
+        )
 
 
 def _lowered(schedule: Schedule) -> Schedule:
