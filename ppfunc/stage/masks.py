@@ -1,7 +1,8 @@
 """Make block masks of flex attention nodes of trees: their tensors, and those that the mask function reads.
 
 A mask of several rows is cut along axis 0 as other inputs are. Its function is called with the number of a
-row in the whole batch, so that it reads the right rows of the tensors that it has captured.
+row in the whole batch, so that it reads the right rows of the tensors that it has captured. Tensors that it
+reads from elsewhere keep the values of the trace.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import optree
 import torch
 
-from .tree import NAMESPACE, tree_flatten
+from .tree import NAMESPACE
 
 _templates: dict[str, Any] = {}  # functions of masks without their tensors, by key
 _keys: dict[Any, str] = {}
@@ -96,43 +97,27 @@ def _taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
         tensors.append(value)
         return _Hole
     if isinstance(value, FunctionType):
-        held = [cell.cell_contents for cell in value.__closure__ or ()]
-        read = [(n, value.__globals__[n]) for n in value.__code__.co_names if n in value.__globals__]
-        read = [(n, v) for n, v in read if _reads_tensors(v)]
-        parts = (tuple(held), tuple(v for _, v in read), value.__defaults__ or ())
-        names = tuple(n for n, _ in read)
-        return FunctionType, _Function(value), names, _taken_apart(parts, tensors)
+        held = tuple(cell.cell_contents for cell in value.__closure__ or ())
+        bare = FunctionType, value.__code__, _Globals(value.__globals__)
+        return *bare, _taken_apart((held, value.__defaults__ or ()), tensors)
     if isinstance(value, partial):
         return partial, _taken_apart((value.func, value.args, tuple(value.keywords.items())), tensors)
     if type(value) in (tuple, list):
         return type(value), *(_taken_apart(inner, tensors) for inner in value)
-    try:
-        hash(value)
-    except TypeError:
-        raise TypeError(
-            f"mask_mod: got a function that captures a {type(value).__name__}, expected tensors, numbers and"
-            " functions"
-        ) from None
     return None, value
 
 
-class _Function:
-    """A function by its code and globals, without what it captures."""
+class _Globals:
+    """The names of a module, which are equal if they are the same object."""
 
-    def __init__(self, function: FunctionType) -> None:
-        self.code, self.globals, self.name = function.__code__, function.__globals__, function.__name__
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.names = names
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Function) and self.code == other.code and self.globals is other.globals
+        return isinstance(other, _Globals) and self.names is other.names
 
     def __hash__(self) -> int:
-        return hash(self.code)
-
-
-def _reads_tensors(value: Any) -> bool:
-    if isinstance(value, FunctionType):
-        return bool(value.__closure__)
-    return any(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(value)[0])
+        return id(self.names)
 
 
 def _put_together(template: Any, tensors: Iterator[torch.Tensor]) -> Any:
@@ -143,10 +128,9 @@ def _put_together(template: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if kind is None:
         return rest[0]
     if kind is FunctionType:
-        function, names, parts = rest
-        held, read, defaults = _put_together(parts, tensors)
-        known = {**function.globals, **dict(zip(names, read, strict=True))} if names else function.globals
-        return FunctionType(function.code, known, function.name, defaults or None, tuple(map(CellType, held)))
+        code, known, parts = rest
+        held, defaults = _put_together(parts, tensors)
+        return FunctionType(code, known.names, None, defaults or None, tuple(map(CellType, held)))
     if kind is partial:
         call, args, named = _put_together(rest[0], tensors)
         return partial(call, *args, **dict(named))

@@ -232,3 +232,22 @@ def test_masks_are_made_inside_of_tensors_of_the_model(make):
     for stages, params, schedule in split_and_stage(model, (x[:2], documents[:2])):
         loss, _ = pp.value_and_grad(stages, squared, schedule)(params, (x, documents), t)
         torch.testing.assert_close(loss, expected.detach())
+
+
+def over_processes(rank, size):
+    torch.manual_seed(0)
+    model, x, t, table = Scaled(), draw(4, T, D), draw(4, T, D), draw(T, D)
+    named = {"scale": 2.0, "mode": "add"}
+    parts = pp.split(model, (x[:2], table), named, at=["b"])
+    params = {rank: parts.params[rank]}
+    with pp.P2P(timeout=60) as transport:
+        step = pp.value_and_grad(parts, squared, pp.gpipe(2, 2), transport)
+        for change in ({}, {"scale": 3.0}, {"mode": "double"}, {"scale": 3.0}):
+            inputs = (x, pp.replicated(table), change) if rank == 0 else None
+            loss, _ = step(params, inputs, t if rank else None)
+            torch.testing.assert_close(loss, want(model, x, t, table, **{**named, **change}).detach())
+        assert step.cache_info()[:2] == (1, 3)
+
+
+def test_values_that_change_reach_the_stages_of_other_processes(two):
+    two(over_processes)
