@@ -61,8 +61,7 @@ def canonical(
 
     Equivalent to::
 
-        def call(params, x, *extras):           # extras: the target if ``targeted``, then its extras, then
-        state
+        def call(params, x, *extras):           # the target if ``targeted``, then extras, then the state
             out = fn(params, x, *extras)        # without the target; the ``frozen`` leaves detached
             loss, aux = loss_fn(out.y, target)                      # of the last stage of a chain
             return (out.y, out.skips, loss + out.loss), (outputs, out.metrics, aux, out.state)

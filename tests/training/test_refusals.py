@@ -147,6 +147,7 @@ def test_a_wrong_shard_of_a_transport_is_named(options, text):
             "steps = 2.5, expected an integer of at least 1",
         ),
         (lambda: pp.optim.warmup_cosine(-0.1, 2, 4), ValueError, "peak is -0.1"),
+        (lambda: pp.optim.adafactor(0.1, eps=1e-3), TypeError, "eps is 0.001 .*, expected two numbers"),
         (lambda: pp.static_scale("2"), TypeError, "scale is '2'"),
         (lambda: pp.dynamic_scale(interval=0), ValueError, "interval = 0, expected an integer of at least 1"),
         (lambda: pp.optim.clip_by_global_norm(math.nan), ValueError, "max_norm is nan"),

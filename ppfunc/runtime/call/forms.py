@@ -91,8 +91,8 @@ def read_tree(tree: Any, name: str, microbatches: int) -> tuple[Leaves, TreeForm
     for leaf, path in zip(leaves, tree_paths(treedef, name), strict=True) if transforming() else ():
         if is_dtensor(values(leaf)):
             raise ValueError(
-                f"{path}: got a DTensor under a torch.func transform, which knows none; use ppfunc.jvp, hvp"
-                " or gnvp"
+                f"{path}: got a DTensor under a torch.func transform, which does not support it; use"
+                " ppfunc.jvp, hvp or gnvp"
             )
     local_leaves = tuple(map(local, leaves))
     signature = Signature(treedef, tuple(map(LeafSignature.of, leaves)))

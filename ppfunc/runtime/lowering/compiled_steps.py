@@ -167,9 +167,10 @@ class CompiledSteps:
                 form.trees[name].signature if name in form.trees else "none" for form in (now, then)
             )
             if got != expected:
+                of = " of each microbatch" if name in now.trees and now.trees[name].rows is not None else ""
                 raise ValueError(
-                    f"{name}: got {got} in each call, the step was compiled for {expected}; call the step"
-                    " function, which compiles for every form"
+                    f"{name}: got {got}{of}, the step was compiled for {expected}; call the step function,"
+                    " which compiles for every form"
                 )
         others = began.shapes, now.strides, now.devices
         if others != (entry.agreed.shapes, then.strides, then.devices):

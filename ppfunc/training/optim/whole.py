@@ -1,12 +1,13 @@
 """Make optimizers that work on whole leaves: by norms, sums of rows, or singular values."""
 
 from functools import partial
+from math import inf
 
-from ppfunc._text import naming_arguments
+from ppfunc._text import naming_arguments, shown
 from ppfunc.parallel.counts import require_counts
 from ppfunc.stage.frozen import Mask, ParameterKind
 
-from ..checks import require_number, require_positive
+from ..checks import require_number, require_positive, require_real
 from . import formulas
 from .groups import divided
 from .protocols import Optimizer, require_pair, text_of
@@ -143,9 +144,15 @@ def adafactor(
         Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018. The numbers
         are those of ``torch.optim.Adafactor``.
     """
-    require_number("-beta2_decay", -beta2_decay)
+    require_real("beta2_decay", beta2_decay)
+    if not -inf < beta2_decay <= 0:
+        raise ValueError(f"beta2_decay is {beta2_decay}, expected a finite number of at most 0, such as -0.8")
     require_positive(d=d)
     require_number("weight_decay", weight_decay)
+    if not isinstance(eps, tuple | list) or len(eps) != 2:
+        raise TypeError(
+            f"eps is {shown(eps)}, expected two numbers, of which the first may be None, such as (None, 1e-3)"
+        )
     least, size = eps
     if least is not None:
         require_number("eps[0]", least)
