@@ -198,6 +198,8 @@ class StagePrograms:
         try:
             return whole(outline=known)
         except StageError as error:
+            if not known.lasts:
+                raise  # it raised, and may not raise again
             refused = failure = error
         for loss_engine in (functional, eager):
             try:
