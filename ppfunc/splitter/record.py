@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Function
-from torch.fx import Node, map_arg
+from torch.fx import Graph, Node, map_arg
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import (
@@ -112,6 +113,7 @@ class Recording(GraphRecorder, PreDispatchMode):
         self._functions: set[int] = set()  # identities of the histories that kept functions made
         self._inside = False
         self._warned = False
+        self._outer: list[tuple[WeakTensorKeyDictionary, list[torch.Tensor]]] = []  # around an inner graph
 
     @property
     def here(self) -> bool:
@@ -119,9 +121,33 @@ class Recording(GraphRecorder, PreDispatchMode):
         return threading.get_ident() == self._thread and not self._inside
 
     def node(self, tensor: torch.Tensor) -> Node:
-        """Return the node of a tensor: a new constant for an unknown one."""
+        """Return the node of a tensor: a new constant for an unknown one.
+
+        In an inner graph, one that was made outside becomes an input of it.
+        """
         self._require_own_backward(tensor)
+        if self._outer and tensor not in self._nodes and any(tensor in known for known, _ in self._outer):
+            self._outer[-1][1].append(tensor)
+            return self.place(tensor, "read")
         return super().node(tensor)
+
+    @property
+    def region(self) -> Region:
+        """Return the ambient state of now."""
+        return Region(torch.is_grad_enabled(), autocast())
+
+    @contextmanager
+    def apart(self) -> Iterator[list[torch.Tensor]]:
+        """Record into an inner graph. Returns the tensors from outside that it reads."""
+        outside = self.graph, self._nodes, self.operators
+        read: list[torch.Tensor] = []
+        self._outer.append((self._nodes, read))
+        self.graph, self._nodes = Graph(), WeakTensorKeyDictionary()
+        try:
+            yield read
+        finally:
+            self._outer.pop()
+            self.graph, self._nodes, self.operators = outside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -190,10 +216,13 @@ class Recording(GraphRecorder, PreDispatchMode):
         return self.call_whole(call, tensors)
 
     def call_whole(self, call: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> Any:
-        """Call a function of tensors as one operator."""
+        """Call a function of tensors as one operator.
+
+        It may have another one, ``outline``, that returns its results without values.
+        """
         nodes = tuple(map(self.node, args))
         versions = [version(t) for t in args]
-        result = self._whole(call, args, {})
+        result = self._whole(getattr(call, "outline", call), args, {})
         results = list(tensors_in(result))
         if versions != [version(t) for t in args] or any(a is b for a in args for b in results):
             reason = (
@@ -250,8 +279,7 @@ class Recording(GraphRecorder, PreDispatchMode):
         self, node: Node, reads: frozenset[int] = frozenset(), writes: frozenset[int] = frozenset()
     ) -> None:
         """Note what a node reads and writes, and where it is called."""
-        region = Region(torch.is_grad_enabled(), autocast())
-        node.meta |= {"stage": self.stage, "region": region, "reads": reads, "writes": writes}
+        node.meta |= {"stage": self.stage, "region": self.region, "reads": reads, "writes": writes}
         for memory in writes:
             self._writers.setdefault(memory, []).append(node)
         if node.op == "call_function":

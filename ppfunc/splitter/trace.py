@@ -17,6 +17,7 @@ from torch.fx import Node
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import without_modes, without_transforms
 from ppfunc.stage.abstract import DATA_DEPENDENT, data_dependence, quiet, without_values
+from ppfunc.stage.control_flow import in_python
 from ppfunc.stage.errors import line_of
 from ppfunc.stage.foreign_draws import without_foreign_draws
 from ppfunc.stage.layout import distributed, layout_of, local
@@ -26,6 +27,7 @@ from ppfunc.stage.structure import unmodified
 from ppfunc.stage.tree import tree_flatten
 
 from ._torch import enable_python_dispatcher
+from .branches import recorded_in
 from .call import CallForm
 from .patches import (
     AssignedAttributes,
@@ -152,6 +154,7 @@ def _trace(
         modules = [name for name in names if not name.startswith(PIPE_SPLIT)]
         stack.enter_context(noted(model, modules, lambda name: begun.setdefault(name, recording.operators)))
         stack.enter_context(functions_kept(recording))
+        stack.enter_context(in_python(recorded_in(recording)))
         called = fakes | {place: fakes[name] for place, name in tensors.places.items()}
         result = _call(model, called, form.arguments(input_tensors), recording)
         leaves, treedef = tree_flatten(result, "the result of the model")

@@ -62,6 +62,14 @@ PYTREE_NODES = SUPPORTED_NODES
 # Turn autocast off, of all devices, within a `with`; one that is turned on within is on.
 without_autocast: Any = torch._C._DisableAutocast
 
+
+def flex_scores(*args: Any, **options: Any) -> Any:
+    """Compute flex attention by its scores as a matrix, as torch does where it is not compiled."""
+    from torch._higher_order_ops.flex_attention import math_attention
+
+    return math_attention(*args, **options)
+
+
 # Leave all torch.func transforms, and all modes, within a `with`: to compute with values during a trace.
 without_transforms, without_modes = temporarily_clear_interpreter_stack, _disable_current_modes
 

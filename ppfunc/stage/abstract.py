@@ -16,6 +16,7 @@ from ._torch import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
+from .control_flow import in_python
 from .errors import StageError, by_dtensor, line_of, raised
 from .example import Example, Leaves, split_aux, stand_ins
 from .foreign_draws import without_foreign_draws
@@ -235,7 +236,7 @@ def modules_that_run() -> Iterator[dict[int, nn.Module]]:
 def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name: str, abstract: bool) -> Any:
     """Call ``fn(*trees)``; say where it raised, and what it was given."""
     try:
-        with quiet():
+        with quiet(), in_python():
             return fn(*trees)
     except NoValuesError as error:
         raise error.of_stage(name) from None

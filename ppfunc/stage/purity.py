@@ -15,6 +15,7 @@ from ._torch import (
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
+    UnsupportedOperatorException,
     dtensor_class,
     function_of,
     is_wrapped,
@@ -165,6 +166,8 @@ class Evaluation(FakeTensorMode):
     They mix neither with those of another evaluation, nor with values after its end.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.over = False
@@ -177,6 +180,11 @@ class Evaluation(FakeTensorMode):
         for fake in fakes:
             if mixed or fake.fake_mode is not self:
                 raise NoValuesError(fake)
+        if not isinstance(func, OpOverload):
+            rule = func.python_key_table.get(FakeTensorMode)
+            if rule is None:
+                raise UnsupportedOperatorException(func)
+            return rule(self, *args, **kwargs)
         if func is aten._grouped_mm.default and args[0].dtype in _GROUPED:
             with self:
                 return _grouped_mm(*args, **kwargs)

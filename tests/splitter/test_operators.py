@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops import scan, while_loop
+from torch._higher_order_ops.strict_mode import strict_mode
 
 import ppfunc as pp
 from ppfunc.stage import StageError, eager, functional, graph
@@ -174,6 +176,85 @@ def test_an_operator_that_writes_and_returns_nothing_is_called_before_the_result
     parts = pp.split(summed, x[:ROWS], at=["1"])
     loss = pp.evaluate(parts, squared, pp.one_f_one_b(2, 2))(parts.params, x, target)
     assert torch.allclose(loss, squared(summed(x), target))
+
+
+def nested(x, w):
+    """Branches within a branch, with values that they read from outside."""
+    y = x * w
+
+    def inside(y):
+        return torch.cond(y.max() > 1.5, lambda y: y * w.sin(), lambda y: y + x.cos(), (y,))
+
+    return torch.cond(y.sum() > 0, inside, lambda y: y * 0, (y,))
+
+
+def without_gradient_in_part(x, w):
+    def part(y):
+        with torch.no_grad():
+            total = y.sum()
+        return y * total * w + torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+
+    return torch.cond((x * w).sum() > 0, part, lambda y: y * 1.0, (x * w,))
+
+
+def until_small(x, w):
+    return while_loop(lambda y: y.abs().max() > 0.5, lambda y: (y * w * 0.4,), (x * w,))[0]
+
+
+def three_times(x, w):
+    count = torch.zeros((), dtype=torch.int64)
+    return while_loop(lambda n, y: n < 3, lambda n, y: (n + 1, (y * 1.5).sin()), (count, x * w))[1]
+
+
+def scanned(x, w):
+    start = torch.zeros(D, dtype=torch.float64)
+    last, rows = scan(lambda c, row: (c * 0.5 + row, (c + row).sin()), start, x * w, dim=0)
+    return rows + last
+
+
+ON_VALUES, UNROLLED = (nested, without_gradient_in_part, until_small), (three_times, scanned)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")  # of torch's own
+@pytest.mark.parametrize(
+    ("call", "engine"),
+    [(call, engine) for call in ON_VALUES for engine in (functional, eager)]
+    + [(call, engine) for call in UNROLLED for engine in (graph, functional, eager)],
+)
+@pytest.mark.parametrize("whole", [True, False], ids=["split", "stages"])
+def test_branches_loops_and_scans_have_the_gradients_of_plain_torch(call, engine, whole):
+    if whole:
+        require_gradients_of_the_whole(model_of(call), engine)
+        return
+    w, x = (torch.rand(*shape, dtype=torch.float64) + 1 for shape in ((D,), (ROWS, D)))
+    if call is three_times and engine is graph:
+        pytest.skip("a stage reads its counter")
+    program = engine(lambda w, x: call(x, w), (w, x))
+    y, residuals = program.forward(w, x)
+    leaves = [t.clone().requires_grad_() for t in (w, x)]
+    want = call(leaves[1], leaves[0])
+    assert torch.equal(y, want)
+    gradients = program.backward(residuals, torch.ones_like(y))
+    for got, wanted in zip(gradients, torch.autograd.grad(want, leaves, torch.ones_like(y)), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_a_branch_that_writes_into_its_argument_is_refused():
+    call = lambda x, w: torch.cond(x.sum() > 0, lambda y: y.mul_(2) * w, lambda y: y * w, (x * w,))  # noqa: E731
+    with pytest.raises(StageError, match=r"writes into an argument, called at .*test_operators"):
+        pp.split(model_of(call), batch()[0], at=["2"])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::DeprecationWarning")  # of torch's own
+@pytest.mark.parametrize("engine", [graph, functional, eager])
+def test_messages_about_branches_show_no_addresses(engine):
+    first = lambda w, x: strict_mode(lambda x: x * 2, (x * w,))  # noqa: E731
+    for stage in (lambda w, x: nested(x, w), first):
+        try:
+            engine(stage, (torch.rand(D), torch.rand(ROWS, D)), name="stage 1")
+        except StageError as error:
+            assert "0x" not in str(error) and "use the " in error.instead
+            assert f"use the {engine.__name__} engine" not in error.instead
 
 
 def test_the_functional_engine_names_the_line_and_the_engines_that_serve_an_operator():

@@ -11,6 +11,7 @@ import torch
 
 from .._torch import awaited, version
 from ..abstract import Outline, outline as outline_of
+from ..control_flow import in_python
 from ..errors import StageError, line_of
 from ..example import Example, Leaves, split_aux
 from ..layout import local
@@ -94,7 +95,7 @@ class DifferentiableStage:
     def _call(self, trees: tuple[Any, ...]) -> Any:
         """Call the stage. An exception gets a note with the stage, the line and the arguments."""
         try:
-            with recurrence(self.known.modules, self.example.device):
+            with recurrence(self.known.modules, self.example.device), in_python():
                 return self.fn(*trees)
         except NoValuesError as error:
             raise error.of_stage(self.name) from None

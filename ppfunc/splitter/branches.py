@@ -1,0 +1,152 @@
+"""Record ``torch.cond`` and ``while_loop`` as one operator, whose functions are traces of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from ppfunc.stage import StageError
+from ppfunc.stage._torch import storage
+from ppfunc.stage.abstract import DATA_DEPENDENT
+from ppfunc.stage.control_flow import COND, PYTHON, WHILE, Handlers, cond, while_loop
+from ppfunc.stage.engines.tracing.operators import constant_name
+from ppfunc.stage.tree import tree_flatten, tree_unflatten
+
+from .known import call_again
+from .record import MODEL, Recording, Region, within
+
+
+class Branch(NamedTuple):
+    """One function of an operator.
+
+    Args:
+        recording: which has recorded it.
+        places: the nodes of its arguments, and of the tensors that it reads from elsewhere.
+        nodes: its operators.
+        leaves: of its result, nodes or values of Python.
+        ambient: the region in which it is called.
+    """
+
+    recording: Recording
+    places: tuple[Node, ...]
+    nodes: tuple[Node, ...]
+    leaves: tuple[Any, ...]
+    ambient: Region
+
+    def __call__(self, *tensors: torch.Tensor) -> list[Any]:
+        values: dict[Node, Any] = dict(zip(self.places, tensors, strict=True))
+        for node in self.nodes:
+            if node.op == "get_attr":
+                values[node] = self.recording.constants[constant_name(node)]
+            else:
+                with within(node.meta["region"], self.ambient):
+                    values[node] = call_again(node, values)
+        return [values[leaf] if isinstance(leaf, Node) else leaf for leaf in self.leaves]
+
+
+def recorded_in(recording: Recording) -> Handlers:
+    """Return handlers that record branches and loops, unless what decides is known."""
+
+    def branch(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
+        if not recording.here:
+            return cond(pred, true_fn, false_fn, operands)
+        try:
+            return (true_fn if bool(pred) else false_fn)(*operands)
+        except DATA_DEPENDENT:
+            pass
+        given, rebuild = _flat(operands)
+        parts, read, example = _parts(recording, [_of(f, rebuild) for f in (true_fn, false_fn)], given)
+
+        def call(pred: torch.Tensor, *tensors: torch.Tensor) -> Any:
+            one, other = (_picking(p, where) for p, where in parts)
+            return cond(pred, one, other, tensors)
+
+        return _whole(recording, "cond", call, (pred, *given, *read), example)
+
+    def loop(cond_fn: Any, body_fn: Any, carried: Any, more: Any) -> Any:
+        if not recording.here:
+            return while_loop(cond_fn, body_fn, carried, more)
+        try:
+            return while_loop(cond_fn, body_fn, carried, more)
+        except DATA_DEPENDENT:
+            pass
+        given = [*carried]
+        parts, read, example = _parts(recording, [body_fn, cond_fn], given)
+
+        def call(*tensors: torch.Tensor) -> Any:
+            body, goes_on = (_picking(p, where) for p, where in parts)
+            inner = tensors[len(given) :]
+            return while_loop(lambda *x: goes_on(*x)[0], body, list(tensors[: len(given)]), inner)
+
+        return tuple(_whole(recording, "while_loop", call, (*given, *read), example))
+
+    return {**PYTHON, COND: branch, WHILE: loop}
+
+
+def _flat(operands: Any) -> tuple[list[torch.Tensor], Callable[..., Any]]:
+    leaves, treedef = tree_flatten(operands)
+    return leaves, lambda *tensors: tree_unflatten(treedef, tensors)
+
+
+def _of(function: Callable[..., Any], rebuild: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *tensors: function(*rebuild(*tensors))
+
+
+def _picking(branch: Branch, where: Sequence[int]) -> Callable[..., list[Any]]:
+    """Call a branch with those of all tensors that it takes."""
+    return lambda *tensors: branch(*(tensors[n] for n in where))
+
+
+def _parts(
+    recording: Recording, functions: Sequence[Callable[..., Any]], given: Sequence[torch.Tensor]
+) -> tuple[list[tuple[Branch, list[int]]], list[torch.Tensor], Any]:
+    """Record functions of the same tensors.
+
+    Returns:
+        Of each, the branch, and which of all tensors it takes; the tensors that any of them reads from
+        elsewhere; and the result of the first, without values.
+    """
+    traced = [_branch(recording, function, given) for function in functions]
+    read = list({id(t): t for _, elsewhere, _ in traced for t in elsewhere}.values())
+    at = {id(t): len(given) + n for n, t in enumerate(read)}
+    numbers = [[*range(len(given)), *(at[id(t)] for t in elsewhere)] for _, elsewhere, _ in traced]
+    return [(b, n) for (b, _, _), n in zip(traced, numbers, strict=True)], read, traced[0][2]
+
+
+def _branch(
+    recording: Recording, function: Callable[..., Any], given: Sequence[torch.Tensor]
+) -> tuple[Branch, list[torch.Tensor], Any]:
+    with recording.apart() as read:
+        places = [recording.place(t, f"given{n}") for n, t in enumerate(given)]
+        ambient = recording.region
+        result = function(*given)
+        leaves, _ = tree_flatten(result)
+        named = tuple(recording.node(t) if isinstance(t, torch.Tensor) else t for t in leaves)
+        nodes = tuple(recording.graph.nodes)
+        places += [recording.node(t) for t in read]
+    outside = {storage(t) for t in (*given, *read)}
+    for node in nodes:
+        if not outside.isdisjoint(node.meta["writes"]):
+            reason = f"a function of its cond or while_loop writes into an argument{node.meta['place']}"
+            raise StageError(MODEL, reason, "return the new value, or work on a clone")
+    body = tuple(n for n in nodes if n.op != "placeholder")
+    return Branch(recording, tuple(places), body, named, ambient), list(read), result
+
+
+def _whole(
+    recording: Recording, name: str, call: Callable[..., Any], tensors: tuple[Any, ...], example: Any
+) -> Any:
+    """Add one operator, whose results are new tensors."""
+    leaves, treedef = tree_flatten(example)
+
+    def fresh(*tensors: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(t.clone() if isinstance(t, torch.Tensor) else t for t in call(*tensors))
+
+    def outline(*tensors: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(t.clone() if isinstance(t, torch.Tensor) else t for t in leaves)
+
+    fresh.__name__, fresh.outline = name, outline  # type: ignore[attr-defined]
+    return tree_unflatten(treedef, recording.call_whole(fresh, tensors))
