@@ -16,7 +16,6 @@ from ._torch import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from .control_flow import in_python
 from .errors import StageError, by_dtensor, line_of, raised
 from .example import Example, Leaves, split_aux, stand_ins
 from .foreign_draws import without_foreign_draws
@@ -235,6 +234,8 @@ def modules_that_run() -> Iterator[dict[int, nn.Module]]:
 
 def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name: str, abstract: bool) -> Any:
     """Call ``fn(*trees)``; say where it raised, and what it was given."""
+    from .control_flow import in_python  # as other modules that trace, not before
+
     try:
         with quiet(), in_python():
             return fn(*trees)
