@@ -292,6 +292,25 @@ def test_a_trainer_returns_them_too(name):
     assert trainer.record(state, *batch, **asked)[0][1].losses.shape == (4,)
 
 
+@pytest.mark.parametrize("clip", [False, True])
+def test_the_metrics_have_the_learning_rate_of_each_update(clip):
+    schedule, rate = pp.one_f_one_b(2, 4), pp.optim.warmup_cosine(1e-2, 2, 8)
+    optimizer = pp.optim.adamw(rate)
+    optimizer = pp.optim.chain(pp.optim.clip_by_global_norm(1.0), optimizer) if clip else optimizer
+    trainer = pp.Trainer(
+        [affine] * 2, squared, schedule, optimizer, on_nonfinite="skip" if clip else "ignore"
+    )
+    state, batches = trainer.init(problem(schedule, leaves="wb")[0]), batches_of(schedule, 3)
+    state, first = trainer.step(state, *batches[0])
+    broken = (batches[0][0], batches[0][1] * torch.nan) if clip else batches[0]
+    state, reports = trainer.steps(state._replace(step=state.step + 5), [broken, *batches[1:]])
+    made = [0, *([1, 1, 2] if clip else [1, 2, 3])]
+    assert [m.lr for m in (first, *reports)] == [rate(torch.tensor(n)) for n in made]
+    assert state.optimizer[0]["updates"] == made[-1] + 1
+    constant = pp.Trainer([affine] * 2, squared, schedule, pp.optim.sgd(0.5))
+    assert constant.step(constant.init(problem(schedule, leaves="wb")[0]), *batches[0])[1].lr == 0.5
+
+
 def train_in_processes(rank, ranks, kind):
     """Losses of the microbatches of all data ranks are on every rank, in the order of the data ranks."""
     data = kind == "data"

@@ -290,7 +290,8 @@ class Trainer:
             The loss; a :class:`ppfunc.StepResult` if more is asked for. Its ``losses`` are those of all data
             ranks, ``outputs`` and ``aux`` those of this process.
         """
-        looking, more = self._rule._replace(on_nonfinite="ignore"), _chosen(return_losses, return_outputs)
+        more, optimizer = _chosen(return_losses, return_outputs), self._rule.optimizer._replace(rate=None)
+        looking = self._rule._replace(on_nonfinite="ignore", optimizer=optimizer)
         update, result = self._run(
             self._evaluate.returning(*more), looking, state, [(inputs, targets)], _one(loss_weights), seed,
             _one(extras),

@@ -156,7 +156,10 @@ def optimizer_of(
         new, *trees = map(treedef.unflatten, by_tree)
         return new, dict(zip(shapes, trees, strict=True))
 
-    return Optimizer(init, update, text=write if of_user else text, elementwise=kernel is not None)
+    rate_of = lr if callable(lr) else lambda updates: lr
+    return Optimizer(
+        init, update, text=write if of_user else text, elementwise=kernel is not None, rate=rate_of
+    )
 
 
 def applied(

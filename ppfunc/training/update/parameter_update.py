@@ -295,6 +295,15 @@ class TrainingUpdate:
             rows[ranks.data.index * m + n] = loss
         return rows
 
+    def _rate(self, like: Tensor) -> Tensor | None:
+        """Compute the learning rate of this update: those before it are counted from the call's first."""
+        rate, begun = self._rule.optimizer.rate, self._given
+        if rate is None:
+            return None
+        before = next(iter(begun.optimizer.values()))["updates"]
+        value = rate(before + (self.state.step - begun.step).to(before))
+        return value.to(like) if isinstance(value, Tensor) else torch.full_like(like, value)
+
     def _conclude(
         self, total: Tensor, loss: Tensor, bad: Tensor, loss_scale: Tensor | None, losses: Tensor | None
     ) -> None:
@@ -311,7 +320,7 @@ class TrainingUpdate:
         if loss_scale is not None or clipped is not None:
             self._divisor = scale if clipped is None else scale / clipped
         skipped = found_inf if rule.on_nonfinite == "skip" else torch.zeros_like(found_inf)
-        self.metrics.append(Metrics(loss, norm, scale, skipped, {}, losses=losses))
+        self.metrics.append(Metrics(loss, norm, scale, skipped, {}, losses=losses, lr=self._rate(norm)))
         step, scaling = self.state.step, rule.precision.scale
         scales = self.state.scale if scaling is None else scaling.update(self.state.scale, found_inf)
         self.state = self.state._replace(step=step + (1 - skipped).to(step), scale=scales)

@@ -53,6 +53,7 @@ class Metrics(NamedTuple):
         losses: of the microbatches of all data ranks, in the order of the ranks, float64[ranks * m]: not
             weighted, with auxiliary losses of stages; None unless asked for.
         outputs: of the last stages of this process; None unless asked for.
+        lr: the learning rate of this update, float64[]; None if the optimizer has no one rate.
     """
 
     loss: Tensor
@@ -63,6 +64,7 @@ class Metrics(NamedTuple):
     aux: Any = None
     losses: Tensor | None = None
     outputs: Any = None
+    lr: Tensor | None = None
 
 
 def mark_donated(step: Tensor, written: Iterable[Tensor]) -> None:
