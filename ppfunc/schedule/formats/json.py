@@ -87,10 +87,7 @@ def load(text: str) -> Any:
     except RecursionError:
         raise FormatError("$: not JSON: nested too deeply") from None
     except ValueError as error:
-        raise FormatError(
-            f"$: not JSON: {str(error)[:200]}; expected a whole file, as `ppfunc show NAME --out FILE.json`"
-            " writes it"
-        ) from None
+        raise FormatError(f"$: not JSON: {str(error)[:200]}; it may be cut short: write it again") from None
 
 
 def from_document(document: Any, path: str = "$") -> Schedule:

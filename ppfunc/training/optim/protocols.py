@@ -71,7 +71,7 @@ def require_pair(name: str, pair: Any) -> None:
     """Raise TypeError for an object without the functions ``init`` and ``update``."""
     if not callable(getattr(pair, "init", None)) or not callable(getattr(pair, "update", None)):
         raise TypeError(
-            f"{name}: got {shown(pair)}, expected a pair of functions, init and update;"
+            f"{name}: got {shown(pair)}, expected init and update;"
             f" {mend_for(pair, 'make one, such as ppfunc.optim.adamw(1e-3)')}"
         )
 
