@@ -107,3 +107,21 @@ def test_it_reads_well_on_a_page(notebook):
     assert notebook.stat().st_size < 300_000
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     assert all(len(line.rstrip()) <= 120 for cell in cells for line in cell["source"])
+
+
+def test_the_side_of_jax_gives_the_same():
+    jax = pytest.importorskip("jax")
+    (notebook,) = (path for path in NOTEBOOKS if path.stem == "from_jax")
+    ours: dict[str, Any] = {"__name__": "ours"}
+    run(cells_of(notebook)[0], ours, "from_jax 1")
+    trees = [{name: jax.numpy.array(p.numpy()) for name, p in ours["params"][s].items()} for s in range(4)]
+    theirs = {"jax": jax, "jnp": jax.numpy, "params": trees} | {
+        name: jax.numpy.array(ours[name].numpy()) for name in "xy"
+    }
+    text = "\n".join("".join(cell["source"]) for cell in json.loads(notebook.read_text())["cells"])
+    exec(text.partition("```python\n")[2].partition("```")[0], theirs)
+    assert float(theirs["value"]) == pytest.approx(ours["result"].loss.item(), rel=1e-6)
+    assert float(theirs["aux"]["error"]) == pytest.approx(ours["result"].aux.loss["error"].max().item())
+    for s, tree in enumerate(theirs["grads"]):
+        for name, gradient in tree.items():
+            torch.testing.assert_close(torch.tensor(gradient.tolist()), ours["result"].grads[s][name])
