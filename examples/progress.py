@@ -14,7 +14,6 @@ from threading import RLock
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 MOST_SKIPPED = 10
@@ -89,8 +88,8 @@ class Progress:
             self.start = time.perf_counter()
             yield n
 
-    def note(self, metrics: Any, rate: Tensor) -> None:
-        """The end of a step, with the rate that it had."""
+    def note(self, metrics: Any) -> None:
+        """The end of a step."""
         loss = metrics.loss.item()  # waits for the device
         self.seconds.append(time.perf_counter() - self.start)
         self.losses.append(loss)
@@ -99,7 +98,7 @@ class Progress:
             self.log.write(
                 len(self.losses),
                 loss=loss,
-                learning_rate=rate.item(),
+                learning_rate=metrics.lr.item(),
                 grad_norm=metrics.grad_norm.item(),
                 tokens_per_second=self.tokens / self.seconds[-1],
                 mfu=None if self.mfu is None else self.mfu / self.seconds[-1],

@@ -134,9 +134,8 @@ def train(options: argparse.Namespace, place: launch.Place) -> Result:
             state, result = last["state"], Result.of(json.loads(last["result"]))
     progress = Progress(options, result.losses, place.rank == 0, *logging(options, place, len(result.losses)))
     for n in progress:
-        updates = state.step
         state, metrics = trainer.step(state, *batch(n))
-        progress.note(metrics, rate(updates))
+        progress.note(metrics)
         if (n + 1) % options.validate == 0 or n + 1 == options.steps:
             validate()
         if options.save and ((n + 1) % options.every == 0 or n + 1 == options.steps):
