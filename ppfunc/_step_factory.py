@@ -113,7 +113,7 @@ def make_step(
     """Make the step function of :func:`value_and_grad`, :func:`evaluate`, the transforms and the trainer.
 
     Args:
-        read: ``(*arguments of a call) -> RawArguments``, or a list of those of several passes.
+        read: ``(*arguments of a call) -> RawArguments``, or a list of those of several steps.
         returned: ``(results) -> return value of a call``; by default the results that the spec wants.
         loss_weights: the weights that ``read`` takes for a call without weights of its own.
         training: the schedule has to have backwards.

@@ -32,7 +32,7 @@ from timing import measure
 from torch.distributed.pipelining import PipelineStage, schedules as theirs
 
 import ppfunc as pp
-from ppfunc.runtime.agreement.agreement import Began
+from ppfunc.runtime.agreement.agreement import Exchange
 from ppfunc.runtime.lowering.compiled_steps import CompiledSteps
 from ppfunc.schedule import BUILDERS, Costs, Schedule
 
@@ -139,7 +139,7 @@ def unprotected() -> Iterator[None]:
             (
                 CompiledSteps,
                 "_begin",
-                lambda self, *_: Began(self._agreement, self.last.agreed.shapes, self.last.agreed),
+                lambda self, *_: Exchange(self._agreement, self.last.agreed.shapes, self.last.agreed),
             ),
             (pp.P2P, "hold_interrupts", lambda self, later=False: nullcontext()),
             (

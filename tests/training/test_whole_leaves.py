@@ -96,7 +96,11 @@ def test_muon_gives_other_leaves_to_the_rest():
     "make, error, words",
     [
         (lambda: pp.optim.by_name({}), TypeError, "expected optimizers by pattern"),
-        (lambda: pp.optim.by_name({"*": 3}), TypeError, r"groups\['\*'\]: got 3 of type int, expected init"),
+        (
+            lambda: pp.optim.by_name({"*": 3}),
+            TypeError,
+            r"groups\['\*'\]: got 3 of type int, expected a pair of functions",
+        ),
         (
             lambda: pp.optim.by_name(
                 {"*": pp.optim.chain(pp.optim.clip_by_global_norm(1.0), pp.optim.sgd(1.0))}

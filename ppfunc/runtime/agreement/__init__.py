@@ -3,7 +3,7 @@
 ::
 
     agreement.py     Agreement.begin      the call and the shapes of the batch, in every step
-                       Began              signatures of edges, forms of losses and of parameters: passed for
+                       Exchange           signatures of edges, forms of losses and of parameters: passed for
                                           new shapes, compared without messages for known ones
     comparison.py    require_same_...     what was compared, in words: steps, facts, modes, layouts
     ties.py          shared_leaves        the parameters that several stages hold

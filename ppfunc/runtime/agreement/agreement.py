@@ -2,8 +2,8 @@
 
 A step begins with the same call and the same shapes of the batch on all ranks (:meth:`Agreement.begin`). For
 shapes that are new, stages pass the signatures of their outputs from rank to rank while they are lowered, and
-all ranks agree on the forms of losses and of shared parameters (:class:`Began`); later steps compare without
-messages.
+all ranks agree on the forms of losses and of shared parameters (:class:`Exchange`). Later steps compare
+without messages.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Agreement:
         self._lock = threading.Lock()
         self.generation = -1  # of the transport, when the ranks last met; before they have, -1
 
-    def begin(self, steps: Sequence[StepArguments], shapes: BatchShapes | None, purpose: str) -> Began:
+    def begin(self, steps: Sequence[StepArguments], shapes: BatchShapes | None, purpose: str) -> Exchange:
         """Begin a step on all ranks, with the same call; meet them first if one has failed since.
 
         Args:
@@ -93,7 +93,7 @@ class Agreement:
         with self._lock:
             if (agreed := self._known(shapes)) is not None:
                 self._agreed.move_to_end((shapes, autocast()))
-        return Began(self, shapes, agreed)
+        return Exchange(self, shapes, agreed)
 
     def home(self, stage: int) -> int:
         """Return the rank that runs a stage of the schedule."""
@@ -167,7 +167,7 @@ class Agreed(NamedTuple):
         shapes: of the batch.
         generation: number of failures of the transport before; a later failure makes this stale.
         received: the signatures on edges from other processes.
-        returned: the signatures that stages of this process return, see :class:`Began`.
+        returned: the signatures that stages of this process return, see :class:`Exchange`.
         losses: the form of the losses of all ranks, by stage of the schedule.
         shared: the forms of parameters that other processes hold too.
     """
@@ -180,8 +180,8 @@ class Agreed(NamedTuple):
     shared: Mapping[str, str]
 
 
-class Began:
-    """A step that has begun on all ranks. Passes signatures between processes while it is lowered.
+class Exchange:
+    """Passes signatures between processes while a step is lowered that has begun on all ranks.
 
     Facts agreed on before for these shapes are used without messages. A process that would now send another
     signature raises.

@@ -170,7 +170,7 @@ class StepFunction(Generic[P, R]):
         with transport.hold_interrupts():
             try:
                 raw = self._read(*args, **kwargs)
-                assert isinstance(raw, RawArguments)  # of one pass
+                assert isinstance(raw, RawArguments)  # of one step
                 arguments = self._arguments(raw, None, abstract=True)
                 lowered, agreed, guards = self._compiled.lower(arguments)
                 transport.end({}, {})

@@ -151,11 +151,11 @@ class Control:
     def compares_layouts(self) -> bool:
         return self._model is not None
 
-    def ready(self, laid: LaidOut) -> None:
-        if self._model is not None and len(set(self._model.gather_texts(laid.digest).values())) > 1:
-            texts = self._model.gather_texts(json.dumps(laid.leaves))
-            layouts = {rank: json.loads(text) for rank, text in sorted(texts.items())}
-            require_alike(layouts, "the axis of the model")
+    def ready(self, layouts: LaidOut) -> None:
+        if self._model is not None and len(set(self._model.gather_texts(layouts.digest).values())) > 1:
+            texts = self._model.gather_texts(json.dumps(layouts.leaves))
+            by_rank = {rank: json.loads(text) for rank, text in sorted(texts.items())}
+            require_alike(by_rank, "the axis of the model")
         self._executing = True
 
     def rest(self) -> None:

@@ -36,7 +36,7 @@ def run_step(
     spec, losses_agreed = entry.compiled.lowered.spec, entry.agreed.losses
     compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
     lowered = compiled.lowered
-    transport.ready(entry.laid)
+    transport.ready(entry.layouts)
     # Under a torch.func transform from outside, that transform decides what is recorded.
     with torch.set_grad_enabled(torch.is_grad_enabled() and transforming()), _generators(steps[0]):
         if (update := steps[0].update) is not None:

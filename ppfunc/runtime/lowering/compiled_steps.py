@@ -9,7 +9,7 @@ from ppfunc.stage import Outline
 from ppfunc.stage.errors import warn
 from ppfunc.stage.structure import ModuleStructure
 
-from ..agreement.agreement import Agreed, Agreement, BatchShapes, Began
+from ..agreement.agreement import Agreed, Agreement, BatchShapes, Exchange
 from ..agreement.comparison import LaidOut, laid_out
 from ..call.arguments import StepArguments
 from ..call.forms import StepForm
@@ -84,14 +84,14 @@ class Entry(NamedTuple):
         agreed: the facts that the ranks agreed on for it.
         guards: modes of modules and autocast.
         compiled: the step.
-        laid: how its DTensors lie.
+        layouts: how its DTensors lie.
     """
 
     form: StepForm
     agreed: Agreed
     guards: Guards
     compiled: CompiledStep
-    laid: LaidOut
+    layouts: LaidOut
 
 
 Finder = Callable[[Sequence[StepArguments]], Entry]
@@ -128,19 +128,19 @@ class CompiledSteps:
         form, last = steps[0].form, self.last
         if last is not None and last.form is not form:
             last = None  # another form than that of the last call
-        began = self._begin(steps, purpose, last and last.agreed.shapes)
-        if last is not None and last.agreed is began.agreed and last.guards.hold():
+        exchange = self._begin(steps, purpose, last and last.agreed.shapes)
+        if last is not None and last.agreed is exchange.agreed and last.guards.hold():
             self._hits += 1
             return last
         with self._lock:
-            entry = self._known(form, began.agreed)
-        return entry or self._build(steps[0], began)
+            entry = self._known(form, exchange.agreed)
+        return entry or self._build(steps[0], exchange)
 
     def lower(self, arguments: StepArguments) -> tuple[LoweredStep, Agreed, Guards]:
         """Lower a step without keeping it. Return it with the conditions under which it may run."""
-        began = self._begin([arguments], "lowered, not run")
-        lowered = self._lower(arguments, began)
-        return lowered, began.conclude(lowered), Guards.now(lowered)
+        exchange = self._begin([arguments], "lowered, not run")
+        lowered = self._lower(arguments, exchange)
+        return lowered, exchange.conclude(lowered), Guards.now(lowered)
 
     def reuse(self, compiled: CompiledStep, agreed: Agreed, guards: Guards) -> Finder:
         """Return a finder of a step that was lowered and compiled by itself, for arguments of its form.
@@ -153,7 +153,7 @@ class CompiledSteps:
         return partial(self._reuse, Entry(form, agreed, guards, compiled, laid_out(form)))
 
     def _reuse(self, entry: Entry, steps: Sequence[StepArguments]) -> Entry:
-        began = self._begin(steps, "run as it was compiled")
+        exchange = self._begin(steps, "run as it was compiled")
         entry.guards.require()
         self._require_same_frozen()
         if entry.agreed.generation != self._pipeline.transport.generation:
@@ -172,11 +172,12 @@ class CompiledSteps:
                     f"{name}: got {got}{of}, the step was compiled for {expected}; call the step function,"
                     " which compiles for every form"
                 )
-        others = began.shapes, now.strides, now.devices
+        others = exchange.shapes, now.strides, now.devices
         if others != (entry.agreed.shapes, then.strides, then.devices):
             raise ValueError(
-                f"got {began.shapes.text}, or parameters of other strides or devices; the step was compiled"
-                f" for {entry.agreed.shapes.text}; call the step function, which compiles for every form"
+                f"got {exchange.shapes.text}, or parameters of other strides or devices; the step was"
+                f" compiled for {entry.agreed.shapes.text}; call the step function, which compiles for every"
+                " form"
             )
         return entry
 
@@ -192,7 +193,7 @@ class CompiledSteps:
 
     def _begin(
         self, steps: Sequence[StepArguments], purpose: str, shapes: BatchShapes | None = None
-    ) -> Began:
+    ) -> Exchange:
         """Begin a step with the peers.
 
         Args:
@@ -201,10 +202,10 @@ class CompiledSteps:
         form, last = steps[0].form, self.last
         # A process that was given no batch learns its shapes.
         shapes = None if form.inputs is None else shapes or BatchShapes.of(form)
-        began = self._agreement.begin(steps, shapes, purpose)
+        exchange = self._agreement.begin(steps, shapes, purpose)
         if last is not None and last.agreed.generation != self._pipeline.transport.generation:
             self._entries = []  # what was compiled before a failure is of no use after it
-        return began
+        return exchange
 
     def _known(self, form: StepForm, agreed: Agreed | None) -> Entry | None:
         """Return the entry that holds for arguments of this form, if there is one; under the lock."""
@@ -216,7 +217,7 @@ class CompiledSteps:
                 return entry
         return None
 
-    def _build(self, arguments: StepArguments, began: Began) -> Entry:
+    def _build(self, arguments: StepArguments, exchange: Exchange) -> Entry:
         """Lower, compile and keep a step; return that of another thread, if one has built it meanwhile."""
         if getattr(self._building, "active", False):
             raise RuntimeError(
@@ -225,9 +226,9 @@ class CompiledSteps:
             )
         self._building.active = True
         try:
-            lowered = self._lower(arguments, began)
+            lowered = self._lower(arguments, exchange)
             compiled = compile_step(lowered, self._pipeline.programs, self._pipeline.transport)
-            agreed = began.conclude(lowered)
+            agreed = exchange.conclude(lowered)
         finally:
             self._building.active = False
         form = arguments.form
@@ -242,12 +243,12 @@ class CompiledSteps:
             _warn_of_retraces(self._pipeline.spec.name, form, last.form)
         return entry
 
-    def _lower(self, arguments: StepArguments, began: Began) -> LoweredStep:
-        p, form = self._pipeline, arguments.form.with_rows(began.shapes.rows)
-        began.require_same_layouts(form)
+    def _lower(self, arguments: StepArguments, exchange: Exchange) -> LoweredStep:
+        p, form = self._pipeline, arguments.form.with_rows(exchange.shapes.rows)
+        exchange.require_same_layouts(form)
         lowered = lower(
             p.stages, p.loss_fn, p.schedule, form, p.spec, p.programs,
-            ranks=p.ranks, exchange=began, example=arguments.example,
+            ranks=p.ranks, exchange=exchange, example=arguments.example,
         )  # fmt: skip
         if p.spec.frozen is not None:
             for low in lowered.stages.values():

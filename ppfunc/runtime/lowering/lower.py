@@ -17,7 +17,7 @@ from ppfunc.stage._torch import load_tracer
 from ppfunc.stage.layout import Boundary
 from ppfunc.stage.output import children, received_signature
 
-from ..agreement.agreement import Began
+from ..agreement.agreement import Exchange
 from ..call.forms import StepForm
 from ..call.spec import StepSpec
 from ..execution.buffers import Key
@@ -44,7 +44,7 @@ def lower(
     programs: StagePrograms,
     *,
     ranks: Sequence[int] | None = None,
-    exchange: Began | None = None,
+    exchange: Exchange | None = None,
     example: Callable[[int], Any] | None = None,
 ) -> LoweredStep:
     """Find the meaning of every instruction of the schedule for arguments of this form.
@@ -202,7 +202,7 @@ def _inputs(form: StepForm, spec: StepSpec, microbatches: range) -> list[Signatu
     return wanted
 
 
-def _required(exchange: Began | None) -> Began:
+def _required(exchange: Exchange | None) -> Exchange:
     if exchange is None:
         raise ValueError(
             "got ranks of this process that are not all, and no exchange to pass signatures to the others"

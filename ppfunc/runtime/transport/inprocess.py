@@ -54,7 +54,7 @@ class InProcess:
         assert key is not None  # one process holds the first stage, and so the batch
         return key
 
-    def ready(self, laid: LaidOut) -> None:
+    def ready(self, layouts: LaidOut) -> None:
         pass
 
     def rest(self) -> None:

@@ -219,7 +219,7 @@ class ControlTransport(Protocol):
         """Tell whether :meth:`ready` knows the ranks that compute parts of the same stages."""
         ...
 
-    def ready(self, laid: LaidOut) -> None:
+    def ready(self, layouts: LaidOut) -> None:
         """Announce that this rank is about to execute a step, and wait for those that compute parts of the
         same stage: no collective of theirs begins if one of them has failed before.
 

@@ -49,10 +49,10 @@ def engine(build: Callable[..., tuple[FlatProgram, int | None]]) -> Callable[...
         **options: Any,
     ) -> StageProgram:
         seen = Example.of(example, device, targeted=getattr(fn, "targeted", False))
-        known = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
-        stage = DifferentiableStage(fn, seen, known, has_aux, name)
+        outline = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
+        stage = DifferentiableStage(fn, seen, outline, has_aux, name)
         flat, size = build(stage, example, **options)
-        return stage_program(flat, seen, stage.known, has_aux=has_aux, residual_bytes=size)
+        return stage_program(flat, seen, stage.outline, has_aux=has_aux, residual_bytes=size)
 
     return program_of
 
@@ -61,12 +61,12 @@ class DifferentiableStage:
     """Reduces a stage to a function of its differentiable leaves; the others are bound beforehand."""
 
     def __init__(
-        self, fn: Callable[..., Any], example: Example, known: Outline, has_aux: bool, name: str
+        self, fn: Callable[..., Any], example: Example, outline: Outline, has_aux: bool, name: str
     ) -> None:
-        self.fn, self.example, self.known, self.has_aux, self.name = fn, example, known, has_aux, name
+        self.fn, self.example, self.outline, self.has_aux, self.name = fn, example, outline, has_aux, name
         self.param_at = [i for i, leaf in enumerate(example.params.leaves) if differentiable(leaf.dtype)]
         self.x_at = [i for i, leaf in enumerate(example.x.leaves) if leaf.grad]
-        self.y_at = [i for i, leaf in enumerate(known.y.leaves) if leaf.grad]
+        self.y_at = [i for i, leaf in enumerate(outline.y.leaves) if leaf.grad]
 
     def primals(self, params: Leaves, x: Leaves) -> tuple[Leaves, Leaves]:
         return tuple(params[i] for i in self.param_at), tuple(x[i] for i in self.x_at)
@@ -95,7 +95,7 @@ class DifferentiableStage:
     def _call(self, trees: tuple[Any, ...]) -> Any:
         """Call the stage. An exception gets a note with the stage, the line and the arguments."""
         try:
-            with recurrence(self.known.modules, self.example.device), in_python():
+            with recurrence(self.outline.modules, self.example.device), in_python():
                 return self.fn(*trees)
         except NoValuesError as error:
             raise error.of_stage(self.name) from None
@@ -110,9 +110,9 @@ class DifferentiableStage:
 
         Where the stage may take another path than the one seen, refuse its effects before they happen.
         """
-        if not self.known.known:
+        if not self.outline.known:
             return Purity(self.name, zip(self.example.paths, arguments, strict=True))
-        return LogicalDraws() if self.known.draws else nullcontext()
+        return LogicalDraws() if self.outline.draws else nullcontext()
 
     @contextmanager
     def unchanged(self, params: Leaves, x: Leaves, extras: Leaves) -> Iterator[None]:
@@ -148,7 +148,7 @@ class DifferentiableStage:
     def require_same(self, y: Leaves, aux: Leaves, treedef: Any) -> None:
         """Raise unless ``y`` is what the outline promised its neighbours, and all outputs have values."""
         require_values(y + aux, self.name)
-        want = self.known.y
+        want = self.outline.y
         same = treedef == want.treedef and all(
             tuple(t.shape) == s.shape and t.dtype == s.dtype for t, s in zip(y, want.leaves, strict=True)
         )

@@ -89,7 +89,7 @@ def _tried(
         backward(residuals, tuple(torch.ones_like(outputs[i]) for i in stage.y_at))
 
     try:
-        if stage.known.known:
+        if stage.outline.known:
             try:
                 with without_values():
                     run(stage.example.make())
@@ -97,8 +97,8 @@ def _tried(
                 # Libraries that look for fake tensors, to ask them for no values, do not see them within a
                 # transform. They may take another path than the one seen.
                 refusal = data_dependence(error), "use the functional engine"
-                stage.known = stage.known._replace(refusal=refusal)
-        if not stage.known.known:
+                stage.outline = stage.outline._replace(refusal=refusal)
+        if not stage.outline.known:
             run(stand_ins(example, stage.example.device))
     except StageError:
         raise

@@ -30,14 +30,14 @@ def traced(
     stage: DifferentiableStage, _: tuple[Any, ...], *, remat: Remat, compile: bool, cuda_graphs: bool
 ) -> tuple[FlatProgram, int]:
     """Trace a stage, and cut its trace in programs."""
-    name, known, example = stage.name, stage.known, stage.example
+    name, outline, example = stage.name, stage.outline, stage.example
     if cuda_graphs and example.device.type != "cuda":
         reason = f"it computes on the device {example.device}, and CUDA graphs are for CUDA alone"
         raise StageError(name, reason, "put its parameters on a CUDA device, or leave out cuda_graphs=True")
-    if known.refusal:
-        raise StageError(name, *known.refusal)
-    if known.untraced:
-        reason, mend = known.untraced
+    if outline.refusal:
+        raise StageError(name, *outline.refusal)
+    if outline.untraced:
+        reason, mend = outline.untraced
         raise StageError(name, f"{reason}, which is not traced", mend)
     with without_onednn() if compile else nullcontext():
         joint = clean(trace(stage))
@@ -47,7 +47,7 @@ def traced(
     blocks = cut_for(joint, remat, name)
     size = residual_bytes(joint, blocks.residuals, name)
     flat = _emit(blocks, joint, name, compile, _warning_of(_unread(joint, example), name))
-    return captured(flat, example, known.y) if cuda_graphs else flat, size
+    return captured(flat, example, outline.y) if cuda_graphs else flat, size
 
 
 def _emit(blocks: ProgramBlocks, joint: Joint, name: str, compile: bool, warning: str) -> FlatProgram:

@@ -57,14 +57,14 @@ def trace(stage: DifferentiableStage) -> Joint:
     # Looking for anomalies asks for values.
     with without_values(), torch.autograd.set_detect_anomaly(False):
         params, x, extras = example.make()
-        leaves = (stage.known.y.leaves[i] for i in stage.y_at)
+        leaves = (stage.outline.y.leaves[i] for i in stage.y_at)
         gy = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=example.device) for leaf in leaves)
         groups = (params, x, extras, gy)
         joint = _record(partial(_joint, stage), groups, name)
         if any(map(is_mutable, joint.graph.nodes)):
             with without_autocast():  # whose casts have been recorded
                 joint = _record(partial(_without_effects, joint), groups, name)
-    _require_pure(joint, stage.known.draws, name)
+    _require_pure(joint, stage.outline.draws, name)
     return joint
 
 
