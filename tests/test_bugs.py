@@ -1108,20 +1108,17 @@ def test_a_frozen_parameter_is_not_moved_by_weight_decay(kind):
         pp.optim.chain(pp.optim.clip_by_global_norm(1.0), pp.optim.adamw(1e-2)),
         pp.optim.adamw(1e-2, donate=True),
     ):
-        state = None
-        for frozen in (True, True, False, False, True):
+        own = params
+        for frozen in (True, False, True):
             model[0].requires_grad_(not frozen)
             trainer = pp.Trainer(stages, squared, pp.gpipe(2, 2), optimizer)
-            state = state or trainer.init(
-                {s: {name: t.clone() for name, t in tree.items()} for s, tree in params.items()}
-            )
-            known = [leaf.clone() for leaf in tree_leaves(state.params)]
-            state, _ = trainer.step(state, inputs, targets, loss_weights=[1.0, 2.0])
-            same = [torch.equal(a, b) for a, b in zip(known, tree_leaves(state.params), strict=True)]
-            if frozen:
-                assert same[:2] == [True, True]
-            if state.step > 1:  # a rate that warms up is 0 at first
+            state = trainer.init({s: {name: t.clone() for name, t in tree.items()} for s, tree in own.items()})
+            for _ in range(2):
+                known = [leaf.clone() for leaf in tree_leaves(state.params)]
+                state, _ = trainer.step(state, inputs, targets, loss_weights=[1.0, 2.0])
+                same = [torch.equal(a, b) for a, b in zip(known, tree_leaves(state.params), strict=True)]
                 assert same == [frozen, frozen, False, False]
+            own = state.params
     assert torch.equal(model[0].weight, before)
 
 

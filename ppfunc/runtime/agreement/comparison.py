@@ -121,9 +121,9 @@ def require_whole_parameters(form: StepForm) -> None:
             continue
         if layout.placements[layout.axes.index(axis)] != "R":
             raise ValueError(
-                f"{name}: got a part of a parameter, which lies over the data ranks {axis!r} of a trainer"
-                " with shard='params'; expected it whole: give leaf.full_tensor(), or call"
-                " trainer.evaluate(state, ...), which gathers it"
+                f"{name}: got a part of a parameter, which lies over the data ranks {axis!r} of a trainer;"
+                " expected it whole: give leaf.full_tensor(), or call trainer.evaluate(state, ...), which"
+                " gathers the parameters of a state"
             )
 
 

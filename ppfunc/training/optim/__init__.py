@@ -1,6 +1,7 @@
 """Optimizers as pairs of pure functions, ``init(params)`` and ``update(grads, state, params)``::
 
 composed.py             chain: clip, then an optimizer; from_updates
+averages.py             ema, lookahead: averages over updates
 groups.py               by_name: an optimizer for each group of parameters
 optimizers.py           adamw, sgd: element by element
 whole.py                muon, lamb, adafactor: on whole leaves
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from ppfunc._lazy import attach
 
 if TYPE_CHECKING:
+    from .averages import ema as ema, lookahead as lookahead
     from .composed import chain as chain, from_updates as from_updates
     from .groups import by_name as by_name
     from .norms import clip_by_global_norm as clip_by_global_norm, global_norm as global_norm

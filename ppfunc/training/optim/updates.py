@@ -87,7 +87,7 @@ def optimizer_of(
             )
             for name, of in shapes.items()
         }
-        return {"updates": _zero_count(leaves), **trees}
+        return {"updates": zero_count(leaves), **trees}
 
     @naming_arguments
     def update(
@@ -289,5 +289,6 @@ def _rate(rate: Tensor | float, device: torch.device) -> Tensor | float:
     return rate.to(device, torch.float32 if accelerates(device) else rate.dtype)
 
 
-def _zero_count(leaves: Sequence[Tensor]) -> Tensor:
+def zero_count(leaves: Sequence[Tensor]) -> Tensor:
+    """Make a count of no updates, on the device of the leaves."""
     return torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)

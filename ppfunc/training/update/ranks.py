@@ -86,7 +86,7 @@ class TrainingRanks(NamedTuple):
             roles = (*axes.data_axes, axes.model)
             names = tuple(name for name in mesh.mesh_dim_names or () if name in roles)
             mesh = mesh[names] if axes.data_axes else None
-        if mesh is not None and shard == "params":
+        if mesh is not None and shard != "none":
             note_data_axis(mesh, axes.data_axes[-1])
         several = len(axes.data_axes) > 1
         parts = transport.collective("parts") if several else data

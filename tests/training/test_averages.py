@@ -1,0 +1,114 @@
+"""Averages of parameters over updates, in process and sharded."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import ppfunc as pp
+from ppfunc.stage.tree import tree_map
+from tests.models import new_trainer, normal, same_bits, squared
+
+
+def params(dtype=torch.float64):
+    return {"w": normal(4, 3).to(dtype), "n": torch.arange(2)}
+
+
+def followed(optimizer, tree, steps, skipped=()):
+    """The parameters and states after each update; gradients are the parameters."""
+    state, found = optimizer.init(tree), []
+    for n in range(steps):
+        tree, state = optimizer.update(tree, state, tree, found_inf=torch.tensor(float(n in skipped)))
+        found.append((tree, state))
+    return found
+
+
+def test_the_average_is_that_of_torch():
+    model, averaging = nn.Linear(3, 4), torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    averages = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=averaging)
+    averages.update_parameters(model)
+    tree = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for new, state in followed(pp.optim.ema(pp.optim.sgd(0.1), 0.9), tree, 4):
+        model.load_state_dict(new)
+        averages.update_parameters(model)
+        for name, p in averages.module.named_parameters():
+            torch.testing.assert_close(state["average"][name], p.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_lookahead_goes_back_a_part_of_the_way():
+    optimizer, slow, p = pp.optim.lookahead(pp.optim.sgd(0.1), 3, 0.25), normal(4, 3), normal(4, 3)
+    for n, (new, state) in enumerate(followed(optimizer, params(), 7), 1):
+        p = p - 0.1 * p
+        if n % 3 == 0:
+            p = slow = slow + 0.25 * (p - slow)
+        torch.testing.assert_close(new["w"], p, rtol=1e-14, atol=1e-15)
+        torch.testing.assert_close(state["slow"]["w"], slow, rtol=1e-14, atol=1e-15)
+        assert new["n"].tolist() == [0, 1] and state["updates"] == n
+
+
+@pytest.mark.parametrize("make", [pp.optim.ema, pp.optim.lookahead])
+def test_a_skipped_update_changes_no_average(make):
+    optimizer = make(pp.optim.adamw(0.1))
+    before, skipped = followed(optimizer, params(), 4, skipped=(3,))[-2:]
+    assert same_bits(before, skipped)
+
+
+def test_averages_of_halves_are_kept_in_float32():
+    optimizer = pp.optim.ema(pp.optim.sgd(0.01), 0.999)
+    new, state = followed(optimizer, params(torch.bfloat16), 3)[-1]
+    assert state["average"]["w"].dtype == torch.float32 and new["w"].dtype == torch.bfloat16
+    assert not torch.equal(state["average"]["w"], params(torch.bfloat16)["w"].float())
+    assert (
+        followed(pp.optim.lookahead(pp.optim.sgd(0.01), 1), params(torch.bfloat16), 2)[-1][0]["w"].dtype
+        == torch.bfloat16
+    )
+
+
+def test_parameters_of_modules_leave_no_graph():
+    weight = [nn.Parameter(normal(3))]
+    for make in (pp.optim.ema, pp.optim.lookahead):
+        optimizer = make(pp.optim.sgd(0.1))
+        new, state = optimizer.update([normal(3)], optimizer.init(weight), weight)
+        assert not any(t.requires_grad for t in (new[0], *state.get("average", state.get("slow"))))
+
+
+def test_an_optimizer_that_clips_is_clipped_around_all():
+    clipped = pp.optim.chain(pp.optim.clip_by_global_norm(1.0), pp.optim.sgd(0.1))
+    with pytest.raises(ValueError, match=r"expected the clip around all, chain\(clip, \.\.\.\)"):
+        pp.optim.ema(clipped)
+    with pytest.raises(ValueError, match="decay is 1.0, expected a number of at least 0 and less than 1"):
+        pp.optim.ema(pp.optim.sgd(0.1), 1.0)
+
+
+def stage(p, x):
+    return torch.tanh(x @ p["w"])
+
+
+def sharded(rank, size, shard):
+    """Train with averages; return parameters and averages, whole, and the loss of these."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    optimizer = pp.optim.chain(
+        pp.optim.clip_by_global_norm(1.0), pp.optim.ema(pp.optim.lookahead(pp.optim.adamw(0.1), 2), 0.8)
+    )
+    x, y = normal(4, 6), normal(4, 6, seed=9)
+    options = {"axes": pp.Axes("pp", "dp"), "shard": shard}
+    whole = lambda tree: tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, tree)  # noqa: E731
+    with new_trainer([stage], squared, pp.gpipe(1, 2), optimizer, mesh, **options) as trainer:
+        state = trainer.init({0: {"w": normal(6, 6)}})
+        for n in range(5):
+            state, _ = trainer.step(state, normal(4, 6, seed=n), y)
+        average = state.optimizer[0]["average"]
+        assert isinstance(average["w"], DTensor) == (shard != "none")
+        if shard == "optimizer":
+            with pytest.raises((ValueError, pp.PipelineError), match="got a part of a parameter"):
+                trainer.evaluate(state._replace(params={0: average}), x, y)
+            average = whole(average)
+        loss = trainer.evaluate(state._replace(params={0: average}), x, y)
+    return whole(state.params[0])["w"], whole(average)["w"], loss
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "params"])
+def test_sharded_averages_are_those_of_the_whole(two, shard):
+    for got, expected in zip(two(sharded, shard), two(sharded, "none"), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
