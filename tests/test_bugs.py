@@ -1112,7 +1112,9 @@ def test_a_frozen_parameter_is_not_moved_by_weight_decay(kind):
         for frozen in (True, False, True):
             model[0].requires_grad_(not frozen)
             trainer = pp.Trainer(stages, squared, pp.gpipe(2, 2), optimizer)
-            state = trainer.init({s: {name: t.clone() for name, t in tree.items()} for s, tree in own.items()})
+            state = trainer.init(
+                {s: {name: t.clone() for name, t in tree.items()} for s, tree in own.items()}
+            )
             for _ in range(2):
                 known = [leaf.clone() for leaf in tree_leaves(state.params)]
                 state, _ = trainer.step(state, inputs, targets, loss_weights=[1.0, 2.0])
