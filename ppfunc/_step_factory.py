@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from ppfunc import schedule as schedules  # whose passes and proofs load with the first step function
 from ppfunc._text import mend_for, naming_arguments, shown
 from ppfunc.runtime import InProcess, StepFunction, StepResult, StepSpec, Transport, interleaved, two_streams
 from ppfunc.runtime.agreement.ties import Tied, TiedPlaces, read_tied
@@ -15,7 +16,7 @@ from ppfunc.runtime.call.arguments import LossWeights, RawArguments, read_loss_w
 from ppfunc.runtime.call.spec import Pipeline
 from ppfunc.runtime.lowering.refusals import require_honoured
 from ppfunc.runtime.lowering.stage_programs import StagePrograms
-from ppfunc.schedule import Op, Schedule, append_tail, check, forward_only, place_communication, with_skips
+from ppfunc.schedule import Op, Schedule
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, ModuleStage, Stage
 from ppfunc.stage.frozen import FrozenLeaves
@@ -91,7 +92,7 @@ def unpacked(
             )
         return stages, schedule, read_tied(tied, schedule, parts)
     _require_count(stages.stages, schedule)
-    schedule = with_skips(schedule, stages.skips) if stages.skips else schedule
+    schedule = schedules.with_skips(schedule, stages.skips) if stages.skips else schedule
     return stages.stages, schedule, read_tied(tied, schedule, parts, stages.tied)
 
 
@@ -141,7 +142,7 @@ def make_step(
             f"overlapped: got a function, and the schedule {schedule.name!r} overlaps nothing; use dualpipe"
             " or dualpipev"
         )
-    proved = prove(schedule if training or schedule.forward_only else forward_only(schedule), spec)
+    proved = prove(schedule if training or schedule.forward_only else schedules.forward_only(schedule), spec)
     transport = InProcess() if transport is None else transport
     programs, ranks = programs or StagePrograms(engine, loss_engine), transport.local_ranks(proved.ranks)
     pipeline = Pipeline(
@@ -160,10 +161,10 @@ def prove(schedule: Schedule, spec: StepSpec) -> Schedule:
     require_honoured(schedule, spec)
     if not schedule.has_messages:
         # A receive is posted one compute early: its message crosses while the rank is busy.
-        schedule = place_communication(schedule, lookahead=1)
+        schedule = schedules.place_communication(schedule, lookahead=1)
     if (schedule.replicas or spec.tied) and not schedule.forward_only and Op.REDUCE_TIED not in schedule.ops:
-        schedule = append_tail(schedule, tied=True, reduce_grad=False, step=False)
-    check(schedule)
+        schedule = schedules.append_tail(schedule, tied=True, reduce_grad=False, step=False)
+    schedules.check(schedule)
     return schedule
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import find, given
 
 from ppfunc.schedule import BUILDERS
-from ppfunc.schedule.check import check
+from ppfunc.schedule.certificate import check
 from ppfunc.schedule.errors import ScheduleError
 from ppfunc.testing import mutated_schedules, schedules
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ppfunc.schedule.builders import BUILDERS
-from ppfunc.schedule.check import check
+from ppfunc.schedule.certificate import check
 from ppfunc.schedule.compare_timelines import compare
 from ppfunc.schedule.config import find_builder
 from ppfunc.schedule.costs import Costs
@@ -22,7 +22,7 @@ from ppfunc.schedule.formats.trace import to_trace
 from ppfunc.schedule.passes.place_communication import place_communication
 from ppfunc.schedule.passes.remove import compute_only, remove_slots
 from ppfunc.schedule.schedule import Schedule
-from ppfunc.schedule.simulate import Timeline, simulate
+from ppfunc.schedule.timeline import Timeline, simulate
 
 from .costs import add_cost_options, fitted, read_costs, require_effect
 from .output import form_of, write

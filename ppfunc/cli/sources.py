@@ -14,7 +14,7 @@ from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.formats.files import parse, read_text, text_of
 from ppfunc.schedule.formats.text import FormatError
 from ppfunc.schedule.schedule import Schedule
-from ppfunc.schedule.simulate import Timeline
+from ppfunc.schedule.timeline import Timeline
 
 from .number import count, number
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     )
     from .builders.v_shape import v_half as v_half, v_min as v_min, zbv as zbv
     from .builders.zero_bubble import zbv_greedy as zbv_greedy, zero_bubble as zero_bubble
-    from .check import Certificate as Certificate, check as check
+    from .certificate import Certificate as Certificate, check as check
     from .compare_timelines import Comparison as Comparison, compare as compare
     from .config import (
         Configured as Configured,
@@ -98,7 +98,7 @@ if TYPE_CHECKING:
         Step as Step,
         single_chain as single_chain,
     )
-    from .simulate import (
+    from .timeline import (
         Timeline as Timeline,
         peak_activations as peak_activations,
         simulate as simulate,

@@ -10,8 +10,8 @@ from statistics import median
 from .arguments import require_type
 from .instruction import COMPUTE, RECEIVES, Op, parts_of
 from .schedule import Schedule
-from .simulate import Timeline
 from .table import show_table
+from .timeline import Timeline
 
 _KINDS = {Op.F: "F", Op.B: "B", Op.I: "I", Op.W: "W", Op.OVERLAP_F_B: "overlapped"}
 _UNEVEN = 1.1  # times as long as the others is worth a word

@@ -14,15 +14,15 @@ from ppfunc._lazy import late
 from ppfunc.parallel.counts import require_counts
 
 from .builders import BUILDERS
-from .check import check
+from .certificate import check
 from .config import find_builder
 from .costs import SENT, Costs, Number, portion, require_costs
 from .instruction import Op
 from .planner.bounds import lower_bound
 from .planner.layers import costs_of_stages
 from .schedule import Schedule
-from .simulate import Timeline, simulate
 from .table import show_table
+from .timeline import Timeline, simulate
 
 _HEAD = ("schedule", "makespan", "bubble", "of span", "peak", "messages", "held", "over bound")
 

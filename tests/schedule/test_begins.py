@@ -22,7 +22,7 @@ from ppfunc.schedule import (
     one_f_one_b,
     place_communication,
 )
-from ppfunc.schedule.check import check
+from ppfunc.schedule.certificate import check
 from ppfunc.schedule.dataflow import Dataflow
 from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.schedule.instruction import COMMUNICATION

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ppfunc.schedule import data_parallel, deepspeed_inference, deepspeed_train
-from ppfunc.schedule.check import check
+from ppfunc.schedule.certificate import check
 from ppfunc.schedule.errors import ScheduleError
 
 COUNTS = [(s, m) for s in range(1, 9) for m in (*range(1, 14), 24)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 
 from ppfunc.schedule import BUILDERS, compute_only, gpipe, place_communication
-from ppfunc.schedule.check import check
+from ppfunc.schedule.certificate import check
 from ppfunc.schedule.errors import ScheduleError
 from ppfunc.schedule.formats.csv import from_csv, to_csv
 from ppfunc.schedule.formats.files import read_csv, read_schedule

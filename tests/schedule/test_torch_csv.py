@@ -22,7 +22,7 @@ from ppfunc.schedule import (
     to_csv,
     to_torch_csv,
 )
-from ppfunc.schedule.check import check
+from ppfunc.schedule.certificate import check
 from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE
 from ppfunc.testing import schedules
 

@@ -33,11 +33,11 @@ from ppfunc.schedule import (
     to_json,
 )
 from ppfunc.schedule.builders.interleaved import group_size
-from ppfunc.schedule.check import check
+from ppfunc.schedule.certificate import check
 from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE, SHARDING, TAIL, Op, parts_of
 from ppfunc.schedule.schedule import Schedule
-from ppfunc.schedule.simulate import simulate
+from ppfunc.schedule.timeline import simulate
 
 ALL = BUILDERS | {"chimera": chimera}
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 import torch
 
 from ppfunc._text import answering, with_arguments
-from ppfunc.schedule import Schedule, Timeline
 from ppfunc.stage.device import on_device
 
 from ..agreement.shared_memory import require_declared
@@ -27,6 +26,8 @@ from .results import StepResult
 from .spec import Pipeline
 
 if TYPE_CHECKING:
+    from ppfunc.schedule import Schedule, Timeline
+
     from ..agreement.agreement import Agreed
     from ..execution.record import Recorder
     from ..lowering.analysis import LoweredFunction

@@ -13,7 +13,7 @@ import torch
 
 from ppfunc.schedule import Instruction, Op, Schedule, parts_of
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS
-from ppfunc.schedule.simulate import Timeline, timeline_of
+from ppfunc.schedule.timeline import Timeline, timeline_of
 from ppfunc.stage.device import accelerates, record_event, synchronize
 
 from ..lowering.calls import Origin

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..schedule import Schedule
-from ..simulate import Timeline
+from ..timeline import Timeline
 from .csv import from_csv
 from .json import from_document, load
 from .text import FormatError

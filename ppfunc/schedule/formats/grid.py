@@ -17,8 +17,8 @@ from ..errors import ScheduleError
 from ..instruction import COMPUTE, Instruction, Op
 from ..proof.structure import require_schedule
 from ..schedule import Schedule
-from ..simulate import Timeline, simulate
 from ..table import clipped
+from ..timeline import Timeline, simulate
 
 _SHOWN = 20_000  # instructions whose grid is made only to show its beginning
 _MOST = 50_000_000  # characters

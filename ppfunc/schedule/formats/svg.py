@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..errors import ScheduleError
 from ..instruction import COMPUTE, Op, parts_of
 from ..schedule import Schedule
-from ..simulate import Timeline, simulate
+from ..timeline import Timeline, simulate
 from .elements import amount, clipped, line, number, page, rect, require_width, short, text, ticks
 from .grid import Bar, bars_of, compute_bars
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import count
 from operator import itemgetter
 
-from ..check import check
+from ..certificate import check
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, parts_of
 from ..passes.remove import compute_only
 from ..schedule import Program, Schedule
-from ..simulate import Timeline, simulate
+from ..timeline import Timeline, simulate
 from .csv import to_csv
 
 _PLACED = COMMUNICATION | {Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD}

@@ -23,7 +23,7 @@ from ..earliest import BESIDE
 from ..instruction import Instruction, Op, microbatch_of, parts_of
 from ..proof.structure import check_structure
 from ..schedule import Schedule
-from ..simulate import Timeline, simulate, timeline_of
+from ..timeline import Timeline, simulate, timeline_of
 from .grid import Bar, bars_of, compute_bars
 from .json import from_document, load, times_of, to_json
 from .text import FormatError

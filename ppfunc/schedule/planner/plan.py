@@ -27,7 +27,7 @@ from ppfunc.parallel.partition import Partition
 from ..collector import collector_paused
 from ..costs import Costs, Number, exact_portion, require_costs
 from ..schedule import Schedule
-from ..simulate import Timeline, simulate
+from ..timeline import Timeline, simulate
 from .blocks import block_orders
 from .bounds import Bound, bound_of
 from .orders import Order, directions, evaluate, schedule_of
