@@ -27,7 +27,7 @@ def require_number(name: str, value: object, count: int) -> None:
 
 
 def require_stages(name: str, value: Iterable[int], count: int) -> set[int]:
-    """Check that the argument ``name`` holds stages, of so many; return them.
+    """Check that the argument ``name`` holds stages, numbers below ``count``; return them.
 
     Raises:
         TypeError: it is not iterable.

@@ -79,8 +79,8 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
 def _read(
     source: Source, stage: int, x: Any
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...], Changes]:
-    """Read the inputs of the model (first stage), their forms, the values from the stage before, and changes
-    of constants.
+    """Take apart the input of a stage: inputs of the model (first stage), their forms, values from the stage
+    before, and changes of constants.
     """
     if stage == 0:
         tensors, changes = source.form.read(x)

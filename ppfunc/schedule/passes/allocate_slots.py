@@ -17,7 +17,7 @@ from .remove import remove_slots
 
 
 class Range(NamedTuple):
-    """From the first to the last use of a slot by one holder; ranges sort by their begin."""
+    """Bound the time in which one holder uses a slot: first to last use. Ranges sort by their begin."""
 
     begin: int  # number of the first use among those of the rank
     end: int  # number of the last use

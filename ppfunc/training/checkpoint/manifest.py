@@ -105,7 +105,7 @@ def manifest_text(contents: Contents, save: str) -> bytes:
 
 
 def signed(content: Any) -> bytes:
-    """Write JSON in its one form, followed by its digest."""
+    """Write JSON in a canonical form (sorted keys, no spaces), followed by its digest."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return f'{{"content":{text},"sha256":"{hashlib.sha256(text.encode()).hexdigest()}"}}\n'.encode()
 

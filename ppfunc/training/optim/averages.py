@@ -87,7 +87,7 @@ def _averaging(
     begin: Callable[[Tree], dict[str, Tree]],
     average: Callable[[Tree, dict[str, Tree]], tuple[Tree, dict[str, Tree]]],
 ) -> Optimizer:
-    """Make an optimizer that averages what another one makes.
+    """Make an optimizer that also averages the parameters that another one updates.
 
     Args:
         begin: makes its own state, of parameters.
