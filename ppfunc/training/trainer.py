@@ -34,7 +34,7 @@ from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 
 from .checkpoint.tensor_file import DTYPES_BY_NAME
 from .optim.protocols import Optimizer, text_of
-from .update.known_states import KnownStates
+from .update.known_states import GOES_ON, KnownStates
 from .update.parameter_update import TrainingUpdate
 from .update.precision import Precision
 from .update.ranks import TrainingRanks
@@ -331,11 +331,12 @@ class Trainer:
         """Run the steps of a call. Return their update, and the result of ``run``."""
         self._require_open()
         generation, replicated = self.transport.generation, self._ranks.data.size > 1
-        known = not replicated or self._states.is_known(state, generation)
+        known = self._states.known_as(state, generation) if replicated else GOES_ON
         update = TrainingUpdate(rule, self._ranks, self._idle, state, known)
         result = run(partial(self._arguments, update, batches, weights, seed, extras))
         if replicated:
-            self._states.note(update.state, generation, 0 if rule is not self._rule else len(update.metrics))
+            trains = rule is self._rule
+            self._states.note(update.state if trains else state, generation, len(update.metrics) * trains)
         return update, result
 
     def _arguments(
@@ -365,7 +366,7 @@ class Trainer:
         common = f"{len(batches)} steps, {'own' if weighted else 'equal'} weights, seed {seed}"
         if self._ranks.world.size > 1:
             numbers = text_of(self._rule.optimizer) if callable(self._rule.optimizer.text) else ""
-            common += f"; {'a state that goes on' if update.known else 'another state'}; {numbers}"
+            common += f"; {update.known or 'another state'}; {numbers}"
         return [
             RawArguments(
                 params,

@@ -28,17 +28,20 @@ CHANGES = {  # of the state on one rank, and what the others are told
     "written": (lambda s: s.params[0]["w"].mul_(1.0001), "another state"),
     "replaced": (lambda s: s._replace(params={0: {"w": s.params[0]["w"] + 1e-9}}), "another state"),
     "moments": (lambda s: s.optimizer[0]["mean"]["w"].add_(1e-9), "another state"),
+    "scale": (lambda s: s._replace(scale={**s.scale, "scale": s.scale["scale"] / 2}), "another state"),
 }
 
 
 def drifting(rank, size, kind):
     change, words = CHANGES[kind]
-    with trainer_over(size, pp.optim.adamw(0.1)) as trainer:
+    precision = pp.Precision(scale=pp.dynamic_scale()) if kind == "scale" else None
+    with trainer_over(size, pp.optim.adamw(0.1), precision=precision) as trainer:
         state = stepped(trainer, trainer.init({0: {"w": normal(WIDTH, WIDTH)}}), 0)
         if rank:
             changed = change(state)
             state = changed if isinstance(changed, pp.training.TrainState) else state
-        for again in (words, "with the checksum"):  # the second comparison looks at the numbers
+        of_numbers = "with the scale" if kind == "scale" else "with the checksum"
+        for again in (words, of_numbers):  # the second comparison looks at the numbers
             with pytest.raises(pp.AgreementError, match=again):
                 stepped(trainer, state, 1)
     return True
@@ -47,6 +50,21 @@ def drifting(rank, size, kind):
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_state_that_changes_on_one_rank_is_told(two, kind):
     assert two(drifting, kind) == [True, True]
+
+
+def an_average_on_one_rank(rank, size):
+    """Evaluate an average on all ranks, and go on from it on one."""
+    with trainer_over(size, pp.optim.ema(pp.optim.sgd(0.1), 0.5)) as trainer:
+        state = stepped(trainer, trainer.init({0: {"w": normal(WIDTH, WIDTH)}}), 0)
+        average = state._replace(params={0: state.optimizer[0]["average"]})
+        trainer.evaluate(average, normal(4, WIDTH), normal(4, WIDTH))
+        with pytest.raises(pp.AgreementError, match="has the state that was evaluated last"):
+            stepped(trainer, average if rank else state, 1)
+    return True
+
+
+def test_a_state_that_was_evaluated_is_told_from_that_of_the_last_step(two):
+    assert two(an_average_on_one_rank) == [True, True]
 
 
 def a_rate_that_drifts(rank, size):

@@ -103,10 +103,10 @@ class ParameterUpdate(Protocol):
     """Carries out REDUCE_GRAD and STEP, UNSHARD and RESHARD in the steps of one call.
 
     Attributes:
-        known: whether the ranks have compared its facts, or have made them together.
+        known: as what the ranks know that its facts go together; "" where they compare them.
     """
 
-    known: bool
+    known: str
 
     def facts(self) -> tuple[str, str]:
         """Return two texts of terms that ranks compare where they meet.

@@ -11,6 +11,8 @@ from ppfunc.stage.tree import tree_leaves
 
 from .train_state import TrainState
 
+GOES_ON = "a state that goes on"
+
 
 class KnownStates:
     """Knows the last state that steps have returned, and the last one that was evaluated.
@@ -29,18 +31,24 @@ class KnownStates:
         # By whether it was trained: the leaves, how often each was written into, and the failures before.
         self._known: dict[bool, tuple[list[tuple[ref[Tensor], int | None]], int]] = {}
 
-    def is_known(self, state: TrainState, generation: int) -> bool:
-        """Tell if a state needs no comparison: it is as it was, and ``generation`` counts no new failure."""
+    def known_as(self, state: TrainState, generation: int) -> str:
+        """Name a known state that is unchanged, where ``generation`` counts no new failure; else return "".
+
+        Ranks compare the answer: each may know two states.
+        """
         leaves = _leaves(state)
-        return any(
-            then == generation
-            and len(noted) == len(leaves)
-            and all(
-                was() is leaf and count == version(local(leaf))
-                for (was, count), leaf in zip(noted, leaves, strict=True)
-            )
-            for noted, then in self._known.values()
-        )
+        for trained, name in (True, GOES_ON), (False, "the state that was evaluated last"):
+            noted, then = self._known.get(trained, ((), None))
+            if (
+                then == generation
+                and len(noted) == len(leaves)
+                and all(
+                    was() is leaf and count == version(local(leaf))
+                    for (was, count), leaf in zip(noted, leaves, strict=True)
+                )
+            ):
+                return name
+        return ""
 
     def note(self, state: TrainState, generation: int, steps: int) -> None:
         """Note the state after so many steps, none of an evaluation."""
@@ -52,4 +60,4 @@ class KnownStates:
 
 
 def _leaves(state: TrainState) -> list[Tensor]:
-    return tree_leaves((state.params, state.optimizer))
+    return tree_leaves((state.step, state.params, state.optimizer, state.scale))

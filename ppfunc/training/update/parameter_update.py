@@ -35,7 +35,7 @@ class TrainingUpdate:
         ranks: those that train together.
         idle: by stage, the reducers that no call uses; shared by the calls of a trainer.
         state: from which the call begins, and which stays as it is.
-        known: whether the ranks know that their states go together.
+        known: as what the ranks know that their states go together; "" where they compare them.
 
     Attributes:
         state: after each update the new one.
@@ -48,7 +48,7 @@ class TrainingUpdate:
         ranks: TrainingRanks,
         idle: dict[int, list[Reducer]],
         state: TrainState,
-        known: bool,
+        known: str,
     ) -> None:
         self._rule, self._ranks, self._idle, self.known = rule, ranks, idle, known
         self.state = self._given = state
