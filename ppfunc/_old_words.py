@@ -93,6 +93,7 @@ _BY_MEND: dict[str, dict[str, str]] = {
         "chunks": "virtual_pipeline_model_parallel_size n_chunks num_model_chunks virtual_stages",
         "targets": "target labels",
         "return_losses=True where the step is made": "losses",
+        "a loss_fn that returns (loss, aux), and find aux in metrics.aux": "has_aux",
         "at=[names of modules], or at=4 for stages of like size": "split_spec partition_method balance",
         "args=(tensor, ...) and kwargs={name: tensor}": "mb_args mb_kwargs example_args",
         "lr": "learning_rate rate",

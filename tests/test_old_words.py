@@ -67,6 +67,7 @@ MISTAKES = {
     "losses": (lambda: STEP(PARAMS, INPUTS, TARGETS, losses=[]), "write return_losses=True"),
     "split_spec": (lambda: pp.split(MODEL, (INPUTS,), split_spec={}), "write at=[names of modules]"),
     "learning_rate": (lambda: pp.optim.adamw(learning_rate=1e-3), "write lr; it takes lr, betas"),
+    "has_aux of a trainer": (lambda: trainer(has_aux=True), "find aux in metrics.aux"),
     "max_grad_norm": (lambda: trainer(max_grad_norm=1.0), "write optimizer=pp.optim.chain("),
     "model": (lambda: made(model=MODEL), "write stages; pp.split("),
     "a typo": (lambda: STEP(PARAMS, INPUTS, tragets=TARGETS), "did you mean 'targets'?"),

@@ -132,6 +132,13 @@ def test_a_batch_that_does_not_fit_is_refused_by_the_path_of_its_leaf(what):
         read(given(inputs=batch))
 
 
+def test_targets_that_are_lacking_are_refused_with_what_to_give_where_none_are_used():
+    with pytest.raises(
+        ValueError, match=r"targets: got None, .* stage 1, .* any tensor with the batch's rows"
+    ):
+        read(given(targets=None))
+
+
 NO_TENSORS = {
     "numpy": (lambda t: t.numpy(), r"inputs: got .* of type ndarray, expected a tensor"),
     "a complex number": (

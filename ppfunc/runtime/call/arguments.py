@@ -291,7 +291,14 @@ def _require_batches(
     }
     for name, (batch, stage) in batches.items():
         if batch is None and stage in stages and (with_targets or name == "inputs"):
-            raise ValueError(f"{name}: got None, but this process runs stage {stage}, which needs them")
+            unused = (
+                "; if loss_fn ignores them, give any tensor with the batch's rows"
+                if name == "targets"
+                else ""
+            )
+            raise ValueError(
+                f"{name}: got None, but this process runs stage {stage}, which needs them{unused}"
+            )
 
 
 def _keys(trees: Mapping[Any, Any]) -> list[Any]:
