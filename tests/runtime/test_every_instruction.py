@@ -75,7 +75,9 @@ def trained(schedule, transport=None, instructions=lambda step: step, times=0):
     """
     stages = [tanh_stage] * len(set(schedule.model_stages))
     trainer = pp.Trainer(stages, squared, schedule, pp.optim.sgd(RATE, momentum=0.5), transport=transport)
-    trainer._step = instructions(trainer._step)
+    trainer._step = instructed = instructions(trainer._step)
+    if not hasattr(instructed, "returning"):
+        instructed.returning = lambda *more: instructed
 
     def step(before, *batch):
         state = trainer.init(before) if isinstance(before, dict) else before

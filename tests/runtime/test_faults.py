@@ -80,7 +80,7 @@ def test_wrong_batches_are_refused_with_what_was_got_and_expected():
     )
     refused("targets: got None.*stage 1", step, params, inputs, None)
     refused("inputs: got None.*stage 0", step, params, None, targets)
-    refused(r"inputs\['n'\].*int", step, params, {"x": inputs, "n": 3}, targets, error=TypeError)
+    refused(r"inputs\['n'\].*set", step, params, {"x": inputs, "n": {3}}, targets, error=TypeError)
 
 
 def test_a_list_is_a_tree_like_any_other():

@@ -133,12 +133,12 @@ def test_a_chain_that_clips_can_be_taken_apart():
             TypeError,
             "clip: got Optimizer.*, expected a clip first, such as ppfunc.opt",
         ),
-        (clip_by_global_norm(1.0), 3, TypeError, "optimizer: got 3 .*, expected a pair of functions"),
+        (clip_by_global_norm(1.0), 3, TypeError, "optimizer: got 3 .*, expected init and update"),
         (
             clip_by_global_norm(1.0),
             clip_by_global_norm(1.0),
             TypeError,
-            "optimizer: got Clip.*, expected a pair of functions",
+            "optimizer: got Clip.*, expected init and update",
         ),
         (
             clip_by_global_norm(2.0),

@@ -99,7 +99,7 @@ def test_muon_gives_other_leaves_to_the_rest():
         (
             lambda: pp.optim.by_name({"*": 3}),
             TypeError,
-            r"groups\['\*'\]: got 3 of type int, expected a pair of functions",
+            r"groups\['\*'\]: got 3 of type int, expected init and update",
         ),
         (
             lambda: pp.optim.by_name(

@@ -94,8 +94,9 @@ class DifferentiableStage:
 
     def _call(self, trees: tuple[Any, ...]) -> Any:
         """Call the stage. An exception gets a note with the stage, the line and the arguments."""
+        on_cuda = self.example.device.type == "cuda"
         try:
-            with recurrence(self.outline.modules, self.example.device), in_python():
+            with recurrence(self.outline.modules) if on_cuda else nullcontext(), in_python():
                 return self.fn(*trees)
         except NoValuesError as error:
             raise error.of_stage(self.name) from None

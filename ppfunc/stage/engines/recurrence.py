@@ -26,7 +26,7 @@ class WithoutCudnn(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-def recurrence(modules: Iterable[nn.Module], device: torch.device) -> AbstractContextManager[Any]:
-    """Return the mode in which a stage computes that runs ``modules``."""
-    recurrent = device.type == "cuda" and any(isinstance(module, nn.RNNBase) for module in modules)
+def recurrence(modules: Iterable[nn.Module]) -> AbstractContextManager[Any]:
+    """Return the mode in which a stage computes on CUDA that runs ``modules``."""
+    recurrent = any(isinstance(module, nn.RNNBase) for module in modules)
     return WithoutCudnn() if recurrent else nullcontext()

@@ -340,7 +340,7 @@ def test_axes_without_a_mesh_are_refused():
 
 def test_an_optimizer_makes_parameters_of_the_same_form():
     stages, params, x, y = problem(2)
-    with pytest.raises(TypeError, match="optimizer: got Clip.*, expected a pair of functions"):
+    with pytest.raises(TypeError, match="optimizer: got Clip.*, expected init and update"):
         pp.Trainer(stages, squared, pp.one_f_one_b(2, 4), pp.optim.clip_by_global_norm(1.0))
     shrinking = pp.optim.sgd(1e-2)._replace(
         update=lambda grads, state, params: ({name: p.sum(0) for name, p in params.items()}, state)
