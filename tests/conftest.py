@@ -71,7 +71,7 @@ def _has_compiler() -> bool:
     return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))))
 
 
-_NEVER_JOINED = -1  # in the place of a job's number
+_JOINED = -1  # in the place of a job's number
 
 
 class Processes:
@@ -81,6 +81,10 @@ class Processes:
     """
 
     def __init__(self, size: int) -> None:
+        self.size, self._job = size, 0
+        self._begin()
+
+    def _begin(self) -> None:
         import torch.multiprocessing as mp
 
         # A server that has imported once what all of them need forks the processes.
@@ -88,11 +92,9 @@ class Processes:
         context.set_forkserver_preload(
             ["pytest", "hypothesis", "torch._dynamo", "ppfunc.training.trainer", "ppfunc.pipeline"]
         )
-        self.size = size
-        meeting = f"tcp://127.0.0.1:{_free_port()}"
+        size, meeting = self.size, f"tcp://127.0.0.1:{_free_port()}"
         pipes = [context.Pipe() for _ in range(size)]
         self._ends = [ours for ours, _ in pipes]
-        self._job = 0
         self.workers = [
             context.Process(target=_work, args=(rank, size, meeting, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
@@ -103,14 +105,25 @@ class Processes:
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
         """Ask every process to run ``function``."""
+        if not self._job:
+            self._join()
         self._job += 1
         for end in self._ends:
             end.send((self._job, function.__code__.co_filename, function.__name__, args))
 
+    def _join(self, tries: int = 3) -> None:
+        """Wait until all are in the group. One whose port another process has taken begins anew."""
+        while errors := [error for end in self._ends if (error := _reply(end)) is not None]:
+            self.close()
+            tries -= 1
+            if not tries:
+                raise errors[0]
+            self._begin()
+
     def answers(self, timeout: float = 60, stopped: int | None = None) -> list[Any]:
         """Return the answer of each rank: an exception as itself, None for a process that is gone or stopped.
 
-        Raises what has kept a process from joining the group, and TimeoutError where one does not answer.
+        Raises TimeoutError where one does not answer.
         """
         answers: list[Any] = [None] * self.size
         waiting = {end: rank for rank, end in enumerate(self._ends) if rank != stopped}
@@ -123,8 +136,6 @@ class Processes:
                     job, answer = end.recv()
                 except (EOFError, ConnectionResetError):
                     job, answer = self._job, None
-                if job == _NEVER_JOINED:
-                    raise answer
                 if job == self._job:  # not a late one to an earlier test
                     answers[waiting.pop(end)] = answer
         return answers
@@ -144,6 +155,17 @@ class Processes:
             worker.join()
 
 
+def _reply(end: Connection) -> Exception | None:
+    """Return what has kept a process from joining the group; None if it has joined."""
+    if not end.poll(120 * busy()):
+        return TimeoutError("a process did not join the group within two minutes")
+    try:
+        _, error = end.recv()
+    except (EOFError, ConnectionResetError):
+        return RuntimeError("a process has ended before it joined the group")
+    return error
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -159,8 +181,9 @@ def _work(rank: int, size: int, meeting: str, end: Connection) -> None:
     try:
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
     except Exception as error:
-        end.send((_NEVER_JOINED, RuntimeError(f"rank {rank} of {size} did not join the group: {error}")))
+        end.send((_JOINED, RuntimeError(f"rank {rank} of {size} did not join the group: {error}")))
         raise
+    end.send((_JOINED, None))
     while True:
         job, path, name, args = end.recv()
         torch.manual_seed(0)
