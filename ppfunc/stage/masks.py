@@ -1,21 +1,23 @@
 """Make block masks of flex attention nodes of trees: their tensors, and those that the mask function reads.
 
 A mask of several rows is cut along axis 0 as other inputs are. Its function is called with the number of a
-row in the whole batch, so that it reads the right rows of the tensors that it has captured. Tensors that it
-reads from elsewhere keep the values of the trace.
+row in the whole batch, so that it reads the right rows of the tensors that it has captured, itself or as
+attributes of an object. Tensors that it reads from elsewhere keep the values of the trace.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from copy import copy
 from functools import cache, partial
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import optree
 import torch
 
+from .constants import PLAIN
 from .tree import NAMESPACE
 
 _templates: dict[str, Any] = {}  # functions of masks without their tensors, by key
@@ -91,33 +93,57 @@ class _Hole:
     """Stands for a tensor in a template."""
 
 
-def _taken_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Take the tensors out of a function and the values that it captures: a hashable template of the rest."""
+def _taken_apart(value: Any, tensors: list[torch.Tensor], names: tuple[str, ...] = ()) -> Any:
+    """Take the tensors out of a function and the values that it captures: a hashable template of the rest.
+
+    Args:
+        names: those that the function around the value reads, attributes among them.
+    """
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _Hole
     if isinstance(value, FunctionType):
         held = tuple(cell.cell_contents for cell in value.__closure__ or ())
-        bare = FunctionType, value.__code__, _Globals(value.__globals__)
-        return *bare, _taken_apart((held, value.__defaults__ or ()), tensors)
+        bare = FunctionType, value.__code__, _Same(value.__globals__)
+        parts = held, value.__defaults__ or (), value.__kwdefaults__ or {}
+        return *bare, _taken_apart(parts, tensors, value.__code__.co_names)
     if isinstance(value, partial):
-        return partial, _taken_apart((value.func, value.args, tuple(value.keywords.items())), tensors)
+        return partial, _taken_apart((value.func, value.args, value.keywords), tensors)
+    if type(value) is dict:
+        return dict, _taken_apart(tuple(value.items()), tensors, names)
     if type(value) in (tuple, list):
-        return type(value), *(_taken_apart(inner, tensors) for inner in value)
-    return None, value
+        return type(value), *(_taken_apart(inner, tensors, names) for inner in value)
+    return _object_apart(value, tensors, names)
 
 
-class _Globals:
-    """The names of a module, which are equal if they are the same object."""
+def _object_apart(value: Any, tensors: list[torch.Tensor], names: tuple[str, ...]) -> Any:
+    """Take the tensors out of those attributes of an object that a function reads."""
+    call = type(value).__call__ if callable(value) else None
+    read = {*names, *(call.__code__.co_names if isinstance(call, FunctionType) else ())}
+    attributes = {} if isinstance(value, type | ModuleType) else {**getattr(value, "__dict__", {})}
+    for kind in ("_parameters", "_buffers"):  # of an nn.Module
+        attributes |= attributes.get(kind, {})
+    attributes = {name: attributes[name] for name in sorted(read & attributes.keys())}
+    held = {name: v for name, v in attributes.items() if isinstance(v, torch.Tensor)}
+    # The text tells apart what is equal, 1 and True, and attributes that have changed.
+    text = repr(
+        (value if type(value) in PLAIN else None, [v for v in attributes.values() if type(v) in PLAIN])
+    )
+    kept = value if isinstance(value, Hashable) else _Same(value)
+    return (_Same, kept, text, _taken_apart(held, tensors)) if held else (None, kept, text)
 
-    def __init__(self, names: dict[str, Any]) -> None:
-        self.names = names
+
+class _Same:
+    """Stands for an object in a template, and equals another that stands for the same object."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Globals) and self.names is other.names
+        return isinstance(other, _Same) and self.value is other.value
 
     def __hash__(self) -> int:
-        return id(self.names)
+        return id(self.value)
 
 
 def _put_together(template: Any, tensors: Iterator[torch.Tensor]) -> Any:
@@ -125,13 +151,21 @@ def _put_together(template: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if template is _Hole:
         return next(tensors)
     kind, *rest = template
-    if kind is None:
-        return rest[0]
     if kind is FunctionType:
         code, known, parts = rest
-        held, defaults = _put_together(parts, tensors)
-        return FunctionType(code, known.names, None, defaults or None, tuple(map(CellType, held)))
+        held, defaults, named = _put_together(parts, tensors)
+        function = FunctionType(code, known.value, None, defaults or None, tuple(map(CellType, held)))
+        function.__kwdefaults__ = named or None
+        return function
     if kind is partial:
         call, args, named = _put_together(rest[0], tensors)
-        return partial(call, *args, **dict(named))
+        return partial(call, *args, **named)
+    if kind is dict:
+        return dict(_put_together(rest[0], tensors))
+    if kind in (None, _Same):
+        kept = rest[0].value if isinstance(rest[0], _Same) else rest[0]
+        if kind is _Same:
+            kept = copy(kept)
+            vars(kept).update(_put_together(rest[2], tensors))
+        return kept
     return kind(_put_together(inner, tensors) for inner in rest)

@@ -173,7 +173,34 @@ def by_partial(documents, b, h, q, kv):
     return documents[b, q] == documents[b, kv]
 
 
+def with_options(documents):
+    options = {"documents": documents}
+
+    def same(b, h, q, kv, *, window=8):
+        table = options["documents"]
+        return (table[b, q] == table[b, kv]) & (q - kv < window)
+
+    return same
+
+
+class Documents:
+    table = None
+
+    def __call__(self, b, h, q, kv):
+        return self.table[b, q] == self.table[b, kv]
+
+
+THE_DOCUMENTS = Documents()  # whose table changes from batch to batch
+
+
+def by_object(documents):
+    THE_DOCUMENTS.table = documents
+    return THE_DOCUMENTS
+
+
 MASKS = {
+    "options": with_options,
+    "object": by_object,
     "closure": lambda d: and_masks(causal, packed(d)),
     "partial": lambda d: partial(by_partial, d),
     "without rows": lambda d: causal,
@@ -203,6 +230,21 @@ def test_block_masks_are_cut_with_the_batch(engine, kind):
     step = pp.value_and_grad([fn], squared, pp.gpipe(1, 2), engine=engine)
     loss, _ = step({0: params}, x, t, extras={0: shared})
     torch.testing.assert_close(loss, want(model.a, x, t, shared).detach())
+
+
+def test_a_mask_function_of_another_number_is_another_program():
+    torch.manual_seed(0)
+    model, x, t = Attentions(), draw(4, T, D), draw(4, T, D)
+    fn, params, _ = pp.stage_from_module(model.a)
+    step = pp.value_and_grad([fn], squared, pp.gpipe(1, 2))
+
+    def function(kind):
+        return lambda b, h, q, kv: (q >= kv) & (q - kv < (4 if isinstance(kind, bool) else 9))
+
+    for kind in (1, True, 1.0):
+        mask = create_block_mask(function(kind), None, None, T, T, device="cpu", BLOCK_SIZE=8)
+        loss, _ = step({0: params}, x, t, extras={0: mask})
+        torch.testing.assert_close(loss, want(model.a, x, t, mask).detach())
 
 
 class MaskInside(nn.Module):
