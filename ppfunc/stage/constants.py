@@ -9,9 +9,7 @@ from typing import Any
 
 import optree
 
-from .tree import BLOCK_MASKS, NAMESPACE, tree_flatten
-
-PLAIN = (bool, int, float, str)
+from .tree import BLOCK_MASKS, NAMESPACE, PLAIN, tree_flatten
 
 
 class Constant:

@@ -17,8 +17,7 @@ from typing import Any
 import optree
 import torch
 
-from .constants import PLAIN
-from .tree import NAMESPACE
+from .tree import NAMESPACE, PLAIN
 
 _templates: dict[str, Any] = {}  # functions of masks without their tensors, by key
 _keys: dict[Any, str] = {}

@@ -24,6 +24,9 @@ NAMESPACE = "ppfunc"
 
 BLOCK_MASKS = "torch.nn.attention.flex_attention"
 
+PLAIN = (bool, int, float, str)
+"""Classes of values that a tree of inputs may hold beside tensors."""
+
 _ordered = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
 _ordered.__enter__()  # for as long as the process lives: no other library uses the namespace
 
