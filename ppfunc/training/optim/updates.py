@@ -102,8 +102,12 @@ def optimizer_of(
         rate = lr(count) if callable(lr) else lr
         seen = looked_through((rate, grads, state, params))
         with nullcontext() if seen else torch.no_grad():
-            run = by_formula if seen or kernel is None else in_place
-            new, trees = run(grads, state, params, found_inf, count + 1, rate)
+            of_update = grads, state, params, found_inf, count + 1, rate
+            if kernel is None or seen:
+                decay = weight_decay, mask
+                new, trees = _by_formula(formula, shapes, decay, *of_update)
+            else:
+                new, trees = in_place(*of_update)
             return new, {"updates": selected(found_inf, count, count + 1), **trees}
 
     def in_place(
@@ -137,29 +141,40 @@ def optimizer_of(
             )
         return new[0], dict(zip(shapes, new[1:], strict=True))
 
-    def by_formula(
-        grads: Tree, state: dict[str, Tree], params: Tree, found_inf: Tensor | None, step: Tensor, rate: Any
-    ) -> tuple[Tree, dict[str, Tree]]:
-        leaves, treedef = flatten(params, "params")
-        gradients, structure = flatten(grads, "grads")
-        require_match("grads", gradients, structure, leaves, treedef)
-        columns = [_column(name, state[name], treedef, leaves, of) for name, of in shapes.items()]
-        decaying = masked_leaves(True if mask is None else mask, Signature.of(params))
-        rows = []
-        for p, g, decays, *each in zip(leaves, gradients, decaying, *columns, strict=True):
-            old = (p.detach() if isinstance(p, nn.Parameter) else p, *each)  # a module's are values
-            if differentiable(p.dtype):
-                numbers = {"lr": _rate(rate, p.device), "weight_decay": weight_decay if decays else 0.0}
-                old = selected(found_inf, old, applied(formula, old, g, step, **numbers))
-            rows.append(old)
-        by_tree = list(zip(*rows, strict=True)) or [()] * (1 + len(shapes))
-        new, *trees = map(treedef.unflatten, by_tree)
-        return new, dict(zip(shapes, trees, strict=True))
-
     rate_of = lr if callable(lr) else lambda updates: lr
     return Optimizer(
         init, update, text=write if of_user else text, elementwise=kernel is not None, rate=rate_of
     )
+
+
+def _by_formula(
+    formula: Formula,
+    shapes: Shapes,
+    decay: tuple[float, Mask | None],
+    grads: Tree,
+    state: dict[str, Tree],
+    params: Tree,
+    found_inf: Tensor | None,
+    step: Tensor,
+    rate: Any,
+) -> tuple[Tree, dict[str, Tree]]:
+    """Update leaf by leaf by operators that transforms see through."""
+    weight_decay, mask = decay
+    leaves, treedef = flatten(params, "params")
+    gradients, structure = flatten(grads, "grads")
+    require_match("grads", gradients, structure, leaves, treedef)
+    columns = [_column(name, state[name], treedef, leaves, of) for name, of in shapes.items()]
+    decaying = masked_leaves(True if mask is None else mask, Signature.of(params))
+    rows = []
+    for p, g, decays, *each in zip(leaves, gradients, decaying, *columns, strict=True):
+        old = (p.detach() if isinstance(p, nn.Parameter) else p, *each)  # a module's are values
+        if differentiable(p.dtype):
+            numbers = {"lr": _rate(rate, p.device), "weight_decay": weight_decay if decays else 0.0}
+            old = selected(found_inf, old, applied(formula, old, g, step, **numbers))
+        rows.append(old)
+    by_tree = list(zip(*rows, strict=True)) or [()] * (1 + len(shapes))
+    new, *trees = map(treedef.unflatten, by_tree)
+    return new, dict(zip(shapes, trees, strict=True))
 
 
 def applied(
