@@ -117,8 +117,8 @@ if TYPE_CHECKING:
         stages_from_layers as stages_from_layers,
     )
     from .stage.layout import with_layouts as with_layouts
+    from .stage.modules.parallelize import parallelize as parallelize
     from .stage.output import Output as Output, Received as Received
-    from .stage.parallelize import parallelize as parallelize
     from .stage.transforms import ensemble as ensemble
     from .training import (
         Precision as Precision,

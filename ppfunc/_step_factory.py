@@ -19,7 +19,7 @@ from ppfunc.runtime.lowering.stage_programs import StagePrograms
 from ppfunc.schedule import Op, Schedule
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, ModuleStage, Stage
-from ppfunc.stage.frozen import FrozenLeaves
+from ppfunc.stage.modules.frozen import FrozenLeaves
 
 P = ParamSpec("P")
 R = TypeVar("R")

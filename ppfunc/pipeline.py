@@ -14,7 +14,7 @@ from ppfunc.runtime.call.arguments import LossWeights, read_call
 from ppfunc.runtime.lowering.overlap import Overlapped
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Loss, graph, outline
-from ppfunc.stage.frozen import FrozenLeaves, Trainable
+from ppfunc.stage.modules.frozen import FrozenLeaves, Trainable
 
 __all__ = ["eval_shape", "evaluate", "value_and_grad"]
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx
 import pytest
 
 ROOT = Path(__file__).parents[1] / "ppfunc"
@@ -228,11 +229,27 @@ def test_every_module_is_imported_or_exported():
     used = {"ppfunc", "ppfunc.cli", "ppfunc.__main__"}  # by users, and by the entries of the command
     for name in (name for path in FILES for name in imported(path)):
         used |= {name, name.rpartition(".")[0]}  # importing a module imports its package
-    modules = {
-        ".".join(("ppfunc", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
-        for path in FILES
-    }
+    modules = {dotted(path) for path in FILES}
     assert modules - used == set()
+
+
+def test_a_directory_holds_at_most_twenty_modules():
+    rooms = {path.parent for path in FILES}
+    crowded = {str(room.relative_to(ROOT)): n for room in rooms if (n := len([*room.glob("*.py")])) > 20}
+    assert crowded == {}
+
+
+def dotted(path: Path) -> str:
+    return ".".join(("ppfunc", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def test_no_module_imports_itself_by_others():
+    """Packages are left out: their names load when they are first used."""
+    modules = {dotted(path): path for path in FILES if path.name != "__init__.py"}
+    imports = networkx.DiGraph(
+        (name, other) for name, path in modules.items() for other in imported(path) if other in modules
+    )
+    assert [circle for circle in networkx.strongly_connected_components(imports) if len(circle) > 1] == []
 
 
 def test_a_trainer_is_imported_without_sympy():

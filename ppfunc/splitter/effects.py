@@ -7,8 +7,8 @@ import torch
 from torch.fx import Node
 
 from ppfunc.stage._torch import OpOverload, schema
+from ppfunc.stage.abstract.purity import draws
 from ppfunc.stage.engines.tracing.operators import named_arguments
-from ppfunc.stage.purity import draws
 from ppfunc.stage.signature import differentiable
 
 from .trace import Trace

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ppfunc.stage import StageError
-from ppfunc.stage.abstract import without_values
+from ppfunc.stage.abstract.outline import without_values
 from ppfunc.stage.engines.tracing.operators import constant_name
 from ppfunc.stage.tree import tree_map
 

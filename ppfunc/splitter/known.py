@@ -7,8 +7,8 @@ import torch
 from torch.fx import Node, map_arg
 
 from ppfunc.stage._torch import OpOverload
+from ppfunc.stage.abstract.purity import draws
 from ppfunc.stage.engines.tracing.operators import constant_name, is_element
-from ppfunc.stage.purity import draws
 
 from ._torch import with_values
 

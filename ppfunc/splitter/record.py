@@ -22,12 +22,12 @@ from ppfunc.stage._torch import (
     storage,
     version,
 )
-from ppfunc.stage.abstract import DATA_DEPENDENT
+from ppfunc.stage.abstract.outline import DATA_DEPENDENT
+from ppfunc.stage.abstract.purity import tensors_in, written
 from ppfunc.stage.device import kinds
 from ppfunc.stage.engines.tracing.operators import by_numbers, is_element
 from ppfunc.stage.engines.tracing.record import TRACED, GraphRecorder
 from ppfunc.stage.errors import place_of_call, warn
-from ppfunc.stage.purity import tensors_in, written
 from ppfunc.stage.tree import tree_flatten, tree_unflatten
 
 from ._torch import BackwardCFunction, CheckpointFunction, PreDispatchMode, saved_tensor_hooks, with_values

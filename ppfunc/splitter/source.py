@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import without_modes
+from ppfunc.stage.modules.structure import ModuleStructure
 from ppfunc.stage.process import process_lock
-from ppfunc.stage.structure import ModuleStructure
 
 from .call import CallForm, Changes
 from .cut import StagePart, WrittenElsewhereError, cut

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ppfunc._text import naming_arguments
 from ppfunc.parallel.partition import Partition
-from ppfunc.stage.module import is_subclass, require_usable
+from ppfunc.stage.modules.module import is_subclass, require_usable
 
 from .balance import choose
 from .call import CallForm

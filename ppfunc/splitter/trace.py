@@ -16,14 +16,14 @@ from torch.fx import Node
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import without_modes, without_transforms
-from ppfunc.stage.abstract import DATA_DEPENDENT, data_dependence, quiet, without_values
-from ppfunc.stage.control_flow import in_python
+from ppfunc.stage.abstract.control_flow import in_python
+from ppfunc.stage.abstract.foreign_draws import without_foreign_draws
+from ppfunc.stage.abstract.outline import DATA_DEPENDENT, data_dependence, quiet, without_values
 from ppfunc.stage.errors import line_of
-from ppfunc.stage.foreign_draws import without_foreign_draws
 from ppfunc.stage.layout import distributed, layout_of, local
-from ppfunc.stage.module import further_places, is_subclass
+from ppfunc.stage.modules.module import further_places, is_subclass
+from ppfunc.stage.modules.structure import unmodified
 from ppfunc.stage.process import process_lock
-from ppfunc.stage.structure import unmodified
 from ppfunc.stage.tree import tree_flatten
 
 from ._torch import enable_python_dispatcher

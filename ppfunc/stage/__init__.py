@@ -2,17 +2,17 @@
 
 A stage on its way to a program::
 
-    module.py, layers.py, parallelize.py      make functions ``fn(params, x) -> y`` of modules and layers
-    output.py     canonical                   the form that engines take, with the loss and all results
-    abstract.py   outline                     the signature of its outputs, by evaluating it without values
-      purity.py, foreign_draws.py, communication.py, weight_gradients.py    refuse what no program can repeat
-    engines/      graph, functional, eager    differentiate it
-    program.py    StageProgram                forward, backward, and the two parts of a backward
+    modules/      what users have: modules and layers become functions ``fn(params, x) -> y``
+    output.py     canonical: the form that engines take, with the loss and all results
+    abstract/     outline: the signature of its outputs, by evaluating it without values; and refusals of
+                  what no program can repeat: writes, foreign draws, wrong collectives
+    engines/      graph, functional, eager differentiate it
+    program.py    StageProgram: forward, backward, and the two parts of a backward
 
 Trees of tensors are read by `tree`, described by `signature`, `layout` (DTensors), `constants` (numbers among
-tensors), `masks` and `example`. `frozen` and `structure` remember how modules were when a step was made.
-`device` has all that a device does beside computing, `_torch` the private names of torch, `process` and
-`interrupts` what threads share. `transforms` makes stages of stages; `collectives` may be called in a stage.
+tensors), `masks` and `example`. `device` has all that a device does beside computing, `_torch` the private
+names of torch, `process` and `interrupts` what threads share. `transforms` makes stages of stages;
+`collectives` may be called in a stage.
 """
 
 from typing import TYPE_CHECKING
@@ -21,20 +21,20 @@ from ppfunc._lazy import attach
 
 if TYPE_CHECKING:
     from . import collectives as collectives, engines as engines
-    from .abstract import Outline as Outline, outline as outline
+    from .abstract.outline import Outline as Outline, outline as outline
     from .engines import eager as eager, functional as functional, graph as graph
     from .errors import StageError as StageError
-    from .layers import (
+    from .modules.layers import (
         params_of_layers as params_of_layers,
         params_of_stages as params_of_stages,
         stages_from_layers as stages_from_layers,
     )
-    from .module import (
+    from .modules.module import (
         ModuleStage as ModuleStage,
         split_sequential as split_sequential,
         stage_from_module as stage_from_module,
     )
-    from .parallelize import shard as shard
+    from .modules.parallelize import shard as shard
     from .program import (
         Engine as Engine,
         FlatProgram as FlatProgram,

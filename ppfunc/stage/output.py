@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .abstract import DATA_DEPENDENT
+from .abstract.outline import DATA_DEPENDENT
+from .abstract.purity import NoValuesError
 from .constants import without_constants
 from .errors import StageError, raised
 from .layout import whole
-from .purity import NoValuesError
 from .signature import Signature, flatten
 from .tree import tree_flatten, tree_structure
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .abstract import Outline
+from .abstract.outline import Outline
 from .example import Example, Leaves
 from .layout import local
 from .signature import Signature

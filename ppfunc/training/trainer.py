@@ -27,8 +27,8 @@ from ppfunc.schedule import (
 )
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, Signature, graph
-from ppfunc.stage.frozen import FrozenLeaves, Trainable
 from ppfunc.stage.layout import local
+from ppfunc.stage.modules.frozen import FrozenLeaves, Trainable
 from ppfunc.stage.signature import Form, flatten, form_of, same_form
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 

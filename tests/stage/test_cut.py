@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ppfunc.stage import Signature, StageError, graph
-from ppfunc.stage.abstract import outline
+from ppfunc.stage.abstract.outline import outline
 from ppfunc.stage.engines.tracing import emit
 from ppfunc.stage.tree import tree_leaves
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.stage.abstract import outline
+from ppfunc.stage.abstract.outline import outline
 from ppfunc.stage.interrupts import act_on_interrupts, hold_interrupts, keep_holding, send_later
 from tests.models import squared
 

@@ -7,7 +7,7 @@ import torch
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Loss, Stage
-from ppfunc.stage.frozen import FrozenLeaves
+from ppfunc.stage.modules.frozen import FrozenLeaves
 
 from ..agreement.ties import Tied
 from ..lowering.overlap import Overlapped

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ppfunc.schedule import Instruction, Op, Schedule, parts_of
 from ppfunc.schedule.instruction import COMMUNICATION
 from ppfunc.stage import StageProgram
-from ppfunc.stage.abstract import without_values
+from ppfunc.stage.abstract.outline import without_values
 from ppfunc.stage.example import Example
 from ppfunc.stage.output import children
 

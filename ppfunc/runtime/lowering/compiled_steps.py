@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 
 from ppfunc.stage import Outline
 from ppfunc.stage.errors import warn
-from ppfunc.stage.structure import ModuleStructure
+from ppfunc.stage.modules.structure import ModuleStructure
 
 from ..agreement.agreement import Agreed, Agreement, BatchShapes, Exchange
 from ..agreement.comparison import LaidOut, laid_out

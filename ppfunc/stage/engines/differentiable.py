@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from .._torch import awaited, version
-from ..abstract import Outline, outline as outline_of
-from ..control_flow import in_python
+from ..abstract.control_flow import in_python
+from ..abstract.outline import Outline, outline as outline_of
+from ..abstract.purity import LogicalDraws, NoValuesError, Purity, require_values
 from ..errors import StageError, line_of
 from ..example import Example, Leaves, split_aux
 from ..layout import local
 from ..program import FlatProgram, Gradients, StageProgram, stage_program
-from ..purity import LogicalDraws, NoValuesError, Purity, require_values
 from ..signature import differentiable
 from .recurrence import recurrence
 

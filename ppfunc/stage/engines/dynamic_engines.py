@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .._torch import without_autocast
-from ..abstract import DATA_DEPENDENT, data_dependence, without_values
+from ..abstract.outline import DATA_DEPENDENT, data_dependence, without_values
 from ..errors import StageError, by_dtensor, first_line, line_of
 from ..example import Leaves, stand_ins
 from ..interrupts import without_interrupts

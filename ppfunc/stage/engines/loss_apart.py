@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._torch import is_dtensor
-from ..abstract import Outline
+from ..abstract.outline import Outline
 from ..errors import StageError
 from ..example import Example, Leaves
 from ..output import Output, canonical, children

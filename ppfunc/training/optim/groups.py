@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ppfunc._text import shown
 from ppfunc.stage import Signature
-from ppfunc.stage.frozen import ParameterKind
+from ppfunc.stage.modules.frozen import ParameterKind
 from ppfunc.stage.signature import differentiable, leaf_names
 from ppfunc.stage.tree import tree_flatten
 

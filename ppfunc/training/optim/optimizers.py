@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ppfunc._text import naming_arguments
-from ppfunc.stage.frozen import Mask
+from ppfunc.stage.modules.frozen import Mask
 
 from .._torch import fused_adamw, fused_sgd
 from ..checks import require_number

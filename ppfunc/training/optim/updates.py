@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from ppfunc._text import naming_arguments, shown
 from ppfunc.stage import Signature
 from ppfunc.stage.device import accelerates
-from ppfunc.stage.frozen import Mask, masked_leaves
+from ppfunc.stage.modules.frozen import Mask, masked_leaves
 from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.tree import tree_flatten
 

@@ -5,7 +5,7 @@ from math import inf
 
 from ppfunc._text import naming_arguments, shown
 from ppfunc.parallel.counts import require_counts
-from ppfunc.stage.frozen import Mask, ParameterKind
+from ppfunc.stage.modules.frozen import Mask, ParameterKind
 
 from ..checks import require_number, require_positive, require_real
 from . import formulas

@@ -11,8 +11,8 @@ from torch import Tensor
 from ppfunc._text import require_one_of, shown
 from ppfunc.runtime.execution.torch_state import preserve_rng
 from ppfunc.stage._torch import versions
-from ppfunc.stage.frozen import FrozenLeaves
 from ppfunc.stage.layout import local
+from ppfunc.stage.modules.frozen import FrozenLeaves
 from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 

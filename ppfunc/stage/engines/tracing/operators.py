@@ -8,8 +8,8 @@ import torch
 from torch.fx import Node
 
 from ..._torch import FUNCTIONAL_COLLECTIVES, OpOverload, schema
-from ...communication import is_collective
-from ...purity import draws
+from ...abstract.communication import is_collective
+from ...abstract.purity import draws
 
 aten = torch.ops.aten
 ELEMENT = operator.getitem

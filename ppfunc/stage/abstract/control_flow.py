@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from ._torch import flex_scores
-from .tree import tree_flatten, tree_leaves, tree_map
+from .._torch import flex_scores
+from ..tree import tree_flatten, tree_leaves, tree_map
 
 Handlers = Mapping[str, Callable[..., Any]]
 """By the name of the function that torch would compile."""

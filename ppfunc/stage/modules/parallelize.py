@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .layout import (
+from ..layout import (
     Boundary,
     MeshLayout,
     declaring,
@@ -22,8 +22,8 @@ from .layout import (
     require_axis,
     with_layouts,
 )
+from ..signature import Signature, leaf_names
 from .module import ModuleStage, further_places, stage_from_module
-from .signature import Signature, leaf_names
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._torch import function_of, results_of
-from .errors import StageError
-from .structure import CONTAINERS, restored
+from .._torch import function_of, results_of
+from ..errors import StageError
+from ..modules.structure import CONTAINERS, restored
 
 _DEEP = 4  # levels of objects below a function in which a container is looked for
 

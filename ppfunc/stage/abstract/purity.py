@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ._torch import (
+from .._torch import (
     ASSIGNS_DATA,
     BackwardCFunction,
     FakeTensor,
@@ -23,10 +23,10 @@ from ._torch import (
     storage,
     without_modes,
 )
+from ..device import generators
+from ..errors import StageError
+from ..signature import LeafSignature
 from .communication import fault_of, is_collective
-from .device import generators
-from .errors import StageError
-from .signature import LeafSignature
 
 aten = torch.ops.aten
 

@@ -1,9 +1,7 @@
 """Say once which parameters of a step are frozen: when a step function or a trainer is made."""
 
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -14,10 +12,10 @@ from torch import nn
 
 from ppfunc._text import limited, shown
 
-from .errors import raised
-from .process import process_lock
-from .signature import Signature, leaf_names
-from .tree import NAMESPACE, tree_flatten
+from ..errors import raised
+from ..process import process_lock
+from ..signature import Signature, leaf_names
+from ..tree import NAMESPACE, tree_flatten
 
 Mask = Callable[[Any], Any]
 """From the parameters of a stage to a tree of booleans, or one whose leaves stand for whole branches."""
@@ -25,7 +23,6 @@ Mask = Callable[[Any], Any]
 Trainable = Mapping[int, Any] | Mask | None
 """Mask of every stage: ``{stage: tree of booleans, or function}``, or one function for all stages."""
 
-_undeclared: ContextVar[list[str] | None] = ContextVar("undeclared", default=None)
 _PARAMETERS = "ppfunc_parameters"  # an attribute of the function of a stage, which functools.wraps copies
 
 
@@ -105,25 +102,6 @@ def note_parameters(fn: Callable[..., Any], module: nn.Module, names: Iterable[s
     vars(fn)[_PARAMETERS] = lambda: {
         name: p for name, parameters, key in places if (p := parameters.get(key)) is not None
     }
-
-
-def detached(name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """Detach a parameter that its module has frozen; note it where a step asks for its gradient."""
-    undeclared = _undeclared.get()
-    if undeclared is not None and parameter.requires_grad:
-        undeclared.append(name)
-    return parameter.detach()
-
-
-@contextmanager
-def noting_undeclared() -> Iterator[list[str]]:
-    """Collect the frozen parameters of which a step asks for gradients, since it does not know of them."""
-    names: list[str] = []
-    token = _undeclared.set(names)
-    try:
-        yield names
-    finally:
-        _undeclared.reset(token)
 
 
 class FrozenLeaves:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .errors import place_of_call
+from ..errors import place_of_call
 
 NAMESPACES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
 """Those of the operators that communicate."""

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from .errors import StageError, place_of_call
-from .process import process_lock
+from ..errors import StageError, place_of_call
+from ..process import process_lock
 
 T = TypeVar("T")
 

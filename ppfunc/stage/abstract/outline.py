@@ -10,21 +10,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ._torch import (
+from .._torch import (
     FAKE_TENSOR_LOGGER,
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from .errors import StageError, by_dtensor, line_of, raised
-from .example import Example, Leaves, split_aux, stand_ins
+from ..errors import StageError, by_dtensor, line_of, raised
+from ..example import Example, Leaves, split_aux, stand_ins
+from ..interrupts import hold_interrupts, without_interrupts
+from ..layout import local
+from ..signature import LeafSignature, Signature
+from ..tree import tree_flatten
 from .foreign_draws import without_foreign_draws
-from .frozen import noting_undeclared
-from .interrupts import hold_interrupts, without_interrupts
-from .layout import local
 from .purity import Evaluation, NoValuesError, Purity, SeenFunctions, own_functions, require_values
-from .signature import LeafSignature, Signature
-from .tree import tree_flatten
+from .undeclared import noting_undeclared
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
