@@ -12,13 +12,13 @@ from ppfunc.parallel.counts import require_counts
 from ppfunc.pipeline import value_and_grad
 from ppfunc.runtime.agreement.ties import TiedPlaces
 from ppfunc.runtime.call.arguments import RawArguments, read_arguments
-from ppfunc.runtime.execution.fill import fill
-from ppfunc.runtime.execution.torch_state import preserve_rng
+from ppfunc.runtime.execution.execute import fill
 from ppfunc.runtime.lowering.compile import CompiledStep
 from ppfunc.schedule import Costs, Op, Timeline, looped_bfs, split_backward
 from ppfunc.schedule.arguments import require_type
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, graph
+from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.tree import tree_leaves
 
 __all__ = ["measure"]

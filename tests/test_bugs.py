@@ -16,10 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import ppfunc as pp
 from ppfunc.runtime.agreement.checksums import checksum
-from ppfunc.runtime.execution import torch_state
-from ppfunc.runtime.execution.torch_state import preserve_rng
 from ppfunc.schedule import Instruction, Op, append_tail, remove_tail
-from ppfunc.stage import Signature
+from ppfunc.stage import Signature, device as stage_device
+from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.tree import tree_leaves
 from ppfunc.testing.simulated import Simulated
 from tests import models
@@ -997,7 +996,7 @@ def test_a_generator_that_cannot_be_read_keeps_no_later_step_from_restoring_it(m
             torch.rand(3)
 
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="illegal memory access"):
-        patched.setattr(torch_state, "generator_of", unreadable)
+        patched.setattr(stage_device, "generator_of", unreadable)
         draw()
     before = torch.get_rng_state()
     draw()

@@ -10,8 +10,7 @@ Six rooms. A step function is called, and the data flows in one direction::
         lowering/compile.py             LoweredStep -> CompiledStep: one flat list of calls
         agreement/agreement.py          all ranks agree on the forms of losses and of shared parameters
       execution/execute.py            the compiled step, run to its end on all ranks:
-        execution/fill.py               leaves -> buffers of this step alone
-        execution/execute.py            every call in turn
+        execution/execute.py            leaves -> buffers of this step alone; every call in turn
         call/results.py                 buffers -> losses, gradients, outputs, metrics, state
         transport/                      carries messages between stages, and sums among ranks
         control/                        the sum of the losses; a step fails on every rank or on none

@@ -15,11 +15,11 @@ from ppfunc.stage import StageError
 from ppfunc.stage._torch import (
     FakeTensor,
     TorchDispatchMode,
-    innermost_transform,
     is_dtensor,
     is_wrapped,
     schema,
     storage,
+    transforming,
     version,
 )
 from ppfunc.stage.abstract.outline import DATA_DEPENDENT
@@ -153,7 +153,7 @@ class Recording(GraphRecorder, PreDispatchMode):
         kwargs = kwargs or {}
         if self._inside:
             return func(*args, **kwargs)
-        if innermost_transform() is not None or any(map(is_wrapped, tensors_in((args, kwargs)))):
+        if transforming() or any(map(is_wrapped, tensors_in((args, kwargs)))):
             with _Below(self):  # the operators of a vmap in the model, after batching
                 return func(*args, **kwargs)
         return self.call(func, args, kwargs)

@@ -85,9 +85,12 @@ METHODS = torch._C.TensorBase
 
 # The innermost torch.func transform, None outside of all; whether a tensor is wrapped by one; and what it
 # wraps.
-innermost_transform = torch._C._functorch.peek_interpreter_stack
+transforming = torch._C._functorch.peek_interpreter_stack
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 unwrapped = torch._C._functorch.get_unwrapped
+
+# Whether autocast is on for any kind of device.
+any_autocast = torch._C._is_any_autocast_enabled
 
 # Copy and add lists of tensors in few kernels; the first two write into the first list.
 copy_each = torch._foreach_copy_
@@ -244,6 +247,17 @@ def storage(tensor: torch.Tensor) -> int | None:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor without the transforms that wrap it, with all rows where one maps it.
+
+    >>> torch.func.vmap(lambda x: x + values(x).sum())(torch.ones(2))
+    tensor([3., 3.])
+    """
+    while is_wrapped(tensor):
+        tensor = unwrapped(tensor)
+    return tensor
 
 
 def awaited(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,18 @@
-"""Handle the devices that torch calls accelerators: streams, events, generators, graphs, pinned memory.
+"""Handle devices, mostly what torch calls accelerators: streams, events, generators, graphs, pinned memory.
 
 ``torch.accelerator`` serves every kind of them. What it lacks is in the module of the kind, such as
 ``torch.cuda``, which is named here alone.
 """
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from ._torch import is_wrapped
+from ._torch import any_autocast, is_wrapped
+from .process import process_lock
 
 # Runs a function in memory that stays, and returns its results with what runs it again in the same memory.
 Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
@@ -26,6 +27,15 @@ def kinds() -> tuple[str, ...]:
     """List the kinds of device that compute: the CPU, then the accelerator if there is one."""
     accelerator = torch.accelerator.current_accelerator() if available() else None
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+def autocast() -> tuple[Hashable, ...]:
+    """Return which autocast is on, by kind of device."""
+    if not any_autocast():
+        return ()
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind)) for kind in kinds() if torch.is_autocast_enabled(kind)
+    )
 
 
 def accelerates(device: torch.device) -> bool:
@@ -105,6 +115,31 @@ def generators() -> tuple[torch.Generator, ...]:
     """List the default generators of all devices."""
     modules = [torch.get_device_module(kind) for kind in kinds()[1:]]
     return torch.default_generator, *(g for module in modules for g in module.default_generators)
+
+
+_before: dict[torch.device, torch.Tensor] = {}
+_preserving = 0
+
+
+@contextmanager
+def preserve_rng(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Restore the generators of the CPU and of ``devices`` when the outermost concurrent caller exits."""
+    global _preserving
+    with process_lock:
+        new = {torch.device("cpu"), *devices} - _before.keys()
+        # Counted last: a device whose state cannot be read leaves nothing behind.
+        _before.update({device: generator_of(device).get_state() for device in new})
+        _preserving += 1
+    try:
+        yield
+    finally:
+        with process_lock:
+            _preserving -= 1
+            if not _preserving:
+                states = dict(_before)
+                _before.clear()
+                for device, state in states.items():
+                    generator_of(device).set_state(state)
 
 
 def graph_recorder(device: torch.device) -> Record:

@@ -15,8 +15,7 @@ import torch
 import ppfunc as pp
 from ppfunc.runtime import StepSpec, lower
 from ppfunc.runtime.call.arguments import RawArguments, read_arguments
-from ppfunc.runtime.execution.execute import execute
-from ppfunc.runtime.execution.fill import fill
+from ppfunc.runtime.execution.execute import execute, fill
 from ppfunc.runtime.lowering.compile import compile_step
 from ppfunc.runtime.lowering.stage_programs import CACHE_SIZE, StagePrograms
 from ppfunc.schedule import Op

@@ -22,13 +22,13 @@ import torch
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Signature
+from ppfunc.stage.device import autocast
 from ppfunc.stage.tree import tree_structure
 
 from ..call.arguments import StepArguments
 from ..call.forms import StepForm
 from ..call.spec import Pipeline
 from ..errors import AgreementError
-from ..execution.torch_state import autocast
 from ..lowering.lowered import LoweredStep
 from ..lowering.stage_programs import keep
 from ..lowering.tail_calls import ranks_of_inputs

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from ppfunc.stage import Signature
-from ppfunc.stage._torch import is_wrapped
+from ppfunc.stage._torch import is_wrapped, transforming
 from ppfunc.stage.layout import local
 from ppfunc.stage.signature import differentiable, leaf_names
 from ppfunc.stage.tree import tree_leaves
 
 from ..call.forms import extent
 from ..execution.buffers import Leaves
-from ..execution.torch_state import transforming
 from .ties import Tied
 
 

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ppfunc.stage import LeafSignature, Signature
-from ppfunc.stage._torch import is_dtensor
+from ppfunc.stage._torch import is_dtensor, transforming, values
 from ppfunc.stage.layout import local
 from ppfunc.stage.signature import Form, flatten, form_of
 from ppfunc.stage.tree import tree_paths, tree_structure
 
-from ..execution.torch_state import transforming, values
 from .batch import Leaves, refuse_microbatches, require_divisible, without_marks
 
 

@@ -225,6 +225,31 @@ def _microbatches(lowered: LoweredStep, stage: int) -> range:
     return next(chain.microbatches for chain in lowered.schedule.chains if stage in chain.stages)
 
 
+def losses_of(lowered: LoweredStep, buffers: Buffers) -> dict[int, torch.Tensor]:
+    """Return the losses of a step, each times the weight of its microbatch, by stage of this process.
+
+    A loss of weight 0 counts as 0, also where it is NaN, as the mean over no tokens is. If the loss of each
+    microbatch is wanted, those before they were weighted come with them, see :class:`LossPart`.
+    """
+    weighted: dict[int, torch.Tensor] = {}
+    for stage, part in lowered.losses.items():
+        chain = next(chain for chain in lowered.schedule.chains if stage in chain.stages)
+        own = [m for m in chain.microbatches if lowered.stages[stage, m].loss is not None]
+        each = [buffers.kept[stage, m][0] for m in own]
+        rows = [
+            torch.zeros_like(loss) if m in buffers.left_out else loss
+            for m, loss in zip(own, each, strict=True)
+        ]
+        losses = torch.stack(rows).to(part.leaf.dtype)
+        weights = torch.stack([buffers.weights[stage][m] for m in own])
+        weights = weights.view(-1, *(1,) * (losses.ndim - 1))
+        losses = torch.where(weights == 0, torch.zeros_like(losses), losses * weights)
+        if part.each:
+            losses = torch.stack([losses, torch.stack(each).to(part.leaf.dtype)])
+        weighted[stage] = losses
+    return weighted
+
+
 class Owned:
     """Copies a tensor unless it is the only one that uses its memory, so that results belong to the caller.
 

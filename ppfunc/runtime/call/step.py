@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 import torch
 
 from ppfunc._text import answering, with_arguments
+from ppfunc.stage._torch import transforming
 from ppfunc.stage.device import on_device
 
 from ..agreement.shared_memory import require_declared
 from ..errors import Failure, StepFailed
-from ..execution.torch_state import transforming
 from .arguments import RawArguments, StepArguments, read_arguments
 from .forms import StepForm
 from .results import StepResult
@@ -160,7 +160,7 @@ class StepFunction(Generic[P, R]):
         Args:
             args, kwargs: as of :meth:`lower`.
         """
-        from ..execution.shapes import shapes_of
+        from ..lowering.analysis import shapes_of
 
         arguments, lowered, agreed, _ = self._lower(args, kwargs)
         return self._returned(shapes_of(lowered, arguments, agreed.losses))

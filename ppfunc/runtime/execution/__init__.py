@@ -1,9 +1,8 @@
 """Execute a compiled step, with buffers made for this step alone::
 
     execute.py     run_step    a compiled step, run to its end on all ranks: every step of a call in turn
-      fill.py        fill        arguments -> Buffers (buffers.py), with sums of gradients (gradients.py)
-      execute.py     execute     every call in turn
+                       fill        arguments -> Buffers (buffers.py), with sums of gradients (gradients.py)
+                       execute     every call in turn
 
-`record.py` measures the calls; `nonfinite.py` runs a step again, to find where a number was first not finite;
-`torch_state.py` restores random generators, and tells whether a transform of torch.func is at work.
+`record.py` measures the calls; `nonfinite.py` runs a step again, to find where a number was first not finite.
 """

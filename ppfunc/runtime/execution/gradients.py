@@ -7,11 +7,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ppfunc.stage import LeafSignature
-from ppfunc.stage._torch import add_each, add_into_each
+from ppfunc.stage._torch import add_each, add_into_each, transforming
 from ppfunc.stage.signature import differentiable
 
 from ..call.batch import Leaves as Leaves
-from .torch_state import transforming
 
 LeafGradients = tuple[
     torch.Tensor | None, ...

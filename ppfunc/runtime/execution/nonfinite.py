@@ -10,14 +10,12 @@ from ppfunc.stage import FlatProgram, StageProgram
 from ppfunc.stage.layout import local
 from ppfunc.stage.signature import differentiable, leaf_names
 
-from ..call.arguments import StepArguments
 from ..errors import Failure, StepFailed
 from ..lowering.calls import Origin
 from ..lowering.compile import CompiledStep, bind
 from ..lowering.lowered import LoweredStage
 from ..transport.protocols import Transport
 from .buffers import Buffers, Compared, Leaves
-from .fill import fill
 from .gradients import LeafGradients
 
 _NOWHERE = 2**62
@@ -45,8 +43,7 @@ def _require_none(count: torch.Tensor) -> None:
 
 def located(
     compiled: CompiledStep,
-    arguments: StepArguments,
-    before: Buffers | None,
+    buffers: Buffers,
     transport: Transport,
     cause: NotFinite,
     which: str = "",
@@ -57,11 +54,11 @@ def located(
     others wait for its error.
 
     Args:
-        before: the buffers of the step before it in the same call, None for the first.
+        buffers: of the step, as they were before it ran.
         which: of several steps of a call, see :func:`ppfunc.runtime.errors.in_step`.
     """
     world = transport.collective("world")
-    first = _first(compiled, arguments, before, transport)
+    first = _first(compiled, buffers, transport)
     mine = _NOWHERE if first is None else first[0] * world.size + world.index
     device = next(iter(compiled.lowered.form.devices.values()))
     least = torch.tensor(-mine, dtype=torch.int64, device=device)
@@ -82,9 +79,7 @@ def located(
     raise AssertionError("a step ended of which another rank was to say where it failed")
 
 
-def _first(
-    compiled: CompiledStep, arguments: StepArguments, before: Buffers | None, transport: Transport
-) -> tuple[int, Origin, str] | None:
+def _first(compiled: CompiledStep, buffers: Buffers, transport: Transport) -> tuple[int, Origin, str] | None:
     """Find the first place on this rank: its number in the order of all ranks, and what is bad there."""
     lowered = compiled.lowered._replace(spec=compiled.lowered.spec._replace(overlapped=None))
     notes: list[str] = []
@@ -95,10 +90,9 @@ def _first(
     bound = bind(lowered, programs, transport, tail=False)
     order = {place: n for n, place in enumerate(linearize(lowered.schedule))}
     first: tuple[int, Origin, str] | None = None
-    buffers = fill(lowered, arguments, before)
     for call, place in zip(bound.calls, bound.places, strict=True):
         call(buffers)
-        if place.instruction.microbatch in arguments.left_out:
+        if place.instruction.microbatch in buffers.left_out:
             notes.clear()
         if notes and first is None:
             first = order[place.rank, place.position], place, notes[0]

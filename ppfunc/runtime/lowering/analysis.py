@@ -1,8 +1,9 @@
-"""Show lowered steps to people: their text, their memory and their cost, from shapes alone."""
+"""Show lowered steps to people: their text, memory, cost and results, from shapes alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -10,14 +11,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ppfunc.schedule import Instruction, Op, Schedule, parts_of
 from ppfunc.schedule.instruction import COMMUNICATION
-from ppfunc.stage import StageProgram
+from ppfunc.stage import LeafSignature, StageProgram
 from ppfunc.stage.abstract.outline import without_values
 from ppfunc.stage.example import Example
 from ppfunc.stage.output import children
+from ppfunc.stage.tree import tree_map
 
-from ..execution.buffers import Key
-from ..execution.fill import new_gradients
-from ..transport.protocols import Transport
+from ..call.arguments import StepArguments
+from ..call.results import StepResult, collect
+from ..execution.buffers import Key, Leaves, Tag
+from ..execution.execute import fill
+from ..transport.protocols import LossPart, Transport, shape_of_sum
 from .compile import CompiledStep, build_programs, compile_step
 from .lowered import BATCH, LoweredStage, LoweredStep
 from .stage_programs import StagePrograms
@@ -58,7 +62,27 @@ class Cost(NamedTuple):
         return sum(self)
 
 
-class LoweredFunction:
+class _Shown:
+    """Shows what a step function does for some arguments."""
+
+    def __init__(self, lowered: LoweredStep, programs: Callable[[], Mapping[Key, StageProgram]]) -> None:
+        self._lowered, self._programs = lowered, programs
+
+    def as_text(self) -> str:
+        """Return the program of every rank of this process, its stages, and its messages with their bytes."""
+        return "\n".join(_text(self._lowered))
+
+    def memory_analysis(self) -> dict[int, Memory]:
+        """Return bytes per rank and kind, from abstract values: stages are traced, nothing runs."""
+        programs = self._programs()
+        return {rank: _memory(self._lowered, programs, rank) for rank in self._lowered.ranks}
+
+    def cost_analysis(self) -> dict[int, Cost]:
+        """Return floating point operations per rank, as torch's flop counter counts them; nothing runs."""
+        return _costs(self._lowered, self._programs())
+
+
+class LoweredFunction(_Shown):
     """Shows a step function lowered for some arguments, which has not run; ``step.lower(...)`` returns it.
 
     Args:
@@ -74,7 +98,8 @@ class LoweredFunction:
         transport: Transport,
         runs: Callable[[CompiledStep], Callable[..., Any]],
     ) -> None:
-        self.step, self._programs, self._transport, self._runs = step, programs, transport, runs
+        super().__init__(step, partial(build_programs, step, programs))
+        self.step, self._compile, self._runs = step, partial(compile_step, step, programs, transport), runs
 
     def __repr__(self) -> str:
         return repr(self.step)
@@ -85,23 +110,11 @@ class LoweredFunction:
         Raises:
             StageError: the engine cannot serve a stage.
         """
-        compiled = compile_step(self.step, self._programs, self._transport)
+        compiled = self._compile()
         return CompiledFunction(compiled, self._runs(compiled))
 
-    def as_text(self) -> str:
-        """Return the program of every rank of this process, its stages, and its messages with their bytes."""
-        return "\n".join(_text(self.step))
 
-    def memory_analysis(self) -> dict[int, Memory]:
-        """Return bytes per rank and kind, from abstract values: stages are traced, nothing runs."""
-        return _memories(self.step, build_programs(self.step, self._programs))
-
-    def cost_analysis(self) -> dict[int, Cost]:
-        """Return floating point operations per rank, as torch's flop counter counts them; nothing runs."""
-        return _costs(self.step, build_programs(self.step, self._programs))
-
-
-class CompiledFunction(NamedTuple):
+class CompiledFunction(_Shown):
     """Runs a step that was compiled ahead of time: called as the step function, with arguments of one form.
 
     Where ranks are processes, every one calls what it has compiled. Raises, beside what the step function
@@ -115,26 +128,15 @@ class CompiledFunction(NamedTuple):
         run: runs it.
     """
 
-    step: CompiledStep
-    run: Callable[..., Any]
+    def __init__(self, step: CompiledStep, run: Callable[..., Any]) -> None:
+        super().__init__(step.lowered, lambda: step.programs)
+        self.step, self.run = step, run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
 
     def __repr__(self) -> str:
         return repr(self.step)
-
-    def as_text(self) -> str:
-        """Return the text of :meth:`LoweredFunction.as_text`."""
-        return "\n".join(_text(self.step.lowered))
-
-    def memory_analysis(self) -> dict[int, Memory]:
-        """Return the bytes of :meth:`LoweredFunction.memory_analysis`."""
-        return _memories(self.step.lowered, self.step.programs)
-
-    def cost_analysis(self) -> dict[int, Cost]:
-        """Return the operations of :meth:`LoweredFunction.cost_analysis`."""
-        return _costs(self.step.lowered, self.step.programs)
 
 
 def _text(step: LoweredStep) -> Iterator[str]:
@@ -191,10 +193,6 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _memories(step: LoweredStep, programs: Mapping[Key, StageProgram]) -> dict[int, Memory]:
-    return {rank: _memory(step, programs, rank) for rank in step.ranks}
-
-
 def _memory(step: LoweredStep, programs: Mapping[Key, StageProgram], rank: int) -> Memory:
     schedule, form = step.schedule, step.form
     stages = schedule.stages_of(rank)
@@ -202,7 +200,7 @@ def _memory(step: LoweredStep, programs: Mapping[Key, StageProgram], rank: int) 
     gradients = batch = outputs = 0
     if not schedule.forward_only:
         leaves = [leaf for k in model_stages for leaf in form.params[k].leaves if leaf.grad]
-        gradients = sum(new_gradients(step).signature(leaf).nbytes for leaf in leaves)
+        gradients = sum(step.new_gradients().signature(leaf).nbytes for leaf in leaves)
     for (stage, m), low in step.stages.items():
         if stage not in stages:
             continue
@@ -292,3 +290,41 @@ def _cost(schedule: Schedule, flops: dict[Key, tuple[int, int, int, int]], rank:
     for op, key in _computed(schedule, rank):
         totals[op] += flops[key][list(totals).index(op)]
     return Cost(*totals.values())
+
+
+def shapes_of(lowered: LoweredStep, arguments: StepArguments, parts: Mapping[int, LossPart]) -> StepResult:
+    """Return the results of a step, all of whose tensors are on the device meta.
+
+    Args:
+        parts: the form of the losses of all ranks.
+    """
+    arguments = arguments._replace(
+        params=tree_map(_bare, arguments.params), state=tree_map(_bare, arguments.state),
+        inputs=tree_map(_bare, arguments.inputs), seed=(0, 0),
+    )  # fmt: skip
+    buffers, schedule = fill(lowered, arguments), lowered.schedule
+    for key, low in lowered.stages.items():
+        loss = () if low.loss is None else low.loss.leaves
+        buffers.kept[key] = _tensors((*loss, *low.outputs.leaves, *low.metrics.leaves, *low.aux.leaves))
+        if low.sources[0].stage == BATCH:
+            buffers.values[Tag("B", key[0], BATCH, key[1])] = _tensors(low.sources[0].carrying)
+    for stage, sums in buffers.gradients.items():
+        numbers, leaves = lowered.differentiated(stage), arguments.params[schedule.model_stages[stage]]
+        for m in range(schedule.microbatches):
+            sums.add(tuple(leaves[n] for n in numbers), numbers, m)
+    result = collect(lowered, [arguments], buffers)
+    if not parts:
+        return result
+    dtype = reduce(torch.promote_types, (part.leaf.dtype for part in parts.values()))
+    total = torch.empty(shape_of_sum(parts), dtype=dtype, device="meta")
+    if "losses" in lowered.spec.wants:
+        return result._replace(loss=total[0], losses=total[1:])
+    return result._replace(loss=total)
+
+
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")
+
+
+def _tensors(leaves: tuple[LeafSignature, ...]) -> Leaves:
+    return tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import NamedTuple, Self
 
 from ppfunc.stage import Outline
+from ppfunc.stage.device import autocast
 from ppfunc.stage.errors import warn
 from ppfunc.stage.modules.structure import ModuleStructure
 
@@ -14,7 +15,6 @@ from ..agreement.comparison import LaidOut, laid_out
 from ..call.arguments import StepArguments
 from ..call.forms import StepForm
 from ..call.spec import Pipeline
-from ..execution.torch_state import autocast
 from ..transport.protocols import Mode
 from .compile import CompiledStep, compile_step
 from .lower import lower

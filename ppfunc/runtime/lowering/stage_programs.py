@@ -19,13 +19,12 @@ from torch import nn
 
 from ppfunc.stage import Engine, Loss, Outline, Signature, Stage, StageError, StageProgram, outline
 from ppfunc.stage._torch import without_transforms
+from ppfunc.stage.device import autocast
 from ppfunc.stage.errors import warn
 from ppfunc.stage.modules.structure import ModuleStructure
 from ppfunc.stage.output import canonical
 from ppfunc.stage.process import process_lock
 from ppfunc.stage.tree import tree_leaves
-
-from ..execution.torch_state import autocast
 
 CACHE_SIZE = 32
 """Most forms of arguments for which a step function keeps what is compiled, and a stage its programs."""

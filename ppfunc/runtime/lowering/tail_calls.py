@@ -16,10 +16,10 @@ from ppfunc.stage._torch import is_wrapped
 
 from ..agreement.checksums import bits, checksum, differing
 from ..agreement.ties import SharedLeaf, other_values
+from ..call.results import losses_of
 from ..call.spec import StepSpec
 from ..errors import AgreementError
 from ..execution.buffers import Buffers, Compared, ParameterUpdate, Tag
-from ..execution.fill import losses_of, new_gradients
 from ..transport.collective import Collective
 from ..transport.protocols import Call, DataTransport, apart
 from .calls import Origin, PlacedCall
@@ -121,7 +121,7 @@ def _sum(
     model, numbers = lowered.schedule.model_stages, {stage: lowered.differentiated(stage) for stage in here}
     firsts = set({model[stage]: stage for stage in reversed(here)}.values())
     trained = [leaf for leaf in leaves if _trains(lowered, leaf.places[0].stage, leaf.places[0].number)]
-    groups, summed = [], new_gradients(lowered)
+    groups, summed = [], lowered.new_gradients()
     for ranks, homes, of_group in _groups(lowered, trained, lambda leaf: summed.signature(leaf).dtype):
         collective = data.collective(ranks) if len(ranks) > 1 else Collective()
         places = [leaf.places for leaf in of_group]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .._torch import copy_each, innermost_transform, version
+from .._torch import copy_each, transforming, version
 from ..device import Record, graph_recorder
 from ..example import Example, Leaves
 from ..program import FlatProgram, Gradients
@@ -45,7 +45,7 @@ def captured(
         )
 
     def forward(params: Leaves, x: Leaves, extras: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
-        if innermost_transform() is not None:
+        if transforming():
             got = "a stage captured in CUDA graphs under a torch.func transform, which cannot follow a replay"
             raise RuntimeError(f"got {got}; use the functional engine")
         lease = lend(params)

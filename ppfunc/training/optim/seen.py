@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ppfunc.stage._torch import innermost_transform
+from ppfunc.stage._torch import transforming
 from ppfunc.stage.tree import tree_leaves
 
 from .._torch import forward_level
@@ -16,7 +16,7 @@ def looked_through(trees: Any) -> bool:
 
     Parameters of modules are values: who trains them wants no graph from step to step.
     """
-    if innermost_transform() is not None or forward_level() >= 0:
+    if transforming() or forward_level() >= 0:
         return True
     return torch.is_grad_enabled() and any(
         isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter)

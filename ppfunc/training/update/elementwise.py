@@ -6,7 +6,7 @@ import torch
 from optree import PyTreeSpec
 from torch import Tensor
 
-from ppfunc.runtime.execution.torch_state import preserve_rng
+from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.errors import raised
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_paths
