@@ -223,7 +223,7 @@ def placements() -> None:
 
 
 def large() -> None:
-    """Many ranks; and many microbatches, by repetition."""
+    """Many ranks; and many microbatches."""
     planned(
         "1.5B times, V, p 64, cap 96, m 256",
         35,

@@ -5,13 +5,11 @@ The way of a plan, and where each part lives:
 * ``placements`` and ``layers``: which stage is where, and what it costs;
 * ``problem``: the numbers of one placement; :mod:`ppfunc.schedule.planner.bounds`: what no schedule can beat;
 * ``orders``: a schedule as one word per rank, the rules of both directions of time, and the run of an order;
-* ``starts`` and ``blocks``: orders to start from, of the builders and of a microbatch that repeats without
-  collisions;
+* ``starts``: orders to start from, of the builders and of a microbatch that repeats;
 * ``replay``: list scheduling in the order of a word, in which operations overtake where data and memory let
   them;
 * ``search``: replays backwards and forwards in time, and random delays, until the bound is met or the effort
-  is used up;
-* ``repeat``: the middle of a plan repeated, where there are too many microbatches to search.
+  is used up.
 """
 
 from __future__ import annotations
@@ -20,28 +18,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from numbers import Real
+from operator import itemgetter
 from typing import NamedTuple
 
 from ppfunc.parallel.partition import Partition
 
 from ..collector import collector_paused
-from ..costs import Costs, Number, exact_portion, require_costs
+from ..costs import Costs, Number, require_costs
 from ..schedule import Schedule
 from ..timeline import Timeline, simulate
-from .blocks import block_orders
 from .bounds import Bound, bound_of
 from .orders import Order, directions, evaluate, schedule_of
 from .placements import Candidate, Style, candidates
 from .problem import Cap, Objective, Problem, problem_of
-from .repeat import extend, fewer_microbatches
 from .search import Search
-from .starts import builder_orders, one_by_one
+from .starts import builder_orders, spaced_orders
 
 Progress = Callable[[float, Number, Number], bool | None]
 """``progress(share of the effort, best value, its bound)``; the search stops where it returns True."""
 
-_OPERATIONS, _REPLAYS = 1_000_000, 200
-_LARGE = 100_000
+_REPLAYS, _LEAST, _MOST = 200, 1_000_000, 20_000_000  # replays of all operations; operations
 _SEVERAL = 1.2  # times the effort, where several placements share it
 
 
@@ -194,7 +190,7 @@ class _Attempt(NamedTuple):
         problem: its numbers.
         bound: the lower bound.
         given: orders that run and fit, with their values and names, shortest first.
-        search: of the problem, or, where it has very many microbatches, of one with fewer.
+        search: of the problem.
     """
 
     candidate: Candidate
@@ -207,17 +203,15 @@ class _Attempt(NamedTuple):
     def of(
         cls, candidate: Candidate, p: Problem, bound: Bound, cap: Cap, effort: float, stop: Callable[[], bool]
     ) -> _Attempt:
-        given = _given(p, candidate.costs, cap)
-        if 3 * len(p.place) * p.microbatches <= _LARGE:
-            return cls(candidate, p, bound, given, _search(p, bound, given, effort, stop))
-        short = p._replace(microbatches=fewer_microbatches(p))
-        return cls(
-            candidate,
-            p,
-            bound,
-            given,
-            _search(short, bound_of(short), _given(short, candidate.costs, cap), effort, stop),
+        rules = directions(p)
+        orders = [*builder_orders(p, rules[0], candidate.costs, cap), *spaced_orders(p, rules[0])]
+        timed = ((evaluate(rules[0], order), name, order) for name, order in orders)
+        given = sorted(
+            ((timing.value, name, order) for timing, name, order in timed if timing), key=itemgetter(0)
         )
+        starts = [(name, order) for _, name, order in given]
+        search = Search(p, rules, bound.value * p.ticks, effort * _operations(p), starts, stop)
+        return cls(candidate, p, bound, given, search)
 
     @property
     def given_value(self) -> Number:
@@ -226,56 +220,22 @@ class _Attempt(NamedTuple):
 
     @property
     def value(self) -> Number:
-        """Return the best value so far.
-
-        A search of fewer microbatches counts the others as if they took no longer than their work.
-        """
-        p, searched = self.problem, self.search.problem.microbatches
-        if self.search.best.value == inf:
-            return self.given_value
-        more = (
-            exact_portion(max(p.work), p.microbatches - searched, p.microbatches)
-            if searched < p.microbatches
-            else 0
-        )
-        return min(self.given_value, p.time_of(self.search.best.value + more))
+        """Return the best value so far."""
+        best = self.search.best.value
+        return self.given_value if best == inf else min(self.given_value, self.problem.time_of(best))
 
     def plan(self) -> Plan:
         """Make the plan of the best order."""
-        p, forwards, search = self.problem, directions(self.problem)[0], self.search
-        found = self.given[:1]
-        m, order, name = search.problem.microbatches, search.best.order, search.found
-        if order and m < p.microbatches:
-            order = extend(forwards, order, p.microbatches) or ()
-            name += f"; {m} microbatches, repeated to {p.microbatches}"
-        timing = evaluate(forwards, order) if order else None
-        if timing:
-            found.append((timing.value, name, order))
-        _, name, order = min(found, key=lambda entry: entry[0])
-        return _finished(self.candidate, p, self.bound, order, name)
-
-
-def _given(p: Problem, costs: Costs, cap: Cap) -> list[tuple[Number, str, Order]]:
-    """List the orders of the builders that fit, and one that always fits, shortest first."""
-    forwards = directions(p)[0]
-    orders = [*builder_orders(p, forwards, costs, cap), ("one by one", one_by_one(p))]
-    found = [(timing.value, name, order) for name, order in orders if (timing := evaluate(forwards, order))]
-    return sorted(found, key=lambda entry: entry[0])
-
-
-def _search(
-    p: Problem, bound: Bound, given: list[tuple[Number, str, Order]], effort: float, stop: Callable[[], bool]
-) -> Search:
-    rules = directions(p)
-    orders = [(name, order) for _, name, order in given]
-    return Search(
-        p, rules, bound.value * p.ticks, effort * _operations(p), orders, block_orders(p, rules[0]), stop
-    )
+        search, forwards = self.search, directions(self.problem)[0]
+        timing = evaluate(forwards, search.best.order) if search.best.order else None
+        found = [*self.given[:1], *([(timing.value, search.found, search.best.order)] if timing else [])]
+        _, name, order = min(found, key=itemgetter(0))
+        return _finished(self.candidate, self.problem, self.bound, order, name)
 
 
 def _operations(p: Problem) -> int:
     """Count the operations that an effort of 1 replays."""
-    return max(_OPERATIONS, _REPLAYS * 3 * len(p.place) * p.microbatches)
+    return min(max(_LEAST, _REPLAYS * 3 * len(p.place) * p.microbatches), _MOST)
 
 
 def _reporter(attempts: list[_Attempt], effort: float, progress: Progress | None) -> Callable[[], bool]:
@@ -288,7 +248,7 @@ def _reporter(attempts: list[_Attempt], effort: float, progress: Progress | None
         assert progress
         if not stopped:
             best = min(attempts, key=lambda attempt: attempt.value)
-            budget = effort * sum(_operations(attempt.search.problem) for attempt in attempts) / len(attempts)
+            budget = effort * sum(_operations(attempt.problem) for attempt in attempts) / len(attempts)
             share = sum(attempt.search.spent for attempt in attempts) / budget
             stopped = bool(progress(min(1.0, share), best.value, best.bound.value))
         return stopped
@@ -303,7 +263,7 @@ def _best(attempts: list[_Attempt], effort: float) -> _Attempt:
         least = inf
         for attempt in attempts:
             if attempt.bound.value < least and attempt.given_value > attempt.bound.value:
-                attempt.search.advance(effort * _operations(attempt.search.problem) / rounds / len(attempts))
+                attempt.search.advance(effort * _operations(attempt.problem) / rounds / len(attempts))
             least = min(least, attempt.value)
         attempts = sorted(attempts, key=lambda attempt: attempt.value)[: (len(attempts) + 1) // 2]
     return attempts[0]

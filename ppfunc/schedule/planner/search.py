@@ -6,7 +6,9 @@ operations replayed, not in seconds, so that a search gives the same order every
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import cycle
 from math import inf
+from operator import attrgetter
 from random import Random
 from typing import NamedTuple
 
@@ -16,7 +18,7 @@ from .problem import Problem
 from .replay import NO_HOLD, Hold, Manner, Replayed, justify, replay
 
 _CLOSE = 1 + 1e-9
-_GIVEN, _SEEDS = 0.15, 0.25
+_GIVEN, _WALKS = 0.25, 2  # share of the work for the given orders; how many of them are delayed at random
 _PATIENCE = 0.2, 1.2
 _WARM, _COLD_AFTER = 0.004, 300
 
@@ -38,7 +40,6 @@ class Search:
         bound: the value that ends the search.
         operations: how many operations may be replayed.
         given: orders to start from by name, the most promising first; not empty.
-        seeds: further ones, with the work that each took; None for work without one.
         stop: asked after every replay whether to end.
     """
 
@@ -49,7 +50,6 @@ class Search:
         bound: Number,
         operations: float,
         given: Iterable[tuple[str, Order]],
-        seeds: Iterable[tuple[int, Order | None]],
         stop: Callable[[], bool],
     ) -> None:
         self.problem = problem
@@ -63,7 +63,7 @@ class Search:
         self._stop = stop
         self._rules, self._forwards = rules, rules[0]
         self._random = Random(0)
-        self._steps = self._run(given, seeds)
+        self._steps = self._run(given)
 
     @property
     def elapsed(self) -> float:
@@ -81,26 +81,17 @@ class Search:
         while self.spent < target and not self.over and next(self._steps, self) is None:
             pass
 
-    def _run(
-        self, given: Iterable[tuple[str, Order]], seeds: Iterable[tuple[int, Order | None]]
-    ) -> Iterator[None]:
-        """Improve the given orders, then seeds, then random delays of the best; yield now and then."""
+    def _run(self, given: Iterable[tuple[str, Order]]) -> Iterator[None]:
+        """Improve the given orders, then delay the best ones at random in turn; yield now and then."""
         pool: list[_Start] = []
         for name, order in given:
             if pool and self.elapsed > _GIVEN:
                 break
             pool.append(self._improved(name, order))
             yield
-        for work, seed in seeds:
-            self.spent += work
-            if seed:
-                pool.append(self._improved("a block", seed))
-            yield
-            if self.elapsed > _SEEDS:
-                break
-        start = min(pool, key=lambda start: start.value)
-        self._trying = f"{start.name}, justified and delayed at random"
-        yield from self.disturb(start)
+        starts = {start.value: start for start in sorted(pool, key=attrgetter("value"), reverse=True)}
+        for walk in cycle(map(self.disturb, [*starts.values()][-_WALKS:])):
+            yield next(walk)
 
     def _improved(self, name: str, order: Order) -> _Start:
         self._trying = f"{name}, justified"
@@ -124,9 +115,11 @@ class Search:
 
     def disturb(self, start: _Start) -> Iterator[None]:
         """Delay some operations at random and justify, from one order to the next, without end."""
+        name = f"{start.name}, justified and delayed at random"
         best = current = Replayed(start.value, start.order)
         failures = 0
         while True:
+            self._trying = name
             found = self._neighbour(current.order)
             if found.value <= current.value * (1 + _WARM * self._random.random() * (1 - self.elapsed)):
                 current = found

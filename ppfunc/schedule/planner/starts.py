@@ -1,15 +1,16 @@
-"""Collect the orders that a search starts from: builders of the same placement, one microbatch after another,
-blocks.
-"""
+"""Collect the orders that a search starts from: builders of the same placement, a microbatch that repeats."""
 
 import inspect
 from collections.abc import Iterator
 
 from ..builders import BUILDERS
-from ..costs import Costs
+from ..costs import Costs, Number
 from ..schedule import Schedule
-from .orders import Direction, Order, fits, order_of
+from .orders import Direction, Order, Word, fits, order_of
 from .problem import Cap, Problem
+
+# Of the work of the rank that has most, between the starts of two microbatches.
+_DISTANCES = (1, 1.015, 1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.45, 1.65, 2, 2.5, 3.5, 6)
 
 
 def builder_orders(p: Problem, forwards: Direction, costs: Costs, cap: Cap) -> Iterator[tuple[str, Order]]:
@@ -49,13 +50,38 @@ def build(name: str, ranks: int, microbatches: int, **options: object) -> Schedu
         return None
 
 
-def one_by_one(p: Problem) -> Order:
-    """Order all of one microbatch before the next, which needs the least memory."""
-    words: Order = tuple([] for _ in range(p.ranks))
-    chain = [3 * s for s in range(len(p.place))] + [
-        3 * s + k for s in reversed(range(len(p.place))) for k in (1, 2)
-    ]
-    for _ in range(p.microbatches):
-        for code in chain:
-            words[p.place[code // 3]].append(code)
-    return words
+def spaced_orders(p: Problem, forwards: Direction) -> Iterator[tuple[str, Order]]:
+    """Yield ``(name, order)`` of a microbatch that repeats, at several distances in time.
+
+    Each operation of the microbatch starts as soon as its input is there, whatever else its rank does, and a
+    weight gradient right after its input gradient. Sorted by these times, an order cannot deadlock. The last
+    one runs all of a microbatch before the next, which fits in any cap.
+    """
+    starts: dict[int, Number] = {}
+    now: Number = 0
+    stages = range(len(p.place))
+    for stage in stages:
+        starts[3 * stage] = now
+        now += p.forward[stage] + p.down[stage]
+    for stage in reversed(stages):
+        starts[3 * stage + 1], now = now, now + p.backward[stage]
+        starts[3 * stage + 2], now = now, now + p.up[stage]
+    work, alone = max(p.work) / p.microbatches, 2 * (now + sum(p.weight))
+    for name, distance in [
+        *((f"{r:g} of its work", r * work) for r in _DISTANCES),
+        ("twice its length", alone),
+    ]:
+        order = tuple(_repeated(starts, mine, p.microbatches, distance) for mine in p.stages_by_rank)
+        if fits(forwards, order):
+            yield f"a microbatch every {name}", order
+
+
+def _repeated(starts: dict[int, Number], stages: list[int], microbatches: int, distance: Number) -> Word:
+    """Sort the operations of a rank by their times; of equal times, by microbatch and place in the chain."""
+    timed = (
+        (start + k * distance, k, place, code)
+        for place, (code, start) in enumerate(starts.items())
+        if code // 3 in stages
+        for k in range(microbatches)
+    )
+    return [code for *_, code in sorted(timed)]
