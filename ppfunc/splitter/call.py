@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from optree import PyTreeSpec
 
-from ppfunc.stage.constants import with_constants
+from ppfunc.stage.constants import with_mask_parts
 from ppfunc.stage.tree import tree_flatten, tree_map, tree_structure, tree_unflatten
 
 Changes = tuple[tuple[int, Any], ...]
@@ -53,7 +53,7 @@ class CallForm(NamedTuple):
         kwargs = dict(kwargs or {})
         if not all(isinstance(key, str) for key in kwargs):
             raise TypeError(f"kwargs: got the keys {list(kwargs)}, expected names of arguments")
-        with_constants((args, kwargs), "args")  # knows masks afterwards
+        args, kwargs = with_mask_parts((args, kwargs), "args")
         leaves, treedef = tree_flatten((args, kwargs), "args")
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         if not places:
@@ -77,7 +77,7 @@ class CallForm(NamedTuple):
         return self._replace(constants=tuple(constants))
 
     def arguments(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Build the arguments of the model from tensors."""
+        """Build the arguments of the model from tensors, with block masks in parts."""
         leaves = list(self.constants)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
@@ -90,6 +90,7 @@ class CallForm(NamedTuple):
         Raises:
             ValueError: it has another structure than the call at the split.
         """
+        x = with_mask_parts(x, "inputs")
         arguments: tuple[Any, Any]
         match self.kind:
             case "one" | "args":

@@ -19,6 +19,7 @@ from ppfunc.stage._torch import without_modes, without_transforms
 from ppfunc.stage.abstract.control_flow import in_python
 from ppfunc.stage.abstract.foreign_draws import without_foreign_draws
 from ppfunc.stage.abstract.outline import DATA_DEPENDENT, data_dependence, quiet, without_values
+from ppfunc.stage.constants import without_constants
 from ppfunc.stage.errors import line_of
 from ppfunc.stage.layout import distributed, layout_of, local
 from ppfunc.stage.modules.module import further_places, is_subclass
@@ -156,7 +157,7 @@ def _trace(
         stack.enter_context(functions_kept(recording))
         stack.enter_context(in_python(recorded_in(recording)))
         called = fakes | {place: fakes[name] for place, name in tensors.places.items()}
-        result = _call(model, called, form.arguments(input_tensors), recording)
+        result = _call(model, called, without_constants(form.arguments(input_tensors)), recording)
         leaves, treedef = tree_flatten(result, "the result of the model")
         results = tuple(recording.node(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         replaced = {

@@ -1,13 +1,17 @@
-"""Carry numbers, texts and flags among the inputs of a step, as a part of the structure of their tree.
+"""Carry what inputs of a step hold beside tensors: numbers, texts and flags, and block masks.
 
-A program is traced for their values, as for the shapes of tensors.
+A number, a text or a flag is a part of the structure of a tree: a program is traced for its value, as for the
+shapes of tensors. A block mask of flex attention is carried as its tensors. Its function is called once, for
+all rows, when the step begins: what it gives, whatever it reads, is a table of booleans, no larger than the
+scores that it masks. A mask of several rows is cut along axis 0 as other inputs are.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
+import torch
 
 from .tree import BLOCK_MASKS, NAMESPACE, PLAIN, tree_flatten
 
@@ -36,36 +40,88 @@ def _flatten(constant: Any) -> tuple[tuple[()], tuple[str, Any]]:
 optree.register_pytree_node(Constant, _flatten, lambda kept, _: Constant(kept[1]), namespace=NAMESPACE)  # type: ignore[arg-type,index,return-value]
 
 
+class MaskParts(NamedTuple):
+    """Stands for a block mask in a tree.
+
+    Args:
+        blocks: its tensors, by attribute.
+        table: what its function gives, bool[B, H, Q, KV]; B or H is 1 where all rows or heads share it.
+        rest: its other attributes.
+    """
+
+    blocks: dict[str, torch.Tensor]
+    table: torch.Tensor
+    rest: Constant
+
+    @classmethod
+    def of(cls, mask: Any) -> MaskParts:
+        """Take a block mask apart."""
+        from torch.nn.attention.flex_attention import create_mask
+
+        attributes, rows = {**vars(mask)}, mask.kv_num_blocks
+        function = attributes.pop("mask_mod")
+        blocks = {name: v for name, v in attributes.items() if isinstance(v, torch.Tensor)}
+        rest = Constant(tuple((name, v) for name, v in attributes.items() if name not in blocks))
+        if isinstance(function, TableLookup):
+            return cls(blocks, function.table, rest)
+        (b, h), (q, kv) = rows.shape[:2], mask.seq_lengths
+        return cls(blocks, create_mask(function, b, h, q, kv, rows.device), rest)
+
+    def mask(self) -> Any:
+        """Put the block mask together again."""
+        from torch.nn.attention.flex_attention import BlockMask
+
+        mask = BlockMask.__new__(BlockMask)
+        vars(mask).update(self.blocks, **dict(self.rest.value), mask_mod=TableLookup(self.table))
+        return mask
+
+
+class TableLookup:
+    """The function of a block mask, by the table of what it gives."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+
+    def __call__(self, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        rows, heads = self.table.shape[:2]
+        return self.table[b if rows > 1 else b * 0, h if heads > 1 else h * 0, q, kv]
+
+
+def with_mask_parts(tree: Any, name: str = "tree") -> Any:
+    """Take the block masks in a tree apart; a tree without any is returned itself."""
+    leaves, treedef = tree_flatten(tree, name)
+    if not any(map(_is_mask, leaves)):
+        return tree
+    return treedef.unflatten(MaskParts.of(leaf) if _is_mask(leaf) else leaf for leaf in leaves)
+
+
 def with_constants(tree: Any, name: str = "tree") -> Any:
-    """Replace numbers, texts and flags by constants; a tree without any is returned itself.
+    """Replace numbers, texts, flags and block masks; a tree without any is returned itself.
 
     >>> with_constants({"scale": 2.0})["scale"], with_constants((1, True))
     (2.0, (1, True))
     """
+    tree = with_mask_parts(tree, name)
     leaves, treedef = tree_flatten(tree, name)
-    if (mask := next(filter(is_mask, leaves), None)) is not None:
-        from .masks import register_mask
-
-        kind: Any = type(mask)
-        register_mask(kind)
-        leaves, treedef = tree_flatten(tree, name)
     if not any(type(leaf) in PLAIN for leaf in leaves):
         return tree
     return treedef.unflatten(Constant(leaf) if type(leaf) in PLAIN else leaf for leaf in leaves)
 
 
-def is_mask(value: Any) -> bool:
-    """Tell whether a value is a ``BlockMask`` of flex attention, without importing the class."""
+def without_constants(tree: Any) -> Any:
+    """Put back what :func:`with_constants` has replaced; a tree without any is returned itself."""
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=_stands_for, namespace=NAMESPACE)
+    return treedef.unflatten(map(_meant, leaves)) if any(map(_stands_for, leaves)) else tree
+
+
+def _is_mask(value: Any) -> bool:
+    """Tell whether a value is a block mask, without importing the class."""
     return type(value).__name__ == "BlockMask" and type(value).__module__ == BLOCK_MASKS
 
 
-def without_constants(tree: Any) -> Any:
-    """Replace constants by their values; a tree without any is returned itself."""
-    leaves, treedef = optree.tree_flatten(tree, is_leaf=_is_constant, namespace=NAMESPACE)
-    if not any(map(_is_constant, leaves)):
-        return tree
-    return treedef.unflatten(leaf.value if _is_constant(leaf) else leaf for leaf in leaves)
+def _stands_for(value: Any) -> bool:
+    return type(value) is Constant or type(value) is MaskParts
 
 
-def _is_constant(value: Any) -> bool:
-    return type(value) is Constant
+def _meant(value: Any) -> Any:
+    return value.value if type(value) is Constant else value.mask() if type(value) is MaskParts else value

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask, flex_attention
 
 import ppfunc as pp
 from ppfunc.stage import StageError, eager, functional, graph
@@ -198,7 +198,20 @@ def by_object(documents):
     return THE_DOCUMENTS
 
 
+def by_attributes(documents):
+    """Its table is an attribute of an attribute, and it captures itself: neither was read anew."""
+    THE_DOCUMENTS.inner = Documents()
+    THE_DOCUMENTS.inner.table = documents
+
+    def same(b, h, q, kv):
+        table = THE_DOCUMENTS.inner.table if same is not None else None
+        return table[b, q] == table[b, kv]
+
+    return same
+
+
 MASKS = {
+    "attributes": by_attributes,
     "options": with_options,
     "object": by_object,
     "closure": lambda d: and_masks(causal, packed(d)),
@@ -232,7 +245,26 @@ def test_block_masks_are_cut_with_the_batch(engine, kind):
     torch.testing.assert_close(loss, want(model.a, x, t, shared).detach())
 
 
-def test_a_mask_function_of_another_number_is_another_program():
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_the_heads_of_a_mask_are_those_of_the_attention_or_one():
+    """A block mask that is given takes part in flex attention as one that the stage makes."""
+    documents, x = torch.randint(0, 3, (2, 8)).sort(-1).values, draw(2, 2, 8, 4)
+
+    def both(b, h, q, kv):
+        return (documents[b, q] == documents[b, kv]) & (q - kv < 4 + h)
+
+    def attend(p, x, mask):
+        return flex_attention(x, x, x, block_mask=mask)
+
+    for heads, function in ((2, both), (None, causal)):
+        mask = create_block_mask(function, 2, heads, 8, 8, device="cpu", BLOCK_SIZE=4)
+        step = pp.evaluate([attend], squared, pp.gpipe(1, 2))
+        got = step({0: ()}, x, x, extras={0: mask})
+        seen = create_mask(function, 2, 2, 8, 8, device="cpu")
+        torch.testing.assert_close(got, squared(F.scaled_dot_product_attention(x, x, x, seen), x))
+
+
+def test_a_mask_function_of_another_number_gives_another_mask():
     torch.manual_seed(0)
     model, x, t = Attentions(), draw(4, T, D), draw(4, T, D)
     fn, params, _ = pp.stage_from_module(model.a)

@@ -14,7 +14,7 @@ from optree import PyTreeSpec
 
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import register_pytree_node
-from ppfunc.stage.constants import is_mask, with_constants, without_constants
+from ppfunc.stage.constants import MaskParts, with_constants, without_constants
 from ppfunc.stage.layout import distributed, layout_of, local
 from ppfunc.stage.signature import flatten
 from ppfunc.stage.tree import NAMESPACE, tree_leaves, tree_map, tree_paths
@@ -57,16 +57,12 @@ def without_marks(tree: Any) -> tuple[Any, tuple[bool, ...] | None]:
     parts, treedef = optree.tree_flatten(tree, is_leaf=_is_marked, namespace=NAMESPACE)
     if not any(map(_is_marked, parts)):
         return tree, None
-    from ppfunc.stage.masks import whole_leaves  # seldom needed
-
     plain = tree
     if any(isinstance(part, Replicated) for part in parts):
         plain = treedef.unflatten(part.tree if isinstance(part, Replicated) else part for part in parts)
     wholes = [
-        [True] * len(tree_leaves(part.tree))
-        if isinstance(part, Replicated)
-        else whole_leaves(part)
-        if is_mask(part)
+        [isinstance(part, Replicated) or len(part.table) == 1] * len(tree_leaves(part))
+        if _is_marked(part)
         else [False]
         for part in parts
     ]
@@ -74,7 +70,7 @@ def without_marks(tree: Any) -> tuple[Any, tuple[bool, ...] | None]:
 
 
 def _is_marked(value: Any) -> bool:
-    return isinstance(value, Replicated) or is_mask(value)
+    return isinstance(value, Replicated | MaskParts)
 
 
 class Microbatches:
