@@ -71,6 +71,17 @@ def _has_compiler() -> bool:
     return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))))
 
 
+def forkserver() -> Any:
+    """Processes are forked by a server that has imported once what all of them need."""
+    import torch.multiprocessing as mp
+
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["pytest", "hypothesis", "torch._dynamo", "ppfunc.training.trainer", "ppfunc.pipeline"]
+    )
+    return context
+
+
 _JOINED = -1  # in the place of a job's number
 
 
@@ -85,13 +96,7 @@ class Processes:
         self._begin()
 
     def _begin(self) -> None:
-        import torch.multiprocessing as mp
-
-        # A server that has imported once what all of them need forks the processes.
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["pytest", "hypothesis", "torch._dynamo", "ppfunc.training.trainer", "ppfunc.pipeline"]
-        )
+        context = forkserver()
         size, meeting = self.size, f"tcp://127.0.0.1:{_free_port()}"
         pipes = [context.Pipe() for _ in range(size)]
         self._ends = [ours for ours, _ in pipes]

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import ppfunc as pp
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves
+from tests.covering import pairwise
 from tests.models import new_trainer
 
 VOCABULARY, WIDTH, HIDDEN, LAYERS, ROWS, MICROBATCHES, STEPS = 10, 6, 8, 4, 32, 4, 6
@@ -220,19 +221,31 @@ def run(request, shape, schedule, options, several=False):
 
 
 @pytest.mark.parametrize(
-    "shape, schedule, options",
-    [(*pair, OPTIONS[n % len(OPTIONS)]) for n, pair in enumerate(PAIRS)],
-    ids=lambda part: str(part),
+    "pipe, data, model, schedule, options",
+    [
+        (*axes, " ".join(filter(None, words)))
+        for *axes, tied, overflow, shard in pairwise(
+            (1, 2),
+            (1, 2),
+            (1, 2),
+            SCHEDULES,
+            ("clip", "tied clip", ""),
+            ("", "overflow"),
+            ("", "optimizer", "params"),
+        )
+        for words in [(tied, overflow, shard)]
+    ],
 )
-def test_every_grid_trains_as_one_process(request, shape, schedule, options):
-    run(request, shape, schedule, [options])
+def test_grids_train_as_one_process(request, pipe, data, model, schedule, options):
+    run(request, (pipe, data, model), schedule, [options])
 
 
 @pytest.mark.parametrize(
     "shape, schedule", [((2, 1, 2), "zb_h1"), ((1, 2, 2), "1f1b"), ((2, 2, 2), "zbv")], ids=str
 )
 def test_what_is_sharded_agrees_and_several_steps_have_the_same_bits(request, shape, schedule):
-    run(request, shape, schedule, OPTIONS[-3:], True)
+    few = math.prod(shape) > 4 and not request.config.getoption("--large")
+    run(request, shape, schedule, OPTIONS[-3::2] if few else OPTIONS[-3:], True)
 
 
 @pytest.mark.parametrize(
@@ -241,11 +254,12 @@ def test_what_is_sharded_agrees_and_several_steps_have_the_same_bits(request, sh
     ids=str,
 )
 def test_parameters_are_cut_over_the_last_of_several_data_axes(request, shape, schedule):
-    run(request, shape, schedule, OPTIONS[-3:], shape[0] == 2)
+    """As torch trains alone, so that what is sharded agrees with what is not."""
+    every = request.config.getoption("--large")
+    run(request, shape, schedule, OPTIONS[-3:] if every else OPTIONS[-1:], shape[0] == 2)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("shape, schedule", PAIRS, ids=str)
 def test_every_grid_trains_under_all_options(request, shape, schedule):
-    if not request.config.getoption("--large"):
-        pytest.skip("all options of all grids: run with --large")
     run(request, shape, schedule, OPTIONS)
