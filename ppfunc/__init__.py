@@ -62,7 +62,6 @@ if TYPE_CHECKING:
         transforms as transforms,
     )
     from .measurement import measure as measure
-    from .pipeline import eval_shape as eval_shape, evaluate as evaluate, value_and_grad as value_and_grad
     from .runtime import (
         P2P as P2P,
         AgreementError as AgreementError,
@@ -120,6 +119,7 @@ if TYPE_CHECKING:
     from .stage.modules.parallelize import parallelize as parallelize
     from .stage.output import Output as Output, Received as Received
     from .stage.transforms import ensemble as ensemble
+    from .steps import eval_shape as eval_shape, evaluate as evaluate, value_and_grad as value_and_grad
     from .training import (
         Precision as Precision,
         Trainer as Trainer,

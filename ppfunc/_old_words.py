@@ -15,6 +15,13 @@ _PURE = "params, state = optimizer.update(grads, state, params) returns new valu
 _RATE = "a rate is a part of the optimizer: pp.optim.adamw(pp.optim.warmup_cosine(1e-3, 100, 1000))"
 _CLIP = "optimizer=pp.optim.chain(pp.optim.clip_by_global_norm(1.0), optimizer)"
 _PRECISION = "precision=pp.Precision(compute=torch.bfloat16)"
+_SHARD = 'transport=pp.P2P(mesh=mesh, axes=axes, shard="params"), with one axis for data'
+_REMAT = 'engine=pp.engines.graph(remat="full") of a step or a trainer'
+_TRAINER = "pp.Trainer(split, loss_fn, schedule, optimizer, transport)"
+_OVERLAP = "stages are functions of yours, and overlapped=function, where the step is made, runs OVERLAP_F_B"
+_WEIGHTS = "nothing: the backward returns gradients of weights, and W of a schedule computes them"
+_SHAPES = "nothing: every step reads the shapes from its inputs"
+_EXPORT = "split.put_back(state.params), then generate and save_pretrained of the model"
 
 _BY_MEND: dict[str, dict[str, str]] = {
     "ppfunc": {
@@ -23,28 +30,38 @@ _BY_MEND: dict[str, dict[str, str]] = {
             "Schedule1F1B PipeDreamFlush TrainSchedule forward_backward_pipelining_without_interleaving"
         ),
         _SCHEDULE.format("interleaved_one_f_one_b"): (
-            "ScheduleInterleaved1F1B forward_backward_pipelining_with_interleaving"
+            "ScheduleInterleaved1F1B Interleaved1F1B forward_backward_pipelining_with_interleaving"
         ),
         _SCHEDULE.format("looped_bfs"): "ScheduleLoopedBFS",
         _SCHEDULE.format("interleaved_zero_bubble"): "ScheduleInterleavedZeroBubble",
         _SCHEDULE.format("zbv"): "ScheduleZBVZeroBubble",
         _SCHEDULE.format("dualpipev"): "ScheduleDualPipeV",
         _STEP: "get_forward_backward_func train_batch vjp grad",
-        _STAGES: "PipelineStage build_stage Pipe SplitPoint PipelineModule LayerSpec TiedLayerSpec",
-        "pp.Trainer(split, loss_fn, schedule, optimizer, transport)": "initialize DeepSpeedEngine",
+        _STAGES: "PipelineStage build_stage Pipe SplitPoint PipelineModule LayerSpec TiedLayerSpec pipeline",
+        "pp.split(model, args) cuts a model where it calls torch's pipe_split()": "pipe_split",
+        "pp.schedule.find_builder(name), or pp.{name of the schedule}": "get_schedule_class",
+        _TRAINER: "initialize DeepSpeedEngine",
+        f"{_TRAINER}; its arguments are there and in the optimizer": "TrainingArguments TrainerArguments",
         _RANKS: "initialize_model_parallel get_pipeline_model_parallel_rank pmap shard_map",
         "torch.func.vmap goes round a step in one process; pp.ensemble trains several": "vmap",
         "steps compile themselves by form; pp.engines.graph(compile=True) adds inductor": "jit",
-        "optree.tree_map(function, tree)": "tree_map",
+        "optree.tree_map(function, tree)": "tree_map tree tree_util",
+        "seed=(seed, step) of a step sets the numbers that stages draw by torch": "random",
+        "stages are functions of tensors, written with torch": "numpy nn",
         "pp.collectives has psum and others for stages": "lax",
         "pp.optim.adamw(lr, weight_decay=0.0) makes one": "adam Adam",
         "pp.optim.sgd(lr) makes one": "SGD",
+        "pp.optim.warmup_cosine(peak, warmup, steps), or a function of the step": (
+            "cosine_decay_schedule warmup_cosine_decay_schedule get_cosine_schedule_with_warmup"
+        ),
+        "the microbatches of a step are added up; a schedule of more does it": "MultiSteps accumulate",
         _PURE: "apply_updates",
     },
     "Schedule": {
         _STEP: "step train_batch",
         "pp.evaluate(split, loss_fn, schedule) makes a step without backwards": "eval eval_batch",
         "schedule.microbatches": "n_microbatches num_microbatches",
+        _OVERLAP: "register_custom_function",
     },
     "Split": {
         "split.params, {stage: {name: tensor}}": "parameters named_parameters",
@@ -55,10 +72,16 @@ _BY_MEND: dict[str, dict[str, str]] = {
         f"split.stages has the functions; {_STEP}": "build_stage get_stage_module submod_0 split_gm",
         "len(split.stages)": "num_stages",
         "split.load(state_dict) returns a split with these weights": "load_state_dict",
+        _EXPORT: "generate save_pretrained push_to_hub",
+        _REMAT: "gradient_checkpointing_enable",
+        "model.requires_grad_(False), and split again, or trainable= of a step": "requires_grad_ freeze",
     },
     "StepFunction": {
         _CALL: "step train_batch run backward",
         "step.lower(params, inputs, targets)": "trace",
+        "engine=pp.engines.graph(compile=True), where it is made": "compile",
+        "pp.evaluate(split, loss_fn, schedule) makes a step without backwards": "eval eval_batch",
+        _OVERLAP: "register_custom_function",
     },
     "Trainer": {
         _TRAIN: "train_batch forward backward fit training_step zero_grad optimizer_step run",
@@ -69,7 +92,7 @@ _BY_MEND: dict[str, dict[str, str]] = {
         _SAVE: "save load save_checkpoint load_checkpoint save_model load_state_dict",
         _TO_MODEL: "model module",
         "state.optimizer is its state": "optimizer",
-        _RATE: "lr_scheduler scheduler",
+        f"metrics.lr; {_RATE}": "lr_scheduler scheduler get_last_lr get_lr",
     },
     "Optimizer": {
         _PURE: "step zero_grad apply_updates param_groups",
@@ -86,6 +109,8 @@ _BY_MEND: dict[str, dict[str, str]] = {
         _RATE: "LambdaLR StepLR CosineAnnealingLR OneCycleLR LinearLR SequentialLR",
         "pp.optim.adamw(lr) makes one": "AdamW",
         "pp.dynamic_scale() makes one": "GradScaler",
+        "take dict(it)": "BatchEncoding BatchFeature UserDict",
+        "take the state that its init and step return": "Trainer",
     },
     "()": {
         "microbatches": "n_microbatches num_microbatches gradient_accumulation_steps micro_batches",
@@ -98,12 +123,29 @@ _BY_MEND: dict[str, dict[str, str]] = {
         "args=(tensor, ...) and kwargs={name: tensor}": "mb_args mb_kwargs example_args",
         "lr": "learning_rate rate",
         _CLIP: "max_grad_norm clip gradient_clipping grad_clip clip_grad_norm",
-        _PRECISION: "fp16 bf16 dtype amp",
+        _PRECISION: "fp16 bf16 dtype amp mixed_precision",
+        _SHARD: "shard zero_stage zero_optimization fsdp",
+        _REMAT: "activation_checkpoint_interval gradient_checkpointing activation_checkpointing remat",
+        _WEIGHTS: "dw_builder",
+        _SHAPES: "input_args output_args tensor_shape seq_length micro_batch_size",
+        "loss_weights=[1.0] * microbatches for a sum; they are 1/m each by default": "scale_grads",
+        "its options as arguments": "config config_params args training_args",
+        "batches as arguments of trainer.step": "train_dataset eval_dataset training_data dataloader",
         _RATE: "lr_scheduler scheduler",
         f"stages; {_STAGES}": "model module net",
         "seed=(seed, step)": "rng key rngs generator",
         "loss_fn": "loss criterion loss_func",
         f"transport; {_RANKS}": "group process_group mesh devices",
+    },
+    "home": {  # of arguments that other functions take
+        "ranks and microbatches where the schedule is made, pp.one_f_one_b(ranks, microbatches)": (
+            "microbatches ranks"
+        ),
+        "chunks where the schedule is made, pp.looped_bfs(ranks, microbatches, chunks)": "chunks",
+        "options of an optimizer where it is made, pp.optim.adamw(lr)": "lr weight_decay betas momentum",
+        "seed=(seed, step) where the step is called": "seed",
+        _TRAINER: "optimizer precision",
+        _STEP: "loss_fn stages",
     },
 }
 
@@ -111,4 +153,6 @@ OLD_WORDS = {
     owner: {name: mend for mend, names in by_mend.items() for name in names.split()}
     for owner, by_mend in _BY_MEND.items()
 }
-"""What to write, by the name of a class, of the package, or ``()`` for arguments, and by the old name."""
+"""What to write, by the name of a class, of the package, ``()`` for arguments or ``home`` for those of other
+functions, and by the old name.
+"""

@@ -29,7 +29,7 @@ def mend_of(owner: str, name: str) -> str:
     """Return what to write for a name of another library, or an empty text.
 
     Args:
-        owner: a class, the package, or ``()`` for arguments.
+        owner: a class, the package, ``()`` for arguments, or ``home`` for those of other functions.
 
     >>> mend_of("()", "n_microbatches")
     'microbatches'
@@ -46,7 +46,10 @@ def mend_for(value: Any, otherwise: str = "") -> str:
 
 
 def answering(owner: C) -> C:
-    """Let objects of a class answer the names that other libraries have for what they do."""
+    """Let objects of a class answer the names that other libraries have for what they do.
+
+    Named tuples also answer their use as a dictionary, and assignments.
+    """
 
     def lacking(self: Any, name: str) -> Any:
         error = f"{owner.__name__!r} object has no attribute {name!r}"
@@ -54,7 +57,19 @@ def answering(owner: C) -> C:
             raise AttributeError(f"{error}; here: {mend}", name=name)
         raise AttributeError(error, name=name, obj=self)
 
+    def item(self: Any, key: Any) -> Any:
+        if isinstance(key, str):
+            raise TypeError(f"{owner.__name__}[{key!r}]: got a text as the index; write .{key}")
+        return tuple.__getitem__(self, key)
+
+    def fixed(self: Any, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"{owner.__name__}.{name}: it does not change; ._replace({name}=...) makes another"
+        )
+
     owner.__getattr__ = lacking  # type: ignore[attr-defined]
+    if issubclass(owner, tuple):
+        owner.__getitem__, owner.__setattr__ = item, fixed  # type: ignore[method-assign]
     return owner
 
 
@@ -82,6 +97,8 @@ def with_arguments(error: str, function: Callable[..., Any]) -> str:
     names = [name for name in inspect.signature(function).parameters if name != "self"]
     unknown = re.search(r"unexpected keyword argument '(\w+)'", error)
     mend = mend_of("()", unknown[1]) if unknown else ""
+    if unknown and (mend or unknown[1]) not in names:
+        mend = mend_of("home", mend or unknown[1]) or mend
     near = f"; write {mend}" if mend else suggestion(unknown[1], names) if unknown else ""
     error = re.sub(r"\S+<locals>\.", "", error)  # the function that made it
     return f"{error}{near}; it takes {', '.join(names)}"

@@ -9,7 +9,6 @@ import torch
 
 from ppfunc._step_factory import Stages
 from ppfunc.parallel.counts import require_counts
-from ppfunc.pipeline import value_and_grad
 from ppfunc.runtime.agreement.ties import TiedPlaces
 from ppfunc.runtime.call.arguments import RawArguments, read_arguments
 from ppfunc.runtime.execution.execute import fill
@@ -20,6 +19,7 @@ from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.tree import tree_leaves
+from ppfunc.steps import value_and_grad
 
 __all__ = ["measure"]
 

@@ -77,7 +77,7 @@ def forkserver() -> Any:
 
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(
-        ["pytest", "hypothesis", "torch._dynamo", "ppfunc.training.trainer", "ppfunc.pipeline"]
+        ["pytest", "hypothesis", "torch._dynamo", "ppfunc.training.trainer", "ppfunc.steps"]
     )
     return context
 

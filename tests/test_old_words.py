@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections import UserDict
 from copy import deepcopy
 
 import pytest
@@ -42,17 +43,27 @@ class PipelineStage:
     """Likewise."""
 
 
+class BatchEncoding(UserDict):
+    """As transformers names what its tokenizers return."""
+
+
 MISTAKES = {
     "Schedule.step": (lambda: SCHEDULE.step(INPUTS), "pp.value_and_grad(split, loss_fn, schedule)"),
     "Schedule.eval": (lambda: SCHEDULE.eval(INPUTS), "pp.evaluate(split, loss_fn, schedule)"),
     "ScheduleGPipe": (lambda: pp.ScheduleGPipe, "pp.gpipe(ranks, microbatches)"),
     "PipelineModule": (lambda: pp.PipelineModule, "pp.split(model, args, at="),
     "initialize": (lambda: pp.initialize, "pp.Trainer(split, loss_fn, schedule"),
+    "pipeline": (lambda: pp.pipeline(MODEL, (INPUTS,)), "pp.split(model, args, at="),
+    "get_schedule_class": (lambda: pp.get_schedule_class("1F1B"), "pp.schedule.find_builder(name)"),
     "pmap": (lambda: pp.pmap, "pp.P2P(group)"),
     "optim.Adam": (lambda: pp.optim.Adam, "pp.optim.adamw(lr, weight_decay=0.0)"),
     "Split.to": (lambda: SPLIT.to("cuda"), "optree.tree_map(lambda t: t.to(device), split.params)"),
     "Split.parameters": (lambda: SPLIT.parameters(), "split.params"),
     "Split.num_stages": (lambda: SPLIT.num_stages, "len(split.stages)"),
+    "Split.generate": (lambda: SPLIT.generate(INPUTS), "split.put_back(state.params), then generate"),
+    "StepFunction.register_custom_function": (
+        lambda: STEP.register_custom_function(None, None), "overlapped=function",
+    ),
     "StepFunction.trace": (lambda: STEP.trace(INPUTS), "step.lower(params"),
     "Trainer.train_batch": (lambda: TRAINER.train_batch(), "trainer.step(state, inputs, targets)"),
     "Trainer.parameters": (lambda: TRAINER.parameters(), "state.params"),
@@ -61,6 +72,17 @@ MISTAKES = {
     "TrainState.apply_gradients": (lambda: STATE.apply_gradients({}), "state._replace"),
     "Optimizer.step": (lambda: OPTIMIZER.step(), "optimizer.update(grads, state, params)"),
     "Metrics.item": (lambda: TRAINER.step(STATE, INPUTS, TARGETS)[1].item(), "metrics.loss"),
+    "metrics as a dictionary": (lambda: TRAINER.step(STATE, INPUTS, TARGETS)[1]["loss"], "write .loss"),
+    "a state that is assigned": (lambda: setattr(STATE, "params", {}), "._replace(params=...)"),
+    "parameters in a list": (lambda: STEP([{}, {}], INPUTS, TARGETS), "such as split.params or state.params"),
+    "microbatches of a step": (lambda: made(n_microbatches=4), "write ranks and microbatches where"),
+    "rate of a trainer": (lambda: trainer(learning_rate=1e-3), "where it is made, pp.optim.adamw(lr)"),
+    "loss of a schedule": (lambda: pp.gpipe(2, 4, loss_fn=squared), "write step = pp.value_and_grad("),
+    "dw_builder": (lambda: pp.stage_from_module(MODEL, dw_builder=1), "W of a schedule computes them"),
+    "uneven rows": (lambda: STEP(PARAMS, INPUTS[:5], TARGETS[:5]), "ppfunc.Microbatches([...])"),
+    "no loss": (lambda: made(loss_fn=lambda y, t: None)(SPLIT.params, INPUTS, TARGETS), "labels are among"),
+    "BatchEncoding": (lambda: pp.split(MODEL, BatchEncoding({"input": INPUTS})), "take dict(it)"),
+    "a trainer that is saved": (lambda: pp.checkpoint.save("no", TRAINER), "take the state that its init"),
     "n_microbatches": (lambda: pp.gpipe(2, n_microbatches=4), "write microbatches; it takes ranks, micro"),
     "virtual stages": (lambda: pp.looped_bfs(2, 4, virtual_stages=2), "write chunks"),
     "target": (lambda: STEP(PARAMS, INPUTS, target=TARGETS), "write targets; it takes params, inputs"),

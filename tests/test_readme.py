@@ -103,7 +103,7 @@ def test_its_script_runs_in_as_many_processes_as_it_says(request):
 
 
 FORKS = """
-import os, sys, torch.distributed, ppfunc.pipeline
+import os, sys, torch.distributed, ppfunc.steps
 ranks = []
 for rank in range(4):
     ranks.append(os.fork())

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from optree import PyTreeSpec
 
+from ppfunc._text import mend_for, shown
 from ppfunc.stage.constants import with_mask_parts
 from ppfunc.stage.tree import tree_flatten, tree_map, tree_structure, tree_unflatten
 
@@ -57,10 +58,8 @@ class CallForm(NamedTuple):
         leaves, treedef = tree_flatten((args, kwargs), "args")
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         if not places:
-            raise ValueError(
-                "args: got no tensor; give the arguments of one call of the model, such as args=(ids,), on"
-                " meta if you like"
-            )
+            mend = "give the arguments of one call of the model, such as args=(ids,), on meta if you like"
+            raise ValueError(f"args: got no tensor in {shown(args)}; {mend_for((*args, 0)[0], mend)}")
         if any(_has_tensors(value) for value in kwargs.values()):
             kind = "kwargs" if not args else "both"
         constants = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
@@ -111,8 +110,8 @@ class CallForm(NamedTuple):
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         if treedef != self.treedef or places != self.places or len(args) != len(arguments[0]):
             raise ValueError(
-                f"inputs: got {_shown(x)}, expected {self.expected}, the tensors in the arguments at the"
-                " split; split again"
+                f"inputs: got {_shown(x)}, expected {self.expected}, as the arguments at the split; or"
+                " split again with arguments of this form"
             )
         changes = enumerate(zip(self.constants, leaves, strict=True))
         return tuple(leaves[i] for i in places), tuple(

@@ -124,6 +124,8 @@ def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -
         raise StageError("the loss", f"{raised(error)}; it is called as loss(y, target)", "") from error
     if not isinstance(loss, torch.Tensor):
         mend = "return a scalar tensor, without .item() or float()"
+        if loss is None:
+            mend = "return a scalar tensor; a model returns a loss of its own if labels are among its inputs"
         if isinstance(loss, tuple | list | dict):
             mend = "return (loss, aux), and pass has_aux=True: aux is a tree of tensors that you want to see"
         raise StageError(

@@ -47,7 +47,7 @@ def test_wrong_batches_are_refused_with_what_was_got_and_expected():
     params, inputs, targets = problem(2, 4)
     step = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, 4))
     refused(
-        "got 10 rows .* 4 microbatches do not divide; the nearest numbers that do are 2 and 5",
+        "got 10 rows .* 4 microbatches do not divide; the nearest that do are 2 and 5",
         pp.microbatch,
         torch.ones(10, D),
         4,

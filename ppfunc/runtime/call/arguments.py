@@ -270,7 +270,7 @@ def _require_stages(trees: Any, name: str, stages: Sequence[int]) -> None:
         )
         raise ValueError(
             f"{name}: got {got}, expected a dictionary with the stages of the model that this process runs,"
-            f" {list(stages)}: {{stage: tree}}{mend}"
+            f" {list(stages)}: {{stage: tree}}, such as split.{name} or state.{name}{mend}"
         )
 
 

@@ -263,7 +263,8 @@ def require_divisible(
             near = sorted(sorted(divisors, key=lambda k: abs(k - microbatches))[:2])
             raise ValueError(
                 f"{name}{path}: got {size} rows in shape {tuple(leaf.shape)}, which {microbatches}"
-                f" microbatches do not divide; the nearest numbers that do are {' and '.join(map(str, near))}"
+                f" microbatches do not divide; the nearest that do are {' and '.join(map(str, near))};"
+                " parts of any sizes are ppfunc.Microbatches([...]), with loss_weights=[...]"
             )
     if len(set(sizes)) > 1:
         listed = ", ".join(f"{name}{path}: {size}" for path, size in zip(paths, sizes, strict=True))

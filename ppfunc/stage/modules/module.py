@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ppfunc._text import mend_of, shown
+from ppfunc._text import mend_of, naming_arguments, shown
 
 from .._torch import is_dtensor, version
 from ..abstract.undeclared import detached
@@ -45,6 +45,7 @@ class ModuleStage(NamedTuple):
     state: State
 
 
+@naming_arguments
 def stage_from_module(module: nn.Module, *, constants: bool = False, spread: bool = True) -> ModuleStage:
     """Make the pure function that ``module`` computes, in the mode that it is in when a step begins.
 

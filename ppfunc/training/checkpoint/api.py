@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ppfunc._text import naming_arguments
+
 from .loading import load_tree
 from .naming import Names
 from .peers import Group, Peers
@@ -179,6 +181,7 @@ _flight = _Flight()
 atexit.register(_flight.end_last)
 
 
+@naming_arguments
 def load(folder: str | Path, like: Any, *, names: Names = None, group: Group = None) -> Any:
     """Load a state. Every rank reads its own part, and verifies every byte that it reads.
 

@@ -7,7 +7,7 @@ import optree
 import torch
 from optree import PyTreeAccessor, PyTreeSpec
 
-from ppfunc._text import shown
+from ppfunc._text import mend_for, shown
 from ppfunc.stage.tree import tree_flatten
 
 from ..update.train_state import TrainState
@@ -66,7 +66,7 @@ def named_leaves(tree: Any, names: Names, what: str) -> tuple[list[tuple[str, Le
         if type(leaf) not in (bool, int, float, str) and not isinstance(leaf, torch.Tensor):
             raise TypeError(
                 f"{accessor.codify(what)} is of type {type(leaf).__name__}, expected a tensor, a number or a"
-                " text"
+                f" text; {mend_for(leaf, 'leave it out')}"
             )
         if name == "__metadata__":
             raise ValueError(
