@@ -10,8 +10,7 @@ import torch
 from ppfunc._step_factory import Stages, make_step, reporting_mistakes, unpacked
 from ppfunc._text import answering, naming_arguments, shown
 from ppfunc.runtime import P2P, InProcess, Microbatches, StepSpec, Transport
-from ppfunc.runtime.agreement.shared_memory import require_declared_trees
-from ppfunc.runtime.agreement.ties import TiedPlaces
+from ppfunc.runtime.agreement.ties import TiedPlaces, require_declared_trees
 from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, read_loss_weights, read_seed
 from ppfunc.runtime.call.results import StepResult
 from ppfunc.runtime.call.spec import Updates

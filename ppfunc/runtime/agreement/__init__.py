@@ -7,6 +7,6 @@
                                           new shapes, compared without messages for known ones
     comparison.py    require_same_...     what was compared, in words: steps, facts, modes, layouts
     ties.py          shared_leaves        the parameters that several stages hold
+                       require_declared   refuse others that share memory
         checksums.py     checksum         of a tensor, on its device
-    shared_memory.py require_declared     refuse parameters that share memory and are not tied
 """

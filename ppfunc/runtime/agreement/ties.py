@@ -2,19 +2,26 @@
 
 They are one parameter in several places. Its gradient is the sum over all places, the same at each of them.
 Its values are the same at all places: plain steps check this each time, steps that update parameters once.
+Parameters of two stages that share memory have to be tied.
 """
 
 import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
+from operator import add, gt
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Signature
+from ppfunc.stage._torch import is_wrapped
 from ppfunc.stage.layout import local
-from ppfunc.stage.signature import leaf_names
+from ppfunc.stage.signature import differentiable, leaf_names
 from ppfunc.stage.tree import tree_leaves
 
+from ..call.batch import Leaves
+from ..call.forms import extent
 from ..errors import AgreementError
 from ..transport.protocols import ControlTransport
 from .checksums import checksum
@@ -201,18 +208,13 @@ def shared_forms(
     Raises:
         ValueError: a tied parameter is frozen at some of its places only.
     """
-    home, model = schedule.placement, schedule.model_stages
-    groups = [group for group in schedule.replicas if len({home[stage] for stage in group}) > 1]
-    forms = {
-        f"the parameters of stage {k}": params[k].to_json()
-        for k in (model[group[0]] for group in groups)
-        if k in params
-    }
-    for k in {model[group[0]] for group in groups} & params.keys():
+    home, model, forms = schedule.placement, schedule.model_stages, dict[str, str]()
+    replicas = {model[group[0]] for group in schedule.replicas if len({home[stage] for stage in group}) > 1}
+    for k in sorted(replicas & params.keys()):
         names = leaf_names(params[k])
-        forms[f"the frozen parameters of stage {k}"] = (
-            ", ".join(names[n] for n in sorted(frozen[k])) or "none"
-        )
+        forms[f"the parameters of stage {k}"] = params[k].to_json()
+        fixed_names = ", ".join(names[n] for n in sorted(frozen[k]))
+        forms[f"the frozen parameters of stage {k}"] = fixed_names or "none"
     for name, places in tied:
         here = [] if _without_tangents(params, places) else [place for place in places if place[0] in params]
         numbers = [(k, leaf, leaf_number(params[k], leaf, f"params[{k}]")) for k, leaf in here]
@@ -265,12 +267,10 @@ def require_same_values(
 ) -> None:
     """Raise AgreementError for a parameter whose places have different values, here or in other processes.
 
-    All processes of the pipeline call it. It reads the values. A step that updates parameters calls it when
-    the ranks meet, since each state follows from the one before; other steps compare in every call.
+    All processes of the pipeline call it where they meet, and read the values.
 
     Args:
-        ranks: those of this process.
-        params: signatures of its parameters, by stage of the model.
+        params: signatures of the parameters of this process, by stage of the model.
         trees: their values, whole or the shards of this rank.
     """
     mine: dict[str, int] = {}
@@ -293,3 +293,65 @@ def require_same_values(
 def other_values(name: str, here: str, there: str) -> str:
     """Describe a parameter whose values differ between two of its places."""
     return f"{name} has other values {here} than {there}; give all places the same"
+
+
+def require_declared(
+    params: Mapping[int, Leaves],
+    forms: Mapping[int, Signature],
+    extents: Sequence[int],
+    tied: Tied,
+    primal: str = "",
+) -> None:
+    """Raise ValueError for parameters of two stages that share memory and are not tied.
+
+    Each would get a part of the gradient. Leaves of one stage may share memory, as under ``torch.func.grad``,
+    unless one of them is tied.
+
+    Args:
+        forms: of the parameters.
+        extents: of all leaves, bytes from the first element to the last.
+        primal: how the names of parameters proper begin.
+    """
+    leaves = [leaf for stage in forms for leaf in params[stage]]
+    names: list[tuple[int, str]] = []
+    for one, other in sharing(leaves, extents):
+        names = names or [
+            (stage, name) for stage, signature in forms.items() for name in leaf_names(signature)
+        ]
+        groups = [{name for name, group in tied if names[n] in group} for n in (one, other)]
+        proper = all(names[n][1].startswith(primal) and differentiable(leaves[n].dtype) for n in (one, other))
+        if proper and not groups[0] & groups[1] and (names[one][0] != names[other][0] or any(groups)):
+            (a, first), (b, second) = sorted((names[one], names[other]))
+            mend = "give each a copy of its own"
+            same = (Tensor.size, Tensor.stride, Tensor.data_ptr)
+            if all(read(leaves[one]) == read(leaves[other]) for read in same):
+                declared = f"tied={{'name': [({a}, {first!r}), ({b}, {second!r})]}}"
+                mend = f"declare it, {declared}, to get the sum of both gradients at each, or {mend}"
+            raise ValueError(f"params[{a}] {first!r} and params[{b}] {second!r} share memory; {mend}")
+
+
+def require_declared_trees(params: Mapping[int, Any], tied: Tied) -> None:
+    """Apply :func:`require_declared` to trees as a caller gives them, which may have no values yet."""
+    leaves = {stage: tuple(local(leaf) for leaf in tree_leaves(tree)) for stage, tree in params.items()}
+    extents = [0 if leaf.is_meta else extent(leaf) for tree in leaves.values() for leaf in tree]
+    require_declared(leaves, {stage: Signature.of(tree) for stage, tree in params.items()}, extents, tied)
+
+
+def sharing(tensors: Sequence[Tensor], extents: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Find tensors whose memory overlaps, as pairs of numbers; views that lie between each other count too.
+
+    Args:
+        extents: of each tensor, bytes from its first element to its last.
+    """
+    # What is transformed has no memory to look at.
+    addresses = [0 if is_wrapped(t) else t.data_ptr() for t in tensors]
+    # Where nothing overlaps, each tensor ends before the next begins.
+    if not any(map(gt, sorted(map(add, addresses, extents)), sorted(addresses)[1:])):
+        return
+    longest = reach = 0
+    for address, number in sorted(zip(addresses, range(len(tensors)), strict=True)):
+        if address and extents[number]:
+            if address < reach:
+                yield longest, number
+            if address + extents[number] > reach:
+                longest, reach = number, address + extents[number]

@@ -18,7 +18,7 @@ from ppfunc._text import answering, with_arguments
 from ppfunc.stage._torch import transforming
 from ppfunc.stage.device import on_device
 
-from ..agreement.shared_memory import require_declared
+from ..agreement.ties import require_declared
 from ..errors import Failure, StepFailed
 from .arguments import RawArguments, StepArguments, read_arguments
 from .forms import StepForm

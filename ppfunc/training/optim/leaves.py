@@ -8,7 +8,7 @@ import torch
 from optree import PyTreeSpec
 from torch import Tensor
 
-from ppfunc.runtime.agreement.shared_memory import sharing
+from ppfunc.runtime.agreement.ties import sharing
 from ppfunc.stage.signature import Form, differentiable, flatten, form_of, same_form
 from ppfunc.stage.tree import tree_map, tree_paths, tree_structure
 
