@@ -1,7 +1,8 @@
 """Carry losses, metrics, state and skip connections beside the activation of a stage."""
 
 import reprlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -47,40 +48,54 @@ class Received(NamedTuple):
     skips: dict[int, Any]
 
 
-def canonical(
-    fn: Callable[..., Any],
-    *,
-    last: bool,
-    loss_fn: Callable[[Any, Any], Any] | None,
-    return_outputs: bool,
-    skips: Sequence[int],
-    targeted: bool,
-    frozen: Collection[int] = (),
-) -> Callable[..., tuple[Any, Any]]:
-    """Bring a stage into the form that the runtime differentiates, with an auxiliary output.
+@dataclass(frozen=True, slots=True)
+class StageFunction:
+    """A stage at its place in a chain, with its loss, in the form that the runtime differentiates.
 
     Equivalent to::
 
-        def call(params, x, *extras):           # the target if ``targeted``, then extras, then the state
+        def call(params, x, *extras):           # the target of a loss, then extras, then the state
             out = fn(params, x, *extras)        # without the target; the ``frozen`` leaves detached
-            loss, aux = loss_fn(out.y, target)                      # of the last stage of a chain
+            loss, aux = loss_fn(out.y, target)
             return (out.y, out.skips, loss + out.loss), (outputs, out.metrics, aux, out.state)
 
     A loss function that returns the loss alone has None for ``aux``.
 
-    Raises:
-        ValueError: it returns skip connections to other stages than ``skips``, those of the schedule.
+    Args:
+        fn: the user's function.
+        loss_fn: the user's loss function, for a last stage.
+        last: whether it ends the chain.
+        returns_outputs: whether its output is returned to the caller.
+        skips: the stages of the model that it sends skip connections to.
+        frozen: numbers of the parameters that get no gradient.
     """
 
-    def call(params: Any, x: Any, *extras: Any) -> tuple[Any, Any]:
+    fn: Callable[..., Any]
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    last: bool = False
+    returns_outputs: bool = False
+    skips: tuple[int, ...] = ()
+    frozen: frozenset[int] = frozenset()
+
+    @property
+    def targeted(self) -> bool:
+        """Tell whether its third argument is the target, for the names of arguments in errors."""
+        return self.loss_fn is not None
+
+    def __call__(self, params: Any, x: Any, *extras: Any) -> tuple[Any, Any]:
+        """Call the stage.
+
+        Raises:
+            ValueError: it returns skip connections to other stages than ``skips``, those of the schedule.
+        """
         x, extras = without_constants(x), tuple(map(without_constants, extras))
-        target, rest = (extras[0], extras[1:]) if targeted else (None, extras)
-        if frozen:
+        target, rest = (extras[0], extras[1:]) if self.targeted else (None, extras)
+        if self.frozen:
             leaves, treedef = tree_flatten(params)
             params = treedef.unflatten(
-                leaf.detach() if n in frozen else leaf for n, leaf in enumerate(leaves)
+                leaf.detach() if n in self.frozen else leaf for n, leaf in enumerate(leaves)
             )
-        out = fn(params, x, *rest)
+        out = self.fn(params, x, *rest)
         if out is None:
             raise TypeError(
                 "it returned None, expected its activation: end it with `return y`, or with `return ()` if it"
@@ -88,28 +103,24 @@ def canonical(
             )
         if not isinstance(out, Output):
             out = Output(out)
+        # Other leaves than tensors are refused by the place where they were returned.
         for name, tree in out._asdict().items():
-            flatten(
-                tree, f"returned {name}"
-            )  # refuses other leaves than tensors, by the place where they were returned
-        returned = out.skips or {}
-        if set(returned) != set(skips):
+            flatten(tree, f"returned {name}")
+        skips = out.skips or {}
+        if set(skips) != set(self.skips):
             raise ValueError(
-                f"it returns skip connections to the stages {sorted(returned)}, the schedule has them to"
-                f" {sorted(skips)}; return them as Output(y, skips={{destination: tree}}), and declare them"
-                " by ppfunc.with_skips(schedule, [(source, destination), ...])"
+                f"it returns skip connections to the stages {sorted(skips)}, the schedule has them to"
+                f" {sorted(self.skips)}; return them as Output(y, skips={{destination: tree}}), and declare"
+                " them by ppfunc.with_skips(schedule, [(source, destination), ...])"
             )
         loss, aux = None if out.loss is None else whole(out.loss), None
-        if last and loss_fn is not None:
-            main, aux = _of_loss_function(loss_fn, out.y, target)
+        if self.loss_fn is not None:
+            main, aux = _of_loss_function(self.loss_fn, out.y, target)
             loss = whole(main) if loss is None else whole(main) + loss
-        activation = None if last else out.y
-        outputs = out.y if last and return_outputs else None
+        activation = None if self.last else out.y
+        outputs = out.y if self.returns_outputs else None
         state = _in_order_of(rest[-1], out.state) if rest else out.state
-        return (activation, tuple(returned[s] for s in skips), loss), (outputs, out.metrics, aux, state)
-
-    call.targeted = targeted  # type: ignore[attr-defined]  # for the names of arguments in errors
-    return call
+        return (activation, tuple(skips[s] for s in self.skips), loss), (outputs, out.metrics, aux, state)
 
 
 def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -> tuple[Any, Any]:

@@ -244,7 +244,7 @@ class Exchange:
             ValueError: a stage returns other forms than the ranks agreed on before, or none returns a loss.
         """
         self._returned |= {(stage, None): (part.leaf,) for stage, part in lowered.losses.items()}
-        frozen = {low.model_stage: low.function.frozen for low in lowered.stages.values()}
+        frozen = {low.model_stage: low.call.function.frozen for low in lowered.stages.values()}
         shared = shared_forms(lowered.schedule, lowered.form.params, lowered.spec.tied, frozen)
         if self.agreed is not None:
             _require_as_agreed(self._returned, self.agreed.returned, lowered.schedule.model_stages)

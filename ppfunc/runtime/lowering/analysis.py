@@ -261,7 +261,7 @@ def _flops(program: StageProgram, low: LoweredStage, *, training: bool) -> tuple
     gy = [leaf for part in y for leaf in part.leaves if leaf.grad]
     flat = program.flat
     with torch.no_grad(), without_values():
-        example = Example.of(low.example, low.device)
+        example = Example.of(low.call.example, low.device)
         (_, saved), forward = _counted(flat.forward, *example.make())
         if not training:
             return forward, 0, 0, 0

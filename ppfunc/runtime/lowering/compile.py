@@ -88,7 +88,7 @@ def bind(
 def _without_tensors(lowered: LoweredStep) -> LoweredStep:
     """Replace the tensors of examples by signatures: a compiled step keeps no parameters alive."""
     bare = {
-        id(low): low._replace(example=tuple(map(Signature.of, low.example)))
+        id(low): low._replace(call=low.call._replace(example=tuple(map(Signature.of, low.call.example))))
         for low in lowered.stages.values()
     }
     return lowered._replace(stages={key: bare[id(low)] for key, low in lowered.stages.items()})
@@ -100,9 +100,7 @@ def build_programs(lowered: LoweredStep, programs: StagePrograms) -> dict[Key, S
     for low in lowered.stages.values():
         act_on_interrupts()
         if id(low.outline) not in built:
-            built[id(low.outline)] = programs.program(
-                low.function, low.example, low.outline, f"stage {low.model_stage}", low.device
-            )
+            built[id(low.outline)] = programs.program(low.call, low.outline)
     return {key: built[id(low.outline)] for key, low in lowered.stages.items()}
 
 

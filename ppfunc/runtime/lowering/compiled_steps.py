@@ -5,7 +5,6 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import NamedTuple, Self
 
-from ppfunc.stage import Outline
 from ppfunc.stage.device import autocast
 from ppfunc.stage.errors import warn
 from ppfunc.stage.modules.structure import ModuleStructure
@@ -37,31 +36,26 @@ class Guards(NamedTuple):
     """Note the modes under which a step was lowered, beside the form of its arguments; it is valid in these.
 
     Args:
-        modules: by outline of a stage, which of its modules are in training mode.
-        structure: of all these modules, their hooks and submodules.
+        modules: those that run in its stages: their modes, hooks and submodules.
         autocast: which was on.
         mode: of all modules.
     """
 
-    modules: tuple[tuple[Outline, tuple[bool, ...]], ...]
-    structure: ModuleStructure
+    modules: ModuleStructure
     autocast: tuple[Hashable, ...]
     mode: Mode
 
     @classmethod
     def now(cls, lowered: LoweredStep) -> Self:
         """Take the guards of a step that is lowered now."""
-        outlines = {id(low.outline): low.outline for low in lowered.stages.values()}.values()
-        modules = tuple((outline, _modes(outline)) for outline in outlines)
-        distinct = {mode for _, every in modules for mode in every}
-        mode: Mode = "mixed" if len(distinct) != 1 else "training" if distinct.pop() else "evaluation"
-        every = {id(module): module for outline in outlines for module in outline.modules}
-        return cls(modules, ModuleStructure.of(every.values()), autocast(), mode)
+        modules = {module for low in lowered.stages.values() for module in low.outline.modules}
+        modes = {module.training for module in modules}
+        mode: Mode = "mixed" if len(modes) != 1 else "training" if modes.pop() else "evaluation"
+        return cls(ModuleStructure.of(modules, "training"), autocast(), mode)
 
     def hold(self) -> bool:
         """Tell whether modules and autocast are in the noted modes, with the same hooks and submodules."""
-        modes = self.autocast == autocast() and all(_modes(o) == then for o, then in self.modules)
-        return modes and self.structure.same()
+        return self.autocast == autocast() and self.modules.same()
 
     def require(self) -> None:
         """Raise ValueError where they do not hold."""
@@ -70,10 +64,6 @@ class Guards(NamedTuple):
                 "modules or autocast have another mode than when the step was lowered, or modules have other"
                 " hooks or submodules; lower and compile it again"
             )
-
-
-def _modes(outline: Outline) -> tuple[bool, ...]:
-    return tuple([module.training for module in outline.modules])
 
 
 class Entry(NamedTuple):
@@ -161,24 +151,14 @@ class CompiledSteps:
                 "a step has failed since this one was lowered, and the ranks agree anew; lower and compile it"
                 " again"
             )
-        now, then = steps[0].form, entry.form
-        for name in sorted(now.trees.keys() | then.trees.keys()):
-            got, expected = (
-                form.trees[name].signature if name in form.trees else "none" for form in (now, then)
-            )
+        now, then = _described(steps[0].form, exchange.shapes), _described(entry.form, entry.agreed.shapes)
+        for name in sorted(now.keys() | then.keys()):
+            got, expected = now.get(name, "none"), then.get(name, "none")
             if got != expected:
-                of = " of each microbatch" if name in now.trees and now.trees[name].rows is not None else ""
                 raise ValueError(
-                    f"{name}: got {got}{of}, the step was compiled for {expected}; call the step function,"
-                    " which compiles for every form"
+                    f"{name}: got {got}, the step was compiled for {expected}; call the step function, which"
+                    " compiles for every form"
                 )
-        others = exchange.shapes, now.strides, now.devices
-        if others != (entry.agreed.shapes, then.strides, then.devices):
-            raise ValueError(
-                f"got {exchange.shapes.text}, or parameters of other strides or devices; the step was"
-                f" compiled for {entry.agreed.shapes.text}; call the step function, which compiles for every"
-                " form"
-            )
         return entry
 
     def info(self) -> CacheInfo:
@@ -259,6 +239,15 @@ class CompiledSteps:
         frozen = self._pipeline.spec.frozen
         if frozen is not None and not self._pipeline.schedule.forward_only:  # which takes no gradients
             frozen.require_unchanged()
+
+
+def _described(form: StepForm, shapes: BatchShapes) -> dict[str, object]:
+    """Describe what a step was compiled for, by name: arguments, the batch, then all parameters."""
+    trees = {
+        name: f"{tree.signature}{'' if tree.rows is None else ' of each microbatch'}"
+        for name, tree in form.trees.items()
+    }
+    return {**trees, "the batch": shapes.text, "strides": form.strides, "the devices of stages": form.devices}
 
 
 def _warn_of_retraces(name: str, now: StepForm, before: StepForm) -> None:

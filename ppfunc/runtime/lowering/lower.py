@@ -15,7 +15,7 @@ from ppfunc.schedule import Schedule
 from ppfunc.stage import LeafSignature, Loss, Signature, Stage
 from ppfunc.stage._torch import load_tracer
 from ppfunc.stage.layout import Boundary
-from ppfunc.stage.output import children, received_signature
+from ppfunc.stage.output import StageFunction, children, received_signature
 
 from ..agreement.agreement import Exchange
 from ..call.forms import StepForm
@@ -32,7 +32,7 @@ from .refusals import (
     require_wanted,
     warn_of_detached,
 )
-from .stage_programs import StageFunction, StagePrograms
+from .stage_programs import StageCall, StagePrograms
 
 
 def lower(
@@ -165,7 +165,8 @@ def _lower_stage(
     signatures = [edge.signature for edge in received]
     require_layouts(model_stage, boundary, form.params[model_stage], zip(givers, signatures, strict=True))
     example = (params, received_signature(givers, signatures), *extras)
-    outline = programs.outline(function, example, f"stage {model_stage}", form.devices[model_stage])
+    call = StageCall(function, example, f"stage {model_stage}", form.devices[model_stage])
+    outline = programs.outline(call)
     activation, skips, loss = children(outline.y)
     outputs, metrics, aux, state = children(outline.aux)
     activation, outputs = (
@@ -175,8 +176,8 @@ def _lower_stage(
     sent = (*(() if schedule.successor(stage) is None else (activation,)), *children(skips))
     sinks = tuple(map(Edge, sinks_of(schedule, stage), sent))
     low = LoweredStage(
-        model_stage, function, example, form.params[model_stage], form.devices[model_stage], outline,
-        received, sinks, loss if loss.leaves else None, outputs, metrics, aux, state,
+        model_stage, call, form.params[model_stage], outline, received, sinks, loss if loss.leaves else None,
+        outputs, metrics, aux, state,
     )  # fmt: skip
     if not schedule.forward_only:  # which updates nothing
         require_declared_frozen(low, spec)

@@ -1,7 +1,7 @@
 """Describe a lowered step: every stage and every edge for arguments of one form."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from ..errors import Failure
 from ..execution.buffers import Key
 from ..execution.gradients import Gradients, Stack, Sum
 from ..transport.protocols import LossPart
-from .stage_programs import StageFunction
+from .stage_programs import StageCall
 
 BATCH = -1
 """Number of the "stage" that the batch comes from."""
@@ -53,11 +53,9 @@ class LoweredStage(NamedTuple):
 
     Args:
         model_stage: its number in the model.
-        function: the stage with its loss, in the form that engines take.
-        example: ``(params, x, *extras)``: signatures, or trees of tensors.
+        call: the stage with its loss and its arguments.
         params: signature of its parameters; the leaves with ``grad`` get gradients.
-        device: where it computes.
-        outline: of the function.
+        outline: the evaluation of the call.
         sources: where the parts of its input come from: the stage before or the batch, then skip connections.
         sinks: where its output goes: the stage after it, if any, then skip connections.
         loss: signature of the loss, None where the stage has none.
@@ -66,10 +64,8 @@ class LoweredStage(NamedTuple):
     """
 
     model_stage: int
-    function: StageFunction
-    example: tuple[Any, ...]
+    call: StageCall
     params: Signature
-    device: torch.device
     outline: Outline
     sources: tuple[Edge, ...]
     sinks: tuple[Edge, ...]
@@ -78,6 +74,11 @@ class LoweredStage(NamedTuple):
     metrics: Signature
     aux: Signature
     state: Signature
+
+    @property
+    def device(self) -> torch.device:
+        """Return where it computes."""
+        return self.call.device
 
     @property
     def kept(self) -> int:

@@ -96,7 +96,7 @@ def require_declared_frozen(low: LoweredStage, spec: StepSpec) -> None:
 
 def require_loss(low: LoweredStage, loss: Signature, spec: StepSpec) -> None:
     """Raise ValueError for a loss of another form than wanted, or one that the caller did not ask for."""
-    if low.function.loss_fn is None and not loss.leaves:
+    if low.call.function.loss_fn is None and not loss.leaves:
         return
     got, shape = ", ".join(map(str, loss.leaves)) or "nothing", spec.loss_shape
     if len(loss.leaves) != 1 or loss.leaves[0].shape != shape or not loss.leaves[0].dtype.is_floating_point:
@@ -162,7 +162,7 @@ def _same_state(before: Signature, state: Signature) -> bool:
 
 def warn_of_detached(low: LoweredStage) -> None:
     """Warn of a stage whose loss or output passes no gradient on, so that it does not train."""
-    trained = any(leaf.grad and n not in low.function.frozen for n, leaf in enumerate(low.params.leaves))
+    trained = any(leaf.grad and n not in low.call.function.frozen for n, leaf in enumerate(low.params.leaves))
     passes = (low.loss is not None and low.loss.leaves[0].grad) or any(edge.carrying for edge in low.sinks)
     if passes or not (trained or any(edge.carrying for edge in low.sources)):
         return

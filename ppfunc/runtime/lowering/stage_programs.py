@@ -9,7 +9,7 @@ programs, so that a new one traces what is there now; those of one trainer do.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from ppfunc.stage import Engine, Loss, Outline, Signature, Stage, StageError, StageProgram, outline
+from ppfunc.stage import Engine, Outline, Signature, StageError, StageProgram, outline
 from ppfunc.stage._torch import without_transforms
 from ppfunc.stage.device import autocast
 from ppfunc.stage.errors import warn
 from ppfunc.stage.modules.structure import ModuleStructure
-from ppfunc.stage.output import canonical
+from ppfunc.stage.output import StageFunction
 from ppfunc.stage.process import process_lock
 from ppfunc.stage.tree import tree_leaves
 
@@ -41,66 +41,49 @@ def keep(cache: OrderedDict[K, V], key: K, value: V) -> None:
         cache.popitem(last=False)
 
 
-def _states(outline: Outline) -> list[tuple[bool, ...]]:
-    """Return for each module that ran in a stage its mode, and which of its own parameters are not frozen."""
-    return [
-        (module.training, *(p.requires_grad for p in module.parameters(recurse=False)))
-        for module in outline.modules
-    ]
-
-
-class StageFunction(NamedTuple):
-    """Describe a stage at its place in a chain, with its loss.
+class StageCall(NamedTuple):
+    """Describe one call of a stage, of which a program is made.
 
     Args:
-        fn: the user's function.
-        loss_fn: the user's loss function, for a last stage.
-        last: whether it ends the chain.
-        returns_outputs: whether its output is returned to the caller.
-        skips: the stages of the model that it sends skip connections to.
-        frozen: numbers of the parameters that get no gradient.
+        function: the stage with its loss.
+        example: ``(params, x, *extras)``: signatures, or trees of tensors.
+        name: of the stage, in errors.
+        device: where it computes.
     """
 
-    fn: Stage
-    loss_fn: Loss | None
-    last: bool
-    returns_outputs: bool
-    skips: tuple[int, ...]
-    frozen: frozenset[int]
+    function: StageFunction
+    example: tuple[Any, ...]
+    name: str
+    device: torch.device
 
     @property
-    def call(self) -> Callable[..., Any]:
-        """Return the function in the form that engines take; see :func:`ppfunc.stage.output.canonical`."""
-        return canonical(
-            self.fn,
-            last=self.last,
-            loss_fn=self.loss_fn,
-            return_outputs=self.returns_outputs,
-            skips=self.skips,
-            targeted=self.loss_fn is not None,
-            frozen=self.frozen,
-        )
-
-    def key(self, example: tuple[Any, ...], device: torch.device) -> tuple[Hashable, ...]:
+    def key(self) -> tuple[Hashable, ...]:
         """Return a key that is equal for one form of the arguments: signatures, types and strides."""
-        tensors = [t for tree in example if not isinstance(tree, Signature) for t in tree_leaves(tree)]
-        form = tuple(map(Signature.of, example)), tuple((type(t), t.stride()) for t in tensors)
-        return (id(self.loss_fn), *self[2:], form, device, autocast())
+        trees = [tree for tree in self.example if not isinstance(tree, Signature)]
+        tensors = [(type(t), t.stride()) for tree in trees for t in tree_leaves(tree)]
+        form = tuple(map(Signature.of, self.example)), tuple(tensors)
+        f = self.function
+        place = f.last, f.returns_outputs, f.skips, f.frozen
+        return id(f.loss_fn), place, form, self.device, autocast()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return what engines take beside the function and the example."""
+        return {"has_aux": True, "name": self.name, "device": self.device}
 
 
 class _Traced(NamedTuple):
-    """Hold the evaluation of a stage, valid while its modules are in the states noted.
+    """Hold the evaluation of a stage, valid while its modules are in the modes noted.
 
     Args:
         function: the one evaluated; kept alive, since keys have its ``id``.
-        states, structure: of the modules that ran.
+        modules: modes and structure of the modules that ran.
         outline: the evaluation.
         programs: the program that was built of it, if one was.
     """
 
     function: StageFunction
-    states: list[tuple[bool, ...]]
-    structure: ModuleStructure
+    modules: ModuleStructure
     outline: Outline
     programs: list[StageProgram]
 
@@ -115,96 +98,74 @@ class StagePrograms:
 
     def __init__(self, engine: Engine, loss_engine: Engine | None = None) -> None:
         self._engine, self._loss_engine = engine, loss_engine
+        # By function, then by key of the call.
         self._traced: dict[int, OrderedDict[Hashable, list[_Traced]]] = {}
 
-    def outline(
-        self, function: StageFunction, example: tuple[Any, ...], name: str, device: torch.device
-    ) -> Outline:
+    def outline(self, call: StageCall) -> Outline:
         """Evaluate a stage without values, or return the earlier evaluation of an equal one.
 
         Raises:
             StageError: it cannot be evaluated.
         """
         with without_transforms(), process_lock:
-            key, of_function = function.key(example, device), self._of(function)
+            key, function = call.key, call.function
+            of_function = self._traced.setdefault(id(function.fn), OrderedDict())
             same_form = of_function.get(key, [])
             for traced in same_form:
-                if _states(traced.outline) == traced.states and traced.structure.same():
+                if traced.modules.same():
                     return traced.outline
-            evaluation = outline(function.call, example, has_aux=True, name=name, device=device)
+            evaluation = outline(function, call.example, **call.options)
             referred = (*_modules_referred(function.fn), *_modules_referred(function.loss_fn))
             evaluation = evaluation._replace(modules=tuple(dict.fromkeys((*evaluation.modules, *referred))))
             if evaluation.lasts:
-                structure = ModuleStructure.of(evaluation.modules)
-                traced = _Traced(function, _states(evaluation), structure, evaluation, [])
-                keep(of_function, key, [*same_form, traced])
+                modules = ModuleStructure.of(evaluation.modules, "training")
+                keep(of_function, key, [*same_form, _Traced(function, modules, evaluation, [])])
             return evaluation
 
-    def program(
-        self,
-        function: StageFunction,
-        example: tuple[Any, ...],
-        known: Outline,
-        name: str,
-        device: torch.device,
-    ) -> StageProgram:
+    def program(self, call: StageCall, known: Outline) -> StageProgram:
         """Build the program of a stage, or return that of an equal one.
 
         Args:
-            known: the result of :meth:`outline` for this function and example.
+            known: the result of :meth:`outline` for this call.
 
         Raises:
             StageError: the engine cannot serve it.
             TypeError: the engine returned no :class:`StageProgram`.
         """
         with without_transforms(), process_lock:
-            same_form = self._of(function).get(function.key(example, device), [])
+            same_form = self._traced.get(id(call.function.fn), OrderedDict()).get(call.key, [])
             programs = next((traced.programs for traced in same_form if traced.outline is known), [])
             if programs:
                 return programs[0]
-            program = self._build(function, example, known, name, device)
+            program = self._build(call, known)
             if not isinstance(program, StageProgram):
                 raise TypeError(
-                    f"engine: it returned an object of type {type(program).__name__} for {name}, expected a"
-                    " StageProgram"
+                    f"engine: it returned an object of type {type(program).__name__} for {call.name},"
+                    " expected a StageProgram"
                 )
             if hasattr(program.flat.forward, "recipe"):  # traced: it has no memory of its own
                 programs.append(program)
             return program
 
-    def _build(
-        self,
-        function: StageFunction,
-        example: tuple[Any, ...],
-        known: Outline,
-        name: str,
-        device: torch.device,
-    ) -> StageProgram:
+    def _build(self, call: StageCall, known: Outline) -> StageProgram:
         """Build a program. A loss that the engine cannot serve gets another one, if its stage is served."""
         from ppfunc.stage.engines import eager, functional
         from ppfunc.stage.engines.loss_apart import with_loss_apart
 
-        whole = partial(self._engine, function.call, example, has_aux=True, name=name, device=device)
-        if function.loss_fn is None:
-            return whole(outline=known)
-        apart = partial(
-            with_loss_apart, self._engine, fn=function.fn, loss_fn=function.loss_fn, frozen=function.frozen,
-            returns_outputs=function.returns_outputs, example=example, known=known, name=name, device=device,
-        )  # fmt: skip
-        if self._loss_engine is not None:
-            return apart(loss_engine=self._loss_engine)
-        failure: StageError | None = None
         try:
-            return whole(outline=known)
+            if self._loss_engine is None or call.function.loss_fn is None:
+                return self._engine(call.function, call.example, outline=known, **call.options)
+            return with_loss_apart(self._engine, self._loss_engine, *call, known)
         except StageError as error:
-            if not known.lasts:
-                raise  # it raised, and may not raise again
+            # One that raised may not raise again.
+            if self._loss_engine is not None or call.function.loss_fn is None or not known.lasts:
+                raise
             refused = failure = error
         for loss_engine in (functional, eager):
             try:
-                program = apart(loss_engine=loss_engine)
+                program = with_loss_apart(self._engine, loss_engine, *call, known)
             except StageError as error:
-                if error.stage == name:
+                if error.stage == call.name:
                     break  # it is not the loss
                 failure = error
                 continue
@@ -219,9 +180,6 @@ class StagePrograms:
     def clear(self) -> None:
         """Drop everything that is kept."""
         self._traced.clear()
-
-    def _of(self, function: StageFunction) -> OrderedDict[Hashable, list[_Traced]]:
-        return self._traced.setdefault(id(function.fn), OrderedDict())
 
 
 def _modules_referred(function: Any) -> Iterator[nn.Module]:

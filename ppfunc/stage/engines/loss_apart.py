@@ -7,6 +7,7 @@ Equivalent to, for ``stage`` and ``loss`` as the two engines differentiate them:
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,12 +17,11 @@ from .._torch import is_dtensor
 from ..abstract.outline import Outline
 from ..errors import StageError
 from ..example import Example, Leaves
-from ..output import Output, canonical, children
+from ..output import Output, StageFunction, children
 from ..program import (
     Engine,
     FlatProgram,
     Gradients,
-    Loss,
     LossResiduals,
     Stage,
     StageProgram,
@@ -34,31 +34,26 @@ from ..tree import tree_leaves
 def with_loss_apart(
     engine: Engine,
     loss_engine: Engine,
-    fn: Stage,
-    loss_fn: Loss,
-    returns_outputs: bool,
-    frozen: frozenset[int],
+    function: StageFunction,
     example: tuple[Any, ...],
-    known: Outline,
     name: str,
     device: torch.device,
+    known: Outline,
 ) -> StageProgram:
     """Build the program of a last stage with its loss.
 
     Args:
         engine, loss_engine: of the stage, and of the loss.
-        fn, loss_fn: functions of the stage and of the loss.
-        returns_outputs: whether the output of the stage is returned to the caller.
-        frozen: numbers of the parameters that get no gradient.
+        function: the stage with its loss.
         example: ``(params, x, target, *extras)``.
-        known: the evaluation of stage and loss as one.
         name, device: of the stage.
+        known: the evaluation of stage and loss as one.
 
     Raises:
         StageError: an engine cannot serve its part.
     """
-    stage = _canonical(partial(_plain, fn, name), last=False, loss_fn=None, frozen=frozen, targeted=False)
-    loss = _canonical(_handed_on, last=True, loss_fn=loss_fn, return_outputs=returns_outputs, targeted=True)
+    stage = StageFunction(partial(_plain, function.fn, name), frozen=function.frozen)
+    loss = replace(function, fn=_handed_on, frozen=frozenset())
     params, x, target, *extras = example
     first = engine(stage, (params, x, *extras), has_aux=True, name=name, device=device)
     second = loss_engine(loss, ((), first.y, target), has_aux=True, name="the loss", device=device)
@@ -66,9 +61,6 @@ def with_loss_apart(
     flat = _in_turn(first, second, len(Signature.of(target).leaves))
     size = sum(sizes) if len(sizes) == 2 else None
     return stage_program(flat, Example.of(example, device), known, has_aux=True, residual_bytes=size)
-
-
-_canonical = partial(canonical, return_outputs=False, skips=())
 
 
 def _plain(fn: Stage, name: str, params: Any, x: Any, *extras: Any) -> Any:

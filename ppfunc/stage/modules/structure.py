@@ -46,24 +46,26 @@ def restored(containers: Iterable[Any]) -> Iterator[None]:
 
 
 class ModuleStructure(NamedTuple):
-    """Note the submodules of modules, their hooks, and methods in the place of ``forward``.
+    """Note the submodules of modules, their hooks, and some of their attributes.
 
     Args:
         attributes: of each module.
+        names: of those that count beside submodules and hooks.
         held: the dictionaries of submodules and hooks.
-        then: the objects in them, and the methods, when this was made.
+        then: the objects in them, and the attributes, when this was made.
     """
 
     attributes: list[dict[str, Any]]
+    names: tuple[str, ...]
     held: list[dict[Any, Any]]
     then: list[Any]
 
     @classmethod
-    def of(cls, modules: Iterable[nn.Module]) -> ModuleStructure:
-        """Note the structure of modules as it is now."""
+    def of(cls, modules: Iterable[nn.Module], *names: str) -> ModuleStructure:
+        """Note the structure of modules as it is now, methods in the place of ``forward``, and ``names``."""
         attributes = [vars(module) for module in modules]
         held = [d for each in attributes for name in _STRUCTURE if isinstance(d := each.get(name), dict)]
-        made = cls(attributes, held, [])
+        made = cls(attributes, ("forward", *names), held, [])
         made.then.extend(made._now())
         return made
 
@@ -73,8 +75,8 @@ class ModuleStructure(NamedTuple):
         return len(now) == len(self.then) and all(map(is_, now, self.then))
 
     def _now(self) -> list[Any]:
-        replaced = [each.get("forward") for each in self.attributes]
-        return [*chain.from_iterable(map(dict.values, self.held)), *replaced]
+        named = [each.get(name) for each in self.attributes for name in self.names]
+        return [*chain.from_iterable(map(dict.values, self.held)), *named]
 
 
 def _same(now: Any, before: Any) -> bool:
