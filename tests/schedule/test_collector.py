@@ -10,13 +10,11 @@ from ppfunc.schedule import check, one_f_one_b, place_communication
 from ppfunc.schedule.collector import collector_paused
 
 
-def test_the_collector_works_again_after_the_last_has_left():
-    first, second = collector_paused(), collector_paused()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert not gc.isenabled()
-    second.__exit__(None, None, None)
+def test_the_collector_works_again_after_the_outer_pause():
+    with collector_paused():
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
     assert gc.isenabled()
 
 

@@ -37,7 +37,7 @@ from .starts import builder_orders, spaced_orders
 Progress = Callable[[float, Number, Number], bool | None]
 """``progress(share of the effort, best value, its bound)``; the search stops where it returns True."""
 
-_REPLAYS, _LEAST, _MOST = 200, 1_000_000, 20_000_000  # replays of all operations; operations
+_REPLAYS, _LEAST, _MOST = 200, 1_000_000, 10_000_000  # replays of all operations; operations
 _SEVERAL = 1.2  # times the effort, where several placements share it
 
 
@@ -189,14 +189,14 @@ class _Attempt(NamedTuple):
         candidate: the placement with the costs of its stages.
         problem: its numbers.
         bound: the lower bound.
-        given: orders that run and fit, with their values and names, shortest first.
+        given: the shortest of the orders to start from, with its value and name.
         search: of the problem.
     """
 
     candidate: Candidate
     problem: Problem
     bound: Bound
-    given: list[tuple[Number, str, Order]]
+    given: tuple[Number, str, Order]
     search: Search
 
     @classmethod
@@ -204,19 +204,19 @@ class _Attempt(NamedTuple):
         cls, candidate: Candidate, p: Problem, bound: Bound, cap: Cap, effort: float, stop: Callable[[], bool]
     ) -> _Attempt:
         rules = directions(p)
-        orders = [*builder_orders(p, rules[0], candidate.costs, cap), *spaced_orders(p, rules[0])]
-        timed = ((evaluate(rules[0], order), name, order) for name, order in orders)
-        given = sorted(
-            ((timing.value, name, order) for timing, name, order in timed if timing), key=itemgetter(0)
-        )
+        given: list[tuple[Number, str, Order]] = []
+        for orders in (builder_orders(p, rules[0], candidate.costs, cap), spaced_orders(p, rules[0])):
+            timed = ((evaluate(rules[0], order), name, order) for name, order in orders)
+            runs = ((timing.value, name, order) for timing, name, order in timed if timing)
+            given += sorted(runs, key=itemgetter(0))
         starts = [(name, order) for _, name, order in given]
         search = Search(p, rules, bound.value * p.ticks, effort * _operations(p), starts, stop)
-        return cls(candidate, p, bound, given, search)
+        return cls(candidate, p, bound, min(given, key=itemgetter(0)), search)
 
     @property
     def given_value(self) -> Number:
         """Return the value of the shortest given order, in the unit of the costs."""
-        return self.problem.time_of(self.given[0][0])
+        return self.problem.time_of(self.given[0])
 
     @property
     def value(self) -> Number:
@@ -228,7 +228,7 @@ class _Attempt(NamedTuple):
         """Make the plan of the best order."""
         search, forwards = self.search, directions(self.problem)[0]
         timing = evaluate(forwards, search.best.order) if search.best.order else None
-        found = [*self.given[:1], *([(timing.value, search.found, search.best.order)] if timing else [])]
+        found = [self.given, *([(timing.value, search.found, search.best.order)] if timing else [])]
         _, name, order = min(found, key=itemgetter(0))
         return _finished(self.candidate, self.problem, self.bound, order, name)
 
