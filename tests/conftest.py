@@ -71,17 +71,6 @@ def _has_compiler() -> bool:
     return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))))
 
 
-def forkserver() -> Any:
-    """Processes are forked by a server that has imported once what all of them need."""
-    import torch.multiprocessing as mp
-
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["pytest", "hypothesis", "torch._dynamo", "ppfunc.training.trainer", "ppfunc.steps"]
-    )
-    return context
-
-
 _JOINED = -1  # in the place of a job's number
 
 
@@ -96,6 +85,8 @@ class Processes:
         self._begin()
 
     def _begin(self) -> None:
+        from tests.forks import forkserver
+
         context = forkserver()
         size, meeting = self.size, f"tcp://127.0.0.1:{_free_port()}"
         pipes = [context.Pipe() for _ in range(size)]

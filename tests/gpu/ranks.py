@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import ppfunc as pp
 from ppfunc.schedule import insert_offloads
+from tests.forks import forkserver
 from tests.models import dense, problem, same_bits, squared
 
 
@@ -154,7 +154,7 @@ def in_processes(
 
     Raises AssertionError with the traceback of a rank that raises, TimeoutError for one that is late.
     """
-    context, port = mp.get_context("spawn"), free_port()
+    context, port = forkserver(), free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
     settings = environment or {}
     workers = [

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
-from tests.conftest import forkserver
+from tests.forks import forkserver
 
 LIMIT = 30.0  # seconds
 _NETWORK = 0x40000000  # CLONE_NEWNET

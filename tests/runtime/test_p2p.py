@@ -239,7 +239,7 @@ def test_gradients_of_the_inputs_come_back_where_the_inputs_were_given(request, 
 
 def many_steps(rank, ranks, steps):
     """Memory, threads and descriptors before and after."""
-    schedule = pp.one_f_one_b(ranks, 4)
+    schedule = pp.one_f_one_b(ranks, 2)
     params, inputs, targets = problem(schedule)
     transport = pp.P2P(timeout=30)
     step = pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport)
