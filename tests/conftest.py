@@ -36,6 +36,12 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("ppfunc")
 
 
+def few(examples: int) -> settings:
+    """Settings of a property that runs for each of many cases; ``--large`` has no fewer examples of these."""
+    every = settings.default.max_examples
+    return settings(max_examples=every if every >= 1000 else examples)
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Draw the same numbers in every run, whatever tests this process has run before."""

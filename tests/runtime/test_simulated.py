@@ -335,9 +335,11 @@ def test_whole_steps_have_the_bits_of_one_thread(build, ranks):
 
 @pytest.mark.parametrize("kind", ["raise", "interrupt", "kill"])
 @pytest.mark.parametrize(
-    ("build", "ranks", "stride"), [(pp.one_f_one_b, 2, 1), (pp.zb_h1, 3, 7), (pp.dualpipe, 4, 19)]
+    ("build", "ranks", "stride"), [(pp.one_f_one_b, 2, 3), (pp.zb_h1, 3, 13), (pp.dualpipe, 4, 47)]
 )
-def test_a_fault_in_a_whole_step(build, ranks, stride, kind):
+def test_a_fault_in_a_whole_step(build, ranks, stride, kind, pytestconfig):
+    """At every third operation of two ranks and fewer of more; ``--large``: at every one, and at more."""
+    stride = stride // 3 if pytestconfig.getoption("--large") else stride
     setting = problem(build, ranks)
     counted = Simulated(ranks, 0)
     counted.run(attempts(whole(setting), 1))

@@ -38,6 +38,7 @@ from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE, SHARDING, TAIL, Op, parts_of
 from ppfunc.schedule.schedule import Schedule
 from ppfunc.schedule.timeline import simulate
+from tests.conftest import few
 
 ALL = BUILDERS | {"chimera": chimera}
 
@@ -106,7 +107,10 @@ IDLE = {
 # Schedules whose ranks are idle only before their first and after their last instruction.
 NO_BUBBLE_IN_SPAN = ("zb_h2", "zbv")
 
-every_builder = pytest.mark.parametrize("name", ALL)
+
+def every_builder(test):
+    """Ten examples of each builder: two hundred of a property."""
+    return pytest.mark.parametrize("name", ALL)(few(10)(test))
 
 
 def arguments(name: str, max_ranks: int = 8, max_microbatches: int = 18) -> st.SearchStrategy[dict[str, Any]]:
@@ -228,6 +232,7 @@ def test_the_memory_bound_is_met(name, ranks):
 
 
 @pytest.mark.parametrize("name", IDLE)
+@few(10)
 @given(data=st.data())
 def test_unit_cost_simulation_equals_the_formula(name, data):
     formula, holds = IDLE[name]

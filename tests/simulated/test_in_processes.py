@@ -16,7 +16,7 @@ from tests.simulated import guard
 
 HERE = Path(__file__).parent
 MODULES = sorted(p for p in HERE.glob("test_*.py") if p.name != Path(__file__).name)
-SESSIONS = 3
+SESSIONS = 2
 pytestmark = pytest.mark.skipif(guard.missing() is not None, reason=str(guard.missing()))
 
 
