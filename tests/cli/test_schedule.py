@@ -527,12 +527,12 @@ def test_standard_input_is_a_file(run, monkeypatch):
 @pytest.mark.parametrize(
     "content",
     [
-        b" " * 10**7,
-        b"," * 10**7,
-        b"0F0,0B0" + b"," * 10**7,
-        b"\n" * 10**7,
-        b"{" + b" " * 10**7,
-        b'{"traceEvents": [' + b" " * 10**7,
+        b" " * 10**6,
+        b"," * 10**6,
+        b"0F0,0B0" + b"," * 10**6,
+        b"\n" * 10**6,
+        b"{" + b" " * 10**6,
+        b'{"traceEvents": [' + b" " * 10**6,
     ],
 )
 def test_a_file_of_blanks_ends_in_seconds(content, run, tmp_path):
@@ -540,7 +540,7 @@ def test_a_file_of_blanks_ends_in_seconds(content, run, tmp_path):
     for command in ("check", "show", "simulate"):
         start = time.process_time()
         code, out, err = run(command, tmp_path / "blanks.csv")
-        assert time.process_time() - start < 3 * busy()
+        assert time.process_time() - start < busy()
         assert code in (1, 2) and out == "" and len(err) < 400
 
 

@@ -504,22 +504,25 @@ def test_a_rank_that_closes_before_the_others_have_come_is_named(fresh, victim):
             assert (seen.kind, seen.rank) == ("PipelineError", victim), (rank, seen)
 
 
-def skips(rank, size, victim):
-    """One rank makes a call less than the others, and does something else."""
+def skips(rank, size, victim, folder):
+    """One rank makes a call less than the others, and does something else until they have ended."""
     run = Run("3 ranks", limit=4.0)
     for _ in range(3):
         run.step()
     if rank == victim:
-        time.sleep(10)
+        while len(os.listdir(folder)) < size - 1:
+            time.sleep(0.05)
         return None
-    return tuple(watched(run.step))
+    seen = watched(run.step)
+    (folder / str(rank)).touch()
+    return tuple(seen)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_skips_a_call_is_named_as_such(fresh, victim):
+def test_a_rank_that_skips_a_call_is_named_as_such(fresh, victim, tmp_path):
     processes = fresh(3)
     processes(warm)
-    processes.start(skips, victim)
+    processes.start(skips, victim, tmp_path)
     for rank, answer in enumerate(processes.answers()):
         if rank != victim:
             seen = Seen(*answer)
