@@ -84,7 +84,7 @@ def read_costs(arguments: argparse.Namespace) -> Costs | None:
 
 
 def given_costs(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the costs that stand on the command line themselves, by name."""
+    """Return the costs given by options of the command line, by name."""
     return {name: value for name in _OPTIONS if (value := getattr(arguments, name, None)) is not None}
 
 

@@ -223,7 +223,8 @@ def _mapping_reader(weights: Mapping[str, Tensor]) -> tuple[Collection[str], Rea
 def _file_reader(path: Path) -> tuple[Collection[str], Read]:
     """List the names in safetensors files, and make a function that reads one tensor.
 
-    It reads in pieces: an open file is in memory as a whole.
+    A tensor is read in pieces, for each of which the file is opened anew: all that was read of an open file
+    stays in memory.
     """
     files = _files(path)
 

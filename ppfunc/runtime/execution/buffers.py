@@ -124,7 +124,7 @@ class ParameterUpdate(Protocol):
         ...
 
     def sums(self, stage: int, leaves: dict[int, LeafSignature]) -> Gradients | None:
-        """Return what the gradients of a stage of the model are added up in; None for memory of the step.
+        """Return the accumulator for the gradients of a stage of the model; None for one of the step's own.
 
         Args:
             leaves: by number, the signature of the sum of the gradients of a leaf.
@@ -156,9 +156,10 @@ class ParameterUpdate(Protocol):
         ...
 
     def unshard(self, buffers: Buffers, stage: int) -> None:
-        """Begin an UNSHARD.
+        """Post the gathers of an UNSHARD.
 
-        The shards go into ``buffers.shards``, what waits for whole parameters into ``buffers.gathering``.
+        Keep the shards in ``buffers.shards``, and the function that waits for the whole parameters in
+        ``buffers.gathering``.
         """
         ...
 

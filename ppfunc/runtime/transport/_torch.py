@@ -250,10 +250,9 @@ def gloo_of(group: dist.ProcessGroup) -> Any:
 
 
 def alive(gloo: Any, peer: int) -> bool:
-    """Tell whether the process of a rank of a group may still live.
+    """Return False if the process of a rank has ended, as far as gloo knows; True without gloo.
 
-    Gloo refuses to receive over a connection that has ended. Nothing is ever sent with this tag. Without gloo
-    in the group, nothing is known.
+    Post a receive with a tag that nobody sends with: gloo raises if its connection to that rank has ended.
     """
     if gloo is None:
         return True

@@ -159,7 +159,7 @@ def _copies(leaves: Sequence[Tensor]) -> list[Tensor]:
 def _require_own_memory(
     plan: LeafPlan, columns: Sequence[Sequence[Tensor]], trees: Mapping[str, Tree]
 ) -> None:
-    """Raise ValueError with the paths of two leaves whose memory updates in place would change twice."""
+    """Raise ValueError if two leaves share memory, which in-place updates would change twice."""
     every = [leaf for column in columns for leaf in column]
     if len(set(map(Tensor.data_ptr, every))) == len(every):
         return

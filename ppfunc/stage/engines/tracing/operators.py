@@ -17,7 +17,7 @@ ELEMENT = operator.getitem
 
 
 def arguments(node: Node) -> tuple[Any, ...]:
-    """Return the arguments of a call. Their types follow from the operator, and fx does not say."""
+    """Return the arguments of a call as ``Any``: their types depend on the operator."""
     return node.args
 
 
