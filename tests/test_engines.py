@@ -64,8 +64,19 @@ def test_offload_and_split_backwards_change_nothing(name):
     assert same_bits(run(split_backward(schedule), pp.engines.graph), wanted)
 
 
+KINDS = (
+    "gpipe",
+    "zb_h1",
+    "dualpipev",
+    "inference",
+    "data_parallel",
+)  # of the programs that schedules ask for
+
+
 @pytest.mark.compiler
-@every
+@pytest.mark.parametrize(
+    "name", [name if name in KINDS else pytest.param(name, marks=pytest.mark.large) for name in TRAINING]
+)
 def test_compiled_programs_agree(name):
     schedule = BUILDERS[name](2, 4)
     compiled, plain = run(schedule, COMPILED), run(schedule, pp.engines.graph)
