@@ -1,5 +1,6 @@
 """Read the layout of a pipeline from text, one letter a layer: ``"Et*3|(tt|)*29,m|L"``."""
 
+import re
 from dataclasses import dataclass
 
 from .partition import Partition
@@ -7,7 +8,7 @@ from .placement import Placement, place
 
 LETTERS = {"E": "embedding", "t": "decoder", "m": "multi-token prediction", "L": "loss"}
 _LIMIT = 1_000_000  # letters that a text may unfold to
-_DEPTH = 50  # parentheses inside each other
+_SIGNS = re.compile(r"\*[0-9,]*|[^,]", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,6 @@ class Layout:
         """Count the decoder layers of each stage."""
         return tuple(stage.count("t") for stage in self.stages)
 
-    @property
-    def decoder_partition(self) -> Partition:
-        """Partition the decoder layers alone. Stages without decoders are empty."""
-        return Partition.from_sizes(self.decoders, allow_empty=True)
-
     def placement(self, ranks: int) -> Placement:
         """Deal the stages round ``ranks`` ranks, which have to divide them."""
         return place("loop", ranks, len(self.stages))
@@ -72,9 +68,7 @@ def parse_layout(
     References:
         Megatron-LM, ``--pipeline-model-parallel-layout``.
     """
-    unfolded, end = _sequence(text, 0)
-    if end < len(text):
-        raise _unreadable(text, end, "there is no '(' for this ')'")
+    unfolded = _unfold(text)
     layout = Layout(tuple(unfolded.split("|")))
     if not allow_empty and "" in layout.stages:
         raise ValueError(
@@ -91,59 +85,46 @@ def parse_layout(
     return layout
 
 
-def _sequence(text: str, position: int, depth: int = 0) -> tuple[str, int]:
-    """Unfold the text from ``position`` up to an unmatched ``)`` or its end.
-
-    Returns:
-        The letters, and the position where they end.
-    """
-    if depth > _DEPTH:
-        raise _unreadable(text, position, f"more than {_DEPTH} parentheses inside each other")
-    parts: list[str] = []
-    length = 0
-    while position < len(text) and text[position] != ")":
-        start, letter = position, text[position]
-        position += 1
-        if letter == ",":
+def _unfold(text: str) -> str:
+    """Write out repetitions; return the letters."""
+    groups = [""]  # what stands in each open parenthesis so far
+    opened: list[int] = []
+    item: str | None = None  # what a star would repeat
+    for sign in _SIGNS.finditer(text):
+        token, position, times = sign[0], sign.start(), 1
+        if token == "(":
+            groups.append("")
+            opened.append(position)
+            item = None
             continue
-        if letter == "(":
-            item, position = _sequence(text, position, depth + 1)
-            if position == len(text):
-                raise _unreadable(text, start, "there is no ')' for this '('")
-            position += 1
-        elif letter in LETTERS or letter == "|":
-            item = letter
+        if token == ")":
+            if not opened:
+                raise _unreadable(text, position, "there is no '(' for this ')'")
+            opened.pop()
+            item = groups.pop()
+        elif token[0] == "*" and item is not None:
+            groups[-1] = groups[-1][: len(groups[-1]) - len(item)]
+            times = _times(text, position, token)
+        elif token in LETTERS or token == "|":
+            item = token
         else:
             known = ", ".join(f"{key} ({meaning})" for key, meaning in LETTERS.items())
-            raise _unreadable(text, start, f"expected a layer, {known}, or one of | ( ) * ,")
-        times, position = _repeats(text, position)
-        length += len(item) * times
-        if length > _LIMIT:
-            raise _unreadable(text, start, f"more than {_LIMIT} layers")
-        parts.append(item * times)
-    return "".join(parts), position
+            raise _unreadable(text, position, f"expected a layer, {known}, or one of | ( ) * ,")
+        if len(groups[-1]) + len(item) * times > _LIMIT:
+            raise _unreadable(text, position, f"more than {_LIMIT} layers")
+        groups[-1] += item * times
+        item = None if token[0] == "*" else item
+    if opened:
+        raise _unreadable(text, opened[-1], "there is no ')' for this '('")
+    return groups[0]
 
 
-def _repeats(text: str, position: int) -> tuple[int, int]:
-    """Read the repetitions ``*n`` at ``position``, 1 without a star, and skip commas.
-
-    Returns:
-        The number, and the position after it.
-    """
-    star = position
-    while star < len(text) and text[star] == ",":
-        star += 1
-    if star == len(text) or text[star] != "*":
-        return 1, position
-    end = star + 1
-    while end < len(text) and text[end] in "0123456789,":
-        end += 1
-    digits = text[star + 1 : end].replace(",", "")
+def _times(text: str, position: int, token: str) -> int:
+    """Read how often a star repeats."""
+    digits = token[1:].replace(",", "")
     if not digits:
-        raise _unreadable(text, star, "expected a number after '*'")
-    if len(digits) > 7:
-        raise _unreadable(text, star, f"more than {_LIMIT} layers")
-    return int(digits), end
+        raise _unreadable(text, position, "expected a number after '*'")
+    return int(digits) if len(digits) <= len(str(_LIMIT)) else _LIMIT + 1
 
 
 def _require_order(text: str, letters: str) -> None:

@@ -48,14 +48,8 @@ class Replayed(NamedTuple):
 
 def replay(d: Direction, order: Order, manner: Manner = Manner()) -> Replayed:  # noqa: B008 - a value
     """Replay ``order``, which fits its caps, in its own direction of time."""
-    duration, change, local, readers, lazy, hold = (
-        d.duration,
-        d.change,
-        d.local,
-        d.readers,
-        manner.lazy,
-        manner.hold,
-    )
+    duration, change, local, readers = d.duration, d.change, d.local, d.readers
+    lazy, hold = manner.lazy, manner.hold
     rests = [word[:] for word in order]
     words: Order = tuple([] for _ in order)
     arrivals = _first_arrivals(d, hold)
@@ -94,9 +88,10 @@ def replay(d: Direction, order: Order, manner: Manner = Manner()) -> Replayed:  
             done[code] = number + 1
             due[code] = arrivals[code][number + 1]
             for reader, reading_rank, latency in readers[code]:
-                arrivals[reader][number] = arrival = (
-                    now + latency + hold.get((reader, number), 0) if hold else now + latency
-                )
+                arrival = now + latency
+                if hold:
+                    arrival += hold.get((reader, number), 0)
+                arrivals[reader][number] = arrival
                 if done[reader] == number:
                     due[reader] = arrival
                     if arrival < wake[reading_rank]:

@@ -87,15 +87,12 @@ class Search:
         for name, order in given:
             if pool and self.elapsed > _GIVEN:
                 break
-            pool.append(self._improved(name, order))
+            self._trying = f"{name}, justified"
+            pool.append(_Start(*self.improve(order), name))
             yield
         starts = {start.value: start for start in sorted(pool, key=attrgetter("value"), reverse=True)}
         for walk in cycle(map(self.disturb, [*starts.values()][-_WALKS:])):
             yield next(walk)
-
-    def _improved(self, name: str, order: Order) -> _Start:
-        self._trying = f"{name}, justified"
-        return _Start(*self.improve(order), name)
 
     def improve(self, order: Order) -> Replayed:
         """Justify an order backwards and forwards while its value falls, also with weight gradients last."""
