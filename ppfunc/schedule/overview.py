@@ -15,6 +15,7 @@ from ppfunc.parallel.counts import require_counts
 
 from .builders import BUILDERS
 from .certificate import check
+from .collector import collector_paused
 from .config import find_builder
 from .costs import SENT, Costs, Number, portion, require_costs
 from .instruction import Op
@@ -118,6 +119,7 @@ class Overview:
         )
 
 
+@collector_paused()
 def compare_schedules(
     ranks: int,
     microbatches: int,

@@ -9,6 +9,7 @@ from operator import sub
 from ppfunc._lazy import late
 
 from .arguments import require_type
+from .collector import collector_paused
 from .costs import Costs, Number, require_costs
 from .dataflow import Dataflow
 from .earliest import BESIDE, EarliestTimes, Time, earliest
@@ -110,6 +111,7 @@ class Timeline:
         return Costs(of(Op.F), inputs, weights, backward, overlapped, communication=sent, **rest)
 
 
+@collector_paused()
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Run ``schedule`` on paper: each instruction starts once its rank is free and its inputs are there.
 

@@ -72,11 +72,11 @@ def to_grid(schedule: Schedule, timeline: Timeline | None = None, *, width: int 
 
 def _lines(schedule: Schedule, timeline: Timeline | None, width: int | None) -> list[str]:
     if timeline is not None:
-        return _in_time(compute_bars(schedule, timeline), width)
+        return _in_time(bars_of(schedule, timeline), width)
     if schedule.ops <= COMPUTE:
         whole = None if schedule.ops & {Op.I, Op.W, Op.OVERLAP_F_B} else 1
         try:
-            return _in_time(compute_bars(schedule, simulate(schedule, Costs(backward=whole))), width)
+            return _in_time(bars_of(schedule, simulate(schedule, Costs(backward=whole))), width)
         except ScheduleError:
             pass  # saying what is wrong with it is the work of check
     return _in_steps([["+".join(map(str, step)) or "." for step in program] for program in schedule.programs])
@@ -172,12 +172,7 @@ def _labelled(lines: list[str]) -> list[str]:
     return [f"{f'rank {rank}'.ljust(margin)}  {line}".rstrip() for rank, line in enumerate(lines)]
 
 
-def compute_bars(schedule: Schedule, timeline: Timeline) -> list[list[Bar]]:
-    """Return the compute instructions of every rank, in order, as ``timeline`` places them."""
-    return bars_of(schedule, timeline, COMPUTE)
-
-
-def bars_of(schedule: Schedule, timeline: Timeline, ops: Container[Op]) -> list[list[Bar]]:
+def bars_of(schedule: Schedule, timeline: Timeline, ops: Container[Op] = COMPUTE) -> list[list[Bar]]:
     """Return the instructions of these kinds of every rank, in order, as ``timeline`` places them.
 
     Raises:

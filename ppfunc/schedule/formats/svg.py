@@ -14,7 +14,7 @@ from ..instruction import COMPUTE, Op, parts_of
 from ..schedule import Schedule
 from ..timeline import Timeline, simulate
 from .elements import amount, clipped, line, number, page, rect, require_width, short, text, ticks
-from .grid import Bar, bars_of, compute_bars
+from .grid import Bar, bars_of
 
 _KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
 _WHOLE = {
@@ -82,7 +82,7 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None, *, width: float
         require_width(width, 960)
     timeline = simulate(schedule) if timeline is None else timeline
     rows, whole, makespan = (
-        compute_bars(schedule, timeline),
+        bars_of(schedule, timeline),
         bars_of(schedule, timeline, _WHOLE),
         float(timeline.makespan),
     )

@@ -24,7 +24,7 @@ from ..instruction import Instruction, Op, microbatch_of, parts_of
 from ..proof.structure import check_structure
 from ..schedule import Schedule
 from ..timeline import Timeline, simulate, timeline_of
-from .grid import Bar, bars_of, compute_bars
+from .grid import Bar, bars_of
 from .json import from_document, load, times_of, to_json
 from .text import FormatError
 
@@ -55,7 +55,7 @@ def to_trace(
         raise ValueError(f"microseconds: got {microseconds!r}, expected a number above 0")
     rows = [
         [_Slice.of(rank, bar, microseconds) for bar in row]
-        for rank, row in enumerate(compute_bars(schedule, timeline))
+        for rank, row in enumerate(bars_of(schedule, timeline))
     ]
     bars = (
         _Slice.of(rank + schedule.ranks * (bar.instruction.op in BESIDE), bar, microseconds)

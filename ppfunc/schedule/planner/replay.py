@@ -64,11 +64,8 @@ def replay(d: Direction, order: Order, manner: Manner = Manner()) -> Replayed:  
         rest, word, wake[rank], started = rests[rank], words[rank], 0, False
         while rest:
             code = rest[0]
-            if (
-                due[code] <= now
-                and not (lazy and code % 3 == 2)
-                and (local[code] < 0 or done[code] < done[local[code]])
-            ):
+            ready = due[code] <= now and (local[code] < 0 or done[code] < done[local[code]])
+            if ready and not (lazy and code % 3 == 2):
                 del rest[0]
             elif started:
                 heappush(events, (now, rank))

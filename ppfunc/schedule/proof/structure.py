@@ -8,7 +8,6 @@ from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op
 from ..schedule import Chain, Schedule
 
 Ranges = list[tuple[int, int]]
-_UNUSUAL = WHOLE_STAGE | {Op.OVERLAP_F_B}
 
 
 def check_structure(schedule: Schedule) -> None:
@@ -42,10 +41,6 @@ def _plain(reason: str, rank: int | None = None) -> ScheduleError:
 
 def _is_number(value: Any) -> TypeGuard[int]:
     return type(value) is int and value >= 0
-
-
-def _is_slot(value: Any) -> bool:
-    return value is None or _is_number(value)
 
 
 def _check_fields(schedule: Schedule) -> None:
