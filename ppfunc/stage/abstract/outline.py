@@ -23,8 +23,9 @@ from ..layout import local
 from ..signature import LeafSignature, Signature
 from ..tree import tree_flatten
 from .foreign_draws import without_foreign_draws
-from .purity import Evaluation, NoValuesError, Purity, SeenFunctions, own_functions, require_values
+from .purity import Evaluation, NoValuesError, Purity, SeenFunctions, require_values
 from .undeclared import noting_undeclared
+from .weight_gradients import require_weight_gradients
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
@@ -188,10 +189,9 @@ def _observe(
         (y, y_def), (aux, aux_def) = split_aux(out, has_aux, name)
     require_values(map(local, y + aux), name)
     _require_unchanged(example, trees, arguments, name)
-    if own := list(own_functions(map(local, y))):
-        from .weight_gradients import require_weight_gradients  # seldom needed
-
-        require_weight_gradients(own, zip(example.paths, arguments[: len(tensors[0])], strict=False), name)
+    require_weight_gradients(
+        map(local, y), zip(example.paths, arguments[: len(tensors[0])], strict=False), name
+    )
     if purity.generators and functions.foreign():
         reason = (
             "it draws from a torch.Generator of its own, whose numbers depend on the order in which"

@@ -10,14 +10,12 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import (
     ASSIGNS_DATA,
-    BackwardCFunction,
     FakeTensor,
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
     UnsupportedOperatorException,
     dtensor_class,
-    function_of,
     is_wrapped,
     schema,
     storage,
@@ -315,16 +313,3 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 def _shape(tensor: torch.Tensor) -> str:
     return "a nested tensor" if tensor.is_nested else f"a tensor of shape {tuple(tensor.shape)}"
-
-
-def own_functions(results: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Yield the histories of results that an ``autograd.Function`` of the user has made."""
-    ahead = [t.grad_fn for t in results if t.grad_fn is not None]
-    seen = set(ahead)
-    while ahead:
-        node = ahead.pop()
-        if isinstance(node, BackwardCFunction) and not function_of(node).__module__.startswith("torch."):
-            yield node
-        new = {source for source, _ in node.next_functions if source is not None} - seen
-        seen |= new
-        ahead += new

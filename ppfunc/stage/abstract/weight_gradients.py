@@ -3,104 +3,74 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
-from .._torch import function_of, results_of
+from .._torch import BackwardCFunction, function_of, results_of
 from ..errors import StageError
-from ..modules.structure import CONTAINERS, restored
-
-_DEEP = 4  # levels of objects below a function in which a container is looked for
 
 
 def require_weight_gradients(
-    functions: Iterable[Any], weights: Iterable[tuple[str, torch.Tensor]], stage: str
+    results: Iterable[torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]], stage: str
 ) -> None:
     """Raise StageError for a Function that is given a weight, and returns no gradient of it.
 
-    Such a Function leaves the gradient to a later pass of its own, which no step calls. The backward of a
-    Function that is given weights runs once, on zeros; lists and dictionaries that it knows are restored.
+    Such a Function leaves the gradient to a later pass of its own, which no step calls. To find out, the
+    backward of a user's Function that is given a weight runs once, on zeros.
 
     Args:
-        functions: the histories that Functions have made in the stage.
-        weights: the parameters of the stage with their paths, likewise.
+        results: what the stage has computed.
+        weights: its parameters, with their paths.
     """
-    named = {t.grad_fn: path for path, t in weights if t.grad_fn is not None}
-    for node in functions:
-        needed = (i for i, needs in enumerate(node.needs_input_grad) if needs)
-        sources = (source for source, _ in node.next_functions if source is not None)
-        own = {
-            i: paths
-            for i, source in zip(needed, sources, strict=False)
-            if (paths := _of_weights(source, named))
-        }
-        returned = _backward(node) if own else ()
-        for i, paths in own.items():
-            if i < len(returned) and returned[i] is None:
+    named = {t.grad_fn: path for path, t in weights if t.grad_fn}
+    for node in filter(_is_own, _histories([t.grad_fn for t in results if t.grad_fn])):
+        sources = (source for source, _ in node.next_functions if source)
+        given = [_weight_of(next(sources), named) if needs else "" for needs in node.needs_input_grad]
+        for path, gradient in zip(given, _backward(node) if any(given) else (), strict=False):
+            if path and gradient is None:
                 cls = function_of(node)
                 code = inspect.unwrap(cls.backward).__code__
                 raise StageError(
                     stage,
-                    f"its autograd.Function {cls.__name__} returns no gradient of {paths[0]} in its backward"
+                    f"its autograd.Function {cls.__name__} returns no gradient of {path} in its backward"
                     f" ({code.co_filename}:{code.co_firstlineno})",
                     "return it there, without a pass of your own: schedules with I and W compute gradients of"
                     " weights in W; or freeze the parameter (requires_grad_(False))",
                 )
 
 
-def _of_weights(source: Any, named: dict[Any, str]) -> list[str]:
-    """List the weights of which alone a value is made; none if it is made of anything else."""
-    found, ahead, seen = [], [source], {source}
+def _is_own(node: Any) -> bool:
+    """Tell whether a Function of the user's has made a history."""
+    return isinstance(node, BackwardCFunction) and not function_of(node).__module__.startswith("torch.")
+
+
+def _histories(ahead: list[Any], ends: Container[Any] = ()) -> Iterator[Any]:
+    """Yield histories, and those that they come of, down to ``ends``."""
+    seen = set(ahead)
     while ahead:
-        node = ahead.pop()
-        if node in named:
-            found.append(named[node])
-            continue
-        before = {s for s, _ in node.next_functions if s is not None}
-        if not before:
-            return []
-        ahead += before - seen
-        seen |= before
-    return found
+        yield (node := ahead.pop())
+        new = set() if node in ends else {below for below, _ in node.next_functions if below} - seen
+        seen |= new
+        ahead += new
+
+
+def _weight_of(source: Any, named: dict[Any, str]) -> str:
+    """Name a weight of which a value is made; empty if the value is made of anything else as well."""
+    path = ""
+    for node in _histories([source], named):
+        if node not in named and not any(below for below, _ in node.next_functions):
+            return ""
+        path = named.get(node, path)
+    return path
 
 
 def _backward(node: Any) -> tuple[Any, ...]:
     """Call the backward of a Function on zeros. An error that it raises is left to the engine."""
-    with restored(_containers([*vars(node).values(), *_known_to(function_of(node).backward)])):
-        try:
-            returned = node.apply(
-                *(torch.zeros(shape, dtype=dtype, device=d) for shape, dtype, d in results_of(node))
-            )
-        except Exception:
-            return ()
+    zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in results_of(node))
+    try:
+        returned = node.apply(*zeros)
+    except Exception:
+        return ()
     return returned if isinstance(returned, tuple) else (returned,)
-
-
-def _known_to(function: Any) -> Iterator[Any]:
-    """Yield the values that a function refers to."""
-    known = inspect.getclosurevars(inspect.unwrap(function))
-    yield from (*known.nonlocals.values(), *known.globals.values())
-
-
-def _containers(values: list[Any]) -> list[Any]:
-    """List the containers among values, and in them, in classes, modules and objects, a few levels deep."""
-    found: dict[int, Any] = {}
-    seen: set[int] = set()
-    for _ in range(_DEEP):
-        below: list[Any] = []
-        for value in values:
-            if id(value) in seen or inspect.ismodule(value) or isinstance(value, torch.Tensor):
-                continue
-            seen.add(id(value))
-            if type(value) in CONTAINERS:
-                found[id(value)] = value
-                below += value.values() if isinstance(value, dict) else value
-            elif isinstance(value, nn.Module):
-                below += [vars(part) for part in value.modules()]
-            else:
-                below += getattr(value, "__dict__", {}).values()
-        values = below
-    return [*found.values()]

@@ -11,27 +11,15 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}
+_CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}
 _STRUCTURE = "_modules", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 
 
 @contextmanager
 def unmodified(module: nn.Module) -> Iterator[None]:
     """Restore the attributes of a module and its submodules at the exit, and contents of containers."""
-    dictionaries = [vars(submodule) for submodule in module.modules()]
-    with restored(
-        [
-            *dictionaries,
-            *(v for attributes in dictionaries for v in attributes.values() if type(v) in CONTAINERS),
-        ]
-    ):
-        yield
-
-
-@contextmanager
-def restored(containers: Iterable[Any]) -> Iterator[None]:
-    """Restore the contents of dictionaries, lists and sets at the exit."""
-    containers = list(containers)
+    containers: list[Any] = [vars(submodule) for submodule in module.modules()]
+    containers += [v for attributes in containers for v in attributes.values() if type(v) in _CONTAINERS]
     filled = [(values, values.copy()) for values in filter(None, containers)]
     empty = list(filterfalse(None, containers))  # most of them, so that they are looked at together
     try:
