@@ -52,7 +52,8 @@ def reports_mistakes(make: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(make)
     def making(*args: P.args, **kwargs: P.kwargs) -> R:
-        with reporting_mistakes(kwargs.get("transport", args[n] if len(args) > n else None)):  # type: ignore[arg-type]
+        transport: Any = kwargs.get("transport", args[n] if len(args) > n else None)
+        with reporting_mistakes(transport):
             return named(*args, **kwargs)
 
     return making

@@ -266,4 +266,5 @@ def prime_factors(number: int) -> tuple[int, ...]:
 @lru_cache(maxsize=64)
 def _coordinates(axes: tuple[str, ...]) -> Callable[[Iterable[int]], tuple[int, ...]]:
     """Define a named tuple with one field per axis; return its constructor from an iterable."""
-    return namedtuple("Coordinate", axes)._make  # type: ignore[attr-defined]  # of names that are not literals
+    # The names are not literals.
+    return namedtuple("Coordinate", axes)._make  # type: ignore[attr-defined]

@@ -54,7 +54,8 @@ class PreDispatchMode(ProxyTorchDispatchMode):
     """Sees every operator before autograd and autocast do: dropout and attention are one operator."""
 
     def __init__(self) -> None:
-        super().__init__(None, "fake", pre_dispatch=True)  # type: ignore[arg-type]  # there is no tracer of fx
+        no_tracer: Any = None
+        super().__init__(no_tracer, "fake", pre_dispatch=True)
 
 
 def saved_tensor_hooks() -> Any:

@@ -20,7 +20,7 @@ from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
 
 from ppfunc.stage import StageError
-from ppfunc.stage._torch import ASSIGNS_DATA
+from ppfunc.stage._torch import ASSIGNS_DATA, SETS_REQUIRES_GRAD
 
 from ._torch import check_values
 from .record import BY_HAND, MODEL, Recording, calling_place
@@ -91,7 +91,7 @@ class AssignedAttributes(TorchFunctionMode):
                 f"it assigns to the data of a tensor{calling_place()}, which is not traced",
                 f"make a new tensor, or {BY_HAND}",
             )
-        asks = func in (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+        asks = func in (torch.Tensor.requires_grad_, SETS_REQUIRES_GRAD)
         known = asks and all(args[1:]) and all(kwargs.values()) and args[0].grad_fn is not None
         return args[0] if known else func(*args, **kwargs)
 

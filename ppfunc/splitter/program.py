@@ -5,7 +5,6 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -14,7 +13,7 @@ from ppfunc.stage.engines.tracing.cut import Block
 from ppfunc.stage.engines.tracing.emit import write
 from ppfunc.stage.engines.tracing.fast_dispatch import OperatorCall
 from ppfunc.stage.engines.tracing.recipe import Recipe
-from ppfunc.stage.tree import NAMESPACE, tree_unflatten
+from ppfunc.stage.tree import register_leafless, tree_unflatten
 
 from .cut import StagePart
 from .effects import storages_of
@@ -67,12 +66,8 @@ class NotKept:
         return f"<{self._kind.__name__}, not kept by the split>"
 
 
-def _flatten(node: Any) -> tuple[tuple[()], type]:
-    return (), node._kind
-
-
 # In the outputs of a step it is a node without tensors.
-optree.register_pytree_node(NotKept, _flatten, lambda kind, _: NotKept(kind), namespace=NAMESPACE)  # type: ignore[arg-type]
+register_leafless(NotKept, lambda node: node._kind, NotKept)
 
 
 def stage_codes(

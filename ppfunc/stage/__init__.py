@@ -10,9 +10,9 @@ A stage on its way to a program::
     program.py    StageProgram: forward, backward, and the two parts of a backward
 
 Trees of tensors are read by `tree`, described by `signature`, `layout` (DTensors), `constants` (numbers and
-block masks among tensors) and `example`. `device` has all that a device does beside computing, `_torch` the
-private names of torch, `process` and `interrupts` what threads share. `transforms` makes stages of stages;
-`collectives` may be called in a stage.
+block masks among tensors) and `example`, compared by `form`. `device` has all that a device does beside
+computing, `_torch` the private names of torch, `process` and `interrupts` what threads share. `transforms`
+makes stages of stages; `collectives` may be called in a stage.
 """
 
 from typing import TYPE_CHECKING

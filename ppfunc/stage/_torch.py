@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+from torch import nn
 from torch._C._dynamo.guards import TensorGuards
 from torch._decomp import decomposition_table
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -32,7 +33,6 @@ from torch._subclasses.fake_tensor import (
 
 # The history of a result of an `autograd.Function` is an object of a subclass of it.
 from torch.autograd.function import BackwardCFunction as BackwardCFunction
-from torch.nn.functional import _verify_batch_size, _verify_spatial_size  # type: ignore[attr-defined]  # the stubs leave them out
 
 # Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode, _disable_current_modes
@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-# What function modes see where a stage assigns to the data of a tensor.
+# What function modes see where a stage assigns to the data of a tensor, or to its flag.
 ASSIGNS_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+SETS_REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 # The part of a DTensor that this rank holds, without a history.
 part_of = attrgetter("_local_tensor")
@@ -74,7 +75,7 @@ def flex_scores(*args: Any, **options: Any) -> Any:
 without_transforms, without_modes = temporarily_clear_interpreter_stack, _disable_current_modes
 
 # Raise torch's error for one value per channel, and for one per channel and sample.
-require_batch, require_spatial = _verify_batch_size, _verify_spatial_size
+require_batch, require_spatial = attrgetter("_verify_batch_size", "_verify_spatial_size")(nn.functional)
 
 # Name of the logger that prints errors of fake evaluation with their whole traceback.
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from .tree import BLOCK_MASKS, NAMESPACE, PLAIN, tree_flatten
+from .tree import BLOCK_MASKS, NAMESPACE, PLAIN, register_leafless, tree_flatten
 
 
 class Constant:
@@ -33,11 +33,7 @@ class Constant:
 
 
 # The text tells apart what is equal: 1, 1.0 and True.
-def _flatten(constant: Any) -> tuple[tuple[()], tuple[str, Any]]:
-    return (), (repr(constant.value), constant.value)
-
-
-optree.register_pytree_node(Constant, _flatten, lambda kept, _: Constant(kept[1]), namespace=NAMESPACE)  # type: ignore[arg-type,index,return-value]
+register_leafless(Constant, lambda node: (repr(node.value), node.value), lambda kept: Constant(kept[1]))
 
 
 class MaskParts(NamedTuple):

@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
 from optree import PyTreeSpec, treespec_paths
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._torch import guards, is_dtensor
-from .layout import MeshLayout, cut_by, distributed, layout_of, local, same_layout, same_placement
+from ._torch import is_dtensor
+from .layout import MeshLayout, cut_by, distributed, layout_of, local, same_placement
 from .tree import (
     NAMESPACE,
-    NestedDicts,
     structure_from_json,
     structure_to_json,
     tree_flatten,
@@ -306,52 +305,6 @@ def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], Py
         path = tree_paths(treedef, name)[index]
         raise TypeError(f"{path}: got {got}, expected {expected}; {mend}")
     return tuple(leaves), treedef
-
-
-class Form(NamedTuple):
-    """Describe a tree by all that a program depends on beside the values, such that comparing is fastest; see
-    :func:`form_of`.
-    """
-
-    treedef: PyTreeSpec
-    dicts: NestedDicts | None  # of a tree that is made of dictionaries alone
-    classes: frozenset[type]  # kept alive, since guards know them by their addresses
-    guards: Callable[..., bool]
-    layouts: tuple[MeshLayout | None, ...] | None  # of the leaves, where there are DTensors
-
-
-def form_of(leaves: Sequence[torch.Tensor], treedef: PyTreeSpec) -> Form:
-    """Return the form of a tree that :func:`flatten` took apart, which keeps no tensor alive."""
-    layouts = tuple(map(layout_of, leaves))
-    return Form(
-        treedef,
-        NestedDicts.of(treedef),
-        frozenset(map(type, leaves)),
-        guards(leaves),
-        layouts if any(layouts) else None,
-    )
-
-
-def same_form(tree: Any, form: Form) -> tuple[torch.Tensor, ...] | None:
-    """Return the leaves of ``tree``, of DTensors this rank's parts, if it has this form; else None.
-
-    It takes 0.1 us per leaf of dictionaries, 0.3 us of others.
-
-    Compared are structure, order of keys, and of each leaf the class, dtype, device, shape, strides, whether
-    it requires a gradient, and dispatch keys, which tell inference mode, transforms and autocast; of a
-    DTensor the layout and the mesh. A tree with one tensor in two places is like no other.
-    """
-    leaves: list[Any] = []
-    if form.dicts is not None:
-        same = form.dicts.read(tree, leaves)
-    else:
-        leaves, treedef = tree_flatten(tree)
-        same = treedef == form.treedef
-    if not (same and form.guards(*leaves)):
-        return None
-    if form.layouts is None:
-        return tuple(leaves)
-    return tuple(map(local, leaves)) if all(map(same_layout, leaves, form.layouts)) else None
 
 
 def leaf_names(signature: Signature) -> list[str]:

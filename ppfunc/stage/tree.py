@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 from optree import PyTreeSpec
@@ -51,6 +51,13 @@ def tree_flatten(tree: Any, name: str = "tree") -> tuple[list[Any], PyTreeSpec]:
         ) from error
 
 
+def register_leafless(kind: type, read: Callable[[Any], Any], make: Callable[[Any], Any]) -> None:
+    """Make a class a node without leaves, which ``make`` makes again of what ``read`` tells of it."""
+    optree.register_pytree_node(
+        kind, lambda node: ((), read(node)), lambda known, _: make(known), namespace=NAMESPACE
+    )
+
+
 def tree_leaves(tree: Any) -> list[Any]:
     """Return the leaves of a tree."""
     return tree_flatten(tree)[0]
@@ -79,44 +86,6 @@ def tree_paths(treedef: PyTreeSpec, name: str = "") -> tuple[str, ...]:
     ("x['b'][0]", "x['a']")
     """
     return tuple(accessor.codify(name) for accessor in optree.treespec_accessors(treedef))
-
-
-class NestedDicts(NamedTuple):
-    """A structure of dictionaries alone, which are read faster than other nodes.
-
-    Args:
-        keys: of a dictionary, in order.
-        below: what is at each of them, None for a leaf; None where all are leaves.
-    """
-
-    keys: list[Any]
-    below: list[NestedDicts | None] | None
-
-    @classmethod
-    def of(cls, treedef: PyTreeSpec, levels: int = 32) -> NestedDicts | None:
-        """Read a structure; None if it has other nodes, or more levels."""
-        if treedef.type is not dict or not levels:
-            return None
-        below: list[NestedDicts | None] = []
-        for child in treedef.children():
-            below.append(cls.of(child, levels - 1))
-            if below[-1] is None and not child.is_leaf():
-                return None
-        return cls(treedef.entries(), below if any(below) else None)
-
-    def read(self, tree: Any, leaves: list[Any]) -> bool:
-        """Append the leaves of a tree; return False if it has another structure above its leaves."""
-        if type(tree) is not dict or list(tree) != self.keys:
-            return False
-        if self.below is None:
-            leaves += tree.values()
-            return True
-        for value, below in zip(tree.values(), self.below, strict=True):
-            if below is None:
-                leaves.append(value)
-            elif not below.read(value, leaves):
-                return False
-        return True
 
 
 class _NodeEntry(optree.PyTreeEntry):

@@ -26,9 +26,10 @@ from ppfunc.schedule import (
 )
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, Signature, graph
+from ppfunc.stage.form import Form, form_of, same_form
 from ppfunc.stage.layout import local
 from ppfunc.stage.modules.frozen import FrozenLeaves, Trainable
-from ppfunc.stage.signature import Form, flatten, form_of, same_form
+from ppfunc.stage.signature import flatten
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 
 from .checkpoint.tensor_file import DTYPES_BY_NAME

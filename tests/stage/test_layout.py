@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ppfunc as pp
 from ppfunc.stage import LeafSignature, Signature, graph, stage_from_module
+from ppfunc.stage.form import form_of, same_form
 from ppfunc.stage.layout import (
     MeshLayout,
     cut_by,
@@ -26,7 +27,6 @@ from ppfunc.stage.layout import (
     placements_of,
     same_placement,
 )
-from ppfunc.stage.signature import form_of, same_form
 from ppfunc.stage.tree import tree_flatten
 from tests.sharded_models import MODELS, B, D, T
 

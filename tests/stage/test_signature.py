@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from ppfunc.stage import LeafSignature, Signature
-from ppfunc.stage.signature import flatten, form_of, same_form
+from ppfunc.stage.form import form_of, same_form
+from ppfunc.stage.signature import flatten
 from ppfunc.stage.tree import tree_structure
 
 

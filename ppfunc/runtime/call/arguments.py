@@ -15,7 +15,7 @@ from ppfunc.schedule import Schedule
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import is_wrapped, without_transforms
 from ppfunc.stage.constants import with_constants
-from ppfunc.stage.signature import same_form
+from ppfunc.stage.form import same_form
 
 from ..execution.buffers import ParameterUpdate
 from .batch import Leaves, Microbatches, cut

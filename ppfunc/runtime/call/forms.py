@@ -11,8 +11,9 @@ import torch
 
 from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage._torch import is_dtensor, transforming, values
+from ppfunc.stage.form import Form, form_of
 from ppfunc.stage.layout import local
-from ppfunc.stage.signature import Form, flatten, form_of
+from ppfunc.stage.signature import flatten
 from ppfunc.stage.tree import tree_paths, tree_structure
 
 from .batch import Leaves, refuse_microbatches, require_divisible, without_marks

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
 
 @overload
-def graph(fn: Callable[..., Any], example: tuple[Any, ...], **request: Any) -> StageProgram: ...
+def graph(fn: Callable[..., Any], example: tuple[Any, ...], **request: Any) -> StageProgram:
+    """Differentiate a stage."""
 
 
 @overload
-def graph(*, remat: Remat = "none", compile: bool = False, cuda_graphs: bool = False) -> Engine: ...
+def graph(*, remat: Remat = "none", compile: bool = False, cuda_graphs: bool = False) -> Engine:
+    """Return the engine with these options."""
 
 
 def graph(

@@ -125,7 +125,7 @@ def shard(params: Any, mesh: DeviceMesh, rule: Rule) -> Any:
     >>> shard({"w": torch.ones(2)}, None, lambda name, leaf: None)
     {'w': tensor([1., 1.])}
     """
-    from torch.distributed.tensor import Placement, distribute_tensor
+    from torch.distributed.tensor import Placement, Shard, distribute_tensor
 
     signature = Signature.of(params, "params")
     leaves = signature.require(params, "params")
@@ -142,7 +142,7 @@ def shard(params: Any, mesh: DeviceMesh, rule: Rule) -> Any:
                 f"{name}: the rule gave {answer!r}, expected {mesh.ndim} of Replicate() and Shard(axis), or"
                 " None"
             )
-        if any(p.is_shard() and not -leaf.ndim <= p.dim < leaf.ndim for p in placements):  # type: ignore[attr-defined]
+        if any(isinstance(p, Shard) and not -leaf.ndim <= p.dim < leaf.ndim for p in placements):
             raise ValueError(
                 f"{name}: the rule gave {answer!r} for a tensor of shape {list(leaf.shape)}, which lacks that"
                 " axis"

@@ -9,7 +9,8 @@ from optree import PyTreeSpec
 from torch import Tensor
 
 from ppfunc.runtime.agreement.ties import sharing
-from ppfunc.stage.signature import Form, differentiable, flatten, form_of, same_form
+from ppfunc.stage.form import Form, form_of, same_form
+from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.tree import tree_map, tree_paths, tree_structure
 
 from .._torch import copy_into_each
