@@ -106,8 +106,8 @@ def _state_of(states: tuple[Any, ...], names: tuple[str, ...], stage: int) -> di
     if not names:
         if states:
             raise TypeError(
-                f"stage {stage} of {MODEL} got {len(states)} further arguments (extras or state), expected"
-                " none; leave them out"
+                f"stage {stage} of {MODEL} got {len(states)} arguments after x, expected none: it writes into"
+                " no buffer, and all inputs of the model are those of stage 0"
             )
         return {}
     if len(states) != 1 or not isinstance(states[0], Mapping) or set(states[0]) != set(names):

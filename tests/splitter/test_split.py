@@ -675,7 +675,7 @@ def test_params_of_another_form_are_refused():
         ValueError, match=r"params of stage 0 of Plain: got \['a.weight'\], expected \['a.bias', 'a.weight'\]"
     ):
         parts.stages[0]({"a.weight": parts.params[0]["a.weight"]}, m.rows())
-    with pytest.raises(TypeError, match="stage 0 of the model got 1 further arguments"):
+    with pytest.raises(TypeError, match="stage 0 of the model got 1 arguments after x, expected none"):
         parts.stages[0](parts.params[0], m.rows(), {})
 
 

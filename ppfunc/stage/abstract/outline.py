@@ -256,7 +256,13 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
             if abstract
             else ", zeros everywhere, by which an engine that does not trace learns what it returns"
         )
-        raise StageError(name, f"{raised(error)}; it was given {example}{zeros}", "") from error
+        further = isinstance(error, TypeError) and len(example.extras) > example.targeted
+        mend = (
+            "where the stage takes no extra, leave it out of extras= and state= of the step"
+            if further
+            else ""
+        )
+        raise StageError(name, f"{raised(error)}; it was given {example}{zeros}", mend) from error
 
 
 @contextmanager

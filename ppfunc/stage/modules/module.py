@@ -55,9 +55,10 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
     gradient when a step function or trainer is made is frozen: it gets zeros. Buffers that the module writes
     into are a state: they go into a step as ``state={stage: state}``, and come back, with ``has_aux=True``,
     as ``aux.state[stage]``. Buffers that it only reads, as a trial without values shows, are constants, and
-    need no state. Other attributes are read when the stage is made or traced. Parameters may be DTensors, as
-    torch's ``parallelize_module`` makes them. Frozen parameters of other subclasses, such as quantised
-    weights, are constants.
+    need no state. Other attributes are read when the stage is made or traced: make the stage anew after a
+    parameter was replaced by another object, or a hook for all modules of the process was registered.
+    Parameters may be DTensors, as torch's ``parallelize_module`` makes them. Frozen parameters of other
+    subclasses, such as quantised weights, are constants.
 
     Args:
         module: any module. It is left unmodified: attributes set during a call, and changes to dicts, lists

@@ -643,3 +643,9 @@ def test_a_collective_that_one_rank_calls_otherwise_is_refused_on_all(name, engi
 def test_options_of_a_call_are_not_taken_for_those_of_an_engine(args, options, words):
     with pytest.raises(TypeError, match=words):
         graph(*args, **options)
+
+
+def test_an_extra_for_a_stage_that_takes_none_says_what_to_leave_out():
+    mend = "takes 2 positional .* extra 0 = .* leave it out of extras= and state= of the step"
+    with pytest.raises(StageError, match=mend):
+        outline(lambda w, x: w * x, (torch.ones(2), torch.ones(2), torch.ones(2)))
