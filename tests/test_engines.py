@@ -64,13 +64,7 @@ def test_offload_and_split_backwards_change_nothing(name):
     assert same_bits(run(split_backward(schedule), pp.engines.graph), wanted)
 
 
-KINDS = (
-    "gpipe",
-    "zb_h1",
-    "dualpipev",
-    "inference",
-    "data_parallel",
-)  # of the programs that schedules ask for
+KINDS = ("gpipe", "zb_h1", "dualpipev", "data_parallel")  # of the programs that schedules ask for
 
 
 @pytest.mark.compiler

@@ -103,7 +103,8 @@ def test_its_script_runs_in_as_many_processes_as_it_says(request):
 
 
 FORKS = """
-import os, sys, torch.distributed, ppfunc.steps
+import os, sys, torch._dynamo, torch.distributed, torch.export
+import ppfunc.splitter.splitting, ppfunc.steps, ppfunc.training.trainer
 ranks = []
 for rank in range(4):
     ranks.append(os.fork())
