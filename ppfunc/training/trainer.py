@@ -14,6 +14,8 @@ from ppfunc.runtime.agreement.ties import TiedPlaces, require_declared_trees
 from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, read_loss_weights, read_seed
 from ppfunc.runtime.call.results import StepResult
 from ppfunc.runtime.call.spec import Updates
+from ppfunc.runtime.lowering.overlap import Overlapped
+from ppfunc.runtime.transport.grid import ShardWhat
 from ppfunc.schedule import (
     Schedule,
     Timeline,
@@ -41,6 +43,7 @@ from .update.ranks import TrainingRanks
 from .update.reducer import Reducer
 from .update.start import note_whole
 from .update.state_checks import require_state, require_trees
+from .update.states import ReduceState, StateRule, UpdateState
 from .update.train_state import Metrics as Metrics, TrainState as TrainState, require_not_donated
 from .update.update_rule import OnNonfinite, UpdateRule, require_state_of
 
@@ -74,6 +77,14 @@ class Trainer:
             stage, microbatch and instruction that was first; it reads a number from the device in every step,
             and runs a step that fails a second time. ``"ignore"`` updates all the same.
         checksum_every: compare the states of data ranks after every so many steps, as before the first.
+        reduce_state: how the states of stages, such as running statistics, go together over the data ranks:
+            ``{"*counts": "sum", "*": "mean"}``, by patterns of names. To the state before a step is added the
+            sum of the changes of all data ranks, or their mean, of integers rounded down. Without it, data
+            ranks take no stages with a state.
+        update_state: ``(stage, state) -> state``, called with the state of each stage at the end of a step,
+            once it is the same on all data ranks: to change a bias by counts, say. A skipped update leaves
+            the state as it was.
+        overlapped: as in :func:`value_and_grad`, for schedules such as ``dualpipev``.
 
     Parameters, inputs and the leaves of the state are tensors or DTensors; a stage gets the local tensors.
     Once, before the first step and after a failure, ranks compare their options, the hyperparameters of
@@ -103,33 +114,41 @@ class Trainer:
         precision: Precision | None = None,
         on_nonfinite: OnNonfinite = "skip",
         checksum_every: int | None = None,
+        reduce_state: ReduceState | None = None,
+        update_state: UpdateState | None = None,
+        overlapped: Overlapped | None = None,
     ) -> None:
         self.transport: Transport = InProcess() if transport is None else transport
         with reporting_mistakes(self.transport):
             self._stateful = tuple(stages.state) if isinstance(stages, Split) else ()
             stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
             frozen = FrozenLeaves(stages, trainable)
-            rule = self._rule = UpdateRule.of(optimizer, precision or Precision(), on_nonfinite, frozen)
-            shard = self.transport.shard if isinstance(self.transport, P2P) else "none"
+            states = StateRule.of(reduce_state, update_state)
+            rule = UpdateRule.of(optimizer, precision or Precision(), on_nonfinite, frozen, states)
+            self._rule = rule
+            p2p = self.transport if isinstance(self.transport, P2P) else None
+            shard: ShardWhat = "none" if p2p is None else p2p.shard
+            axes = "" if p2p is None else f", {p2p.axes}"
             sharded, reduce = shard == "params", rule.precision.reduce
             self.schedule, ahead = _completed(schedule, sharded, bool(ties))
             self._states = KnownStates(checksum_every)
             self._ranks = TrainingRanks.of(shard, self.schedule, ties, self.transport)
             spec = StepSpec(
-                f"trainer {rule.options_text}, shard {shard}",
+                f"trainer {rule.options_text}, shard {shard}{axes}",
                 ("loss", "aux"),
                 tied=ties,
                 sum_dtype=reduce if reduce in (torch.float32, torch.float64) else None,
                 updates=Updates(rule.needs_all, sharded),
                 finite=on_nonfinite == "raise",
                 frozen=frozen,
+                overlapped=overlapped,
             )
             make = partial(
                 make_step, stages, loss_fn, transport=self.transport, engine=engine, loss_engine=loss_engine,
                 read=_called,
             )  # fmt: skip
             self._step = make(schedule=self.schedule, spec=spec)
-            looking = spec._replace(name=f"evaluation of {spec.name}", finite=False)
+            looking = spec._replace(name=f"evaluation of {spec.name}", finite=False, overlapped=None)
             programs = self._step.pipeline.programs
             self._evaluate = make(schedule=ahead, spec=looking, training=False, programs=programs)
         self._closed = False
@@ -185,11 +204,13 @@ class Trainer:
             scale={} if precision.scale is None else precision.scale.init(device),
             stage_state=dict(state),
         )
+        for s, tree in state.items() if self._ranks.data.size > 1 and self._rule.states.reduce else ():
+            self._rule.states.reductions(s, tree)
         for name in ("params", "optimizer", "stage_state"):
             _require_storable(getattr(initial, name), name)
         self._require_fit(initial)
         if self._ranks.shards_params:
-            note_whole(initial.step, masters)
+            note_whole(self._ranks, initial.step, masters)
         return initial
 
     @naming_arguments
@@ -395,7 +416,8 @@ class Trainer:
         """Raise for a value that is no state of this trainer."""
         scale = self._rule.precision.scale
         keys = set() if scale is None else set(scale.init("cpu"))
-        require_state(state, self._ranks.stages, keys, self._ranks.data.size)
+        reduced = self._rule.states.reduce is not None
+        require_state(state, self._ranks.stages, keys, 1 if reduced else self._ranks.data.size)
         require_not_donated(state)
         for s in self._ranks.stages:
             pair = state.params[s], state.optimizer[s]

@@ -48,6 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ppfunc as pp
 from ppfunc.runtime import P2P
+from ppfunc.runtime.transport.collective import Collective
 from ppfunc.schedule import Op, Schedule
 from ppfunc.stage.engines.tracing.accumulate import accumulating
 from ppfunc.stage.layout import local
@@ -55,6 +56,7 @@ from ppfunc.stage.tree import tree_leaves
 from ppfunc.training.optim import adamw, sgd
 from ppfunc.training.update import parameter_update
 from ppfunc.training.update.reducer import Reducer
+from ppfunc.training.update.sharding import Sums
 from tests.models import new_trainer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -138,7 +140,7 @@ def reduction(options: argparse.Namespace) -> None:
     """Backwards of some microbatches, and the sum of their gradients over data ranks."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
     with P2P(mesh=mesh, axes=pp.Axes("pp", "dp")) as transport:
-        ranks = transport.collective("data")
+        ranks = transport.collective(("dp",))
         transport.connect((), [torch.device("cpu")])
         for layers, width in ((64, 32), (16, 256), (8, 1024)):
             torch.manual_seed(0)
@@ -151,7 +153,7 @@ def reduction(options: argparse.Namespace) -> None:
             params, weight = tuple(stage.params.values()), (torch.ones(()),)
             leaves = pp.stage.Signature.of(params).leaves
             reducer, backward = (
-                Reducer(leaves, (None,) * len(leaves), ranks),
+                Reducer(leaves, (None,) * len(leaves), [Sums(ranks, ranks, Collective())] * len(leaves)),
                 add_up(flat.backward, len(leaves)),
             )
 

@@ -461,7 +461,7 @@ def otherwise_later(rank, size, soon):
             start = time.perf_counter()
             with pytest.raises(
                 pp.AgreementError,
-                match=r"params\[0\]\['.'\] lies over the axis of the model in several ways: " + words,
+                match=r"params\[0\]\['.'\] lies over the ranks of one stage in several ways: " + words,
             ):
                 step(wrong, x, target)
             assert time.perf_counter() - start < soon

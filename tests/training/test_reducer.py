@@ -10,7 +10,7 @@ from ppfunc.runtime.transport.collective import Collective
 from ppfunc.stage import LeafSignature, graph
 from ppfunc.stage.engines.tracing import accumulate
 from ppfunc.training.update.reducer import Reducer
-from ppfunc.training.update.sharding import shard
+from ppfunc.training.update.sharding import Sums, shard
 from tests.live import Live
 from tests.models import normal
 from tests.training.world import World, shard_dims
@@ -28,9 +28,9 @@ WHOLE = (None,) * len(LEAVES)
 
 def reducer_of(leaves=LEAVES, dims=None, ranks=None, **options):
     signatures = [LeafSignature(tuple(leaf.shape), leaf.dtype, True) for leaf in leaves]
-    return Reducer(
-        signatures, (None,) * len(leaves) if dims is None else dims, ranks or Collective(), **options
-    )
+    ranks = ranks or Collective()
+    over = [Sums(ranks, ranks, Collective())] * len(leaves)
+    return Reducer(signatures, (None,) * len(leaves) if dims is None else dims, over, **options)
 
 
 def gradients(seed):

@@ -204,7 +204,9 @@ class StepFunction(Generic[P, R]):
         self, raw: RawArguments, last: StepForm | None, *, abstract: bool = False
     ) -> StepArguments:
         with_targets = self.pipeline.loss_fn is not None
-        return read_arguments(raw, self.schedule, self._stages, with_targets, last, abstract=abstract)
+        read = read_arguments(raw, self.schedule, self._stages, with_targets, last, abstract=abstract)
+        # Peers wait for the backward of a microbatch whose loss has no weight here.
+        return read._replace(left_out=frozenset()) if self.pipeline.transport.mixes_batches else read
 
     def _steps(self, raw: RawArguments | list[RawArguments]) -> Sequence[StepArguments]:
         """Read the arguments of every step of the call, all of one form."""

@@ -65,7 +65,8 @@ class Control:
         self._world = tree(everyone, "tree")
         self._replica = tree(self.grid.same_batch, "replica")
         self._pipeline = tree(self.pipeline, "pipeline")
-        self._model = tree(self.grid.model, "model") if len(self.grid.model) > 1 else None
+        together = self.grid.together
+        self._together = tree(together, "together") if len(together) > 1 else None
         self._data = tree(self.grid.data, "data")
         self._running, self._closed = threading.Lock(), False
         self._step_count = 0  # step functions
@@ -80,6 +81,10 @@ class Control:
     @property
     def generation(self) -> int:
         return self.links.generation
+
+    @property
+    def mixes_batches(self) -> bool:
+        return self.grid.mixes_batches
 
     def local_ranks(self, ranks: int) -> tuple[int, ...]:
         if ranks != self.size:
@@ -145,17 +150,20 @@ class Control:
             shapes = self._shapes(tree, key, first)
         if key is not None:
             require_same_step(key, shapes, self.links.rank, tree.top)
+        if self._together is not None and self.mixes_batches:
+            self._pass_down(self._together, shapes)
         return shapes
 
     @property
     def compares_layouts(self) -> bool:
-        return self._model is not None
+        return self._together is not None
 
     def ready(self, layouts: LaidOut) -> None:
-        if self._model is not None and len(set(self._model.gather_texts(layouts.digest).values())) > 1:
-            texts = self._model.gather_texts(json.dumps(layouts.leaves))
+        tree = self._together
+        if tree is not None and len(set(tree.gather_texts(layouts.digest).values())) > 1:
+            texts = tree.gather_texts(json.dumps(layouts.leaves))
             by_rank = {rank: json.loads(text) for rank, text in sorted(texts.items())}
-            require_alike(by_rank, "the axis of the model")
+            require_alike(by_rank, "the ranks of one stage")
         self._executing = True
 
     def rest(self) -> None:

@@ -12,11 +12,11 @@ from . import _torch
 Wait = Callable[[], None]
 """Wait until an operation is done."""
 
-Among = Literal["data", "parts", "copies", "model", "world"] | tuple[int, ...]
+Among = Literal["world"] | tuple[str, ...] | tuple[int, ...]
 """Name ranks.
 
-``"data"``: those that hold the same parameters and run other batches. ``"model"``: those that hold parts of
-the same stage. ``"world"``: all that train together. A tuple: ranks of the pipeline, ascending.
+``"world"``: all that train together. A tuple of axes of the mesh: those that differ along these alone. A
+tuple of numbers: ranks of the pipeline, ascending.
 """
 
 

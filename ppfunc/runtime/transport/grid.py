@@ -1,9 +1,9 @@
 """Name the ranks of pipelines that train together, on the axes of a DeviceMesh."""
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import torch
-from einops import rearrange
 from torch.distributed.device_mesh import DeviceMesh
 
 ShardWhat = Literal["none", "optimizer", "params"]
@@ -17,16 +17,28 @@ class Axes(NamedTuple):
         data: ranks that hold the same parameters, and run other batches. Of several axes, parameters are cut
             over the last; along the others each rank keeps the same parts.
         model: ranks that hold parts of the parameters of one stage, and run the same batch.
+        experts: one of the data axes, whose ranks hold different experts, and pass tokens to each other
+            within stages. A parameter of experts is a DTensor that is cut over this axis; its gradient is
+            summed over the other data axes.
+        context: one of the data axes, whose ranks have parts of the same sequences, and attend to each other
+            within stages.
     """
 
     pipe: str = "pp"
     data: str | tuple[str, ...] | None = None
     model: str | None = None
+    experts: str | None = None
+    context: str | None = None
 
     @property
     def data_axes(self) -> tuple[str, ...]:
         """List the axes of the data ranks."""
         return self.data if isinstance(self.data, tuple) else () if self.data is None else (self.data,)
+
+    @property
+    def of_stages(self) -> tuple[str, ...]:
+        """List the axes over which stages communicate."""
+        return tuple(dict.fromkeys(a for a in (self.model, self.experts, self.context) if a is not None))
 
 
 class Grid(NamedTuple):
@@ -35,27 +47,19 @@ class Grid(NamedTuple):
     Args:
         pipelines: the ranks of each pipeline that runs the batch of this rank, in the order of the pipeline.
         data: the ranks that have this rank's place in the pipelines that run other batches, and this rank.
-        pieces: into how many parts a parameter is cut, over so many data ranks in a row.
         size: the number of ranks that train together.
         rank: this one.
+        together: the ranks that run the same stages, and communicate within them.
+        axes, sizes: of the mesh, whose ranks are numbered row-major.
     """
 
     pipelines: tuple[tuple[int, ...], ...]
     data: tuple[int, ...]
     size: int
     rank: int
-    pieces: int = 1
-
-    @property
-    def parts(self) -> tuple[int, ...]:
-        """List the data ranks over which parameters are cut, this one among them."""
-        first = self.data.index(self.rank) // self.pieces * self.pieces
-        return self.data[first : first + self.pieces]
-
-    @property
-    def copies(self) -> tuple[int, ...]:
-        """List the data ranks that keep the same parts as this one."""
-        return self.data[self.data.index(self.rank) % self.pieces :: self.pieces]
+    together: tuple[int, ...] = ()
+    axes: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
 
     @property
     def pipeline(self) -> tuple[int, ...]:
@@ -73,6 +77,23 @@ class Grid(NamedTuple):
         """List the ranks that run the same batch, those of the first pipeline first."""
         return tuple(rank for ranks in self.pipelines for rank in ranks)
 
+    @property
+    def mixes_batches(self) -> bool:
+        """Tell if stages communicate with ranks that run other batches."""
+        return not set(self.together) <= set(self.model)
+
+    def along(self, axes: Sequence[str]) -> tuple[int, ...]:
+        """List the ranks that differ from this one along these axes alone, in the order of the axes.
+
+        >>> Grid(((0,),), (0, 1, 2, 3), 8, 5, axes=("out", "in", "pp"), sizes=(2, 2, 2)).along(("in", "out"))
+        (1, 5, 3, 7)
+        """
+        numbers = torch.arange(self.size, device="cpu").view(self.sizes)
+        here = (numbers == self.rank).nonzero()[0].tolist()
+        kept = tuple(slice(None) if a in axes else n for a, n in zip(self.axes, here, strict=True))
+        order = [a for a in self.axes if a in axes]
+        return tuple(numbers[kept].permute([order.index(a) for a in axes]).flatten().tolist())
+
 
 def grid_of(mesh: DeviceMesh, axes: Axes, rank: int) -> Grid:
     """Make the grid around a rank; its ranks are numbered as the mesh lists them.
@@ -81,22 +102,30 @@ def grid_of(mesh: DeviceMesh, axes: Axes, rank: int) -> Grid:
         rank: that in the world.
 
     Raises:
-        ValueError: the mesh has no such axis, or an axis that has no name here, or one has two.
+        ValueError: the mesh has no such axis, or an axis that has no name here, or one has two; experts or
+            context lie over no data axis.
     """
     names = mesh.mesh_dim_names or ()
-    data = {name: f"data{n}" for n, name in enumerate(axes.data_axes)}
-    named = [*axes.data_axes, *(name for name in (axes.pipe, axes.model) if name is not None)]
-    roles: dict[Any, str] = {axes.pipe: "pipe", axes.model: "model", **data}
-    if sorted(map(str, named)) != sorted(names):
+    data = axes.data_axes
+    model = () if axes.model is None else (axes.model,)
+    if sorted(map(str, (*data, axes.pipe, *model))) != sorted(names):
         raise ValueError(
             f"axes: got {axes}, the mesh has the axes {', '.join(names) or 'without names'}; name each of"
             " them once"
         )
+    for role in ("experts", "context"):
+        if (axis := getattr(axes, role)) is not None and axis not in data:
+            raise ValueError(
+                f"axes: got {role}={axis!r}, expected one of the data axes, {', '.join(data) or 'none'}: its"
+                f" ranks run other {'batches' if role == 'experts' else 'tokens'}, and are data ranks"
+            )
     here = mesh.mesh.flatten().tolist().index(rank)
-    numbers = torch.arange(mesh.mesh.numel(), device="cpu").view(mesh.mesh.shape)
-    order = f"({' '.join(data.values())}) {'1' if axes.model is None else 'model'} pipe"
-    by_batch = rearrange(numbers, f"{' '.join(roles[name] for name in names)} -> {order}")
-    pipelines = next(ranks for ranks in by_batch if bool((ranks == here).any()))
-    same = by_batch[:, pipelines == here].flatten().tolist()
-    pieces = mesh.size(names.index(axes.data_axes[-1])) if data else 1
-    return Grid(tuple(map(tuple, pipelines.tolist())), tuple(same), numbers.numel(), here, pieces)
+    grid = Grid((), (), mesh.mesh.numel(), here, axes=tuple(names), sizes=tuple(mesh.mesh.shape))
+    pipelines = torch.tensor(grid.along((*model, axes.pipe)), device="cpu").view(
+        -1, mesh.size(names.index(axes.pipe))
+    )
+    return grid._replace(
+        pipelines=tuple(map(tuple, pipelines.tolist())),
+        data=grid.along(data),
+        together=grid.along(axes.of_stages),
+    )

@@ -24,7 +24,7 @@ class InProcess:
     differs. It owns nothing, so steps may share it, also between threads.
     """
 
-    generation, has_peers, compares_layouts = 0, False, False
+    generation, has_peers, compares_layouts, mixes_batches = 0, False, False, False
 
     def __repr__(self) -> str:
         return "InProcess()"

@@ -51,11 +51,11 @@ class P2P(Control):
     The first transport sets ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` to 0 where the environment does not have it:
     what fails then fails the step, and does not end the process.
 
-    A rank in a collective of a stage, over the axis ``model``, raises at once when a peer of that axis fails
-    or ends; where one is stopped, when the limit of that group is over. In a collective between steps, or
-    over a group that is no axis of ``mesh``, it raises when a process of the group ends, or at its limit,
-    which ``init_process_group(timeout=...)`` gives: nothing can wake it earlier, and ``timeout`` here does
-    not change that.
+    A rank in a collective of a stage, over ``model``, ``experts`` or ``context``, raises at once when a peer
+    of that axis fails or ends; where one is stopped, when the limit of that group is over. In a collective
+    between steps, or over another group, it raises when a process of the group ends, or at its limit, which
+    ``init_process_group(timeout=...)`` gives: nothing can wake it earlier, and ``timeout`` here does not
+    change that.
 
     Every rank makes its transports over a group in the same order, and so its step functions over a
     transport. After a failure that all ranks survive, also of this constructor, the next transport that all
@@ -164,7 +164,8 @@ class P2P(Control):
 
         If a connection has ended, wait a while for a failure to be published: it says who is gone, or why.
         """
-        peers, here = self.grid.model, self.grid.model.index(self.links.rank)
+        peers = self.grid.together or (self.links.rank,)
+        here = peers.index(self.links.rank)
         read = lost(peers[(here + 1) % len(peers)], cause)
         if not isinstance(read, LinkError) or read.kind == "failed":
             return cause
@@ -180,18 +181,18 @@ class P2P(Control):
         return cause
 
     def _status(self) -> Answer:
-        peers = self.grid.model if len(self.grid.model) > 1 else ()
+        peers = self.grid.together if len(self.grid.together) > 1 else ()
         return Answer(
             None, self._running.locked(), self.ended, peers, self._stage_collectives() if peers else 0
         )
 
     def _stage_collectives(self) -> int:
-        """Count the collectives of stages that this rank has begun; 0 if their group has ended, after a
+        """Count the collectives of stages that this rank has begun; 0 if a group of them has ended, after a
         failure or by its owner.
         """
-        assert self.mesh is not None and self.axes.model is not None
+        assert self.mesh is not None
         try:
-            return _torch.begun_in(self.mesh.get_group(self.axes.model))
+            return sum(_torch.begun_in(self.mesh.get_group(axis)) for axis in self.axes.of_stages)
         except (RuntimeError, ValueError):  # the mesh, or torch.distributed, knows the group no more
             return 0
 
@@ -222,29 +223,29 @@ class P2P(Control):
         self._aborts.begin([*self._groups, *self._in_stages()])
 
     def _in_stages(self) -> list[Any]:
-        """Return the user's communicator over the axis ``model``, if a stage that runs may use it."""
-        if (
-            self._executing
-            and self.mesh is not None
-            and self.axes.model is not None
-            and len(self.grid.model) > 1
-        ):
-            with suppress(
-                RuntimeError, ValueError
-            ):  # the mesh, or torch.distributed, knows the group no more
-                return [self.mesh.get_group(self.axes.model)]
-        return []
+        """Return the user's communicators over the axes of stages, if a stage that runs may use them."""
+        return list(self._stage_groups().values()) if self._executing else []
+
+    def _stage_groups(self) -> dict[str, Any]:
+        """Return the user's communicators of several ranks over the axes of stages, by axis."""
+        groups: dict[str, Any] = {}
+        for axis in self.axes.of_stages if self.mesh is not None else ():
+            assert self.mesh is not None
+            if self.mesh.size(self.grid.axes.index(axis)) > 1:
+                with suppress(RuntimeError, ValueError):  # the mesh, or torch.distributed, knows it no more
+                    groups[axis] = self.mesh.get_group(axis)
+        return groups
 
     def tear_down(self) -> None:
-        ended = self.disconnect()
-        if self._in_stages():
-            assert self.axes.model is not None
+        ended, groups = self.disconnect(), self._stage_groups() if self._executing else {}
+        if groups:
             self._unusable = (
                 "an earlier step has failed in the middle of a stage, whose collectives may hang: the"
-                f" process group of the axis {self.axes.model!r} has been ended; make a new mesh and a new"
-                " P2P() on every rank"
+                f" process group of the axis {' and '.join(map(repr, groups))} has been ended; make a new"
+                " mesh and a new P2P() on every rank"
             )
-            ended.append(_torch.forget_group(self.mesh, self.axes.model))
+            ended += [_torch.forget_group(self.mesh, axis) for axis in groups]
+        groups.clear()  # the last references are dropped aside
         _torch.drop_aside(ended)
 
     def end(
@@ -342,10 +343,11 @@ class P2P(Control):
         self.links.waiting_on = None
 
     def _members(self, among: Among) -> tuple[int, ...]:
+        if isinstance(among, tuple) and any(isinstance(axis, str) for axis in among):
+            return self.grid.along(among)  # type: ignore[arg-type]
         if isinstance(among, tuple):
-            return tuple(self.pipeline[rank] for rank in among)
-        everyone = tuple(range(self.grid.size))
-        return everyone if among == "world" else getattr(self.grid, among)
+            return tuple(self.pipeline[rank] for rank in among)  # type: ignore[index]
+        return tuple(range(self.grid.size))
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
         return self._pair_groups.post(batch)
@@ -374,9 +376,11 @@ class P2P(Control):
         return ended
 
 
-def _named(among: Among) -> tuple[str, tuple[int, ...]]:
+def _named(among: Among) -> tuple[str, tuple[Any, ...]]:
     """Name a set of ranks, such that sets sort in one order on all ranks."""
-    return ("line", among) if isinstance(among, tuple) else (among, ())
+    if not isinstance(among, tuple):
+        return among, ()
+    return (f"axes {','.join(map(str, among))}", ()) if isinstance(among[0], str) else ("line", among)
 
 
 def _rendezvous(group: Any, timeout: float | None, mesh: DeviceMesh | None) -> Rendezvous | None:
@@ -436,6 +440,12 @@ def _require_group(
         raise ValueError(
             f"shard: got {shard!r}, and no axis of data ranks to cut over; expected P2P(mesh=mesh,"
             " axes=Axes('pp', data='dp'), shard=...)"
+        )
+    if shard == "params" and axes is not None and axes.experts in axes.data_axes[-1:]:
+        raise ValueError(
+            f"shard: got 'params' with experts={axes.experts!r}, the last data axis, over which parameters of"
+            " experts are cut already; name another data axis last, data=('ep', 'dp'), or take"
+            " shard='optimizer'"
         )
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(

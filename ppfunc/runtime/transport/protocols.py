@@ -158,6 +158,11 @@ class ControlTransport(Protocol):
         """Tell whether other processes may run ranks, with which this one has to agree."""
         ...
 
+    @property
+    def mixes_batches(self) -> bool:
+        """Tell whether stages communicate with ranks of other batches: none of these may be left out."""
+        ...
+
     def local_ranks(self, ranks: int) -> tuple[int, ...]:
         """Return the ranks of a pipeline of ``ranks`` that live in this process.
 

@@ -102,7 +102,7 @@ class SimulatedTransport(Control):
         )
 
     def collective(self, among: Among) -> Collective:
-        members = among if isinstance(among, tuple) else (self.rank,)
+        members = tuple(n for n in among if isinstance(n, int)) if isinstance(among, tuple) else (self.rank,)
         if among == "world":
             members = tuple(range(self.size))
         if len(members) == 1:

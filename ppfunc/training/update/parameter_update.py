@@ -64,8 +64,9 @@ class TrainingUpdate:
         self._gathers: dict[int, Callable[[], Leaves]] = {}  # of new parameters, by stage, in order
         self._totals: list[Wait] = []  # of every update whose sums over all ranks are under way
         self._left: dict[int, int] = {}  # by stage, how many updates are to come
-        # Of the states of stages before this update, by stage.
+        # Of the states of stages before this update, by stage; and those that are on their way.
         self._stage_state: dict[int, Leaves] = {}
+        self._new_states: dict[int, Callable[[], Leaves]] = {}
 
     def facts(self) -> tuple[str, str]:
         """Describe what ranks compare where they meet: see :func:`start_facts`."""
@@ -114,24 +115,21 @@ class TrainingUpdate:
             return None
         dims, idle = self._dims(stage), self._idle.setdefault(stage, [])
         fixed = frozenset(position for position, n in enumerate(leaves) if n in self._fixed[stage])
-        form = tuple(leaves.values()), tuple(dims[n] for n in leaves), fixed
+        over = tuple(self._cuts[stage][n].over for n in leaves)
+        form = tuple(leaves.values()), tuple(dims[n] for n in leaves), over, fixed
         while idle:
             reducer = idle.pop()
             if reducer.form == form and reducer.idle:
                 return reducer
         device = next((local(leaf).device for leaf in tree_leaves(self.state.params[stage])), None)
-        return Reducer(
-            *form[:2],
-            ranks.data,
-            ranks.parts,
-            ranks.copies,
-            fixed,
-            dtype=self._rule.precision.reduce,
-            device=device,
-        )
+        return Reducer(*form, dtype=self._rule.precision.reduce, device=device)
 
     def reduce(self, buffers: Buffers, stage: int, sums: Gradients, numbers: Sequence[int]) -> None:
-        """Begin to sum the gradients of a stage over the data ranks."""
+        """Begin to sum the gradients of a stage, and the changes of its state, over the data ranks."""
+        if stage in buffers.state:
+            tree = self._given.stage_state[stage]
+            pair = self._stage_state[stage], buffers.state[stage]
+            self._new_states[stage] = self._rule.states.begin(self._ranks, stage, tree, *pair)
         if isinstance(sums, Reducer):
             sums.launch()
             self._reducers[stage] = sums, numbers
@@ -165,6 +163,8 @@ class TrainingUpdate:
             self._totals.append(conclude)
             return
         conclude()
+        buffers.state.update({stage: wait() for stage, wait in self._new_states.items()})
+        self._new_states.clear()
         if rule.on_nonfinite == "skip":
             buffers.state.update(selected(self._found_inf, self._stage_state, buffers.state))
         self._stage_state = dict(buffers.state)
@@ -177,6 +177,8 @@ class TrainingUpdate:
         self._gathers.pop(stage, None)  # which this step has waited for
         if not self._rule.needs_all:
             self._receive(stage)
+            if stage in self._new_states:
+                self._stage_state[stage] = buffers.state[stage] = self._new_states.pop(stage)()
         leaves, treedef = tree_flatten(current.params[stage])
         dims, state = self._dims(stage), current.optimizer[stage]
         shards = ranks.shards(leaves, dims)
@@ -252,13 +254,13 @@ class TrainingUpdate:
         counted, again = [], self._further_places(stage)
         for n, g in sorted(self._gradients[stage].items()):
             cut = self._cuts[stage][n]
-            whole = cut.layout is None or not cut.layout.sharded
+            parts = cut.over.parts
             # Of the ranks that hold the same, the first counts it.
-            other = ranks.copies.index or (ranks.parts.index and cut.part is None)
-            if n in again or other or (ranks.model.index and whole):
+            other = cut.over.copies.index or (parts.index and cut.part is None)
+            if n in again or other or (ranks.model.index and cut.repeated):
                 continue
             if cut.dim is None and cut.part is not None:
-                g = g.tensor_split(ranks.parts.size, cut.part)[ranks.parts.index].contiguous()
+                g = g.tensor_split(parts.size, cut.part)[parts.index].contiguous()
             counted.append(g)
         self._norms[stage] = leaf_sums(counted, self._rule.norm_type).to(self.state.step.device)
 

@@ -24,7 +24,7 @@ from ppfunc.stage.tree import NAMESPACE, tree_leaves, tree_structure
 from ..optim.protocols import Optimizer, Tree
 from .elementwise import require_elementwise
 from .precision import Precision
-from .sharding import Dims, shard, shard_dim, whole_shape
+from .sharding import Dims, Sums, shard, shard_dim, whole_shape
 
 
 class Cut(NamedTuple):
@@ -34,18 +34,22 @@ class Cut(NamedTuple):
         part: the dimension of which each data rank adds its part to the norm. None where the first data rank
             adds the whole. It does not depend on what is sharded, so that the norm always has the same bits.
         dim: the dimension that is cut over the data ranks, None where each has the whole.
-        layout: as stages are given it: over the ranks of the model axis; None for a plain tensor.
+        layout: as stages are given it: over the axes of model and experts; None for a plain tensor.
         kept: as each data rank keeps its part.
+        over: the ranks over which its gradient is summed.
+        repeated: model ranks have the same of it.
     """
 
     part: int | None
     dim: int | None
     layout: MeshLayout | None
     kept: MeshLayout | None
+    over: Sums
+    repeated: bool
 
     @property
     def split(self) -> int | None:
-        """Return a dimension along which ranks of either axis keep parts, None where each has the whole."""
+        """Return a dimension along which ranks of any axis keep parts, None where each has the whole."""
         if self.dim is not None or self.layout is None:
             return self.dim
         return next((p.dim for p in placements_of(self.layout.placements) if hasattr(p, "dim")), None)
@@ -59,8 +63,9 @@ class TrainingRanks(NamedTuple):
         schedule: places stages on ranks.
         ranks: of the pipeline, in this process.
         tied: places of tied parameters.
-        data, model, world: the ranks that hold the same parameters, parts of the same, and all.
-        parts, copies: of ``data``, those over which parameters are cut, and those that keep the same part.
+        data, model, world: the ranks that run other batches, hold parts of the same stage, and all.
+        dense, experts: the data ranks over which gradients are summed, of parameters that all data ranks
+            have, and of those that are cut over the axis of experts.
         mesh: the ranks of the axes of data and model, in the order of the mesh; None without one.
         axes: the names of the axes.
     """
@@ -72,27 +77,40 @@ class TrainingRanks(NamedTuple):
     data: Collective
     model: Collective
     world: Collective
-    parts: Collective
-    copies: Collective
+    dense: Sums
+    experts: Sums
     mesh: DeviceMesh | None
     axes: Axes
 
     @classmethod
     def of(cls, shard: ShardWhat, schedule: Schedule, tied: Tied, transport: Transport) -> TrainingRanks:
         """Describe the ranks of a transport."""
-        data, model, world = (transport.collective(among) for among in ("data", "model", "world"))
         mesh, axes = (transport.mesh, transport.axes) if isinstance(transport, P2P) else (None, Axes())
+        every = axes.data_axes
         if mesh is not None:
-            roles = (*axes.data_axes, axes.model)
+            roles = (*every, axes.model)
             names = tuple(name for name in mesh.mesh_dim_names or () if name in roles)
-            mesh = mesh[names] if axes.data_axes else None
-        if mesh is not None and shard != "none":
-            note_data_axis(mesh, axes.data_axes[-1])
-        several = len(axes.data_axes) > 1
-        parts = transport.collective("parts") if several else data
-        copies = transport.collective("copies") if several else Collective()
-        local_ranks = transport.local_ranks(schedule.ranks)
-        return cls(shard, schedule, local_ranks, tied, data, model, world, parts, copies, mesh, axes)
+            mesh = mesh[names] if every else None
+            # Parts over the axes of experts alone cannot be told from experts.
+            if mesh is not None and shard != "none" and not set(names) <= {axes.experts, axes.model}:
+                note_data_axis(mesh, every[-1])
+
+        def along(names: tuple[str, ...]) -> Collective:
+            return transport.collective(names) if names else Collective()
+
+        def sums(names: tuple[str, ...]) -> Sums:
+            last = tuple(axis for axis in names if axis == every[-1])
+            return Sums(along(names), along(last), along(names[: len(names) - len(last)]))
+
+        dense, experts = sums(every), sums(tuple(axis for axis in every if axis != axes.experts))
+        model = along(() if axes.model is None else (axes.model,))
+        local_ranks, world = transport.local_ranks(schedule.ranks), transport.collective("world")
+        return cls(shard, schedule, local_ranks, tied, dense.ranks, model, world, dense, experts, mesh, axes)
+
+    @property
+    def parts(self) -> Collective:
+        """Return the data ranks over which parameters are cut."""
+        return self.dense.parts
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -109,33 +127,47 @@ class TrainingRanks(NamedTuple):
         return [self._cut(leaf) for leaf in leaves]
 
     def _cut(self, leaf: Tensor) -> Cut:
-        layout = layout_of(leaf)
+        layout, axes = layout_of(leaf), self.axes
         if self.mesh is None or not differentiable(leaf.dtype):
-            return Cut(None, None, layout, layout)
+            return Cut(None, None, layout, layout, self.dense, layout is None or not layout.sharded)
         from torch.distributed.tensor import Replicate, Shard  # here, because the import takes long
 
-        axis, model = self.axes.data_axes[-1], self.axes.model
-        names = self.mesh.mesh_dim_names or ()
-        if layout is not None and axis in layout.axes:  # of a state
-            placements = dict(zip(layout.axes, placements_of(layout.placements), strict=True))
-            own = MeshLayout.of(self.mesh[model], [placements[model]], layout.shape) if model else None
-            dim = cut.dim if isinstance(cut := placements[axis], Shard) else None
-            return Cut(dim, dim, own, layout)
+        last, names = axes.data_axes[-1], self.mesh.mesh_dim_names or ()
         placements = (
             {} if layout is None else dict(zip(layout.axes, placements_of(layout.placements), strict=True))
         )
+        cut_over = {name for name, placement in placements.items() if isinstance(placement, Shard)}
+        over = self.experts if axes.experts in cut_over else self.dense
+        repeated, given, kept = not cut_over - {last, axes.experts}, layout, layout
+        own, before = tuple(n for n in names if n == axes.model or n in cut_over - {last}), None
+        if self.shards_params and layout is not None and last in layout.axes:  # of a state
+            placed = [placements.get(name, Replicate()) for name in own]
+            given = MeshLayout.of(self.mesh[own], placed, layout.shape) if own else None
+            before = placements.pop(last)
         taken = {p.dim for p in placements.values() if isinstance(p, Shard)}
-        dim = shard_dim(local(leaf).shape, self.parts.size, taken)
-        if dim is None or self.shard == "none":
-            return Cut(dim, None, layout, layout)
-        placements[axis] = Shard(dim)
-        kept = [placements.get(name, Replicate()) for name in names]
-        return Cut(dim, dim, layout, MeshLayout.of(self.mesh, kept, leaf.shape))
+        dim = shard_dim(local(leaf).shape, over.parts.size, taken)
+        dim = before.dim if isinstance(before, Shard) else dim
+        if dim is not None and self.shard != "none":
+            placements[last] = Shard(dim)
+            placed = [placements.get(name, Replicate()) for name in names]
+            kept = MeshLayout.of(self.mesh, placed, leaf.shape)
+        return Cut(dim, None if self.shard == "none" else dim, given, kept, over, repeated)
+
+    def summed_over(self, leaf: Tensor) -> Sums:
+        """Return the data ranks over which the gradient of a leaf, or its change, is summed."""
+        return self.experts if self.axes.experts in self._data_axes_of(leaf) else self.dense
 
     def is_whole(self, leaf: Tensor) -> bool:
         """Tell if every data rank keeps the same of a leaf of a state."""
+        return not set(self._data_axes_of(leaf))
+
+    def _data_axes_of(self, leaf: Tensor) -> list[str]:
+        """List the data axes over which a leaf is cut."""
         layout = layout_of(leaf)
-        return layout is None or not set(self.axes.data_axes) & set(layout.axes)
+        if layout is None:
+            return []
+        pairs = zip(layout.axes, layout.placements, strict=True)
+        return [axis for axis, placement in pairs if axis in self.axes.data_axes and placement != "R"]
 
     def shards(self, leaves: Sequence[Tensor], dims: Dims) -> tuple[Tensor, ...]:
         """Return the shards of leaves that this data rank updates."""
@@ -153,10 +185,11 @@ class TrainingRanks(NamedTuple):
             name: for errors.
         """
         leaves, treedef = flatten(params, name)
-        if not all(map(self.is_whole, leaves)):
+        cut_over = [axis for leaf in leaves for axis in self._data_axes_of(leaf) if axis != self.axes.experts]
+        if cut_over:
             raise ValueError(
-                f"{name}: got parts over the axis {self.axes.data_axes[-1]!r}, expected whole parameters,"
-                " which init cuts itself"
+                f"{name}: got parts over the axis {cut_over[0]!r}, expected whole parameters, which init cuts"
+                " itself; parameters of experts lie over the axis Axes(experts=...)"
             )
         cuts = self.cuts(leaves)
         dims = tuple(cut.dim for cut in cuts)

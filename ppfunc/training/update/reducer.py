@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ppfunc.runtime.execution.gradients import Leaves, Numbers, Owner
-from ppfunc.runtime.transport.collective import Collective, Wait
+from ppfunc.runtime.transport.collective import Wait
 from ppfunc.stage.signature import LeafSignature
 
 from .._torch import add_into_each, copy_into_each, users_of
 from .buckets import MOST, Bucket, plan_buckets, views
-from .sharding import Dims, by_rank, part_signature, views_by_rank
+from .sharding import Dims, Sums, by_rank, part_signature, views_by_rank
 
 
 class _Memory(NamedTuple):
@@ -25,6 +25,7 @@ class _Memory(NamedTuple):
         sent: what is added up over ranks: ``flat``, or its values in another dtype.
         total: the sum over ranks: ``sent``, or this rank's part of it.
         leaves, totals: views of ``flat`` and ``total``.
+        over: the ranks of the sum.
     """
 
     flat: Tensor
@@ -32,6 +33,7 @@ class _Memory(NamedTuple):
     total: Tensor
     leaves: list[Tensor]
     totals: list[Tensor]
+    over: Sums
 
 
 class Reducer:
@@ -49,9 +51,7 @@ class Reducer:
         leaves: signatures of the gradients as they are added up over microbatches; floating or complex.
         dims: of every leaf, the dimension of which each rank gets a part of the sum; None where it gets the
             whole.
-        ranks: over which gradients are added up.
-        parts: those of them over which leaves are cut.
-        copies: those that get the same part.
+        over: the ranks over which the gradient of every leaf is added up.
         fixed: leaves that are not added up.
         dtype: in which real gradients are added up over ranks; by default that of the leaf.
         device: of the buckets.
@@ -59,25 +59,23 @@ class Reducer:
     """
 
     def __init__(
-        self, leaves: Sequence[LeafSignature], dims: Dims, ranks: Collective, parts: Collective | None = None,
-        copies: Collective | None = None, fixed: Collection[int] = (), *,
+        self, leaves: Sequence[LeafSignature], dims: Dims, over: Sequence[Sums],
+        fixed: Collection[int] = (), *,
         dtype: torch.dtype | None = None, device: torch.device | str | None = None, most: int = MOST,
     ) -> None:  # fmt: skip
-        self.form = tuple(leaves), dims, fixed
+        self.form = tuple(leaves), dims, tuple(over), fixed
         leaves = [replace(leaf, shape=(0,)) if n in fixed else leaf for n, leaf in enumerate(leaves)]
         dims = tuple(None if n in fixed else dim for n, dim in enumerate(dims))
-        self._ranks, self._copies = ranks, copies or Collective()
-        self._parts = ranks if parts is None else parts
-        size = self._parts.size
-        shards = [part_signature(leaf, dim, size) for leaf, dim in zip(leaves, dims, strict=True)]
-        cut = [n for n, dim in enumerate(dims) if dim is not None]
-        whole = [n for n, dim in enumerate(dims) if dim is None]
-        buckets = plan_buckets(shards, chosen=whole, most=most)
-        buckets += plan_buckets(shards, chosen=cut, most=most // size)
-        self._memory = [_memory(bucket, dims, size, dtype, device) for bucket in buckets]
-        order = {
-            place.leaf: k for k, place in enumerate(place for bucket in buckets for place in bucket.places)
-        }
+        sizes = [sums.parts.size for sums in over]
+        shards = list(map(part_signature, leaves, dims, sizes))
+        alike: dict[tuple[bool, Sums], list[int]] = {}
+        for n, dim in enumerate(dims):
+            alike.setdefault((dim is not None, over[n]), []).append(n)
+        self._memory, order = [], dict[int, int]()
+        for (cut, sums), chosen in sorted(alike.items(), key=lambda item: item[0][0]):
+            for bucket in plan_buckets(shards, chosen=chosen, most=most // sums.parts.size if cut else most):
+                self._memory.append(_memory(bucket, dims, sums, dtype, device))
+                order |= {place.leaf: len(order) + k for k, place in enumerate(bucket.places)}
         self._views, self._totals = (
             tuple(column[order[n]] for n in range(len(leaves)))
             for column in (
@@ -85,7 +83,7 @@ class Reducer:
                 [t for m in self._memory for t in m.totals],
             )
         )
-        self._dims, self._fixed = dims, frozenset(fixed)
+        self._dims, self._sizes, self._fixed = dims, sizes, frozenset(fixed)
         # The leaves of which the buckets hold gradients of this step, as they came together.
         self._begun = set[Numbers]()
         self._sums: Leaves = ()
@@ -121,7 +119,7 @@ class Reducer:
             begun = True
         into = [self._views[n] for n in numbers]
         shaped = [
-            g if (dim := self._dims[n]) is None else by_rank(g, dim, self._parts.size)
+            g if (dim := self._dims[n]) is None else by_rank(g, dim, self._sizes[n])
             for n, g in zip(numbers, gradients, strict=True)
         ]
         (add_into_each if begun else copy_into_each)(into, shaped)
@@ -162,11 +160,11 @@ class Reducer:
             if memory.sent is not memory.flat:
                 memory.sent.copy_(memory.flat)
             if memory.total is memory.sent:
-                self._waits.append(self._ranks.all_reduce(memory.sent))
+                self._waits.append(memory.over.ranks.all_reduce(memory.sent))
             else:
-                wait = self._parts.reduce_scatter(memory.sent, memory.total)
-                alone = self._copies.size == 1
-                self._waits.append(wait if alone else partial(self._add_copies, memory, wait))
+                wait = memory.over.parts.reduce_scatter(memory.sent, memory.total)
+                alone = memory.over.copies.size == 1
+                self._waits.append(wait if alone else partial(_add_copies, memory, wait))
 
     def wait(self) -> Leaves:
         """Wait for the sums over ranks.
@@ -186,11 +184,6 @@ class Reducer:
         # New tensors, so that ``idle`` sees who keeps one.
         return tuple(map(Tensor.detach, self._totals))
 
-    def _add_copies(self, memory: _Memory, wait: Wait) -> None:
-        """Wait for this rank's part of a sum, then add up those of the ranks that have the same part."""
-        wait()
-        self._copies.all_reduce(memory.total)()
-
     @property
     def _missing(self) -> set[int]:
         """Return the leaves of which no gradient has come in this step."""
@@ -204,14 +197,20 @@ class Reducer:
         self._begun.add(missing)
 
 
+def _add_copies(memory: _Memory, wait: Wait) -> None:
+    """Wait for this rank's part of a sum, then add up those of the ranks that have the same part."""
+    wait()
+    memory.over.copies.all_reduce(memory.total)()
+
+
 def _memory(
-    bucket: Bucket, dims: Dims, ranks: int, dtype: torch.dtype | None, device: torch.device | str | None
+    bucket: Bucket, dims: Dims, over: Sums, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> _Memory:
     """Make the memory of a bucket; complex leaves stay in their dtype."""
-    first = bucket.places[0]
+    first, ranks = bucket.places[0], over.parts.size
     cut, wire = dims[first.leaf] is not None, bucket.dtype if first.pairs else dtype or bucket.dtype
     flat = torch.zeros(bucket.numel * ranks if cut else bucket.numel, dtype=bucket.dtype, device=device)
     sent = flat if wire == bucket.dtype else torch.empty_like(flat, dtype=wire)
     total = sent.new_empty(bucket.numel) if cut else sent
     leaves = views_by_rank(bucket, flat, dims, ranks) if cut else views(bucket, flat)
-    return _Memory(flat, sent, total, leaves, views(bucket, total))
+    return _Memory(flat, sent, total, leaves, views(bucket, total), over)

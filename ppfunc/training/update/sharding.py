@@ -1,6 +1,7 @@
 """Cut the leaves of a tree over the ranks of an axis: parameters, gradients and optimizer state."""
 
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,20 @@ from .buckets import MOST, Bucket, plan_buckets, views
 
 Dims = tuple[int | None, ...]
 """Dimension of every leaf that is cut; None for leaves of which each rank has the whole."""
+
+
+class Sums(NamedTuple):
+    """Name the ranks over which the gradient of a parameter is summed.
+
+    Args:
+        ranks: all of them, which hold the same of it when it is whole.
+        parts: those of them over which it may be cut.
+        copies: those that get the same part.
+    """
+
+    ranks: Collective
+    parts: Collective
+    copies: Collective
 
 
 def shard_dim(shape: Sequence[int], ranks: int, taken: Collection[int] = ()) -> int | None:

@@ -1,6 +1,6 @@
 """Describe the facts that ranks that train together compare first: options, and values of states."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import sha256
 
 import torch
@@ -19,10 +19,10 @@ from .update_rule import UpdateRule, updated_ones
 _CUT_FROM: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the step of a state: texts on whole parameters
 
 
-def note_whole(step: Tensor, params: Mapping[int, object]) -> None:
+def note_whole(ranks: TrainingRanks, step: Tensor, params: Mapping[int, object]) -> None:
     """Note checksums of the parameters that a state of this ``step`` is cut from, for its first step."""
     _CUT_FROM[step] = [
-        f"the parameters of stage {s} with the checksum {_checksum(tree_leaves(tree))}"
+        f"the parameters of stage {s} with the checksum {_checksum(ranks, tree)}"
         for s, tree in sorted(params.items())
     ]
 
@@ -45,10 +45,7 @@ def start_facts(rule: UpdateRule, ranks: TrainingRanks, state: TrainState) -> tu
         if ranks.data.size > 1
         else []
     )
-    data_facts = [
-        f"the {name} with the checksum {_checksum([t for t in tree_leaves(tree) if ranks.is_whole(t)])}"
-        for name, tree in trees
-    ]
+    data_facts = [f"the {name} with the checksum {_checksum(ranks, tree)}" for name, tree in trees]
     data_facts += _CUT_FROM.get(state.step, [])
     for s in ranks.stages if ranks.data.size > 1 else ():
         names = rule.frozen.names(s, Signature.of(state.params[s]))
@@ -61,6 +58,7 @@ def _trees(rule: UpdateRule, state: TrainState, stage: int) -> list[tuple[str, o
     return [
         ("parameters", params),
         ("optimizer state", state.optimizer[stage]),
+        ("state", state.stage_state.get(stage, {})),
         (
             "ones updated by the optimizer",
             updated_ones(rule.optimizer, rule.frozen.trained(stage, params), (1.0, -0.5, 0.25)),
@@ -68,9 +66,9 @@ def _trees(rule: UpdateRule, state: TrainState, stage: int) -> list[tuple[str, o
     ]
 
 
-def _checksum(leaves: Sequence[Tensor]) -> str:
-    """Digest all bits of the leaves."""
-    sums = [checksum(local(leaf)) for leaf in leaves]
+def _checksum(ranks: TrainingRanks, tree: object) -> str:
+    """Digest all bits of the leaves of which every data rank keeps the same."""
+    sums = [checksum(local(leaf)) for leaf in tree_leaves(tree) if ranks.is_whole(leaf)]
     if not sums:
         return "none"
     numbers = torch.stack([s.to(sums[0].device) for s in sums]).tolist()

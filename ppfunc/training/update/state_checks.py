@@ -17,7 +17,7 @@ def require_state(state: TrainState, stages: Sequence[int], scale: Set[str], dat
 
     Args:
         scale: the keys of the state of the loss scale.
-        data_ranks: how many ranks hold the same parameters, for other batches.
+        data_ranks: how many ranks run other batches, and do not bring their states together.
     """
     if not isinstance(state, TrainState):
         pair = isinstance(state, tuple) and bool(state) and isinstance(state[0], TrainState)
@@ -39,9 +39,9 @@ def require_state(state: TrainState, stages: Sequence[int], scale: Set[str], dat
     if data_ranks > 1 and tree_leaves(state.stage_state):
         raise ValueError(
             f"state: got that of the stages {sorted(state.stage_state)}, of which each of the {data_ranks}"
-            " data ranks would have another; put batch norms into evaluation mode before they are split or"
-            " made stages by stage_from_module(module, constants=True), which have no state then, or take"
-            " norms without running statistics: GroupNorm"
+            " data ranks would have another; say how they go together, Trainer(..., reduce_state={'*':"
+            " 'mean'}), or put batch norms into evaluation mode before they are split or made stages by"
+            " stage_from_module(module, constants=True), which have no state then"
         )
 
 

@@ -19,6 +19,7 @@ from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 from .._torch import multiply_each, multiply_into_each
 from ..optim.protocols import Optimizer, Tree, require_pair, skipping, text_of
 from .precision import Precision
+from .states import StateRule
 from .train_state import TrainState, mark_donated
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
@@ -34,6 +35,7 @@ class UpdateRule(NamedTuple):
         precision: the dtypes, and the scale of the loss.
         on_nonfinite: see :class:`ppfunc.Trainer`.
         frozen: the parameters that stay as they are.
+        states: how the states of stages go on.
     """
 
     optimizer: Optimizer
@@ -42,9 +44,17 @@ class UpdateRule(NamedTuple):
     precision: Precision
     on_nonfinite: OnNonfinite
     frozen: FrozenLeaves
+    states: StateRule
 
     @classmethod
-    def of(cls, optimizer: Any, precision: Any, on_nonfinite: OnNonfinite, frozen: FrozenLeaves) -> Self:
+    def of(
+        cls,
+        optimizer: Any,
+        precision: Any,
+        on_nonfinite: OnNonfinite,
+        frozen: FrozenLeaves,
+        states: StateRule,
+    ) -> Self:
         """Make the rule of a trainer's arguments.
 
         Raises:
@@ -68,7 +78,7 @@ class UpdateRule(NamedTuple):
         if (clipped := getattr(optimizer, "clipped", None)) is not None:
             clip, optimizer = clipped
             max_norm, norm_type = clip.max_norm, clip.norm_type
-        return cls(skipping(optimizer), max_norm, norm_type, precision, on_nonfinite, frozen)
+        return cls(skipping(optimizer), max_norm, norm_type, precision, on_nonfinite, frozen, states)
 
     @property
     def options_text(self) -> str:
@@ -79,7 +89,7 @@ class UpdateRule(NamedTuple):
         scaled = "a scaled loss" if self.precision.scale else "no scale"
         return (
             f"clip {self.max_norm} of norm {self.norm_type}, {scaled}, {dtypes}, {self.on_nonfinite} what is"
-            " not finite"
+            f" not finite, {self.states.text}"
         )
 
     @property

@@ -1,0 +1,156 @@
+"""States of stages go together over data ranks, and change between steps, as they are declared."""
+
+import math
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import ppfunc as pp
+from tests.models import BatchNormed, new_trainer, normal, squared
+
+D, ROWS, STEPS = 4, 8, 3
+REDUCE = {"*num_batches*|counts": "sum", "*": "mean"}
+
+
+def batch(step, place):
+    x, target = normal(ROWS, D, seed=10 * step), normal(ROWS, D, seed=10 * step + 1)
+    return x[place], target[place]
+
+
+def doubled(stage, state):
+    """A rule that can be told from none."""
+    return {name: 2 * t if name.endswith("running_mean") else t for name, t in state.items()}
+
+
+def stage_of():
+    torch.manual_seed(0)
+    return pp.stage_from_module(BatchNormed(D))
+
+
+def normed(rank, size, shard, several):
+    """The state after training on a part of each batch."""
+    stage, mesh = stage_of(), init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "dp"))
+    with new_trainer(
+        [stage.fn], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), mesh, axes=pp.Axes("pp", "dp"), shard=shard,
+        reduce_state=REDUCE, update_state=doubled, on_nonfinite="ignore" if several else "skip",
+    ) as trainer:  # fmt: skip
+        state = trainer.init({0: stage.params}, {0: stage.state})
+        place = slice(rank * ROWS // size, (rank + 1) * ROWS // size)
+        batches = [batch(step, place) for step in range(STEPS)]
+        if several:
+            state, _ = trainer.steps(state, batches)
+        for each in [] if several else batches:
+            state, _ = trainer.step(state, *each)
+    return dict(state.stage_state[0])
+
+
+def apart():
+    """The same by torch: each data rank goes on from one state; the changes are added, or their mean."""
+    torch.manual_seed(0)
+    model = BatchNormed(D)
+    optimizer, buffers = torch.optim.SGD(model.parameters(), 0.1), dict(model.named_buffers())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        before, after = {name: t.clone() for name, t in buffers.items()}, []
+        for rank in range(2):
+            for name, t in before.items():
+                buffers[name].copy_(t)
+            for m in range(2):
+                first = rank * 4 + m * 2
+                x, target = batch(step, slice(first, first + 2))
+                (squared(model(x), target) / 4).backward()
+            after.append({name: t.clone() for name, t in buffers.items()})
+        optimizer.step()
+        for name, t in before.items():
+            changes = sum(each[name] - t for each in after)
+            t = t + (changes if "num_batches" in name else changes / 2)
+            buffers[name].copy_(2 * t if name.endswith("running_mean") else t)
+    return buffers
+
+
+@pytest.mark.parametrize("shard", ["none", "params"])
+@pytest.mark.parametrize("several", [False, True])
+def test_running_statistics_are_means_and_counts_are_sums(two, shard, several):
+    expected = apart()
+    for found in two(normed, shard, several):
+        assert found["1.num_batches_tracked"] == 4 * STEPS
+        for name, t in expected.items():
+            torch.testing.assert_close(found[name], t, rtol=1e-12, atol=1e-14)
+
+
+def counting(p, x, state):
+    """A stage that counts rows; its bias is for others to change."""
+    return pp.Output(x * p["w"] + state["bias"], state={**state, "counts": state["counts"] + len(x)})
+
+
+def balanced(stage, state):
+    return {"bias": state["bias"] + state["counts"], "counts": torch.zeros_like(state["counts"])}
+
+
+def one_leaf(stage, state):
+    return state["bias"]
+
+
+def test_a_skipped_update_leaves_the_state():
+    state = {"bias": torch.zeros(()), "counts": torch.zeros(())}
+    with new_trainer(
+        [counting], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), update_state=balanced
+    ) as trainer:
+        first = trainer.init({0: {"w": torch.ones(D)}}, {0: state})
+        x = torch.ones(ROWS, D)
+        after, _ = trainer.step(first, x, x)
+        skipped, metrics = trainer.step(after, x * math.inf, x)
+        assert metrics.skipped == 1
+        for each in (after, skipped):
+            assert each.stage_state[0]["bias"] == ROWS and each.stage_state[0]["counts"] == 0
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"reduce_state": "mean"}, "reduce_state: got .* expected 'mean' or 'sum' by pattern"),
+        ({"reduce_state": {"*": "max"}}, "reduce_state: got .*'max'"),
+        ({"update_state": {}}, r"update_state: got .* expected a function \(stage, state\) -> state"),
+    ],
+)
+def test_odd_arguments_are_refused(options, words):
+    with pytest.raises(TypeError, match=words):
+        new_trainer([counting], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), **options)
+
+
+def test_a_state_of_another_form_is_refused():
+    state = {"bias": torch.zeros(()), "counts": torch.zeros(())}
+    with new_trainer(
+        [counting],
+        squared,
+        pp.gpipe(1, 2),
+        pp.optim.sgd(0.1),
+        update_state=one_leaf,
+    ) as trainer:
+        first = trainer.init({0: {"w": torch.ones(D)}}, {0: state})
+        with pytest.raises(
+            pp.PipelineError, match=r"update_state\(0, ...\): got .* the form of the state before"
+        ):
+            trainer.step(first, torch.ones(ROWS, D), torch.ones(ROWS, D))
+
+
+def unreduced(rank, size):
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "dp"))
+    for state, words in (
+        ({"mean": torch.zeros(2)}, "no pattern that matches 'mean' for the state of stage 0"),
+        ({"counts": torch.zeros(2, dtype=torch.bool)}, "got 'counts' of torch.bool"),
+    ):
+        with (
+            new_trainer(
+                [counting], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), mesh, axes=pp.Axes("pp", "dp"),
+                reduce_state={"counts": "sum"},
+            ) as trainer,
+            pytest.raises(ValueError, match=words),
+        ):  # fmt: skip
+            trainer.init({0: {"w": torch.ones(D)}}, {0: state})
+    return True
+
+
+def test_leaves_without_a_way_are_refused(two):
+    assert two(unreduced) == [True] * 2
