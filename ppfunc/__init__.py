@@ -115,6 +115,7 @@ if TYPE_CHECKING:
         stage_from_module as stage_from_module,
         stages_from_layers as stages_from_layers,
     )
+    from .stage.collectives import context_attention as context_attention
     from .stage.layout import with_layouts as with_layouts
     from .stage.modules.parallelize import parallelize as parallelize
     from .stage.output import Output as Output, Received as Received

@@ -5,11 +5,13 @@ any order.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import scaled_dot_product_attention
 
 from ._torch import FUNCTIONAL_COLLECTIVES as functional, load_collectives
 from .layout import require_axis
@@ -79,6 +81,54 @@ def all_to_all(x: Tensor, mesh: DeviceMesh, split_axis: int, concat_axis: int) -
         concat_axis: along which the parts from all ranks are joined, in their order.
     """
     return _apply("all_to_all", x, mesh, split_axis, concat_axis)
+
+
+def context_attention(q: Tensor, k: Tensor, v: Tensor, axis: DeviceMesh, causal: bool = True) -> Tensor:
+    """Attend over sequences that are cut over the ranks of an axis, in the order of the ranks.
+
+    Equivalent to, of whole sequences, the part of this rank of::
+
+        F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    Ranks exchange heads for time, and back: each attends over all of time for its part of the heads. So no
+    rank waits for others under a causal mask, and all derivatives are those of the whole. As there, second
+    derivatives want the kernel ``SDPBackend.MATH``, which :func:`ppfunc.hvp` and its siblings take.
+
+    Args:
+        q: float[b, heads, t, d]; the ranks divide the heads.
+        k, v: likewise, of as many heads, or of a divisor of them.
+        axis: one axis of a mesh, such as ``mesh["cp"]``.
+        causal: each position attends to itself and those before it.
+
+    Returns:
+        float[b, heads, t, width of v].
+
+    Raises:
+        TypeError, ValueError: shapes that do not go together, or not one axis of a mesh.
+
+    References:
+        Jacobs et al., DeepSpeed Ulysses, 2023.
+    """
+    require_axis(axis, "context_attention")
+    ranks, shapes = axis.size(), [list(t.shape) for t in (q, k, v)]
+    if (
+        any(t.ndim != 4 for t in (q, k, v))
+        or shapes[1][:3] != shapes[2][:3]
+        or q.shape[1] % max(k.shape[1], 1)
+        or q.shape[1] % ranks
+    ):
+        raise ValueError(
+            f"context_attention: got q, k, v of the shapes {', '.join(map(str, shapes))}, expected [b, heads,"
+            f" t, d], with a number of heads of q that the {ranks} ranks and the heads of k and v divide"
+        )
+    groups = k.shape[1]
+    copies = lcm(groups, ranks) // groups  # each rank has a whole number of heads of k and v
+    if copies > 1:
+        k, v = (t.repeat_interleave(copies, 1) for t in (k, v))
+    q, k, v = (all_to_all(t, axis, 1, 2) for t in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    y = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+    return all_to_all(y, axis, 2, 1)
 
 
 class _Collective(NamedTuple):
