@@ -73,7 +73,9 @@ def psum_scatter(x: Tensor, mesh: DeviceMesh, axis: int = 0) -> Tensor:
 def all_to_all(x: Tensor, mesh: DeviceMesh, split_axis: int, concat_axis: int) -> Tensor:
     """Cut ``x`` along ``split_axis``, send part ``i`` to rank ``i``; join what comes along ``concat_axis``.
 
-    Its transpose exchanges back, with the two axes in the other order.
+    Its transpose exchanges back, with the two axes in the other order. The parts are equal: the shapes in a
+    stage are known before it runs, so that no count of tokens can be one of them. Send tokens to experts in
+    rows of a fixed number, of zeros where there is no token.
 
     Args:
         x, mesh: as of :func:`psum`.

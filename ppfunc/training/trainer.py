@@ -226,7 +226,8 @@ class Trainer:
                 place of a microbatch among those of all data ranks.
             loss_weights: weight of every microbatch, such as its number of tokens; divided by their sum over
                 all data ranks. Equal by default. All ranks pass weights, or none does. A microbatch of
-                weight 0 contributes nothing, as in :func:`ppfunc.value_and_grad`.
+                weight 0 contributes nothing, as in :func:`ppfunc.value_and_grad`; over an axis of experts or
+                context it runs, since peers take part in it, and its loss has to be finite.
             return_losses, return_outputs: whether the metrics have the losses of all microbatches, or the
                 outputs of last stages in the form of the inputs. Every rank asks for the same.
 

@@ -18,10 +18,11 @@ class Axes(NamedTuple):
             over the last; along the others each rank keeps the same parts.
         model: ranks that hold parts of the parameters of one stage, and run the same batch.
         experts: one of the data axes, whose ranks hold different experts, and pass tokens to each other
-            within stages. A parameter of experts is a DTensor that is cut over this axis; its gradient is
-            summed over the other data axes.
+            within stages. A parameter of experts is a DTensor that is cut over this axis, such as
+            ``ppfunc.stage.shard`` makes; its gradient is summed over the other data axes. Stages of these
+            ranks run microbatches of the same shapes.
         context: one of the data axes, whose ranks have parts of the same sequences, and attend to each other
-            within stages.
+            within stages. Weigh losses by tokens where ranks have unequal numbers of them.
     """
 
     pipe: str = "pp"
