@@ -174,6 +174,25 @@ def test_under_autocast_casts_are_those_of_plain_torch_and_the_backward_makes_no
     assert all(map(torch.equal, gradients, want_gradients))
 
 
+@pytest.mark.parametrize("engine", [graph, functional, eager])
+def test_under_autocast_each_use_of_what_a_stage_gets_is_a_cast_whose_gradient_is_float32(engine):
+    """Autocast keeps the cast of a leaf: a value that comes from another stage is none in the whole model."""
+
+    def projects(w, x):
+        return sum(F.linear(x, each).float() for each in w.unbind())
+
+    generator = torch.Generator().manual_seed(0)
+    w, x = torch.randn(3, 16, 16, generator=generator), torch.randn(8, 16, generator=generator)
+    before = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = projects(w, before + 0)
+        program = engine(projects, (w, x))
+        out, residuals = program.forward(w, x)
+        _, gx = program.backward(residuals, torch.ones_like(out))
+    assert torch.equal(out, y)
+    assert torch.equal(gx, torch.autograd.grad(y, before, torch.ones_like(y))[0])
+
+
 def test_only_all_parameters_are_cast_or_none():
     ids, target = batch()
     parts = pp.split(Llama(), ids[:2], at=AT)

@@ -81,7 +81,8 @@ class DifferentiableStage:
             for i, value in zip(self.param_at, primal_params, strict=True):
                 p[i] = value
             for i, value in zip(self.x_at, primal_x, strict=True):
-                a[i] = value
+                # Autocast casts a leaf once: gradients of its uses would be summed in half precision.
+                a[i] = value.view_as(value) if value.dtype == torch.float32 else value
             with self._mode(params + x + extras):
                 out = self._call(self.example.unflatten((*p, *a, *extras)))
             (y, y_def), (aux, _) = split_aux(out, self.has_aux, self.name)
