@@ -5,8 +5,9 @@
 ``compute``: parameters in float32, cast for the step. ``autocast``: the step under ``torch.autocast``.
 ``masters``: the model itself in bfloat16. For each, the greatest difference of a gradient to plain torch's in
 the same precision, in training with dropout under the same random numbers, by the greatest of its parameter;
-and how far plain torch itself is from float32 by the same measure. With ``--trainer``, two steps with float32
-masters, a checkpoint between them that another trainer goes on from, and weights that go back into the model.
+and how far plain torch itself is from float32 by the same measure. With ``--trainer``, four steps with
+float32 masters, a checkpoint between them that another split and trainer go on from, and weights that go back
+into the model: how far its outputs are from those of the stages.
 """
 
 from __future__ import annotations
@@ -66,10 +67,14 @@ class Refused(Exception):
     """Raised where plain torch does not run the model in this precision."""
 
 
-def loss_fn(output: Any, _: Any = None) -> Tensor:
+def floats(output: Any) -> list[Tensor]:
     found = output.values() if isinstance(output, dict) else output
-    tensors = [t.float() for t in found if isinstance(t, Tensor) and t.is_floating_point() and t.ndim]
-    return sum(((t * torch.linspace(-1, 1, t.shape[-1])).square().mean() for t in tensors), torch.zeros(()))
+    return [t.float() for t in found if isinstance(t, Tensor) and t.is_floating_point() and t.ndim]
+
+
+def loss_fn(output: Any, _: Any = None) -> Tensor:
+    weighted = (t * torch.linspace(-1, 1, t.shape[-1]) for t in floats(output))
+    return sum((t.square().mean() for t in weighted), torch.zeros(()))
 
 
 def made(name: str) -> nn.Module:
@@ -150,31 +155,57 @@ def by(way: str, name: str) -> tuple[float, float]:
 
 
 def trained(name: str) -> str:
-    """Train with float32 masters, go on from a checkpoint, and put the weights back."""
-    model, (_, make, at) = made(name).to(HALF), ARCHITECTURES[name]
+    """Train with float32 masters, go on from a checkpoint with another split, and export the weights."""
+    _, make, at = ARCHITECTURES[name]
     torch.manual_seed(1)
     inputs, target = half(make(2 * M, 10)), torch.zeros(2 * M)
-    parts = pp.split(model, kwargs=rows_of(inputs, 0), at=at).load(
-        made(name).state_dict(), dtype=torch.float32
-    )
     precision = Precision(compute=HALF, reduce=torch.float32, master=torch.float32)
 
-    def trainer() -> pp.Trainer:
+    def begun() -> tuple[pp.Split, pp.Trainer, Any]:
+        parts = pp.split(made(name).to(HALF), kwargs=rows_of(inputs, 0), at=at)
+        parts = parts.load(made(name).state_dict(), dtype=torch.float32)
         schedule = pp.one_f_one_b(len(parts.stages), M)
-        return pp.Trainer(parts, loss_fn, schedule, pp.optim.adamw(1e-3), pp.InProcess(), precision=precision)
+        trainer = pp.Trainer(parts, loss_fn, schedule, pp.optim.adamw(1e-3), precision=precision)
+        return parts, trainer, trainer.init(parts.params, parts.state)
 
-    one, other = trainer(), trainer()
-    state = one.init(parts.params, parts.state)
-    state, _ = one.step(state, inputs, target, seed=SEED)
+    def steps(trainer: pp.Trainer, state: Any, numbers: range) -> tuple[Any, list[Tensor]]:
+        losses = []
+        for n in numbers:
+            state, metrics = trainer.step(state, inputs, target, seed=(SEED[0], n))
+            losses.append(metrics.loss)
+        return state, losses
+
+    parts, trainer, state = begun()
+    state, _ = steps(trainer, state, range(2))
+    _, other, fresh = begun()
     with tempfile.TemporaryDirectory() as folder:
         pp.checkpoint.save(folder, state)
-        resumed = pp.checkpoint.load(pp.checkpoint.latest(folder), other.init(parts.params, parts.state))
-    last, metrics = one.step(state, inputs, target, seed=SEED)
-    again, _ = other.step(resumed, inputs, target, seed=SEED)
+        resumed = pp.checkpoint.load(pp.checkpoint.latest(folder), fresh)
+    last, losses = steps(trainer, state, range(2, 4))
+    again, same = steps(other, resumed, range(2, 4))
+    assert losses == same, f"losses after a checkpoint: {same}, without it {losses}"
     for s, of in last.params.items():
         assert all(torch.equal(t, again.params[s][n]) for n, t in of.items()), f"stage {s} after a checkpoint"
-    made(name).load_state_dict(parts.state_dict(last.params, last.stage_state))
-    return f"trained to {float(metrics.loss):.4f}"
+    return f"trained to {float(losses[-1]):.4f}, logits apart {exported(name, parts, last, inputs):.0e}"
+
+
+def exported(name: str, parts: pp.Split, state: Any, inputs: dict[str, Tensor]) -> float:
+    """How far the outputs of a model that has loaded the exported weights are from those of the stages."""
+    model, rows = made(name), rows_of(inputs, 0)
+    model.load_state_dict(parts.state_dict(state.params, state.stage_state))
+    model = model.to(HALF).eval()
+    parts.put_back(state.params, state=state.stage_state)
+    pairs = zip(model.state_dict().items(), parts.model.state_dict().values(), strict=True)
+    assert all(torch.equal(mine, other) for (_, mine), other in pairs), "put_back and state_dict differ"
+    looking = pp.split(parts.model.eval(), kwargs=rows, at=parts.at)
+    schedule = pp.one_f_one_b(len(looking.stages), 1)
+    got = pp.evaluate(looking, loss_fn, schedule, return_outputs=True)(
+        looking.params, rows, torch.zeros(2), state=looking.state
+    )
+    torch.manual_seed(0)
+    with torch.no_grad():
+        want = model(**rows)
+    return max(float((a - b).abs().max()) for a, b in zip(*map(floats, (got.outputs, want)), strict=True))
 
 
 def main() -> None:
