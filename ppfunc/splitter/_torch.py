@@ -12,37 +12,20 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 
 # Modes of the key `PreDispatch`, which sees operators above autograd and autocast, need the dispatcher of
 # Python.
-from torch._dispatch.python import enable_python_dispatcher
-
-# Computes with values during a trace.
-from torch._subclasses.fake_tensor import unset_fake_temporarily as with_values
+from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 # Makes operators functional: what they write becomes new values.
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-
-# The history of a result of an `autograd.Function` is an object of a subclass of it.
-from torch.autograd.function import BackwardCFunction
 
 # The only class of modes, beside those that make operators functional, that the key `PreDispatch` takes.
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 # The function by which reentrant checkpoints hide their region.
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction as CheckpointFunction
 
-__all__ = [
-    "BackwardCFunction",
-    "CheckpointFunction",
-    "FunctionalMode",
-    "PreDispatchMode",
-    "check_values",
-    "enable_python_dispatcher",
-    "from_functional",
-    "saved_tensor_hooks",
-    "to_functional",
-    "vmapped",
-    "with_values",
-    "without_functionalize",
-]
+# Computes with values during a trace.
+with_values = unset_fake_temporarily
 
 to_functional = FunctionalTensor.to_functional
 

@@ -12,7 +12,6 @@ from ppfunc.stage import StageError
 from ppfunc.stage._torch import storage
 from ppfunc.stage.abstract.control_flow import COND, PYTHON, WHILE, Handlers, cond, while_loop
 from ppfunc.stage.abstract.outline import DATA_DEPENDENT
-from ppfunc.stage.engines.tracing.operators import constant_name
 from ppfunc.stage.tree import tree_flatten, tree_unflatten
 
 from .known import call_again
@@ -39,11 +38,8 @@ class Branch(NamedTuple):
     def __call__(self, *tensors: torch.Tensor) -> list[Any]:
         values: dict[Node, Any] = dict(zip(self.places, tensors, strict=True))
         for node in self.nodes:
-            if node.op == "get_attr":
-                values[node] = self.recording.constants[constant_name(node)]
-            else:
-                with within(node.meta["region"], self.ambient):
-                    values[node] = call_again(node, values)
+            with within(node.meta["region"], self.ambient):
+                values[node] = call_again(node, values, self.recording.constants)
         return [values[leaf] if isinstance(leaf, Node) else leaf for leaf in self.leaves]
 
 

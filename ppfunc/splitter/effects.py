@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ppfunc.stage._torch import OpOverload, schema
+from ppfunc.stage._torch import OpOverload
 from ppfunc.stage.abstract.purity import draws
-from ppfunc.stage.engines.tracing.operators import named_arguments
+from ppfunc.stage.engines.tracing.operators import is_view, named_arguments
 from ppfunc.stage.signature import differentiable
 
 from .trace import Trace
@@ -110,9 +110,8 @@ def is_view_or_cast(node: Node) -> bool:
         or node.meta["writes"]
     ):
         return False
-    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema(node.target).returns)
     smaller = source.meta["value"].nbytes > node.meta["value"].nbytes
-    return not smaller and (views or node.target in _CASTS)
+    return not smaller and (is_view(node.target) or node.target in _CASTS)
 
 
 aten = torch.ops.aten

@@ -10,7 +10,6 @@ from torch.fx import Node
 
 from ppfunc.stage import StageError
 from ppfunc.stage.abstract.outline import without_values
-from ppfunc.stage.engines.tracing.operators import constant_name
 from ppfunc.stage.tree import tree_map
 
 from ._torch import (
@@ -103,16 +102,13 @@ def replay(trace: Trace, values: dict[Node, Any], recording: Recording | None = 
     """
     for node in trace.nodes:
         yield node
-        if node.op == "get_attr":
-            values[node] = trace.constants[constant_name(node)]
-            continue
         with within(node.meta["region"]):
             if recording is not None and "opaque" in node.meta:
                 assert callable(node.target)
                 args = tuple(from_functional(values[n]) for n in node.args)  # type: ignore[index]
                 values[node] = tree_map(to_functional, recording.call_whole(node.target, args))
             else:
-                values[node] = call_again(node, values)
+                values[node] = call_again(node, values, trace.constants)
 
 
 def _node(recording: Recording, value: Tensor) -> Node:

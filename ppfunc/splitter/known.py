@@ -45,10 +45,8 @@ def known_values(
     values: dict[Node, Any] = {}
     with with_values(), torch.no_grad():
         for node in sorted(needed):
-            if node.op == "get_attr":
-                values[node] = constants[constant_name(node)].clone()
-            else:
-                values[node] = call_again(node, values)
+            value = call_again(node, values, constants)
+            values[node] = value.clone() if node.op == "get_attr" else value
     return values
 
 
@@ -60,8 +58,10 @@ def _replayable(node: Node, autocast: Any) -> bool:
     )
 
 
-def call_again(node: Node, values: Mapping[Node, Any]) -> Any:
-    """Call the operator of a node on the values of its arguments."""
+def call_again(node: Node, values: Mapping[Node, Any], constants: Mapping[str, torch.Tensor]) -> Any:
+    """Call the operator of a node on the values of its arguments; return that of a constant."""
+    if node.op == "get_attr":
+        return constants[constant_name(node)]
     args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
     assert callable(node.target)
     return node.target(*args, **kwargs)

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import (
+    BackwardCFunction,
     FakeTensor,
     TorchDispatchMode,
     is_dtensor,
@@ -30,7 +31,7 @@ from ppfunc.stage.engines.tracing.record import TRACED, GraphRecorder
 from ppfunc.stage.errors import place_of_call, warn
 from ppfunc.stage.tree import tree_flatten, tree_unflatten
 
-from ._torch import BackwardCFunction, CheckpointFunction, PreDispatchMode, saved_tensor_hooks, with_values
+from ._torch import CheckpointFunction, PreDispatchMode, saved_tensor_hooks, with_values
 from .known import known_values
 
 aten = torch.ops.aten

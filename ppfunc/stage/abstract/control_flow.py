@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -57,38 +58,28 @@ PYTHON: Handlers = {
 }
 
 
-class _Compiler(threading.local):
-    """Stands for ``torch.compile`` while a thread calls a stage, for that thread alone."""
-
-    handlers: Handlers | None = None
-    lock, users, original = threading.Lock(), [0], torch.compile
-
-    def __call__(self, model: Any = None, *args: Any, **options: Any) -> Any:
-        name = getattr(model, "__name__", "") if getattr(model, "__module__", "").startswith("torch.") else ""
-        handler = (self.handlers or {}).get(name)
-        return type(self).original(model, *args, **options) if handler is None else handler
-
-    def use(self, change: int) -> None:
-        """Take the place of ``torch.compile`` for the first user, and leave it after the last."""
-        with self.lock:
-            self.users[0] += change
-            if self.users[0] == 1 and change == 1:
-                type(self).original = torch.compile
-                torch.compile = self
-            elif not self.users[0]:
-                torch.compile = type(self).original
+_handlers: ContextVar[Handlers | None] = ContextVar("handlers", default=None)
+_replaced: list[Any] = []  # what torch.compile was when each user came; the first is torch's own
+_lock = threading.Lock()
 
 
-_compiler = _Compiler()
+def _compile(model: Any = None, *args: Any, **options: Any) -> Any:
+    """Stand for ``torch.compile`` while some thread calls a stage, for that thread alone."""
+    name = getattr(model, "__name__", "") if getattr(model, "__module__", "").startswith("torch.") else ""
+    handler = (_handlers.get() or {}).get(name)
+    return (_replaced or [torch.compile])[0](model, *args, **options) if handler is None else handler
 
 
 @contextmanager
 def in_python(handlers: Handlers = PYTHON) -> Iterator[None]:
     """Call operators that take functions by handlers."""
-    before, _compiler.handlers = _compiler.handlers, handlers
-    _compiler.use(1)
+    token = _handlers.set(handlers)
+    with _lock:
+        _replaced.append(torch.compile)
+        torch.compile = _compile
     try:
         yield
     finally:
-        _compiler.use(-1)
-        _compiler.handlers = before
+        with _lock:
+            torch.compile = _replaced.pop()
+        _handlers.reset(token)
