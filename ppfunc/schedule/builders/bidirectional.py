@@ -23,11 +23,11 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     ``p + 1`` live activations; every rank holds the parameters of two stages.
 
     >>> from ppfunc.schedule import to_grid
-    >>> print(to_grid(dualpipe(ranks=4, microbatches=8)), end="")
-    rank 0  0F0 0F1 0F2 7F4 7I4 7W4 7F5 0F3;7B5----  .  7F6;0B0---- 7B6----  .  7F7;0B1---- 7B7---- 0I2 0W2 0I3 0W3
-    rank 1   .  1F0 6F4 1F1 6F5 1F2 6B4---- 6F6;1B0---- 1F3;6B5---- 6F7;1B1---- 6B6---- 1B2----  .  6I7 1I3 6W7 1W3
-    rank 2   .  5F4 2F0 5F5 2F1 5F6 2B0---- 2F2;5B4---- 5F7;2B1---- 2F3;5B5---- 2B2---- 5B6----  .  2I3 5I7 2W3 5W7
-    rank 3  4F4 4F5 4F6 3F0 3I0 3W0 3F1 4F7;3B1----  .  3F2;4B4---- 3B2----  .  3F3;4B5---- 3B3---- 4I6 4W6 4I7 4W7
+    >>> print(to_grid(dualpipe(ranks=4, microbatches=8)).replace("rank ", ""), end="")
+    0  0F0 0F1 0F2 7F4 7I4 7W4 7F5 0F3;7B5----  .  7F6;0B0---- 7B6----  .  7F7;0B1---- 7B7---- 0I2 0W2 0I3 0W3
+    1   .  1F0 6F4 1F1 6F5 1F2 6B4---- 6F6;1B0---- 1F3;6B5---- 6F7;1B1---- 6B6---- 1B2----  .  6I7 1I3 6W7 1W3
+    2   .  5F4 2F0 5F5 2F1 5F6 2B0---- 2F2;5B4---- 5F7;2B1---- 2F3;5B5---- 2B2---- 5B6----  .  2I3 5I7 2W3 5W7
+    3  4F4 4F5 4F6 3F0 3I0 3W0 3F1 4F7;3B1----  .  3F2;4B4---- 3B2----  .  3F3;4B5---- 3B3---- 4I6 4W6 4I7 4W7
 
     Args:
         ranks: number of ranks p, even.
@@ -39,7 +39,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     References:
         DeepSeek-AI, DeepSeek-V3 Technical Report (arXiv:2412.19437), section 3.2.1;
         deepseek-ai/DualPipe, ``dualpipe.py``.
-    """  # noqa: E501
+    """
     expected = f"an even number of at least 2 * ranks = {2 * ranks}"
     chains = _both_ways(ranks, microbatches, 2 * ranks, expected, "dualpipev")
     programs = []
@@ -59,9 +59,9 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
     ``(p - 1)(F&B + B - 3W)`` where F = I and W <= F, with ``2p + 1`` live chunk activations.
 
     >>> from ppfunc.schedule import to_grid
-    >>> print(to_grid(dualpipev(ranks=2, microbatches=4)), end="")
-    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3;3B1----  .  3F2;0B0---- 3B2----  .  3F3;0B1---- 3B3---- 0I2 0W2 0I3 0W3
-    rank 1   .  1F0 2F0 1F1 2F1 1F2 2B0---- 2F2;1B0---- 1F3;2B1---- 2F3;1B1---- 2B2---- 1B2----  .  2I3 1I3 2W3 1W3
+    >>> print(to_grid(dualpipev(ranks=2, microbatches=4)).replace("rank ", ""), end="")
+    0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3;3B1----  .  3F2;0B0---- 3B2----  .  3F3;0B1---- 3B3---- 0I2 0W2 0I3 0W3
+    1   .  1F0 2F0 1F1 2F1 1F2 2B0---- 2F2;1B0---- 1F3;2B1---- 2F3;1B1---- 2B2---- 1B2----  .  2I3 1I3 2W3 1W3
 
     Args:
         ranks: number of ranks p, two stages each.
@@ -72,7 +72,7 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
 
     References:
         deepseek-ai/DualPipe, ``dualpipev.py``; Sea AI Lab, "Cut-in-half", 2025.
-    """  # noqa: E501
+    """
     require_counts(ranks=ranks, microbatches=microbatches)
     fits = microbatches >= 2 * ranks
     require("microbatches", microbatches, fits, f"at least 2 * ranks = {2 * ranks}", "split the batch finer")

@@ -62,9 +62,9 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> S
     activations wait for their W.
 
     >>> from ppfunc.schedule import to_grid
-    >>> print(to_grid(interleaved_zero_bubble(ranks=2, microbatches=4)), end="")
-    rank 0  0F0 0F1 2F0 2F1  .  2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 2I3 2W3 0I2 0W2 0I3 0W3
-    rank 1   .  1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3
+    >>> print(to_grid(interleaved_zero_bubble(ranks=2, microbatches=3)), end="")
+    rank 0  0F0 0F1 0F2 2F0 2F1  .  2I0 2W0 2F2 2I1 2W1 2I2 2W2 0I0 0W0 0I1 0W1 0I2 0W2
+    rank 1   .  1F0 1F1 1F2 3F0 3I0 3F1 3I1 3W0 3F2 3I2 3W1 1I0 3W2 1I1 1W0 1I2 1W1 1W2
 
     Args:
         ranks: number of ranks p.
@@ -77,7 +77,7 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> S
     References:
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 2;
         Narayanan et al., Megatron-LM, SC 2021, section 2.2.
-    """  # noqa: E501
+    """
     require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
     size = group_size(ranks, microbatches, chunks)
     order = walk(microbatches, chunks, size)

@@ -22,9 +22,9 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
     makespan; at most ``2p`` chunk activations wait for their W.
 
     >>> from ppfunc.schedule import to_grid
-    >>> print(to_grid(zbv(ranks=2, microbatches=4)), end="")
-    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3  .
-    rank 1   .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
+    >>> print(to_grid(zbv(ranks=2, microbatches=3)), end="")
+    rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2  .
+    rank 1   .  1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
 
     Args:
         ranks: number of ranks p, two stages each.
@@ -36,7 +36,7 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
 
     References:
         Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024 (arXiv:2401.10241), section 6.
-    """  # noqa: E501
+    """
 
     def program_of(r: int) -> Iterator[Instruction]:
         pattern = _pattern(r, ranks, max(2 * ranks - 1, microbatches))
