@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         Axes as Axes,
         InProcess as InProcess,
         Microbatches as Microbatches,
+        OnPaper as OnPaper,
         PipelineError as PipelineError,
         StepResult as StepResult,
         interleaved as interleaved,

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         device_mesh as device_mesh,
         topology_of_mesh as topology_of_mesh,
     )
+    from .transport.on_paper import OnPaper as OnPaper
     from .transport.p2p import P2P as P2P
     from .transport.protocols import Transport as Transport
 else:

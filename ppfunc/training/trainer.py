@@ -9,13 +9,12 @@ import torch
 
 from ppfunc._step_factory import Stages, make_step, reporting_mistakes, unpacked
 from ppfunc._text import answering, naming_arguments, shown
-from ppfunc.runtime import P2P, InProcess, Microbatches, StepSpec, Transport
+from ppfunc.runtime import InProcess, Microbatches, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import TiedPlaces, require_declared_trees
 from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, read_loss_weights, read_seed
 from ppfunc.runtime.call.results import StepResult
 from ppfunc.runtime.call.spec import Updates
 from ppfunc.runtime.lowering.overlap import Overlapped
-from ppfunc.runtime.transport.grid import ShardWhat
 from ppfunc.schedule import (
     Schedule,
     Timeline,
@@ -35,6 +34,7 @@ from ppfunc.stage.signature import flatten
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 
 from .checkpoint.tensor_file import DTYPES_BY_NAME
+from .lowered import LoweredTraining, on_meta
 from .optim.protocols import Optimizer, text_of
 from .update.known_states import GOES_ON, KnownStates
 from .update.parameter_update import TrainingUpdate
@@ -125,14 +125,12 @@ class Trainer:
             frozen = FrozenLeaves(stages, trainable)
             states = StateRule.of(reduce_state, update_state)
             rule = UpdateRule.of(optimizer, precision or Precision(), on_nonfinite, frozen, states)
-            self._rule = rule
-            p2p = self.transport if isinstance(self.transport, P2P) else None
-            shard: ShardWhat = "none" if p2p is None else p2p.shard
-            axes = "" if p2p is None else f", {p2p.axes}"
+            self._rule, shard = rule, self.transport.shard
+            axes = "" if self.transport.mesh is None else f", {self.transport.axes}"
             sharded, reduce = shard == "params", rule.precision.reduce
             self.schedule, ahead = _completed(schedule, sharded, bool(ties))
             self._states = KnownStates(checksum_every)
-            self._ranks = TrainingRanks.of(shard, self.schedule, ties, self.transport)
+            self._ranks = TrainingRanks.of(self.schedule, ties, self.transport)
             spec = StepSpec(
                 f"trainer {rule.options_text}, shard {shard}{axes}",
                 ("loss", "aux"),
@@ -191,8 +189,8 @@ class Trainer:
             s: precision.to_kept(tree_map(partial(_own, storages), tree), fixed[s])
             for s, tree in params.items()
         }
-        device = self.transport.device if isinstance(self.transport, P2P) else torch.device("cpu")
-        device = next((local(t).device for tree in masters.values() for t in tree_leaves(tree)), device)
+        own = (local(t).device for tree in masters.values() for t in tree_leaves(tree))
+        device = next(own, self.transport.device)
         pairs = {
             s: self._ranks.init(tree, fixed[s], self._rule.optimizer, f"params[{s}]")
             for s, tree in masters.items()
@@ -323,6 +321,29 @@ class Trainer:
             return metrics.loss
         aux = result.aux if has_aux else None
         return StepResult(metrics.loss, outputs=result.outputs, aux=aux, losses=metrics.losses)
+
+    def lower(
+        self, params: Mapping[int, Any], inputs: Any, targets: Any = None, *,
+        state: Mapping[int, Any] | None = None, extras: Mapping[int, Any] | None = None,
+    ) -> LoweredTraining:  # fmt: skip
+        """Lower a step for arguments of these shapes, and run nothing: its text, memory and cost.
+
+        A trainer with the transport :class:`ppfunc.OnPaper` needs no other process; with :class:`P2P` every
+        rank calls it.
+
+        Args:
+            params, state: as of :meth:`init`; tensors, also on the device meta, or their signatures.
+            inputs, targets, extras: as of :meth:`step`, likewise.
+
+        Raises:
+            As :meth:`init` and :meth:`step`.
+        """
+        trees, states = ({s: on_meta(t) for s, t in (each or {}).items()} for each in (params, state))
+        initial = self.init(trees, states)
+        update = TrainingUpdate(self._rule, self._ranks, {}, initial, GOES_ON)
+        batch = tuple(None if part is None else on_meta(part) for part in (inputs, targets))
+        step = self._step.lower(partial(self._arguments, update, [batch], None, None, _one(extras)))
+        return LoweredTraining(step, initial, update, self._rule, self._ranks)
 
     def close(self) -> None:
         """Close the transport. The trainer takes no steps afterwards."""

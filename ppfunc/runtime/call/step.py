@@ -171,8 +171,8 @@ class StepFunction(Generic[P, R]):
         with transport.hold_interrupts():
             try:
                 raw = self._read(*args, **kwargs)
-                assert isinstance(raw, RawArguments)  # of one step
-                arguments = self._arguments(raw, None, abstract=True)
+                first = raw[0] if isinstance(raw, list) else raw
+                arguments = self._arguments(first, None, abstract=True)
                 lowered, agreed, guards = self._compiled.lower(arguments)
                 transport.end({}, {})
                 return arguments, lowered, agreed, guards

@@ -130,3 +130,18 @@ def grid_of(mesh: DeviceMesh, axes: Axes, rank: int) -> Grid:
         data=grid.along(data),
         together=grid.along(axes.of_stages),
     )
+
+
+def require_shardable(axes: Axes | None, shard: ShardWhat) -> None:
+    """Raise ValueError where something is cut over data ranks, and no axis has any that could keep a part."""
+    if shard != "none" and (axes is None or not axes.data_axes):
+        raise ValueError(
+            f"shard: got {shard!r}, and no axis of data ranks to cut over; expected P2P(mesh=mesh,"
+            " axes=Axes('pp', data='dp'), shard=...)"
+        )
+    if shard == "params" and axes is not None and axes.experts in axes.data_axes[-1:]:
+        raise ValueError(
+            f"shard: got 'params' with experts={axes.experts!r}, the last data axis, over which parameters of"
+            " experts are cut already; name another data axis last, data=('ep', 'dp'), or take"
+            " shard='optimizer'"
+        )

@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc.stage.device import available
 
@@ -13,6 +14,7 @@ from ..agreement.comparison import LaidOut
 from ..errors import AgreementError, Failure, PipelineError
 from ..execution.buffers import Buffers, Compared, moved
 from .collective import Among, Collective
+from .grid import Axes, ShardWhat
 from .protocols import Call, LossPart, Mode, Route, Transfer, sum_up
 
 
@@ -25,6 +27,9 @@ class InProcess:
     """
 
     generation, has_peers, compares_layouts, mixes_batches = 0, False, False, False
+    mesh: DeviceMesh | None = None
+    axes, device = Axes(), torch.device("cpu")
+    shard: ShardWhat = "none"
 
     def __repr__(self) -> str:
         return "InProcess()"

@@ -27,7 +27,7 @@ from ..execution.buffers import Compared
 from . import _torch
 from ._torch import CARRIES
 from .collective import Among, Collective
-from .grid import Axes, ShardWhat, grid_of
+from .grid import Axes, ShardWhat, grid_of, require_shardable
 from .opening import Opening, await_next, in_thread, open_groups
 from .pair_groups import PairGroups, lost
 from .protocols import Call, LossPart, Mode, Route, Transfer
@@ -436,17 +436,7 @@ def _require_group(
     if axes is not None and mesh is None:
         raise ValueError(f"axes: got {axes}, and no mesh that has them; give the mesh, too")
     require_one_of("shard", shard, get_args(ShardWhat))
-    if shard != "none" and (axes is None or not axes.data_axes):
-        raise ValueError(
-            f"shard: got {shard!r}, and no axis of data ranks to cut over; expected P2P(mesh=mesh,"
-            " axes=Axes('pp', data='dp'), shard=...)"
-        )
-    if shard == "params" and axes is not None and axes.experts in axes.data_axes[-1:]:
-        raise ValueError(
-            f"shard: got 'params' with experts={axes.experts!r}, the last data axis, over which parameters of"
-            " experts are cut already; name another data axis last, data=('ep', 'dp'), or take"
-            " shard='optimizer'"
-        )
+    require_shardable(axes, shard)
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "P2P got no process group; call torch.distributed.init_process_group first, or use InProcess()"

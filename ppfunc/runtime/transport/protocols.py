@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, Self
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc.stage import LeafSignature
 
@@ -15,6 +16,7 @@ from ..agreement.comparison import LaidOut
 from ..errors import Failure
 from ..execution.buffers import Buffers, Compared, Tag
 from .collective import Among, Collective
+from .grid import Axes, ShardWhat
 
 Call = Callable[[Buffers], None]
 """One entry of a compiled program: reads and writes the buffers of the running step, and nothing else."""
@@ -289,7 +291,20 @@ class ControlTransport(Protocol):
 class Transport(DataTransport, ControlTransport, Protocol):
     """Carries a pipeline's tensors and keeps its ranks together: :class:`DataTransport` and
     :class:`ControlTransport` in one. A context manager that closes its connections.
+
+    Attributes:
+        mesh: of the ranks that train together; None for one pipeline.
+        axes: the names of its axes.
+        shard: what a trainer cuts over the data ranks.
+        device: of tensors that belong to no stage.
     """
+
+    mesh: DeviceMesh | None
+    axes: Axes
+    shard: ShardWhat
+
+    @property
+    def device(self) -> torch.device: ...
 
     def close(self) -> None:
         """Close all connections."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc.runtime import P2P, Transport
+from ppfunc.runtime import Transport
 from ppfunc.runtime.agreement.comparison import note_data_axis
 from ppfunc.runtime.agreement.ties import Tied
 from ppfunc.runtime.transport.collective import Collective
@@ -83,9 +83,9 @@ class TrainingRanks(NamedTuple):
     axes: Axes
 
     @classmethod
-    def of(cls, shard: ShardWhat, schedule: Schedule, tied: Tied, transport: Transport) -> TrainingRanks:
+    def of(cls, schedule: Schedule, tied: Tied, transport: Transport) -> TrainingRanks:
         """Describe the ranks of a transport."""
-        mesh, axes = (transport.mesh, transport.axes) if isinstance(transport, P2P) else (None, Axes())
+        mesh, axes, shard = transport.mesh, transport.axes, transport.shard
         every = axes.data_axes
         if mesh is not None:
             roles = (*every, axes.model)

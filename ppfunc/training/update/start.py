@@ -21,6 +21,8 @@ _CUT_FROM: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the step of a state
 
 def note_whole(ranks: TrainingRanks, step: Tensor, params: Mapping[int, object]) -> None:
     """Note checksums of the parameters that a state of this ``step`` is cut from, for its first step."""
+    if step.is_meta:  # of a state that no step begins from
+        return
     _CUT_FROM[step] = [
         f"the parameters of stage {s} with the checksum {_checksum(ranks, tree)}"
         for s, tree in sorted(params.items())
@@ -31,9 +33,10 @@ def start_facts(rule: UpdateRule, ranks: TrainingRanks, state: TrainState) -> tu
     """Write the terms that all ranks have to share, and those that the data ranks of a stage have to share.
 
     A user's own optimizer is known only by name, so that ranks also compare how it updates ones. Reads
-    numbers of the device; ranks compare them once.
+    numbers of the device; ranks compare them once. A state without values, of a step that is lowered, has none
+    to compare.
     """
-    if ranks.world.size == 1:
+    if ranks.world.size == 1 or state.step.is_meta:
         return "", ""
     scale = ", ".join(f"{name} {value.item():g}" for name, value in sorted(state.scale.items()))
     common = [

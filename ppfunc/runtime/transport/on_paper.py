@@ -1,0 +1,61 @@
+"""The ranks of a mesh without their processes: steps are lowered for it, and none runs."""
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ppfunc._text import require_one_of
+
+from ..agreement.comparison import LaidOut
+from .collective import Among, Collective
+from .grid import Axes, ShardWhat, grid_of, require_shardable
+from .inprocess import InProcess
+
+
+class OnPaper(InProcess):
+    """Stands for the ranks of a mesh, of which only sizes are known: steps are lowered, and never run.
+
+    This process is the first of the mesh's data ranks and model ranks, and holds all ranks of its pipeline.
+    A mesh of torch's backend ``fake`` has no processes, and as many ranks as one likes::
+
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8 * 16)
+        mesh = torch.distributed.init_device_mesh("cpu", (8, 16), mesh_dim_names=("pp", "dp"))
+        transport = ppfunc.OnPaper(mesh=mesh, axes=ppfunc.Axes("pp", data="dp"), shard="params")
+
+    Args:
+        mesh, axes, shard: as of :class:`P2P`.
+
+    Raises:
+        TypeError, ValueError: as :class:`P2P`.
+    """
+
+    def __init__(self, *, mesh: DeviceMesh, axes: Axes | None = None, shard: ShardWhat = "none") -> None:
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh: got {mesh!r}, expected a DeviceMesh, such as init_device_mesh makes")
+        require_one_of("shard", shard, ("none", "optimizer", "params"))
+        self.mesh, self.axes, self.shard = mesh, axes or Axes(), shard
+        require_shardable(self.axes, shard)
+        self._grid = grid_of(mesh, self.axes, int(mesh.mesh.flatten()[0]))
+
+    def __repr__(self) -> str:
+        return f"OnPaper(mesh={self.mesh!r}, axes={self.axes!r}, shard={self.shard!r})"
+
+    def local_ranks(self, ranks: int) -> tuple[int, ...]:
+        if ranks != len(self._grid.pipeline):
+            raise ValueError(
+                f"got a schedule of {ranks} ranks, the axis {self.axes.pipe!r} of the mesh has"
+                f" {len(self._grid.pipeline)}; build the schedule for that many, or make another mesh"
+            )
+        return super().local_ranks(ranks)
+
+    def collective(self, among: Among) -> Collective:
+        if among == "world":
+            return Collective(self._grid.size)
+        axes = tuple(axis for axis in among if isinstance(axis, str))
+        return Collective(len(self._grid.along(axes)) if axes else 1)  # ranks of the pipeline are all here
+
+    def ready(self, layouts: LaidOut) -> None:
+        raise RuntimeError(
+            "got a step to run on a transport that is on paper, whose ranks have no processes; call lower()"
+            " for its text, memory and cost, or take ppfunc.P2P(mesh=mesh, axes=axes) in every process"
+        )

@@ -1,0 +1,170 @@
+"""A training step from shapes alone: the bytes of what it keeps, by hand, and as processes count them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import ppfunc as pp
+from ppfunc.stage import Signature
+from ppfunc.stage.layout import local
+from ppfunc.stage.tree import tree_leaves, tree_map
+from tests.models import normal, squared
+
+WIDTH, M = 64, 4
+W = WIDTH * WIDTH
+AXES = pp.Axes("pp", data="dp")
+BF16 = pp.Precision(compute=torch.bfloat16)
+PARTS = ("params", "optimizer", "computed", "gradients", "updated")
+
+
+def stage(p, x):
+    return torch.tanh(x @ p["w"])
+
+
+def params(stages=2):
+    return {s: {"w": normal(WIDTH, WIDTH, seed=s, dtype=torch.float32)} for s in range(stages)}
+
+
+def batch():
+    return normal(2 * M, WIDTH, dtype=torch.float32), normal(2 * M, WIDTH, seed=1, dtype=torch.float32)
+
+
+def trainer_of(transport=None, schedule=None, optimizer=None, **options):
+    schedule, optimizer = schedule or pp.one_f_one_b(2, M), optimizer or pp.optim.adamw(0.1)
+    return pp.Trainer([stage] * schedule.stages, squared, schedule, optimizer, transport, **options)
+
+
+def bytes_of(trees):
+    return sum(local(leaf).nbytes for leaf in tree_leaves(trees))
+
+
+@pytest.fixture
+def on_paper():
+    """Make transports for meshes of these sizes, of ranks without processes."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def make(sizes, names=("pp", "dp"), axes=AXES, shard="none"):
+        count = torch.Size(sizes).numel()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        return pp.OnPaper(mesh=mesh, axes=axes, shard=shard)
+
+    yield make
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("precision", [None, BF16], ids=["float32", "bf16"])
+def test_bytes_in_one_process_are_those_by_hand(precision, donate):
+    trainer = trainer_of(optimizer=pp.optim.adamw(0.1, donate=donate), precision=precision)
+    memory = trainer.lower(params(), *batch()).memory_analysis()[1]
+    size = 2 if precision else 4  # bytes of a number that a stage computes with
+    counter = 8  # of updates, int64
+    updated = counter if donate else 4 * 3 * W + counter
+    assert memory[:5] == (4 * W, 4 * 2 * W + counter, 2 * W if precision else 0, size * W, updated)
+    assert memory.messages == 2 * WIDTH * size
+
+
+def test_what_is_kept_is_what_a_step_returns():
+    trainer = trainer_of()
+    lowered = trainer.lower(params(), *batch())
+    state, _ = trainer.step(trainer.init(params()), *batch())
+    for rank, memory in lowered.memory_analysis().items():
+        assert memory.params == bytes_of(state.params[rank])
+        assert memory.optimizer == bytes_of(state.optimizer[rank])
+
+
+def test_meta_tensors_and_signatures_lower_to_the_same():
+    trainer, (inputs, targets) = trainer_of(), batch()
+    meta = tree_map(lambda t: t.to("meta"), (params(), inputs, targets))
+    signatures = (
+        {s: Signature.of(p) for s, p in params().items()},
+        Signature.of(inputs),
+        Signature.of(targets),
+    )
+    lowered = [trainer.lower(*given) for given in ((params(), inputs, targets), meta, signatures)]
+    assert len({each.as_text() for each in lowered}) == 1
+    assert len({str(each.memory_analysis()) for each in lowered}) == 1
+    assert len({str(each.cost_analysis()) for each in lowered}) == 1
+
+
+def test_frozen_parameters_have_neither_gradients_nor_state():
+    memory = trainer_of(trainable={0: False, 1: True}).lower(params(), *batch()).memory_analysis()
+    assert memory[0].params == 4 * W and memory[0].gradients == 0
+    assert memory[0].optimizer == memory[0].updated == 8  # the counter
+    assert memory[1].gradients == 4 * W
+
+
+@pytest.mark.parametrize(
+    ("shard", "expected"),
+    [
+        # gradients: the bucket, and this rank's part of its sum
+        ("none", (4 * W, 8 * W + 8, 2 * W, 2 * W, 12 * W + 8)),
+        ("optimizer", (4 * W, 2 * W + 8, 2 * W, 2.5 * W, 6 * W + 8)),
+        # computed: the shard that is cast, and the whole
+        ("params", (W, 2 * W + 8, 2.5 * W, 2.5 * W, 3 * W + 8)),
+    ],
+)
+def test_shards_are_counted_over_a_mesh_without_processes(on_paper, shard, expected):
+    trainer = trainer_of(on_paper((2, 4), shard=shard), precision=BF16)
+    memory = trainer.lower(params(), *batch()).memory_analysis()
+    assert memory[0][:5] == memory[1][:5] == expected
+
+
+def test_two_stages_are_gathered_at_once_at_most(on_paper):
+    trainer = trainer_of(on_paper((2, 4), shard="params"), pp.looped_bfs(2, M, chunks=4))
+    assert trainer.lower(params(8), *batch()).memory_analysis()[0].computed == 2 * 4 * W
+
+
+def test_parts_over_the_model_axis_are_those_of_one_rank(on_paper):
+    transport = on_paper((2, 4, 8), ("pp", "dp", "tp"), pp.Axes("pp", "dp", "tp"), "optimizer")
+    cut = {
+        s: {"w": DTensor.from_local(p["w"][: WIDTH // 8], transport.mesh["tp"], [Shard(0)], run_check=False)}
+        for s, p in params().items()
+    }
+
+    def row_parallel(p, x):
+        return pp.collectives.psum(x[:, : WIDTH // 8] @ p["w"], transport.mesh["tp"])
+
+    trainer = pp.Trainer([row_parallel] * 2, squared, pp.one_f_one_b(2, M), pp.optim.adamw(0.1), transport)
+    memory = trainer.lower(cut, *batch()).memory_analysis()[0]
+    assert (memory.params, memory.optimizer) == (4 * W // 8, 8 * W // 32 + 8)
+
+
+def lowered_by(rank, size, shard):
+    """The memory that this rank of 2 x 2 counts, and its kept bytes after a step."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    with trainer_of(pp.P2P(mesh=mesh, axes=AXES, shard=shard), precision=BF16) as trainer:
+        own = {rank // 2: params()[rank // 2]}
+        memory = trainer.lower(own, *batch()).memory_analysis()
+        state, _ = trainer.step(trainer.init(own), *batch())
+        return memory[rank // 2], bytes_of(state.params), bytes_of(state.optimizer)
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "params"])
+def test_processes_count_the_same_as_paper(four, on_paper, shard):
+    answers = four(lowered_by, shard)
+    trainer = trainer_of(on_paper((2, 2), shard=shard), precision=BF16)
+    paper = trainer.lower(params(), *batch()).memory_analysis()
+    for rank, (memory, params_kept, optimizer_kept) in enumerate(answers):
+        assert memory == paper[rank // 2]
+        assert (params_kept, optimizer_kept) == (memory.params, memory.optimizer)
+
+
+def test_a_step_on_paper_is_refused(on_paper):
+    trainer = trainer_of(on_paper((2, 2)))
+    with pytest.raises(RuntimeError, match="on paper, whose ranks have no processes; call lower"):
+        trainer.step(trainer.init(params()), *batch())
+
+
+def test_a_transport_on_paper_that_does_not_fit_is_refused(on_paper):
+    transport = on_paper((4, 2))
+    with pytest.raises(ValueError, match="schedule of 2 ranks, the axis 'pp' of the mesh has 4"):
+        trainer_of(transport)
+    with pytest.raises(ValueError, match="no axis of data ranks to cut over"):
+        pp.OnPaper(mesh=transport.mesh["pp"], shard="params")
+    with pytest.raises(TypeError, match="mesh: got None, expected a DeviceMesh"):
+        pp.OnPaper(mesh=None)
