@@ -1,9 +1,11 @@
 """Train with gradients: the trainer, optimizers, the update of parameters, and checkpoints::
 
-trainer.py    Trainer: init, step, steps, evaluate, record
+trainer.py    Trainer: init, step, steps, evaluate, record, lower
+  batches.py    what the caller gives for the steps of a call
   update/       what lies between gradients and new parameters
     optim/        optimizers as pairs of pure functions, run stage by stage
 checkpoint/   saves and loads states
+lowered.py    a step from shapes alone: its text, memory and cost
 """
 
 from . import checkpoint as checkpoint, optim as optim

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ppfunc.runtime import LoweredFunction
-from ppfunc.runtime.execution.fill import new_gradients
 from ppfunc.runtime.lowering.analysis import Cost, Memory
 from ppfunc.schedule import Op
 from ppfunc.stage import Signature
@@ -127,7 +126,7 @@ class LoweredTraining:
         step = self.step.step
         fixed = self._rule.frozen.numbers(stage, step.form.params[stage])
         leaves = {n: leaf for n, leaf in enumerate(step.form.params[stage].leaves) if leaf.grad}
-        forms = {n: new_gradients(step).signature(leaf) for n, leaf in leaves.items()}
+        forms = {n: step.new_gradients().signature(leaf) for n, leaf in leaves.items()}
         reducer = self._update.sums(stage, forms)
         if reducer is None:
             return sum(form.nbytes for n, form in forms.items() if n not in fixed)

@@ -8,10 +8,10 @@ from typing import Any, Self
 import torch
 
 from ppfunc._step_factory import Stages, make_step, reporting_mistakes, unpacked
-from ppfunc._text import answering, naming_arguments, shown
-from ppfunc.runtime import InProcess, Microbatches, StepSpec, Transport
-from ppfunc.runtime.agreement.ties import TiedPlaces, require_declared_trees
-from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, read_loss_weights, read_seed
+from ppfunc._text import answering, naming_arguments
+from ppfunc.runtime import InProcess, StepSpec, Transport
+from ppfunc.runtime.agreement.ties import TiedPlaces
+from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed
 from ppfunc.runtime.call.results import StepResult
 from ppfunc.runtime.call.spec import Updates
 from ppfunc.runtime.lowering.overlap import Overlapped
@@ -26,26 +26,22 @@ from ppfunc.schedule import (
     remove_unshards,
 )
 from ppfunc.splitter import Split
-from ppfunc.stage import Engine, Loss, Signature, graph
-from ppfunc.stage.form import Form, form_of, same_form
-from ppfunc.stage.layout import local
+from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.modules.frozen import FrozenLeaves, Trainable
-from ppfunc.stage.signature import flatten
-from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 
-from .checkpoint.tensor_file import DTYPES_BY_NAME
+from .batches import Batches, with_results
 from .lowered import LoweredTraining, on_meta
 from .optim.protocols import Optimizer, text_of
+from .update.initial_state import initial_state
 from .update.known_states import GOES_ON, KnownStates
 from .update.parameter_update import TrainingUpdate
 from .update.precision import Precision
 from .update.ranks import TrainingRanks
 from .update.reducer import Reducer
-from .update.start import note_whole
-from .update.state_checks import require_state, require_trees
+from .update.state_checks import StateChecks, require_trees
 from .update.states import ReduceState, StateRule, UpdateState
-from .update.train_state import Metrics as Metrics, TrainState as TrainState, require_not_donated
-from .update.update_rule import OnNonfinite, UpdateRule, require_state_of
+from .update.train_state import Metrics as Metrics, TrainState as TrainState
+from .update.update_rule import OnNonfinite, UpdateRule
 
 
 @answering
@@ -151,7 +147,7 @@ class Trainer:
             self._evaluate = make(schedule=ahead, spec=looking, training=False, programs=programs)
         self._closed = False
         self._idle: dict[int, list[Reducer]] = {}
-        self._forms: dict[int, Form] = {}  # of parameters and optimizer state, by stage, that were checked
+        self._checks = StateChecks(self._rule, self._ranks)
 
     def __repr__(self) -> str:
         return f"<trainer of {self._step!r}>"
@@ -179,36 +175,8 @@ class Trainer:
                 f"state: got none of the stages {missing}, whose buffers the model writes into; expected"
                 " trainer.init(params, split.state)"
             )
-        for name, trees in (("params", params), ("state", state)):
-            for s, tree in trees.items():
-                flatten(tree, f"{name}[{s}]")  # raises for leaves that are no tensors
-        require_declared_trees(params, self._ranks.tied)
-        precision, storages = self._rule.precision, set[int]()
-        fixed = {s: self._rule.frozen.numbers(s, Signature.of(tree)) for s, tree in params.items()}
-        masters = {
-            s: precision.to_kept(tree_map(partial(_own, storages), tree), fixed[s])
-            for s, tree in params.items()
-        }
-        own = (local(t).device for tree in masters.values() for t in tree_leaves(tree))
-        device = next(own, self.transport.device)
-        pairs = {
-            s: self._ranks.init(tree, fixed[s], self._rule.optimizer, f"params[{s}]")
-            for s, tree in masters.items()
-        }
-        initial = TrainState(
-            step=torch.zeros((), dtype=torch.int64, device=device),
-            params={s: pair[0] for s, pair in pairs.items()},
-            optimizer={s: pair[1] for s, pair in pairs.items()},
-            scale={} if precision.scale is None else precision.scale.init(device),
-            stage_state=dict(state),
-        )
-        for s, tree in state.items() if self._ranks.data.size > 1 and self._rule.states.reduce else ():
-            self._rule.states.reductions(s, tree)
-        for name in ("params", "optimizer", "stage_state"):
-            _require_storable(getattr(initial, name), name)
-        self._require_fit(initial)
-        if self._ranks.shards_params:
-            note_whole(self._ranks, initial.step, masters)
+        initial = initial_state(self._rule, self._ranks, self.transport.device, params, state)
+        self._checks.require_fit(initial)
         return initial
 
     @naming_arguments
@@ -238,11 +206,9 @@ class Trainer:
             PipelineError, AgreementError, StageError, ValueError, TypeError: as
                 :func:`ppfunc.value_and_grad`. Nothing is updated.
         """
+        batches = Batches.of_one(inputs, targets, loss_weights, seed, extras)
         run = self._step.returning(*_chosen(return_losses, return_outputs))
-        update, result = self._run(
-            run, self._rule, state, [(inputs, targets)], _one(loss_weights), seed, _one(extras)
-        )
-        after, metrics = _ended(update, result)
+        after, metrics = _ended(*self._run(run, self._rule, state, batches))
         return after, metrics[0]
 
     def steps(
@@ -273,7 +239,7 @@ class Trainer:
             As :meth:`step`.
         """
         run = self._step.returning(*_chosen(return_losses, return_outputs))
-        return _ended(*self._run(run, self._rule, state, batches, loss_weights, seed, extras))
+        return _ended(*self._run(run, self._rule, state, Batches(batches, loss_weights, seed, extras)))
 
     def record(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None,
@@ -285,10 +251,9 @@ class Trainer:
         Returns:
             The result of :meth:`step`, and the timeline of all ranks of this pipeline, in seconds.
         """
+        batches = Batches.of_one(inputs, targets, loss_weights, seed, extras)
         run = self._step.returning(*_chosen(return_losses, return_outputs)).record
-        update, (result, timeline) = self._run(
-            run, self._rule, state, [(inputs, targets)], _one(loss_weights), seed, _one(extras)
-        )
+        update, (result, timeline) = self._run(run, self._rule, state, batches)
         after, metrics = _ended(update, result)
         return (after, metrics[0]), timeline
 
@@ -312,10 +277,8 @@ class Trainer:
         """
         more, optimizer = _chosen(return_losses, return_outputs), self._rule.optimizer._replace(rate=None)
         looking = self._rule._replace(on_nonfinite="ignore", optimizer=optimizer)
-        update, result = self._run(
-            self._evaluate.returning(*more), looking, state, [(inputs, targets)], _one(loss_weights), seed,
-            _one(extras),
-        )  # fmt: skip
+        batches = Batches.of_one(inputs, targets, loss_weights, seed, extras)
+        update, result = self._run(self._evaluate.returning(*more), looking, state, batches)
         metrics = update.metrics[0]
         if not more and not has_aux:
             return metrics.loss
@@ -341,8 +304,8 @@ class Trainer:
         trees, states = ({s: on_meta(t) for s, t in (each or {}).items()} for each in (params, state))
         initial = self.init(trees, states)
         update = TrainingUpdate(self._rule, self._ranks, {}, initial, GOES_ON)
-        batch = tuple(None if part is None else on_meta(part) for part in (inputs, targets))
-        step = self._step.lower(partial(self._arguments, update, [batch], None, None, _one(extras)))
+        batches = Batches.of_one(on_meta(inputs), on_meta(targets), extras=extras)
+        step = self._step.lower(partial(self._arguments, update, batches))
         return LoweredTraining(step, initial, update, self._rule, self._ranks)
 
     def close(self) -> None:
@@ -362,70 +325,38 @@ class Trainer:
     # -- one call --------------------------------------------------------------------------
 
     def _run(
-        self,
-        run: Callable[..., Any],
-        rule: UpdateRule,
-        state: TrainState,
-        batches: Sequence[tuple[Any, Any]],
-        weights: Sequence[LossWeights] | None,
-        seed: Seed,
-        extras: Sequence[Mapping[int, Any]] | None,
+        self, run: Callable[..., Any], rule: UpdateRule, state: TrainState, batches: Batches
     ) -> tuple[TrainingUpdate, Any]:
         """Run the steps of a call. Return their update, and the result of ``run``."""
         self._require_open()
         generation, replicated = self.transport.generation, self._ranks.data.size > 1
         known = self._states.known_as(state, generation) if replicated else GOES_ON
         update = TrainingUpdate(rule, self._ranks, self._idle, state, known)
-        result = run(partial(self._arguments, update, batches, weights, seed, extras))
+        result = run(partial(self._arguments, update, batches))
         if replicated:
             trains = rule is self._rule
             self._states.note(update.state if trains else state, generation, len(update.metrics) * trains)
         return update, result
 
-    def _arguments(
-        self,
-        update: TrainingUpdate,
-        batches: Sequence[tuple[Any, Any]],
-        weights: Sequence[LossWeights] | None,
-        seed: Seed,
-        extras: Sequence[Mapping[int, Any]] | None,
-    ) -> list[RawArguments]:
+    def _arguments(self, update: TrainingUpdate, batches: Batches) -> list[RawArguments]:
         """Prepare the arguments of the steps of a call: parameters are cast once."""
-        if not isinstance(batches, list | tuple) or not all(
-            isinstance(pair, list | tuple) and len(pair) == 2 for pair in batches
-        ):
-            raise TypeError(
-                f"batches: got {shown(batches)}, expected a list of (inputs, targets), one for every step; of"
-                " an iterator, take list(itertools.islice(iterator, steps))"
-            )
-        if not batches:
-            raise ValueError("batches: got none, expected inputs and targets of at least one step")
-        state, seed, to_compute = update.state, read_seed(seed), self._rule.precision.to_compute
-        self._require_fit(state)
-        params = {s: self._ranks.for_step(tree, self._rule.precision) for s, tree in state.params.items()}
-        each_weights = _of_every_step("loss_weights", weights, len(batches))
-        each_extras = _of_every_step("extras", extras, len(batches))
-        weighted, m = weights is not None, self.schedule.microbatches
-        common = f"{len(batches)} steps, {'own' if weighted else 'equal'} weights, seed {seed}"
+        batches.require_pairs()
+        state, precision, text = update.state, self._rule.precision, batches.text
+        self._checks.require_fit(state)
         if self._ranks.world.size > 1:
             numbers = text_of(self._rule.optimizer) if callable(self._rule.optimizer.text) else ""
-            common += f"; {update.known or 'another state'}; {numbers}"
-        return [
-            RawArguments(
-                params,
-                inputs.map(to_compute) if isinstance(inputs, Microbatches) else to_compute(inputs),
-                targets,
-                each_extras[n],
-                state.stage_state,
-                loss_weights=_nonnegative(read_loss_weights(each_weights[n], m)),
-                seed=seed and (seed[0], seed[1] + n),
-                microbatch_offset=self._ranks.data.index * m,
-                scale=state.scale.get("scale"),
-                update=update,
-                common=common,
-            )
-            for n, (inputs, targets) in enumerate(batches)
-        ]
+            text += f"; {update.known or 'another state'}; {numbers}"
+        m = self.schedule.microbatches
+        common = RawArguments(
+            {s: self._ranks.for_step(tree, precision) for s, tree in state.params.items()},
+            inputs=None,
+            state=state.stage_state,
+            microbatch_offset=self._ranks.data.index * m,
+            scale=state.scale.get("scale"),
+            update=update,
+            common=text,
+        )
+        return batches.arguments(common, m, precision.to_compute)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -433,20 +364,6 @@ class Trainer:
                 "the trainer is closed; take its steps before close(), within its `with` block, or make"
                 " another one"
             )
-
-    def _require_fit(self, state: TrainState) -> None:
-        """Raise for a value that is no state of this trainer."""
-        scale = self._rule.precision.scale
-        keys = set() if scale is None else set(scale.init("cpu"))
-        reduced = self._rule.states.reduce is not None
-        require_state(state, self._ranks.stages, keys, 1 if reduced else self._ranks.data.size)
-        require_not_donated(state)
-        for s in self._ranks.stages:
-            pair = state.params[s], state.optimizer[s]
-            if s not in self._forms or same_form(pair, self._forms[s]) is None:
-                trained = self._rule.frozen.trained(s, pair[0])
-                require_state_of(self._rule, trained, pair[1], f"state.optimizer[{s}]")
-                self._forms[s] = form_of(*tree_flatten(pair))
 
 
 def _completed(schedule: Schedule, sharded: bool, tied: bool) -> tuple[Schedule, Schedule]:
@@ -463,73 +380,9 @@ def _called(arguments: Callable[[], list[RawArguments]]) -> list[RawArguments]:
 
 
 def _ended(update: TrainingUpdate, result: StepResult) -> tuple[TrainState, list[Metrics]]:
-    """Return the new state, and the metrics of every step with what its stages and its loss return."""
-    count, aux = len(update.metrics), result.aux
-    metrics = [
-        each._replace(
-            stages={s: _rows_of(tree, n, count) for s, tree in aux.metrics.items()},
-            aux=_rows_of(aux.loss, n, count),
-            outputs=_rows_of(result.outputs, n, count),
-        )
-        for n, each in enumerate(update.metrics)
-    ]
-    return update.state._replace(stage_state=result.aux.state), metrics
+    """Return the new state, and the metrics of every step."""
+    return update.state._replace(stage_state=result.aux.state), with_results(update.metrics, result)
 
 
 def _chosen(losses: bool, outputs: bool) -> tuple[str, ...]:
     return (*(["losses"] if losses else []), *(["outputs"] if outputs else []))
-
-
-def _one(value: Any) -> list[Any] | None:
-    """Wrap the value of the one step in a list of those of every step; None stays."""
-    return None if value is None else [value]
-
-
-def _of_every_step(name: str, values: Any, steps: int) -> Sequence[Any]:
-    """Return one value for each step; raise ValueError for another number, or if some have none."""
-    if values is None:
-        return [None] * steps
-    if not isinstance(values, list | tuple) or len(values) != steps or any(v is None for v in values):
-        raise ValueError(f"{name}: got {shown(values)}, expected a list of {steps}, one for every step")
-    return values
-
-
-def _require_storable(trees: Mapping[int, Any], name: str) -> None:
-    """Raise TypeError for a leaf of a dtype that no checkpoint holds."""
-    for s, tree in trees.items():
-        leaves, treedef = tree_flatten(tree)
-        for leaf, path in zip(leaves, tree_paths(treedef, f"{name}[{s}]"), strict=True):
-            if leaf.dtype not in DTYPES_BY_NAME.values():
-                raise TypeError(
-                    f"{path} has the dtype {leaf.dtype}, which no checkpoint holds; expected one of"
-                    f" {', '.join(DTYPES_BY_NAME)}"
-                )
-
-
-def _nonnegative(weights: torch.Tensor | None) -> torch.Tensor | None:
-    """Raise ValueError for a negative weight: divided by their sum, all of them could change their sign."""
-    if weights is not None and weights.device.type == "cpu" and min(weights.tolist()) < 0:
-        raise ValueError(
-            f"loss_weights: got {weights.tolist()}, expected numbers of at least 0, which are divided by"
-            " their sum; where a loss is to rise, give it another sign in the loss function"
-        )
-    return weights
-
-
-def _rows_of(tree: Any, n: int, steps: int) -> Any:
-    """Take the rows of one of several steps out of a tree, or Microbatches, of the rows of all."""
-    if isinstance(tree, Microbatches):
-        rows = list(tree)
-        size = len(rows) // steps
-        return Microbatches(rows[n * size : (n + 1) * size])
-    return tree if steps == 1 else tree_map(lambda t: t.tensor_split(steps)[n], tree)
-
-
-def _own(storages: set[int], leaf: torch.Tensor) -> torch.Tensor:
-    """Detach a leaf, and clone it if an earlier leaf has its memory: each may be updated in place."""
-    leaf = leaf.detach()
-    storage = local(leaf).untyped_storage().data_ptr()
-    if storage in storages:
-        leaf = leaf.clone()
-    storages.add(storage)
-    return leaf

@@ -7,6 +7,7 @@ parameter_update.py  TrainingUpdate   what REDUCE_GRAD, STEP and UNSHARD do in o
   sharding.py          shard, gather    leaves cut over data ranks, and gathered
 
 ``ranks.py``, ``update_rule.py`` and ``precision.py`` say what it is made of, ``train_state.py`` what it
-changes. ``start.py`` and ``known_states.py`` say what data ranks compare, and when. ``state_checks.py``
-refuses states of another trainer, ``elementwise.py`` optimizers of whole leaves over shards.
+changes, and ``initial_state.py`` makes its first. ``start.py`` and ``known_states.py`` say what data ranks
+compare, and when. ``state_checks.py`` refuses states of another trainer, ``elementwise.py`` optimizers of
+whole leaves over shards.
 """

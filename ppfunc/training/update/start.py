@@ -33,8 +33,8 @@ def start_facts(rule: UpdateRule, ranks: TrainingRanks, state: TrainState) -> tu
     """Write the terms that all ranks have to share, and those that the data ranks of a stage have to share.
 
     A user's own optimizer is known only by name, so that ranks also compare how it updates ones. Reads
-    numbers of the device; ranks compare them once. A state without values, of a step that is lowered, has none
-    to compare.
+    numbers of the device; ranks compare them once. A state without values, of a step that is lowered, has
+    none to compare.
     """
     if ranks.world.size == 1 or state.step.is_meta:
         return "", ""

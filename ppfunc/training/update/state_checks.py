@@ -7,12 +7,41 @@ from typing import Any
 import torch
 
 from ppfunc._text import shown
-from ppfunc.stage.tree import tree_leaves
+from ppfunc.stage.form import Form, form_of, same_form
+from ppfunc.stage.tree import tree_flatten, tree_leaves
 
-from .train_state import TrainState
+from .ranks import TrainingRanks
+from .train_state import TrainState, require_not_donated
+from .update_rule import UpdateRule, require_state_of
 
 
-def require_state(state: TrainState, stages: Sequence[int], scale: Set[str], data_ranks: int) -> None:
+class StateChecks:
+    """Refuses states that are none of a trainer, and remembers the forms that were one.
+
+    Args:
+        rule, ranks: of the trainer.
+    """
+
+    def __init__(self, rule: UpdateRule, ranks: TrainingRanks) -> None:
+        self._rule, self._ranks = rule, ranks
+        self._forms: dict[int, Form] = {}  # of parameters and optimizer state, by stage, that were checked
+
+    def require_fit(self, state: TrainState) -> None:
+        """Raise TypeError or ValueError unless this is a state of this trainer that was not donated."""
+        scale = self._rule.precision.scale
+        keys = set() if scale is None else set(scale.init("cpu"))
+        apart = 1 if self._rule.states.reduce is not None else self._ranks.data.size
+        _require_parts(state, self._ranks.stages, keys, apart)
+        require_not_donated(state)
+        for s in self._ranks.stages:
+            pair = state.params[s], state.optimizer[s]
+            if s not in self._forms or same_form(pair, self._forms[s]) is None:
+                trained = self._rule.frozen.trained(s, pair[0])
+                require_state_of(self._rule, trained, pair[1], f"state.optimizer[{s}]")
+                self._forms[s] = form_of(*tree_flatten(pair))
+
+
+def _require_parts(state: TrainState, stages: Sequence[int], scale: Set[str], data_ranks: int) -> None:
     """Raise TypeError or ValueError unless this is a state of these stages of the model.
 
     Args:

@@ -1,0 +1,127 @@
+"""Read what the caller of a trainer gives for the steps of one call, and give the results of each back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ppfunc._text import shown
+from ppfunc.runtime import Microbatches
+from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, read_loss_weights, read_seed
+from ppfunc.runtime.call.results import StepResult
+from ppfunc.stage.tree import tree_map
+
+from .update.train_state import Metrics
+
+
+class Batches(NamedTuple):
+    """Hold what the caller gives for the steps of one call, as it was given.
+
+    Args:
+        pairs: inputs and targets of every step.
+        weights, extras: of every step; None for none.
+        seed: of the first step.
+    """
+
+    pairs: Sequence[tuple[Any, Any]]
+    weights: Sequence[LossWeights] | None = None
+    seed: Seed = None
+    extras: Sequence[Mapping[int, Any]] | None = None
+
+    @classmethod
+    def of_one(
+        cls,
+        inputs: Any,
+        targets: Any,
+        weights: LossWeights = None,
+        seed: Seed = None,
+        extras: Mapping[int, Any] | None = None,
+    ) -> Batches:
+        """Hold what is given for a single step."""
+        pairs = [(inputs, targets)]
+        return cls(pairs, None if weights is None else [weights], seed, None if extras is None else [extras])
+
+    def require_pairs(self) -> None:
+        """Raise unless there are inputs and targets of at least one step."""
+        if not isinstance(self.pairs, list | tuple) or not all(
+            isinstance(pair, list | tuple) and len(pair) == 2 for pair in self.pairs
+        ):
+            raise TypeError(
+                f"batches: got {shown(self.pairs)}, expected a list of (inputs, targets), one for every step;"
+                " of an iterator, take list(itertools.islice(iterator, steps))"
+            )
+        if not self.pairs:
+            raise ValueError("batches: got none, expected inputs and targets of at least one step")
+
+    @property
+    def text(self) -> str:
+        """Describe what the ranks have to agree on."""
+        own = "equal" if self.weights is None else "own"
+        return f"{len(self.pairs)} steps, {own} weights, seed {read_seed(self.seed)}"
+
+    def arguments(
+        self, common: RawArguments, microbatches: int, to_compute: Callable[[Any], Any]
+    ) -> list[RawArguments]:
+        """Return the arguments of every step.
+
+        Args:
+            common: those that all steps share.
+            microbatches: of a step.
+            to_compute: casts inputs.
+        """
+        weights = _of_every_step("loss_weights", self.weights, len(self.pairs))
+        extras = _of_every_step("extras", self.extras, len(self.pairs))
+        seed = read_seed(self.seed)
+        return [
+            common._replace(
+                inputs=inputs.map(to_compute) if isinstance(inputs, Microbatches) else to_compute(inputs),
+                targets=targets,
+                extras=extras[n],
+                loss_weights=_nonnegative(read_loss_weights(weights[n], microbatches)),
+                seed=seed and (seed[0], seed[1] + n),
+            )
+            for n, (inputs, targets) in enumerate(self.pairs)
+        ]
+
+
+def with_results(metrics: Sequence[Metrics], result: StepResult) -> list[Metrics]:
+    """Return the metrics of every step with what its stages and its loss return."""
+    count, aux = len(metrics), result.aux
+    return [
+        each._replace(
+            stages={s: _rows_of(tree, n, count) for s, tree in aux.metrics.items()},
+            aux=_rows_of(aux.loss, n, count),
+            outputs=_rows_of(result.outputs, n, count),
+        )
+        for n, each in enumerate(metrics)
+    ]
+
+
+def _of_every_step(name: str, values: Any, steps: int) -> Sequence[Any]:
+    """Return one value for each step; raise ValueError for another number, or if some have none."""
+    if values is None:
+        return [None] * steps
+    if not isinstance(values, list | tuple) or len(values) != steps or any(v is None for v in values):
+        raise ValueError(f"{name}: got {shown(values)}, expected a list of {steps}, one for every step")
+    return values
+
+
+def _nonnegative(weights: torch.Tensor | None) -> torch.Tensor | None:
+    """Raise ValueError for a negative weight: divided by their sum, all of them could change their sign."""
+    if weights is not None and weights.device.type == "cpu" and min(weights.tolist()) < 0:
+        raise ValueError(
+            f"loss_weights: got {weights.tolist()}, expected numbers of at least 0, which are divided by"
+            " their sum; where a loss is to rise, give it another sign in the loss function"
+        )
+    return weights
+
+
+def _rows_of(tree: Any, n: int, steps: int) -> Any:
+    """Take the rows of one of several steps out of a tree, or Microbatches, of the rows of all."""
+    if isinstance(tree, Microbatches):
+        rows = list(tree)
+        size = len(rows) // steps
+        return Microbatches(rows[n * size : (n + 1) * size])
+    return tree if steps == 1 else tree_map(lambda t: t.tensor_split(steps)[n], tree)
