@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ._torch import any_autocast, is_wrapped
+from ._torch import is_wrapped
 from .process import process_lock
 
 # Runs a function in memory that stays, and returns its results with what runs it again in the same memory.
@@ -31,8 +31,6 @@ def kinds() -> tuple[str, ...]:
 
 def autocast() -> tuple[Hashable, ...]:
     """Return which autocast is on, by kind of device."""
-    if not any_autocast():
-        return ()
     return tuple(
         (kind, torch.get_autocast_dtype(kind)) for kind in kinds() if torch.is_autocast_enabled(kind)
     )

@@ -183,14 +183,19 @@ class _Reader:
             form is self._known[name] for name, form in self.trees.items()
         )
 
-    def read(self, tree: Any, name: str, microbatches: int = 0) -> Leaves:
+    def read(self, tree: Any, name: str, microbatches: int | None = None) -> Leaves:
+        """Read a tree; one of a batch, with the number of microbatches into which it is cut, or 0."""
         if self._abstract and isinstance(tree, Signature):
             tree = tree.wrap(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in tree.leaves)
         known = self._known.get(name)
-        if known is not None and (leaves := same_form(tree, known.form)) is not None:
+        leaves = None if known is None else same_form(tree, known.form)
+        if leaves is None and microbatches is not None:
+            tree = with_constants(tree, name)
+            leaves = None if known is None else same_form(tree, known.form)
+        if known is not None and leaves is not None:
             self.trees[name] = known
         else:
-            leaves, self.trees[name] = read_tree(tree, name, microbatches)
+            leaves, self.trees[name] = read_tree(tree, name, microbatches or 0)
         return leaves
 
     def read_detached(self, tree: Any, name: str) -> Leaves:
@@ -203,22 +208,21 @@ class _Reader:
     def read_batch(self, batch: Any, name: str) -> Sequence[Leaves]:
         """Read the microbatches of a batch."""
         m = self._microbatches
-        if not isinstance(batch, Microbatches):
-            try:
-                leaves = self.read(with_constants(batch, name), name, m)
-                return cut(leaves, m, self.trees[name].whole)
-            except ValueError as error:
-                if isinstance(batch, list) and len(batch) == m:
-                    raise ValueError(
-                        f"{error}. A list is a tree like any other; microbatches are ppfunc.Microbatches(...)"
-                    ) from error
-                raise
-        if len(batch) != m:
-            raise ValueError(
-                f"{name}: got {len(batch)} microbatches, the schedule has {m}; cut the batch into that many"
-            )
-        trees = ((tree, f"{name}[{i}]") for i, tree in enumerate(batch))
-        return [self.read(with_constants(tree, place), place) for tree, place in trees]
+        if isinstance(batch, Microbatches):
+            if len(batch) != m:
+                raise ValueError(
+                    f"{name}: got {len(batch)} microbatches, the schedule has {m}; cut the batch into that"
+                    " many"
+                )
+            return [self.read(tree, f"{name}[{i}]", 0) for i, tree in enumerate(batch)]
+        try:
+            return cut(self.read(batch, name, m), m, self.trees[name].whole)
+        except ValueError as error:
+            if isinstance(batch, list) and len(batch) == m:
+                raise ValueError(
+                    f"{error}. A list is a tree like any other; microbatches are ppfunc.Microbatches(...)"
+                ) from error
+            raise
 
 
 def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor | None:

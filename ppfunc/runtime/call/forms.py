@@ -11,6 +11,7 @@ import torch
 
 from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage._torch import is_dtensor, transforming, values
+from ppfunc.stage.device import accelerates
 from ppfunc.stage.form import Form, form_of
 from ppfunc.stage.layout import local
 from ppfunc.stage.signature import flatten
@@ -57,6 +58,7 @@ class StepForm(NamedTuple):
         strides: of every leaf of the parameters, in elements.
         extents: of every leaf of the parameters, bytes from its first element to its last.
         devices: where each stage computes.
+        accelerator: the first of them, None if it is the host.
         inputs, targets: signatures of the microbatches; None if this process was given none.
         rows: of a microbatch of a whole batch; None if the inputs came as Microbatches.
         extras: signatures of the microbatches.
@@ -68,6 +70,7 @@ class StepForm(NamedTuple):
     strides: Mapping[int, tuple[tuple[int, ...], ...]]
     extents: tuple[int, ...]
     devices: Mapping[int, torch.device]
+    accelerator: torch.device | None
     inputs: tuple[Signature, ...] | None
     targets: tuple[Signature, ...] | None
     rows: int | None
@@ -130,13 +133,16 @@ def step_form(
         return tuple(form.signature.without_grad() for form in forms) or None
 
     extras = {s: batch(f"extras[{s}]") for s in stages}
+    devices = {s: _device(params, s, inputs) for s in stages}
+    first = next(iter(devices.values()))
     return StepForm(
         trees,
         tuple((name, form.key) for name, form in sorted(trees.items())),
         {s: trees[f"params[{s}]"].signature for s in stages},
         {s: trees[f"params[{s}]"].strides for s in stages},
         tuple(extent(leaf) for s in stages for leaf in params[s]),
-        {s: _device(params, s, inputs) for s in stages},
+        devices,
+        first if accelerates(first) else None,
         batch("inputs"),
         batch("targets"),
         trees["inputs"].rows if "inputs" in trees else None,

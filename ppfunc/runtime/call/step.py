@@ -127,7 +127,8 @@ class StepFunction(Generic[P, R]):
                         self._require_servable_under_transforms()
                     steps = self._steps(self._read(*args, **kwargs))
                     find = find or partial(self._compiled.find, purpose="recorded" if recorder else "run")
-                    with on_device(next(iter(steps[0].form.devices.values()))):
+                    device = steps[0].form.accelerator
+                    with nullcontext() if device is None else on_device(device):
                         result, timeline = self._execute(find(steps), steps, transport, recorder)
                 except BaseException as raised:
                     self._fail(raised)

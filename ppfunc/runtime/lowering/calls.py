@@ -81,7 +81,8 @@ def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residua
 def forward(low: LoweredStage, program: FlatProgram, key: Key, keep_residuals: bool) -> Call:
     """Make the call of a forward."""
     run, take, put = forward_call(low, program, key, keep_residuals)
-    return lambda buffers: put(buffers, run(*take(buffers)))
+    function = _function(run)
+    return lambda buffers: put(buffers, function()(*take(buffers)))
 
 
 def seeded(low: LoweredStage, microbatch: int, forward: Call) -> Call:
@@ -244,7 +245,7 @@ def _function(program: Any) -> Callable[[], Callable[..., Any]]:
 
     In its calls nobody else refers to the arguments.
     """
-    return (lambda: program.function) if hasattr(program, "recipe") else (lambda: program)
+    return (lambda: program.written or program.function) if hasattr(program, "recipe") else (lambda: program)
 
 
 def _numbers(program: Callable[..., Any]) -> Numbers | None:

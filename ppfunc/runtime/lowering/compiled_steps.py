@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import NamedTuple, Self
 
+from ppfunc.stage._torch import any_autocast
 from ppfunc.stage.device import autocast
 from ppfunc.stage.errors import warn
 from ppfunc.stage.modules.structure import ModuleStructure
@@ -36,12 +37,12 @@ class Guards(NamedTuple):
     """Note the modes under which a step was lowered, beside the form of its arguments; it is valid in these.
 
     Args:
-        modules: those that run in its stages: their modes, hooks and submodules.
+        modules: those that run in its stages: their modes, hooks and submodules; None without any.
         autocast: which was on.
         mode: of all modules.
     """
 
-    modules: ModuleStructure
+    modules: ModuleStructure | None
     autocast: tuple[Hashable, ...]
     mode: Mode
 
@@ -51,11 +52,13 @@ class Guards(NamedTuple):
         modules = {module for low in lowered.stages.values() for module in low.outline.modules}
         modes = {module.training for module in modules}
         mode: Mode = "mixed" if len(modes) != 1 else "training" if modes.pop() else "evaluation"
-        return cls(ModuleStructure.of(modules, "training"), autocast(), mode)
+        structure = ModuleStructure.of(modules, "training") if modules else None
+        return cls(structure, autocast(), mode)
 
     def hold(self) -> bool:
         """Tell whether modules and autocast are in the noted modes, with the same hooks and submodules."""
-        return self.autocast == autocast() and self.modules.same()
+        on = autocast() if any_autocast() else ()
+        return self.autocast == on and (self.modules is None or self.modules.same())
 
     def require(self) -> None:
         """Raise ValueError where they do not hold."""
@@ -118,10 +121,12 @@ class CompiledSteps:
         form, last = steps[0].form, self.last
         if last is not None and last.form is not form:
             last = None  # another form than that of the last call
-        exchange = self._begin(steps, purpose, last and last.agreed.shapes)
-        if last is not None and last.agreed is exchange.agreed and last.guards.hold():
+        peers = self._pipeline.transport.has_peers  # without which there is nothing to agree on
+        exchange = self._begin(steps, purpose, last and last.agreed.shapes) if peers or last is None else None
+        if last is not None and (exchange is None or last.agreed is exchange.agreed) and last.guards.hold():
             self._hits += 1
             return last
+        exchange = exchange or self._begin(steps, purpose)
         with self._lock:
             entry = self._known(form, exchange.agreed)
         return entry or self._build(steps[0], exchange)
@@ -237,7 +242,7 @@ class CompiledSteps:
 
     def _require_same_frozen(self) -> None:
         frozen = self._pipeline.spec.frozen
-        if frozen is not None and not self._pipeline.schedule.forward_only:  # which takes no gradients
+        if frozen is not None and frozen.watched and not self._pipeline.schedule.forward_only:
             frozen.require_unchanged()
 
 

@@ -113,6 +113,9 @@ class FrozenLeaves:
     Args:
         stages: the functions of the stages, None for those of other processes.
         trainable: the masks.
+
+    Attributes:
+        watched: the parameters that :meth:`require_unchanged` looks at.
     """
 
     def __init__(self, stages: Sequence[Callable[..., Any] | None], trainable: Trainable) -> None:
@@ -129,7 +132,7 @@ class FrozenLeaves:
         self._trainable = trainable
         self._by_module: dict[int, dict[str, bool]] = {}  # whether each parameter of its module is frozen
         self._numbers: dict[tuple[int, PyTreeSpec], frozenset[int]] = {}
-        self._watched: dict[int, tuple[str, nn.Parameter, bool]] = {}
+        self.watched: dict[int, tuple[str, nn.Parameter, bool]] = {}
         with process_lock:  # a call of a module replaces its parameters
             for stage, fn in enumerate(stages):
                 parameters: dict[str, nn.Parameter] = getattr(fn, _PARAMETERS, dict)()
@@ -186,7 +189,7 @@ class FrozenLeaves:
 
     def require_unchanged(self) -> None:
         """Raise ValueError where a module has frozen a parameter since, set one free, or got a hook on it."""
-        for name, p, trained in self._watched.values():
+        for name, p, trained in self.watched.values():
             _require_no_hook(name, p)
             if p.requires_grad is not trained:
                 then, now = ("trained", "frozen") if trained else ("frozen", "trained")
@@ -196,7 +199,7 @@ class FrozenLeaves:
                 )
 
     def _watch(self, name: str, p: nn.Parameter) -> None:
-        self._watched.setdefault(id(p), (name, p, p.requires_grad))
+        self.watched.setdefault(id(p), (name, p, p.requires_grad))
         _require_no_hook(name, p)
 
 

@@ -28,11 +28,14 @@ class TracedFunction:
     """A function made of a part of a trace, whose docstring is its source.
 
     Its code is written at the first call: a W that is never called costs nothing.
+
+    Attributes:
+        written: the function itself, None until it is written.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self._function: Callable[..., Any] | None = None
+        self.written: Callable[..., Any] | None = None
         for node in () if recipe.compile else recipe.block.body:
             if not is_element(node):
                 find_call(node)  # now, since transforms and modes may be active at the first call
@@ -43,7 +46,7 @@ class TracedFunction:
     @property
     def function(self) -> Callable[..., Any]:
         """Return the function itself, a call of which drops each argument after its last use."""
-        return self._function or self._written()
+        return self.written or self._write()
 
     @cached_property
     def accumulating(self) -> TracedFunction | None:
@@ -55,13 +58,13 @@ class TracedFunction:
     def __doc__(self) -> str | None:  # type: ignore[override]  # written at the first call
         return self.function.__doc__
 
-    def _written(self) -> Callable[..., Any]:
+    def _write(self) -> Callable[..., Any]:
         with _writing:
-            if self._function is None:
+            if self.written is None:
                 if self.recipe.warning:
                     warn(self.recipe.warning)
-                self._function = write(self.recipe)
-        return self._function
+                self.written = write(self.recipe)
+        return self.written
 
 
 emit = TracedFunction
