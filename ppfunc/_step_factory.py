@@ -13,7 +13,7 @@ from ppfunc._text import mend_for, naming_arguments, shown
 from ppfunc.runtime import InProcess, StepFunction, StepResult, StepSpec, Transport, interleaved, two_streams
 from ppfunc.runtime.agreement.ties import Tied, TiedPlaces, read_tied
 from ppfunc.runtime.call.arguments import LossWeights, RawArguments, read_loss_weights
-from ppfunc.runtime.call.spec import Pipeline
+from ppfunc.runtime.lowering.lowered import Pipeline
 from ppfunc.runtime.lowering.refusals import require_honoured
 from ppfunc.runtime.lowering.stage_programs import StagePrograms
 from ppfunc.schedule import Op, Schedule

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
         replicated as replicated,
     )
     from .call.results import Aux as Aux, StepResult as StepResult
-    from .call.spec import StepSpec as StepSpec
     from .call.step import StepFunction as StepFunction
     from .errors import AgreementError as AgreementError, PipelineError as PipelineError
     from .lowering.analysis import CompiledFunction as CompiledFunction, LoweredFunction as LoweredFunction
     from .lowering.compiled_steps import CacheInfo as CacheInfo
     from .lowering.lower import lower as lower
+    from .lowering.lowered import StepSpec as StepSpec
     from .lowering.overlap import interleaved as interleaved, two_streams as two_streams
     from .transport.grid import Axes as Axes
     from .transport.inprocess import InProcess as InProcess

@@ -13,7 +13,7 @@ from ppfunc.runtime import InProcess, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import TiedPlaces
 from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed
 from ppfunc.runtime.call.results import StepResult
-from ppfunc.runtime.call.spec import Updates
+from ppfunc.runtime.lowering.lowered import Updates
 from ppfunc.runtime.lowering.overlap import Overlapped
 from ppfunc.schedule import (
     Schedule,

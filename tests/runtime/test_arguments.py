@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import timeit
 from collections import OrderedDict
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -32,7 +33,7 @@ class Pair(NamedTuple):
 def given(**changes):
     """Arguments of a step of two stages, some of them changed."""
     params = {s: {"w": normal(D, D, seed=s)} for s in range(2)}
-    return RawArguments(params, normal(M * B, D, seed=2), normal(M * B, D, seed=3))._replace(**changes)
+    return replace(RawArguments(params, normal(M * B, D, seed=2), normal(M * B, D, seed=3)), **changes)
 
 
 def read(raw, last=None, **options):
@@ -326,7 +327,7 @@ OTHER_FORMS = {
 def test_another_form_is_told_from_the_last(what):
     first, stages = read(given()), [0] if what == "no targets" else [0, 1]
     raw = given(**OTHER_FORMS[what])
-    raw = raw._replace(params={s: raw.params[s] for s in stages})
+    raw = replace(raw, params={s: raw.params[s] for s in stages})
     other = read_arguments(raw, SCHEDULE, stages, True, first.form)
     assert other.form is not first.form
     assert other.form.key != first.form.key

@@ -161,6 +161,6 @@ def test_a_microbatch_is_brought_to_the_device_alone():
     buffers = Buffers(
         values={tag: (torch.ones(2),) for tag in tags}, extras={(0, m): (torch.ones(1),) for m in range(M)}
     )
-    load(low._replace(device=torch.device("meta")), (0, 2))(buffers)
+    load(low._replace(call=low.call._replace(device=torch.device("meta"))), (0, 2))(buffers)
     assert [buffers.values[tag][0].device.type for tag in tags] == ["cpu", "cpu", "meta", "cpu", "cpu", "cpu"]
     assert [m for m in range(M) if buffers.extras[0, m][0].is_meta] == [2]

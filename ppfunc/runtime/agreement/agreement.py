@@ -27,9 +27,8 @@ from ppfunc.stage.tree import tree_structure
 
 from ..call.arguments import StepArguments
 from ..call.forms import StepForm
-from ..call.spec import Pipeline
 from ..errors import AgreementError
-from ..lowering.lowered import LoweredStep
+from ..lowering.lowered import LoweredStep, Pipeline
 from ..lowering.stage_programs import keep
 from ..lowering.tail_calls import ranks_of_inputs
 from ..transport.protocols import LossPart, Route

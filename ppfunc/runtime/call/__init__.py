@@ -8,6 +8,4 @@
         batch.py         cut            a batch -> microbatches, as views
       results.py       collect          buffers -> a StepResult
                          Owned          copies results that share memory
-
-``spec.py`` says what a step function is made of (`Pipeline`) and what is wanted of a step (`StepSpec`).
 """

@@ -6,8 +6,9 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, ParamSpec
 
 import torch
 
@@ -27,7 +28,8 @@ LossWeights = Sequence[float] | torch.Tensor | None
 Seed = tuple[int, int] | None
 
 
-class RawArguments(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RawArguments:
     """Hold the arguments of one call as the caller gave them; dictionaries are keyed by stage of the model.
 
     Args:
@@ -74,33 +76,24 @@ def read_call(
     return RawArguments(params, inputs, targets, extras, state, weights, seed)
 
 
-class StepArguments(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepArguments(RawArguments):
     """Hold the arguments of one call, read and checked.
 
+    Params and state are leaves, by stage of the model in the caller's order, without history; inputs, targets
+    and extras those of every microbatch, empty if this process was given none; loss weights float64[m], or
+    None for ``1/m`` each.
+
     Args:
-        params, state: leaves of the trees, by stage of the model in the caller's order, without history.
-        inputs, targets: leaves of every microbatch; empty if this process was given none.
-        extras: likewise, by stage of the model.
-        loss_weights: weight of every microbatch, float64[m]; None for ``1/m`` each.
-        seed: ``(seed, step)``, or None.
-        microbatch_offset, scale, update, common: as given.
         form: of all of them.
         left_out: the microbatches whose weight is 0, where the host knows it.
     """
 
-    params: Mapping[int, Leaves]
-    state: Mapping[int, Leaves]
-    inputs: Sequence[Leaves]
-    targets: Sequence[Leaves]
     extras: Mapping[int, Sequence[Leaves]]
+    state: Mapping[int, Leaves]
     loss_weights: torch.Tensor | None
-    seed: Seed
     form: StepForm
     left_out: frozenset[int]
-    microbatch_offset: int = 0
-    scale: torch.Tensor | None = None
-    update: ParameterUpdate | None = None
-    common: str = ""
 
     def example(self, stage: int) -> Any:
         """Return the parameters of a stage of the model, to evaluate it abstractly.
@@ -158,8 +151,8 @@ def read_arguments(
     seed = read_seed(raw.seed)
     zeros = frozenset[int]() if abstract else _zeros(weights)
     return StepArguments(
-        params, states, inputs, targets, batches, weights, seed, form, zeros,
-        raw.microbatch_offset, raw.scale, raw.update, raw.common,
+        params, inputs, targets, seed, raw.microbatch_offset, raw.scale, raw.update, raw.common,
+        extras=batches, state=states, loss_weights=weights, form=form, left_out=zeros,
     )  # fmt: skip
 
 

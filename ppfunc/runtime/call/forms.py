@@ -77,10 +77,6 @@ class StepForm(NamedTuple):
     extras: Mapping[int, tuple[Signature, ...]]
     state: Mapping[int, Signature]
 
-    def with_rows(self, rows: int | None) -> StepForm:
-        """Return the same form with the rows of the batch, if this process was not given it."""
-        return self._replace(rows=rows) if self.inputs is None else self
-
 
 def read_tree(tree: Any, name: str, microbatches: int) -> tuple[Leaves, TreeForm]:
     """Read the leaves of a tree and its form."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import chain
 from typing import Any, NamedTuple
@@ -15,12 +15,13 @@ from ppfunc.stage.constants import without_constants
 from ppfunc.stage.layout import distributed, layout_of, local
 from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 
-from ..execution.buffers import Buffers, Key, Leaves, Tag
-from ..lowering.lowered import BATCH, LoweredStage, LoweredStep
+from ..execution.buffers import Buffers, Tag
+from ..lowering.lowered import BATCH, LoweredStep
 from .arguments import StepArguments
 from .batch import Microbatches, joined
 
 _NOTHING = tree_structure(None)
+_KEPT = "outputs", "metrics", "aux"  # of a stage for the caller, in this order after its loss
 
 
 class Aux(NamedTuple):
@@ -90,12 +91,14 @@ def collect(lowered: LoweredStep, steps: Sequence[StepArguments], buffers: Buffe
     The loss is not among them: it needs the losses of the other ranks.
     """
     wants, owned, arguments = lowered.spec.wants, Owned(_tensors(steps)), steps[0]
+    lasts = [chain.stages[-1] for chain in lowered.schedule.chains]
+    outputs = _rows(lowered, buffers, lasts, "outputs") if "outputs" in wants else []
     return StepResult(
         None,
         _gradients(lowered, arguments, buffers, owned) if "grads" in wants else None,
         _input_gradients(lowered, arguments, buffers, owned) if "input_grads" in wants else None,
-        _outputs(lowered, buffers, owned) if "outputs" in wants else None,
-        _aux(lowered, arguments, buffers, owned) if "aux" in wants else None,
+        _in_form_of_inputs(outputs, lowered, owned) if outputs else None,
+        _aux(lowered, arguments, buffers, lasts, owned) if "aux" in wants else None,
     )
 
 
@@ -156,15 +159,6 @@ def _input_gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Bu
     return without_constants(tree_structure(rows[0]).unflatten(leaves))
 
 
-def _outputs(lowered: LoweredStep, buffers: Buffers, owned: Owned) -> Any:
-    rows = _rows(lowered, buffers, _lasts(lowered), lambda low: low.outputs)
-    return _in_form_of_inputs(rows, lowered, owned) if rows else None
-
-
-def _lasts(lowered: LoweredStep) -> list[int]:
-    return [chain.stages[-1] for chain in lowered.schedule.chains]
-
-
 def _in_form_of_inputs(rows: list[Any], lowered: LoweredStep, owned: Owned) -> Any:
     """Join rows along axis 0 where the inputs were a whole batch; else return Microbatches."""
     if lowered.form.rows is not None:
@@ -172,45 +166,41 @@ def _in_form_of_inputs(rows: list[Any], lowered: LoweredStep, owned: Owned) -> A
     return Microbatches(tree_map(owned, row) for row in rows)
 
 
-def _aux(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, owned: Owned) -> Aux:
+def _aux(
+    lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, lasts: Sequence[int], owned: Owned
+) -> Aux:
     schedule, metrics = lowered.schedule, {}
     for model in sorted(
         {low.model_stage for low in lowered.stages.values() if low.metrics.treedef != _NOTHING}
     ):
         stages = [s for s in range(schedule.stages) if schedule.model_stages[s] == model]
-        rows = _rows(lowered, buffers, stages, lambda low: low.metrics)
+        rows = _rows(lowered, buffers, stages, "metrics")
         if any(row is not None for row in rows):
             metrics[model] = _stacked(rows, owned)
     state = {s: arguments.form.state[s].wrap(map(owned, leaves)) for s, leaves in buffers.state.items()}
-    rows = _rows(lowered, buffers, _lasts(lowered), lambda low: low.aux)
+    rows = _rows(lowered, buffers, lasts, "aux")
     return Aux(metrics, state, _stacked(rows, owned) if any(row is not None for row in rows) else None)
 
 
-def _rows(
-    lowered: LoweredStep,
-    buffers: Buffers,
-    stages: Sequence[int],
-    which: Callable[[LoweredStage], Signature],
-) -> list[Any]:
-    """List a tree that stages keep for the caller, for every microbatch of every step of the call."""
-    steps = [*buffers.kept_before, buffers.kept]
-    return [row for kept in steps for stage in stages for row in _kept(lowered, kept, stage, which)]
+def _rows(lowered: LoweredStep, buffers: Buffers, stages: Sequence[int], name: str) -> list[Any]:
+    """List a tree that stages keep for the caller, for every microbatch of every step that this process ran.
 
-
-def _kept(
-    lowered: LoweredStep, kept: Mapping[Key, Leaves], stage: int, which: Callable[[LoweredStage], Signature]
-) -> Iterator[Any]:
-    """List a tree that a stage keeps for the caller, for every microbatch that this process ran."""
-    for m in _microbatches(lowered, stage):
-        if (stage, m) not in lowered.stages:
-            continue
-        low, leaves = lowered.stages[stage, m], kept.get((stage, m), ())
-        start = int(low.loss is not None)
-        for signature in (low.outputs, low.metrics, low.aux):
-            stop = start + len(signature.leaves)
-            if signature is which(low):
-                yield signature.wrap(leaves[start:stop])
-            start = stop
+    Args:
+        name: one of ``_KEPT``.
+    """
+    chains = {stage: chain for chain in lowered.schedule.chains for stage in chain.stages}
+    keys = [
+        (stage, m) for stage in stages for m in chains[stage].microbatches if (stage, m) in lowered.stages
+    ]
+    rows, number = list[Any](), _KEPT.index(name)
+    for kept in (*buffers.kept_before, buffers.kept):
+        for key in keys:
+            low = lowered.stages[key]
+            trees: list[Signature] = [getattr(low, each) for each in _KEPT]
+            start = (low.loss is not None) + sum(len(tree.leaves) for tree in trees[:number])
+            leaves = kept.get(key, ())[start : start + len(trees[number].leaves)]
+            rows.append(trees[number].wrap(leaves))
+    return rows
 
 
 def _stacked(rows: list[Any], owned: Owned) -> Any:
@@ -219,10 +209,6 @@ def _stacked(rows: list[Any], owned: Owned) -> Any:
     if any(other != first for other in others):
         return Microbatches(tree_map(owned, row) for row in rows)
     return Microbatches(rows).stack()
-
-
-def _microbatches(lowered: LoweredStep, stage: int) -> range:
-    return next(chain.microbatches for chain in lowered.schedule.chains if stage in chain.stages)
 
 
 def losses_of(lowered: LoweredStep, buffers: Buffers) -> dict[int, torch.Tensor]:

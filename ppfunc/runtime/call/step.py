@@ -20,10 +20,10 @@ from ppfunc.stage.device import on_device
 
 from ..agreement.ties import require_declared
 from ..errors import Failure, StepFailed
+from ..lowering.lowered import Pipeline
 from .arguments import RawArguments, StepArguments, read_arguments
 from .forms import StepForm
 from .results import StepResult
-from .spec import Pipeline
 
 if TYPE_CHECKING:
     from ppfunc.schedule import Schedule, Timeline

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -48,7 +49,7 @@ def run_step(
         if (update := steps[0].update) is not None:
             weights = update.begin([arguments.loss_weights for arguments in steps])
             pairs = zip(steps, weights, strict=True)
-            steps = [arguments._replace(loss_weights=share) for arguments, share in pairs]
+            steps = [replace(arguments, loss_weights=share) for arguments, share in pairs]
             losses_agreed = {}  # the update has the losses, and sums them over all pipelines
         buffers = execute_steps(compiled, steps, transport)
         if update is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -298,8 +299,8 @@ def shapes_of(lowered: LoweredStep, arguments: StepArguments, parts: Mapping[int
     Args:
         parts: the form of the losses of all ranks.
     """
-    arguments = arguments._replace(
-        params=tree_map(_bare, arguments.params), state=tree_map(_bare, arguments.state),
+    arguments = replace(
+        arguments, params=tree_map(_bare, arguments.params), state=tree_map(_bare, arguments.state),
         inputs=tree_map(_bare, arguments.inputs), seed=(0, 0),
     )  # fmt: skip
     buffers, schedule = fill(lowered, arguments), lowered.schedule

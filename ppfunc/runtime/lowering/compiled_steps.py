@@ -14,11 +14,10 @@ from ..agreement.agreement import Agreed, Agreement, BatchShapes, Exchange
 from ..agreement.comparison import LaidOut, laid_out
 from ..call.arguments import StepArguments
 from ..call.forms import StepForm
-from ..call.spec import Pipeline
 from ..transport.protocols import Mode
 from .compile import CompiledStep, compile_step
 from .lower import lower
-from .lowered import LoweredStep
+from .lowered import LoweredStep, Pipeline
 from .stage_programs import CACHE_SIZE
 
 _RETRACES = 8  # so many forms are unusual enough for a warning
@@ -229,7 +228,9 @@ class CompiledSteps:
         return entry
 
     def _lower(self, arguments: StepArguments, exchange: Exchange) -> LoweredStep:
-        p, form = self._pipeline, arguments.form.with_rows(exchange.shapes.rows)
+        p, form = self._pipeline, arguments.form
+        if form.inputs is None:  # of a process that was not given the batch
+            form = form._replace(rows=exchange.shapes.rows)
         exchange.require_same_layouts(form)
         lowered = lower(
             p.stages, p.loss_fn, p.schedule, form, p.spec, p.programs,

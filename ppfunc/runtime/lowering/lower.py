@@ -19,10 +19,9 @@ from ppfunc.stage.output import StageFunction, children, received_signature
 
 from ..agreement.agreement import Exchange
 from ..call.forms import StepForm
-from ..call.spec import StepSpec
 from ..execution.buffers import Key
 from ..transport.protocols import LossPart
-from .lowered import BATCH, Edge, LoweredStage, LoweredStep
+from .lowered import BATCH, Edge, LoweredStage, LoweredStep, StepSpec
 from .refusals import (
     require_declared_frozen,
     require_honoured,

@@ -9,8 +9,7 @@ from ppfunc.stage.layout import Boundary, same_placement
 from ppfunc.stage.signature import leaf_names
 
 from ..call.forms import StepForm
-from ..call.spec import StepSpec
-from .lowered import BATCH, LoweredStage
+from .lowered import BATCH, LoweredStage, StepSpec
 
 
 def require_honoured(schedule: Schedule, spec: StepSpec) -> None:

@@ -17,13 +17,12 @@ from ppfunc.stage._torch import is_wrapped
 from ..agreement.checksums import bits, checksum, differing
 from ..agreement.ties import SharedLeaf, other_values
 from ..call.results import losses_of
-from ..call.spec import StepSpec
 from ..errors import AgreementError
 from ..execution.buffers import Buffers, Compared, ParameterUpdate, Tag
 from ..transport.collective import Collective
 from ..transport.protocols import Call, DataTransport, apart
 from .calls import Origin, PlacedCall
-from .lowered import BATCH, LoweredStep
+from .lowered import BATCH, LoweredStep, StepSpec
 
 # -- sums over the places of a parameter
 
@@ -206,11 +205,8 @@ def update_parameters(lowered: LoweredStep, places: Sequence[Origin]) -> Iterato
     updates, rank = lowered.spec.updates, lowered.ranks[-1]
     if updates is None:  # lowering refuses both
         return
-    late: dict[Op, list[PlacedCall]] = {Op.REDUCE_GRAD: [], Op.STEP: []}
-    for place in places:
-        call = update_call(lowered, place.instruction)
-        if call is not None:
-            late[place.instruction.op].append((call, place))
+    late = [(call, place) for place in places if (call := update_call(lowered, place.instruction))]
+    steps = [one for one in late if one[1].instruction.op is Op.STEP]
     end = Instruction(Op.STEP, lowered.schedule.stages_of(rank)[-1])
     place = Origin(rank, len(lowered.schedule.programs[rank]) - 1, end)
 
@@ -219,8 +215,8 @@ def update_parameters(lowered: LoweredStep, places: Sequence[Origin]) -> Iterato
         _update(buffers).join(buffers, weighted, each if "losses" in lowered.spec.wants else None)
 
     join = join_losses, place
-    yield from late[Op.REDUCE_GRAD]
-    yield from [join, *late[Op.STEP]] if updates.together else [*late[Op.STEP], join]
+    yield from (one for one in late if one not in steps)
+    yield from [join, *steps] if updates.together else [*steps, join]
 
 
 def is_late(lowered: LoweredStep, instruction: Instruction) -> bool:
