@@ -310,3 +310,27 @@ def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], Py
 def leaf_names(signature: Signature) -> list[str]:
     """Join the keys on the way to each leaf by dots."""
     return [".".join(map(str, path)) for path in treespec_paths(signature.treedef)]
+
+
+def leaf_number(signature: Signature, name: str, tree: str) -> int:
+    """Return the number of the leaf whose keys, joined by dots, are ``name``.
+
+    Raises:
+        ValueError: no leaf, or several, have that name.
+
+    >>> tree = {"head": {"weight": torch.zeros(1)}, "wte.weight": torch.zeros(1)}
+    >>> leaf_number(Signature.of(tree), "head.weight", "params")
+    0
+    """
+    names = leaf_names(signature)
+    if names.count(name) > 1:
+        raise ValueError(
+            f"{tree} has {names.count(name)} leaves {name!r}, whose keys are joined by dots; rename one of"
+            " them"
+        )
+    if name not in names:
+        raise ValueError(
+            f"{tree} has no leaf {name!r}; it has"
+            f" {', '.join(map(repr, names[:20]))}{', ...' if len(names) > 20 else ''}"
+        )
+    return names.index(name)

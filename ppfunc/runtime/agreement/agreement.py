@@ -53,7 +53,7 @@ class Agreement:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._schedule, self._spec, self._ranks = pipeline.schedule, pipeline.spec, pipeline.ranks
-        self.transport = pipeline.transport
+        self.transport, self.homes = pipeline.transport, pipeline.schedule.placement
         self._number = pipeline.number
         # The rank whose batch names the shapes.
         self._source = self._schedule.placement[self._schedule.chains[0].stages[0]]
@@ -93,10 +93,6 @@ class Agreement:
             if (agreed := self._known(shapes)) is not None:
                 self._agreed.move_to_end((shapes, autocast()))
         return Exchange(self, shapes, agreed)
-
-    def home(self, stage: int) -> int:
-        """Return the rank that runs a stage of the schedule."""
-        return self._schedule.placement[stage]
 
     def keep(self, agreed: Agreed) -> Agreed:
         """Keep the facts that the ranks agreed on. Return them, or those of a thread that was first."""
@@ -222,13 +218,13 @@ class Exchange:
             "signatures": [s.to_json() for s in index],
             "microbatches": [index[s] for s in signatures],
         }
-        self._agreement.transport.send_text(self._agreement.home(edge[1]), json.dumps(table))
+        self._agreement.transport.send_text(self._agreement.homes[edge[1]], json.dumps(table))
 
     def recv(self, edge: tuple[int, int]) -> Sequence[Signature]:
         if self.agreed is not None:
             return self.agreed.received[edge]
         while edge not in self._early:  # a rank sends its edges in the order of its own stages
-            table = json.loads(self._agreement.transport.recv_text(self._agreement.home(edge[0])))
+            table = json.loads(self._agreement.transport.recv_text(self._agreement.homes[edge[0]]))
             distinct = [Signature.from_json(s) for s in table["signatures"]]
             source, destination = table["edge"]
             self._early[source, destination] = tuple(distinct[n] for n in table["microbatches"])

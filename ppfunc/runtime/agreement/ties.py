@@ -17,7 +17,7 @@ from ppfunc.schedule import Schedule
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import is_wrapped
 from ppfunc.stage.layout import local
-from ppfunc.stage.signature import differentiable, leaf_names
+from ppfunc.stage.signature import differentiable, leaf_names, leaf_number
 from ppfunc.stage.tree import tree_leaves
 
 from ..call.batch import Leaves
@@ -158,31 +158,6 @@ def _without_tangents(params: Mapping[int, Signature], places: Sequence[tuple[in
         for k, leaf in places
         if k in params
     )
-
-
-def leaf_number(signature: Signature, name: str, tree: str) -> int:
-    """Return the number of the leaf whose keys, joined by dots, are ``name``.
-
-    Raises:
-        ValueError: no leaf, or several, have that name.
-
-    >>> import torch
-    >>> tree = {"head": {"weight": torch.zeros(1)}, "wte.weight": torch.zeros(1)}
-    >>> leaf_number(Signature.of(tree), "head.weight", "params")
-    0
-    """
-    names = leaf_names(signature)
-    if names.count(name) > 1:
-        raise ValueError(
-            f"{tree} has {names.count(name)} leaves {name!r}, whose keys are joined by dots; rename one of"
-            " them"
-        )
-    if name not in names:
-        raise ValueError(
-            f"{tree} has no leaf {name!r}; it has"
-            f" {', '.join(map(repr, names[:20]))}{', ...' if len(names) > 20 else ''}"
-        )
-    return names.index(name)
 
 
 def sharing_ranks(schedule: Schedule, tied: Tied) -> Iterator[tuple[int, ...]]:

@@ -123,7 +123,7 @@ def _gradients(
     for model, leaves in arguments.params.items():
         signature, gradients = arguments.form.params[model], sums[model]
         if all([leaf.grad and leaf.layout is None for leaf in signature.leaves]):
-            trees[model] = signature.unflatten(gradients.take(leaves, owned))
+            trees[model] = signature.treedef.unflatten(gradients.take(leaves, owned))
             continue
         whole = Signature(signature.treedef, tuple(map(gradients.signature, signature.leaves)))
         taken = iter(

@@ -7,13 +7,13 @@ from math import isinf, nan
 import torch
 from torch import Tensor
 
-from ppfunc.runtime.agreement.ties import leaf_number
 from ppfunc.runtime.execution.buffers import Buffers, Leaves
 from ppfunc.runtime.execution.gradients import Gradients
 from ppfunc.runtime.execution.nonfinite import NotFinite
 from ppfunc.runtime.transport.collective import Wait
 from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage.layout import distributed, layout_of, local
+from ppfunc.stage.signature import leaf_number
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map
 
 from ..optim.norms import clip_coefficient, leaf_sums, norm_of, norm_sum
