@@ -183,7 +183,8 @@ def test_other_rows_than_those_of_the_inputs_are_refused(name):
     step = pp.value_and_grad([dense, lambda p, x, e: dense(p, x) * e], squared, SCHEDULE)
 
     def call(batch):
-        params, inputs, targets, *_ = given()
+        raw = given()
+        params, inputs, targets = raw.params, raw.inputs, raw.targets
         return step(
             params,
             inputs,
@@ -336,7 +337,8 @@ def test_another_form_is_told_from_the_last(what):
 
 
 def test_signatures_and_tensors_without_values_are_read_where_nothing_runs():
-    params, inputs, targets, *_ = given()
+    raw = given()
+    params, inputs, targets = raw.params, raw.inputs, raw.targets
     form = read(given()).form
     of_signatures = read(
         RawArguments(

@@ -117,18 +117,18 @@ class CompiledSteps:
     def find(self, steps: Sequence[StepArguments], purpose: str) -> Entry:
         """Return the compiled step for these arguments; worked out with the peers where their form is new."""
         self._require_same_frozen()
-        form, last = steps[0].form, self.last
-        if last is not None and last.form is not form:
-            last = None  # another form than that of the last call
-        peers = self._pipeline.transport.has_peers  # without which there is nothing to agree on
-        exchange = self._begin(steps, purpose, last and last.agreed.shapes) if peers or last is None else None
-        if last is not None and (exchange is None or last.agreed is exchange.agreed) and last.guards.hold():
-            self._hits += 1
-            return last
-        exchange = exchange or self._begin(steps, purpose)
-        with self._lock:
-            entry = self._known(form, exchange.agreed)
-        return entry or self._build(steps[0], exchange)
+        form, last, transport = steps[0].form, self.last, self._pipeline.transport
+        if last is not None and (last.form is not form or not last.guards.hold()):
+            last = None  # of another form or mode than those of the last call
+        # Without peers there is nothing to agree on.
+        if last is None or transport.has_peers or last.agreed.generation != transport.generation:
+            exchange = self._begin(steps, purpose, last and last.agreed.shapes)
+            if last is None or last.agreed is not exchange.agreed:
+                with self._lock:
+                    entry = self._known(form, exchange.agreed)
+                return entry or self._build(steps[0], exchange)
+        self._hits += 1
+        return last
 
     def lower(self, arguments: StepArguments) -> tuple[LoweredStep, Agreed, Guards]:
         """Lower a step without keeping it. Return it with the conditions under which it may run."""
