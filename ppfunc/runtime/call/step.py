@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
@@ -207,7 +208,7 @@ class StepFunction(Generic[P, R]):
         with_targets = self.pipeline.loss_fn is not None
         read = read_arguments(raw, self.schedule, self._stages, with_targets, last, abstract=abstract)
         # Peers wait for the backward of a microbatch whose loss has no weight here.
-        return read._replace(left_out=frozenset()) if self.pipeline.transport.mixes_batches else read
+        return replace(read, left_out=frozenset()) if self.pipeline.transport.mixes_batches else read
 
     def _steps(self, raw: RawArguments | list[RawArguments]) -> Sequence[StepArguments]:
         """Read the arguments of every step of the call, all of one form."""
