@@ -78,14 +78,20 @@ class _Traced(NamedTuple):
     Args:
         function: the one evaluated; kept alive, since keys have its ``id``.
         modules: modes and structure of the modules that ran.
+        trained: which of their own parameters were not frozen.
         outline: the evaluation.
         programs: the program that was built of it, if one was.
     """
 
     function: StageFunction
     modules: ModuleStructure
+    trained: list[bool]
     outline: Outline
     programs: list[StageProgram]
+
+
+def _trained(outline: Outline) -> list[bool]:
+    return [p.requires_grad for module in outline.modules for p in module.parameters(recurse=False)]
 
 
 class StagePrograms:
@@ -112,14 +118,15 @@ class StagePrograms:
             of_function = self._traced.setdefault(id(function.fn), OrderedDict())
             same_form = of_function.get(key, [])
             for traced in same_form:
-                if traced.modules.same():
+                if traced.modules.same() and traced.trained == _trained(traced.outline):
                     return traced.outline
             evaluation = outline(function, call.example, **call.options)
             referred = (*_modules_referred(function.fn), *_modules_referred(function.loss_fn))
             evaluation = evaluation._replace(modules=tuple(dict.fromkeys((*evaluation.modules, *referred))))
             if evaluation.lasts:
                 modules = ModuleStructure.of(evaluation.modules, "training")
-                keep(of_function, key, [*same_form, _Traced(function, modules, evaluation, [])])
+                traced = _Traced(function, modules, _trained(evaluation), evaluation, [])
+                keep(of_function, key, [*same_form, traced])
             return evaluation
 
     def program(self, call: StageCall, known: Outline) -> StageProgram:
