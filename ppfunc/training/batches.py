@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +76,8 @@ class Batches(NamedTuple):
         extras = _of_every_step("extras", self.extras, len(self.pairs))
         seed = read_seed(self.seed)
         return [
-            common._replace(
+            replace(
+                common,
                 inputs=inputs.map(to_compute) if isinstance(inputs, Microbatches) else to_compute(inputs),
                 targets=targets,
                 extras=extras[n],
