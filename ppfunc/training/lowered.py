@@ -149,7 +149,14 @@ def on_meta(tree: Any) -> Any:
         empty = (torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in tree.leaves)
         layouts = (leaf.layout for leaf in tree.leaves)
         return tree.unflatten(map(distributed, empty, layouts))
-    return tree_map(lambda leaf: distributed(local(leaf).detach().to("meta"), layout_of(leaf)), tree)
+    return tree_map(_leaf_on_meta, tree)
+
+
+def _leaf_on_meta(leaf: Any) -> Any:
+    """Take the values of a tensor; a number, a text or a flag stays."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return distributed(local(leaf).detach().to("meta"), layout_of(leaf))
 
 
 def _bytes(tree: Tree) -> int:

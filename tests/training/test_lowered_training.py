@@ -98,6 +98,16 @@ def test_frozen_parameters_have_neither_gradients_nor_state():
     assert memory[1].gradients == 4 * W
 
 
+def test_numbers_among_the_inputs_are_lowered():
+    def scaled(p, x):
+        return torch.tanh(x[0] @ p["w"]) * x[1]
+
+    trainer = pp.Trainer([scaled], squared, pp.gpipe(1, M), pp.optim.sgd(0.1))
+    inputs, targets = batch()
+    lowered = trainer.lower(params(1), (inputs, 2.0), targets)
+    assert lowered.memory_analysis()[0].params == 4 * W
+
+
 @pytest.mark.parametrize(
     ("shard", "expected"),
     [

@@ -154,3 +154,47 @@ def unreduced(rank, size):
 
 def test_leaves_without_a_way_are_refused(two):
     assert two(unreduced) == [True] * 2
+
+
+def in_place(stage, state):
+    state["bias"] += 1
+    return state
+
+
+def test_an_update_that_writes_in_place_leaves_the_states_before():
+    given = {"bias": torch.zeros(()), "counts": torch.zeros(())}
+    with new_trainer(
+        [counting], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), update_state=in_place
+    ) as trainer:
+        first = trainer.init({0: {"w": torch.ones(D)}}, {0: given})
+        x = torch.ones(ROWS, D)
+        after, _ = trainer.step(first, x, x)
+        skipped, _ = trainer.step(after, x * math.inf, x)
+        assert given["bias"] == 0 and after.stage_state[0]["bias"] == 1
+        assert skipped.stage_state[0]["bias"] == 1
+
+
+def extremes(p, x, state):
+    small = {name: state[name] + by for name, by in (("up", 100), ("down", -1))}
+    return pp.Output(x * p["w"], state={**small, "mask": state["mask"]})
+
+
+def mean_of_extremes(rank, size):
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "dp"))
+    start = {
+        "up": torch.zeros(1, dtype=torch.int8),
+        "down": torch.full((1,), 7, dtype=torch.uint8),
+        "mask": torch.tensor([0.0, -math.inf]),
+    }
+    with new_trainer(
+        [extremes], squared, pp.gpipe(1, 1), pp.optim.sgd(0.1), mesh, axes=pp.Axes("pp", "dp"),
+        reduce_state={"*": "mean"},
+    ) as trainer:  # fmt: skip
+        first = trainer.init({0: {"w": torch.ones(D)}}, {0: start})
+        after, _ = trainer.step(first, torch.ones(ROWS, D), torch.zeros(ROWS, D))
+        return {name: t.tolist() for name, t in after.stage_state[0].items()}
+
+
+def test_means_of_small_integers_and_infinities_are_exact(two):
+    for found in two(mean_of_extremes):
+        assert found == {"up": [100], "down": [6], "mask": [0.0, -math.inf]}

@@ -14,7 +14,7 @@ from ppfunc.runtime.transport.collective import Collective, Wait
 from ppfunc.stage import Signature
 from ppfunc.stage.layout import local
 from ppfunc.stage.signature import leaf_names
-from ppfunc.stage.tree import tree_flatten
+from ppfunc.stage.tree import tree_flatten, tree_map
 
 from ..optim.protocols import Tree
 from .ranks import TrainingRanks
@@ -102,7 +102,7 @@ class StateRule(NamedTuple):
                 alike.setdefault((over, leaf.dtype), []).append(n)
         ways = self.reductions(stage, tree) if alike else []
         for (over, _), numbers in alike.items():
-            flat = torch.cat([(after[n] - before[n]).reshape(-1) for n in numbers])
+            flat = torch.cat([_change(before[n], after[n]) for n in numbers])
             waits.append(over.all_reduce(flat))
             changes = flat.split([after[n].numel() for n in numbers])
             waits.append(partial(_add, new, before, ways, changes, numbers, over.size))
@@ -116,13 +116,21 @@ class StateRule(NamedTuple):
 
     def _updated(self, stage: int, state: Tree) -> Leaves:
         assert self.update is not None
-        changed = self.update(stage, state)
+        changed = self.update(stage, tree_map(torch.clone, state))  # it may write into its own
         old, new = Signature.of(state).without_grad(), Signature.of(changed, "update_state").without_grad()
         if new != old:
             raise ValueError(
                 f"update_state({stage}, ...): got {new}, expected {old}, the form of the state before"
             )
         return tuple(leaf.detach() for leaf in map(local, tree_flatten(changed)[0]))
+
+
+def _change(before: Tensor, after: Tensor) -> Tensor:
+    """Subtract, of integers without overflow; 0 where nothing has changed, of infinities as well."""
+    if not (before.is_floating_point() or before.is_complex()):
+        before, after = before.long(), after.long()
+    change = after - before
+    return torch.where(after == before, torch.zeros_like(change), change).reshape(-1)
 
 
 def _add(
@@ -133,4 +141,4 @@ def _add(
     for n, change in zip(numbers, changes, strict=True):
         if ways[n] == "mean":
             change = change / ranks if change.is_floating_point() or change.is_complex() else change // ranks
-        new[n] = before[n] + change.view(before[n].shape)
+        new[n] = (before[n] + change.view(before[n].shape)).to(before[n].dtype)
