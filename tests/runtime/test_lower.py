@@ -7,6 +7,7 @@ import re
 import warnings
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import optree
 import pytest
@@ -245,6 +246,24 @@ def compiled_by_itself(rank, size):
 def test_what_is_compiled_is_called_as_the_step_function(two):
     compiled_by_itself(0, 1)
     two(compiled_by_itself)
+
+
+class Silent(NamedTuple):
+    """Parameters whose text shows nothing of them."""
+
+    w: torch.Tensor
+
+    def __repr__(self):
+        return "Silent"
+
+
+def test_a_compiled_step_refuses_parameters_that_differ_where_their_text_does_not():
+    _, inputs, targets = problem(1)
+    step = pp.value_and_grad([lambda p, x: x @ p.w.double()], squared, pp.gpipe(1, M))
+    params = Silent(normal(D, D))
+    compiled = step.lower({0: params}, inputs, targets).compile()
+    with pytest.raises(ValueError, match=r"params\[0\]: got .*, the step was compiled for"):
+        compiled({0: Silent(params.w.float())}, inputs, targets)
 
 
 def test_a_compiled_step_is_for_the_modes_in_which_it_was_lowered():

@@ -157,11 +157,11 @@ class CompiledSteps:
             )
         now, then = _described(steps[0].form, exchange.shapes), _described(entry.form, entry.agreed.shapes)
         for name in sorted(now.keys() | then.keys()):
-            got, expected = now.get(name, "none"), then.get(name, "none")
+            got, expected = now.get(name, ("none",)), then.get(name, ("none",))
             if got != expected:
                 raise ValueError(
-                    f"{name}: got {got}, the step was compiled for {expected}; call the step function, which"
-                    " compiles for every form"
+                    f"{name}: got {' '.join(map(str, got))}, the step was compiled for"
+                    f" {' '.join(map(str, expected))}; call the step function, which compiles for every form"
                 )
         return entry
 
@@ -247,13 +247,17 @@ class CompiledSteps:
             frozen.require_unchanged()
 
 
-def _described(form: StepForm, shapes: BatchShapes) -> dict[str, object]:
-    """Describe what a step was compiled for, by name: arguments, the batch, then all parameters."""
+def _described(form: StepForm, shapes: BatchShapes) -> dict[str, tuple[object, ...]]:
+    """Describe what a step was compiled for, by name: arguments, the batch, then all parameters.
+
+    Signatures are compared as values: the text of a large tree is cut short.
+    """
     trees = {
-        name: f"{tree.signature}{'' if tree.rows is None else ' of each microbatch'}"
+        name: (tree.signature,) if tree.rows is None else (tree.signature, "of each microbatch")
         for name, tree in form.trees.items()
     }
-    return {**trees, "the batch": shapes.text, "strides": form.strides, "the devices of stages": form.devices}
+    rest = {"the batch": (shapes.text,), "strides": (form.strides,), "the devices of stages": (form.devices,)}
+    return {**trees, **rest}
 
 
 def _warn_of_retraces(name: str, now: StepForm, before: StepForm) -> None:
