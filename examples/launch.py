@@ -98,7 +98,7 @@ def joined(sizes: Sizes, options: Any) -> Iterator[Place]:
         backend, store=store, rank=rank, world_size=size, device_id=device if on_gpu else None
     )
     try:
-        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
         shard = getattr(options, "shard", "none")
         with pp.P2P(mesh=mesh, axes=AXES, shard=shard) as transport:
             yield Place(transport, device, rank, mesh)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Literal, Self
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc.stage.interrupts import hold_interrupts, keep_holding, send_later
 
@@ -19,7 +20,7 @@ from ..agreement.comparison import (
 )
 from ..errors import CLOSED, AgreementError, Failure, FailureRecord, LinkError, PipelineError
 from ..execution.buffers import Compared
-from ..transport.grid import Grid
+from ..transport.grid import Axes, Grid, ShardWhat
 from ..transport.protocols import LossPart, Mode
 from .loss_texts import read_sum, sum_texts, to_text
 from .tree import BEGIN, END, Links, TreeMessages
@@ -50,6 +51,9 @@ class Control:
     """
 
     has_peers = True
+    mesh: DeviceMesh | None = None
+    axes = Axes()
+    shard: ShardWhat = "none"
 
     def __init__(self, links: Links, grid: Grid | None = None) -> None:
         everyone = tuple(range(links.size))
