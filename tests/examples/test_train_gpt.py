@@ -278,6 +278,7 @@ def test_interrupt_ends_all_processes(environment, tmp_path, soon):
         seen = b""
         while b"loss" not in seen or not (tmp_path / "runs" / "step-2").exists():
             seen = process.stderr.read1()
+            assert seen or process.poll() is None, "it has ended by itself"
         start = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(timeout=5 * soon) == 130
