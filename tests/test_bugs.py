@@ -874,6 +874,15 @@ def test_a_parameter_that_is_no_tensor_is_named_by_transforms(transform):
         step({0: params[0], 1: {"w": 2.0}}, *between, inputs, targets)
 
 
+def test_shared_memory_is_found_below_a_leaf_without_gradients_that_spans_it():
+    """Only the longest of overlapping leaves was looked at, and bytes hid two weights that overlap."""
+    memory = torch.zeros(8, dtype=torch.float64)
+    params = {0: {"bytes": memory.view(torch.uint8), "w": memory[:4]}, 1: {"w": memory[2:6]}}
+    step = pp.value_and_grad([lambda p, x: x * p["w"].sum()] * 2, squared, pp.gpipe(2, 1))
+    with pytest.raises(ValueError, match=r"params\[0\] 'w' and params\[1\] 'w' share memory"):
+        step(params, normal(2, 3), normal(2, 3))
+
+
 def test_parameters_that_share_a_part_of_their_memory_are_refused():
     """Only leaves of two stages that begin at one address were seen: others got a part of the gradient of
     what they share.

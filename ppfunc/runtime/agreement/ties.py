@@ -323,10 +323,9 @@ def sharing(tensors: Sequence[Tensor], extents: Sequence[int]) -> Iterator[tuple
     # Where nothing overlaps, each tensor ends before the next begins.
     if not any(map(gt, sorted(map(add, addresses, extents)), sorted(addresses)[1:])):
         return
-    longest = reach = 0
+    before: list[int] = []  # those that may reach beyond the address
     for address, number in sorted(zip(addresses, range(len(tensors)), strict=True)):
         if address and extents[number]:
-            if address < reach:
-                yield longest, number
-            if address + extents[number] > reach:
-                longest, reach = number, address + extents[number]
+            before = [other for other in before if addresses[other] + extents[other] > address]
+            yield from ((other, number) for other in before)
+            before.append(number)
