@@ -3,7 +3,8 @@
 A number, a text or a flag is a part of the structure of a tree: a program is traced for its value, as for the
 shapes of tensors. A block mask of flex attention is carried as its tensors. Its function is called once, for
 all rows, when the step begins: what it gives, whatever it reads, is a table of booleans, no larger than the
-scores that it masks. A mask of several rows is cut along axis 0 as other inputs are.
+scores that it masks. A mask of several rows is cut along axis 0 as other inputs are; one that was made with
+``B=None`` or ``H=None`` is the same for all rows or heads.
 """
 
 from __future__ import annotations

@@ -301,6 +301,8 @@ class Trainer:
         Raises:
             As :meth:`init` and :meth:`step`.
         """
+        require_trees("params", params, self._ranks.stages)
+        require_trees("state", {} if state is None else state, self._ranks.stages, some=True)
         trees, states = ({s: on_meta(t) for s, t in (each or {}).items()} for each in (params, state))
         initial = self.init(trees, states)
         update = TrainingUpdate(self._rule, self._ranks, {}, initial, GOES_ON)

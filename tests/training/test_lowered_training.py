@@ -164,6 +164,12 @@ def test_processes_count_the_same_as_paper(four, on_paper, shard):
         assert (params_kept, optimizer_kept) == (memory.params, memory.optimizer)
 
 
+def test_a_state_in_the_place_of_parameters_is_refused_by_name():
+    trainer = trainer_of()
+    with pytest.raises(TypeError, match=r"params: got .*, expected \{stage: tree\}"):
+        trainer.lower(trainer.init(params()), *batch())
+
+
 def test_a_step_on_paper_is_refused(on_paper):
     trainer = trainer_of(on_paper((2, 2)))
     with pytest.raises(RuntimeError, match="on paper, whose ranks have no processes; call lower"):

@@ -109,17 +109,17 @@ def grid_of(mesh: DeviceMesh, axes: Axes, rank: int) -> Grid:
     names = mesh.mesh_dim_names or ()
     data = axes.data_axes
     model = () if axes.model is None else (axes.model,)
-    if sorted(map(str, (*data, axes.pipe, *model))) != sorted(names):
-        raise ValueError(
-            f"axes: got {axes}, the mesh has the axes {', '.join(names) or 'without names'}; name each of"
-            " them once"
-        )
     for role in ("experts", "context"):
         if (axis := getattr(axes, role)) is not None and axis not in data:
             raise ValueError(
                 f"axes: got {role}={axis!r}, expected one of the data axes, {', '.join(data) or 'none'}: its"
                 f" ranks run other {'batches' if role == 'experts' else 'tokens'}, and are data ranks"
             )
+    if sorted(map(str, (*data, axes.pipe, *model))) != sorted(names):
+        raise ValueError(
+            f"axes: got {axes}, the mesh has the axes {', '.join(names) or 'without names'}; name each of"
+            " them once"
+        )
     here = mesh.mesh.flatten().tolist().index(rank)
     grid = Grid((), (), mesh.mesh.numel(), here, axes=tuple(names), sizes=tuple(mesh.mesh.shape))
     pipelines = torch.tensor(grid.along((*model, axes.pipe)), device="cpu").view(
