@@ -21,9 +21,11 @@ def collector_paused() -> Iterator[None]:
         gc.disable()
         yield
     finally:
-        # What the caller has frozen stays so.
-        if enabled and gc.get_count()[0] > _MANY and not gc.get_freeze_count():
-            gc.freeze()
-            gc.unfreeze()
-        if enabled:
-            gc.enable()
+        try:
+            # What the caller has frozen stays so.
+            if enabled and gc.get_count()[0] > _MANY and not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
+        finally:  # also where an interrupt comes
+            if enabled:
+                gc.enable()

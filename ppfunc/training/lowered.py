@@ -11,6 +11,7 @@ from ppfunc.runtime import LoweredFunction
 from ppfunc.runtime.lowering.analysis import Cost, Memory
 from ppfunc.schedule import Op
 from ppfunc.stage import Signature
+from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.layout import distributed, layout_of, local
 from ppfunc.stage.tree import tree_leaves, tree_map
 
@@ -136,9 +137,10 @@ class LoweredTraining:
         """Count the bytes of what an update makes anew, as it does of leaves of one element each."""
         trained = self._rule.frozen.trained(stage, self.state.params[stage])
         tiny = tree_map(_tiny, trained)
-        state = self._rule.optimizer.init(tiny)
-        before = {leaf.data_ptr() for leaf in tree_leaves((tiny, state))}
-        after = tree_leaves(self._rule.optimizer.update(tree_map(_tiny, trained), state, tiny))
+        with preserve_rng([torch.device("cpu")]):  # an optimizer may draw
+            state = self._rule.optimizer.init(tiny)
+            before = {leaf.data_ptr() for leaf in tree_leaves((tiny, state))}
+            after = tree_leaves(self._rule.optimizer.update(tree_map(_tiny, trained), state, tiny))
         sizes = tree_leaves((trained, self.state.optimizer[stage]))
         return _bytes([leaf for leaf, new in zip(sizes, after, strict=True) if new.data_ptr() not in before])
 

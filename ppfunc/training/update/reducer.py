@@ -67,7 +67,7 @@ class Reducer:
         leaves = [replace(leaf, shape=(0,)) if n in fixed else leaf for n, leaf in enumerate(leaves)]
         dims = tuple(None if n in fixed else dim for n, dim in enumerate(dims))
         sizes = [sums.parts.size for sums in over]
-        shards = list(map(part_signature, leaves, dims, sizes))
+        shards = [part_signature(*each) for each in zip(leaves, dims, sizes, strict=True)]
         alike: dict[tuple[bool, Sums], list[int]] = {}
         for n, dim in enumerate(dims):
             alike.setdefault((dim is not None, over[n]), []).append(n)
