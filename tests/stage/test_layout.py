@@ -53,6 +53,15 @@ def rank_of():
 # --------------------------------------------------------------------------------------------------------
 
 
+def test_a_tensor_lies_on_its_own_mesh_not_on_an_equal_one(rank_of):
+    """A mesh that is made again after a failure equals the one before, whose groups have ended."""
+    meshes = [rank_of(3)[1] for _ in range(2)]
+    assert meshes[0] == meshes[1]
+    for mesh in meshes:
+        t = DTensor.from_local(torch.zeros(2), mesh, [Shard(0)])
+        assert distributed(local(t), layout_of(t)).device_mesh is mesh
+
+
 def test_a_layout_is_a_value(rank_of):
     grid, tp = rank_of(3)
     t = DTensor.from_local(torch.zeros(2, 3), grid, [Replicate(), Shard(1)])
