@@ -56,6 +56,12 @@ def on_paper():
         dist.destroy_process_group()
 
 
+def test_a_mesh_without_processes_carries_no_messages(on_paper):
+    mesh = on_paper((2, 2)).mesh
+    with pytest.raises(ValueError, match="backend 'fake', which sends nothing.*OnPaper"):
+        pp.P2P(mesh=mesh, axes=AXES)
+
+
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("precision", [None, BF16], ids=["float32", "bf16"])
 def test_bytes_in_one_process_are_those_by_hand(precision, donate):

@@ -391,6 +391,11 @@ def _rendezvous(group: Any, timeout: float | None, mesh: DeviceMesh | None) -> R
     if ranks is not None and dist.get_rank() not in ranks:
         return None
     shared: Any = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+    if _torch.backend_of(shared) == "fake":
+        raise ValueError(
+            "P2P got a process group with the backend 'fake', which sends nothing;"
+            " OnPaper(mesh=mesh, axes=axes) lowers a trainer over it"
+        )
     return Rendezvous("ppfunc/transports", shared, timeout, ranks)
 
 
