@@ -191,6 +191,11 @@ def _require(
     for name, one in (("engine", engine), ("loss_engine", loss_engine)):
         if not callable(one) and (one is not None or name == "engine"):
             raise TypeError(f"{name}: got {shown(one)}, expected ppfunc.engines.graph, functional or eager")
+        if one is torch.compile:
+            raise TypeError(
+                f"{name}: got torch.compile, which makes no gradients apart; write"
+                " engine=ppfunc.engines.graph(compile=True), which compiles them by inductor"
+            )
     if not isinstance(spec.loss_shape, tuple) or not all(isinstance(n, int) for n in spec.loss_shape):
         raise TypeError(
             f"loss_shape: got {shown(spec.loss_shape)}, expected a tuple of integers, such as (3,) for an"

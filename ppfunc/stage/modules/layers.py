@@ -3,6 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from ppfunc._text import shown
 from ppfunc.parallel.partition import Partition
 from ppfunc.schedule.arguments import require_type
 
@@ -27,7 +30,7 @@ def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[La
         Stages whose ``params`` is the tuple of the params of their layers, see `params_of_stages`.
 
     Raises:
-        TypeError: not a partition.
+        TypeError: not a partition, or layers that are no functions.
         ValueError: the partition is for another number of layers.
 
     >>> layers = [lambda p, x: p + x, lambda p, x: p * x, lambda p, x: x - p]
@@ -36,6 +39,13 @@ def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[La
     17
     """
     require_type("partition", partition, Partition, "a Partition, such as partition_layers(layers, stages)")
+    for n, layer in enumerate(layers):
+        if isinstance(layer, torch.nn.Module) or not callable(layer):
+            raise TypeError(
+                f"layers[{n}]: got {shown(layer)}, expected a function layer(params, x) -> y;"
+                " ppfunc.split_sequential(torch.nn.Sequential(*modules), partition) takes modules, those that"
+                " LayerSpecs build"
+            )
     return [
         _stage(chosen, interval)
         for chosen, interval in zip(partition.split(layers), partition.intervals, strict=True)
