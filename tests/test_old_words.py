@@ -59,8 +59,6 @@ MISTAKES = {
     "optim.Adam": (lambda: pp.optim.Adam, "pp.optim.adamw(lr, weight_decay=0.0)"),
     "Split.to": (lambda: SPLIT.to("cuda"), "optree.tree_map(lambda t: t.to(device), split.params)"),
     "Split.parameters": (lambda: SPLIT.parameters(), "split.params"),
-    "a split is called": (lambda: SPLIT(INPUTS), "pp.evaluate(split, None, schedule, return_outputs=True)"),
-    "a trainer is called": (lambda: TRAINER(INPUTS), "trainer.step(state, inputs, targets)"),
     "torch.compile": (lambda: made(engine=torch.compile), "engine=ppfunc.engines.graph(compile=True)"),
     "layers that are modules": (
         lambda: pp.stages_from_layers(list(MODEL), pp.parallel.Partition((0, 2))), "split_sequential(",

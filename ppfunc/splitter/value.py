@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ppfunc._text import answering, mend_of
+from ppfunc._text import answering
 
 if TYPE_CHECKING:
     from .source import Source
@@ -62,10 +62,6 @@ class Split:
             f"<split of {type(self.model).__name__} into {len(self.stages)} stages{cuts}; parameters"
             f" {sizes}{tied}>"
         )
-
-    def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Refuse to run: a split is no module."""
-        raise TypeError(f"a split is not called; {mend_of('Split', 'forward')}")
 
     @property
     def model(self) -> nn.Module:

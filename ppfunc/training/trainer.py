@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 
 from ppfunc._step_factory import Stages, make_step, reporting_mistakes, unpacked
-from ppfunc._text import answering, mend_of, naming_arguments
+from ppfunc._text import answering, naming_arguments
 from ppfunc.runtime import InProcess, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import TiedPlaces
 from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed
@@ -151,10 +151,6 @@ class Trainer:
 
     def __repr__(self) -> str:
         return f"<trainer of {self._step!r}>"
-
-    def __call__(self, *_: object, **__: object) -> NoReturn:
-        """Refuse to run: a trainer is no module."""
-        raise TypeError(f"a trainer is not called; {mend_of('Trainer', 'run')}")
 
     def init(self, params: Mapping[int, Any], state: Mapping[int, Any] | None = None) -> TrainState:
         """Make the state before the first step.

@@ -58,7 +58,7 @@ def on_paper():
 
 def test_a_mesh_without_processes_carries_no_messages(on_paper):
     mesh = on_paper((2, 2)).mesh
-    with pytest.raises(ValueError, match="backend 'fake', which sends nothing.*OnPaper"):
+    with pytest.raises(ValueError, match="backend 'fake', it knows.*OnPaper"):
         pp.P2P(mesh=mesh, axes=AXES)
 
 

@@ -122,11 +122,6 @@ class P2P(Control):
             raise
 
     def _open(self, rendezvous: Rendezvous, mesh: DeviceMesh | None, axes: Axes) -> None:
-        if rendezvous.backend not in CARRIES:
-            raise ValueError(
-                f"P2P got a process group with the backend {rendezvous.backend!r}, it knows 'gloo' and"
-                " 'nccl'; make one with torch.distributed.new_group(backend='gloo') and give it as P2P(group)"
-            )
         grid = None if mesh is None else grid_of(mesh, axes, dist.get_rank())
         if rendezvous.backend == "nccl":
             _torch.prepare_nccl()
@@ -391,10 +386,11 @@ def _rendezvous(group: Any, timeout: float | None, mesh: DeviceMesh | None) -> R
     if ranks is not None and dist.get_rank() not in ranks:
         return None
     shared: Any = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
-    if _torch.backend_of(shared) == "fake":
+    if (backend := _torch.backend_of(shared)) not in CARRIES:
         raise ValueError(
-            "P2P got a process group with the backend 'fake', which sends nothing;"
-            " OnPaper(mesh=mesh, axes=axes) lowers a trainer over it"
+            f"P2P got a process group with the backend {backend!r}, it knows 'gloo' and 'nccl'; make one with"
+            " torch.distributed.new_group(backend='gloo') and give it as P2P(group), or lower a trainer over"
+            " 'fake' by OnPaper(mesh=mesh, axes=axes)"
         )
     return Rendezvous("ppfunc/transports", shared, timeout, ranks)
 
