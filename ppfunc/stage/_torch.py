@@ -253,6 +253,12 @@ def storage(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def address(tensor: torch.Tensor) -> int:
+    """Return where the memory of a tensor begins; of one without values, a number of its own."""
+    memory = tensor.untyped_storage()
+    return memory._cdata if isinstance(tensor, FakeTensor) else memory.data_ptr()
+
+
 def values(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of a tensor without the transforms that wrap it, with all rows where one maps it.
 

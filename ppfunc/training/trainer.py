@@ -306,9 +306,10 @@ class Trainer:
         trees, states = ({s: on_meta(t) for s, t in (each or {}).items()} for each in (params, state))
         initial = self.init(trees, states)
         update = TrainingUpdate(self._rule, self._ranks, {}, initial, GOES_ON)
-        batches = Batches.of_one(on_meta(inputs), on_meta(targets), extras=extras)
+        inputs = on_meta(inputs)
+        batches = Batches.of_one(inputs, on_meta(targets), extras=extras)
         step = self._step.lower(partial(self._arguments, update, batches))
-        return LoweredTraining(step, initial, update, self._rule, self._ranks)
+        return LoweredTraining(step, initial, update, self._rule, self._ranks, inputs)
 
     def close(self) -> None:
         """Close the transport. The trainer takes no steps afterwards."""

@@ -18,6 +18,7 @@ from ppfunc.runtime import StepSpec, lower
 from ppfunc.runtime.call.arguments import RawArguments, read_arguments
 from ppfunc.runtime.execution.execute import execute, fill
 from ppfunc.runtime.lowering.compile import compile_step
+from ppfunc.runtime.lowering.ledger import Bytes
 from ppfunc.runtime.lowering.stage_programs import CACHE_SIZE, StagePrograms
 from ppfunc.schedule import Op
 from ppfunc.stage import Signature
@@ -124,31 +125,35 @@ def test_the_text_tells_microbatches_of_another_form_apart():
     assert "0SEND_F2(64 B)" in text
 
 
+def most(lowered):
+    """The most bytes of each kind, by rank."""
+    return [rank.most for rank in lowered.memory_analysis().values()]
+
+
 def test_bytes_are_those_counted_by_hand():
-    """A stage of [d, d] keeps its input and its output for the backward; the last one y - target, too."""
+    """A stage of [d, d] keeps its input, unless it is of the batch, and its output for the backward; the last
+    one y - target, too. The gradients of the second microbatch make a sum beside those of the first.
+    """
     params, inputs, targets = problem()
-    row, weight = B * D * BYTES, D * D * BYTES
+    row, weight, given = B * D * BYTES, D * D * BYTES, {"params": D * D * BYTES, "batch": M * B * D * BYTES}
     step = pp.value_and_grad([dense] * 2, squared, pp.one_f_one_b(2, M))
-    first, last = step.lower(params, inputs, targets).memory_analysis().values()
-    assert first == (weight, weight, M * row, 2 * 2 * row, row, 0)  # two microbatches are in flight
-    assert last == (weight, weight, M * row, 3 * row, row, M * BYTES)
-    gpipe = (
-        pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, M))
-        .lower(params, inputs, targets)
-        .memory_analysis()
-    )
-    assert [rank.residuals for rank in gpipe.values()] == [M * 2 * row, M * 3 * row]
-    apart = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, M), per_microbatch=True).lower(
-        params, inputs, targets
-    )
-    assert [rank.gradients for rank in apart.memory_analysis().values()] == [M * weight] * 2
-    forward = pp.evaluate([dense] * 2, squared, pp.gpipe(2, M), return_outputs=True).lower(
-        params, inputs, targets
-    )
-    assert forward.memory_analysis() == {
-        0: (weight, 0, M * row, 0, row, 0),
-        1: (weight, 0, M * row, 0, row, M * (BYTES + row)),
-    }
+    first, last = most(step.lower(params, inputs, targets))
+    two = {"gradients": 2 * weight, "workspace": weight + row}
+    # Two microbatches are in flight, both of whose outputs are on their way.
+    assert first == Bytes(**given, **two, residuals=2 * row, messages=2 * row)
+    weights = M * BYTES
+    given["batch"] += weights
+    assert last == Bytes(**given, **two, residuals=3 * row, messages=3 * row, outputs=M * BYTES)
+    given["batch"] -= weights
+    gpipe = most(pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, M)).lower(params, inputs, targets))
+    assert [rank.residuals for rank in gpipe] == [M * row, M * 3 * row]
+    apart = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, M), per_microbatch=True)
+    assert [rank.gradients for rank in most(apart.lower(params, inputs, targets))] == [M * weight] * 2
+    forward = pp.evaluate([dense] * 2, squared, pp.gpipe(2, M), return_outputs=True)
+    begin, end = most(forward.lower(params, inputs, targets))
+    assert begin == Bytes(**given, messages=3 * row, workspace=row)
+    assert end.outputs == M * (BYTES + 2 * row)  # each, and all in one tensor
+    assert end.residuals == end.gradients == 0
 
 
 def test_bytes_of_extras_metrics_and_state():
@@ -160,9 +165,10 @@ def test_bytes_of_extras_metrics_and_state():
     lowered = step.lower(
         params, inputs, targets, extras={0: normal(M * B, 1)}, state={0: torch.zeros(5, dtype=torch.int32)}
     )
-    memory = lowered.memory_analysis()[0]
-    assert memory.batch == M * B * D * BYTES + M * B * BYTES
-    assert memory.outputs == M * D * BYTES + 5 * 4
+    first = most(lowered)[0]
+    assert first.batch == M * B * D * BYTES + M * B * BYTES
+    assert first.params == D * D * BYTES + 5 * 4
+    assert first.outputs == M * D * BYTES + 5 * 4
 
 
 def test_operations_are_those_of_the_matrix_products():

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ppfunc.stage import Signature
-from ppfunc.stage._torch import is_wrapped
+from ppfunc.stage._torch import address, is_wrapped
 from ppfunc.stage.constants import without_constants
 from ppfunc.stage.layout import distributed, layout_of, local
 from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
@@ -249,16 +249,15 @@ class Owned:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._taken is None:
-            self._taken = {t.untyped_storage().data_ptr() for t in self._arguments if not is_wrapped(t)}
+            self._taken = {address(t) for t in self._arguments if not is_wrapped(t)}
         if (layout := layout_of(tensor)) is not None:
             return distributed(self(local(tensor)), layout)
         if is_wrapped(tensor):
             return tensor
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        whole = storage.nbytes() == tensor.numel() * tensor.element_size()
+        here = address(tensor)
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         # A scalar may be the weight of the microbatch itself, which later steps use again.
-        if tensor._is_view() or not whole or address in self._taken or tensor.ndim == 0:
+        if tensor._is_view() or not whole or here in self._taken or tensor.ndim == 0:
             return tensor.clone()
-        self._taken.add(address)
+        self._taken.add(here)
         return tensor

@@ -9,4 +9,5 @@ compiled_steps.py  CompiledSteps  the compiled steps of a step function, by the 
     tail_calls.py      the end of a program: sums of shared gradients, the update of parameters
   stage_programs.py  StagePrograms  evaluations of stages for `lower`, their programs for `compile_step`
 analysis.py        LoweredFunction, CompiledFunction   what `step.lower` gives to people
+  memory.py          memory_of      the calls of a rank, run without values; ledger.py notes what lives
 """

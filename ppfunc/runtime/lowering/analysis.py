@@ -24,29 +24,10 @@ from ..execution.buffers import Key, Leaves, Tag
 from ..execution.execute import fill
 from ..transport.protocols import LossPart, Transport, shape_of_sum
 from .compile import CompiledStep, build_programs, compile_step
+from .ledger import Memory
 from .lowered import BATCH, LoweredStage, LoweredStep
+from .memory import Given, memory_of
 from .stage_programs import StagePrograms
-
-
-class Memory(NamedTuple):
-    """Count the bytes that one rank holds in a step, by kind.
-
-    Args:
-        params: the parameters of its stages.
-        gradients: their sums.
-        batch: inputs, targets and extras that this rank reads.
-        residuals: kept by forwards for their backwards, at the peak of live microbatches; None if an engine
-            cannot tell.
-        messages: the largest message that it sends or receives.
-        outputs: kept for the caller: losses, outputs, metrics, aux, the last state.
-    """
-
-    params: int
-    gradients: int
-    batch: int
-    residuals: int | None
-    messages: int
-    outputs: int
 
 
 class Cost(NamedTuple):
@@ -74,9 +55,16 @@ class _Shown:
         return "\n".join(_text(self._lowered))
 
     def memory_analysis(self) -> dict[int, Memory]:
-        """Return bytes per rank and kind, from abstract values: stages are traced, nothing runs."""
+        """Return the bytes of every rank over the step, by running it on tensors without values.
+
+        Programs that are compiled, or captured in CUDA graphs, are counted as they are traced.
+        """
+        return self.memory_with(None)
+
+    def memory_with(self, given: Given | None) -> dict[int, Memory]:
+        """Return the bytes of every rank, with more that is given, see :func:`memory_of`."""
         programs = self._programs()
-        return {rank: _memory(self._lowered, programs, rank) for rank in self._lowered.ranks}
+        return {rank: memory_of(self._lowered, programs, rank, given) for rank in self._lowered.ranks}
 
     def cost_analysis(self) -> dict[int, Cost]:
         """Return floating point operations per rank, as torch's flop counter counts them; nothing runs."""
@@ -194,57 +182,12 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _memory(step: LoweredStep, programs: Mapping[Key, StageProgram], rank: int) -> Memory:
-    schedule, form = step.schedule, step.form
-    stages = schedule.stages_of(rank)
-    model_stages = [schedule.model_stages[s] for s in stages]
-    gradients = batch = outputs = 0
-    if not schedule.forward_only:
-        leaves = [leaf for k in model_stages for leaf in form.params[k].leaves if leaf.grad]
-        gradients = sum(step.new_gradients().signature(leaf).nbytes for leaf in leaves)
-    for (stage, m), low in step.stages.items():
-        if stage not in stages:
-            continue
-        if low.sources[0].stage == BATCH:
-            batch += low.sources[0].signature.nbytes
-        if form.targets and not low.sinks:
-            batch += form.targets[m].nbytes
-        if low.model_stage in form.extras:
-            batch += form.extras[low.model_stage][m].nbytes
-        kept = low.loss, low.outputs, low.metrics, low.aux
-        outputs += sum(signature.nbytes for signature in kept if signature is not None)
-    stages_here = set(model_stages)
-    return Memory(
-        params=sum(form.params[k].nbytes for k in stages_here),
-        gradients=gradients,
-        batch=batch,
-        residuals=_residuals(schedule, programs, rank),
-        messages=max(
-            (_message_bytes(step, i) for i in schedule.instructions(rank) if i.op in COMMUNICATION), default=0
-        ),
-        outputs=outputs + sum(form.state[k].nbytes for k in stages_here if k in form.state),
-    )
-
-
 def _computed(schedule: Schedule, rank: int) -> Iterator[tuple[Op, Key]]:
     """Yield the instructions of a rank that compute for microbatches, in order."""
     for instruction in schedule.instructions(rank):
         for part in parts_of(instruction):
             if part.op in (Op.F, Op.B, Op.I, Op.W) and part.microbatch is not None:
                 yield part.op, (part.stage, part.microbatch)
-
-
-def _residuals(schedule: Schedule, programs: Mapping[Key, StageProgram], rank: int) -> int | None:
-    """Return the most bytes of residuals alive at once: from each forward to the end of its backward."""
-    now = most = 0
-    for op, key in () if schedule.forward_only else _computed(schedule, rank):
-        size = programs[key].residual_bytes
-        if size is None:
-            return None
-        if op is not Op.I:
-            now += size if op is Op.F else -size
-        most = max(most, now)
-    return most
 
 
 def _costs(step: LoweredStep, programs: Mapping[Key, StageProgram]) -> dict[int, Cost]:

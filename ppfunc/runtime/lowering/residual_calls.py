@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ppfunc.stage._torch import address
 from ppfunc.stage.device import SideStreams, accelerates, current_stream, download, record_event, upload
 from ppfunc.stage.program import LossResiduals
 
@@ -32,9 +33,7 @@ def release_params(low: LoweredStage, key: Key) -> Call:
     model_stage = low.model_stage
 
     def release(buffers: Buffers) -> None:
-        numbers = {
-            t.untyped_storage().data_ptr(): n for n, t in enumerate(buffers.params[model_stage]) if t.numel()
-        }
+        numbers = {address(t): n for n, t in enumerate(buffers.params[model_stage]) if t.numel()}
         saved = _tensors(
             buffers,
             key,
@@ -42,8 +41,7 @@ def release_params(low: LoweredStage, key: Key) -> Call:
             "whole parameters",
         )
         places = [
-            numbers.get(t.untyped_storage().data_ptr()) if isinstance(t, torch.Tensor) and t.numel() else None
-            for t in saved
+            numbers.get(address(t)) if isinstance(t, torch.Tensor) and t.numel() else None for t in saved
         ]
         buffers.residuals[key] = tuple(
             [
@@ -97,13 +95,11 @@ def offload(low: LoweredStage, key: Key, streams: SideStreams) -> Call | None:
 
     def run_offload(buffers: Buffers) -> None:
         saved, beside = _tensors(buffers, key, fault, mend), streams[device]
-        stay = {t.untyped_storage().data_ptr() for t in buffers.params[model_stage]}
+        stay = {address(t) for t in buffers.params[model_stage]}
         moving = {
             n: t
             for n, t in enumerate(saved)
-            if isinstance(t, torch.Tensor)
-            and accelerates(t.device)
-            and t.untyped_storage().data_ptr() not in stay
+            if isinstance(t, torch.Tensor) and accelerates(t.device) and address(t) not in stay
         }
         beside.wait_stream(current_stream(device))
         with beside:

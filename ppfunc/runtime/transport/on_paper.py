@@ -1,13 +1,62 @@
 """The ranks of a mesh without their processes: steps are lowered for it, and none runs."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc._text import require_one_of
 
 from ..agreement.comparison import LaidOut
-from .collective import Among, Collective
+from ..execution.buffers import Buffers
+from .collective import Among, Collective, Wait
 from .grid import Axes, ShardWhat, grid_of, require_shardable
 from .inprocess import InProcess
+from .protocols import Call, Transfer
+
+
+class CollectiveOnPaper(Collective):
+    """Stands for a collective: holds its tensors until it is waited for, and moves nothing."""
+
+    @classmethod
+    def of(cls, other: Collective) -> Collective:
+        """Stand for another."""
+        return cls(other.size, other.index)
+
+    def _begin(self, operation: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> Wait:
+        held = [tensor, *args]
+        return held.clear
+
+
+class MessagesOnPaper(InProcess):
+    """Holds the messages of one rank as :class:`P2P` does, and moves nothing."""
+
+    def collective(self, among: Among) -> Collective:
+        return CollectiveOnPaper(len(among))
+
+    def post(self, batch: Sequence[Transfer]) -> Call:
+        def post_all(buffers: Buffers) -> None:
+            for way, tag, _, leaves, device in batch:
+                buffers.pending[tag] = (
+                    [t.contiguous() for t in buffers.values.pop(tag)]
+                    if way
+                    else [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in leaves]
+                )
+
+        return post_all
+
+    def wait_recv(self, transfer: Transfer) -> Call:
+        def take(buffers: Buffers) -> None:
+            buffers.values[transfer.tag] = tuple(buffers.pending.pop(transfer.tag))
+
+        return take
+
+    def wait_send(self, transfer: Transfer) -> Call:
+        def let_go(buffers: Buffers) -> None:
+            del buffers.pending[transfer.tag]
+
+        return let_go
 
 
 class OnPaper(InProcess):
@@ -50,9 +99,9 @@ class OnPaper(InProcess):
 
     def collective(self, among: Among) -> Collective:
         if among == "world":
-            return Collective(self._grid.size)
+            return CollectiveOnPaper(self._grid.size)
         axes = tuple(axis for axis in among if isinstance(axis, str))
-        return Collective(len(self._grid.along(axes)) if axes else 1)  # ranks of the pipeline are all here
+        return CollectiveOnPaper(len(self._grid.along(axes)) if axes else 1)  # all of the pipeline are here
 
     def ready(self, layouts: LaidOut) -> None:
         raise RuntimeError(

@@ -16,6 +16,7 @@ from ppfunc.runtime.agreement.comparison import note_data_axis
 from ppfunc.runtime.agreement.ties import Tied
 from ppfunc.runtime.transport.collective import Collective
 from ppfunc.runtime.transport.grid import Axes, ShardWhat
+from ppfunc.runtime.transport.on_paper import CollectiveOnPaper
 from ppfunc.schedule import Schedule
 from ppfunc.stage.layout import MeshLayout, distributed, layout_of, local, placements_of
 from ppfunc.stage.signature import differentiable, flatten
@@ -106,6 +107,15 @@ class TrainingRanks(NamedTuple):
         model = along(() if axes.model is None else (axes.model,))
         local_ranks, world = transport.local_ranks(schedule.ranks), transport.collective("world")
         return cls(shard, schedule, local_ranks, tied, dense.ranks, model, world, dense, experts, mesh, axes)
+
+    def on_paper(self, ranks: tuple[int, ...]) -> TrainingRanks:
+        """Describe the same ranks, of which this process runs ``ranks``; collectives move nothing."""
+        of = CollectiveOnPaper.of
+        dense, experts = (Sums(*map(of, sums)) for sums in (self.dense, self.experts))
+        model, world = of(self.model), of(self.world)
+        return self._replace(
+            ranks=ranks, data=dense.ranks, model=model, world=world, dense=dense, experts=experts
+        )
 
     @property
     def parts(self) -> Collective:

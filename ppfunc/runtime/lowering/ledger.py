@@ -1,0 +1,254 @@
+"""Note the storages that live while calls run without values, what for, and the most at once."""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from heapq import nlargest
+from itertools import pairwise, zip_longest
+from typing import Any, NamedTuple
+
+import torch
+
+from ppfunc.schedule import Instruction
+from ppfunc.schedule.table import table
+from ppfunc.stage._torch import TorchDispatchMode
+from ppfunc.stage.tree import tree_leaves
+
+_LARGEST = 10
+_READ = torch.ops.aten._local_scalar_dense.default
+
+
+class Bytes(NamedTuple):
+    """Count bytes by kind.
+
+    Args:
+        params: parameters that stages compute with, and the states of stages, as they were given, or cast.
+        masters: parameters as the state of a trainer keeps them, if those are others.
+        shards: the parts that this rank keeps of parameters that are whole only while they are used.
+        gathered: such parameters while they are whole.
+        optimizer: the state of the optimizer.
+        batch: inputs, targets, extras and weights that this rank reads; the caller holds them to the end.
+        gradients: sums of gradients over microbatches, with the buckets that are summed over ranks.
+        residuals: kept by forwards for their backwards, and by input gradients for weight gradients.
+        messages: activations and their gradients on their way.
+        outputs: kept for the caller: losses, outputs, metrics, aux, the last state.
+        updated: new parameters and optimizer state beside the old ones.
+        workspace: within a program that runs, until it ends.
+        again: of it, what a backward computes once more.
+    """
+
+    params: int = 0
+    masters: int = 0
+    shards: int = 0
+    gathered: int = 0
+    optimizer: int = 0
+    batch: int = 0
+    gradients: int = 0
+    residuals: int = 0
+    messages: int = 0
+    outputs: int = 0
+    updated: int = 0
+    workspace: int = 0
+    again: int = 0
+
+
+class Allocation(NamedTuple):
+    """Describe a tensor, or several that share memory.
+
+    Args:
+        size: bytes.
+        kind: a field of :class:`Bytes`.
+        instruction: that has made it; None of what was given, or is made for the caller.
+        name: its path, or the operator that has made it with the line of the user that it comes from.
+    """
+
+    size: int
+    kind: str
+    instruction: Instruction | None
+    name: str
+
+
+class Moment(NamedTuple):
+    """Count bytes in an instruction.
+
+    Args:
+        instruction: one of the schedule.
+        most: the most bytes at once while it runs.
+        after: what is there when it has run.
+    """
+
+    instruction: Instruction
+    most: int
+    after: Bytes
+
+
+class Memory(NamedTuple):
+    """Count the bytes that one rank holds over a step, as a process of its own.
+
+    Each storage is counted once. Kernels may take more within, and an allocator rounds.
+
+    Args:
+        peak: the most at once, with what was given.
+        at: the instruction in which that is; None for the end, when results are made.
+        held: what makes the peak.
+        most: of each kind the most at once.
+        largest: the ten largest tensors at the peak.
+        moments: one per instruction of the schedule, in order.
+    """
+
+    peak: int
+    at: Instruction | None
+    held: Bytes
+    most: Bytes
+    largest: tuple[Allocation, ...]
+    moments: tuple[Moment, ...]
+
+    def __repr__(self) -> str:
+        return f"Memory(peak={self.peak}, at={self.at}, held={self.held}, most={self.most}, ...)"
+
+    def __str__(self) -> str:
+        """Write the peak by kind, and its largest tensors."""
+        kinds = zip(Bytes._fields, self.held, self.most, strict=True)
+        rows = [row for row in kinds if row[2]]
+        tensors = [(h.size, h.kind, str(h.instruction or ""), h.name) for h in self.largest]
+        return (
+            f"{self.peak} bytes at most, in {self.at or 'the end'}\n{table(['kind', 'then', 'most'], rows)}\n"
+            + table(["bytes", "kind", "of", "name"], tensors)
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Storage:
+    """Hold what is known of a storage: ``born`` and ``died`` count the storages that were made before."""
+
+    size: int
+    name: str
+    place: Instruction | None
+    born: int
+    kind: str
+    died: int | None = None
+    kinds: list[tuple[int, str]] = field(default_factory=list)  # from when on it is of which kind
+
+    def kind_at(self, time: int) -> str:
+        after = bisect_right(self.kinds, time, key=lambda entry: entry[0])
+        return self.kinds[after - 1][1] if after else self.kind
+
+
+class Ledger(TorchDispatchMode):
+    """Notes the storages that operators make, how long they live, and what for.
+
+    Attributes:
+        live: bytes alive.
+        high: the most that were alive since it was last set to ``live``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.high = 0
+        self.held: Counter[str] = Counter()  # alive, by kind
+        self._place: Instruction | None = None  # of the running call
+        self._peak: tuple[int, int, Instruction | None] = (0, 0, None)  # bytes, when, and where
+        self._storages: list[_Storage] = []
+        self._known: dict[int, _Storage] = {}  # by address
+        self._begun = 0  # storages that were there when the running call began
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _READ:  # by who would raise for infinite numbers
+            return args[0].dtype.is_floating_point and 0.0
+        result = func(*args, **(kwargs or {}))
+        summed = (
+            args[0] if str(func).startswith("aten._foreach") else ()
+        )  # sums have the names of their terms
+        for t, term in zip_longest(tree_leaves(result), summed):
+            if isinstance(t, torch.Tensor) and t.layout is torch.strided:
+                self._note(t, str(func) if term is None else self._note(term, "").name)
+        return result
+
+    def _note(self, tensor: torch.Tensor, name: str) -> _Storage:
+        storage = tensor.untyped_storage()
+        if (key := storage._cdata) not in self._known:
+            self._known[key] = self.born(storage.nbytes(), name)
+            weakref.finalize(storage, self._free, key)
+        return self._known[key]
+
+    def _free(self, key: int) -> None:
+        self.died(self._known.pop(key))
+
+    def born(self, size: int, name: str, again: bool = False) -> _Storage:
+        """Note a storage."""
+        kind = "again" if again else "workspace"
+        noted = _Storage(size, name, self._place, len(self._storages), kind)
+        self._storages.append(noted)
+        self.held[kind] += size
+        self.live += size
+        self.high = max(self.high, self.live)
+        if self.live > self._peak[0]:
+            self._peak = self.live, noted.born, self._place
+        return noted
+
+    def died(self, storage: _Storage) -> None:
+        """Note that a storage is free."""
+        storage.died = len(self._storages)
+        self.held[storage.kind] -= storage.size
+        self.live -= storage.size
+
+    def name(self, tensor: torch.Tensor, name: str, again: bool) -> None:
+        """Name the storage of a tensor."""
+        self._note(tensor, name).name = name
+
+    def begin(self, place: Instruction | None) -> None:
+        """Begin a call."""
+        self._place, self._begun, self.high = place, len(self._storages), self.live
+
+    def mark(self, kind: str, tensors: Iterable[Any], *, also: str = "") -> None:
+        """Mark storages as of a kind: those that are of none yet, or of the kind ``also``."""
+        for t in tensors:
+            if isinstance(t, torch.Tensor) and (not (s := self._note(t, kind)).kinds or s.kind == also):
+                self._mark(s, kind)
+
+    def mark_rest(self, kind: str) -> None:
+        """Mark what the running call has made and leaves behind, and what is of no kind yet."""
+        for s in self._storages[self._begun :]:
+            if s.died is None and not s.kinds:
+                self._mark(s, kind)
+
+    def _mark(self, storage: _Storage, kind: str) -> None:
+        self.held[storage.kind] -= storage.size
+        self.held[kind] += storage.size
+        # What a call has made was of its kind all along.
+        storage.kinds.append((len(self._storages) if storage.kinds else storage.born, kind))
+        storage.kind = kind
+
+    def memory(self, moments: Iterable[Moment]) -> Memory:
+        """Sum up."""
+        size, time, place = self._peak
+        there = [s for s in self._storages if s.born <= time and (s.died is None or s.died > time)]
+        held: Counter[str] = Counter()
+        for s in there:
+            held[s.kind_at(time)] += s.size
+        largest = nlargest(_LARGEST, there, key=lambda s: (s.size, s.born))
+        rows = tuple(Allocation(s.size, s.kind_at(time), s.place, s.name) for s in largest)
+        return Memory(size, place, Bytes(**held), self._most(), rows, tuple(moments))
+
+    def _most(self) -> Bytes:
+        """Count of each kind the most bytes at once."""
+        changes: dict[str, Counter[int]] = {}
+        for s in self._storages:
+            kinds = s.kinds or [(s.born, s.kind)]
+            end = len(self._storages) if s.died is None else s.died
+            for (start, kind), (stop, _) in pairwise([*kinds, (end, "")]):
+                changes.setdefault(kind, Counter()).update({start: s.size})
+                changes[kind].update({stop: -s.size})
+        return Bytes(**{kind: _highest(steps) for kind, steps in changes.items()})
+
+
+def _highest(changes: Mapping[int, int]) -> int:
+    now = most = 0
+    for _, change in sorted(changes.items()):
+        now += change
+        most = max(most, now)
+    return most

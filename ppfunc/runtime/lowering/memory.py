@@ -1,0 +1,159 @@
+"""Predict the bytes that each rank holds over a step: its calls run in order, on tensors without values.
+
+The calls are those of a step that runs, so that values live as long. Traced programs are replayed
+(:mod:`ppfunc.stage.engines.tracing.replay`), those of other engines run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+
+from ppfunc.schedule import Instruction, Op
+from ppfunc.stage import Signature, StageProgram
+from ppfunc.stage.abstract.outline import without_values
+from ppfunc.stage.device import preserve_rng
+from ppfunc.stage.layout import local
+from ppfunc.stage.tree import tree_leaves
+
+from ..call.arguments import StepArguments
+from ..call.results import collect, losses_of
+from ..execution.buffers import Buffers, Key
+from ..execution.execute import fill
+from ..transport.on_paper import MessagesOnPaper
+from .compile import CompiledStep, bind
+from .ledger import Bytes, Ledger, Memory, Moment
+from .lowered import LoweredStep
+
+# The kinds of what is there after an instruction and has no other: residuals of a stage may be in closures.
+_LEFT = {
+    Op.F: "residuals",
+    Op.I: "residuals",
+    Op.UNSHARD: "gathered",
+    Op.STEP: "updated",
+}
+
+
+Given = Callable[[LoweredStep, StepArguments], tuple[StepArguments, Mapping[str, Any]]]
+"""``(step of one rank, its arguments) -> (arguments, trees of more that is held, by kind)``."""
+
+
+def memory_of(
+    step: LoweredStep, programs: Mapping[Key, StageProgram], rank: int, given: Given | None = None
+) -> Memory:
+    """Run the calls of a rank without values.
+
+    Args:
+        given: completes the arguments, such as by an update.
+    """
+    ledger, step = Ledger(), _of_rank(step, rank)
+    replayed = _replayed(programs, ledger)
+    with torch.no_grad(), preserve_rng(step.form.devices.values()), without_values():
+        compiled, arguments = bind(step, replayed, MessagesOnPaper()), _arguments(step, rank)
+        arguments, more = (arguments, {}) if given is None else given(step, arguments)
+        paths = {s: signature.paths for s, signature in step.form.params.items()}
+        with ledger:
+            for s, leaves in arguments.params.items():
+                ledger.mark("params", leaves)
+                for leaf, path in zip(leaves, paths[s], strict=True):
+                    ledger.name(leaf, f"params[{s}]{path}", False)
+            ledger.mark("params", chain(*arguments.state.values()))
+            ledger.mark("batch", tree_leaves([arguments.inputs, arguments.targets, arguments.extras]))
+            for kind, tree in more.items():
+                ledger.mark(kind, map(local, tree_leaves(tree)))
+            moments = list(_run(step, compiled, arguments, ledger))
+    return ledger.memory(moments)
+
+
+def _of_rank(step: LoweredStep, rank: int) -> LoweredStep:
+    """Take the part of a rank, as a process of its own lowers it."""
+    stages = set(step.schedule.stages_of(rank))
+    return step._replace(
+        ranks=(rank,),
+        stages={key: low for key, low in step.stages.items() if key[0] in stages},
+        losses={stage: part for stage, part in step.losses.items() if stage in stages},
+    )
+
+
+def _replayed(programs: Mapping[Key, StageProgram], ledger: Ledger) -> dict[Key, StageProgram]:
+    from ppfunc.stage.engines.tracing.replay import replayed
+
+    made = {id(p): p._replace(flat=replayed(p.flat, ledger)) for p in programs.values()}
+    return {key: made[id(program)] for key, program in programs.items()}
+
+
+def _arguments(step: LoweredStep, rank: int) -> StepArguments:
+    """Make the arguments that a rank reads."""
+    form, schedule = step.form, step.schedule
+    stages = schedule.model_stages_of(rank)
+
+    def made(signature: Signature, stage: int) -> tuple[torch.Tensor, ...]:
+        device = form.devices[stage]
+        return tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in signature.leaves)
+
+    def batch(rows: tuple[Signature, ...] | None, stage: int) -> list[tuple[torch.Tensor, ...]]:
+        return [made(row, stage) for row in rows or ()] if stage in stages else []
+
+    ends = schedule.chains[0].stages
+    first, last = (schedule.model_stages[stage] for stage in (ends[0], ends[-1]))
+    return StepArguments(
+        {s: made(form.params[s], s) for s in stages},
+        batch(form.inputs, first),
+        batch(form.targets, last),
+        (0, 0),
+        extras={s: batch(rows, s) for s, rows in form.extras.items() if s in stages},
+        state={s: made(form.state[s], s) for s in stages if s in form.state},
+        loss_weights=None,
+        form=form,
+        left_out=frozenset(),
+    )
+
+
+def _run(
+    step: LoweredStep, compiled: CompiledStep, arguments: StepArguments, ledger: Ledger
+) -> Iterator[Moment]:
+    """Run the calls of a rank, and make the results."""
+    (rank,) = step.ranks
+    program = step.schedule.programs[rank]
+    starts = [0, *accumulate(map(len, program))]
+    moments: dict[int, Moment] = {}
+    buffers = fill(step, arguments)
+    ledger.mark("batch", chain.from_iterable(buffers.weights.values()))
+    ledger.mark_rest("gradients")
+    for call, place in zip(compiled.calls, compiled.places, strict=True):
+        instructions, instruction = program[place.position], place.instruction
+        ledger.begin(instruction)
+        call(buffers)
+        _mark(ledger, buffers, instruction, step.schedule.model_stages[instruction.stage])
+        found = instructions.index(instruction) if instruction in instructions else len(instructions) - 1
+        number = starts[place.position] + found
+        before = moments[number].most if number in moments else 0
+        moments[number] = Moment(instructions[found], max(before, ledger.high), Bytes(**ledger.held))
+    ledger.begin(None)
+    if buffers.update is None:
+        losses_of(step, buffers)
+    else:
+        buffers.update.finish()
+        ledger.mark_rest("updated")
+    results = collect(step, [arguments], buffers)
+    ledger.mark_rest("outputs")
+    del results, buffers
+    last = Moment(Instruction(Op.F, 0), 0, Bytes(**ledger.held))
+    for number, instruction in enumerate(step.schedule.instructions(rank)):
+        last = moments.get(number, Moment(instruction, sum(last.after), last.after))
+        yield last
+
+
+def _mark(ledger: Ledger, buffers: Buffers, instruction: Instruction, model_stage: int) -> None:
+    """Mark what an instruction leaves behind by where it is kept."""
+    key: Any = instruction.stage, instruction.microbatch
+    pending = chain.from_iterable(buffers.pending.values())
+    ledger.mark("shards", buffers.shards.get(model_stage, ()))
+    ledger.mark("messages", chain(pending, chain.from_iterable(buffers.values.values())))
+    ledger.mark("outputs", (*buffers.kept.get(key, ()), *buffers.state.get(model_stage, ())))
+    residuals = buffers.residuals.get(key, ())
+    ledger.mark("residuals", residuals if isinstance(residuals, tuple) else (), also="messages")
+    ledger.mark_rest(_LEFT.get(instruction.op, "gradients"))

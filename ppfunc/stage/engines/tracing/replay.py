@@ -1,0 +1,242 @@
+"""Replay traced functions on tensors without values: what they hold while they run, and no arithmetic.
+
+What lives within a function alone is a number in a notes. Its results are tensors, so that the caller goes
+on with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.fx import Node, map_arg
+
+from ..._torch import storage
+from ...program import FlatProgram
+from .cut import Block
+from .emit import TracedFunction
+from .joint import Nodes
+from .operators import arguments as operands, base, is_element, is_of_forward
+from .recipe import Recipe
+
+
+class Notes(Protocol):
+    """Notes which storages live."""
+
+    def born(self, size: int, name: str, again: bool) -> Any:
+        """Note a storage of ``size`` bytes that no tensor stands for.
+
+        Args:
+            name: the line of the user that makes it, or its operator.
+            again: a backward computes it once more.
+        """
+        ...
+
+    def died(self, storage: Any) -> None:
+        """Note that what ``born`` has returned is free."""
+        ...
+
+    def name(self, tensor: torch.Tensor, name: str, again: bool) -> None:
+        """Name the storage of a tensor, as ``born`` does."""
+        ...
+
+
+class _Call(NamedTuple):
+    """Describe what a call of a traced function makes and frees.
+
+    Args:
+        node: its node.
+        name, again: of what it makes.
+        counted: its storages that no tensor stands for: a key and bytes.
+        made: the nodes among its results that are tensors here.
+        freed: keys of storages that nothing uses after it.
+        dropped: arguments, and tensors made here, of which the same holds.
+    """
+
+    node: Node
+    name: str
+    again: bool
+    counted: tuple[tuple[Hashable, int], ...]
+    made: Nodes
+    freed: tuple[Hashable, ...]
+    dropped: Nodes
+
+
+@dataclass(slots=True)
+class _Life:
+    """Hold the numbers of the calls that make a storage and that use it last, its bytes, and its tensors."""
+
+    birth: int
+    end: int
+    size: int
+    members: list[Node]
+
+
+def replayed(program: FlatProgram, notes: Notes) -> FlatProgram:
+    """Replace the traced functions of a program by those that only hold what they hold."""
+    functions: Any = (_Replayed(f, notes) if isinstance(f, TracedFunction) else f for f in program)
+    return FlatProgram(*functions)
+
+
+class _Replayed(TracedFunction):
+    def __init__(self, traced: TracedFunction, notes: Notes) -> None:
+        self.recipe, self.written = traced.recipe, None
+        self._traced, self._notes = traced, notes
+
+    @property
+    def accumulating(self) -> TracedFunction | None:
+        other = self._traced.accumulating
+        return None if other is None else _Replayed(other, self._notes)
+
+    def _write(self) -> Callable[..., Any]:
+        if self.written is None:
+            self.written = _replay(self.recipe, self._notes)
+        return self.written
+
+
+def _replay(recipe: Recipe, notes: Notes) -> Callable[..., Any]:
+    """Make the function that makes and frees in turn what that of a recipe does."""
+    block, (calls, needed) = recipe.block, _calls(recipe)
+    used = {n for call in calls for n in call.dropped} | needed
+
+    def run(*arguments: Any) -> Any:
+        values: dict[Node, Any] = {}
+        for name, nodes, given in zip(recipe.names, block.arguments, arguments, strict=True):
+            settle = name in recipe.settle
+            values |= {
+                n: _settled(t) if settle else t for n, t in zip(nodes, given, strict=True) if n in used
+            }
+        del arguments, given
+        values |= {n: _constant(n) for n in needed if n.op == "get_attr"}
+        counted: dict[Hashable, Any] = {}
+        for call in calls:
+            counted |= {key: notes.born(size, call.name, call.again) for key, size in call.counted}
+            if call.node.op == "call_method":  # it adds gradients up
+                sums, *rest = [map_arg(a, values.__getitem__) for a in operands(call.node)]
+                sums.add(*rest)
+                del rest
+            for node in call.made:
+                values[node] = _made(node, values)
+                notes.name(values[node], call.name, call.again)
+            for key in call.freed:
+                notes.died(counted.pop(key))
+            for node in call.dropped:
+                del values[node]
+        results = [tuple([None if n is None else values[n] for n in row]) for row in block.results]
+        return tuple(results) if len(results) > 1 else results[0] if results else None
+
+    return run
+
+
+def _calls(recipe: Recipe) -> tuple[list[_Call], set[Node]]:
+    """Find what each call makes, and after which call nothing uses it; and the nodes that are tensors."""
+    block, again = recipe.block, recipe.names[0] != "params"  # forward operators in a backward
+    body = [n for n in block.body if not is_element(n)]
+    needed, given = _needed(block, body), {n for row in block.arguments for n in row}
+    born: list[list[tuple[Hashable, int]]] = [[] for _ in body]
+    ended: list[list[tuple[Hashable, list[Node]]]] = [[] for _ in body]
+    for key, life in _storages(block, body).items():
+        tensors = [n for n in life.members if n in needed or n in given]
+        if life.birth >= 0 and not tensors:
+            born[life.birth].append((key, life.size))
+        if life.end < len(body):
+            ended[life.end].append((key, tensors))
+    calls = [
+        _Call(
+            node,
+            _name(node),
+            again and is_of_forward(node),
+            tuple(born[i]),
+            tuple(result for _, _, result in _results(node) if result in needed),
+            tuple(key for key, tensors in ended[i] if not tensors),
+            tuple(n for _, tensors in ended[i] for n in tensors),
+        )
+        for i, node in enumerate(body)
+    ]
+    return calls, needed
+
+
+def _needed(block: Block, body: list[Node]) -> set[Node]:
+    """Find what is returned or added up, and all of which that is a view."""
+    needed = {n for row in block.results for n in row if n is not None}
+    needed |= {a for n in body if n.op == "call_method" for a in n.all_input_nodes}
+    for result in reversed(block.body):
+        if result in needed and (source := _source(result)) is not None:
+            needed.add(source)
+    return needed
+
+
+def _storages(block: Block, body: list[Node]) -> dict[Hashable, _Life]:
+    """Find the storages of the arguments, and of all that is made, until their last use."""
+    last = {a: i for i, node in enumerate(body) for a in node.all_input_nodes}
+    last |= {n: len(body) for row in block.results for n in row if n is not None}
+    owner: dict[Node | None, Hashable] = {n: n for row in block.arguments for n in row if n in last}
+    storages: dict[Hashable, _Life] = {n: _Life(-1, last[n], 0, [n]) for n in owner if n is not None}
+    for i, node in enumerate(body):
+        for key, tensor, result in _results(node):
+            source = _source(node, tensor)
+            key = owner.get(source, key)
+            # What views a constant takes no memory.
+            size = tensor.untyped_storage().nbytes() if source is None and _memory(tensor) else 0
+            life = storages.setdefault(key, _Life(i, i, size, []))
+            if result is not None and result in last:
+                owner[result] = key
+                life.members.append(result)
+                life.end = max(life.end, last[result])
+    return storages
+
+
+def _results(node: Node) -> Iterator[tuple[Hashable, torch.Tensor, Node | None]]:
+    """Yield the tensors that a call returns: a key, the tensor, and its node, if it has one."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        yield node, value, node
+    elements = {n.args[1]: n for n in node.users if is_element(n)}
+    for n, tensor in enumerate(value if isinstance(value, list | tuple) else ()):
+        if isinstance(tensor, torch.Tensor):
+            element = elements.get(n)
+            yield element or (node, n), tensor, element
+
+
+def _source(node: Node, result: Any = None) -> Node | None:
+    """Return the argument in whose memory the result of a call lies, None for a new one."""
+    if (viewed := base(node)) is not None:
+        return viewed
+    memory = _memory(node.meta.get("val") if result is None else result)
+    others = operands(node)[0].all_input_nodes if is_element(node) else node.all_input_nodes
+    return next((n for n in others if memory and _memory(n.meta.get("val")) == memory), None)
+
+
+def _memory(value: Any) -> int | None:
+    return storage(value) if isinstance(value, torch.Tensor) else None
+
+
+def _name(node: Node) -> str:
+    """Name the operator of a call, and the line of the user that called it, or made what it reads."""
+    places = (n.meta.get("place") for n in (node, *node.all_input_nodes))
+    return f"{node.target}{next(filter(None, places), '')}"
+
+
+def _settled(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
+
+
+def _constant(node: Node) -> torch.Tensor:
+    """Stand for a constant, which is there anyway."""
+    like = node.meta["val"]
+    return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def _made(node: Node, values: dict[Node, Any]) -> torch.Tensor:
+    """Make a result of a call: a view, or a new tensor."""
+    like, call = node.meta["val"], operands(node)[0] if is_element(node) else node
+    source = _source(node)
+    if source is None:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    if base(node) is None:
+        return values[source].as_strided(like.shape, like.stride(), like.storage_offset())
+    view: Any = call.target
+    result = view(*map_arg(operands(call), values.__getitem__), **call.kwargs)
+    return result[operands(node)[1]] if is_element(node) else result

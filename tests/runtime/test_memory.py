@@ -1,0 +1,151 @@
+"""The memory that is predicted: that of processes that run, at its peak, and what it consists of."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import ppfunc as pp
+from ppfunc.runtime.execution.execute import fill
+from ppfunc.runtime.lowering.compile import bind
+from ppfunc.runtime.lowering.memory import _arguments, _of_rank
+from ppfunc.runtime.transport.on_paper import MessagesOnPaper
+from ppfunc.schedule import BUILDERS
+from ppfunc.stage.tree import tree_leaves
+from tests import models
+from tests.models import attention_block, attention_params, normal, squared
+from tests.storages import LiveStorages
+
+M, TOKENS, WIDTH, BLOCKS = 4, 16, 16, 4
+SCHEDULES = "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev"
+REMATS = "none", "full", 40_000
+
+
+def blocks(params, x):
+    for p in params:
+        x = attention_block(p, x)
+    return x
+
+
+def problem(schedule):
+    """Stages of blocks in float32, their parameters, and a batch."""
+    each = BLOCKS // schedule.stages
+    params = {
+        s: [attention_params(WIDTH, seed=s * each + n, dtype=torch.float32) for n in range(each)]
+        for s in range(schedule.stages)
+    }
+    inputs, targets = (normal(2 * M, TOKENS, WIDTH, seed=n, dtype=torch.float32) for n in range(2))
+    return [blocks] * schedule.stages, params, inputs, targets
+
+
+def measured(rank, schedule, engine, transport):
+    """The memory that is predicted for this rank, and what it holds in a step: the bytes, and where most."""
+    stages, params, inputs, targets = problem(schedule)
+    own = {s: params[s] for s in schedule.stages_of(rank)}
+    first, last = (schedule.placement[schedule.chains[0].stages[n]] == rank for n in (0, -1))
+    batch = inputs if first else None, targets if last else None
+    step = pp.value_and_grad(stages, squared, schedule, transport, engine=engine)
+    memory = step.lower(own, *batch).memory_analysis()[rank]
+    step(own, *batch)
+    given = [t for t in tree_leaves((own, batch)) if t is not None]
+    with LiveStorages(given) as counted:
+        step(own, *batch)
+    return memory, sum(t.nbytes for t in given) + counted.peak, counted.at
+
+
+def measured_by(rank, size):
+    """Predicted and measured bytes of this rank by schedule and rematerialisation, and by engine."""
+    cases = [(name, pp.engines.graph(remat=remat)) for name in SCHEDULES for remat in REMATS]
+    cases += [("zbv", engine) for engine in (pp.engines.functional, pp.engines.eager)]
+    with pp.P2P() as transport:
+        return [(name, *measured(rank, BUILDERS[name](2, M), e, transport)) for name, e in cases]
+
+
+def test_the_peak_is_that_of_processes_that_run(two):
+    for rank, answers in enumerate(two(measured_by)):
+        off = [(name, rank, memory.peak, most) for name, memory, most, _ in answers]
+        assert all(predicted == pytest.approx(most, rel=0.01) for _, _, predicted, most in off), off
+
+
+def run_alone(lowered, programs, rank):
+    """Run the calls of a rank on tensors with values, and return its most bytes and their instruction."""
+    step = _of_rank(lowered, rank)
+    compiled = bind(step, programs, MessagesOnPaper())
+    arguments = _arguments(step, rank)
+    given = tree_leaves([arguments.params, arguments.inputs, arguments.targets])
+    peaks = []
+    with torch.no_grad(), LiveStorages(given) as counted:
+        buffers = fill(step, arguments)
+        for call, place in zip(compiled.calls, compiled.places, strict=True):
+            call(buffers)
+            peaks.append((counted.peak, place.instruction))
+    most = peaks[-1][0]
+    return most, next(instruction for peak, instruction in peaks if peak == most)
+
+
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_peak_is_in_the_instruction_in_which_it_is(name, remat):
+    stages, params, inputs, targets = problem(schedule := BUILDERS[name](2, M))
+    step = pp.value_and_grad(stages, squared, schedule, engine=pp.engines.graph(remat=remat))
+    lowered = step.lower(params, inputs, targets)
+    compiled = lowered.compile().step
+    for rank, memory in lowered.memory_analysis().items():
+        most, instruction = run_alone(lowered.step, compiled.programs, rank)
+        made = memory.peak - memory.most.params - memory.most.batch
+        assert (made, memory.at) == (pytest.approx(most, abs=8 * M), instruction)
+        assert memory.peak == sum(memory.held) == max(moment.most for moment in memory.moments)
+        assert [moment.instruction for moment in memory.moments] == list(schedule_of(lowered, rank))
+
+
+def schedule_of(lowered, rank):
+    return lowered.step.schedule.instructions(rank)
+
+
+def wide(params, x):
+    h = torch.tanh(x @ params["up"])
+    return h @ params["down"]
+
+
+LINE = f"{__file__}:{inspect.getsourcelines(wide)[1] + 1}"
+
+
+def test_the_largest_tensors_have_stage_kind_and_line():
+    params = {s: {"up": torch.ones(4, 64), "down": torch.ones(64, 4)} for s in range(2)}
+    inputs, targets = torch.ones(M * 32, 4), torch.ones(M * 32, 4)
+    step = pp.value_and_grad([wide] * 2, squared, pp.gpipe(2, M))
+    memory = step.lower(params, inputs, targets).memory_analysis()[1]
+    assert str(memory.at) == "1B0" and len(memory.largest) == 10
+    kept = [held for held in memory.largest if held.kind == "residuals"][:M]
+    assert [held.size for held in kept] == [4 * 32 * 64] * M
+    assert {str(held.instruction) for held in kept} == {f"1F{m}" for m in range(M)}
+    assert {held.name for held in kept} == {f"aten.tanh.default, called at {LINE}"}
+    assert memory.held.residuals >= M * 4 * 32 * 64 and memory.held.workspace >= 2 * 4 * 32 * 64
+    assert str(memory).startswith(f"{memory.peak} bytes at most, in 1B0\n") and LINE in str(memory)
+
+
+def test_what_is_computed_again_is_told_apart():
+    stages, params, inputs, targets = problem(schedule := pp.one_f_one_b(2, M))
+    plain, again = (
+        pp.value_and_grad(stages, squared, schedule, engine=pp.engines.graph(remat=remat))
+        .lower(params, inputs, targets)
+        .memory_analysis()[0]
+        for remat in ("none", "full")
+    )
+    assert plain.most.again == 0 < again.most.again
+    assert again.most.residuals < plain.most.residuals
+
+
+def waves(params, x):
+    return (x @ params["w"]).sin().sin().sin()
+
+
+def test_an_input_gradient_frees_what_a_weight_gradient_does_not_need():
+    params, inputs, targets = models.problem(2, m=M)
+    step = pp.value_and_grad([waves] * 2, lambda y, _: y.sum(), pp.zb_h1(2, M))
+    memory = step.lower(params, inputs, targets).memory_analysis()[1]
+    after = {str(moment.instruction): moment.after.residuals for moment in memory.moments}
+    row = inputs[: len(inputs) // M].nbytes
+    assert (after["1F0"], after["1I0"]) == (4 * row, 2 * row)  # x and three angles; x and a cotangent
