@@ -1,6 +1,6 @@
 """Measure stages: the seconds and bytes of their programs, as costs of schedules."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -10,14 +10,11 @@ import torch
 from ppfunc._step_factory import Stages
 from ppfunc.parallel.counts import require_counts
 from ppfunc.runtime.agreement.ties import TiedPlaces
-from ppfunc.runtime.call.arguments import RawArguments, read_arguments
-from ppfunc.runtime.execution.execute import fill
-from ppfunc.runtime.lowering.compile import CompiledStep
+from ppfunc.runtime.lowering.analysis import costs_of
 from ppfunc.schedule import Costs, Op, Timeline, looped_bfs, split_backward
 from ppfunc.schedule.arguments import require_type
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, graph
-from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.tree import tree_leaves
 from ppfunc.steps import value_and_grad
 
@@ -63,7 +60,7 @@ def measure(
 
     Raises:
         ValueError: no stages, or targets without a loss function.
-        TypeError: the engine keeps values other than tensors for a backward, whose bytes are unknown.
+        StageError: what a stage keeps depends on values; ``memory=False`` does not ask.
 
     >>> params = {0: torch.tensor(2.0), 1: torch.tensor(3.0)}
     >>> costs = measure([torch.mul] * 2, params, torch.ones(100), repeats=1)
@@ -82,30 +79,16 @@ def measure(
                 " targets"
             )
         loss_fn, targets = _total, ()
-    raw = RawArguments(params, example, targets, extras, state, None, (0, 0))
-    arguments: dict[str, Any] = {"seed": raw.seed, "extras": extras, "state": state}
+    arguments: dict[str, Any] = {"seed": (0, 0), "extras": extras, "state": state}
     step = value_and_grad(
         stages, loss_fn, split_backward(looped_bfs(1, 1, count)), engine=engine, has_aux=True, tied=tied
     )
     step(params, example, targets, **arguments)
     seconds = _medians([step.record(params, example, targets, **arguments)[1] for _ in range(repeats)])
     compiled = step.lower(params, example, targets, **arguments).compile().step
-    stages_of = [compiled.lowered.stages[stage, 0] for stage in range(count)]
-    costs = Costs(
-        forward=seconds[Op.F],
-        backward_input=seconds[Op.I],
-        backward_weight=seconds[Op.W],
-        bytes=tuple(sum(edge.signature.nbytes for edge in low.sinks[:1]) for low in stages_of),
-        parameters=tuple(2 * low.params.nbytes for low in stages_of),
-    )
-    if not memory:
-        return costs
-    kept, held = _residual_bytes(compiled, raw)
-    return replace(
-        costs,
-        activation=kept,
-        weight_share=tuple(min(1.0, h / k) if k else 0.0 for k, h in zip(kept, held, strict=True)),
-    )
+    costs = Costs(seconds[Op.F], seconds[Op.I], seconds[Op.W])
+    sizes = costs_of(compiled.lowered, compiled.programs if memory else {})
+    return replace(costs, **{name: tuple(by_stage.values()) for name, by_stage in sizes.items()})
 
 
 def _medians(timelines: Sequence[Timeline]) -> dict[Op, tuple[float, ...]]:
@@ -123,42 +106,3 @@ def _total(y: Any, target: Any) -> torch.Tensor:
     if not sums:
         raise TypeError("the last stage returns nothing to sum; give measure a loss function")
     return torch.stack(sums).sum()
-
-
-def _residual_bytes(compiled: CompiledStep, raw: RawArguments) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return by stage the bytes that a forward keeps, and those that an input gradient leaves for W."""
-    schedule = compiled.lowered.schedule
-    arguments = read_arguments(raw, schedule, range(schedule.stages), True)
-    buffers = fill(compiled.lowered, arguments)
-    own = {t.untyped_storage().data_ptr() for leaves in arguments.params.values() for t in leaves}
-    found: dict[tuple[Op, int], int] = {}
-    with (
-        torch.no_grad(),
-        preserve_rng(low.device for low in compiled.lowered.stages.values()),
-    ):
-        for call, place in zip(compiled.calls, compiled.places, strict=True):
-            call(buffers)
-            key = place.instruction.stage, 0
-            if key in buffers.residuals:
-                found[place.instruction.op, key[0]] = _bytes_beside(buffers.residuals[key], own)
-    kept, held = (tuple(found.get((op, stage), 0) for stage in range(schedule.stages)) for op in (Op.F, Op.I))
-    return kept, held
-
-
-def _bytes_beside(tensors: Iterable[Any], own: set[int]) -> int:
-    """Count the bytes of tensors, each storage once, without those in ``own``."""
-    storages: dict[int, int] = {}
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(
-                f"the engine keeps a {type(tensor).__name__} for a backward, whose bytes cannot be known;"
-                " measure with ppfunc.engines.graph"
-            )
-        address, size = (
-            tensor.untyped_storage().data_ptr(),
-            storages.get(tensor.untyped_storage().data_ptr(), 0),
-        )
-        storages[address] = min(
-            tensor.untyped_storage().nbytes(), size + tensor.numel() * tensor.itemsize
-        )  # a part of a batch is no batch
-    return sum(size for address, size in storages.items() if address not in own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -86,9 +87,34 @@ def test_a_split_model_is_measured():
     assert len(costs.forward) == 2
 
 
-def test_bytes_that_cannot_be_known_are_refused():
-    with pytest.raises(TypeError, match="whose bytes cannot be known"):
-        measure([dense] * 2, params_of(2), normal(4, D), engine=pp.engines.functional, repeats=1)
+def test_bytes_are_known_whatever_the_engine_keeps():
+    engines = pp.engines.graph, pp.engines.functional, pp.engines.eager
+    costs = [measure([dense] * 2, params_of(2), normal(4, D), engine=e, repeats=1) for e in engines]
+    kept = 2 * 4 * D * 8  # the input and the result of tanh
+    assert [each.activation for each in costs] == [(kept, kept), (kept, kept + 8), (kept, kept + 8)]  # a loss
+
+
+def test_bytes_that_depend_on_values_are_refused():
+    def branching(p, x):
+        return dense(p, x) if x.sum() > 0 else x
+
+    options = {"engine": pp.engines.functional, "repeats": 1}
+    with pytest.raises(pp.StageError, match="stage: its memory is not known: its control flow or its shapes"):
+        measure([branching], params_of(1), normal(4, D), **options)
+    assert measure([branching], params_of(1), normal(4, D), memory=False, **options).activation == 1
+
+
+def test_the_bytes_of_stages_make_a_plan_without_a_run():
+    params, x = params_of(4), normal(8 * 4, D)
+    lowered = pp.value_and_grad([dense] * 4, squared, pp.one_f_one_b(4, 8)).lower(params, x, x)
+    measured = measure([dense] * 4, params, x[:4], squared, x[:4], repeats=1)
+    costs = lowered.costs()
+    assert costs.forward == 1 and lowered.costs(measured) == replace(
+        costs, **{n: getattr(measured, n) for n in ("forward", "backward_input", "backward_weight")}
+    )
+    for name in ("activation", "weight_share", "parameters", "bytes"):
+        assert tuple(getattr(costs, name).values()) == getattr(measured, name)
+    assert max(pp.plan(4, 8, costs, cap=10_000, placement="loop", effort=0.1).memory) <= 10_000
 
 
 def test_arguments_of_a_wrong_type_are_refused_by_name():

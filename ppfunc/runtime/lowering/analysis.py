@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ppfunc.schedule import Instruction, Op, Schedule, parts_of
+from ppfunc.schedule import Costs, Instruction, Op, Schedule, parts_of
 from ppfunc.schedule.instruction import COMMUNICATION
 from ppfunc.stage import LeafSignature, StageProgram
 from ppfunc.stage.abstract.outline import without_values
 from ppfunc.stage.example import Example
-from ppfunc.stage.output import children
 from ppfunc.stage.tree import tree_map
 
 from ..call.arguments import StepArguments
@@ -26,7 +25,7 @@ from ..transport.protocols import LossPart, Transport, shape_of_sum
 from .compile import CompiledStep, build_programs, compile_step
 from .ledger import Memory
 from .lowered import BATCH, LoweredStage, LoweredStep
-from .memory import Given, memory_of
+from .memory import Given, cotangents_of, memory_of, residual_bytes
 from .stage_programs import StagePrograms
 
 
@@ -65,6 +64,17 @@ class _Shown:
         """Return the bytes of every rank, with more that is given, see :func:`memory_of`."""
         programs = self._programs()
         return {rank: memory_of(self._lowered, programs, rank, given) for rank in self._lowered.ranks}
+
+    def costs(self, times: Costs | None = None) -> Costs:
+        """Return the bytes of the stages of this process as costs of schedules, such as for ``plan``.
+
+        They are those of the first microbatch: what its forward keeps, the share of it that its input
+        gradient leaves for the weight gradient, its message; and of the parameters with their gradients.
+
+        Args:
+            times: the costs that are completed, such as those that :func:`ppfunc.measure` returns.
+        """
+        return replace(times or Costs(), **costs_of(self._lowered, self._programs()))
 
     def cost_analysis(self) -> dict[int, Cost]:
         """Return floating point operations per rank, as torch's flop counter counts them; nothing runs."""
@@ -190,6 +200,24 @@ def _computed(schedule: Schedule, rank: int) -> Iterator[tuple[Op, Key]]:
                 yield part.op, (part.stage, part.microbatch)
 
 
+def costs_of(step: LoweredStep, programs: Mapping[Key, StageProgram]) -> dict[str, dict[int, float]]:
+    """Return the sizes among the costs of schedules, by stage of the model; without programs, not what they
+    keep.
+    """
+    lows = {low.model_stage: (key, low) for key, low in sorted(step.stages.items(), reverse=True)}
+    sizes: dict[str, dict[int, float]] = {
+        "bytes": {s: sum(e.signature.nbytes for e in low.sinks[:1]) for s, (_, low) in sorted(lows.items())},
+        "parameters": {s: 2 * low.params.nbytes for s, (_, low) in sorted(lows.items())},
+    }
+    if programs:
+        kept = {s: residual_bytes(programs[key], low) for s, (key, low) in sorted(lows.items())}
+        sizes["activation"] = {s: most for s, (most, _) in kept.items()}
+        sizes["weight_share"] = {
+            s: min(1.0, rest / most) if most else 0.0 for s, (most, rest) in kept.items()
+        }
+    return sizes
+
+
 def _costs(step: LoweredStep, programs: Mapping[Key, StageProgram]) -> dict[int, Cost]:
     counted: dict[int, tuple[int, int, int, int]] = {}
     for key, program in programs.items():
@@ -201,15 +229,13 @@ def _costs(step: LoweredStep, programs: Mapping[Key, StageProgram]) -> dict[int,
 
 def _flops(program: StageProgram, low: LoweredStage, *, training: bool) -> tuple[int, int, int, int]:
     """Count the operations of forward, backward, input and weight gradient of one microbatch."""
-    y = children(low.outline.y)  # what is differentiated: the activation, the skip connections, the loss
-    gy = [leaf for part in y for leaf in part.leaves if leaf.grad]
     flat = program.flat
     with torch.no_grad(), without_values():
         example = Example.of(low.call.example, low.device)
         (_, saved), forward = _counted(flat.forward, *example.make())
         if not training:
             return forward, 0, 0, 0
-        cotangents = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=example.device) for leaf in gy)
+        cotangents = cotangents_of(low)
         _, backward = _counted(flat.backward, saved, cotangents)
         (_, saved), _ = _counted(flat.forward, *example.make())
         (_, rest), backward_input = _counted(flat.backward_input, saved, cotangents)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ppfunc.schedule import Instruction
+from ppfunc.schedule.instruction import TAIL
 from ppfunc.schedule.table import table
 from ppfunc.stage._torch import TorchDispatchMode
 from ppfunc.stage.tree import tree_leaves
@@ -157,8 +158,8 @@ class Ledger(TorchDispatchMode):
         self._begun = 0  # storages that were there when the running call began
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _READ:  # by who would raise for infinite numbers
-            return args[0].dtype.is_floating_point and 0.0
+        if func is _READ and self._place is not None and self._place.op in TAIL:
+            return args[0].dtype.is_floating_point and 0.0  # to what asks for infinite numbers
         result = func(*args, **(kwargs or {}))
         summed = (
             args[0] if str(func).startswith("aten._foreach") else ()
@@ -203,6 +204,11 @@ class Ledger(TorchDispatchMode):
     def begin(self, place: Instruction | None) -> None:
         """Begin a call."""
         self._place, self._begun, self.high = place, len(self._storages), self.live
+
+    @property
+    def owner(self) -> str:
+        """Name the stage whose call runs."""
+        return "a stage" if self._place is None else f"stage {self._place.stage}"
 
     def mark(self, kind: str, tensors: Iterable[Any], *, also: str = "") -> None:
         """Mark storages as of a kind: those that are of none yet, or of the kind ``also``."""

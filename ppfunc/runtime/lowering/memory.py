@@ -6,17 +6,21 @@ The calls are those of a step that runs, so that values live as long. Traced pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import accumulate, chain
 from typing import Any
 
 import torch
 
 from ppfunc.schedule import Instruction, Op
-from ppfunc.stage import Signature, StageProgram
-from ppfunc.stage.abstract.outline import without_values
+from ppfunc.stage import Signature, StageError, StageProgram
+from ppfunc.stage.abstract.outline import DATA_DEPENDENT, data_dependence, without_values
 from ppfunc.stage.device import preserve_rng
+from ppfunc.stage.engines.tracing.replay import replayed
+from ppfunc.stage.example import Example
 from ppfunc.stage.layout import local
+from ppfunc.stage.output import children
 from ppfunc.stage.tree import tree_leaves
 
 from ..call.arguments import StepArguments
@@ -26,7 +30,7 @@ from ..execution.execute import fill
 from ..transport.on_paper import MessagesOnPaper
 from .compile import CompiledStep, bind
 from .ledger import Bytes, Ledger, Memory, Moment
-from .lowered import LoweredStep
+from .lowered import LoweredStage, LoweredStep
 
 # The kinds of what is there after an instruction and has no other: residuals of a stage may be in closures.
 _LEFT = {
@@ -50,9 +54,10 @@ def memory_of(
         given: completes the arguments, such as by an update.
     """
     ledger, step = Ledger(), _of_rank(step, rank)
-    replayed = _replayed(programs, ledger)
-    with torch.no_grad(), preserve_rng(step.form.devices.values()), without_values():
-        compiled, arguments = bind(step, replayed, MessagesOnPaper()), _arguments(step, rank)
+    flat = {id(p): p._replace(flat=replayed(p.flat, ledger)) for p in programs.values()}
+    programs = {key: flat[id(program)] for key, program in programs.items()}
+    with _running(ledger, step.form.devices.values()):
+        compiled, arguments = bind(step, programs, MessagesOnPaper()), _arguments(step, rank)
         arguments, more = (arguments, {}) if given is None else given(step, arguments)
         paths = {s: signature.paths for s, signature in step.form.params.items()}
         with ledger:
@@ -68,6 +73,45 @@ def memory_of(
     return ledger.memory(moments)
 
 
+@contextmanager
+def _running(ledger: Ledger, devices: Iterable[torch.device]) -> Iterator[None]:
+    """Run calls without values."""
+    try:
+        with torch.no_grad(), preserve_rng(devices), without_values():
+            yield
+    except DATA_DEPENDENT as error:
+        mend = "count the bytes of a step that runs"
+        raise StageError(ledger.owner, f"its memory is not known: {data_dependence(error)}", mend) from error
+
+
+def residual_bytes(program: StageProgram, low: LoweredStage) -> tuple[int, int]:
+    """Count what a forward keeps of one microbatch, and what its input gradient leaves for W.
+
+    Parameters, extras and the cotangents of the loss are not counted.
+    """
+    ledger = Ledger()
+    flat = replayed(program.flat, ledger)
+    with _running(ledger, [low.device]):
+        params, x, extras = Example.of(low.call.example, low.device).make()
+        gy = cotangents_of(low)
+        with ledger:
+            ledger.mark("params", (*params, *extras, *gy))
+            given = ledger.live
+            ledger.mark("residuals", x)
+            arguments = [x]
+            del x
+            held = [flat.forward(params, arguments.pop(), extras)[1]]
+            kept = ledger.live - given
+            rest = flat.backward_input(held.pop(), gy)[1:]
+            return kept, ledger.live - given if rest else 0
+
+
+def cotangents_of(low: LoweredStage) -> tuple[torch.Tensor, ...]:
+    """Make gradients of what is differentiated: the activation, the skip connections, the loss."""
+    leaves = (leaf for part in children(low.outline.y) for leaf in part.leaves if leaf.grad)
+    return tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=low.device) for leaf in leaves)
+
+
 def _of_rank(step: LoweredStep, rank: int) -> LoweredStep:
     """Take the part of a rank, as a process of its own lowers it."""
     stages = set(step.schedule.stages_of(rank))
@@ -76,13 +120,6 @@ def _of_rank(step: LoweredStep, rank: int) -> LoweredStep:
         stages={key: low for key, low in step.stages.items() if key[0] in stages},
         losses={stage: part for stage, part in step.losses.items() if stage in stages},
     )
-
-
-def _replayed(programs: Mapping[Key, StageProgram], ledger: Ledger) -> dict[Key, StageProgram]:
-    from ppfunc.stage.engines.tracing.replay import replayed
-
-    made = {id(p): p._replace(flat=replayed(p.flat, ledger)) for p in programs.values()}
-    return {key: made[id(program)] for key, program in programs.items()}
 
 
 def _arguments(step: LoweredStep, rank: int) -> StepArguments:
