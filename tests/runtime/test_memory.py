@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from ppfunc.runtime.lowering.compile import bind
 from ppfunc.runtime.lowering.memory import _arguments, _of_rank
 from ppfunc.runtime.transport.on_paper import MessagesOnPaper
 from ppfunc.schedule import BUILDERS
+from ppfunc.schedule.instruction import COMPUTE
 from ppfunc.stage.tree import tree_leaves
 from tests import models
 from tests.models import attention_block, attention_params, normal, squared
@@ -149,3 +151,23 @@ def test_an_input_gradient_frees_what_a_weight_gradient_does_not_need():
     after = {str(moment.instruction): moment.after.residuals for moment in memory.moments}
     row = inputs[: len(inputs) // M].nbytes
     assert (after["1F0"], after["1I0"]) == (4 * row, 2 * row)  # x and three angles; x and a cotangent
+
+
+def test_bytes_are_drawn_below_the_timeline():
+    stages, params, inputs, targets = problem(pp.zb_h1(2, M))
+    lowered = pp.value_and_grad(stages, squared, pp.zb_h1(2, M)).lower(params, inputs, targets)
+    memory, schedule = lowered.memory_analysis(), lowered.step.schedule
+    sizes = {rank: each.by_instruction for rank, each in memory.items()}
+    timeline = pp.simulate(schedule)
+    drawn = pp.schedule.to_svg(schedule, timeline, memory=sizes)
+    found = re.findall(r'y="([\d.]+)"[^>]* height="([\d.]+)"><title>(\d+) bytes in (\w+) on rank (\d)', drawn)
+    compute = sum(i.op in COMPUTE for rank in range(2) for i in schedule.instructions(rank))
+    assert len(found) == compute
+    highest = max(found, key=lambda entry: int(entry[2]))
+    assert float(highest[1]) == 24 == max(float(height) for _, height, *_ in found)
+    rank = int(highest[4])
+    assert (int(highest[2]), highest[3]) == (memory[rank].peak, str(memory[rank].at))
+    assert memory[rank].peak == max(each.peak for each in memory.values())
+    assert pp.schedule.to_svg(schedule, timeline) != drawn
+    with pytest.raises(ValueError, match=r"memory\[1\]: got 1 numbers, rank 1 has \d+ instructions"):
+        pp.schedule.to_svg(schedule, timeline, memory={1: [3]})

@@ -108,6 +108,11 @@ class Memory(NamedTuple):
     largest: tuple[Allocation, ...]
     moments: tuple[Moment, ...]
 
+    @property
+    def by_instruction(self) -> tuple[int, ...]:
+        """Return the most bytes in each instruction, as ``to_svg`` draws them below a timeline."""
+        return tuple(moment.most for moment in self.moments)
+
     def __repr__(self) -> str:
         return f"Memory(peak={self.peak}, at={self.at}, held={self.held}, most={self.most}, ...)"
 

@@ -4,9 +4,10 @@ Colour says the kind of instruction, its strength which of the rank's stages it 
 is the strongest), the number the microbatch: all bars of a kind have one, or none where one is too narrow.
 An overlapped pair is a bar of two halves, the forward above. Collectives that take time are thin bars under
 what runs beside them. At the right: how much of the time a rank is idle, and its peak of live activations.
+Below a row may be the bytes that its rank holds.
 """
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from ..errors import ScheduleError
@@ -24,6 +25,7 @@ _WHOLE = {
     Op.STEP: "optimizer step",
 }
 _THIN = 5.0  # pixels of the bar of a collective
+_STRIP = 24.0  # pixels of the most bytes
 _LEFT, _RIGHT, _BOTTOM = 76.0, 168.0, 44.0
 _DIGIT = 6.8  # pixels of one digit at 11 px
 _COLUMN, _WIDEST = 960.0, 1600.0  # pixels that a notebook has for a picture, and a screen
@@ -49,12 +51,13 @@ class _Scale(NamedTuple):
     width: float
     row: float
     top: float
+    strip: float  # below each row
 
     def x(self, time: float) -> float:
         return _LEFT + time * self.per_time
 
     def y(self, rank: int) -> float:
-        return self.top + rank * self.row
+        return self.top + rank * (self.row + self.strip)
 
     def bar_width(self, bar: Bar) -> float:
         # A hairline of the paper between bars, so that equal neighbours can be told apart.
@@ -65,7 +68,13 @@ class _Scale(NamedTuple):
         return self.row - 4
 
 
-def to_svg(schedule: Schedule, timeline: Timeline | None = None, *, width: float | None = None) -> str:
+def to_svg(
+    schedule: Schedule,
+    timeline: Timeline | None = None,
+    *,
+    width: float | None = None,
+    memory: Mapping[int, Sequence[int]] | None = None,
+) -> str:
     """Return the picture of ``schedule`` as the text of an SVG file.
 
     Args:
@@ -74,9 +83,11 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None, *, width: float
             :func:`ppfunc.schedule.simulate.timeline_of`); by default simulated with the default costs.
         width: of the picture, in pixels from 960 to 100000; by default such that most bars have room for
             their number, at most 1600.
+        memory: by rank, the most bytes in each instruction of its program, such as ``by_instruction`` of what
+            ``lowered.memory_analysis()`` returns; drawn below the row of the rank.
 
     Raises:
-        ValueError: a width out of range.
+        ValueError: a width out of range, or bytes of another number of instructions.
     """
     if width is not None:
         require_width(width, 960)
@@ -89,7 +100,8 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None, *, width: float
     across = _across(rows, makespan) if width is None else width - _LEFT - _RIGHT
     timed = {bar.instruction.op for row in whole for bar in row if bar.end > bar.start}
     legend, top = _legend(schedule, rows, timed, _LEFT + across + _RIGHT)
-    scale = _scale(rows, makespan, across, top)
+    scale = _scale(rows, makespan, across, top)._replace(strip=_STRIP + 6 if memory else 0.0)
+    most = max((size for sizes in (memory or {}).values() for size in sizes), default=0)
     numbered = _numbered(scale, rows)
     facts = _facts(schedule, timeline)
     heading = f"{clipped(schedule.name)}: {_origin(timeline)}"
@@ -105,6 +117,8 @@ def to_svg(schedule: Schedule, timeline: Timeline | None = None, *, width: float
             *_bars(schedule, scale, rank, row, numbered),
             *_whole_bars(scale, rank, whole[rank]),
         ]
+        if memory and rank in memory:
+            elements += _bytes_held(scale, timeline, rank, memory[rank], most)
     size = _LEFT + scale.width + _RIGHT, scale.y(len(rows)) + _BOTTOM
     return page(heading, _spoken(timeline, facts), *size, _STYLE, _DARK, elements)
 
@@ -136,7 +150,7 @@ def _across(rows: list[list[Bar]], makespan: float) -> float:
 
 def _scale(rows: list[list[Bar]], makespan: float, across: float, top: float) -> _Scale:
     paired = any(bar.instruction.parts for row in rows for bar in row)
-    return _Scale(across / (makespan or 1.0), across, 30.0 if paired or len(rows) <= 16 else 22.0, top)
+    return _Scale(across / (makespan or 1.0), across, 30.0 if paired or len(rows) <= 16 else 22.0, top, 0.0)
 
 
 def _numbered(scale: _Scale, rows: list[list[Bar]]) -> Set[Op]:
@@ -268,3 +282,26 @@ def _whole_bars(scale: _Scale, rank: int, row: list[Bar]) -> Iterator[str]:
             tip = f"<title>{instruction} on rank {rank}, {short(start)} to {short(end)}</title>"
             y = scale.y(rank) + 2 + scale.bar - height
             yield rect(instruction.op.value, scale.x(start), y, scale.bar_width(bar), height, inside=tip)
+
+
+def _bytes_held(
+    scale: _Scale, timeline: Timeline, rank: int, sizes: Sequence[int], most: int
+) -> Iterator[str]:
+    """Draw the bytes of a rank: from each compute instruction to the next, with what came in between."""
+    row = list(zip(timeline.schedule.instructions(rank), timeline.starts[rank], strict=True))
+    if len(sizes) != len(row):
+        raise ValueError(f"memory[{rank}]: got {len(sizes)} numbers, rank {rank} has {len(row)} instructions")
+    levels: list[tuple[float, int, str]] = []
+    high = 0
+    for (instruction, start), size in zip(row, sizes, strict=True):
+        high = max(high, size)
+        if instruction.op in COMPUTE or instruction.op is Op.STEP:
+            levels.append((float(start), high, str(instruction)))
+            high = 0
+    bottom = scale.y(rank) + scale.row + _STRIP
+    ends = [start for start, _, _ in levels[1:]] + [float(timeline.makespan)]
+    for (start, size, name), end in zip(levels, ends, strict=bool(levels)):
+        height, tip = _STRIP * size / (most or 1), f"<title>{size} bytes in {name} on rank {rank}</title>"
+        width = (end - start) * scale.per_time
+        yield rect("level", scale.x(start), bottom - height, width, height, inside=tip)
+    yield text("ink", _LEFT + scale.width + 70, bottom - 6, f"{amount(max(sizes, default=0))} bytes")
