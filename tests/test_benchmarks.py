@@ -42,6 +42,19 @@ def test_the_time_of_a_step_with_experts(fresh, free_port):
         assert ratio == pytest.approx(together / apart, rel=0.05)
 
 
+def test_the_memory_of_a_step(fresh, free_port):
+    small = ("--schedules", "1f1b", "--remats", "none", "full", "--blocks", "2", "--width", "16")
+    printed, _ = fresh(2)(run_script, free_port, FOLDER / "memory.py", *small, "--microbatches", "2")
+    found = re.findall(
+        r"^blocks 1f1b (\w+), rank (\d): predicted \S+ MB, measured \S+, ratio (\S+?)(, torch .*)?$",
+        printed,
+        re.MULTILINE,
+    )
+    assert [row[:2] for row in found] == [("none", "0"), ("none", "1"), ("full", "0"), ("full", "1")]
+    assert all(0.99 < float(ratio) < 1.01 for _, _, ratio, _ in found)
+    assert [bool(torch) for *_, torch in found] == [True, True, False, False]
+
+
 def import_all(rank, size, names):
     sys.path.insert(0, str(FOLDER))
     for name in names:

@@ -193,6 +193,21 @@ def test_processes_count_the_same_as_paper_and_hold_as_much(four, on_paper, shar
         assert memory.peak == pytest.approx(measured, rel=0.005)
 
 
+def lowered_with_ties(rank, size):
+    """Lower a trainer of tied stages, then take a step with values of which those of one rank are others."""
+    with trainer_of(pp.P2P(), tied={"w": [(0, "w"), (1, "w")]}) as trainer:
+        same, other = {rank: params(1)[0]}, {rank: params(2)[rank]}
+        peak = trainer.lower(same, *batch()).memory_analysis()[rank].peak
+        with pytest.raises(pp.AgreementError, match="has other values"):
+            trainer.step(trainer.init(other), *batch())
+        trainer.step(trainer.init(same), *batch())
+        return peak
+
+
+def test_tied_values_are_compared_when_they_are_there(two):
+    assert min(two(lowered_with_ties)) > 0
+
+
 def test_a_state_in_the_place_of_parameters_is_refused_by_name():
     trainer = trainer_of()
     with pytest.raises(TypeError, match=r"params: got .*, expected \{stage: tree\}"):

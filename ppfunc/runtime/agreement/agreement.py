@@ -23,7 +23,8 @@ import torch
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Signature
 from ppfunc.stage.device import autocast
-from ppfunc.stage.tree import tree_structure
+from ppfunc.stage.layout import local
+from ppfunc.stage.tree import tree_leaves, tree_structure
 
 from ..call.arguments import StepArguments
 from ..call.forms import StepForm
@@ -129,21 +130,18 @@ class Agreement:
         self.transport.require_same("; ".join(filter(None, (facts, common))))
         forms = (f"params[{s}] {form}" for s, form in arguments.form.params.items())
         self.transport.require_same("; ".join(filter(None, (*forms, data_facts))), "data")
-        if update is not None:
+        params = {} if update is None else update.params()
+        lowered = any(local(t).is_meta for t in tree_leaves(params))  # and has no values to compare
+        if update is not None and not lowered:
             require_same_values(
-                self._schedule,
-                self._ranks,
-                arguments.form.params,
-                update.params(),
-                self._spec.tied,
-                self.transport,
+                self._schedule, self._ranks, arguments.form.params, params, self._spec.tied, self.transport
             )
         sharing = sharing_ranks(self._schedule, self._spec.tied)
         for ranks in (*sharing, ranks_of_inputs(self._schedule, self._spec)):
             if set(ranks) & set(self._ranks):
                 self.transport.collective(ranks)  # to be had before the transport connects
         self.transport.connect(routes_of(self._schedule), arguments.form.devices.values())
-        self.generation = self.transport.generation
+        self.generation = -1 if lowered else self.transport.generation
 
 
 def routes_of(schedule: Schedule) -> Iterator[Route]:

@@ -1,0 +1,171 @@
+"""Peak memory of a step per rank: predicted, measured, and that of torch.distributed.pipelining.
+
+Run by torchrun, two ranks or more::
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tests/benchmarks/memory.py --schedules 1f1b zbv
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 tests/benchmarks/memory.py --models gpt2 t5 --shard params
+
+Measured are the storages that operators make in a second step, with those that it is given: parameters,
+batch and optimizer state. Without ``--models`` the stages are blocks of a small GPT, whose steps make
+gradients and are compared with torch's. With ``--models``, those of ``split_zoo.py``, which need
+transformers, are split and trained by AdamW; of four ranks or more, half are data ranks. ``llama`` computes
+in bfloat16.
+"""
+
+import argparse
+import gc
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from step_time import THEIRS, Blocks, their_step
+from torch.distributed.device_mesh import init_device_mesh
+
+import ppfunc as pp
+from ppfunc.schedule import BUILDERS, Schedule
+from ppfunc.stage.layout import local
+from ppfunc.stage.tree import tree_leaves
+
+sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "examples")]
+import gpt
+
+from tests.storages import LiveStorages
+
+SCHEDULES = "gpipe", "1f1b", "interleaved_1f1b", "zbv", "dualpipev", "zb_h1"
+Row = tuple[int, int]  # predicted and measured bytes
+
+
+def measured(step: Callable[[], Any], given: Any) -> int:
+    """The most bytes in a step, with those of the trees that it is given."""
+    tensors = [local(t) for t in tree_leaves(given) if t is not None]
+    gc.collect()
+    with LiveStorages(tensors) as counted:
+        step()
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values()) + counted.peak
+
+
+def blocks(options: argparse.Namespace, schedule: Schedule, remat: Any, rank: int) -> tuple[Row, int | None]:
+    """Of a step that makes the gradients of blocks, and the same of torch."""
+    config = gpt.Config(width=options.width, layers=options.blocks, context=options.tokens)
+    model = gpt.layers(config)[1:-1]
+    cuts = [options.blocks * s // schedule.stages for s in range(schedule.stages + 1)]
+    runs = [range(a, b) for a, b in pairwise(cuts)]
+    stages = [gpt.stage([model[k] for k in run]) for run in runs]
+    params = {s: gpt.initialise(model, runs[s], seed=0, device="cpu") for s in schedule.stages_of(rank)}
+    generator = torch.Generator().manual_seed(0)
+    shape = (options.microbatches * 2, options.tokens, options.width)
+    inputs, targets = (torch.randn(shape, generator=generator) for _ in range(2))
+    batch = [t if end else None for t, end in zip((inputs, targets), ends(schedule, rank), strict=True)]
+    with pp.P2P() as transport:
+        engine = pp.engines.graph(remat=remat)
+        step = pp.value_and_grad(stages, squared, schedule, transport, engine=engine)
+        predicted = step.lower(params, *batch).memory_analysis()[rank].peak
+        step(params, *batch)
+        row = predicted, measured(lambda: step(params, *batch), (params, batch))
+    if remat != "none" or options.schedule not in THEIRS:
+        return row, None
+    modules = {s: Blocks(stages[s], params[s]) for s in params}
+    theirs = their_step(options, schedule, modules, inputs, targets, rank)
+    theirs()
+    for module in modules.values():
+        module.zero_grad(set_to_none=True)
+    held = [list(module.parameters()) for module in modules.values()]
+    return row, measured(theirs, (held, batch))
+
+
+def ends(schedule: Schedule, rank: int) -> Iterator[bool]:
+    """Tell if this rank runs the first stage, and the last."""
+    return (schedule.placement[schedule.chains[0].stages[n]] == rank for n in (0, -1))
+
+
+def squared(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (y - target).square().mean()
+
+
+def trained(options: argparse.Namespace, name: str, schedule: Schedule, remat: Any) -> Row:
+    """Of a training step of a model that is split."""
+    from split_zoo import MODELS
+
+    make, inputs, _ = MODELS[name]
+    torch.manual_seed(0)
+    model = make().train()
+    if name == "llama":
+        model = model.bfloat16()
+    rows, sharded = 2 * schedule.microbatches, dist.get_world_size() > 2
+    batch = inputs(rows, options.tokens)
+    parts = pp.split(model, kwargs={k: t[:2] for k, t in batch.items()}, at=schedule.stages)
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
+    shard = options.shard if sharded else "none"
+    transport = pp.P2P(mesh=mesh, axes=pp.Axes("pp", data="dp"), shard=shard)
+    rank = mesh.get_local_rank("pp")
+    first, last = ends(schedule, rank)
+    given = batch if first else None, torch.zeros(rows) if last else None
+    held = schedule.model_stages_of(rank)
+    params, state = ({s: tree[s] for s in held if s in tree} for tree in (parts.params, parts.state))
+    precision = pp.Precision(compute=torch.bfloat16, master=torch.float32) if name == "llama" else None
+    engine = pp.engines.graph(remat=remat)
+    with pp.Trainer(
+        parts, scalar, schedule, pp.optim.adamw(1e-3), transport, engine=engine, precision=precision
+    ) as trainer:
+        predicted = trainer.lower(params, *given, state=state).memory_analysis()[rank].peak
+        before, _ = trainer.step(trainer.init(params, state), *given, seed=(0, 0))
+        trainer._idle.clear()  # what it would use again is made within the step
+        return predicted, measured(lambda: trainer.step(before, *given, seed=(0, 0)), (before, given))
+
+
+def scalar(y: Any, _: Any) -> torch.Tensor:
+    """The sum of squares of all that the last stage returns."""
+    leaves = [t.float().square().mean() for t in tree_leaves(y) if t.is_floating_point()]
+    return torch.stack(leaves).sum()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="*", default=[], help="of split_zoo.py")
+    parser.add_argument("--schedules", nargs="*", default=SCHEDULES)
+    parser.add_argument(
+        "--remats", nargs="*", default=["none", "full", "200000"], help="a number: bytes to keep"
+    )
+    parser.add_argument("--shard", choices=["none", "optimizer", "params"], default="optimizer")
+    for option, value in (("width", 64), ("blocks", 8), ("tokens", 16), ("microbatches", 8)):
+        parser.add_argument(f"--{option}", type=int, default=value)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for model in options.models or ["blocks"]:
+        for name in options.schedules:
+            options.schedule = name
+            for remat in (int(r) if r.isdigit() else r for r in options.remats):
+                ranks = 2 if options.models else dist.get_world_size()
+                schedule = BUILDERS[name](ranks, options.microbatches)
+                if options.models:
+                    row, theirs = trained(options, model, schedule, remat), None
+                else:
+                    row, theirs = blocks(options, schedule, remat, rank)
+                report(f"{model} {name} {remat}", row, theirs)
+    dist.destroy_process_group()
+
+
+def report(name: str, row: Row, theirs: int | None) -> None:
+    """Print a line per rank."""
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, (row, theirs))
+    for rank, ((predicted, most), other) in enumerate(rows) if dist.get_rank() == 0 else ():
+        beside = "" if other is None else f", torch {other / 1e6:.3f}, ratio {most / other:.2f}"
+        ours = f"predicted {predicted / 1e6:.3f} MB, measured {most / 1e6:.3f}, ratio {predicted / most:.4f}"
+        print(f"{name}, rank {rank}: {ours}{beside}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
