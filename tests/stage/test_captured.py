@@ -84,6 +84,15 @@ def in_slots(fn, example, *, has_aux=False, name="the stage", device=None, outli
 problem = partial(models.problem, d=D, leaves="wb")
 
 
+def test_its_memory_is_counted_as_if_it_was_not_captured():
+    (params, inputs, targets), schedule = problem(2, 4), pp.zb_h1(2, 4)
+    steps = (
+        pp.value_and_grad([affine] * 2, squared, schedule, engine=e) for e in (in_slots, pp.engines.graph)
+    )
+    captured, plain = (step.lower(params, inputs, targets).memory_analysis() for step in steps)
+    assert captured == plain and not Recorder.made
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_slots_give_the_same_bits_in_every_step(name):
     schedule = SCHEDULES[name]()

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import nlargest
 from itertools import pairwise, zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from ppfunc.schedule import Instruction
 from ppfunc.schedule.instruction import TAIL
 from ppfunc.schedule.table import table
-from ppfunc.stage._torch import TorchDispatchMode
+from ppfunc.stage._torch import FakeTensor, TorchDispatchMode, without_modes
 from ppfunc.stage.tree import tree_leaves
 
 _LARGEST = 10
@@ -202,9 +202,29 @@ class Ledger(TorchDispatchMode):
         self.held[storage.kind] -= storage.size
         self.live -= storage.size
 
-    def name(self, tensor: torch.Tensor, name: str, again: bool) -> None:
+    def make(self, like: torch.Tensor, name: str, within: torch.Tensor | None) -> torch.Tensor:
+        """Make a tensor of the form of another, in new memory or in that of a tensor.
+
+        Operators would take several times as long.
+        """
+        with without_modes():
+            form: Any = like.shape, like.stride()
+            if within is not None:
+                bare = torch.empty(0, dtype=like.dtype, device="meta")
+                bare.set_(within.untyped_storage(), like.storage_offset(), *form)
+                return FakeTensor(self._evaluation, bare, like.device)
+            bare = torch.empty_strided(*form, dtype=like.dtype, device="meta")
+            made = FakeTensor(self._evaluation, bare, like.device)
+            self.name(made, name)
+        return made
+
+    def name(self, tensor: torch.Tensor, name: str) -> None:
         """Name the storage of a tensor."""
         self._note(tensor, name).name = name
+
+    def __enter__(self) -> Self:
+        self._evaluation = torch.empty(()).fake_mode  # type: ignore[attr-defined]
+        return super().__enter__()
 
     def begin(self, place: Instruction | None) -> None:
         """Begin a call."""

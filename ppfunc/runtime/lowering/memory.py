@@ -64,7 +64,7 @@ def memory_of(
             for s, leaves in arguments.params.items():
                 ledger.mark("params", leaves)
                 for leaf, path in zip(leaves, paths[s], strict=True):
-                    ledger.name(leaf, f"params[{s}]{path}", False)
+                    ledger.name(leaf, f"params[{s}]{path}")
             ledger.mark("params", chain(*arguments.state.values()))
             ledger.mark("batch", tree_leaves([arguments.inputs, arguments.targets, arguments.extras]))
             for kind, tree in more.items():

@@ -70,7 +70,10 @@ def captured(
         slot = rest[0].slot
         return _fresh(slot.run("backward_weight", flat.backward_weight, slot.results["backward_input"][1]))
 
-    return FlatProgram(forward, backward, backward_input, backward_weight)
+    functions: Any = forward, backward, backward_input, backward_weight
+    for function, traced in zip(functions, flat, strict=True):
+        function.__wrapped__ = traced
+    return FlatProgram(*functions)
 
 
 class _Slot:

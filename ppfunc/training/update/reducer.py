@@ -96,11 +96,6 @@ class Reducer:
         """Tell if nobody else holds its memory: an optimizer may have kept a gradient."""
         return self._waits is None and list(map(users_of, self._storages)) == self._users
 
-    @property
-    def nbytes(self) -> int:
-        """Count the bytes of its buckets."""
-        return sum({storage._cdata: storage.nbytes() for storage in self._storages}.values())
-
     @torch.no_grad()
     def add(self, gradients: Leaves, numbers: Numbers, microbatch: int) -> None:
         """Add gradients of one microbatch, of the leaves of these numbers; the first of a step are copied.

@@ -1,14 +1,14 @@
 """Replay traced functions on tensors without values: what they hold while they run, and no arithmetic.
 
-What lives within a function alone is a number in a notes. Its results are tensors, so that the caller goes
-on with them.
+Notes are kept of all of them, as :class:`ppfunc.runtime.lowering.ledger.Ledger` does: ``born`` and ``died``
+note what lives within a function alone, ``make`` makes a result, with which the caller goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node, map_arg
@@ -20,27 +20,6 @@ from .emit import TracedFunction
 from .joint import Nodes
 from .operators import arguments as operands, base, is_element, is_of_forward
 from .recipe import Recipe
-
-
-class Notes(Protocol):
-    """Notes which storages live."""
-
-    def born(self, size: int, name: str, again: bool) -> Any:
-        """Note a storage of ``size`` bytes that no tensor stands for.
-
-        Args:
-            name: the line of the user that makes it, or its operator.
-            again: a backward computes it once more.
-        """
-        ...
-
-    def died(self, storage: Any) -> None:
-        """Note that what ``born`` has returned is free."""
-        ...
-
-    def name(self, tensor: torch.Tensor, name: str, again: bool) -> None:
-        """Name the storage of a tensor, as ``born`` does."""
-        ...
 
 
 class _Call(NamedTuple):
@@ -74,14 +53,14 @@ class _Life:
     members: list[Node]
 
 
-def replayed(program: FlatProgram, notes: Notes) -> FlatProgram:
+def replayed(program: FlatProgram, notes: Any) -> FlatProgram:
     """Replace the traced functions of a program by those that only hold what they hold."""
-    functions: Any = (_Replayed(f, notes) if isinstance(f, TracedFunction) else f for f in program)
-    return FlatProgram(*functions)
+    functions: Any = ((getattr(f, "__wrapped__", f), f) for f in program)  # captured in a CUDA graph
+    return FlatProgram(*(_Replayed(t, notes) if isinstance(t, TracedFunction) else f for t, f in functions))
 
 
 class _Replayed(TracedFunction):
-    def __init__(self, traced: TracedFunction, notes: Notes) -> None:
+    def __init__(self, traced: TracedFunction, notes: Any) -> None:
         self.recipe, self.written = traced.recipe, None
         self._traced, self._notes = traced, notes
 
@@ -96,19 +75,19 @@ class _Replayed(TracedFunction):
         return self.written
 
 
-def _replay(recipe: Recipe, notes: Notes) -> Callable[..., Any]:
+def _replay(recipe: Recipe, notes: Any) -> Callable[..., Any]:
     """Make the function that makes and frees in turn what that of a recipe does."""
     block, (calls, needed) = recipe.block, _calls(recipe)
+    sources: dict[Node, Any] = {node: _source(node) for call in calls for node in call.made}
     used = {n for call in calls for n in call.dropped} | needed
 
     def run(*arguments: Any) -> Any:
         values: dict[Node, Any] = {}
         for name, nodes, given in zip(recipe.names, block.arguments, arguments, strict=True):
             settle = name in recipe.settle
-            values |= {
-                n: _settled(t) if settle else t for n, t in zip(nodes, given, strict=True) if n in used
-            }
-        del arguments, given
+            pairs = ((n, t) for n, t in zip(nodes, given, strict=True) if n in used)
+            values |= {n: t.contiguous() if settle else t for n, t in pairs}
+        del arguments, given, pairs
         values |= {n: _constant(n) for n in needed if n.op == "get_attr"}
         counted: dict[Hashable, Any] = {}
         for call in calls:
@@ -118,8 +97,7 @@ def _replay(recipe: Recipe, notes: Notes) -> Callable[..., Any]:
                 sums.add(*rest)
                 del rest
             for node in call.made:
-                values[node] = _made(node, values)
-                notes.name(values[node], call.name, call.again)
+                values[node] = notes.make(node.meta["val"], call.name, values.get(sources[node]))
             for key in call.freed:
                 notes.died(counted.pop(key))
             for node in call.dropped:
@@ -219,24 +197,7 @@ def _name(node: Node) -> str:
     return f"{node.target}{next(filter(None, places), '')}"
 
 
-def _settled(value: Any) -> Any:
-    return value.contiguous() if isinstance(value, torch.Tensor) else value
-
-
 def _constant(node: Node) -> torch.Tensor:
     """Stand for a constant, which is there anyway."""
     like = node.meta["val"]
     return torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)
-
-
-def _made(node: Node, values: dict[Node, Any]) -> torch.Tensor:
-    """Make a result of a call: a view, or a new tensor."""
-    like, call = node.meta["val"], operands(node)[0] if is_element(node) else node
-    source = _source(node)
-    if source is None:
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    if base(node) is None:
-        return values[source].as_strided(like.shape, like.stride(), like.storage_offset())
-    view: Any = call.target
-    result = view(*map_arg(operands(call), values.__getitem__), **call.kwargs)
-    return result[operands(node)[1]] if is_element(node) else result
