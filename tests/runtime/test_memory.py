@@ -14,7 +14,7 @@ from ppfunc.runtime.lowering.compile import bind
 from ppfunc.runtime.lowering.memory import _arguments, _of_rank
 from ppfunc.runtime.transport.on_paper import MessagesOnPaper
 from ppfunc.schedule import BUILDERS
-from ppfunc.schedule.instruction import COMPUTE
+from ppfunc.schedule.instruction import COMPUTE, Op
 from ppfunc.stage.tree import tree_leaves
 from tests import models
 from tests.models import attention_block, attention_params, normal, squared
@@ -169,5 +169,7 @@ def test_bytes_are_drawn_below_the_timeline():
     assert (int(highest[2]), highest[3]) == (memory[rank].peak, str(memory[rank].at))
     assert memory[rank].peak == max(each.peak for each in memory.values())
     assert pp.schedule.to_svg(schedule, timeline) != drawn
+    lone = [9 * (i.op is Op.RECV_F and i.microbatch == 0) for i in schedule.instructions(1)]
+    assert "9 bytes in 1F0 on rank 1" in pp.schedule.to_svg(schedule, timeline, memory={1: lone})
     with pytest.raises(ValueError, match=r"memory\[1\]: got 1 numbers, rank 1 has \d+ instructions"):
         pp.schedule.to_svg(schedule, timeline, memory={1: [3]})

@@ -39,6 +39,19 @@ def test_offloaded_residuals_give_the_same_bits_and_hold_up_nothing(simulate, na
     assert same_bits(on_host(result), step(params, inputs, targets))
 
 
+def test_memory_is_counted_on_the_device_alone(gpu):
+    kept = []
+    for schedule in (pp.gpipe(1, 4), insert_offloads(pp.gpipe(1, 4), lookahead=0)):
+        given = problem(schedule)
+        step = pp.value_and_grad([dense], squared, schedule)
+        memory, host = (step.lower(*each).memory_analysis()[0] for each in (on_device(given), given))
+        kept.append((memory.most.residuals, host.most.residuals))
+    (whole, on_host_too), (moved, not_moved) = kept
+    row = given[1][:3].nbytes
+    assert whole == on_host_too == not_moved == 4 * 2 * row
+    assert moved == 3 * row  # of one microbatch at a time; its input, part of the batch, comes back as a copy
+
+
 def test_moves_are_issued_on_streams_of_their_own(gpu):
     """On the stream that computes they would hide nothing."""
     issued = []

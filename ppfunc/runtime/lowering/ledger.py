@@ -20,7 +20,7 @@ from ppfunc.stage._torch import FakeTensor, TorchDispatchMode, without_modes
 from ppfunc.stage.tree import tree_leaves
 
 _LARGEST = 10
-_READ = torch.ops.aten._local_scalar_dense.default
+_READ, _PIN = torch.ops.aten._local_scalar_dense.default, torch.ops.aten._pin_memory.default
 
 
 class Bytes(NamedTuple):
@@ -147,13 +147,17 @@ class _Storage:
 class Ledger(TorchDispatchMode):
     """Notes the storages that operators make, how long they live, and what for.
 
+    Args:
+        device: that counts; what is elsewhere, such as offloaded to the host, has no bytes here.
+
     Attributes:
         live: bytes alive.
         high: the most that were alive since it was last set to ``live``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self._device = device
         self.live = self.high = 0
         self.held: Counter[str] = Counter()  # alive, by kind
         self._place: Instruction | None = None  # of the running call
@@ -165,7 +169,7 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _READ and self._place is not None and self._place.op in TAIL:
             return args[0].dtype.is_floating_point and 0.0  # to what asks for infinite numbers
-        result = func(*args, **(kwargs or {}))
+        result = args[0] if func is _PIN else func(*args, **(kwargs or {}))
         summed = (
             args[0] if str(func).startswith("aten._foreach") else ()
         )  # sums have the names of their terms
@@ -177,7 +181,7 @@ class Ledger(TorchDispatchMode):
     def _note(self, tensor: torch.Tensor, name: str) -> _Storage:
         storage = tensor.untyped_storage()
         if (key := storage._cdata) not in self._known:
-            self._known[key] = self.born(storage.nbytes(), name)
+            self._known[key] = self.born(storage.nbytes() * (tensor.device.type == self._device.type), name)
             weakref.finalize(storage, self._free, key)
         return self._known[key]
 

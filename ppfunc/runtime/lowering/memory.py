@@ -36,6 +36,7 @@ from .lowered import LoweredStage, LoweredStep
 _LEFT = {
     Op.F: "residuals",
     Op.I: "residuals",
+    Op.FETCH: "residuals",
     Op.UNSHARD: "gathered",
     Op.STEP: "updated",
 }
@@ -53,7 +54,8 @@ def memory_of(
     Args:
         given: completes the arguments, such as by an update.
     """
-    ledger, step = Ledger(), _of_rank(step, rank)
+    step, device = _of_rank(step, rank), step.form.devices[step.schedule.model_stages_of(rank)[0]]
+    ledger = Ledger(device)
     flat = {id(p): p._replace(flat=replayed(p.flat, ledger)) for p in programs.values()}
     programs = {key: flat[id(program)] for key, program in programs.items()}
     with _running(ledger, step.form.devices.values()):
@@ -89,7 +91,7 @@ def residual_bytes(program: StageProgram, low: LoweredStage) -> tuple[int, int]:
 
     Parameters, extras and the cotangents of the loss are not counted.
     """
-    ledger = Ledger()
+    ledger = Ledger(low.device)
     flat = replayed(program.flat, ledger)
     with _running(ledger, [low.device]):
         params, x, extras = Example.of(low.call.example, low.device).make()
