@@ -46,6 +46,7 @@ def test_memory_is_counted_on_the_device_alone(gpu):
         step = pp.value_and_grad([dense], squared, schedule)
         memory, host = (step.lower(*each).memory_analysis()[0] for each in (on_device(given), given))
         kept.append((memory.most.residuals, host.most.residuals))
+        assert memory.most.gradients == host.most.gradients  # nothing else is made
     (whole, on_host_too), (moved, not_moved) = kept
     row = given[1][:3].nbytes
     assert whole == on_host_too == not_moved == 4 * 2 * row
