@@ -10,7 +10,7 @@ import torch
 from ppfunc._step_factory import Stages, make_step, reporting_mistakes, unpacked
 from ppfunc._text import answering, naming_arguments
 from ppfunc.runtime import InProcess, StepSpec, Transport
-from ppfunc.runtime.agreement.ties import TiedPlaces
+from ppfunc.runtime.agreement.ties import TiedPlaces, require_declared_trees
 from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed
 from ppfunc.runtime.call.results import StepResult
 from ppfunc.runtime.lowering.lowered import Updates
@@ -26,7 +26,7 @@ from ppfunc.schedule import (
     remove_unshards,
 )
 from ppfunc.splitter import Split
-from ppfunc.stage import Engine, Loss, graph
+from ppfunc.stage import Engine, Loss, Signature, graph
 from ppfunc.stage.modules.frozen import FrozenLeaves, Trainable
 
 from .batches import Batches, with_results
@@ -305,6 +305,9 @@ class Trainer:
         require_trees("state", {} if state is None else state, self._ranks.stages, some=True)
         trees, states = ({s: on_meta(t) for s, t in (each or {}).items()} for each in (params, state))
         initial = self.init(trees, states)
+        # What shares memory is seen in values alone.
+        valued = {s: tree for s, tree in params.items() if not isinstance(tree, Signature)}
+        require_declared_trees(valued, self._ranks.tied)
         update = TrainingUpdate(self._rule, self._ranks, {}, initial, GOES_ON)
         inputs = on_meta(inputs)
         batches = Batches.of_one(inputs, on_meta(targets), extras=extras)

@@ -105,6 +105,12 @@ def test_meta_tensors_and_signatures_lower_to_the_same():
     assert len({str(each.cost_analysis()) for each in lowered}) == 1
 
 
+def test_stages_that_share_memory_are_refused():
+    shared = params()[0]
+    with pytest.raises(ValueError, match=r"params\[0\] 'w' and params\[1\] 'w' share memory; declare it"):
+        trainer_of().lower({0: shared, 1: shared}, *batch())
+
+
 def test_frozen_parameters_have_neither_gradients_nor_state():
     lowered = trainer_of(trainable={0: False, 1: True}).lower(params(), *batch())
     memory = most(lowered)

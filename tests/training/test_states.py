@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
+from ppfunc.training.update.states import StateRule
 from tests.models import BatchNormed, new_trainer, normal, squared
 
 D, ROWS, STEPS = 4, 8, 3
@@ -117,6 +118,15 @@ def test_a_skipped_update_leaves_the_state():
 def test_odd_arguments_are_refused(options, words):
     with pytest.raises(TypeError, match=words):
         new_trainer([counting], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), **options)
+
+
+def test_ranks_tell_functions_of_one_name_apart():
+    rules = [
+        lambda stage, state: state,
+        lambda stage, state: {},
+        doubled,
+    ]
+    assert len({StateRule.of(None, update).text for update in rules}) == 3
 
 
 def test_a_state_of_another_form_is_refused():

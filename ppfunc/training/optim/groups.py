@@ -1,7 +1,6 @@
 """Give groups of parameters optimizers of their own, by name."""
 
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +11,7 @@ from ppfunc.stage.modules.frozen import ParameterKind
 from ppfunc.stage.signature import differentiable, leaf_names
 from ppfunc.stage.tree import tree_flatten
 
+from ..patterns import first_match, require_reachable
 from .protocols import Optimizer, Tree, require_pair, skipping, text_of, text_with
 
 Choose = Callable[[str, ParameterKind], str]
@@ -32,7 +32,8 @@ def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Op
 
     Raises:
         TypeError, ValueError: not optimizers; one that clips, which is said once for all groups,
-            ``chain(clip, by_name(...))``. At ``init``: a parameter of no group.
+            ``chain(clip, by_name(...))``; a pattern all names of which an earlier one takes. At
+            ``init``: a parameter of no group.
 
     >>> import torch
     >>> from ppfunc.training.optim import adamw, sgd
@@ -56,16 +57,16 @@ def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Op
     keys = list(groups)
     if choose is not None and not callable(choose):
         raise TypeError(f"choose: got {shown(choose)}, expected a function (name, parameter) -> key")
+    if choose is None:
+        require_reachable("groups", keys)
 
     def group_of(name: str, parameter: ParameterKind) -> int:
         if choose is None:
-            matching = (n for n, key in enumerate(keys) if any(fnmatchcase(name, p) for p in key.split("|")))
-            if (number := next(matching, None)) is None:
+            if (key := first_match(name, keys)) is None:
                 raise ValueError(
                     f'the parameter {name!r} matches none of {", ".join(map(repr, keys))}; add a group "*"'
                 )
-            return number
-        if (key := choose(name, parameter)) not in groups:
+        elif (key := choose(name, parameter)) not in groups:
             raise ValueError(
                 f"choose({name!r}, ...): got {shown(key)}, expected one of {', '.join(map(repr, keys))}"
             )

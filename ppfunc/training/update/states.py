@@ -1,7 +1,6 @@
 """Bring the states of stages together over data ranks, and change them between steps."""
 
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -17,6 +16,7 @@ from ppfunc.stage.signature import leaf_names
 from ppfunc.stage.tree import tree_flatten, tree_map
 
 from ..optim.protocols import Tree
+from ..patterns import first_match, require_reachable
 from .ranks import TrainingRanks
 
 ReduceState = Mapping[str, str]
@@ -42,7 +42,7 @@ class StateRule(NamedTuple):
         """Make the rule of a trainer's arguments.
 
         Raises:
-            TypeError: other arguments.
+            TypeError, ValueError: other arguments; a pattern all names of which an earlier one takes.
         """
         if reduce is not None and not (
             isinstance(reduce, Mapping)
@@ -52,6 +52,7 @@ class StateRule(NamedTuple):
                 f"reduce_state: got {shown(reduce)}, expected 'mean' or 'sum' by pattern of names, such as"
                 ' {"*counts": "sum", "*": "mean"}'
             )
+        require_reachable("reduce_state", reduce or ())
         if update is not None and not callable(update):
             raise TypeError(f"update_state: got {shown(update)}, expected a function (stage, state) -> state")
         return cls(reduce, update)
@@ -61,6 +62,8 @@ class StateRule(NamedTuple):
         """Write the rule for other ranks to compare."""
         reduced = ", ".join(f"{name} by {how}" for name, how in (self.reduce or {}).items())
         update = getattr(self.update, "__qualname__", type(self.update).__name__)
+        if code := getattr(self.update, "__code__", None):  # several lambdas have one name
+            update = f"{update} of line {code.co_firstlineno}"
         return f"states {reduced or 'apart'}{f', then {update}' if self.update else ''}"
 
     def reductions(self, stage: int, tree: Tree) -> list[str]:
@@ -71,8 +74,7 @@ class StateRule(NamedTuple):
         """
         signature, patterns, found = Signature.of(tree), self.reduce or {}, []
         for name, leaf in zip(leaf_names(signature), signature.leaves, strict=True):
-            matching = (p for p in patterns if any(fnmatchcase(name, one) for one in p.split("|")))
-            pattern = next(matching, None)
+            pattern = first_match(name, patterns)
             if pattern is None or leaf.dtype is torch.bool:
                 got = f"{name!r} of {leaf.dtype}" if pattern else f"no pattern that matches {name!r}"
                 raise ValueError(

@@ -1,0 +1,35 @@
+"""Choose by patterns of names, as of a shell, alternatives divided by ``|``; the first match counts."""
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+
+def first_match(name: str, patterns: Iterable[str]) -> str | None:
+    """Return the first of the patterns that matches a name, or None.
+
+    >>> first_match("h.0.bias", ["*norm*|*.bias", "*"])
+    '*norm*|*.bias'
+    """
+    return next((p for p in patterns if any(fnmatchcase(name, one) for one in p.split("|"))), None)
+
+
+def require_reachable(what: str, patterns: Iterable[str]) -> None:
+    """Raise ValueError for a pattern all names of which an earlier one takes.
+
+    >>> require_reachable("reduce_state", ["*", "*counts"])
+    Traceback (most recent call last):
+        ...
+    ValueError: reduce_state: '*counts' comes after '*', which takes all of its names; put it before
+    """
+    earlier: list[str] = []
+    for pattern in patterns:
+        for one in pattern.split("|"):
+            # Of an earlier pattern with stars alone: what stands for several characters meets a star.
+            names = re.sub(r"\[!?.[^]]*\]", "?", one)
+            for other in earlier:
+                if one == other or (not set("?[") & set(other) and fnmatchcase(names, other)):
+                    raise ValueError(
+                        f"{what}: {one!r} comes after {other!r}, which takes all of its names; put it before"
+                    )
+        earlier += pattern.split("|")
