@@ -98,7 +98,7 @@ def context_attention(q: Tensor, k: Tensor, v: Tensor, axis: DeviceMesh, causal:
 
     Args:
         q: float[b, heads, t, d]; the ranks divide the heads.
-        k, v: likewise, of as many heads, or of a divisor of them.
+        k, v: likewise, of as many heads, or of a divisor of them; of another time only if not ``causal``.
         axis: one axis of a mesh, such as ``mesh["cp"]``.
         causal: each position attends to itself and those before it.
 
@@ -106,22 +106,28 @@ def context_attention(q: Tensor, k: Tensor, v: Tensor, axis: DeviceMesh, causal:
         float[b, heads, t, width of v].
 
     Raises:
-        TypeError, ValueError: shapes that do not go together, or not one axis of a mesh.
+        TypeError, ValueError: shapes or dtypes that do not go together, or not one axis of a mesh.
 
     References:
         Jacobs et al., DeepSpeed Ulysses, 2023.
     """
     require_axis(axis, "context_attention")
+    if not all(isinstance(t, Tensor) and t.dtype == q.dtype and t.is_floating_point() for t in (q, k, v)):
+        dtypes = ", ".join(str(getattr(t, "dtype", type(t).__name__)) for t in (q, k, v))
+        raise TypeError(f"context_attention: got q, k, v of {dtypes}, expected floating point, of one dtype")
     ranks, shapes = axis.size(), [list(t.shape) for t in (q, k, v)]
     if (
-        any(t.ndim != 4 for t in (q, k, v))
+        any(t.ndim != 4 or not t.shape[1] for t in (q, k, v))
         or shapes[1][:3] != shapes[2][:3]
-        or q.shape[1] % max(k.shape[1], 1)
+        or shapes[0][::3] != shapes[1][::3]
+        or (causal and q.shape[2] != k.shape[2])
+        or q.shape[1] % k.shape[1]
         or q.shape[1] % ranks
     ):
         raise ValueError(
             f"context_attention: got q, k, v of the shapes {', '.join(map(str, shapes))}, expected [b, heads,"
-            f" t, d], with a number of heads of q that the {ranks} ranks and the heads of k and v divide"
+            f" t, d], of one b, d of q and k{', and t' if causal else ''}, with a number of heads of q that"
+            f" the {ranks} ranks and the heads of k and v divide"
         )
     groups = k.shape[1]
     copies = lcm(groups, ranks) // groups  # each rank has a whole number of heads of k and v

@@ -61,11 +61,20 @@ def refused(rank, size):
         (q, q[:, :3], q[:, :3]),
         (q[0], q[0], q[0]),
         (q, q, q[:, :, 1:]),
+        (q, q[:, :, 1:], q[:, :, 1:]),
+        (q, q[:1], q[:1]),
+        (q, q[..., 1:], q),
+        (q[:, :0], q[:, :0], q[:, :0]),
+        (q, q[:, :0], q[:, :0]),
     ):
         with pytest.raises(
-            ValueError, match=r"got q, k, v of the shapes \[.*\], expected \[b, heads, t, d\]"
+            ValueError, match=r"got q, k, v of the shapes \[.*\], expected \[b, heads, t, d\], of one b"
         ):
             pp.context_attention(*odd, axis)
+    for odd in ((q, q.double(), q), (q.long(), q.long(), q.long()), (q, q, None)):
+        with pytest.raises(TypeError, match="of torch.*, expected floating point, of one dtype"):
+            pp.context_attention(*odd, axis)
+    assert pp.context_attention(q, q[:, :, 1:], q[:, :, 1:], axis, causal=False).shape == q.shape
     with pytest.raises(TypeError, match="context_attention: got str as the mesh"):
         pp.context_attention(q, q, q, "cp")
     return True
