@@ -10,6 +10,7 @@ import re
 import time
 from functools import cache
 from itertools import accumulate, product
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -484,10 +485,16 @@ def many_saves(rank, size, root):
         for step in range(first, last):
             (pp.checkpoint.save if step % 2 else pp.checkpoint.save_async)(root, state, step=step)
         pp.checkpoint.save(root, state, step=last)
-        return used()
 
-    before, after = saved(0, 5), saved(6, 40)
-    assert after[0] <= before[0] + 2 and after[1] <= before[1] + 2, (before, after)
+    saved(0, 5)
+    before = used()
+    saved(6, 40)
+    # Of 35 saves: were one left by every second of them, 17. Pools of threads may start meanwhile, and a
+    # thread that has done its work may take a moment to end.
+    limit = time.monotonic() + 10
+    while max(map(sub, after := used(), before)) > 8 and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert max(map(sub, after, before)) <= 8, (before, after)
 
 
 def test_nothing_piles_up(two, tmp_path):
