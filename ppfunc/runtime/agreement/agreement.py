@@ -87,9 +87,10 @@ class Agreement:
         if self.transport.generation != self.generation:
             self._meet(steps[0])
         elif update is not None and not update.known:
-            common, data_facts = update.facts()
+            common, by_axes = update.facts()
             self.transport.require_same(common)
-            self.transport.require_same(data_facts, "data")
+            for axes, text in by_axes.items():
+                self.transport.require_same(text, axes)
         with self._lock:
             if (agreed := self._known(shapes)) is not None:
                 self._agreed.move_to_end((shapes, autocast()))
@@ -126,10 +127,12 @@ class Agreement:
         tied = f", tied {tied}" if tied else ""
         facts = f"{versions}, schedule {self._schedule.name[:60]} ({self._schedule.digest}){tied}"
         update = arguments.update
-        common, data_facts = update.facts() if update is not None else ("", "")
+        common, by_axes = update.facts() if update is not None else ("", {})
+        forms = "; ".join(f"params[{s}] {form}" for s, form in arguments.form.params.items())
         self.transport.require_same("; ".join(filter(None, (facts, common))))
-        forms = (f"params[{s}] {form}" for s, form in arguments.form.params.items())
-        self.transport.require_same("; ".join(filter(None, (*forms, data_facts))), "data")
+        self.transport.require_same(forms, "data")
+        for axes, text in by_axes.items():
+            self.transport.require_same(text, axes)
         params = {} if update is None else update.params()
         lowered = any(local(t).is_meta for t in tree_leaves(params))  # and has no values to compare
         if update is not None and not lowered:

@@ -71,7 +71,7 @@ class Control:
         self._pipeline = tree(self.pipeline, "pipeline")
         together = self.grid.together
         self._together = tree(together, "together") if len(together) > 1 else None
-        self._data = tree(self.grid.data, "data")
+        self._data, self._tree = tree(self.grid.data, "data"), tree
         self._running, self._closed = threading.Lock(), False
         self._step_count = 0  # step functions
         self._executing = False  # whether peers may wait for this rank in a collective of a stage
@@ -200,8 +200,13 @@ class Control:
             texts = self._pipeline.gather_texts(text)
         return [texts[rank] for rank in self.pipeline]
 
-    def require_same(self, facts: str, among: Literal["world", "peers", "data"] = "world") -> None:
-        tree = {"world": self._world, "peers": self._replica, "data": self._data}[among]
+    def require_same(
+        self, facts: str, among: Literal["world", "peers", "data"] | tuple[str, ...] = "world"
+    ) -> None:
+        if isinstance(among, tuple):
+            tree = self._tree(self.grid.along(among), f"along {','.join(among)}")
+        else:
+            tree = {"world": self._world, "peers": self._replica, "data": self._data}[among]
         if among == "peers" and tree is self._pipeline:
             return
         with self.hold_interrupts():

@@ -108,10 +108,10 @@ class ParameterUpdate(Protocol):
 
     known: str
 
-    def facts(self) -> tuple[str, str]:
-        """Return two texts of terms that ranks compare where they meet.
+    def facts(self) -> tuple[str, Mapping[tuple[str, ...], str]]:
+        """Return texts of terms that ranks compare where they meet.
 
-        All ranks agree on the first; on the second those that hold the same parameters for other batches.
+        All ranks agree on the first; on each of the others those along its axes.
         """
         ...
 

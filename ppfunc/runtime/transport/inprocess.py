@@ -52,7 +52,9 @@ class InProcess:
     def recv_text(self, peer: int) -> str:
         raise AssertionError("ranks of one process need no texts")
 
-    def require_same(self, facts: str, among: Literal["world", "peers", "data"] = "world") -> None:
+    def require_same(
+        self, facts: str, among: Literal["world", "peers", "data"] | tuple[str, ...] = "world"
+    ) -> None:
         pass
 
     def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:

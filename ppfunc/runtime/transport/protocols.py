@@ -189,13 +189,15 @@ class ControlTransport(Protocol):
         """Gather the text of every process of the pipeline, by rank. Collective."""
         ...
 
-    def require_same(self, facts: str, among: Literal["world", "peers", "data"] = "world") -> None:
+    def require_same(
+        self, facts: str, among: Literal["world", "peers", "data"] | tuple[str, ...] = "world"
+    ) -> None:
         """Raise AgreementError on every rank where one has other facts. Collective.
 
         Args:
             facts: terms separated by ``"; "``.
-            among: all ranks that train together; those that hold the same parameters, for other batches; or
-                those that have this rank's place in other pipelines on the same batch.
+            among: all ranks that train together; those that have this rank's place in other pipelines on the
+                same batch; those that run other batches; or those along these axes of the mesh.
         """
         ...
 

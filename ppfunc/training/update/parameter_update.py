@@ -68,7 +68,7 @@ class TrainingUpdate:
         self._stage_state: dict[int, Leaves] = {}
         self._new_states: dict[int, Callable[[], Leaves]] = {}
 
-    def facts(self) -> tuple[str, str]:
+    def facts(self) -> tuple[str, dict[tuple[str, ...], str]]:
         """Describe what ranks compare where they meet: see :func:`start_facts`."""
         return start_facts(self._rule, self._ranks, self.state)
 

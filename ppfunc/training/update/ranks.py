@@ -167,9 +167,10 @@ class TrainingRanks(NamedTuple):
         """Return the data ranks over which the gradient of a leaf, or its change, is summed."""
         return self.experts if self.axes.experts in self._data_axes_of(leaf) else self.dense
 
-    def is_whole(self, leaf: Tensor) -> bool:
-        """Tell if every data rank keeps the same of a leaf of a state."""
-        return not set(self._data_axes_of(leaf))
+    def copied_over(self, leaf: Tensor) -> tuple[str, ...]:
+        """List the data axes along which ranks keep the same of a leaf of a state."""
+        cut = self._data_axes_of(leaf)
+        return tuple(axis for axis in self.axes.data_axes if axis not in cut)
 
     def _data_axes_of(self, leaf: Tensor) -> list[str]:
         """List the data axes over which a leaf is cut."""
