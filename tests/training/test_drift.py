@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import ppfunc as pp
+from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_map
 from tests.models import new_trainer, normal, squared
 
@@ -140,6 +142,44 @@ def harmless(rank, size, shard):
 def test_a_state_of_the_last_step_is_not_compared_again(two, shard):
     for counts in two(harmless, shard):
         assert counts == (1, 2, 5)
+
+
+EXPERTS = ("dp", "ep"), "none", pp.Axes("pp", ("dp", "ep"), experts="ep")
+HYBRID = ("out", "in"), "params", pp.Axes("pp", ("out", "in"))
+
+
+def repeated(p, x):
+    return torch.tanh(x @ torch.cat([p["w"]] * (WIDTH // len(p["w"]))))
+
+
+def a_copy_of_a_part(rank, size, form, steps):
+    """Change one rank's copy of a part that half of the ranks have: before the first step, or below the
+    library; return the steps that ran, and what the next one says.
+    """
+    names, shard, axes = form
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", *names))
+    tree = {"w": normal(WIDTH, WIDTH)}
+    if axes.experts:
+        tree = pp.stage.shard(tree, mesh["ep"], lambda name, leaf: [Shard(0)])
+    with new_trainer(
+        [repeated], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), mesh, axes=axes, shard=shard, checksum_every=2
+    ) as trainer:
+        state, ran = trainer.init({0: tree}), 0
+        try:
+            for n in range(5):
+                if n == steps and rank == 3:
+                    torch.from_numpy(local(state.params[0]["w"]).numpy())[0, 0] += 1e-9
+                state = stepped(trainer, state, n)
+                ran += 1
+        except pp.AgreementError as error:
+            return ran, "the parameters of stage 0 with the checksum" in str(error)
+    return ran, None
+
+
+@pytest.mark.parametrize("form", [EXPERTS, HYBRID], ids=["experts", "hybrid"])
+@pytest.mark.parametrize("steps, ran", [(0, 0), (3, 4), (9, 5)])
+def test_copies_of_parts_are_compared_along_the_axes_that_share_them(four, form, steps, ran):
+    assert four(a_copy_of_a_part, form, steps) == [(ran, None if steps == 9 else True)] * 4
 
 
 def test_how_often_is_a_number_of_steps():

@@ -204,7 +204,8 @@ class Control:
         self, facts: str, among: Literal["world", "peers", "data"] | tuple[str, ...] = "world"
     ) -> None:
         if isinstance(among, tuple):
-            tree = self._tree(self.grid.along(among), f"along {','.join(among)}")
+            places = sum(1 << n for n, axis in enumerate(self.grid.axes) if axis in among)
+            tree = self._tree(self.grid.along(among), f"axes{places:x}")  # a channel has 8 bytes
         else:
             tree = {"world": self._world, "peers": self._replica, "data": self._data}[among]
         if among == "peers" and tree is self._pipeline:
