@@ -19,7 +19,6 @@ fused_sgd = torch._fused_sgd_
 # Arithmetic on lists of tensors in few kernels; those with ``into`` write into the first list.
 add_into_each = torch._foreach_add_
 copy_into_each = torch._foreach_copy_
-multiply_each = torch._foreach_mul
 multiply_into_each = torch._foreach_mul_
 norms_of_each = torch._foreach_norm
 

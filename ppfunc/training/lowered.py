@@ -22,6 +22,7 @@ from ppfunc.stage.tree import tree_leaves, tree_map
 from .optim.protocols import Tree
 from .update.parameter_update import TrainingUpdate
 from .update.ranks import TrainingRanks
+from .update.stage_trees import StageTrees
 from .update.train_state import TrainState
 from .update.update_rule import UpdateRule
 
@@ -85,6 +86,7 @@ class LoweredTraining:
         )
         ranks = self._ranks.on_paper(step.ranks)
         update = TrainingUpdate(self._rule, ranks, {}, state, self._update.known)
+        update.trees = {s: StageTrees.of(self._rule, ranks, s, state) for s in state.params}
         update.begin([None])
         params = {s: ranks.for_step(tree, self._rule.precision) for s, tree in state.params.items()}
         arguments = replace(

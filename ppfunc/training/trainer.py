@@ -348,7 +348,7 @@ class Trainer:
         """Prepare the arguments of the steps of a call: parameters are cast once."""
         batches.require_pairs()
         state, precision, text = update.state, self._rule.precision, batches.text
-        self._checks.require_fit(state)
+        update.trees = self._checks.require_fit(state)
         if self._ranks.world.size > 1:
             numbers = text_of(self._rule.optimizer) if callable(self._rule.optimizer.text) else ""
             text += f"; {update.known or 'another state'}; {numbers}"

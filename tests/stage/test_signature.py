@@ -282,6 +282,15 @@ def test_a_tree_of_another_structure_is_of_another_form():
         assert same_form({"a": ones(), "b": ones()}, form) is None
 
 
+def test_lists_of_another_structure_are_of_another_form():
+    a, b = ones(), ones()
+    form = form_of(*flatten([{"x": a}, b, []]))
+    assert form.dicts is not None
+    assert all(x is y for x, y in zip(same_form([{"x": b}, a, []], form), (b, a), strict=True))
+    for tree in (({"x": a}, b, []), [{"x": a}, b], [{"x": a}, b, {}], [{"x": a}, [b], []], [[a], b, []]):
+        assert same_form(tree, form) is None
+
+
 def test_nested_dictionaries_of_another_structure_are_of_another_form():
     a, b, c = (ones() for _ in range(3))
     form = form_of(*flatten({"x": {"a": a, "b": b}, "y": c, "z": {}}))

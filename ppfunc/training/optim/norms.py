@@ -28,15 +28,18 @@ def leaf_sums(leaves: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         float64[leaves], on the device of the first. Halves are squared in float32.
     """
     trained = [n for n, leaf in enumerate(leaves) if differentiable(leaf.dtype) and leaf.numel()]
-    device = leaves[0].device if leaves else None
-    none = torch.zeros(1, dtype=torch.float64, device=device)
-    sums_by_leaf = [none] * len(leaves)
-    for kind in dict.fromkeys((leaves[n].dtype, leaves[n].device) for n in trained):
+    sums = torch.zeros(len(leaves), dtype=torch.float64, device=leaves[0].device if leaves else None)
+    kinds = dict.fromkeys((leaves[n].dtype, leaves[n].device) for n in trained)
+    for kind in kinds:
         alike = [n for n in trained if (leaves[n].dtype, leaves[n].device) == kind]
-        norms = torch.stack(_norms([leaves[n] for n in alike], norm_type)).to(none)
-        for n, norm in zip(alike, norms.split(1), strict=True):  # an index would be a tensor of the host
-            sums_by_leaf[n] = norm
-    sums = torch.cat(sums_by_leaf) if leaves else none[:0]
+        norms = torch.stack(_norms([leaves[n] for n in alike], norm_type)).to(sums)
+        if len(alike) == len(leaves):
+            sums = norms
+            break
+        by_leaf = list(sums.unbind())
+        for n, norm in zip(alike, norms.unbind(), strict=True):  # an index would be a tensor of the host
+            by_leaf[n] = norm
+        sums = torch.stack(by_leaf)
     if isinf(norm_type):
         return sums
     return sums.square() if norm_type == 2 else sums.pow(norm_type)

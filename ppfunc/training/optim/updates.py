@@ -108,7 +108,8 @@ def optimizer_of(
                 new, trees = _by_formula(formula, shapes, decay, *of_update)
             else:
                 new, trees = in_place(*of_update)
-            return new, {"updates": selected(found_inf, count, count + 1), **trees}
+            made = 1 if found_inf is None else (found_inf <= 0).to(count.device)
+            return new, {"updates": count + made, **trees}
 
     def in_place(
         grads: Tree, state: dict[str, Tree], params: Tree, found_inf: Tensor | None, step: Tensor, rate: Any
@@ -141,10 +142,7 @@ def optimizer_of(
             )
         return new[0], dict(zip(shapes, new[1:], strict=True))
 
-    rate_of = lr if callable(lr) else lambda updates: lr
-    return Optimizer(
-        init, update, text=write if of_user else text, elementwise=kernel is not None, rate=rate_of
-    )
+    return Optimizer(init, update, text=write if of_user else text, elementwise=kernel is not None, rate=lr)
 
 
 def _by_formula(

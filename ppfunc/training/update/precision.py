@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -185,5 +186,5 @@ def overflow(*numbers: Tensor) -> Tensor:
     >>> overflow(torch.tensor(1.0), torch.tensor(float("nan")))
     tensor(1.)
     """
-    flags = [~torch.isfinite(number) for number in numbers]
-    return torch.stack([flag.to(flags[0].device) for flag in flags]).any().to(torch.float32)
+    zeros = [number - number for number in numbers]  # or no numbers
+    return reduce(torch.add, (zero.to(zeros[0].device) for zero in zeros)).isnan().to(torch.float32)

@@ -66,8 +66,10 @@ def gather(
         A function to call once. It waits, and returns the whole leaves in new memory. Leaves that are not cut
         are returned as they are.
     """
-    whole = [s.detach() for s in shards]
+    whole = [s.detach() if s.requires_grad else s for s in shards]
     cut = [n for n, dim in enumerate(dims) if dim is not None]
+    if not cut:
+        return lambda: tuple(whole)
     begun = []
     for bucket in plan_buckets(whole, chosen=cut, most=most // ranks.size):
         part = torch.empty(bucket.numel, dtype=bucket.dtype, device=whole[bucket.places[0].leaf].device)

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 
 from ppfunc._text import shown
-from ppfunc.stage.form import Form, form_of, same_form
-from ppfunc.stage.tree import tree_flatten, tree_leaves
+from ppfunc.stage.tree import tree_leaves
 
 from .ranks import TrainingRanks
+from .stage_trees import StageTrees
 from .train_state import TrainState, require_not_donated
 from .update_rule import UpdateRule, require_state_of
 
 
 class StateChecks:
-    """Refuses states that are none of a trainer, and remembers the forms that were one.
+    """Refuses states that are none of a trainer, and remembers the trees of one that was.
 
     Args:
         rule, ranks: of the trainer.
@@ -24,21 +24,26 @@ class StateChecks:
 
     def __init__(self, rule: UpdateRule, ranks: TrainingRanks) -> None:
         self._rule, self._ranks = rule, ranks
-        self._forms: dict[int, Form] = {}  # of parameters and optimizer state, by stage, that were checked
+        self._known: dict[int, StageTrees] = {}  # by stage, as they were checked last
 
-    def require_fit(self, state: TrainState) -> None:
-        """Raise TypeError or ValueError unless this is a state of this trainer that was not donated."""
+    def require_fit(self, state: TrainState) -> dict[int, StageTrees]:
+        """Return the trees of the stages of a state.
+
+        Raises:
+            TypeError, ValueError: it is none of this trainer, or was donated.
+        """
         scale = self._rule.precision.scale
         keys = set() if scale is None else set(scale.init("cpu"))
         apart = 1 if self._rule.states.reduce is not None else self._ranks.data.size
         _require_parts(state, self._ranks.stages, keys, apart)
         require_not_donated(state)
+        trees = dict(self._known)
         for s in self._ranks.stages:
-            pair = state.params[s], state.optimizer[s]
-            if s not in self._forms or same_form(pair, self._forms[s]) is None:
-                trained = self._rule.frozen.trained(s, pair[0])
-                require_state_of(self._rule, trained, pair[1], f"state.optimizer[{s}]")
-                self._forms[s] = form_of(*tree_flatten(pair))
+            if s not in trees or not trees[s].describes(s, state):
+                trained = self._rule.frozen.trained(s, state.params[s])
+                require_state_of(self._rule, trained, state.optimizer[s], f"state.optimizer[{s}]")
+                trees[s] = self._known[s] = StageTrees.of(self._rule, self._ranks, s, state)
+        return trees
 
 
 def _require_parts(state: TrainState, stages: Sequence[int], scale: Set[str], data_ranks: int) -> None:

@@ -1,11 +1,12 @@
 """Define how gradients become new parameters."""
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import inf
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
+from optree import PyTreeSpec
 from torch import Tensor
 
 from ppfunc._text import require_one_of, shown
@@ -16,13 +17,15 @@ from ppfunc.stage.modules.frozen import FrozenLeaves
 from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 
-from .._torch import multiply_each, multiply_into_each
+from .._torch import multiply_into_each
 from ..optim.protocols import Optimizer, Tree, require_pair, skipping, text_of
 from .precision import Precision
 from .states import StateRule
 from .train_state import TrainState, mark_donated
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
+Flat = tuple[list[Tensor], PyTreeSpec]
+"""Leaves of a tree, and its structure."""
 
 
 class UpdateRule(NamedTuple):
@@ -109,25 +112,30 @@ class UpdateRule(NamedTuple):
 def updated(
     rule: UpdateRule,
     stage: int,
-    trees: tuple[Tree, Tree, Tree],
+    grads: Tree,
+    state: Flat,
+    params: Flat,
     found_inf: Tensor | None,
     begun: TrainState,
-) -> tuple[list[Tensor], Tree]:
-    """Run the optimizer on gradients, its state and parameters of a stage.
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run the optimizer on gradients, its state and parameters of a stage, without frozen parameters.
 
     Args:
-        trees: all with None in the place of frozen parameters.
         found_inf: 1 where nothing may change, of a rule that skips.
         begun: the state that the caller gave, whose leaves the optimizer may write into.
 
     Returns:
-        The leaves of the parameters, and the state.
+        The leaves of the parameters and of the state.
     """
-    _, state, params = trees
-    leaves = tree_leaves((state, params))
+    leaves = [*state[0], *params[0]]
     before = versions(leaves)
     try:
-        results = rule.optimizer.update(*trees, found_inf=found_inf if rule.on_nonfinite == "skip" else None)
+        results = rule.optimizer.update(
+            grads,
+            state[1].unflatten(state[0]),
+            params[1].unflatten(params[0]),
+            found_inf=found_inf if rule.on_nonfinite == "skip" else None,
+        )
     finally:
         pairs = zip(leaves, before, versions(leaves), strict=True)
         written = [leaf for leaf, one, other in pairs if one != other]
@@ -137,14 +145,12 @@ def updated(
             f"the optimizer has returned {reprlib.repr(results)} for stage {stage}, expected (parameters,"
             " state)"
         )
-    for name, old, new in (("parameter", params, results[0]), ("state", state, results[1])):
-        _require_alike(stage, name, old, new)
-    return tree_leaves(results[0]), results[1]
+    return _alike(stage, "parameter", params, results[0]), _alike(stage, "state", state, results[1])
 
 
-def _require_alike(stage: int, name: str, old: Tree, new: Tree) -> None:
-    """Raise ValueError where the optimizer has made a tree of another form."""
-    (before, structure), (after, other_structure) = tree_flatten(old), tree_flatten(new)
+def _alike(stage: int, name: str, old: Flat, new: Tree) -> list[Tensor]:
+    """Return the leaves of a tree that the optimizer has made; raise ValueError for one of another form."""
+    (before, structure), (after, other_structure) = old, tree_flatten(new)
     if other_structure != structure:
         raise ValueError(
             f"the optimizer has made the structure {other_structure} of the {name}s of stage {stage},"
@@ -166,20 +172,13 @@ def _require_alike(stage: int, name: str, old: Tree, new: Tree) -> None:
             raise ValueError(
                 f"the optimizer has made {got} of {where}; expected the same shape, dtype and device"
             )
+    return after
 
 
-def divided(gradients: dict[int, Tensor], divisor: Tensor, *, into: bool) -> dict[int, Tensor]:
-    """Divide gradients; ``into`` means in place, for those in buckets, which tied stages do not share."""
-    divided = dict(gradients)
-    for device in {g.device for g in gradients.values()}:
-        numbers = [n for n, g in gradients.items() if g.device == device]
-        leaves, factor = [gradients[n] for n in numbers], divisor.reciprocal().to(device)
-        if into:
-            multiply_into_each(leaves, factor)
-            continue
-        for n, product in zip(numbers, multiply_each(leaves, factor), strict=True):
-            divided[n] = product.to(gradients[n].dtype)  # a product of two scalars has the wider dtype
-    return divided
+def multiply(gradients: Collection[Tensor], factor: Tensor) -> None:
+    """Multiply gradients in place, each in its dtype."""
+    for device in dict.fromkeys(g.device for g in gradients):
+        multiply_into_each([g for g in gradients if g.device == device], factor.to(device))
 
 
 def updated_ones(optimizer: Optimizer, params: Tree, gradients: Sequence[float]) -> Tree:
