@@ -264,6 +264,65 @@ def test_names_shapes_and_dtypes_are_checked_both_ways(tmp_path, change, match):
 FILE = "00001-of-00001.safetensors"
 
 
+PARTS = {  # like, patterns, and what the warning or the error says
+    "a part": ({"w": 0.0}, "a.*|n", "left out 'a.b', 'n'; as in like stays nothing"),
+    "an adapter": (
+        {"w": 0.0, "a": {"b": 0.0}, "n": 0, "x": 5.0},
+        "x",
+        "left out nothing; as in like stays 'x'",
+    ),
+    "lacking": ({"w": 0.0, "x": 5.0}, "a.*|n", "lacks 'x', which like has"),
+    "left": ({"w": 0.0, "n": 0}, "n", "like lacks 'a.b'"),
+    "idle": ({"w": 0.0}, "a.*|n|y*", "partial: 'y.' names nothing that step-1 or like lacks"),
+    "meta": (
+        {"w": 0.0, "x": torch.zeros(2, device="meta")},
+        "x|a.*|n",
+        "like: 'x', which step-1 lacks, has no values",
+    ),
+    "shape": ({"w": torch.zeros(2)}, "a.*|n", "'w' is float32\\[\\], like has float32\\[2\\]"),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_part_is_loaded_by_patterns_and_told(tmp_path, kind):
+    like, partial, said = PARTS[kind]
+    pp.checkpoint.save(tmp_path, {"w": torch.tensor(1.0), "a": {"b": torch.tensor(2.0)}, "n": 3}, step=1)
+    like = tree_map(lambda leaf: torch.tensor(leaf) if isinstance(leaf, float) else leaf, like)
+    if "left out" not in said:
+        with pytest.raises(ValueError, match=said):
+            pp.checkpoint.load(tmp_path, like, partial=partial)
+        return
+    with pytest.warns(UserWarning, match=f"step-1 was loaded in part: {said}"):
+        found = pp.checkpoint.load(tmp_path, like, partial=partial)
+    wanted = {"w": 1.0, "a": {"b": 2.0}, "n": 3, "x": 5.0}
+    assert equal(
+        found, {k: tree_map(lambda v: torch.tensor(v) if type(v) is float else v, wanted[k]) for k in like}
+    )
+    assert all(
+        one is not other
+        for one, other in zip(tree_leaves(found), tree_leaves(like), strict=True)
+        if isinstance(one, Tensor)
+    )
+
+
+def test_a_folder_of_another_run_is_told(tmp_path):
+    state = {"w": torch.ones(2)}
+    pp.checkpoint.save(tmp_path, state, step=1, run="one")
+    for other in ("two", None):
+        with pytest.raises(
+            ValueError, match=f"run: got {other!r}, and .*step-1 is a checkpoint of the run 'one'"
+        ):
+            pp.checkpoint.save(tmp_path, state, step=2, run=other)
+    with pytest.raises(TypeError, match="run: got 3, expected a text"):
+        pp.checkpoint.save(tmp_path, state, step=2, run=3)
+    pp.checkpoint.save_async(tmp_path, state, step=2, run="one").result()
+    with pytest.raises(ValueError, match="run: got 'two', and .*step-2 is a checkpoint of the run 'one'"):
+        pp.checkpoint.load(tmp_path, state, run="two")
+    for run in ("one", None):
+        assert equal(pp.checkpoint.load(tmp_path, state, run=run), state)
+    assert names_in(tmp_path) == ["step-1", "step-2"]
+
+
 def flip(path, at, bit=0):
     data = bytearray(path.read_bytes())
     data[at] ^= 1 << bit

@@ -27,6 +27,7 @@ def save(
     step: int | None = None,
     names: Names = None,
     group: Group = None,
+    run: str | None = None,
 ) -> Path:
     """Write a state to ``folder/step-N``. The checkpoint appears when it is complete and flushed.
 
@@ -48,6 +49,7 @@ def save(
             a name has its stage, and is loaded into the same stages only.
         group: the ranks that save: a mesh or a process group; by default all, or this process where
             ``torch.distributed`` is not initialised.
+        run: a text that names the run, such as an id of the job; a folder holds the checkpoints of one run.
 
     Returns:
         The folder of the checkpoint.
@@ -55,7 +57,8 @@ def save(
     Raises:
         FileExistsError: a good checkpoint of this step, or of a later one, is there. Damaged ones are put
             aside.
-        ValueError, TypeError: names, shapes or values that do not fit together, which are named.
+        ValueError, TypeError: names, shapes or values that do not fit together, which are named; a folder of
+            another run.
         CheckpointError: another rank is gone, or has failed in another way.
         OSError: the disk of this rank is full, or does not work.
 
@@ -70,7 +73,7 @@ def save(
     """
     _flight.end_last()
     with Peers(group) as peers, ExitStack() as stack:
-        return write(peers, prepare(peers, folder, state, step, keep, names, None, stack))
+        return write(peers, prepare(peers, folder, state, step, keep, names, run, None, stack))
 
 
 def save_async(
@@ -81,6 +84,7 @@ def save_async(
     step: int | None = None,
     names: Names = None,
     group: Group = None,
+    run: str | None = None,
 ) -> Saving:
     """Begin to save a state as :func:`save` does. Return once it is copied to the memory of the host.
 
@@ -90,14 +94,14 @@ def save_async(
     ``destroy_process_group``. The memory of the copies is kept for the next save.
 
     Args:
-        folder, state, keep, step, names, group: as for :func:`save`.
+        folder, state, keep, step, names, group, run: as for :func:`save`.
     """
     with _flight.lock, ExitStack() as stack:
         _flight.end_last()
         peers = stack.enter_context(Peers(group))
         # Memory that a thread may still read is never that of the next save.
         spare, _flight.spare = _flight.spare, {}
-        work = prepare(peers, folder, state, step, keep, names, spare, stack)
+        work = prepare(peers, folder, state, step, keep, names, run, spare, stack)
         _flight.last = Saving(peers, work, stack.pop_all())
         return _flight.last
 
@@ -182,7 +186,15 @@ atexit.register(_flight.end_last)
 
 
 @naming_arguments
-def load(folder: str | Path, like: Any, *, names: Names = None, group: Group = None) -> Any:
+def load(
+    folder: str | Path,
+    like: Any,
+    *,
+    names: Names = None,
+    group: Group = None,
+    run: str | None = None,
+    partial: str | None = None,
+) -> Any:
     """Load a state. Every rank reads its own part, and verifies every byte that it reads.
 
     All ranks call it. It returns new tensors. If it raises, it raises on all ranks, and nothing has changed.
@@ -195,6 +207,10 @@ def load(folder: str | Path, like: Any, *, names: Names = None, group: Group = N
         like: a state of the form to load, such as ``trainer.init(params)``. Its names, shapes and dtypes have
             to be those of the checkpoint, all of them; layouts over a mesh and devices are its own.
         names, group: see :func:`save`.
+        run: of which the checkpoint has to be; by default of any.
+        partial: patterns of names that only one side may have, as of a shell, alternatives divided by ``|``:
+            ``"optimizer.*|step"``. Those of the checkpoint are left out, those of ``like`` stay as they are,
+            and a warning lists both.
 
     Returns:
         The state, with the structure and the layouts of ``like``.
@@ -202,7 +218,8 @@ def load(folder: str | Path, like: Any, *, names: Names = None, group: Group = N
     Raises:
         FileNotFoundError: there is no checkpoint.
         CheckpointError: a checkpoint is damaged, uncommitted or foreign; names the file or the tensor.
-        ValueError: names, shapes or dtypes of ``like`` are not those of the checkpoint.
+        ValueError: names, shapes or dtypes of ``like`` are not those of the checkpoint; it is of another run;
+            a pattern that names nothing that one side lacks.
     """
     with Peers(group) as peers:
-        return load_tree(peers, Path(folder).absolute(), like, names)
+        return load_tree(peers, Path(folder).absolute(), like, names, run, partial)

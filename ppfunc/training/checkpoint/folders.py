@@ -192,6 +192,18 @@ def open_checkpoint(folder: Path) -> Contents:
     return contents
 
 
+def require_run(root: Path, run: str | None) -> None:
+    """Raise ValueError where the latest checkpoint in a folder that can be read is one of another run."""
+    for path in checkpoints(root):
+        with suppress(CheckpointError):
+            if (other := open_checkpoint(path).run) != run:
+                raise ValueError(
+                    f"run: got {run!r}, and {path} is a checkpoint of the run {other!r}; save into another"
+                    " folder, or go on with that run"
+                )
+            return
+
+
 def is_complete(folder: Path) -> bool:
     """Tell if a checkpoint is complete, without reading tensors."""
     with suppress(CheckpointError):

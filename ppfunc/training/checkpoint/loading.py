@@ -1,5 +1,6 @@
 """Load a tree of tensors: from the boxes that files have into those that this rank holds."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ppfunc.stage.layout import distributed, layout_of, local
 
+from ..patterns import first_match
 from .boxes import box_of
 from .errors import CheckpointError, escaped, listed, reading
 from .folders import checkpoints, is_stray, on_the_way, open_checkpoint
@@ -22,7 +24,9 @@ from .verify import PartToRead, first_good, read_parts
 Leaves = Sequence[tuple[str, Leaf]]
 
 
-def load_tree(peers: Peers, folder: Path, like: Any, names: Names) -> Any:
+def load_tree(
+    peers: Peers, folder: Path, like: Any, names: Names, run: str | None, partial: str | None
+) -> Any:
     """Load a state; see :func:`load`."""
     leaves: list[tuple[str, Leaf]] = []
 
@@ -40,7 +44,7 @@ def load_tree(peers: Peers, folder: Path, like: Any, names: Names) -> Any:
     wanted = _wanted([answer["forms"] for answer in answers])
 
     def read(path: Path) -> list[Leaf]:
-        return _read_together(peers, path, leaves, wanted)
+        return _read_together(peers, path, leaves, wanted, run, partial)
 
     paths = list(map(Path, answers[0]["folders"]))
     loaded = read(folder) if paths == [folder] else first_good(paths, read, folder)
@@ -49,17 +53,22 @@ def load_tree(peers: Peers, folder: Path, like: Any, names: Names) -> Any:
     return treedef[0].unflatten(loaded)
 
 
-def _read_together(peers: Peers, path: Path, leaves: Leaves, wanted: Mapping[str, str]) -> list[Leaf]:
+def _read_together(
+    peers: Peers, path: Path, leaves: Leaves, wanted: Mapping[str, str], run: str | None, partial: str | None
+) -> list[Leaf]:
     """Read the leaves of this rank, once all ranks have theirs.
 
     Raises:
         CheckpointError: a rank cannot read its part, or finds another checkpoint there than the first rank.
     """
     loaded: list[Leaf] = []
+    told: list[str] = []
 
     def read() -> str:
         contents = _open(path)
-        _require_fit(contents, wanted)
+        if run is not None and contents.run != run:
+            raise ValueError(f"run: got {run!r}, and {path} is a checkpoint of the run {contents.run!r}")
+        told.append(_require_fit(contents, wanted, partial))
         loaded.extend(_read(contents, leaves))
         return contents.digest
 
@@ -69,6 +78,8 @@ def _read_together(peers: Peers, path: Path, leaves: Leaves, wanted: Mapping[str
             f"{path} is another checkpoint on rank {other[0]} than on rank 0; give a folder that all ranks"
             " share"
         )
+    if told[0]:
+        warnings.warn(told[0], stacklevel=5)
     return loaded
 
 
@@ -123,24 +134,37 @@ def _wanted(answers: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return wanted
 
 
-def _require_fit(contents: Contents, wanted: Mapping[str, str]) -> None:
-    """Raise ValueError unless names, shapes and dtypes are the same on both sides."""
+def _require_fit(contents: Contents, wanted: Mapping[str, str], partial: str | None) -> str:
+    """Raise ValueError unless names, shapes and dtypes are the same on both sides.
+
+    Returns:
+        What only one side has, which these patterns allow; "" for nothing.
+    """
     stored = {name: f"{dtype_name(t.dtype)}{list(t.shape)}" for name, t in contents.tensors.items()}
     stored |= {name: _form(value) for name, value in contents.values.items()}
     where = contents.folder.name
     mend = (
         "load what was saved: of the same optimizer, scale and stages, with the same names=;"
-        " pp.checkpoint.export writes parameters alone"
+        " pp.checkpoint.export writes parameters alone; partial= takes a part"
     )
-    if missing := wanted.keys() - stored.keys():
-        raise ValueError(f"{where} lacks {listed(missing)}, which like has; {mend}")
-    if more := stored.keys() - wanted.keys():
-        raise ValueError(f"like lacks {listed(more)}, which {where} has; {mend}")
-    for name, form in wanted.items():
-        if stored[name] != form:
+    missing, more = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
+    patterns = [] if partial is None else partial.split("|")
+    matched = {name: first_match(name, patterns) for name in missing | more}
+    if refused := [name for name in missing if matched[name] is None]:
+        raise ValueError(f"{where} lacks {listed(refused)}, which like has; {mend}")
+    if refused := [name for name in more if matched[name] is None]:
+        raise ValueError(f"like lacks {listed(refused)}, which {where} has; {mend}")
+    for pattern in patterns:
+        if pattern not in matched.values():
+            raise ValueError(f"partial: {pattern!r} names nothing that {where} or like lacks; leave it out")
+    for name in wanted.keys() & stored.keys():
+        if stored[name] != wanted[name]:
             raise ValueError(
-                f"{where}: {escaped(name)} is {stored[name]}, like has {form}; give like= a leaf of that form"
+                f"{where}: {escaped(name)} is {stored[name]}, like has {wanted[name]}; give like= a leaf of"
+                " that form"
             )
+    left, kept = (f"{listed(names)}" if names else "nothing" for names in (more, missing))
+    return f"{where} was loaded in part: left out {left}; as in like stays {kept}" if matched else ""
 
 
 def _read(contents: Contents, leaves: Leaves) -> list[Leaf]:
@@ -149,9 +173,15 @@ def _read(contents: Contents, leaves: Leaves) -> list[Leaf]:
     parts: list[PartToRead] = []
     for name, leaf in leaves:
         if not isinstance(leaf, Tensor):
-            loaded.append(contents.values[name])
+            loaded.append(contents.values.get(name, leaf))
             continue
         local_part = local(leaf).detach()
+        if name not in contents.tensors:
+            if local_part.is_meta:
+                where = contents.folder.name
+                raise ValueError(f"like: {escaped(name)}, which {where} lacks, has no values; make it first")
+            loaded.append(local_part.clone())
+            continue
         new = torch.empty_like(local_part, device="cpu" if local_part.is_meta else local_part.device)
         box = box_of(leaf, escaped(name))
         parts += [PartToRead(name, part, new, box) for part in contents.tensors[name].parts if part.box & box]

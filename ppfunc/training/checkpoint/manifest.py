@@ -14,7 +14,7 @@ from .errors import CheckpointError, escaped
 from .tensor_file import DTYPES_BY_NAME, dtype_name, is_sizes, read_json, read_plain, require_readable
 
 MANIFEST = "manifest.json"
-_FORMAT, _VERSION = "ppfunc checkpoint", 2
+_FORMAT, _VERSION = "ppfunc checkpoint", 3
 _MOST = 2**28  # bytes
 _FILE = re.compile(r"\d{5}-of-\d{5}\.safetensors", re.ASCII)
 
@@ -45,6 +45,7 @@ class Contents(NamedTuple):
         tensors, values: by name.
         files: by name, size in bytes and SHA-256 of the header.
         step: None for files under a model's own names.
+        run: the id of the run, None for none.
     """
 
     folder: Path
@@ -52,6 +53,7 @@ class Contents(NamedTuple):
     values: Mapping[str, Value]
     files: Mapping[str, tuple[int, str]]
     step: int | None
+    run: str | None = None
 
     @property
     def digest(self) -> str:
@@ -94,6 +96,7 @@ def manifest_text(contents: Contents, save: str) -> bytes:
             "format": _FORMAT,
             "version": _VERSION,
             "step": contents.step,
+            "run": contents.run,
             "save": save,
             "files": files,
             "tensors": tensors,
@@ -132,7 +135,10 @@ def read_manifest(folder: Path) -> Contents:
         }
         tensors = {name: _stored(name, entry, files) for name, entry in content["tensors"].items()}
         values = {name: _value(name, value) for name, value in content["values"].items()}
-        return Contents(folder, tensors, values, files, _number(content["step"]))
+        run = content["run"]
+        if not isinstance(run, str | None):
+            raise ValueError(f"{escaped(run)} is no id of a run")
+        return Contents(folder, tensors, values, files, _number(content["step"]), run)
     except KeyError as error:
         problem = f"it has no {escaped(error.args[0])}"
     # Malformed numbers may overflow.

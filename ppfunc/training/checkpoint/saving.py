@@ -27,7 +27,7 @@ from ppfunc.stage.layout import local
 from ..update.train_state import TrainState, require_not_donated
 from .boxes import Box, box_of, require_tiled
 from .errors import CheckpointError, escaped
-from .folders import clean, draft, flush_folder, writing
+from .folders import clean, draft, flush_folder, require_run, writing
 from .manifest import MANIFEST, Contents, Stored, StoredPart, Value, file_name, manifest_text
 from .naming import Leaf, Names, named_leaves
 from .peers import Peers
@@ -147,6 +147,7 @@ def prepare(
     step: int | None,
     keep: int | None,
     names: Names,
+    run: str | None,
     spare: Mapping[str, Tensor] | None,
     stack: ExitStack,
 ) -> SaveWork:
@@ -172,20 +173,25 @@ def prepare(
         for one in states:
             require_not_donated(one)
         leaves.extend(named_leaves(state, names, "state")[0])
-        answer: dict[str, Any] = {"step": _step(leaves, states, step), "forms": forms_of(leaves)}
+        answer: dict[str, Any] = {"step": _step(leaves, states, step), "forms": forms_of(leaves), "run": run}
+        if run is not None and (type(run) is not str or not run):
+            raise TypeError(f"run: got {run!r}, expected a text that names the run, or None")
         if peers.rank == 0:
             target = root / f"step-{answer['step']}"
+            require_run(root, run)
             answer["nonce"] = stack.enter_context(draft(target))
             clear_way(target, answer["nonce"])
         return answer
 
     answers = peers.together(look)
+    for key in "step", "run":
+        agreed = answers[0][key]
+        if other := [rank for rank, answer in enumerate(answers) if answer[key] != agreed]:
+            theirs = answers[other[0]][key]
+            raise ValueError(f"{key}: rank 0 saves {key} {agreed!r}, rank {other[0]} saves {key} {theirs!r}")
     agreed = answers[0]["step"]
-    if other := [rank for rank, answer in enumerate(answers) if answer["step"] != agreed]:
-        raise ValueError(
-            f"step: rank 0 saves step {agreed}, rank {other[0]} saves step {answers[other[0]]['step']}"
-        )
     contents, shared = plan_of(root / f"step-{agreed}", agreed, [answer["forms"] for answer in answers])
+    contents = contents._replace(run=answers[0]["run"])
     mine: dict[str, Tensor] = {}
     sums: list[list[Any]] = []
     for name, leaf in leaves:
