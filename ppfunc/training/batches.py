@@ -24,12 +24,14 @@ class Batches(NamedTuple):
         pairs: inputs and targets of every step.
         weights, extras: of every step; None for none.
         seed: of the first step.
+        norms: whether the metrics get norms by stage and by name.
     """
 
     pairs: Sequence[tuple[Any, Any]]
     weights: Sequence[LossWeights] | None = None
     seed: Seed = None
     extras: Sequence[Mapping[int, Any]] | None = None
+    norms: bool = False
 
     @classmethod
     def of_one(
@@ -39,10 +41,13 @@ class Batches(NamedTuple):
         weights: LossWeights = None,
         seed: Seed = None,
         extras: Mapping[int, Any] | None = None,
+        norms: bool = False,
     ) -> Batches:
         """Hold what is given for a single step."""
         pairs = [(inputs, targets)]
-        return cls(pairs, None if weights is None else [weights], seed, None if extras is None else [extras])
+        return cls(
+            pairs, None if weights is None else [weights], seed, None if extras is None else [extras], norms
+        )
 
     def require_pairs(self) -> None:
         """Raise unless there are inputs and targets of at least one step."""
@@ -60,7 +65,8 @@ class Batches(NamedTuple):
     def text(self) -> str:
         """Describe what the ranks have to agree on."""
         own = "equal" if self.weights is None else "own"
-        return f"{len(self.pairs)} steps, {own} weights, seed {read_seed(self.seed)}"
+        norms = ", norms by name" if self.norms else ""
+        return f"{len(self.pairs)} steps, {own} weights, seed {read_seed(self.seed)}{norms}"
 
     def arguments(
         self, common: RawArguments, microbatches: int, to_compute: Callable[[Any], Any]

@@ -183,7 +183,7 @@ class Trainer:
     def step(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None,
         seed: Seed = None, extras: Mapping[int, Any] | None = None,
-        return_losses: bool = False, return_outputs: bool = False,
+        return_losses: bool = False, return_outputs: bool = False, return_norms: bool = False,
     ) -> tuple[TrainState, Metrics]:  # fmt: skip
         """Run one step on the batch of this data rank.
 
@@ -194,8 +194,9 @@ class Trainer:
                 all data ranks. Equal by default. All ranks pass weights, or none does. A microbatch of
                 weight 0 contributes nothing, as in :func:`ppfunc.value_and_grad`; over an axis of experts or
                 context it runs, since peers take part in it, and its loss has to be finite.
-            return_losses, return_outputs: whether the metrics have the losses of all microbatches, or the
-                outputs of last stages in the form of the inputs. Every rank asks for the same.
+            return_losses, return_outputs, return_norms: whether the metrics have the losses of all
+                microbatches, the outputs of last stages in the form of the inputs, or the norms of the
+                gradients by stage and by name. Every rank asks for the same.
 
         Returns:
             The new state, and :class:`Metrics`. ``state`` stays as it is, unless the optimizer has
@@ -206,7 +207,7 @@ class Trainer:
             PipelineError, AgreementError, StageError, ValueError, TypeError: as
                 :func:`ppfunc.value_and_grad`. Nothing is updated.
         """
-        batches = Batches.of_one(inputs, targets, loss_weights, seed, extras)
+        batches = Batches.of_one(inputs, targets, loss_weights, seed, extras, return_norms)
         run = self._step.returning(*_chosen(return_losses, return_outputs))
         after, metrics = _ended(*self._run(run, self._rule, state, batches))
         return after, metrics[0]
@@ -215,7 +216,7 @@ class Trainer:
         self, state: TrainState, batches: Sequence[tuple[Any, Any]], *,
         loss_weights: Sequence[LossWeights] | None = None, seed: Seed = None,
         extras: Sequence[Mapping[int, Any]] | None = None,
-        return_losses: bool = False, return_outputs: bool = False,
+        return_losses: bool = False, return_outputs: bool = False, return_norms: bool = False,
     ) -> tuple[TrainState, list[Metrics]]:  # fmt: skip
         """Run several steps, which end, or fail, together.
 
@@ -233,25 +234,27 @@ class Trainer:
         Args:
             batches: inputs and targets of every step, all of one form.
             loss_weights, extras: those of every step.
-            return_losses, return_outputs: as in :meth:`step`.
+            return_losses, return_outputs, return_norms: as in :meth:`step`.
 
         Raises:
             As :meth:`step`.
         """
         run = self._step.returning(*_chosen(return_losses, return_outputs))
-        return _ended(*self._run(run, self._rule, state, Batches(batches, loss_weights, seed, extras)))
+        return _ended(
+            *self._run(run, self._rule, state, Batches(batches, loss_weights, seed, extras, return_norms))
+        )
 
     def record(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None,
         seed: Seed = None, extras: Mapping[int, Any] | None = None,
-        return_losses: bool = False, return_outputs: bool = False,
+        return_losses: bool = False, return_outputs: bool = False, return_norms: bool = False,
     ) -> tuple[tuple[TrainState, Metrics], Timeline]:  # fmt: skip
         """Run one step and measure it. Arguments as of :meth:`step`.
 
         Returns:
             The result of :meth:`step`, and the timeline of all ranks of this pipeline, in seconds.
         """
-        batches = Batches.of_one(inputs, targets, loss_weights, seed, extras)
+        batches = Batches.of_one(inputs, targets, loss_weights, seed, extras, return_norms)
         run = self._step.returning(*_chosen(return_losses, return_outputs)).record
         update, (result, timeline) = self._run(run, self._rule, state, batches)
         after, metrics = _ended(update, result)
@@ -337,7 +340,7 @@ class Trainer:
         self._require_open()
         generation, replicated = self.transport.generation, self._ranks.data.size > 1
         known = self._states.known_as(state, generation) if replicated else GOES_ON
-        update = TrainingUpdate(rule, self._ranks, self._idle, state, known)
+        update = TrainingUpdate(rule, self._ranks, self._idle, state, known, batches.norms)
         result = run(partial(self._arguments, update, batches))
         if replicated:
             trains = rule is self._rule

@@ -12,8 +12,9 @@ from ppfunc.runtime.execution.buffers import Buffers, Leaves
 from ppfunc.runtime.execution.gradients import Gradients
 from ppfunc.runtime.execution.nonfinite import NotFinite
 from ppfunc.runtime.transport.collective import Wait
-from ppfunc.stage import LeafSignature
+from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage.layout import local
+from ppfunc.stage.signature import leaf_names
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_structure
 
 from ..optim.norms import clip_coefficient, leaf_sums, norm_of, norm_sum
@@ -37,6 +38,7 @@ class TrainingUpdate:
         idle: by stage, the reducers that no call uses; shared by the calls of a trainer.
         state: from which the call begins, and which stays as it is.
         known: as what the ranks know that their states go together; "" where they compare them.
+        by_leaf: the metrics get norms by stage and by leaf.
 
     Attributes:
         trees: those of the state, by stage, known before the call begins.
@@ -51,15 +53,17 @@ class TrainingUpdate:
         idle: dict[int, list[Reducer]],
         state: TrainState,
         known: str,
+        by_leaf: bool = False,
     ) -> None:
         self._rule, self._ranks, self._idle, self.known = rule, ranks, idle, known
-        self.state = self._given = state
+        self.state, self._given, self._by_leaf = state, state, by_leaf
         self.metrics: list[Metrics] = []
         self.trees: dict[int, StageTrees] = {}
         # By stage, where gradients are added up, and the numbers of the leaves.
         self._reducers: dict[int, tuple[Reducer, Sequence[int]]] = {}
         self._gradients: dict[int, dict[int, Tensor]] = {}  # by stage and number of the leaf
         self._norms: dict[int, Tensor] = {}  # by stage, this rank's share in the norm, float64[leaves]
+        self._leaf_sums: dict[int, dict[str, Tensor]] = {}  # by stage and name, of all ranks, where asked for
         self._factor: Tensor | None = None  # of the gradients, None for 1
         self._found_inf: Tensor | None = None  # 1 where loss or gradients are not finite, float32[]
         self._gathers: dict[int, Callable[[], Leaves]] = {}  # of new parameters, by stage, in order
@@ -144,12 +148,13 @@ class TrainingUpdate:
             self._receive(stage)
         norms = self._norms_by_stage()
         terms = [value.sum().to(norms[0]) for value in losses if self._ranks.model.index == 0]
-        sums, largest = torch.stack([reduce(torch.add, terms, norms[0].new_zeros(())), *norms]), None
-        waits = []
+        loss, largest, waits = reduce(torch.add, terms, norms[0].new_zeros(())), None, []
         if infinite:  # the largest of several numbers need not be NaN where one is
-            largest, sums = sums[1:], torch.stack([sums[0], sums[1:].isnan().any().to(sums)])
+            largest, norms = torch.stack(norms), [norm.isnan().to(norm) for norm in norms]
             waits.append(world.all_reduce(largest, "max"))
+        sums = torch.stack([loss, *norms])
         waits.append(world.all_reduce(sums))
+        leaves, self._leaf_sums = self._leaf_sums, {}
         rows = None if each is None else self._rows(each)
         waits += [] if rows is None else [world.all_reduce(rows)]
         scale = buffers.scale
@@ -157,10 +162,8 @@ class TrainingUpdate:
         def conclude() -> None:
             for wait in waits:
                 wait()
-            total = sums[1:].sum()
-            if largest is not None:
-                total = torch.where(total > 0, nan, largest.amax())
-            self._conclude(total, sums[0], scale, rows)
+            by_stage = sums[1:] if largest is None else torch.where(sums[1:] > 0, nan, largest)
+            self._conclude(by_stage, sums[0], scale, rows, leaves)
 
         if not rule.needs_all:
             self._totals.append(conclude)
@@ -250,7 +253,7 @@ class TrainingUpdate:
             reducer, numbers = self._reducers[stage]
             pairs = zip(numbers, reducer.wait(), strict=True)
             self._gradients[stage] = {n: total for n, total in pairs if n not in trees.fixed}
-        counted, gradients = [], self._gradients[stage]
+        counted, gradients = dict[int, Tensor](), self._gradients[stage]
         for n in trees.counted:
             if (g := gradients.get(n)) is None:
                 continue
@@ -258,8 +261,21 @@ class TrainingUpdate:
             if cut.dim is None and cut.part is not None:
                 parts = cut.over.parts
                 g = g.tensor_split(parts.size, cut.part)[parts.index].contiguous()
-            counted.append(g)
-        self._norms[stage] = leaf_sums(counted, self._rule.norm_type).to(self.state.step.device)
+            counted[n] = g
+        sums = leaf_sums(list(counted.values()), self._rule.norm_type).to(self.state.step.device)
+        self._norms[stage] = sums
+        if self._by_leaf:
+            self._leaf_sums[stage] = self._over_ranks(stage, dict(zip(counted, sums.unbind(), strict=True)))
+
+    def _over_ranks(self, stage: int, mine: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """Add up the sums of the leaves of a stage over the ranks that hold parts of it, by name."""
+        every = enumerate(leaf_names(Signature.of(self.state.params[stage])))
+        names = {n: name for n, name in every if n not in self.trees[stage].fixed}
+        none = torch.zeros((), dtype=torch.float64, device=self.state.step.device)
+        sums = torch.stack([none, *(mine.get(n, none) for n in names)])[1:]
+        for ranks in (self._ranks.data, self._ranks.model):
+            ranks.all_reduce(sums, "max" if isinf(self._rule.norm_type) else "sum")()
+        return dict(zip(names.values(), sums.unbind(), strict=True))
 
     def _norms_by_stage(self) -> list[Tensor]:
         """Take this rank's shares in the norm, by stage of the model: float64[], 0 for those of others.
@@ -295,13 +311,23 @@ class TrainingUpdate:
         return value.to(like) if isinstance(value, Tensor) else torch.full_like(like, value)
 
     def _conclude(
-        self, total: Tensor, loss: Tensor, loss_scale: Tensor | None, losses: Tensor | None
+        self,
+        by_stage: Tensor,
+        loss: Tensor,
+        loss_scale: Tensor | None,
+        losses: Tensor | None,
+        leaves: Mapping[int, Mapping[str, Tensor]],
     ) -> None:
         """Conclude from the sums over all ranks if the update is made, and the factor of the gradients."""
         rule = self._rule
-        norm = norm_of(total, rule.norm_type)
-        scale = torch.ones_like(norm) if loss_scale is None else loss_scale.to(norm)
-        norm = norm if loss_scale is None else norm / scale
+        one = torch.ones((), dtype=loss.dtype, device=loss.device)
+        scale = one if loss_scale is None else loss_scale.to(one)
+
+        def norm_by(sums: Tensor) -> Tensor:
+            norm = norm_of(sums, rule.norm_type)
+            return norm if loss_scale is None else norm / scale
+
+        norm = norm_by(by_stage.amax() if isinf(rule.norm_type) else by_stage.sum())
         found_inf = self._found_inf = overflow(loss, norm)
         if rule.on_nonfinite == "raise" and bool(found_inf):
             raise NotFinite(f"the loss is {loss.item():g}, the norm of the gradients {norm.item():g}")
@@ -309,7 +335,11 @@ class TrainingUpdate:
         if loss_scale is not None:
             self._factor = (1 if self._factor is None else self._factor) / scale
         skipped = found_inf if rule.on_nonfinite == "skip" else torch.zeros_like(found_inf)
-        self.metrics.append(Metrics(loss, norm, scale, skipped, {}, losses=losses, lr=self._rate(norm)))
+        metrics = Metrics(loss, norm, scale, skipped, {}, losses=losses, lr=self._rate(norm))
+        if self._by_leaf:
+            by_leaf = {s: {name: norm_by(each) for name, each in sums.items()} for s, sums in leaves.items()}
+            metrics = metrics._replace(stage_norms=norm_by(by_stage), leaf_norms=by_leaf)
+        self.metrics.append(metrics)
         step, scaling = self.state.step, rule.precision.scale
         scales = self.state.scale if scaling is None else scaling.update(self.state.scale, found_inf)
         self.state = self.state._replace(step=step + (skipped <= 0), scale=scales)

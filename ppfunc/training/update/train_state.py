@@ -54,6 +54,10 @@ class Metrics(NamedTuple):
             weighted, with auxiliary losses of stages; None unless asked for.
         outputs: of the last stages of this process; None unless asked for.
         lr: the learning rate of this update, float64[]; None if the optimizer has no one rate.
+        stage_norms: of the gradients of every stage of the model, float64[stages]; None unless asked for.
+        leaf_norms: of the gradient of every parameter of this process that trains, whole over all ranks:
+            float64[] by stage and name, 0 where a tied parameter has its first place elsewhere; None unless
+            asked for.
     """
 
     loss: Tensor
@@ -65,6 +69,8 @@ class Metrics(NamedTuple):
     losses: Tensor | None = None
     outputs: Any = None
     lr: Tensor | None = None
+    stage_norms: Tensor | None = None
+    leaf_norms: dict[int, dict[str, Tensor]] | None = None
 
 
 def mark_donated(step: Tensor, written: Iterable[Tensor]) -> None:

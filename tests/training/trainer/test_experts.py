@@ -283,3 +283,26 @@ def weighed(rank, size):
 def test_microbatches_without_weight_run_where_others_take_part(two):
     for got, expected in two(weighed):
         assert got == pytest.approx(expected, rel=TOLERANCE)
+
+
+def named_norms(rank, size, form, shard):
+    """Norms by stage and name of a step over 1 x 2 x 2, and of torch's gradients of the whole."""
+    trainer, current = trainer_over((1, 2, 2), *form, "1f1b", shard)
+    with trainer:
+        found = trainer.step(current, *part_of(trainer, batch(0), 4), return_norms=True)[1]
+        again = trainer.step(current, *part_of(trainer, batch(0), 4))[1]
+    assert again.stage_norms is None and again.leaf_norms is None
+    trees, total = params(0), 0.0
+    leaves = [leaf.requires_grad_() for leaf in pp.stage.tree.tree_leaves(trees)]
+    for rows, wanted in zip(*(t.chunk(16) for t in batch(0)), strict=True):
+        total = total + loss_fn(block(None)(trees, rows, state()).y, wanted) / 16
+    names = ["norm", "router", "up", "down", "experts.up", "experts.down"]
+    norms = {name: g.norm().item() for name, g in zip(names, torch.autograd.grad(total, leaves), strict=True)}
+    return found.stage_norms.tolist(), found.leaf_norms[0], found.grad_norm.item(), norms
+
+
+@pytest.mark.parametrize("form, shard", [(OUTER, "params"), (INNER, "optimizer")], ids=str)
+def test_norms_by_name_are_those_of_whole_gradients(four, form, shard):
+    for stages, leaves, total, expected in four(named_norms, form, shard):
+        assert stages == [pytest.approx(total, rel=TOLERANCE)]
+        assert {name: norm.item() for name, norm in leaves.items()} == pytest.approx(expected, rel=TOLERANCE)

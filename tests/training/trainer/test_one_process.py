@@ -13,7 +13,8 @@ from torch import nn
 import ppfunc as pp
 from ppfunc.schedule import Op
 from ppfunc.stage.tree import tree_leaves
-from tests.models import dense, mlp, mlp_params, new_trainer, normal, same_bits, squared
+from tests import models
+from tests.models import affine, dense, mlp, mlp_params, new_trainer, normal, same_bits, squared
 from tests.training.trainer.problems import (
     ROWS,
     STEPS,
@@ -330,6 +331,25 @@ def test_a_parameter_of_several_places_counts_once_in_the_norm(build):
         measured = nn.utils.clip_grad_norm_([table, *layers], 0.1)
         assert (loss, norm) == pytest.approx((whole.item(), measured.item()), rel=TOLERANCE)
         optimizer.step()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("scale", [None, pp.static_scale(1024.0)], ids=["plain", "scaled"])
+def test_norms_by_stage_and_by_name(norm_type, scale):
+    params, x, y = models.problem(2, leaves="wb")
+    stages, schedule, options = [affine] * 2, pp.one_f_one_b(2, 4), {"norm_type": norm_type, "scale": scale}
+    frozen = {1: lambda p: {"w": True, "b": False}}
+    grads = pp.value_and_grad(stages, squared, schedule)(params, x, y)[1]
+    grads[1].pop("b")
+    trainer = new_trainer(stages, squared, schedule, pp.optim.sgd(0.1), trainable=frozen, **options)
+    metrics = trainer.steps(trainer.init(params), [(x, y)] * 2, return_norms=True)[1][0]
+    by_stage = [torch.cat([g.flatten() for g in grads[s].values()]).norm(norm_type).item() for s in (0, 1)]
+    assert metrics.stage_norms.tolist() == pytest.approx(by_stage, rel=TOLERANCE)
+    for s, tree in grads.items():
+        found = {name: norm.item() for name, norm in metrics.leaf_norms[s].items()}
+        assert found == pytest.approx(
+            {name: g.norm(norm_type).item() for name, g in tree.items()}, rel=TOLERANCE
+        )
 
 
 def test_axes_without_a_mesh_are_refused():
