@@ -311,6 +311,17 @@ def test_the_metrics_have_the_learning_rate_of_each_update(clip):
     assert constant.step(constant.init(problem(schedule, leaves="wb")[0]), *batches[0])[1].lr == 0.5
 
 
+def test_the_metrics_have_the_learning_rate_of_each_group():
+    schedule, rate = pp.one_f_one_b(2, 4), pp.optim.warmup_cosine(1e-2, 2, 8)
+    weights = pp.optim.muon(rate, rest=pp.optim.Optimizer(lambda p: (), lambda g, s, p: (p, s)))
+    optimizer = pp.optim.ema(pp.optim.by_name({"*b": pp.optim.sgd(0.5), "*": weights}))
+    trainer = pp.Trainer([affine] * 2, squared, schedule, optimizer)
+    state = trainer.init(problem(schedule, leaves="wb")[0])
+    _, reports = trainer.steps(state, batches_of(schedule, 2))
+    for n, report in enumerate(reports):
+        assert report.lr == {"*b": 0.5, "*": {"matrices": rate(torch.tensor(n))}}
+
+
 def train_in_processes(rank, ranks, kind):
     """Losses of the microbatches of all data ranks are on every rank, in the order of the data ranks."""
     data = kind == "data"

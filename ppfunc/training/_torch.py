@@ -3,13 +3,9 @@
 ``tests/test_torch_names.py`` says which of them another torch than 2.13 has not.
 """
 
-from datetime import timedelta
 from typing import Any
 
 import torch
-
-# How long a collective may take.
-from torch._C._distributed_c10d import AllgatherOptions
 from torch.autograd import forward_ad
 
 # Optimizers as single kernels over lists of tensors of one device and dtype, with ``found_inf``.
@@ -35,13 +31,6 @@ def forward_level() -> int:
 def users_of(storage: torch.UntypedStorage) -> int:
     """Count the holders of the memory of a storage, this object included."""
     return torch._C._storage_Use_Count(storage._cdata)
-
-
-def all_gather_within(timeout: timedelta, group: Any, whole: torch.Tensor, part: torch.Tensor) -> Any:
-    """Begin to gather flat tensors of all ranks, with a timeout of its own instead of the group's."""
-    options = AllgatherOptions()
-    options.timeout = timeout
-    return group._allgather_base(whole, part, options)
 
 
 def shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

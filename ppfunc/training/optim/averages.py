@@ -113,8 +113,9 @@ def _averaging(
             averaged, own_after = average(new, own)
             return selected(found_inf, new, averaged), {**selected(found_inf, own, own_after), "inner": after}
 
-    text = text_with(lambda: f"{name} {text_of(inner)}", [inner])
-    return Optimizer(init, update, text=text, elementwise=inner.elementwise)
+    text, rate = text_with(lambda: f"{name} {text_of(inner)}", [inner]), inner.rate
+    own_rate = None if rate is None else lambda state, since: rate(state["inner"], since)
+    return Optimizer(init, update, text=text, elementwise=inner.elementwise, rate=own_rate)
 
 
 def _between(one: Tensor, other: Tensor, share: float) -> Tensor:

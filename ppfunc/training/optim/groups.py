@@ -1,6 +1,6 @@
 """Give groups of parameters optimizers of their own, by name."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -78,14 +78,16 @@ def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Op
         texts = ", ".join(f"{key!r}: {text_of(optimizer)}" for key, optimizer in groups.items())
         return f"by_name({texts}{chosen})"
 
-    return divided(group_of, list(groups.values()), write)
+    return divided(group_of, groups, write)
 
 
 def divided(
-    group_of: Callable[[str, ParameterKind], int], optimizers: Sequence[Optimizer], write: Callable[[], str]
+    group_of: Callable[[str, ParameterKind], int],
+    optimizers: Mapping[str, Optimizer],
+    write: Callable[[], str],
 ) -> Optimizer:
     """Make an optimizer of several: the n-th updates the parameters for which ``group_of`` returns n."""
-    every = [skipping(optimizer) for optimizer in optimizers]
+    every = [skipping(optimizer) for optimizer in optimizers.values()]
     names = [f"group{n}" for n in range(len(every))]
 
     def parts(params: Tree, *trees: Tree) -> tuple[list[list[Tree]], list[int]]:
@@ -123,5 +125,9 @@ def divided(
         new = treedef.unflatten(columns[number][n] for n, number in enumerate(numbers))
         return new, {name: after for name, (_, after) in zip(names, results, strict=True)}
 
+    def rate(state: dict[str, Tree], since: Tensor) -> dict[str, Any]:
+        rates = zip(optimizers, names, [optimizer.rate for optimizer in every], strict=True)
+        return {key: of(state[name], since) for key, name, of in rates if of is not None}
+
     elementwise = all(optimizer.elementwise for optimizer in every)
-    return Optimizer(init, update, text=text_with(write, every), elementwise=elementwise)
+    return Optimizer(init, update, text=text_with(write, every), elementwise=elementwise, rate=rate)

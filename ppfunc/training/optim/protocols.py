@@ -50,8 +50,8 @@ class Optimizer(NamedTuple):
             ``update``. A function that writes it where numbers can change: they compare it in every step.
         elementwise: an update is known to work element by element. Of others, a trainer that cuts parameters
             over ranks tries it out.
-        rate: the learning rate, for the metrics of a trainer, or a function from the number of updates made
-            before, ``state["updates"]``, to that of the next.
+        rate: ``rate(state, since) -> lr``, for the metrics of a trainer: the learning rate of the update that
+            is made ``since`` updates, int64[], after this state; of several groups a dictionary.
 
     The optimizers of this package can be differentiated and mapped by ``torch.func`` and autograd, through
     the gradients, the state, the rate, and parameters other than ``torch.nn.Parameter``, which count as
@@ -64,7 +64,7 @@ class Optimizer(NamedTuple):
     clipped: tuple[Clip, Optimizer] | None = None
     text: str | Callable[[], str] = ""
     elementwise: bool = False
-    rate: Callable[[Tensor], Tensor | float] | float | None = None
+    rate: Callable[[Tree, Tensor], Any] | None = None
 
 
 def require_pair(name: str, pair: Any) -> None:

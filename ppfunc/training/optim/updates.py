@@ -142,7 +142,12 @@ def optimizer_of(
             )
         return new[0], dict(zip(shapes, new[1:], strict=True))
 
-    return Optimizer(init, update, text=write if of_user else text, elementwise=kernel is not None, rate=lr)
+    def rate_of(state: dict[str, Tree], since: Tensor) -> Tensor | float:
+        return lr(state["updates"] + since.to(state["updates"])) if callable(lr) else lr
+
+    return Optimizer(
+        init, update, text=write if of_user else text, elementwise=kernel is not None, rate=rate_of
+    )
 
 
 def _by_formula(

@@ -83,8 +83,8 @@ def muon(
             )
         return 1
 
-    every = [matrices] if rest is None else [matrices, rest]
-    return divided(group_of, every, lambda: ", the rest by ".join(map(text_of, every)))
+    every = {"matrices": matrices} if rest is None else {"matrices": matrices, "rest": rest}
+    return divided(group_of, every, lambda: ", the rest by ".join(map(text_of, every.values())))
 
 
 @naming_arguments

@@ -69,10 +69,6 @@ def _random(leaf: Tensor, dim: int | None, draw: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=draw, dtype=wide).to(leaf.device)
 
 
-def _half(tensor: Tensor, dim: int | None, n: int) -> Tensor:
-    return tensor if dim is None else tensor.chunk(2, dim)[n]
-
-
 def _trained(optimizer: Optimizer, treedef: PyTreeSpec, columns: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Return parameters, the first column, after updates by gradients, the others."""
     params, *gradients = (treedef.unflatten(t.clone() for t in column) for column in columns)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, reduce
 from math import isinf, nan
+from typing import Any
 
 import torch
 from optree import PyTreeSpec
@@ -15,7 +16,7 @@ from ppfunc.runtime.transport.collective import Wait
 from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage.layout import local
 from ppfunc.stage.signature import leaf_names
-from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_structure
+from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_structure
 
 from ..optim.norms import clip_coefficient, leaf_sums, norm_of, norm_sum
 from ..optim.protocols import Tree, selected
@@ -298,17 +299,13 @@ class TrainingUpdate:
             rows[ranks.data.index * m + n] = loss
         return rows
 
-    def _rate(self, like: Tensor) -> Tensor | None:
+    def _rate(self, like: Tensor) -> Any:
         """Compute the learning rate of this update: those before it are counted from the call's first."""
         rate, begun = self._rule.optimizer.rate, self._given
         if rate is None:
             return None
-        if callable(rate):
-            before = next(iter(begun.optimizer.values()))["updates"]
-            value = rate(before + (self.state.step - begun.step).to(before))
-        else:
-            value = rate
-        return value.to(like) if isinstance(value, Tensor) else torch.full_like(like, value)
+        values = rate(next(iter(begun.optimizer.values())), self.state.step - begun.step)
+        return tree_map(lambda v: v.to(like) if isinstance(v, Tensor) else torch.full_like(like, v), values)
 
     def _conclude(
         self,

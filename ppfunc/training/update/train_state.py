@@ -53,7 +53,8 @@ class Metrics(NamedTuple):
         losses: of the microbatches of all data ranks, in the order of the ranks, float64[ranks * m]: not
             weighted, with auxiliary losses of stages; None unless asked for.
         outputs: of the last stages of this process; None unless asked for.
-        lr: the learning rate of this update, float64[]; None if the optimizer has no one rate.
+        lr: the learning rate of this update, float64[]; of an optimizer of groups a dictionary, by group.
+            None if the optimizer does not tell its rate.
         stage_norms: of the gradients of every stage of the model, float64[stages]; None unless asked for.
         leaf_norms: of the gradient of every parameter of this process that trains, whole over all ranks:
             float64[] by stage and name, 0 where a tied parameter has its first place elsewhere; None unless
@@ -68,7 +69,7 @@ class Metrics(NamedTuple):
     aux: Any = None
     losses: Tensor | None = None
     outputs: Any = None
-    lr: Tensor | None = None
+    lr: Any = None
     stage_norms: Tensor | None = None
     leaf_norms: dict[int, dict[str, Tensor]] | None = None
 
