@@ -78,6 +78,15 @@ def form_of(leaves: Sequence[torch.Tensor], treedef: PyTreeSpec) -> Form:
     )
 
 
+def leaves_like(tree: Any, form: Form) -> list[Any] | None:
+    """Return the leaves of ``tree`` if it has the structure of this form; else None."""
+    leaves: list[Any] = []
+    if form.dicts is not None:
+        return leaves if form.dicts.read(tree, leaves) else None
+    leaves, treedef = tree_flatten(tree)
+    return leaves if treedef == form.treedef else None
+
+
 def same_form(tree: Any, form: Form) -> tuple[torch.Tensor, ...] | None:
     """Return the leaves of ``tree``, of DTensors this rank's parts, if it has this form; else None.
 
@@ -87,13 +96,8 @@ def same_form(tree: Any, form: Form) -> tuple[torch.Tensor, ...] | None:
     it requires a gradient, and dispatch keys, which tell inference mode, transforms and autocast; of a
     DTensor the layout and the mesh. A tree with one tensor in two places is like no other.
     """
-    leaves: list[Any] = []
-    if form.dicts is not None:
-        same = form.dicts.read(tree, leaves)
-    else:
-        leaves, treedef = tree_flatten(tree)
-        same = treedef == form.treedef
-    if not (same and form.guards(*leaves)):
+    leaves = leaves_like(tree, form)
+    if leaves is None or not form.guards(*leaves):
         return None
     if form.layouts is None:
         return tuple(leaves)

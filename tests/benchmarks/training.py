@@ -14,6 +14,8 @@ Run on the CPU::
   DistributedDataParallel's on the same model.
 * ``step``: training steps of two pipelines of two ranks, beside torch.distributed.pipelining with
   DistributedDataParallel and torch's fused AdamW on the same model and schedule.
+* ``update``: CPU of what follows the gradients (norm over two ranks of a pipeline, clip, AdamW in place):
+  the median training step less the median step that computes gradients alone, of the threads that take them.
 * ``parameters``: bytes of parameters on a rank under ``shard="params"``, between steps and at most within
   one, by the storages that live, beside those that the schedule and the shapes give.
 
@@ -233,6 +235,59 @@ def step(options: argparse.Namespace) -> None:
             )
 
 
+def update(options: argparse.Namespace) -> None:
+    """What follows the gradients, as the difference of whole steps."""
+    count, rank = options.microbatches, dist.get_rank()
+    schedule = pp.one_f_one_b(2, count)
+    stages, params = blocks(64, schedule, rank)
+    x, y = batch(64, count, seed=0)
+    module = Blocks(stages[rank], params[rank])
+    runtime = Schedule1F1B(PipelineStage(module, rank, 2, torch.device("cpu")), count, loss_fn=squared)
+    fused = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
+    optimizer = pp.optim.chain(pp.optim.clip_by_global_norm(1.0), adamw(1e-3, donate=True))
+
+    def torch_gradients() -> None:
+        module.zero_grad()
+        runtime.step(*[x] * (rank == 0), target=y if rank else None, losses=[] if rank else None)
+
+    def torch_step() -> None:
+        torch_gradients()
+        own = list(module.parameters())
+        total = nn.utils.get_total_norm([p.grad for p in own]).square()
+        dist.all_reduce(total)
+        nn.utils.clip_grads_with_norm_(own, 1.0, total.sqrt())
+        fused.step()
+
+    with (
+        pp.P2P() as other,
+        pp.Trainer(stages, squared, schedule, optimizer, pp.P2P()) as trainer,
+    ):
+        gradients = pp.value_and_grad(stages, squared, schedule, other)
+        now = [trainer.init(copy.deepcopy(params))]
+
+        def our_step() -> None:
+            now[0], _ = trainer.step(now[0], x, y)
+
+        our_step(), torch_step()
+        torch.testing.assert_close(
+            now[0].params[rank], [dict(one.items()) for one in module.held], rtol=1e-4, atol=1e-5
+        )
+        sides = [our_step, lambda: gradients(params, x, y), torch_step, torch_gradients]
+        times: list[list[float]] = [[] for _ in sides]
+        for n in range(10 * options.rounds + 10):
+            for side, seconds in zip(sides, times, strict=True):
+                dist.barrier()
+                start = time.thread_time()
+                side()
+                seconds += [time.thread_time() - start] * (n >= 10)
+    ours, ours_without, theirs, theirs_without = map(median, times)
+    found = torch.tensor([ours - ours_without, theirs - theirs_without], dtype=torch.float64)
+    dist.all_reduce(found)
+    mine, other = (found * 1e6 / 2).tolist()
+    if rank == 0:
+        print(f"update, CPU of a rank: ppfunc {mine:.0f} us, torch {other:.0f} us, ratio {mine / other:.3f}")
+
+
 def blocks(width: int, schedule: Schedule, pipe: int) -> tuple[list[Any], dict[int, Any]]:
     """The stages of eight blocks, and the parameters of those of a rank."""
     config, each = gpt.Config(width=width, layers=8, context=SIZES[width][1]), 8 // schedule.stages
@@ -360,6 +415,7 @@ PIECES = {
     "optimizers": Piece(optimizers, 1),
     "reduction": Piece(reduction, 2),
     "step": Piece(step, 4),
+    "update": Piece(update, 2),
     "parameters": Piece(parameters, 4),
 }
 

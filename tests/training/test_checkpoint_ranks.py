@@ -305,9 +305,14 @@ def disagree(rank, size, root):
         if rank == 0:
             assert os.listdir(root) == []
         dist.barrier()
+    with pytest.raises(ValueError, match="run: rank 0 saves run 'r0', rank 1 saves run 'r1'"):
+        pp.checkpoint.save(root, {"step": 0}, run=f"r{rank}")
     pp.checkpoint.save(root, {"step": 0, "own": {rank: one}})
     with pytest.raises(ValueError, match="like lacks 'own.1', which step-0 has"):
         pp.checkpoint.load(root, like={"step": 0, "own": {0: one}})
+    with pytest.warns(UserWarning, match="left out 'own.1'; as in like stays nothing"):
+        part = pp.checkpoint.load(root, like={"step": 0, "own": {0: one}}, partial="own.1")
+    assert torch.equal(part["own"][0], one)
     loaded = pp.checkpoint.load(root, like={"step": 0, "own": {1 - rank: one}})
     assert torch.equal(loaded["own"][1 - rank], one)
     with pytest.raises(ValueError, match=r"like: 'step' is a number or text, .* on rank 1"):

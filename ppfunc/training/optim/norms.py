@@ -27,11 +27,14 @@ def leaf_sums(leaves: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     Returns:
         float64[leaves], on the device of the first. Halves are squared in float32.
     """
-    trained = [n for n, leaf in enumerate(leaves) if differentiable(leaf.dtype) and leaf.numel()]
     sums = torch.zeros(len(leaves), dtype=torch.float64, device=leaves[0].device if leaves else None)
-    kinds = dict.fromkeys((leaves[n].dtype, leaves[n].device) for n in trained)
-    for kind in kinds:
-        alike = [n for n in trained if (leaves[n].dtype, leaves[n].device) == kind]
+    by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for n, leaf in enumerate(leaves):
+        if leaf.numel():
+            by_kind.setdefault((leaf.dtype, leaf.device), []).append(n)
+    for (dtype, _), alike in by_kind.items():
+        if not differentiable(dtype):
+            continue
         norms = torch.stack(_norms([leaves[n] for n in alike], norm_type)).to(sums)
         if len(alike) == len(leaves):
             sums = norms

@@ -14,9 +14,10 @@ from ppfunc.runtime.execution.gradients import Gradients
 from ppfunc.runtime.execution.nonfinite import NotFinite
 from ppfunc.runtime.transport.collective import Wait
 from ppfunc.stage import LeafSignature, Signature
+from ppfunc.stage.form import leaves_like
 from ppfunc.stage.layout import local
 from ppfunc.stage.signature import leaf_names
-from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_structure
+from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 
 from ..optim.norms import clip_coefficient, leaf_sums, norm_of, norm_sum
 from ..optim.protocols import Tree, selected
@@ -187,8 +188,9 @@ class TrainingUpdate:
             if stage in self._new_states:
                 self._stage_state[stage] = buffers.state[stage] = self._new_states.pop(stage)()
         trees = self.trees[stage]
-        leaves, treedef = tree_flatten(current.params[stage])
-        of_state, state_treedef = tree_flatten(current.optimizer[stage])
+        treedef, state_treedef = trees.params.treedef, trees.optimizer.treedef
+        leaves = leaves_like(current.params[stage], trees.params) or []
+        of_state = leaves_like(current.optimizer[stage], trees.optimizer) or []
         shards = ranks.shards(leaves, trees.dims)
         # Cast before they are multiplied, which would lose small ones.
         gradients = {n: g.to(shards[n].dtype) for n, g in self._gradients.pop(stage).items()}
@@ -197,13 +199,14 @@ class TrainingUpdate:
         trained = [None if n in trees.fixed else p for n, p in enumerate(shards)]
         pairs = ((gradients.get(n), p) for n, p in enumerate(trained))
         grads = treedef.unflatten(torch.zeros_like(p) if g is None and p is not None else g for g, p in pairs)
-        bare = treedef if not trees.fixed else tree_structure(treedef.unflatten(trained))
+        bare = tree_structure(treedef.unflatten(trained)) if trees.fixed else treedef
+        parts = list(map(local, of_state)) if trees.optimizer.layouts else of_state
         changed, after = updated(
             self._rule,
             stage,
             grads,
-            (list(map(local, of_state)) if trees.optimizer.layouts else of_state, state_treedef),
-            ([p for p in trained if p is not None], bare),
+            (parts, state_treedef, trees.optimizer),
+            ([p for p in trained if p is not None], bare, None if trees.fixed else trees.params),
             self._found_inf,
             self._given,
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 from ppfunc._text import require_one_of, shown
 from ppfunc.stage._torch import versions
 from ppfunc.stage.device import preserve_rng
+from ppfunc.stage.form import Form, leaves_like
 from ppfunc.stage.layout import local
 from ppfunc.stage.modules.frozen import FrozenLeaves
 from ppfunc.stage.signature import differentiable, flatten
@@ -24,8 +25,8 @@ from .states import StateRule
 from .train_state import TrainState, mark_donated
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
-Flat = tuple[list[Tensor], PyTreeSpec]
-"""Leaves of a tree, and its structure."""
+Flat = tuple[list[Tensor], PyTreeSpec, Form | None]
+"""Leaves of a tree, its structure, and a form of this structure."""
 
 
 class UpdateRule(NamedTuple):
@@ -150,7 +151,10 @@ def updated(
 
 def _alike(stage: int, name: str, old: Flat, new: Tree) -> list[Tensor]:
     """Return the leaves of a tree that the optimizer has made; raise ValueError for one of another form."""
-    (before, structure), (after, other_structure) = old, tree_flatten(new)
+    before, structure, form = old
+    after, other_structure = None if form is None else leaves_like(new, form), structure
+    if after is None:
+        after, other_structure = tree_flatten(new)
     if other_structure != structure:
         raise ValueError(
             f"the optimizer has made the structure {other_structure} of the {name}s of stage {stage},"
