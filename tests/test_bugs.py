@@ -1209,3 +1209,33 @@ def test_tied_columns_are_compared():
     params[1]["b"] = params[1]["b"] + 1
     with pytest.raises(pp.AgreementError, match="other values in stage 0 than in stage 1"):
         pp.value_and_grad([scaled] * 2, squared, pp.gpipe(2, 2), tied=tied)(params, x, x)
+
+
+class Whitened(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.second(torch.linalg.cholesky(self.first(x)))
+
+
+@every_engine
+@pytest.mark.parametrize("split", [False, True])
+def test_a_factorization_that_fails_is_an_error(engine, split):
+    """The operator that raises for it has no result, so that graph dropped it, and went on with any numbers."""
+    model = Whitened().double()
+    torch.nn.init.eye_(model.first.weight)
+    torch.nn.init.zeros_(model.first.bias)
+    good, bad = (c * torch.eye(3, dtype=torch.float64).expand(2, 3, 3).clone() for c in (4.0, -4.0))
+    if split:
+        stages = pp.split(model, good[:1], at=["second"])
+        params, ranks = stages.params, 2
+    else:
+        module, tree, _ = pp.stage_from_module(model)
+        stages, params, ranks = [module], {0: tree}, 1
+    step = pp.value_and_grad(stages, squared, pp.gpipe(ranks, 2), engine=engine)
+    loss, _ = step(params, good, good)
+    torch.testing.assert_close(loss, squared(model(good), good).detach())
+    with pytest.raises(pp.PipelineError, match="not positive-definite"):
+        step(params, bad, bad)
