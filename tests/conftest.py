@@ -211,36 +211,20 @@ def _module(path: str) -> Any:
     return _MODULES[path]
 
 
-@pytest.fixture(scope="session")
-def two() -> Iterator[Processes]:
-    """Two processes, shared by all tests."""
-    processes = Processes(2)
-    yield processes
-    processes.close()
+def _shared(size: int, scope: Any) -> Any:
+    """A fixture of processes that tests share."""
+
+    @pytest.fixture(scope=scope)
+    def shared() -> Iterator[Processes]:
+        processes = Processes(size)
+        yield processes
+        processes.close()
+
+    return shared
 
 
-@pytest.fixture(scope="session")
-def four() -> Iterator[Processes]:
-    """Four processes, shared by all tests."""
-    processes = Processes(4)
-    yield processes
-    processes.close()
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Processes]:
-    """Three processes, shared by the tests of a module."""
-    processes = Processes(3)
-    yield processes
-    processes.close()
-
-
-@pytest.fixture(scope="module")
-def eight() -> Iterator[Processes]:
-    """Eight processes, shared by the tests of a module."""
-    processes = Processes(8)
-    yield processes
-    processes.close()
+two, four = _shared(2, "session"), _shared(4, "session")
+three, eight = _shared(3, "module"), _shared(8, "module")
 
 
 @pytest.fixture
