@@ -18,6 +18,9 @@ from hypothesis import HealthCheck, settings
 
 from tests.clock import busy
 
+# Inductor would start processes that import torch, in each process that compiles a few kernels.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--large", action="store_true", help="1000 examples of each property, and every case")
@@ -242,8 +245,12 @@ def fresh() -> Iterator[Callable[[int], Processes]]:
 
 
 @pytest.fixture
-def free_port() -> int:
-    return _free_port()
+def store_port() -> Iterator[int]:
+    """The port of a store for processes that meet as torchrun's do."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 def run_script(rank: int, size: int, port: int, path: Path, *options: str) -> str:
-    """Run a script that makes the process group itself; returns what it prints."""
+    """Run a script that makes the process group itself, over a store that is there; return what it prints."""
     if dist.is_initialized():
         dist.destroy_process_group()
     place = {
@@ -24,6 +24,7 @@ def run_script(rank: int, size: int, port: int, path: Path, *options: str) -> st
         "LOCAL_WORLD_SIZE": size,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
     }
     os.environ |= {name: str(value) for name, value in place.items()}
     beside = [str(path.parent), *sys.path]

@@ -13,8 +13,8 @@ FOLDER = Path(__file__).parent / "benchmarks"
 SMALL = ("--rounds", "1", "--steps", "1", "--blocks", "2")
 
 
-def test_the_time_of_a_step(fresh, free_port):
-    printed, _ = fresh(2)(run_script, free_port, FOLDER / "step_time.py", *SMALL)
+def test_the_time_of_a_step(fresh, store_port):
+    printed, _ = fresh(2)(run_script, store_port, FOLDER / "step_time.py", *SMALL)
     times = re.search(
         r"ppfunc (\S+) ms, torch (\S+) ms, ratio (\S+); ideal (\S+) ms, measured over ideal (\S+)", printed
     )
@@ -23,8 +23,8 @@ def test_the_time_of_a_step(fresh, free_port):
     assert over_ideal == pytest.approx(ours / ideal, rel=0.05)
 
 
-def test_the_price_of_protection(fresh, free_port):
-    printed, _ = fresh(2)(run_script, free_port, FOLDER / "step_time.py", *SMALL, "--protection")
+def test_the_price_of_protection(fresh, store_port):
+    printed, _ = fresh(2)(run_script, store_port, FOLDER / "step_time.py", *SMALL, "--protection")
     found = re.findall(r"^(.+): (\S+) ms, unprotected (\S+) ms, ratio (\S+)$", printed, re.MULTILINE)
     assert [what for what, *_ in found] == ["step", "CPU of all ranks"]
     for _, *figures in found:
@@ -32,9 +32,9 @@ def test_the_price_of_protection(fresh, free_port):
         assert ratio == pytest.approx(protected / bare, rel=0.05)
 
 
-def test_the_time_of_a_step_with_experts(fresh, free_port):
+def test_the_time_of_a_step_with_experts(fresh, store_port):
     small = ("--rounds", "1", "--steps", "1", "--width", "8", "--tokens", "4")
-    printed, _ = fresh(2)(run_script, free_port, FOLDER / "experts.py", *small)
+    printed, _ = fresh(2)(run_script, store_port, FOLDER / "experts.py", *small)
     found = re.findall(r"^(.+): interleaved (\S+) ms, in turn (\S+) ms, ratio (\S+)$", printed, re.MULTILINE)
     assert [what for what, *_ in found] == ["step", "CPU of all ranks"]
     for _, *figures in found:
@@ -42,9 +42,9 @@ def test_the_time_of_a_step_with_experts(fresh, free_port):
         assert ratio == pytest.approx(together / apart, rel=0.05)
 
 
-def test_the_memory_of_a_step(fresh, free_port):
+def test_the_memory_of_a_step(fresh, store_port):
     small = ("--schedules", "1f1b", "--remats", "none", "full", "--blocks", "2", "--width", "16")
-    printed, _ = fresh(2)(run_script, free_port, FOLDER / "memory.py", *small, "--microbatches", "2")
+    printed, _ = fresh(2)(run_script, store_port, FOLDER / "memory.py", *small, "--microbatches", "2")
     found = re.findall(
         r"^blocks 1f1b (\w+), rank (\d): predicted \S+ MB, measured \S+, ratio (\S+?)(, torch .*)?$",
         printed,

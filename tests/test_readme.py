@@ -116,7 +116,7 @@ else:
 """
 
 
-def test_a_script_ends_well(tmp_path, free_port):
+def test_a_script_ends_well(tmp_path, store_port):
     """Nothing is left behind that ends a process of its own accord, with another code than 0."""
     script = next(block for block in blocks() if SCRIPT.match(block))
     if importlib.util.find_spec("transformers") is None:
@@ -126,7 +126,8 @@ def test_a_script_ends_well(tmp_path, free_port):
         (tmp_path / "transformers.py").write_text(source, encoding="utf-8")
     (tmp_path / "train.py").write_text(f"{FORKS}\n{defining()}\n{script}", encoding="utf-8")
     path = os.pathsep.join(filter(None, [str(README.parent), os.environ.get("PYTHONPATH")]))
-    place = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
+    place = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store_port)}
+    place["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     environment = {**os.environ, **place, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "train.py"],

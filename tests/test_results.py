@@ -180,6 +180,7 @@ def test_losses_of_an_ensemble_keep_their_shape():
 
 
 @pytest.mark.slow
+@pytest.mark.compiler
 def test_compiled_programs_return_them():
     schedule = pp.zb_h1(2, 4)
     params, inputs, targets = problem(schedule, leaves="wb")

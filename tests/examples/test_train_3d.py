@@ -8,9 +8,9 @@ from tests.scripts import run_script
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_3d.py"
 
 
-def test_eight_processes_train(fresh, free_port):
+def test_eight_processes_train(fresh, store_port):
     assert "torchrun --nproc-per-node 8 examples/train_3d.py" in EXAMPLE.read_text()
-    printed, *others = fresh(8)(run_script, free_port, EXAMPLE, timeout=200)
+    printed, *others = fresh(8)(run_script, store_port, EXAMPLE, timeout=200)
     assert not any(others)
     losses = [float(loss) for loss in re.findall(r"loss (\S+),", printed)]
     assert len(losses) == 4

@@ -88,10 +88,12 @@ def test_precisions_and_clipping_train_too(trained):
     assert clipped.losses[-1] != pytest.approx(tied.losses[-1], rel=1e-2)
 
 
-def test_a_grid_of_eight_processes_has_the_curve_of_one(trained, environment, tmp_path):
+def test_a_grid_of_processes_has_the_curve_of_one(trained, environment, tmp_path, request):
+    """Of four, or of eight: those of one data rank are cut in another test."""
     options = "--tied --clip 0.5 --microbatches 2".split()
     expected = trained("--stages", "1", *options)
-    grid = "--stages 2 --replicas 2 --tensor 2 --shard params".split()
+    grid = "--stages 2 --tensor 2".split()
+    grid += "--replicas 2 --shard params".split() if request.config.getoption("--large") else []
     command = [sys.executable, EXAMPLES / "train_gpt.py", *SMALL, *options, *grid, "--out", tmp_path]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -121,7 +123,7 @@ def test_a_run_goes_on_from_a_checkpoint_on_another_grid(example, trained, envir
         *saving,
         "--resume",
         "--stages",
-        "3",
+        "2",
         "--replicas",
         "2",
     ]
@@ -275,10 +277,11 @@ def test_interrupt_ends_all_processes(environment, tmp_path, soon):
     with subprocess.Popen(
         command, env=environment, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=hears
     ) as process:
-        seen = b""
+        seen = told = b""
         while b"loss" not in seen or not (tmp_path / "runs" / "step-2").exists():
             seen = process.stderr.read1()
-            assert seen or process.poll() is None, "it has ended by itself"
+            told += seen
+            assert seen or process.poll() is None, f"it has ended by itself: {told.decode()}"
         start = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(timeout=5 * soon) == 130

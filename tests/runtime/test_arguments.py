@@ -141,7 +141,7 @@ def test_targets_that_are_lacking_are_refused_with_what_to_give_where_none_are_u
 
 
 NO_TENSORS = {
-    "numpy": (lambda t: t.numpy(), r"inputs: got .* of type ndarray, expected a tensor"),
+    "numpy": (lambda t: t.numpy().repeat(99, 0), r"inputs: got .* of type ndarray, expected a tensor"),
     "a complex number": (
         lambda t: {"x": t, "scale": 2j},
         r"inputs\['scale'\]: got 2j of type complex, expected a tensor",
@@ -163,8 +163,9 @@ NO_TENSORS = {
 def test_what_is_no_dense_tensor_is_refused_by_its_path(what, known):
     """Be it in the first call, or in one after a call that was right."""
     make, told = NO_TENSORS[what]
-    with pytest.raises(TypeError, match=told):
+    with pytest.raises(TypeError, match=told) as raised:
         read(given(inputs=make(normal(M * B, D))), read(given()) if known else None)
+    assert len(str(raised.value)) < 300
 
 
 def test_microbatch_refuses_what_it_cannot_cut():
@@ -259,6 +260,7 @@ REFUSED = {
     ),
     "a seed alone": ({"seed": 3}, TypeError, r"seed: got 3, expected \(seed, step\), two integers"),
     "a seed of floats": ({"seed": (1.0, 2)}, TypeError, r"seed: got \(1.0, 2\)"),
+    "a seed of three": ({"seed": (1, 2, 3)}, TypeError, r"seed: got \(1, 2, 3\)"),
     "parameters without values": (
         {"params": {0: {}, 1: {"a": {"w": [torch.zeros(2), torch.zeros(2, device="meta")]}}}},
         ValueError,

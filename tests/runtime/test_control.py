@@ -385,37 +385,6 @@ def test_the_timeout_is_that_of_the_group(two):
     assert two(the_timeout_of_the_group) == [7.0, 7.0]
 
 
-@pytest.mark.parametrize(
-    ("victim", "how", "steps"), [(3, 0, None), (0, 1, 0), (0, "kill", 2), (1, "kill", 2)]
-)
-def test_a_rank_whose_process_ends_is_named_by_all_others(fresh, victim, how, steps):
-    processes = fresh(4)
-    processes.start(dies_told, victim, how, steps)
-    for rank, answer in enumerate(processes.answers(60)):
-        if rank == victim:
-            assert answer is None
-            continue
-        name, _, named, seconds = answer
-        assert (name, named) == ("PipelineError", victim)
-        assert seconds < SOON * busy()
-
-
-def dies_told(rank, ranks, victim, how, steps):
-    dist.barrier()
-
-    def train():
-        transport = (
-            None if rank == victim and steps is None else P2P(timeout=60)
-        )  # of the store, too, it may hear who is gone
-        for _ in range(steps or 0):
-            step(transport, rank, ranks)
-        if rank == victim:
-            os.kill(os.getpid(), signal.SIGKILL) if how == "kill" else os._exit(how)
-        step(transport, rank, ranks)
-
-    return caught(train)
-
-
 def frozen(rank, ranks, victim):
     transport = P2P(timeout=2)
     step(transport, rank, ranks)

@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
@@ -296,8 +297,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["first call", "later call"])
-@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("kind, first", list(zip(WRONG, cycle([True, False]), strict=False)))
 def test_wrong_arguments_of_one_rank_are_refused_by_name_on_all(two, kind, first, soon):
     check_wrong(two(wrong_arguments, kind, 1, first), kind, 1, soon)
 
@@ -377,8 +377,7 @@ MAKING = ["number of stages", "no function", "schedule"]
 TRACING = ["own stage None", "engine", "raises", "writes"]
 
 
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("kind", [*MAKING, "argnums", *TRACING])
+@pytest.mark.parametrize("kind, who", list(zip([*MAKING, "argnums", *TRACING], cycle([0, 1]), strict=False)))
 def test_a_step_function_that_fails_on_one_rank_only_fails_on_all(two, kind, who, soon):
     check_makers(two(wrong_maker, kind, who), kind, who, soon)
 

@@ -18,6 +18,7 @@ import ppfunc as pp
 from ppfunc.parallel.partition import Partition
 from ppfunc.stage import StageError
 from ppfunc.stage.process import process_lock
+from tests.covering import pairwise
 from tests.splitter import modules as m
 
 ZOO = [
@@ -77,12 +78,10 @@ def made(kind, **kwargs):
     return model
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("at", [["b"], ["c"], ["b", "c"]], ids=lambda at: "".join(at))
-@pytest.mark.parametrize("kind", ZOO, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind, at, training", pairwise(ZOO, ("b", "c", "bc"), (True, False)))
 def test_stages_in_turn_are_the_whole_model(kind, at, training):
     model = made(kind).train(training)
-    parts = pp.split(model, m.rows(), at=at)
+    parts = pp.split(model, m.rows(), at=list(at))
     m.require_equal(model, parts, m.rows())
     m.require_equal(model, parts, m.rows(7))
 
@@ -106,9 +105,9 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("at", CUTS.values(), ids=CUTS)
-def test_an_encoder_and_decoder_with_tied_embeddings(at, training):
+@pytest.mark.parametrize("cut", CUTS)
+def test_an_encoder_and_decoder_with_tied_embeddings(cut):
+    at, training = CUTS[cut], cut in ("names", "two", "partition")
     model = made(m.EncoderDecoder).train(training)
     parts = pp.split(model, kwargs=translation(), at=at)
     for inputs in (translation(), translation(3, 4), translation(1, 7)):
@@ -137,8 +136,11 @@ def scalar_beside_targets(y, targets):
     return m.scalar(y) + 0 * targets.sum()
 
 
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
-@pytest.mark.parametrize("build", [pp.one_f_one_b, pp.zbv, pp.dualpipev], ids=lambda b: b.__name__)
+@pytest.mark.parametrize(
+    "build, engine",
+    [(build, pp.engines.graph) for build in (pp.one_f_one_b, pp.zbv, pp.dualpipev)]
+    + [(pp.zbv, pp.engines.functional), (pp.one_f_one_b, pp.engines.eager)],
+)
 def test_schedules_give_the_gradients_of_the_whole_model(build, engine):
     model, parts = split_encoder_decoder()
     schedule = build(4, 4) if build is pp.one_f_one_b else build(2, 4)

@@ -34,10 +34,9 @@ def test_compiled_programs_agree_with_plain_ones():
     torch.testing.assert_close(compiled[1], compiled[2])
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_a_recurrent_layer(bidirectional):
+def test_a_recurrent_layer():
     torch.manual_seed(0)
-    module = nn.LSTM(4, 3, bidirectional=bidirectional)
+    module = nn.LSTM(4, 3, bidirectional=True)
     fn, params, _ = stage_from_module(module)
     x = torch.randn(3, 2, 4, requires_grad=True)
     program = graph(lambda p, x: fn(p, x)[0], (params, x), compile=True)
@@ -59,13 +58,12 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", DRAWS)
-def test_compiled_programs_draw_the_same_numbers(kind, dtype):
+def test_compiled_programs_draw_the_same_numbers(dtype):
     torch.manual_seed(0)
     args = torch.ones(8, dtype=dtype), torch.randn(6, 8, dtype=dtype)
     drawn = []
     for engine in (graph, graph(compile=True)):
-        program = engine(lambda w, x: DRAWS[kind](w * x) + w * x, args)
+        program = engine(lambda w, x: [draw(w * x) + w * x for draw in DRAWS.values()], args)
         torch.manual_seed(1)
         drawn.append(program.forward(*args)[0])
     torch.testing.assert_close(*drawn)

@@ -51,7 +51,7 @@ def trainer_of(optimizer=None, stages=None, schedule=None, loss=squared, **optio
         ({"norm_type": True}, TypeError, "norm_type is True"),
         ({"norm_type": -1}, ValueError, "norm_type is -1, expected a number of more than 0"),
         ({"norm_type": math.nan}, ValueError, "norm_type is nan"),
-        ({"norm_type": -2.0}, ValueError, "norm_type is -2.0"),
+        ({"norm_type": 0}, ValueError, "norm_type is 0"),
         ({"clip": -1.0}, ValueError, "max_norm is -1.0, expected a norm, at least 0"),
         ({"clip": math.nan}, ValueError, "max_norm is nan"),
         ({"clip": "1"}, TypeError, "max_norm is '1' of type str, expected a number"),
@@ -327,6 +327,7 @@ def test_batches_of_several_steps_are_pairs():
             lambda g, s, p: ({"w": p["w"].float()}, s),
             r"has made torch.float32\[4, 4\] of the parameter torch.float64\[4, 4\]",
         ),
+        (lambda g, s, p: ({"w": p["w"].sum(0)}, s), r"has made torch.float64\[4\] of the parameter"),
         (
             lambda g, s, p: (p, {"n": torch.zeros(2)}),
             r"has made torch.float32\[2\] of the state torch.float32\[\]",
@@ -831,9 +832,9 @@ def many_steps(rank, size, shape=None):
         for m in (2, 4, 8)
     ]
     state, bad, found = trainers[0].init(own), x / 0, []
-    for n in range(200):
+    for n in range(100):
         state, _ = trainers[n % 3].step(state, bad if n % 40 == 7 else x, y)
-        if n in (60, 199):
+        if n in (40, 99):
             found.append(usage())
     entries = [trainer._step.cache_info().currsize for trainer in trainers]
     transport.close()
@@ -847,15 +848,15 @@ def require_no_growth(answer):
     assert after[2] <= before[2]
     assert after[3] <= before[3]
     assert entries == [1, 1, 1]
-    assert steps == 195
+    assert steps == 97
 
 
-def test_two_hundred_steps_do_not_grow_in_process():
+def test_a_hundred_steps_do_not_grow_in_process():
     require_no_growth(many_steps(0, 1))
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
-def test_two_hundred_steps_do_not_grow(two, shape, request):
+def test_a_hundred_steps_do_not_grow(two, shape, request):
     if shape == (1, 2) and not request.config.getoption("--large"):
         pytest.skip("tied and cut parameters: run with --large")
     for answer in two(many_steps, shape, timeout=120):

@@ -72,38 +72,6 @@ def test_parts_of_a_stage_run_the_same_batch(four):
     four(disagreeing)
 
 
-def misnamed(rank, size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    stages, *_ = problem(2)
-    with pytest.raises(ValueError, match="the mesh has the axes pp, dp; name each of them once"):
-        new_trainer(stages, squared, pp.one_f_one_b(2, 4), pp.optim.sgd(1e-2), mesh)
-
-
-def test_every_axis_is_named(four):
-    four(misnamed)
-
-
-def laid_differently(rank, size):
-    """Two ranks that compute parts of the same stage cut its parameter along other axes."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    stages, params, x, y = problem(2)
-    pipe, axis = mesh.get_local_rank("pp"), mesh.get_local_rank("tp")
-    own = DTensor.from_local(params[pipe]["w"].chunk(2, axis)[axis].contiguous(), mesh["tp"], [Shard(axis)])
-    with (
-        new_trainer(
-            stages, squared, pp.one_f_one_b(2, 4), pp.optim.sgd(1e-2), mesh, axes=pp.Axes("pp", model="tp")
-        ) as trainer,
-        pytest.raises(
-            pp.AgreementError, match=r"params\[.\]\['w'\]: torch.float64 of \[6,6\] S\(.\) over tp=2; rank"
-        ),
-    ):
-        trainer.step(trainer.init({pipe: {"w": own}}), x, y)
-
-
-def test_parts_of_a_stage_lie_the_same_way(four):
-    four(laid_differently)
-
-
 def clipped_differently(rank, size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stages, params, x, y = problem(2)

@@ -92,7 +92,6 @@ def trained(rank, size, sizes, data, schedule, shard, expected):
 @pytest.mark.parametrize(
     "sizes, data, schedule, shard",
     [
-        ((2, 2), ("cp",), "1f1b", "none"),
         ((2, 2), ("cp",), "zbv", "params"),
         ((2, 2), ("cp",), "dualpipev", "optimizer"),
         ((1, 2, 2), ("dp", "cp"), "1f1b", "params"),

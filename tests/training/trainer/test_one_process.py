@@ -281,20 +281,6 @@ def test_dtypes_that_no_checkpoint_holds_are_refused(dtype):
         trainer.init(params)
 
 
-@pytest.mark.parametrize(
-    "options, text",
-    [
-        ({"clip": -1.0}, "max_norm is -1.0, expected a norm, at least 0"),
-        ({"on_nonfinite": "stop"}, "on_nonfinite: got 'stop', expected 'skip' or 'raise' or 'ignore'"),
-        ({"norm_type": -1.0}, "norm_type is -1.0"),
-    ],
-)
-def test_wrong_arguments_are_named(options, text):
-    stages, *_ = problem()
-    with pytest.raises(ValueError, match=text):
-        new_trainer(stages, squared, pp.one_f_one_b(4, 4), pp.optim.adamw(1e-2), **options)
-
-
 def test_two_clippings_and_a_strange_state_are_refused():
     stages, params, x, y = problem()
     clipping = pp.optim.chain(pp.optim.clip_by_global_norm(0.1), pp.optim.adamw(1e-2))
@@ -350,29 +336,6 @@ def test_norms_by_stage_and_by_name(norm_type, scale):
         assert found == pytest.approx(
             {name: g.norm(norm_type).item() for name, g in tree.items()}, rel=TOLERANCE
         )
-
-
-def test_axes_without_a_mesh_are_refused():
-    stages, *_ = problem(2)
-    with pytest.raises(ValueError, match="axes: got .*, and no mesh that has them"):
-        new_trainer(stages, squared, pp.one_f_one_b(2, 4), pp.optim.sgd(1e-2), axes=pp.Axes("pp", "dp"))
-
-
-def test_an_optimizer_makes_parameters_of_the_same_form():
-    stages, params, x, y = problem(2)
-    with pytest.raises(TypeError, match="optimizer: got Clip.*, expected init and update"):
-        pp.Trainer(stages, squared, pp.one_f_one_b(2, 4), pp.optim.clip_by_global_norm(1.0))
-    shrinking = pp.optim.sgd(1e-2)._replace(
-        update=lambda grads, state, params: ({name: p.sum(0) for name, p in params.items()}, state)
-    )
-    with (
-        pp.Trainer(stages, squared, pp.one_f_one_b(2, 4), shrinking, on_nonfinite="ignore") as trainer,
-        pytest.raises(
-            pp.PipelineError,
-            match=r"has made torch.float64\[6\] of the parameter torch.float64\[6, 6\] of stage",
-        ),
-    ):
-        trainer.step(trainer.init(params), x, y)
 
 
 def test_small_gradients_survive_a_scale_in_half_precision():
