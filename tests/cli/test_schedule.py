@@ -180,54 +180,28 @@ def broken_files() -> dict[str, str]:
     compute = to_csv(BUILDERS["1f1b"](3, 4))
     lowered = to_csv(place_communication(BUILDERS["1f1b"](3, 4)))
     twice = to_csv(BUILDERS["dualpipe"](2, 4))
-    apart = to_csv(BUILDERS["zb_h1"](3, 4))
     chunks = to_csv(place_communication(BUILDERS["interleaved_1f1b"](2, 4)))
     return {
         "missing forward": compute.replace("1F2,", ""),
-        "missing backward": compute.replace(",1B3", ""),
-        "missing weight gradient": apart.replace("1W2", ""),
         "missing rank": "".join(compute.splitlines(keepends=True)[:2])[:-4] + "\n",
-        "missing middle rank": "".join(compute.splitlines(keepends=True)[::2]),
         "missing send": lowered.replace("0SEND_F1,", ""),
-        "missing receive": lowered.replace("1RECV_F1,", ""),
         "duplicated forward": compute.replace("1F2", "1F2,1F2"),
-        "duplicated weight gradient": apart.replace("1W2", "1W2,1W2"),
-        "duplicated send": lowered.replace("0SEND_F1", "0SEND_F1,0SEND_F1"),
-        "duplicated receive": lowered.replace("1RECV_F1", "1RECV_F1,1RECV_F1"),
         "duplicated rank": compute + compute.splitlines()[2] + "\n",
-        "swapped forward and backward": compute.replace("2F0,2B0", "2B0,2F0"),
-        "swapped parts": apart.replace("1I0", "x").replace("1W0", "1I0").replace("x", "1W0"),
-        "swapped sends": (
-            lowered.replace("0SEND_F0", "x").replace("0SEND_F1", "0SEND_F0").replace("x", "0SEND_F1")
-        ),
-        "swapped receives": (
-            lowered.replace("1RECV_F0", "x").replace("1RECV_F1", "1RECV_F0").replace("x", "1RECV_F1")
-        ),
         "swapped receives of chunks": (
             chunks.replace("1RECV_F0", "x").replace("3RECV_F0", "1RECV_F0").replace("x", "3RECV_F0")
         ),
-        "send before its forward": lowered.replace("0F0,0SEND_F0", "0SEND_F0,0F0"),
-        "receive after its forward": lowered.replace("1RECV_F0,1F0", "1F0,1RECV_F0"),
         "swapped ranks": lowered.replace("0F1", "x").replace("1F1", "0F1").replace("x", "1F1"),
         "misplaced forward": compute.replace("1F2,", "").replace("2F0", "1F2,2F0"),
-        "misplaced send": lowered.replace("0SEND_F1,", "").replace("2F0", "0SEND_F1,2F0"),
         "misplaced chain": twice.replace("0F0", "0F3"),
         "cycle": "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
-        "cycle of messages": (
-            "0F0,0SEND_F0,0RECV_B0,0B0,0F1,0SEND_F1,0RECV_B1,0B1\n1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n"
-        ),
         "stage out of range": compute.replace("1F2", "7F2"),
         "stage far out of range": compute.replace("1F2", "1000000000000F2"),
-        "microbatch out of range": compute.replace("1F2", "1F4"),
         "forwards and backwards far out of range": compute.replace("1F2", "1F99").replace("1B2", "1B99"),
         "backward far out of range": compute.replace("1B2", "1B1000000000000000000"),
         "chain far out of range": twice.replace("2F3", "2F1000000"),
         "microbatch far out of range": compute.replace("1F2", "1F1000000000000000000"),
-        "message out of range": lowered.replace("0SEND_F1", "0SEND_F9"),
         "message of a stage out of range": lowered.replace("0SEND_F1", "1000000000000SEND_F1"),
-        "message over the end": lowered.replace("2F0", "2SEND_F0,2F0"),
         "peer out of range": lowered.replace("0SEND_F1", "0SEND_F1>1000000000000"),
-        "reduction twice": compute.replace("2B3", "2B3,2STEP,2STEP"),
         "empty row": compute + "\n",
         "quadratic": ",".join(f"{n}F0,0F{n}" for n in range(5000)) + "\n",
     }
@@ -718,18 +692,6 @@ def test_list_of_some_names(run):
     assert all(entry.strip() in run("list")[1] for entry in entries)
     code, out, err = run("list", "zvb")
     assert (code, out) == (2, "") and "zbv" in err
-
-
-def test_costs_in_a_file_are_strict(run, tmp_path):
-    file = tmp_path / "costs.json"
-    for text, message in (
-        ('{"forwards": 1}', "has 'forwards', expected an object"),
-        ('{"forward": [1, "x"]}', "forward is 'x'"),
-        ("", "not JSON"),
-    ):
-        file.write_text(text)
-        code, out, err = run("simulate", "1f1b", *SHAPE, "--costs", file)
-        assert (code, out) == (2, "") and f"{file}: {message}" in err
 
 
 def test_control_characters_of_names_are_escaped(run, tmp_path):

@@ -38,6 +38,15 @@ def environment():
     return inherited | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
 
 
+def command_of(*options):
+    """The command of a small run, of which a later option counts."""
+    return [sys.executable, EXAMPLES / "train_gpt.py", *SMALL, *options]
+
+
+def finished(command, environment):
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
 @pytest.fixture
 def trained(example, monkeypatch, tmp_path):
     """A function from options to the result of a small run in this process."""
@@ -94,11 +103,9 @@ def test_a_grid_of_processes_has_the_curve_of_one(trained, environment, tmp_path
     expected = trained("--stages", "1", *options)
     grid = "--stages 2 --tensor 2".split()
     grid += "--replicas 2 --shard params".split() if request.config.getoption("--large") else []
-    command = [sys.executable, EXAMPLES / "train_gpt.py", *SMALL, *options, *grid, "--out", tmp_path]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = finished(command_of(*options, *grid, "--out", tmp_path), environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    losses = [float(line.split(",")[1]) for line in (tmp_path / "loss.csv").read_text().splitlines()]
-    assert losses == pytest.approx(expected.losses, rel=1e-5)
+    assert losses_in(tmp_path) == pytest.approx(expected.losses, rel=1e-5)
     assert "A sample" in done.stdout
 
 
@@ -116,29 +123,12 @@ def test_a_run_goes_on_from_a_checkpoint_on_another_grid(example, trained, envir
     assert again == trained("--stages", "2", "--steps", "8")  # to the bit
     shutil.rmtree(tmp_path / "runs" / "step-8")
     shutil.rmtree(tmp_path / "runs" / "step-6")
-    command = [
-        sys.executable,
-        EXAMPLES / "train_gpt.py",
-        *SMALL,
-        *saving,
-        "--resume",
-        "--stages",
-        "2",
-        "--replicas",
-        "2",
-    ]
-    done = subprocess.run(
-        [*command, "--shard", "params", "--out", tmp_path],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    grid = "--resume --stages 2 --replicas 2 --shard params".split()
+    done = finished(command_of(*saving, *grid, "--out", tmp_path), environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert losses_in(tmp_path) == pytest.approx(expected.losses, rel=1e-5)
     assert losses_in(tmp_path)[:4] == again.losses[:4]
-    finished = trained("--stages", "4", *saving, "--resume")
-    assert finished.losses == losses_in(tmp_path)
+    assert trained("--stages", "4", *saving, "--resume").losses == losses_in(tmp_path)
 
 
 def rank_of(process, rank, patience=60):
@@ -160,27 +150,9 @@ def rank_of(process, rank, patience=60):
 def test_torchrun_goes_on_after_a_rank_was_killed(trained, environment, tmp_path):
     steps = ["--steps", "40", "--every", "2"]
     expected = trained("--stages", "2", *steps)
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--max-restarts",
-        "1",
-    ]
-    command = [
-        *torchrun,
-        EXAMPLES / "train_gpt.py",
-        *SMALL,
-        *steps,
-        "--save",
-        tmp_path / "runs",
-        "--resume",
-        "--out",
-        tmp_path,
-    ]
+    python, *script = command_of(*steps, "--save", tmp_path / "runs", "--resume", "--out", tmp_path)
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1".split()
+    command = [python, *torchrun, *script]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -195,30 +167,14 @@ def test_torchrun_goes_on_after_a_rank_was_killed(trained, environment, tmp_path
 
 
 def test_runs_plainly_in_processes_of_its_own(environment, tmp_path):
-    command = [
-        sys.executable,
-        EXAMPLES / "train_gpt.py",
-        *SMALL,
-        "--stages",
-        "2",
-        "--steps",
-        "25",
-        "--lr",
-        "0.02",
-    ]
-    done = subprocess.run(
-        [*command, "--out", tmp_path],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
+    options = "--stages 2 --steps 25 --lr 0.02".split()
+    done = finished(command_of(*options, "--out", tmp_path), environment)
+    assert done.returncode == 0, done.stderr[-2000:]
     first, last = (float(x) for x in done.stdout.split("loss: ")[1].split(" at last")[0].split(" at first, "))
     assert first == pytest.approx(5.5, abs=0.2)
     assert last < 4.5
     assert "A sample" in done.stdout
-    written = [float(line.split(",")[1]) for line in (tmp_path / "loss.csv").read_text().splitlines()]
+    written = losses_in(tmp_path)
     assert len(written) == 25
     assert (written[0], written[-1]) == pytest.approx((first, last), abs=1e-3)
     for picture in ("schedule.svg", "measured.svg"):
@@ -236,9 +192,7 @@ def test_a_failing_rank_fails_the_run_and_alone_tells_why(environment, tmp_path)
         " torch.ones(2), torch.ones(2))\nif __name__ == '__main__': launch.run(job, None, (2, 1, 1),"
         " False)\n"
     )
-    done = subprocess.run(
-        [sys.executable, tmp_path / "fail.py"], env=environment, capture_output=True, text=True, timeout=240
-    )
+    done = finished([sys.executable, tmp_path / "fail.py"], environment)
     assert done.returncode == 1
     assert "LookupError: no such thing" in done.stderr
     assert "Process 1 terminated" in done.stderr
@@ -259,18 +213,8 @@ def running(group):
 
 @pytest.mark.skipif(shutil.which("ps") is None, reason="looks at the processes with ps")
 def test_interrupt_ends_all_processes(environment, tmp_path, soon):
-    command = [
-        sys.executable,
-        EXAMPLES / "train_gpt.py",
-        *SMALL,
-        "--stages",
-        "2",
-        "--steps",
-        "100000",
-        "--out",
-        tmp_path,
-    ]
-    command += ["--save", tmp_path / "runs", "--every", "1"]
+    options = "--stages 2 --steps 100000 --every 1".split()
+    command = command_of(*options, "--out", tmp_path, "--save", tmp_path / "runs")
     hears = partial(
         signal.signal, signal.SIGINT, signal.default_int_handler
     )  # what runs in the background may ignore it
