@@ -15,6 +15,7 @@ import ppfunc as pp
 from ppfunc.schedule import BUILDERS, Op, remove_tail
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.testing import schedules
+from tests.conftest import few
 from tests.models import normal, same_bits, squared
 
 D = 3
@@ -96,6 +97,7 @@ def loop(case: Ragged, stages: Any, params: Any, inputs: Any, targets: Any, stat
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing depends on")
+@few(12)
 @given(ragged())
 def test_ragged_microbatches_are_those_of_a_plain_loop(case):
     """Loss, gradients, metrics and state, whatever some microbatches have and others have not."""
@@ -138,6 +140,7 @@ class Call(NamedTuple):
 calls = st.builds(Call, st.integers(0, 3), st.integers(1, 2), st.booleans())
 
 
+@few(8)
 @given(
     engines,
     schedules(["1f1b", "zbv", "dualpipe"], max_ranks=2, max_microbatches=4),
@@ -243,6 +246,7 @@ def owned(results: Any, arguments: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*nothing depends on")
 @pytest.mark.parametrize("builder", [pp.gpipe, pp.zb_h1])
+@few(10)
 @given(sharing)
 def test_results_belong_to_the_caller(builder, case):
     m, schedule = case.microbatches, builder(2, case.microbatches)

@@ -13,6 +13,7 @@ from hypothesis import given, strategies as st
 
 import ppfunc as pp
 from tests import models
+from tests.conftest import few
 from tests.models import affine, same_bits, squared
 
 D = 4
@@ -96,6 +97,7 @@ problem = partial(models.problem, leaves="wb")
 
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("builder", [pp.gpipe, pp.one_f_one_b])
+@few(6)
 @given(stages=st.integers(1, 5), m=st.integers(1, 9))
 def test_gradients_are_those_of_the_unpipelined_model(builder, engine, stages, m):
     params, inputs, targets = problem(stages, m)

@@ -36,7 +36,7 @@ def sequential(stages, microbatches):
 
 
 @pytest.mark.parametrize("name", TRAINING)
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_gradients_are_those_of_the_sequential_model(name, data):
     """The gradients of replicas of a stage are in the sum of the one stage of the model that they stand
