@@ -1223,7 +1223,7 @@ class Whitened(torch.nn.Module):
 @every_engine
 @pytest.mark.parametrize("split", [False, True])
 def test_a_factorization_that_fails_is_an_error(engine, split):
-    """The operator that raises for it has no result, so that graph dropped it, and went on with any numbers."""
+    """The operator that raises for it has no result: graph dropped it, and ran on with any numbers."""
     model = Whitened().double()
     torch.nn.init.eye_(model.first.weight)
     torch.nn.init.zeros_(model.first.bias)

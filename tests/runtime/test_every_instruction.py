@@ -299,7 +299,7 @@ def single_faults(name, make, large):
         for ranks in (found if large else [random.choice(found)]) for rank, count in enumerate(operations(name, ranks, make))  # noqa: E501
         for at in range(count) for kind, seconds in KINDS
     ]  # fmt: skip
-    return cases if large else random.sample(cases, 5)
+    return cases if large else random.sample(cases, 3)
 
 
 def is_large(request):

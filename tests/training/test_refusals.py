@@ -51,7 +51,6 @@ def trainer_of(optimizer=None, stages=None, schedule=None, loss=squared, **optio
         ({"norm_type": True}, TypeError, "norm_type is True"),
         ({"norm_type": -1}, ValueError, "norm_type is -1, expected a number of more than 0"),
         ({"norm_type": math.nan}, ValueError, "norm_type is nan"),
-        ({"norm_type": 0}, ValueError, "norm_type is 0"),
         ({"clip": -1.0}, ValueError, "max_norm is -1.0, expected a norm, at least 0"),
         ({"clip": math.nan}, ValueError, "max_norm is nan"),
         ({"clip": "1"}, TypeError, "max_norm is '1' of type str, expected a number"),
@@ -152,6 +151,11 @@ def test_a_wrong_shard_of_a_transport_is_named(options, text):
         (lambda: pp.dynamic_scale(interval=0), ValueError, "interval = 0, expected an integer of at least 1"),
         (lambda: pp.optim.clip_by_global_norm(math.nan), ValueError, "max_norm is nan"),
         (lambda: pp.optim.clip_by_global_norm(1.0, "inf"), TypeError, "norm_type is 'inf'"),
+        (
+            lambda: pp.optim.clip_by_global_norm(1.0, 0),
+            ValueError,
+            "norm_type is 0, expected a number of mor",
+        ),
     ],
 )
 def test_numbers_out_of_range_are_named(make, error, text):

@@ -58,7 +58,7 @@ def is_of_forward(node: Node) -> bool:
 
 
 def is_effect(node: Node) -> bool:
-    """Tell whether an operator does more than make its result: draws, keeps other ranks waiting, or raises."""
+    """Tell whether an operator does more than make its result: draws, keeps ranks waiting, or raises."""
     return is_random(node) or is_check(node) or (is_collective(node.target) and not is_wait(node))
 
 
