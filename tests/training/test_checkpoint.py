@@ -330,8 +330,11 @@ def flip(path, at, bit=0):
 
 
 DAMAGE = {
-    "lost": (lambda p: (p / FILE).unlink(), f"'step-2/{FILE}' is lost"),
-    "no manifest": (lambda p: (p / "manifest.json").unlink(), "'step-2/manifest.json' is lost"),
+    "lost": (lambda p: (p / FILE).unlink(), f"'step-2/{FILE}' cannot be read: No such file"),
+    "no manifest": (
+        lambda p: (p / "manifest.json").unlink(),
+        "'step-2/manifest.json' cannot be read: No such file",
+    ),
     "cut": (lambda p: os.truncate(p / FILE, 100), f"'step-2/{FILE}' has 100 bytes, expected"),
     "longer": (lambda p: os.truncate(p / FILE, 9999), f"'step-2/{FILE}' has 9999 bytes"),
     "flipped": (lambda p: flip(p / FILE, -1), f"tensor '.*' in 'step-2/{FILE}' has other bytes"),
@@ -350,22 +353,13 @@ DAMAGE = {
         lambda p: (shutil.rmtree(p), shutil.copytree(p.parent / "step-1", p)),
         "'step-2' holds the checkpoint of step 1",
     ),
-    "a link": (
-        lambda p: ((p / FILE).rename(p.parent / "x"), (p / FILE).symlink_to(p.parent / "x")),
-        f"'step-2/{FILE}' is a link",
+    "a link to nothing": (
+        lambda p: ((p / FILE).unlink(), (p / FILE).symlink_to(p.parent / "x")),
+        f"'step-2/{FILE}' cannot be read: No such file",
     ),
     "a folder": (
         lambda p: ((p / FILE).unlink(), (p / FILE).mkdir()),
-        f"'step-2/{FILE}' is a link, no plain file",
-    ),
-    "a pipe": (lambda p: ((p / FILE).unlink(), os.mkfifo(p / FILE)), f"'step-2/{FILE}' is no plain file"),
-    "a pickle": (
-        lambda p: (p / "x\x1b.pkl").write_bytes(pickle.dumps(print)),
-        r"'step-2/x\\x1b.pkl' is no part of the checkpoint",
-    ),
-    "a pickle for others": (
-        lambda p: (p / ".metadata").write_bytes(pickle.dumps(print)),
-        "'step-2/.metadata' is no part of",
+        f"'step-2/{FILE}' cannot be read: Is a directory",
     ),
 }
 
@@ -378,8 +372,7 @@ def test_damage_is_refused_by_name(runs, kind):
         (runs / "step-1").rename(runs / "aside")
         (runs / "step-3").rename(runs / "step-1")
     damage(runs / "step-2")
-    if kind != "no manifest":  # without it the folder is none of a checkpoint
-        refused(runs / "step-2", match)
+    refused(runs / "step-2", match)
     if kind == "another's manifest":
         shutil.rmtree(runs / "step-1")
         (runs / "aside").rename(runs / "step-1")
@@ -425,19 +418,27 @@ def test_damage_in_any_chunk_of_a_tensor_is_refused(tmp_path, monkeypatch):
             pp.checkpoint.latest(tmp_path)
 
 
-def test_files_that_systems_leave_behind_are_ignored(runs, tmp_path):
+def test_other_files_are_ignored(runs):
     """Nothing reads them, so they can do no harm."""
     for folder in (runs, runs / "step-2"):
-        for name in (".DS_Store", "._x", ".nfs000000000001"):
+        for name in (".DS_Store", ".metadata", "notes.pkl"):
             (folder / name).write_bytes(pickle.dumps(print))
     assert pp.checkpoint.latest(runs) == runs / "step-2"
     assert equal(pp.checkpoint.load(runs, like=zeros(tree())), tree(2))
     pp.checkpoint.save(runs, tree(3), step=3, keep=1)
-    assert sorted(os.listdir(runs)) == [".DS_Store", "._x", ".nfs000000000001", "step-3"]
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / ".DS_Store").touch()
-    with pytest.raises(FileNotFoundError, match="has no checkpoint"):
-        pp.checkpoint.load(tmp_path / "new", like={})
+    assert sorted(os.listdir(runs)) == [".DS_Store", ".metadata", "notes.pkl", "step-3"]
+
+
+def test_links_are_followed(runs, tmp_path):
+    """As those of the caches of Hugging Face, whose snapshots are links to files named by their digests."""
+    (runs / "last").symlink_to(runs / "step-2")
+    (runs / "step-2" / FILE).rename(tmp_path / "elsewhere")
+    (runs / "step-2" / FILE).symlink_to(tmp_path / "elsewhere")
+    assert equal(pp.checkpoint.load(runs / "last", like=zeros(tree())), tree(2))
+    (tmp_path / "snapshot").mkdir()
+    blob = pp.checkpoint.export(tmp_path / "blobs", {"a": torch.ones(2)}) / "model.safetensors"
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to(blob)
+    assert equal(pp.checkpoint.load(tmp_path / "snapshot", like={"a": torch.zeros(2)}), {"a": torch.ones(2)})
 
 
 def test_what_was_not_committed_is_no_checkpoint(runs):
@@ -446,31 +447,27 @@ def test_what_was_not_committed_is_no_checkpoint(runs):
     refused(runs / "step-2.writing-0a1b", "'step-2.writing-0a1b' was not committed")
     with pytest.raises(FileNotFoundError, match="is no folder"):
         pp.checkpoint.load(runs / "none", like={})
-    (runs / "link").symlink_to(runs / "step-1")
-    refused(runs / "link", "is no folder, or a link")
     (runs / "x").mkdir()
     with pytest.raises(FileNotFoundError, match="x has no checkpoint"):
         pp.checkpoint.load(runs / "x", like={})
     assert pp.checkpoint.latest(runs / "x") is None and pp.checkpoint.latest(runs / "none") is None
-    (runs / "x" / "data.pkl").touch()
-    refused(runs / "x", "has neither manifest.json")
 
 
 @pytest.mark.parametrize(
-    "make",
-    (lambda p: p.symlink_to(p.parent / "step-1"), lambda p: p.symlink_to(p / "gone"), lambda p: p.touch()),
+    ("make", "match"),
+    [
+        (lambda p: p.symlink_to(p.parent / "step-2"), "'step-.' holds the checkpoint of step 2"),
+        (lambda p: p.symlink_to(p / "gone"), "'.*step-.' is no folder"),
+        (lambda p: p.touch(), "'.*step-.' is no folder"),
+    ],
+    ids=["of another step", "to nothing", "a file"],
 )
-def test_a_link_or_a_file_in_the_place_of_a_checkpoint_is_told(runs, make):
+def test_a_link_or_a_file_in_the_place_of_a_checkpoint_is_told(runs, make, match):
     """Training would silently go on from an earlier step, or from the beginning."""
     make(runs / "step-7")
-    with pytest.warns(
-        UserWarning, match="step-2 is the latest good checkpoint; refused: '.*step-7' is no folder, or a link"
-    ):
-        assert pp.checkpoint.latest(runs) == runs / "step-2"
-    with pytest.warns(
-        UserWarning, match="step-2 is the latest good checkpoint; refused: '.*step-7' is no folder, or a link"
-    ):
-        assert equal(pp.checkpoint.load(runs, like=zeros(tree())), tree(2))
+    for find in (pp.checkpoint.latest, lambda folder: pp.checkpoint.load(folder, like=zeros(tree()))):
+        with pytest.warns(UserWarning, match=f"step-2 is the latest good checkpoint; refused: {match}"):
+            find(runs)
     pp.checkpoint.save(runs, tree(3), step=3, keep=1)
     assert [re.sub("-[0-9a-f]{16}$", "", name) for name in sorted(os.listdir(runs))] == [
         "step-3",
@@ -479,13 +476,6 @@ def test_a_link_or_a_file_in_the_place_of_a_checkpoint_is_told(runs, make):
     make(runs / "step-1")
     pp.checkpoint.save(runs, tree(4), step=4, keep=1)
     assert sorted(os.listdir(runs))[:2] == ["step-1", "step-4"]
-    shutil.rmtree(runs / "step-4")
-    for find in (pp.checkpoint.latest, lambda folder: pp.checkpoint.load(folder, like={})):
-        with pytest.raises(
-            pp.checkpoint.CheckpointError,
-            match="has no good checkpoint; refused: '.*step-1' is no folder, or a link",
-        ):
-            find(runs)
 
 
 def failing(function, path, error):
@@ -505,7 +495,6 @@ def failing(function, path, error):
         ("preadv", OSError(5, "Input/output error")),
         ("fstat", OSError(5, "Input/output error")),
         ("open", PermissionError(13, "Permission denied")),
-        ("listdir", FileNotFoundError(2, "No such file or directory")),  # another save has renamed it
     ],
 )
 def test_what_cannot_be_read_is_damaged(runs, monkeypatch, name, error):
@@ -535,8 +524,6 @@ def test_before_the_first_checkpoint_there_is_none(tmp_path):
     assert pp.checkpoint.latest(tmp_path) is None
     with pytest.raises(FileNotFoundError, match="has no checkpoint"):
         pp.checkpoint.load(tmp_path, like={})
-    (tmp_path / "step-1.damaged-0a1b").mkdir()
-    refused(tmp_path, "has neither manifest.json")
 
 
 def written(folder, content) -> None:
@@ -563,29 +550,28 @@ PART = ("tensors", "w", "parts", 0)
 @pytest.mark.parametrize(
     ("where", "value", "match"),
     [
-        (path_of(*PART, "file"), "../secret.safetensors", "'../secret.safetensors' is no name of a file"),
-        (path_of(*PART, "file"), "/etc/passwd", "is no name of a file"),
-        (path_of(*PART, "file"), "00009-of-00009.safetensors", "which is not among the files"),
+        (path_of(*PART, "file"), "../secret.safetensors", "'../secret.safetensors', no file of the folder"),
+        (path_of(*PART, "file"), "00009-of-00009.safetensors", "no file of the folder"),
         (
             path_of("files"),
             {"../x\n": {"size": 1, "header_sha256": "0" * 64}},
-            r"'../x\\n' is no name of a file",
+            r"the file '../x\\n' is outside of the folder",
         ),
         (path_of(*PART, "offset"), [1, 0], "which leaves it"),
-        (path_of(*PART, "offset"), [-1, 0], "is no list of sizes"),
+        (path_of(*PART, "offset"), [-1, 0], "which leaves it"),
         (path_of(*PART, "offset"), [0], "is damaged or foreign"),
         (path_of(*PART, "shape"), [4, 3], "has parts for 12 of 15 elements"),
         (path_of(*PART, "shape"), [2**62, 2**62], "which leaves it"),
         (path_of("tensors", "w", "parts"), [], "has parts for 0 of 15 elements"),
         (path_of("tensors", "w", "dtype"), "os.system", "is damaged or foreign"),
-        (path_of("tensors", "w", "shape"), [True, 3], "is no list of sizes"),
+        (path_of("tensors", "w", "shape"), [True, 3], "which leaves it"),
         (path_of(*PART, "digest"), None, "tensor 'w' in .* has other bytes"),
         (path_of("files", FILE, "header_sha256"), None, "has another header than the one that was written"),
         (path_of(*PART, "digest"), "0" * 64, "tensor 'w' in .* has other bytes"),
         (path_of("version"), 1, "got the format 'ppfunc checkpoint', version '1'"),
-        (path_of("step"), 10**30, "is no size"),
+        (path_of("step"), 10**30, "holds the checkpoint of step 10"),
         (path_of("values"), {"rest.1.0": {"pickle": "x"}}, "damaged or foreign"),
-        (path_of("files", FILE, "size"), -1, "is no size"),
+        (path_of("files", FILE, "size"), -1, "bytes, expected -1"),
         (path_of("tensors"), [], "damaged or foreign"),
     ],
 )
@@ -631,10 +617,6 @@ def test_parts_that_overlap_or_come_twice_are_refused(runs):
     content = content_of(runs / "step-2")
     parts = content["tensors"]["w"]["parts"]
     parts.append(dict(parts[0]))
-    written(runs / "step-2", content)
-    refused(runs / "step-2", "two parts in one file")
-    parts[1]["file"] = "00002-of-00002.safetensors"
-    content["files"]["00002-of-00002.safetensors"] = content["files"][FILE]
     written(runs / "step-2", content)
     refused(runs / "step-2", r"has the parts \[0:5, 0:3\] and \[0:5, 0:3\], which overlap")
 
@@ -777,28 +759,6 @@ def test_leftovers_of_dead_writers_are_deleted(runs):
         (runs / name).mkdir()
     pp.checkpoint.save(runs, tree(), step=3)
     assert names_in(runs) == ["other", "step-1", "step-1.damaged-00", "step-2", "step-3", "step-9.writing-zz"]
-
-
-def test_saves_beside_each_other(tmp_path):
-    """Of one step one is there in the end, whole; of several steps all are that have not been refused."""
-
-    def run(seed):
-        try:
-            pp.checkpoint.save(tmp_path, tree(seed), step=1)
-            won.append(seed)
-        except FileExistsError as error:
-            lost.append(str(error))
-
-    for _ in range(10):
-        won, lost = [], []
-        threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
-        [t.start() for t in threads]
-        [t.join() for t in threads]
-        assert len(won) == 1 and len(lost) == 3, lost
-        assert equal(pp.checkpoint.load(tmp_path, like=tree()), tree(won[0])) and names_in(tmp_path) == [
-            "step-1"
-        ]
-        shutil.rmtree(tmp_path / "step-1")
 
 
 # -- asynchronous saves ------------------------------------------------------------------------
@@ -1036,7 +996,9 @@ def test_an_export_in_several_files_has_an_index(tmp_path):
         pp.checkpoint.load(folder, like=like, names=lambda stage, name: f"layers.{stage}.{name}"), params
     )
     (folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(pp.checkpoint.CheckpointError, match="model-00002-of-00003.safetensors' is lost"):
+    with pytest.raises(
+        pp.checkpoint.CheckpointError, match="model-00002-of-00003.safetensors' cannot be read"
+    ):
         pp.checkpoint.load(folder, like=like, names=lambda stage, name: f"layers.{stage}.{name}")
 
 

@@ -62,8 +62,7 @@ def save(
         CheckpointError: another rank is gone, or has failed in another way.
         OSError: the disk of this rank is full, or does not work.
 
-    Jobs on different hosts should not save into one folder: the lock by which one tells that another still
-    writes may be local to a host on a network file system.
+    One job at a time saves into a folder: a save deletes what other writers have begun there.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as runs:
@@ -203,7 +202,7 @@ def load(
         folder: the folder given to :func:`save`, whose latest good checkpoint is loaded, with a warning if
             later ones are damaged; or one checkpoint, such as :func:`latest` returns; or a folder of
             safetensors files under a model's own names, as :func:`export` and Hugging Face write them, which
-            have no digests. Files whose names begin with a dot are ignored.
+            have no digests.
         like: a state of the form to load, such as ``trainer.init(params)``. Its names, shapes and dtypes have
             to be those of the checkpoint, all of them; layouts over a mesh and devices are its own.
         names, group: see :func:`save`.

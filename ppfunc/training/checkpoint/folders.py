@@ -3,13 +3,12 @@ same way.
 
 ========================  ====================================================================================
 ``step-12``               a checkpoint
-``step-12.writing-...``   one that is being written, locked by its writer; without a lock its writer is dead
+``step-12.writing-...``   one that is being written, or that a dead writer has left
 ``step-12.damaged-...``   one that was refused when a save found it in its way, kept to be looked at
 ``step-12.deleting-...``  one that is being deleted
 ========================  ====================================================================================
 """
 
-import fcntl
 import os
 import re
 import secrets
@@ -42,20 +41,8 @@ def on_the_way(folder: Path) -> str | None:
     return None if match is None else match[1]
 
 
-def is_stray(name: str) -> bool:
-    """Tell if nothing reads a file, such as file systems and viewers leave behind: its name begins with
-    a dot, but for ``.metadata``, which torch.distributed.checkpoint would unpickle.
-
-    >>> [name for name in (".DS_Store", ".nfs0001", ".metadata", "x.pkl") if is_stray(name)]
-    ['.DS_Store', '.nfs0001']
-    """
-    return name.startswith(".") and name != ".metadata"
-
-
 def checkpoints(root: Path) -> list[Path]:
-    """List the checkpoints in a folder, good or not, the latest first; a link or a file of such a name is one
-    that is not good.
-    """
+    """List the checkpoints in a folder, good or not, the latest first; a file of such a name is not good."""
     with reading(root):
         paths = [Path(entry.path) for entry in os.scandir(root)] if root.is_dir() else []
     steps = {path: step for path in paths if (step := step_of(path)) is not None}
@@ -92,60 +79,30 @@ def draft(target: Path) -> Iterator[str]:
     Args:
         target: the folder of the checkpoint.
     """
-    root, lock = target.parent, -1
+    root, nonce = target.parent, secrets.token_hex(8)
     if (root / MANIFEST).exists():
         raise ValueError(
             f"folder: {root} is a checkpoint itself; give the folder in which there is one for each step"
         )
     make_folder(root)
-    while lock < 0:  # a save beside this one may delete the folder before it is locked
-        nonce = secrets.token_hex(8)
-        os.mkdir(writing(target, nonce))
-        lock = _locked(writing(target, nonce))
+    os.mkdir(writing(target, nonce))
     try:
         yield nonce
     finally:
         shutil.rmtree(writing(target, nonce), ignore_errors=True)
-        os.close(lock)
-
-
-def _locked(folder: Path) -> int:
-    """Lock a folder: a descriptor; -1 where another has it, or it is gone."""
-    try:
-        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return -1
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if folder.exists():
-            return file
-    except BlockingIOError:
-        pass
-    except BaseException:
-        os.close(file)
-        raise
-    os.close(file)
-    return -1
 
 
 def clean(written: Path, keep: int | None) -> None:
-    """Delete what dead writers have left around a checkpoint, and all checkpoints but this one and the latest
-    ``keep`` complete ones.
+    """Delete what other writers have left around a checkpoint, and all checkpoints but this one and the
+    latest ``keep`` complete ones.
 
     Complete is told by names and sizes: bytes are not read again. One that is not complete does not count,
-    and is deleted with those before the last that is kept. Whether a writer is dead is told by its lock,
-    which a network file system may keep to its host: two jobs on different hosts should not save into one
-    folder.
+    and is deleted with those before the last that is kept.
     """
     root, count = written.parent, 0
     for entry in list(os.scandir(root)):
-        if (
-            on_the_way(Path(entry.path))
-            and entry.is_dir(follow_symlinks=False)
-            and (lock := _locked(Path(entry.path))) >= 0
-        ):
+        if on_the_way(Path(entry.path)):
             shutil.rmtree(entry.path, ignore_errors=True)
-            os.close(lock)
     if keep is None:
         return
     for path in checkpoints(root):
@@ -163,16 +120,14 @@ def clean(written: Path, keep: int | None) -> None:
 
 
 def open_checkpoint(folder: Path) -> Contents:
-    """Read the manifest of a checkpoint, and check, without reading tensors, that all of its files are there,
-    and nothing else.
+    """Read the manifest of a checkpoint, and check, without reading tensors, that all of its files are there.
 
     Raises:
-        CheckpointError: a file is lost, cut, a link, foreign, or the checkpoint is that of another step, or
-            cannot be read.
+        CheckpointError: a file is lost or cut, or the checkpoint is that of another step, or cannot be read.
     """
     with reading(folder):  # another save may delete it
-        if not folder.is_dir() or folder.is_symlink():
-            raise CheckpointError(f"{escaped(folder)} is no folder, or a link; put the folder itself there")
+        if not folder.is_dir():
+            raise CheckpointError(f"{escaped(folder)} is no folder")
         if on_the_way(folder):
             raise CheckpointError(f"{escaped(folder.name)} was not committed")
         contents = read_manifest(folder)
@@ -182,11 +137,6 @@ def open_checkpoint(folder: Path) -> Contents:
                     raise CheckpointError(
                         f"{escaped(f'{folder.name}/{name}')} has {size} bytes, expected {expected}"
                     )
-        for name in sorted(os.listdir(folder)):
-            if name not in contents.files and name != MANIFEST and not is_stray(name):
-                raise CheckpointError(
-                    f"{escaped(f'{folder.name}/{name}')} is no part of the checkpoint; take it away"
-                )
     if step_of(folder) not in (None, contents.step):
         raise CheckpointError(f"{escaped(folder.name)} holds the checkpoint of step {contents.step}")
     return contents

@@ -13,7 +13,7 @@ from ppfunc.stage.layout import distributed, layout_of, local
 from ..patterns import first_match
 from .boxes import box_of
 from .errors import CheckpointError, escaped, listed, reading
-from .folders import checkpoints, is_stray, on_the_way, open_checkpoint
+from .folders import checkpoints, open_checkpoint, step_of
 from .manifest import MANIFEST, Contents
 from .model_files import holds_model_files, open_model_files
 from .naming import Leaf, Names, named_leaves
@@ -84,23 +84,11 @@ def _read_together(
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """List the folders to try: this one, or the checkpoints in it, the latest first; none while the first is
-    being written.
-    """
+    """List the folders to try: this one, or the checkpoints in it, the latest first."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder")
-    with reading(folder):
-        if (folder / MANIFEST).exists() or holds_model_files(folder):
-            return [folder]
-        paths = checkpoints(folder)
-        foreign = [
-            path for path in folder.iterdir() if on_the_way(path) != "writing" and not is_stray(path.name)
-        ]
-    if foreign and not paths:
-        raise CheckpointError(
-            f"{folder} has neither {MANIFEST}, the sign of a checkpoint that is whole, nor checkpoints in it"
-        )
-    return paths
+    alone = step_of(folder) is not None or (folder / MANIFEST).exists() or holds_model_files(folder)
+    return [folder] if alone else checkpoints(folder)
 
 
 def _open(path: Path) -> Contents:

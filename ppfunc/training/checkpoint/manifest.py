@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,12 +10,11 @@ import torch
 
 from .boxes import Box, require_tiled
 from .errors import CheckpointError, escaped
-from .tensor_file import DTYPES_BY_NAME, dtype_name, is_sizes, read_json, read_plain, require_readable
+from .tensor_file import DTYPES_BY_NAME, dtype_name, read_json, read_plain, require_readable
 
 MANIFEST = "manifest.json"
 _FORMAT, _VERSION = "ppfunc checkpoint", 3
 _MOST = 2**28  # bytes
-_FILE = re.compile(r"\d{5}-of-\d{5}\.safetensors", re.ASCII)
 
 Value = bool | int | float | str
 
@@ -114,8 +112,7 @@ def signed(content: Any) -> bytes:
 
 
 def read_manifest(folder: Path) -> Contents:
-    """Read the manifest of a checkpoint, and check it: every tensor is covered once, and no name leaves the
-    folder.
+    """Read the manifest of a checkpoint, and check it: its digest is right, every tensor is covered once.
 
     Raises:
         CheckpointError: it is lost, damaged or foreign.
@@ -129,16 +126,15 @@ def read_manifest(folder: Path) -> Contents:
         if content["format"] != _FORMAT or content["version"] != _VERSION:
             got = f"{escaped(content['format'])}, version {escaped(content['version'])}"
             raise ValueError(f"got the format {got}, expected {_FORMAT!r}, version {_VERSION}")
-        files = {
-            _file(name): (_number(file["size"]), str(file["header_sha256"]))
-            for name, file in content["files"].items()
-        }
+        files = {name: (file["size"], file["header_sha256"]) for name, file in content["files"].items()}
+        if outside := [name for name in files if Path(name).name != name]:
+            raise ValueError(f"the file {escaped(outside[0])} is outside of the folder")
         tensors = {name: _stored(name, entry, files) for name, entry in content["tensors"].items()}
-        values = {name: _value(name, value) for name, value in content["values"].items()}
-        run = content["run"]
-        if not isinstance(run, str | None):
-            raise ValueError(f"{escaped(run)} is no id of a run")
-        return Contents(folder, tensors, values, files, _number(content["step"]), run)
+        values = {
+            name: float.fromhex(value["float"]) if type(value) is dict else value
+            for name, value in content["values"].items()
+        }
+        return Contents(folder, tensors, values, files, content["step"], content["run"])
     except KeyError as error:
         problem = f"it has no {escaped(error.args[0])}"
     # Malformed numbers may overflow.
@@ -150,39 +146,10 @@ def read_manifest(folder: Path) -> Contents:
 def _stored(name: str, entry: Any, files: Mapping[str, Any]) -> Stored:
     parts = []
     for part in entry["parts"]:
-        file = _file(part["file"])
-        if file not in files:
-            raise ValueError(f"tensor {escaped(name)} is in the file {file}, which is not among the files")
-        box = Box(_sizes(part["offset"]), _sizes(part["shape"]))
-        parts.append(StoredPart(box, file, str(part["digest"])))
-    if len({part.file for part in parts}) < len(parts):
-        raise ValueError(f"tensor {escaped(name)} has two parts in one file")
-    shape = _sizes(entry["shape"])
+        if part["file"] not in files:
+            raise ValueError(f"tensor {escaped(name)} is in {escaped(part['file'])}, no file of the folder")
+        box = Box(tuple(part["offset"]), tuple(part["shape"]))
+        parts.append(StoredPart(box, part["file"], str(part["digest"])))
+    shape = tuple(entry["shape"])
     require_tiled([part.box for part in parts], shape, f"tensor {escaped(name)}")
     return Stored(DTYPES_BY_NAME[entry["dtype"]], shape, tuple(parts))
-
-
-def _value(name: str, value: Any) -> Value:
-    if type(value) is dict:
-        return float.fromhex(value["float"])
-    if type(value) not in (bool, int, str):
-        raise ValueError(f"{escaped(name)} is {escaped(value)}")
-    return value
-
-
-def _file(name: Any) -> str:
-    if type(name) is not str or not _FILE.fullmatch(name):
-        raise ValueError(f"{escaped(name)} is no name of a file of a checkpoint")
-    return name
-
-
-def _number(value: Any) -> int:
-    if not is_sizes([value]):
-        raise ValueError(f"{escaped(value)} is no size")
-    return int(value)
-
-
-def _sizes(value: Any) -> tuple[int, ...]:
-    if not is_sizes(value):
-        raise ValueError(f"{escaped(value)} is no list of sizes")
-    return tuple(value)

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
@@ -207,7 +206,7 @@ def open_tensors(folder: Path, name: str) -> Iterator[TensorFile]:
     """Open a safetensors file of a folder, and check its header.
 
     Raises:
-        CheckpointError: it is not there, no plain file, or its header is malformed.
+        CheckpointError: it is not there, cannot be read, or its header is malformed.
     """
     path = f"{folder.name}/{name}"
     with open_plain(folder, name) as (file, size):
@@ -256,33 +255,18 @@ def _span(path: str, name: str, entry: Any, base: int) -> Span:
 
 @contextmanager
 def open_plain(folder: Path, name: str) -> Iterator[tuple[FileIO, int]]:
-    """Open a plain file of a folder for reading, not through a link; also give its size in bytes.
+    """Open a file of a folder for reading; also give its size in bytes.
 
     Raises:
-        CheckpointError: it is not there, no plain file, or cannot be read.
+        CheckpointError: it is not there, or cannot be read.
     """
-    where, flags = escaped(f"{folder.name}/{name}"), os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        file = open(  # noqa: SIM115
-            folder / name, "rb", buffering=0, opener=lambda path, mode: os.open(path, mode | flags)
-        )
-    except FileNotFoundError:
-        raise CheckpointError(f"{where} is lost") from None
-    except OSError as error:
-        raise CheckpointError(
-            f"{where} is a link, no plain file, or cannot be read: {error.strerror}"
-        ) from error
-    with file, reading(f"{folder.name}/{name}"):
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError(f"{where} is no plain file")
-        yield file, status.st_size
+    with reading(f"{folder.name}/{name}"), open(folder / name, "rb", buffering=0, opener=os.open) as file:
+        yield file, os.fstat(file.fileno()).st_size
 
 
 def _read_at(file: FileIO, name: str, memory: memoryview, at: int) -> None:
     while len(memory):
-        with reading(name):
-            done = os.preadv(file.fileno(), [memory], at)
+        done = os.preadv(file.fileno(), [memory], at)
         if not done:
             raise CheckpointError(f"{escaped(name)} is cut: it ends at byte {at}")
         memory, at = memory[done:], at + done

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .boxes import Box
-from .errors import CheckpointError, RankError, escaped, reading
+from .errors import CheckpointError, RankError, escaped
 from .folders import checkpoints, flush_folder, open_checkpoint, step_of
 from .manifest import Contents, StoredPart
 from .tensor_file import TensorFile, open_tensors
@@ -93,7 +93,7 @@ def read_parts(contents: Contents, parts: Iterable[PartToRead]) -> None:
         files.setdefault(task.part.file, []).append(task)
 
     def read(name: str) -> None:
-        with reading(f"{contents.folder.name}/{name}"), open_tensors(contents.folder, name) as file:
+        with open_tensors(contents.folder, name) as file:
             _require_written(contents, name, file, files[name])
             in_threads(partial(_read, file), files[name])
 
