@@ -6,7 +6,11 @@
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.autograd import forward_ad
+
+from ppfunc.stage._torch import transforming
+from ppfunc.stage.tree import tree_leaves
 
 # Optimizers as single kernels over lists of tensors of one device and dtype, with ``found_inf``.
 fused_adamw = torch._fused_adamw_
@@ -23,9 +27,17 @@ norms_of_each = torch._foreach_norm
 update_scale = torch._amp_update_scale_
 
 
-def forward_level() -> int:
-    """Return the level of forward derivatives by dual numbers, -1 outside of all."""
-    return forward_ad._current_level
+def looked_through(trees: Any) -> bool:
+    """Tell if a transform or autograd sees what is computed of these trees.
+
+    Parameters of modules are values: who trains them wants no graph from step to step.
+    """
+    if transforming() or forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(
+        isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter)
+        for leaf in tree_leaves(trees)
+    )
 
 
 def users_of(storage: torch.UntypedStorage) -> int:

@@ -32,13 +32,13 @@ from ppfunc.stage.modules.frozen import FrozenLeaves, Trainable
 from .batches import Batches, with_results
 from .lowered import LoweredTraining, on_meta
 from .optim.protocols import Optimizer, text_of
+from .update.comparison import KnownState
 from .update.initial_state import initial_state
-from .update.known_states import GOES_ON, KnownStates
 from .update.parameter_update import TrainingUpdate
 from .update.precision import Precision
 from .update.ranks import TrainingRanks
 from .update.reducer import Reducer
-from .update.state_checks import StateChecks, require_trees
+from .update.stage_trees import StageTrees, require_trees, trees_of
 from .update.states import ReduceState, StateRule, UpdateState
 from .update.train_state import Metrics as Metrics, TrainState as TrainState
 from .update.update_rule import OnNonfinite, UpdateRule
@@ -83,12 +83,11 @@ class Trainer:
         overlapped: as in :func:`value_and_grad`, for schedules such as ``dualpipev``.
 
     Parameters, inputs and the leaves of the state are tensors or DTensors; a stage gets the local tensors.
-    Once, before the first step and after a failure, ranks compare their options, the hyperparameters of
-    optimizer and scale, updates of constants by the optimizer, and checksums of the states of data ranks; in
-    every step the seed, and the rate where it is a function of the caller's. A state that no step of this
-    trainer has returned, or that was written into since, is compared like the first. Frozen parameters stay
-    as they are, without gradients, optimizer state or master copies. Ranks that hold one parameter have to
-    agree that it is frozen.
+    In every step, ranks compare their options, the hyperparameters of optimizer and scale, and the seed;
+    before the first step and after a failure also updates of constants by the optimizer, and checksums of the
+    states of data ranks. A state that no step of this trainer has returned, or that was written into since,
+    is compared like the first. Frozen parameters stay as they are, without gradients, optimizer state or
+    master copies. Ranks that hold one parameter have to agree that it is frozen.
 
     Raises:
         ScheduleError, ValueError, TypeError: as :func:`value_and_grad`; arguments that do not fit together.
@@ -125,7 +124,7 @@ class Trainer:
             axes = "" if self.transport.mesh is None else f", {self.transport.axes}"
             sharded, reduce = shard == "params", rule.precision.reduce
             self.schedule, ahead = _completed(schedule, sharded, bool(ties))
-            self._states = KnownStates(checksum_every)
+            self._known = KnownState(checksum_every)
             self._ranks = TrainingRanks.of(self.schedule, ties, self.transport)
             spec = StepSpec(
                 f"trainer {rule.options_text}, shard {shard}{axes}",
@@ -147,7 +146,7 @@ class Trainer:
             self._evaluate = make(schedule=ahead, spec=looking, training=False, programs=programs)
         self._closed = False
         self._idle: dict[int, list[Reducer]] = {}
-        self._checks = StateChecks(self._rule, self._ranks)
+        self._trees: dict[int, StageTrees] = {}  # of the last state
 
     def __repr__(self) -> str:
         return f"<trainer of {self._step!r}>"
@@ -176,7 +175,7 @@ class Trainer:
                 " trainer.init(params, split.state)"
             )
         initial = initial_state(self._rule, self._ranks, self.transport.device, params, state)
-        self._checks.require_fit(initial)
+        trees_of(self._rule, self._ranks, initial, self._trees)
         return initial
 
     @naming_arguments
@@ -311,7 +310,7 @@ class Trainer:
         # What shares memory is seen in values alone.
         valued = {s: tree for s, tree in params.items() if not isinstance(tree, Signature)}
         require_declared_trees(valued, self._ranks.tied)
-        update = TrainingUpdate(self._rule, self._ranks, {}, initial, GOES_ON)
+        update = TrainingUpdate(self._rule, self._ranks, {}, initial, known=True)
         inputs = on_meta(inputs)
         batches = Batches.of_one(inputs, on_meta(targets), extras=extras)
         step = self._step.lower(partial(self._arguments, update, batches))
@@ -339,22 +338,21 @@ class Trainer:
         """Run the steps of a call. Return their update, and the result of ``run``."""
         self._require_open()
         generation, replicated = self.transport.generation, self._ranks.data.size > 1
-        known = self._states.known_as(state, generation) if replicated else GOES_ON
+        known = not replicated or self._known.goes_on(state, generation)
         update = TrainingUpdate(rule, self._ranks, self._idle, state, known, batches.norms)
         result = run(partial(self._arguments, update, batches))
-        if replicated:
-            trains = rule is self._rule
-            self._states.note(update.state if trains else state, generation, len(update.metrics) * trains)
+        if replicated and rule is self._rule:  # an evaluation leaves the state as it is
+            self._known.note(update.state, generation, len(update.metrics))
         return update, result
 
     def _arguments(self, update: TrainingUpdate, batches: Batches) -> list[RawArguments]:
         """Prepare the arguments of the steps of a call: parameters are cast once."""
         batches.require_pairs()
         state, precision, text = update.state, self._rule.precision, batches.text
-        update.trees = self._checks.require_fit(state)
+        update.trees = trees_of(self._rule, self._ranks, state, self._trees)
         if self._ranks.world.size > 1:
-            numbers = text_of(self._rule.optimizer) if callable(self._rule.optimizer.text) else ""
-            text += f"; {update.known or 'another state'}; {numbers}"
+            goes_on = "a state that goes on" if update.known else "another state"
+            text += f"; {goes_on}; optimizer {text_of(self._rule.optimizer)}"
         m = self.schedule.microbatches
         common = RawArguments(
             {s: self._ranks.for_step(tree, precision) for s, tree in state.params.items()},

@@ -27,7 +27,7 @@ from ppfunc.parallel import Partition
 from ppfunc.stage._torch import strided_shard
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.training.checkpoint import loading
-from ppfunc.training.checkpoint.boxes import Box, box_of
+from ppfunc.training.checkpoint.manifest import Box, box_of
 from tests.models import new_trainer, same_bits, squared
 
 SHAPES = [(5, 3), (8,), (2, 7, 3), (1,), (), (3, 0)]

@@ -26,7 +26,6 @@ MAKE = {
     "adamw": (pp.optim.adamw, torch.optim.AdamW, {}),
     "sgd": (pp.optim.sgd, torch.optim.SGD, {}),
     "momentum": (pp.optim.sgd, torch.optim.SGD, {"momentum": 0.9}),
-    "dampened": (pp.optim.sgd, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}),
 }
 
 

@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ppfunc as pp
 from ppfunc.stage.tree import tree_leaves, tree_map
+from ppfunc.training.optim.protocols import text_of
 from tests.models import new_trainer, normal, squared
 
 
@@ -68,7 +69,7 @@ def test_sharded_updates_are_those_of_the_whole_or_refused(two, name):
             torch.testing.assert_close(got[0], whole, rtol=1e-12, atol=1e-14)
         else:
             assert "which updates a part of a parameter in another way than the whole" in got
-            assert f"got the optimizer {MAKE[name]().text}" in got
+            assert f"got the optimizer {text_of(MAKE[name]())}" in got
 
 
 @pytest.mark.parametrize("name", ["adamw", "norms"])

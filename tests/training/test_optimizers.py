@@ -14,7 +14,6 @@ from ppfunc.training.optim import (
     adamw,
     chain,
     clip_by_global_norm,
-    constant,
     from_updates,
     global_norm,
     linear,
@@ -74,8 +73,8 @@ PAIRS = {
     "sgd": (lambda: sgd(0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
     "sgd decay": (lambda: sgd(0.1, weight_decay=0.2), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.2)),
     "sgd momentum": (
-        lambda: sgd(0.1, 0.9, 0.2, dampening=0.5),
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.2, dampening=0.5),
+        lambda: sgd(0.1, 0.9, 0.2),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.2),
     ),
     "sgd nesterov": (
         lambda: sgd(0.1, 0.9, nesterov=True, donate=True),
@@ -263,7 +262,6 @@ SKIPPING = {
     "sgd": lambda donate: sgd(0.1, donate=donate),
     "sgd momentum": lambda donate: sgd(0.1, 0.9, 0.2, donate=donate),
     "sgd nesterov": lambda donate: sgd(0.1, 0.9, nesterov=True, donate=donate),
-    "sgd dampening": lambda donate: sgd(0.1, 0.9, 0.2, dampening=0.5, donate=donate),
     "chain": lambda donate: chain(clip_by_global_norm(1.0), adamw(0.1, donate=donate)),
     "updates": lambda donate: from_updates(
         Optimizer(
@@ -329,7 +327,7 @@ def test_no_value_is_read_by_the_host(name):
     assert reads.count == 1
 
 
-@pytest.mark.parametrize("rate", [constant(0.1), linear(0.1, 0.0, 4), warmup_cosine(0.1, 2, 5)])
+@pytest.mark.parametrize("rate", [linear(0.1, 0.0, 4), warmup_cosine(0.1, 2, 5)])
 def test_rates_as_torch_takes_them(rate):
     def theirs(p):
         return torch.optim.AdamW(p, lr=1.0)
@@ -374,7 +372,7 @@ def test_an_optimizer_that_writes_into_its_arguments_cannot_skip():
         optimizer.update([torch.ones(2)], {}, [torch.ones(2)], found_inf=torch.tensor(0.0))
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd momentum", "sgd dampening", "chain"])
+@pytest.mark.parametrize("name", ["adamw", "sgd momentum", "chain"])
 def test_odd_leaves(name):
     """One row, no dimension, nothing, integers, complex numbers, and several dtypes."""
     params = {

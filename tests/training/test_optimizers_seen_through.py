@@ -13,7 +13,6 @@ WORDS = {
     "adamw": lambda: pp.optim.adamw(0.1),
     "sgd": lambda: pp.optim.sgd(0.1),
     "nesterov": lambda: pp.optim.sgd(0.1, 0.9, 0.2, nesterov=True),
-    "dampened": lambda: pp.optim.sgd(0.1, 0.9, 0.2, dampening=0.5),
     "clipped": lambda: pp.optim.chain(pp.optim.clip_by_global_norm(0.5), pp.optim.adamw(0.1)),
     "muon": lambda: pp.optim.muon(0.1, rest=pp.optim.adamw(0.1)),
     "lamb": lambda: pp.optim.lamb(0.1),
@@ -78,7 +77,7 @@ def test_an_update_maps_over_gradients_and_over_populations(name):
     torch.testing.assert_close(tree_map(lambda t: t[2], whole), again, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "nesterov", "dampened"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "nesterov"])
 def test_the_formula_computes_what_the_kernel_does(name):
     optimizer = WORDS[name]()
     tree = params() | {"z": normal(2, dtype=torch.complex128), "n": torch.arange(3)}

@@ -138,7 +138,6 @@ def test_a_wrong_shard_of_a_transport_is_named(options, text):
         (lambda: pp.optim.sgd(-0.1), ValueError, "lr is -0.1"),
         (lambda: pp.optim.sgd(0.1, -0.9), ValueError, "momentum is -0.9"),
         (lambda: pp.optim.sgd(0.1, weight_decay=math.inf), ValueError, "weight_decay is inf"),
-        (lambda: pp.optim.constant(-1.0), ValueError, "lr is -1.0"),
         (lambda: pp.optim.linear(0.1, math.nan, 4), ValueError, "end is nan"),
         (
             lambda: pp.optim.linear(0.1, 0.0, 2.5),
@@ -251,14 +250,12 @@ def test_what_an_optimizer_cannot_do_is_told_before_anything_runs():
     for wrong, text in (
         (
             other.init(params).optimizer,
-            (
-                r"state.optimizer\[0\]: got no \['mean'\]\['w'\], which the optimizer adamw\(.* keeps; go on"
-                r" with"
-            ),
+            r"state.optimizer\[0\]\['mean'\]\['w'\]: got nothing, expected .* of 2 dimensions, which the"
+            r" optimizer adamw\(.* keeps; go on with",
         ),
         (
             {0: {**moments, "more": moments["updates"]}, 1: moments},
-            r"state.optimizer\[0\]: got \['more'\], which .* does not keep",
+            r"state.optimizer\[0\]\['more'\]: got torch.int64 of 0 dimensions, expected nothing",
         ),
         (
             {0: {**moments, "updates": moments["updates"].float()}, 1: moments},
@@ -734,7 +731,7 @@ def test_a_state_that_a_failed_step_has_not_written_into_is_as_before():
             for _ in range(3):
                 trainer.step(state, x, y)
         assert same_bits(state, copy)
-        if optimizer.text.startswith("adamw"):
+        if optimizer.text().startswith("adamw"):
             trainer.step(state, x, y)
 
 

@@ -103,10 +103,10 @@ class ParameterUpdate(Protocol):
     """Carries out REDUCE_GRAD and STEP, UNSHARD and RESHARD in the steps of one call.
 
     Attributes:
-        known: as what the ranks know that its facts go together; "" where they compare them.
+        known: the ranks know that its facts go together; else they compare them.
     """
 
-    known: str
+    known: bool
 
     def facts(self) -> tuple[str, Mapping[tuple[str, ...], str]]:
         """Return texts of terms that ranks compare where they meet.

@@ -2,11 +2,11 @@
 
 ::
 
-    save    api -> naming: a name for each leaf -> boxes: the part that each rank holds
+    save    api -> naming: a name for each leaf -> manifest: the part that each rank holds
             -> saving: the same plan on all ranks -> tensor_file: one file a rank, digests, flushed
             -> manifest: written last -> folders: the rename that makes the checkpoint appear
     load    api -> loading -> folders: the latest first -> manifest -> verify: the next one if it is refused
-            -> tensor_file: the parts that this rank needs -> boxes: copied into what it holds
+            -> tensor_file: the parts that this rank needs
 
 ``peers`` carries answers between ranks: a failure on one rank raises on all. ``model_files`` writes and
 reads the safetensors files of a model under its own names.

@@ -11,10 +11,9 @@ from torch import Tensor
 from ppfunc.stage.layout import distributed, layout_of, local
 
 from ..patterns import first_match
-from .boxes import box_of
 from .errors import CheckpointError, escaped, listed, reading
 from .folders import checkpoints, open_checkpoint, step_of
-from .manifest import MANIFEST, Contents
+from .manifest import MANIFEST, Contents, box_of
 from .model_files import holds_model_files, open_model_files
 from .naming import Leaf, Names, named_leaves
 from .peers import Peers

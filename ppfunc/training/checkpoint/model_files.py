@@ -15,10 +15,9 @@ from torch import Tensor
 from ppfunc.runtime.agreement.checksums import checksum
 from ppfunc.stage.layout import whole
 
-from .boxes import Box
 from .errors import CheckpointError, escaped, listed
 from .folders import flush_folder, make_folder
-from .manifest import Contents, Stored, StoredPart, file_name
+from .manifest import Box, Contents, Stored, StoredPart, file_name
 from .naming import Names, named_leaves
 from .peers import Group, Peers
 from .saving import forms_of, plan_of, require_same

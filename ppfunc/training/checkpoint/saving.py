@@ -25,10 +25,20 @@ from ppfunc.stage.interrupts import hold_interrupts
 from ppfunc.stage.layout import local
 
 from ..update.train_state import TrainState, require_not_donated
-from .boxes import Box, box_of, require_tiled
 from .errors import CheckpointError, escaped
 from .folders import clean, draft, flush_folder, require_run, writing
-from .manifest import MANIFEST, Contents, Stored, StoredPart, Value, file_name, manifest_text
+from .manifest import (
+    MANIFEST,
+    Box,
+    Contents,
+    Stored,
+    StoredPart,
+    Value,
+    box_of,
+    file_name,
+    manifest_text,
+    require_tiled,
+)
 from .naming import Leaf, Names, named_leaves
 from .peers import Peers
 from .tensor_file import (

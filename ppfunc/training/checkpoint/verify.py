@@ -11,10 +11,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .boxes import Box
 from .errors import CheckpointError, RankError, escaped
 from .folders import checkpoints, flush_folder, open_checkpoint, step_of
-from .manifest import Contents, StoredPart
+from .manifest import Box, Contents, StoredPart
 from .tensor_file import TensorFile, open_tensors
 from .threads import in_threads
 

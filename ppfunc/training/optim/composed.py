@@ -1,6 +1,7 @@
-"""Make optimizers of others: one that clips first, and one of updates in optax's form."""
+"""Make optimizers of others: clip first, add differences in optax's form, average over updates."""
 
 import inspect
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import starmap
 from typing import Any
@@ -9,12 +10,15 @@ import torch
 from torch import Tensor
 
 from ppfunc._text import naming_arguments, shown
+from ppfunc.parallel.counts import require_counts
 from ppfunc.stage.signature import differentiable
-from ppfunc.stage.tree import tree_flatten, tree_paths
+from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 
+from .._torch import looked_through
+from ..checks import require_number
 from .norms import Clip
-from .protocols import Optimizer, Tree, require_pair, selected, skipping, text_of, text_with
-from .seen import looked_through
+from .protocols import Optimizer, Tree, require_pair, selected, skipping, text_of
+from .updates import zero_count
 
 
 def from_updates(transform: Any) -> Optimizer:
@@ -80,7 +84,7 @@ def from_updates(transform: Any) -> Optimizer:
         new = structure.unflatten(starmap(_added, zip(wanted, got, strict=True)))
         return selected(found_inf, (params, state), (new, after))
 
-    return Optimizer(init, update, text=text_with(lambda: f"from_updates({text_of(transform)})", [transform]))
+    return Optimizer(init, update, text=lambda: f"from_updates({text_of(transform)})")
 
 
 def _added(parameter: Tensor, change: Tensor) -> Tensor:
@@ -119,5 +123,118 @@ def chain(clip: Clip, optimizer: Optimizer) -> Optimizer:
     ) -> tuple[Tree, Tree]:
         return ending.update(clip(grads), state, params, found_inf=found_inf)
 
-    text = text_with(lambda: f"chain({clip.text}, {text_of(ending)})", [ending])
-    return Optimizer(ending.init, update, (clip, ending), text)
+    return Optimizer(ending.init, update, (clip, ending), lambda: f"chain({clip.text}, {text_of(ending)})")
+
+
+def ema(optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
+    """Make an optimizer that also keeps an exponential moving average of the parameters.
+
+    Equivalent to, after every update that is not skipped:
+        average = decay * average + (1 - decay) * p
+
+    Its state is a dictionary: ``average``, which begins with the parameters, in float32 or wider, and
+    ``inner``, the state of ``optimizer``. To evaluate the average, give a trainer
+    ``state._replace(params={s: own["average"] for s, own in state.optimizer.items()})``; where
+    ``shard="optimizer"`` cuts it, gather its leaves by ``full_tensor()`` first.
+
+    Args:
+        decay: less than 1.
+
+    Raises:
+        ValueError, TypeError: another decay; not an optimizer, or one that clips, which is said around it.
+
+    >>> from ppfunc.training.optim import sgd
+    >>> optimizer, params = ema(sgd(1.0), decay=0.5), [torch.tensor(4.0)]
+    >>> _, state = optimizer.update([torch.tensor(2.0)], optimizer.init(params), params)
+    >>> state["average"]
+    [tensor(3.)]
+    """
+    require_number("decay", decay, below=1.0)
+
+    def average(new: Tree, state: dict[str, Tree]) -> tuple[Tree, dict[str, Tree]]:
+        return new, {"average": tree_map(lambda old, p: _between(old, p, 1 - decay), state["average"], new)}
+
+    return _averaging(optimizer, f"ema {decay} of", lambda params: {"average": params}, average)
+
+
+def lookahead(optimizer: Optimizer, every: int = 5, share: float = 0.5) -> Optimizer:
+    """Make an optimizer that goes back a part of the way after every so many updates.
+
+    Equivalent to, after every ``every`` updates:
+        slow = slow + share * (p - slow)
+        p = slow
+
+    Its state is a dictionary: ``updates``, the number of updates made, ``slow``, and ``inner``, the state of
+    ``optimizer``.
+
+    Raises:
+        ValueError, TypeError: numbers out of range; not an optimizer, or one that clips, which is said
+            around it.
+
+    References:
+        Zhang et al., Lookahead Optimizer: k steps forward, 1 step back, NeurIPS 2019.
+    """
+    require_counts(every=every)
+    require_number("share", share)
+
+    def begin(params: Tree) -> dict[str, Tree]:
+        return {"updates": zero_count(tree_leaves(params)), "slow": params}
+
+    def go_back(new: Tree, state: dict[str, Tree]) -> tuple[Tree, dict[str, Tree]]:
+        updates = state["updates"] + 1
+        due = (updates % every == 0).float()
+        moved = tree_map(lambda old, p: _between(old, p, share), state["slow"], new)
+        slow = selected(due, moved, state["slow"])  # selects the first where it is due
+        back = tree_map(lambda p, old: old.to(p.dtype), new, slow)
+        return selected(due, back, new), {"updates": updates, "slow": slow}
+
+    return _averaging(optimizer, f"lookahead {every} {share} of", begin, go_back)
+
+
+def _averaging(
+    optimizer: Optimizer,
+    name: str,
+    begin: Callable[[Tree], dict[str, Tree]],
+    average: Callable[[Tree, dict[str, Tree]], tuple[Tree, dict[str, Tree]]],
+) -> Optimizer:
+    """Make an optimizer that also averages the parameters that another one updates.
+
+    Args:
+        begin: makes its own state, of parameters.
+        average: from new parameters and its own state to the parameters and state after them.
+    """
+    require_pair("optimizer", optimizer)
+    if getattr(optimizer, "clipped", None) is not None:
+        raise ValueError(
+            f"optimizer: got {text_of(optimizer)}; expected the clip around all, chain(clip, ...)"
+        )
+    inner = skipping(optimizer)
+
+    def init(params: Tree) -> dict[str, Tree]:
+        own = tree_map(lambda p: _wide(p.detach()).clone() if differentiable(p.dtype) else p, params)
+        return {**begin(own), "inner": inner.init(params)}
+
+    def update(
+        grads: Tree, state: dict[str, Tree], params: Tree, *, found_inf: Tensor | None = None
+    ) -> tuple[Tree, dict[str, Tree]]:
+        own = {key: tree for key, tree in state.items() if key != "inner"}
+        with nullcontext() if looked_through((grads, state, params)) else torch.no_grad():
+            new, after = inner.update(grads, state["inner"], params, found_inf=found_inf)
+            averaged, own_after = average(new, own)
+            return selected(found_inf, new, averaged), {**selected(found_inf, own, own_after), "inner": after}
+
+    rate = inner.rate
+    own_rate = None if rate is None else lambda state, since: rate(state["inner"], since)
+    return Optimizer(
+        init, update, text=lambda: f"{name} {text_of(inner)}", elementwise=inner.elementwise, rate=own_rate
+    )
+
+
+def _between(one: Tensor, other: Tensor, share: float) -> Tensor:
+    """Return what is ``share`` of the way from one leaf to another; leaves that do not train as they are."""
+    return one + share * (other - one) if differentiable(one.dtype) else one
+
+
+def _wide(leaf: Tensor) -> Tensor:
+    """Cast to float32 or wider, in which small changes are not lost."""
+    return leaf.to(torch.promote_types(leaf.dtype, torch.float32))

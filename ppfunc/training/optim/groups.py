@@ -12,7 +12,7 @@ from ppfunc.stage.signature import differentiable, leaf_names
 from ppfunc.stage.tree import tree_flatten
 
 from ..patterns import first_match, require_reachable
-from .protocols import Optimizer, Tree, require_pair, skipping, text_of, text_with
+from .protocols import Optimizer, Tree, require_pair, skipping, text_of
 
 Choose = Callable[[str, ParameterKind], str]
 """From the name of a parameter in its stage, and an object with its ``ndim`` and ``dtype``, to a group."""
@@ -130,4 +130,4 @@ def divided(
         return {key: of(state[name], since) for key, name, of in rates if of is not None}
 
     elementwise = all(optimizer.elementwise for optimizer in every)
-    return Optimizer(init, update, text=text_with(write, every), elementwise=elementwise, rate=rate)
+    return Optimizer(init, update, text=write, elementwise=elementwise, rate=rate)

@@ -1,8 +1,8 @@
 """Flatten trees for the fused kernels of torch: lists of real row-major tensors, by device and dtype."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from optree import PyTreeSpec
@@ -12,7 +12,7 @@ from ppfunc.runtime.agreement.ties import sharing
 from ppfunc.stage._torch import FakeTensor
 from ppfunc.stage.form import Form, form_of, same_form
 from ppfunc.stage.signature import differentiable, flatten
-from ppfunc.stage.tree import tree_map, tree_paths, tree_structure
+from ppfunc.stage.tree import tree_paths
 
 from .._torch import copy_into_each
 from .protocols import Tree
@@ -24,13 +24,13 @@ class LeafPlan(NamedTuple):
     Args:
         forms: of the parameters, of their gradients, and of each tree of the state.
         trained: the leaves of the parameters that have gradients.
-        groups: positions among them, of one device and real dtype each.
+        groups: positions among them, of one device, real dtype and decay each; with the decay.
         plain: the kernels can work on the tensors as they are.
     """
 
     forms: tuple[Form, ...]
     trained: tuple[int, ...]
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[float, tuple[int, ...]], ...]
     plain: bool
 
 
@@ -48,29 +48,59 @@ def leaves_of(plan: LeafPlan, trees: Sequence[Tree]) -> list[Leaves] | None:
     return leaves
 
 
-def plan_of(params: Tree, grads: Tree, states: dict[str, Tree]) -> tuple[LeafPlan, list[Leaves]]:
+def plan_of(
+    params: Tree, grads: Tree, states: Mapping[str, Tree], decays: Sequence[float]
+) -> tuple[LeafPlan, list[Leaves]]:
     """Check that the trees of an update fit together; return their plan and their leaves.
+
+    Args:
+        decays: of every parameter.
 
     Raises:
         ValueError: gradients or state that do not match the parameters; names the leaf.
     """
     wanted, structure = flatten(params, "params")
+    gradients, of_grads = flatten(grads, "grads")
+    require_match("grads", gradients, of_grads, wanted, structure)
+    for name, tree in states.items():
+        state_column(name, tree, wanted, structure)
+    pairs = [flatten(tree) for tree in (params, grads, *states.values())]
     trained = tuple(n for n, p in enumerate(wanted) if differentiable(p.dtype))
-    trained_leaves = [wanted[n] for n in trained]
-    leaves, forms = [wanted], [form_of(wanted, structure)]
-    for name, tree in (("grads", grads), *states.items()):
-        got, got_structure = flatten(tree, name)
-        if name == "grads":
-            require_match(name, got, got_structure, wanted, structure)
-        else:
-            require_match(name, got, got_structure, trained_leaves, tree_structure(_trained_only(params)))
-        leaves.append(got)
-        forms.append(form_of(got, got_structure))
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for n, p in enumerate(trained_leaves):
-        groups.setdefault((p.device, p.real.dtype if p.dtype.is_complex else p.dtype), []).append(n)
-    plain = all(_is_plain(leaf) for tree in leaves for leaf in tree if differentiable(leaf.dtype))
-    return LeafPlan(tuple(forms), trained, tuple(map(tuple, groups.values())), plain), leaves
+    groups: dict[tuple[torch.device, torch.dtype, float], list[int]] = {}
+    for k, n in enumerate(trained):
+        p = wanted[n]
+        dtype = p.real.dtype if p.dtype.is_complex else p.dtype
+        groups.setdefault((p.device, dtype, decays[n]), []).append(k)
+    plain = all(_is_plain(leaf) for leaves, _ in pairs for leaf in leaves if differentiable(leaf.dtype))
+    forms = tuple(form_of(leaves, treedef) for leaves, treedef in pairs)
+    alike = tuple((decay, tuple(group)) for (_, _, decay), group in groups.items())
+    return LeafPlan(forms, trained, alike, plain), [tuple(leaves) for leaves, _ in pairs]
+
+
+def state_column(
+    name: str,
+    tree: Tree,
+    params: Sequence[Tensor],
+    treedef: PyTreeSpec,
+    shape_of: Callable[[torch.Size], Sequence[int] | None] = tuple,
+) -> list[Tensor | None]:
+    """Return the leaf of each parameter in a tree of the state; None where it has none.
+
+    Raises:
+        ValueError: a leaf that does not match its parameter.
+    """
+    try:
+        column: list[Any] = treedef.flatten_up_to(tree)
+    except ValueError as error:
+        raise ValueError(f"{name} must have the structure of params: {error}") from error
+    for n, (p, leaf) in enumerate(zip(params, column, strict=True)):
+        shape = shape_of(p.shape) if differentiable(p.dtype) else None
+        expected = "nothing" if shape is None else f"{p.dtype}{list(shape)} on {p.device}"
+        got = "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)} on {leaf.device}"
+        if got != expected:
+            path = tree_paths(treedef, name)[n]
+            raise ValueError(f"{path} must match its parameter: got {got}, expected {expected}")
+    return column
 
 
 def require_match(
@@ -87,51 +117,50 @@ def require_match(
             )
 
 
-def _trained_only(params: Tree) -> Tree:
-    return tree_map(lambda p: p if differentiable(p.dtype) else None, params)
-
-
-def owned(
-    plan: LeafPlan, trees: Mapping[str, Tree], leaves: Sequence[Leaves], donate: bool
-) -> tuple[list[Tree], list[Sequence[Tensor]]]:
+def owned(plan: LeafPlan, names: Sequence[str], leaves: Sequence[Leaves], donate: bool) -> list[Leaves]:
     """Copy the parameters and the state for an update in place; donated ones are taken as they are.
 
     Args:
-        trees: by name, the parameters first.
+        names: of the trees, the parameters first.
 
     Returns:
-        The trees, and the leaves of each for the kernels.
+        The leaves of each tree that the update writes into.
 
     Raises:
         ValueError: donated leaves that share memory.
     """
-    columns: list[Sequence[Tensor]] = [_trained(plan, leaves[0]), *leaves[1:]]  # a state has no others
-    if not (donate and plan.plain):
-        columns = [list(map(_dense, column)) if donate else _copies(column) for column in columns]
-        every = list(leaves[0])
-        for n, leaf in zip(plan.trained, columns[0], strict=True):
-            every[n] = leaf
-        pairs = zip(trees.items(), (every, *columns[1:]), strict=True)
-        trees = {name: tree_structure(tree).unflatten(column) for (name, tree), column in pairs}
-        columns = [list(map(_as_real, column)) for column in columns]
-    if donate:
-        _require_own_memory(plan, columns, trees)
-    return list(trees.values()), columns
+    columns = [_trained(plan, leaves[0]), *leaves[1:]]  # a state has no others
+    if not donate:
+        return [_copies(column) for column in columns]
+    if not plan.plain:
+        columns = [tuple(map(_dense, column)) for column in columns]
+    _require_own_memory(plan, columns, names)
+    return columns
 
 
-def gradients_of(plan: LeafPlan, leaves: Leaves) -> Sequence[Tensor]:
-    """Return the gradients for the kernels."""
+def rebuilt(plan: LeafPlan, params: Leaves, columns: Sequence[Leaves]) -> list[Tree]:
+    """Make the trees after an update of the leaves that it has written into."""
+    every = list(params)
+    for n, leaf in zip(plan.trained, columns[0], strict=True):
+        every[n] = leaf
+    of_params, _, *of_state = plan.forms
+    trees = zip((of_params, *of_state), (every, *columns[1:]), strict=True)
+    return [form.treedef.unflatten(leaves) for form, leaves in trees]
+
+
+def for_kernels(plan: LeafPlan, leaves: Leaves) -> Sequence[Tensor]:
+    """View row-major leaves in real dtypes: the kernels know no complex numbers."""
+    return leaves if plan.plain else [torch.view_as_real(x) if x.dtype.is_complex else x for x in leaves]
+
+
+def gradients_of(plan: LeafPlan, leaves: Leaves) -> Leaves:
+    """Return the gradients in row-major memory."""
     trained = _trained(plan, leaves)
-    return trained if plan.plain else [_as_real(_dense(leaf)) for leaf in trained]
+    return trained if plan.plain else tuple(map(_dense, trained))
 
 
-def _trained(plan: LeafPlan, leaves: Leaves) -> Sequence[Tensor]:
-    return leaves if len(plan.trained) == len(leaves) else [leaves[n] for n in plan.trained]
-
-
-def _as_real(leaf: Tensor) -> Tensor:
-    """View the same memory in a real dtype: the kernels know no complex numbers."""
-    return torch.view_as_real(leaf) if leaf.dtype.is_complex else leaf
+def _trained(plan: LeafPlan, leaves: Leaves) -> Leaves:
+    return leaves if len(plan.trained) == len(leaves) else tuple(leaves[n] for n in plan.trained)
 
 
 def _dense(leaf: Tensor) -> Tensor:
@@ -150,27 +179,26 @@ def _is_plain(leaf: Tensor) -> bool:
     return _is_dense(leaf) and not leaf.dtype.is_complex
 
 
-def _copies(leaves: Sequence[Tensor]) -> list[Tensor]:
+def _copies(leaves: Leaves) -> Leaves:
     """Copy leaves into row-major memory."""
-    fresh = [torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
+    fresh = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in leaves)
     if fresh:
-        copy_into_each(fresh, list(leaves))
+        copy_into_each(fresh, leaves)
     return fresh
 
 
-def _require_own_memory(
-    plan: LeafPlan, columns: Sequence[Sequence[Tensor]], trees: Mapping[str, Tree]
-) -> None:
+def _require_own_memory(plan: LeafPlan, columns: Sequence[Leaves], names: Sequence[str]) -> None:
     """Raise ValueError if two leaves share memory, which in-place updates would change twice."""
     every = [leaf for column in columns for leaf in column]
     if every and isinstance(every[0], FakeTensor):
         return  # without values, nor addresses
     if len(set(map(Tensor.data_ptr, every))) == len(every):
         return
-    paths, *further = (tree_paths(tree_structure(tree), name) for name, tree in trees.items())
-    names = [*(paths[n] for n in plan.trained), *chain(*further)]
+    forms = plan.forms[0], *plan.forms[2:]
+    of_params, *of_state = (tree_paths(form.treedef, name) for form, name in zip(forms, names, strict=True))
+    paths = [*(of_params[n] for n in plan.trained), *chain(*of_state)]
     for one, other in sharing(every, [leaf.nbytes for leaf in every]):
         raise ValueError(
-            f"{names[one]} and {names[other]} share their memory, so that they cannot both be updated in"
+            f"{paths[one]} and {paths[other]} share their memory, so that they cannot both be updated in"
             " place; pass donate=False or make them separate tensors"
         )

@@ -10,9 +10,8 @@ from torch import Tensor
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_leaves, tree_map
 
-from .._torch import norms_of_each
+from .._torch import looked_through, norms_of_each
 from ..checks import require_real
-from .seen import looked_through
 
 _ROW, _LONG = 4096, 16_384  # elements of a row, and of the shortest leaf that is read in rows
 

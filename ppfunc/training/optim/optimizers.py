@@ -1,8 +1,9 @@
-"""Make optimizers that work element by element, of torch's fused kernels."""
+"""Make optimizers that work element by element: by torch's fused kernels, and by formulas of one leaf."""
 
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ppfunc._text import naming_arguments
@@ -10,7 +11,6 @@ from ppfunc.stage.modules.frozen import Mask
 
 from .._torch import fused_adamw, fused_sgd
 from ..checks import require_number
-from . import formulas
 from .protocols import Optimizer
 from .updates import LearningRate, optimizer_of, require_betas, written_into
 
@@ -86,7 +86,7 @@ def adamw(
         fused_adamw(params, grads, mean, square, [], [step] * len(params), **options, **numbers)
 
     numbers = f"betas ({betas[0]}, {betas[1]}), eps {eps}"
-    formula = partial(formulas.adamw, betas=(betas[0], betas[1]), eps=eps)
+    formula = partial(_adamw, betas=(betas[0], betas[1]), eps=eps)
     return optimizer_of("adamw", numbers, formula, ("mean", "square"), lr, weight_decay, mask, kernel, donate)
 
 
@@ -96,7 +96,6 @@ def sgd(
     momentum: float = 0.0,
     weight_decay: float = 0.0,
     *,
-    dampening: float = 0.0,
     nesterov: bool = False,
     mask: Mask | None = None,
     donate: bool = False,
@@ -105,7 +104,7 @@ def sgd(
 
     Equivalent to:
         g = g + weight_decay * p
-        buffer = g at the first update, then momentum * buffer + (1 - dampening) * g
+        buffer = g at the first update, then momentum * buffer + g
         p = p - lr * (g + momentum * buffer if nesterov else buffer)
 
     Its state is a dictionary: ``updates``, the number of updates made, int64[], and with momentum the buffer
@@ -115,15 +114,13 @@ def sgd(
         lr: as in :func:`adamw`.
         momentum: decay of the buffer; 0 keeps none.
         weight_decay: share of each parameter added to its gradient.
-        dampening: share of each gradient that is kept out of the buffer; no fused kernel knows it without
-            reading a value.
         nesterov: look ahead along the momentum.
         mask: as in :func:`adamw`.
         donate: as in :func:`adamw`.
 
     Raises:
         ValueError, TypeError: a number that is negative or not finite, or none; ``nesterov`` without
-            momentum, or with dampening.
+            momentum.
 
     >>> import torch
     >>> optimizer = sgd(lr=0.1)
@@ -133,13 +130,10 @@ def sgd(
     """
     require_number("momentum", momentum, below=1.0)
     require_number("weight_decay", weight_decay)
-    require_number("dampening", dampening)
-    if nesterov and (momentum <= 0 or dampening != 0):
-        raise ValueError(
-            f"nesterov needs momentum > 0 and dampening 0, got momentum={momentum} and dampening={dampening}"
-        )
-    numbers = f"momentum {momentum}, dampening {dampening}, nesterov {nesterov}"
-    formula = partial(formulas.sgd, momentum=momentum, dampening=dampening, nesterov=nesterov)
+    if nesterov and not momentum:
+        raise ValueError("nesterov needs momentum > 0, got momentum=0; pass nesterov=False")
+    numbers = f"momentum {momentum}, nesterov {nesterov}"
+    formula = partial(_sgd, momentum=momentum, nesterov=nesterov)
     options: dict[str, Any] = {
         "momentum": momentum,
         "dampening": 0.0,
@@ -148,11 +142,49 @@ def sgd(
     }
 
     def kernel(params: list[Tensor], grads: list[Tensor], *rest: Any, **numbers: Any) -> None:
-        # torch 2.13 mixes up the vectors of halves on the CPU, and knows no dampening.
-        if (momentum and dampening) or (params[0].dtype.itemsize < 4 and params[0].is_cpu):
+        # torch 2.13 mixes up the vectors of halves on the CPU.
+        if params[0].dtype.itemsize < 4 and params[0].is_cpu:
             return written_into(formula, params, grads, *rest, **numbers)
         # A buffer of zeros becomes the gradient, as it does in torch at the first update.
         fused_sgd(params, grads, rest[0] if momentum else [], **options, is_first_step=False, **numbers)
 
     names = ("momentum",) if momentum else ()
     return optimizer_of("sgd", numbers, formula, names, lr, weight_decay, mask, kernel, donate)
+
+
+def _adamw(
+    p: Tensor, g: Tensor, mean: Tensor, square: Tensor, *,
+    step: Tensor, lr: Tensor | float, weight_decay: float, betas: tuple[float, float], eps: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Update by Adam with decoupled weight decay."""
+    mean, square, direction = adam_direction(g, mean, square, step, betas, eps)
+    return p - lr * weight_decay * p - lr * direction, mean, square
+
+
+def _sgd(
+    p: Tensor, g: Tensor, *buffers: Tensor,
+    step: Tensor, lr: Tensor | float, weight_decay: float,
+    momentum: float, nesterov: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Update by stochastic gradient descent."""
+    change = g + weight_decay * p
+    if not buffers:
+        return (p - lr * change,)
+    total = momentum * buffers[0] + change
+    return p - lr * (change + momentum * total if nesterov else total), total
+
+
+def adam_direction(
+    g: Tensor, mean: Tensor, square: Tensor, step: Tensor, betas: tuple[float, float], eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return both moments, and the direction of the update."""
+    mean = mean + (1 - betas[0]) * (g - mean)
+    square = betas[1] * square + (1 - betas[1]) * g * g
+    root = _root(square) / (1 - betas[1] ** step).sqrt()
+    return mean, square, mean / (1 - betas[0] ** step) / (root + eps)
+
+
+def _root(x: Tensor) -> Tensor:
+    """Take the square root, whose derivative is finite where ``x`` is 0."""
+    none = x == 0
+    return torch.where(none, x, torch.where(none, 1.0, x).sqrt())

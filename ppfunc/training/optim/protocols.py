@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -46,8 +46,8 @@ class Optimizer(NamedTuple):
             is read by the host to know it. The trainer updates one stage, or shards of its leaves, at a time.
         clipped: the clip and the optimizer that :func:`chain` was given. A trainer clips by the norm of all
             stages, then runs that optimizer.
-        text: its name and numbers, which ranks that train together compare; by default the name of
-            ``update``. A function that writes it where numbers can change: they compare it in every step.
+        text: its name and numbers, which ranks that train together compare in every step, or a function that
+            writes them; by default the name of ``update``.
         elementwise: an update is known to work element by element. Of others, a trainer that cuts parameters
             over ranks tries it out.
         rate: ``rate(state, since) -> lr``, for the metrics of a trainer: the learning rate of the update that
@@ -81,11 +81,6 @@ def text_of(thing: Any) -> str:
     text = getattr(thing, "text", "")
     written: str = text() if callable(text) else text
     return written or getattr(getattr(thing, "update", thing), "__qualname__", type(thing).__name__)
-
-
-def text_with(write: Callable[[], str], parts: Sequence[Optimizer]) -> str | Callable[[], str]:
-    """Write the text of an optimizer of several; a function if that of one of them is."""
-    return write if any(callable(getattr(part, "text", "")) for part in parts) else write()
 
 
 def skipping(optimizer: Optimizer) -> Optimizer:

@@ -28,21 +28,6 @@ class Rate(NamedTuple):
         return self.of(updates)
 
 
-def constant(lr: float) -> Rate:
-    """Make a rate that never changes.
-
-    Raises:
-        ValueError, TypeError: a rate that is negative or not finite, or no number.
-
-    >>> constant(0.1)(torch.tensor(7)).item()
-    0.1
-    """
-    require_number("lr", lr)
-    return Rate(
-        f"constant({lr})", lambda updates: torch.full((), lr, dtype=torch.float64, device=updates.device)
-    )
-
-
 @naming_arguments
 def linear(start: float, end: float, steps: int) -> Rate:
     """Make a rate that goes from ``start`` to ``end`` in ``steps`` updates, and stays there.

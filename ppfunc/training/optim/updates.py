@@ -1,7 +1,8 @@
 """Make optimizers of formulas of one leaf, and of fused kernels that compute the same in place.
 
-A kernel runs where nobody looks through the update. Under ``torch.func`` transforms and autograd the formula
-does.
+A formula is ``formula(p, g, *states, step, lr, weight_decay) -> (p, *states)``, where ``step`` counts updates
+from 1: a pure function of real tensors, in float32 or wider. A kernel runs where nobody looks through the
+update. Under ``torch.func`` transforms and autograd the formula does.
 """
 
 from __future__ import annotations
@@ -22,14 +23,26 @@ from ppfunc.stage.modules.frozen import Mask, masked_leaves
 from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.tree import tree_flatten
 
+from .._torch import looked_through
 from ..checks import require_number
-from .formulas import Formula
-from .leaves import LeafPlan, gradients_of, leaves_of, owned, plan_of, require_match
+from .leaves import (
+    LeafPlan,
+    Leaves,
+    for_kernels,
+    gradients_of,
+    leaves_of,
+    owned,
+    plan_of,
+    rebuilt,
+    require_match,
+    state_column,
+)
 from .protocols import Optimizer, Tree, selected
-from .seen import looked_through
 
 LearningRate = float | Callable[[Tensor], Tensor | float]
 """Number, or function of the number of updates made before, such as :func:`warmup_cosine`."""
+
+Formula = Callable[..., tuple[Tensor | None, ...]]
 
 Kernel = Callable[..., None]
 """``kernel(params, grads, *states, step, *, lr, weight_decay, found_inf)`` updates lists in place."""
@@ -68,25 +81,20 @@ def optimizer_of(
     def write() -> str:
         return f"{name}({_text_of_rate(lr)}, {numbers}, weight decay {weight_decay}{_text_of_mask(mask)})"
 
-    text = write()
-    of_user = callable(lr) and not getattr(lr, "text", None)  # it may read numbers that change
-    shapes = states if isinstance(states, Mapping) else dict.fromkeys(states, lambda shape: shape)
-    # The plan of the last update, and groups of leaves by their decay: the next trees mostly have its form.
-    last: tuple[LeafPlan, list[tuple[float, tuple[int, ...]]]] | None = None
+    write()  # raises for a rate that is none
+    shapes = states if isinstance(states, Mapping) else dict.fromkeys(states, tuple)
+    last: LeafPlan | None = None  # of the last update: the next trees mostly have its forms
+
+    def decays_of(params: Tree) -> list[float]:
+        decaying = masked_leaves(True if mask is None else mask, Signature.of(params))
+        return [weight_decay if decays else 0.0 for decays in decaying]
 
     def init(params: Tree) -> dict[str, Tree]:
-        if mask is not None:
-            masked_leaves(mask, Signature.of(params))  # raises for a mask of another form
+        decays_of(params)  # raises for a mask of another form
         leaves, treedef = tree_flatten(params)
         if kernel is None and any(p.dtype.is_complex for p in leaves):
-            raise TypeError(f"{text}: got complex parameters, expected real ones; adamw and sgd take them")
-        trees = {
-            name: treedef.unflatten(
-                p.new_zeros(shape) if differentiable(p.dtype) and (shape := of(p.shape)) is not None else None
-                for p in leaves
-            )
-            for name, of in shapes.items()
-        }
+            raise TypeError(f"{write()}: got complex parameters, expected real ones; adamw and sgd take them")
+        trees = {name: treedef.unflatten(_zeros(p, of) for p in leaves) for name, of in shapes.items()}
         return {"updates": zero_count(leaves), **trees}
 
     @naming_arguments
@@ -97,87 +105,92 @@ def optimizer_of(
         *,
         found_inf: Tensor | None = None,
     ) -> tuple[Tree, dict[str, Tree]]:
+        nonlocal last
         _require_state(state, tuple(shapes))
-        count = state["updates"]
+        count, trees = state["updates"], {name: state[name] for name in shapes}
         rate = lr(count) if callable(lr) else lr
         seen = looked_through((rate, grads, state, params))
         with nullcontext() if seen else torch.no_grad():
-            of_update = grads, state, params, found_inf, count + 1, rate
+            step = count + 1
             if kernel is None or seen:
-                decay = weight_decay, mask
-                new, trees = _by_formula(formula, shapes, decay, *of_update)
+                decays = decays_of(params)
+                new, *after = _by_formula(
+                    formula, shapes, decays, grads, trees, params, found_inf, step, rate
+                )
             else:
-                new, trees = in_place(*of_update)
+                known = last  # read once: another thread may set it
+                leaves = None if known is None else leaves_of(known, (params, grads, *trees.values()))
+                if known is None or leaves is None:
+                    known, leaves = plan_of(params, grads, trees, decays_of(params))
+                    last = known
+                columns = owned(known, ("params", *shapes), (leaves[0], *leaves[2:]), donate)
+                if donate:  # the kernels do not count that they write
+                    increment_version([leaf for column in columns for leaf in column])
+                _by_kernel(kernel, known, columns, leaves[1], found_inf, step, rate)
+                new, *after = rebuilt(known, leaves[0], columns)
             made = 1 if found_inf is None else (found_inf <= 0).to(count.device)
-            return new, {"updates": count + made, **trees}
-
-    def in_place(
-        grads: Tree, state: dict[str, Tree], params: Tree, found_inf: Tensor | None, step: Tensor, rate: Any
-    ) -> tuple[Tree, dict[str, Tree]]:
-        nonlocal last
-        assert kernel is not None
-        states = {name: state[name] for name in shapes}
-        known = last  # read once: another thread may set it
-        leaves = None if known is None else leaves_of(known[0], (params, grads, *states.values()))
-        if known is None or leaves is None:
-            plan, leaves = plan_of(params, grads, states)
-            last = known = plan, _groups(plan, weight_decay, mask, params)
-        plan, groups = known
-        new, columns = owned(plan, {"params": params, **states}, (leaves[0], *leaves[2:]), donate)
-        if donate:  # the kernels do not count that they write
-            increment_version([leaf for column in columns for leaf in column])
-        gradients = gradients_of(plan, leaves[1])
-        for decay, group in groups:
-            chosen = [
-                column if len(group) == len(column) else [column[n] for n in group]
-                for column in (columns[0], gradients, *columns[1:])
-            ]
-            device = chosen[0][0].device
-            kernel(
-                *chosen,
-                step.float().to(device),
-                lr=_rate(rate, device),
-                weight_decay=decay,
-                found_inf=None if found_inf is None else found_inf.to(device, torch.float32),
-            )
-        return new[0], dict(zip(shapes, new[1:], strict=True))
+            return new, {"updates": count + made, **dict(zip(shapes, after, strict=True))}
 
     def rate_of(state: dict[str, Tree], since: Tensor) -> Tensor | float:
         return lr(state["updates"] + since.to(state["updates"])) if callable(lr) else lr
 
-    return Optimizer(
-        init, update, text=write if of_user else text, elementwise=kernel is not None, rate=rate_of
-    )
+    return Optimizer(init, update, text=write, elementwise=kernel is not None, rate=rate_of)
+
+
+def _by_kernel(
+    kernel: Kernel,
+    plan: LeafPlan,
+    columns: Sequence[Leaves],
+    gradients: Leaves,
+    found_inf: Tensor | None,
+    step: Tensor,
+    rate: Any,
+) -> None:
+    """Update parameters and trees of the state in place, one group of leaves after the other."""
+    params, *states = (for_kernels(plan, column) for column in columns)
+    every = params, for_kernels(plan, gradients_of(plan, gradients)), *states
+    for decay, group in plan.groups:
+        chosen = [column if len(group) == len(column) else [column[n] for n in group] for column in every]
+        device = chosen[0][0].device
+        kernel(
+            *chosen,
+            step.float().to(device),
+            lr=_rate(rate, device),
+            weight_decay=decay,
+            found_inf=None if found_inf is None else found_inf.to(device, torch.float32),
+        )
 
 
 def _by_formula(
     formula: Formula,
     shapes: Shapes,
-    decay: tuple[float, Mask | None],
+    decays: Sequence[float],
     grads: Tree,
-    state: dict[str, Tree],
+    state: Mapping[str, Tree],
     params: Tree,
     found_inf: Tensor | None,
     step: Tensor,
     rate: Any,
-) -> tuple[Tree, dict[str, Tree]]:
-    """Update leaf by leaf by operators that transforms see through."""
-    weight_decay, mask = decay
+) -> list[Tree]:
+    """Update leaf by leaf by operators that transforms see through; return the parameters, then the state."""
     leaves, treedef = flatten(params, "params")
     gradients, structure = flatten(grads, "grads")
     require_match("grads", gradients, structure, leaves, treedef)
-    columns = [_column(name, state[name], treedef, leaves, of) for name, of in shapes.items()]
-    decaying = masked_leaves(True if mask is None else mask, Signature.of(params))
+    columns = [state_column(name, state[name], leaves, treedef, of) for name, of in shapes.items()]
     rows = []
-    for p, g, decays, *each in zip(leaves, gradients, decaying, *columns, strict=True):
+    for p, g, decay, *each in zip(leaves, gradients, decays, *columns, strict=True):
         old = (p.detach() if isinstance(p, nn.Parameter) else p, *each)  # a module's are values
         if differentiable(p.dtype):
-            numbers = {"lr": _rate(rate, p.device), "weight_decay": weight_decay if decays else 0.0}
-            old = selected(found_inf, old, applied(formula, old, g, step, **numbers))
+            new = applied(formula, old, g, step, lr=_rate(rate, p.device), weight_decay=decay)
+            old = selected(found_inf, old, new)
         rows.append(old)
-    by_tree = list(zip(*rows, strict=True)) or [()] * (1 + len(shapes))
-    new, *trees = map(treedef.unflatten, by_tree)
-    return new, dict(zip(shapes, trees, strict=True))
+    return list(map(treedef.unflatten, zip(*rows, strict=True) if rows else [()] * (1 + len(shapes))))
+
+
+def _zeros(p: Tensor, shape_of: Callable[[torch.Size], Sequence[int] | None]) -> Tensor | None:
+    """Make the first leaf of a state for a parameter, None where it has none."""
+    shape = shape_of(p.shape) if differentiable(p.dtype) else None
+    return None if shape is None else p.new_zeros(shape)
 
 
 def applied(
@@ -261,35 +274,6 @@ def _value_of(lr: Callable[[Tensor], Tensor | float], updates: int) -> str:
         return str(float(rate.detach() if isinstance(rate, Tensor) else rate))
     except Exception as error:
         return type(error).__name__
-
-
-def _column(
-    name: str, tree: Tree, treedef: Any, params: Sequence[Tensor], shape_of: Callable[..., Any]
-) -> list[Tensor | None]:
-    """Return the leaf of each parameter in a tree of the state; None where it has none."""
-    try:
-        column: list[Tensor | None] = treedef.flatten_up_to(tree)
-    except ValueError as error:
-        raise ValueError(f"{name} must have the structure of params: {error}") from error
-    for p, leaf in zip(params, column, strict=True):
-        shape = shape_of(p.shape) if differentiable(p.dtype) else None
-        got = None if leaf is None else (tuple(leaf.shape), leaf.dtype, leaf.device)
-        if got != (expected := None if shape is None else (tuple(shape), p.dtype, p.device)):
-            raise ValueError(f"{name} must match the parameters: got {got}, expected {expected}")
-    return column
-
-
-def _groups(
-    plan: LeafPlan, weight_decay: float, mask: Mask | None, params: Tree
-) -> list[tuple[float, tuple[int, ...]]]:
-    """Divide each group of a plan into leaves that decay and leaves that do not."""
-    decaying = masked_leaves(True if mask is None else mask, Signature.of(params))
-    groups = []
-    for group in plan.groups:
-        for decays, decay in ((True, weight_decay), (False, 0.0)):
-            if alike := tuple(n for n in group if decaying[plan.trained[n]] is decays):
-                groups.append((decay, alike))
-    return groups
 
 
 def _require_state(state: Any, names: tuple[str, ...]) -> None:

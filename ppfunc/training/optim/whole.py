@@ -1,15 +1,18 @@
 """Make optimizers that work on whole leaves: by norms, sums of rows, or singular values."""
 
 from functools import partial
-from math import inf
+from math import inf, sqrt
+
+import torch
+from torch import Tensor
 
 from ppfunc._text import naming_arguments, shown
 from ppfunc.parallel.counts import require_counts
 from ppfunc.stage.modules.frozen import Mask, ParameterKind
 
 from ..checks import require_number, require_positive, require_real
-from . import formulas
 from .groups import divided
+from .optimizers import adam_direction
 from .protocols import Optimizer, require_pair, text_of
 from .updates import LearningRate, optimizer_of, require_betas
 
@@ -68,9 +71,7 @@ def muon(
     if rest is not None:
         require_pair("rest", rest)
     numbers = f"momentum {momentum}, nesterov {nesterov}, {ns_steps} steps, match_rms {match_rms}"
-    formula = partial(
-        formulas.muon, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, match_rms=match_rms
-    )
+    formula = partial(_muon, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, match_rms=match_rms)
     matrices = optimizer_of("muon", numbers, formula, ("momentum",), lr, weight_decay, None)
 
     def group_of(name: str, parameter: ParameterKind) -> int:
@@ -112,7 +113,7 @@ def lamb(
     require_number("eps", eps)
     require_number("weight_decay", weight_decay)
     numbers = f"betas ({betas[0]}, {betas[1]}), eps {eps}"
-    formula = partial(formulas.lamb, betas=(betas[0], betas[1]), eps=eps)
+    formula = partial(_lamb, betas=(betas[0], betas[1]), eps=eps)
     return optimizer_of("lamb", numbers, formula, ("mean", "square"), lr, weight_decay, mask)
 
 
@@ -163,5 +164,73 @@ def adafactor(
         "column": lambda shape: (*shape[:-2], 1, shape[-1]) if len(shape) > 1 else None,
         "square": lambda shape: None if len(shape) > 1 else shape,
     }
-    formula = partial(formulas.adafactor, beta2_decay=beta2_decay, eps=(least, size), d=d)
+    formula = partial(_adafactor, beta2_decay=beta2_decay, eps=(least, size), d=d)
     return optimizer_of("adafactor", numbers, formula, shapes, lr, weight_decay, mask)
+
+
+def _lamb(
+    p: Tensor, g: Tensor, mean: Tensor, square: Tensor, *,
+    step: Tensor, lr: Tensor | float, weight_decay: float, betas: tuple[float, float], eps: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Update along Adam's direction, as far as a share ``lr`` of the norm of the leaf."""
+    mean, square, direction = adam_direction(g, mean, square, step, betas, eps)
+    direction = direction + weight_decay * p
+    of_leaf, of_direction = _norm(p), _norm(direction)
+    trusted = (of_leaf > 0) & (of_direction > 0)
+    ratio = torch.where(trusted, of_leaf / torch.where(trusted, of_direction, 1.0), 1.0)
+    return p - lr * ratio * direction, mean, square
+
+
+def _muon(
+    p: Tensor, g: Tensor, buffer: Tensor, *,
+    step: Tensor, lr: Tensor | float, weight_decay: float,
+    momentum: float, nesterov: bool, ns_steps: int, match_rms: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Update a matrix by its momentum with all singular values near 1."""
+    buffer = buffer + (1 - momentum) * (g - buffer)
+    direction = _orthogonal(g + momentum * (buffer - g) if nesterov else buffer, ns_steps)
+    rows, columns = p.shape
+    ratio = 0.2 * sqrt(max(rows, columns)) if match_rms else sqrt(max(1, rows / columns))
+    return p - lr * weight_decay * p - lr * ratio * direction.to(p.dtype), buffer
+
+
+def _adafactor(
+    p: Tensor, g: Tensor, row: Tensor | None, column: Tensor | None, square: Tensor | None, *,
+    step: Tensor, lr: Tensor | float, weight_decay: float,
+    beta2_decay: float, eps: tuple[float | None, float], d: float,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Update by Adam without a mean, its squares kept as sums of rows and of columns."""
+    share, squared = step**beta2_decay, g * g
+    least = torch.finfo(p.dtype).eps if eps[0] is None else eps[0]
+    if row is None or column is None:
+        assert square is not None
+        square = estimate = square + share * (squared - square)
+    else:
+        row = row + share * (squared.mean(-1, keepdim=True) - row)
+        column = column + share * (squared.mean(-2, keepdim=True) - column)
+        estimate = row * column / row.mean(-2, keepdim=True).clamp(min=least)
+    direction = estimate.clamp(min=least**2).rsqrt() * g
+    direction = direction / (_norm(direction) / (sqrt(max(1, p.numel())) * d)).clamp(min=1.0)
+    size = (_norm(p) / sqrt(max(1, p.numel()))).clamp(min=eps[1])
+    rate = torch.minimum(torch.as_tensor(lr, dtype=p.dtype, device=p.device), step.rsqrt())
+    return p - lr * weight_decay * p - size * rate * direction, row, column, square
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x)
+
+
+def _orthogonal(matrix: Tensor, steps: int) -> Tensor:
+    """Bring the singular values of a matrix near 1, by steps of Newton and Schulz.
+
+    float64 stays; the other dtypes compute in bfloat16, which suffices, as torch does.
+    """
+    a, b, c = 3.4445, -4.775, 2.0315
+    x = matrix if matrix.dtype == torch.float64 else matrix.bfloat16()
+    wide = matrix.shape[0] <= matrix.shape[1]
+    x = x if wide else x.T
+    x = x / _norm(x).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if wide else x.T

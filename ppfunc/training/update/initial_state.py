@@ -1,21 +1,33 @@
-"""Make the state before the first step: master copies, cut over data ranks, and the optimizer's state."""
+"""Make the state before the first step: master copies, cut over data ranks, and the optimizer's state.
 
-from collections.abc import Mapping
+Refuse optimizers that work on whole leaves where ranks have parts of them.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
+import optree
 import torch
+from optree import PyTreeSpec
+from torch import Tensor
 
 from ppfunc.runtime.agreement.ties import require_declared_trees
-from ppfunc.stage.layout import local
-from ppfunc.stage.signature import Signature, flatten
-from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
+from ppfunc.stage.device import preserve_rng
+from ppfunc.stage.errors import raised
+from ppfunc.stage.layout import MeshLayout, distributed, local
+from ppfunc.stage.signature import Signature, differentiable, flatten
+from ppfunc.stage.tree import NAMESPACE, tree_flatten, tree_leaves, tree_map, tree_paths, tree_structure
 
 from ..checkpoint.tensor_file import DTYPES_BY_NAME
-from ..optim.protocols import Tree
+from ..optim.protocols import Optimizer, Tree, text_of
+from .comparison import note_whole
 from .ranks import TrainingRanks
-from .start import note_whole
+from .sharding import shard
 from .train_state import TrainState
 from .update_rule import UpdateRule
+
+_LARGEST = 256  # elements along a dimension: optimizers may treat small ones in another way
 
 
 def initial_state(
@@ -45,7 +57,7 @@ def initial_state(
         for s, tree in params.items()
     }
     device = next((local(t).device for tree in masters.values() for t in tree_leaves(tree)), device)
-    pairs = {s: ranks.init(tree, fixed[s], rule.optimizer, f"params[{s}]") for s, tree in masters.items()}
+    pairs = {s: _cut(rule, ranks, tree, fixed[s], f"params[{s}]") for s, tree in masters.items()}
     state = TrainState(
         step=torch.zeros((), dtype=torch.int64, device=device),
         params={s: pair[0] for s, pair in pairs.items()},
@@ -82,3 +94,122 @@ def _own(storages: set[int], leaf: torch.Tensor) -> torch.Tensor:
         leaf = leaf.clone()
     storages.add(storage)
     return leaf
+
+
+def _cut(
+    rule: UpdateRule, ranks: TrainingRanks, params: Tree, fixed: Collection[int], name: str
+) -> tuple[Tree, Tree]:
+    """Cut the parameters of a stage; return them, and the optimizer state of those that train.
+
+    Args:
+        fixed: the numbers of frozen ones.
+        name: for errors.
+    """
+    leaves, treedef = flatten(params, name)
+    cuts = ranks.cuts(leaves)
+    if axis := next((axis for leaf in leaves if (axis := ranks.sharded_over(leaf))), None):
+        raise ValueError(
+            f"{name}: got parts over the axis {axis!r}, expected whole parameters, which init cuts itself;"
+            " parameters of experts lie over the axis Axes(experts=...)"
+        )
+    trained = treedef.unflatten(None if n in fixed else leaf for n, leaf in enumerate(leaves))
+    splits = [cut.split for n, cut in enumerate(cuts) if n not in fixed]
+    require_elementwise(rule.optimizer, trained, splits, name)
+    dims = tuple(cut.dim for cut in cuts)
+    shards = shard(tuple(map(local, leaves)), dims, ranks.parts.size, ranks.parts.index)
+    state = rule.optimizer.init(
+        treedef.unflatten(None if n in fixed else leaf for n, leaf in enumerate(shards))
+    )
+    flatten(state, f"optimizer.init({name})")  # raises for leaves that are no tensors
+    layouts = [cut.kept for cut in cuts]
+    kept = treedef.unflatten(map(distributed, shards, layouts)) if ranks.shards_params else params
+    return kept, _laid_out(state, treedef, shards, layouts)
+
+
+def _laid_out(
+    state: Tree, treedef: PyTreeSpec, shards: Sequence[Tensor], layouts: Sequence[MeshLayout | None]
+) -> Tree:
+    """Lay out, as the parameters are, the trees of an optimizer state that are like them.
+
+    They may have None for parameters that they leave out.
+    """
+
+    def numbers_of(node: Any) -> list[int]:
+        """Return the numbers of the parameters that the leaves of a node belong to; none for another node."""
+        try:
+            column = treedef.flatten_up_to(node)
+        except ValueError:
+            return []
+        numbers = [n for n, leaf in enumerate(column) if leaf is not None]
+        alike = all(isinstance(column[n], Tensor) and column[n].shape == shards[n].shape for n in numbers)
+        return numbers if alike else []
+
+    def laid_out(node: Any) -> Any:
+        if not (numbers := numbers_of(node)):
+            return node
+        pairs = zip(tree_leaves(node), numbers, strict=True)
+        return tree_structure(node).unflatten(distributed(t, layouts[n]) for t, n in pairs)
+
+    return optree.tree_map(laid_out, state, is_leaf=lambda node: bool(numbers_of(node)), namespace=NAMESPACE)
+
+
+def require_elementwise(optimizer: Optimizer, params: Tree, dims: Sequence[int | None], name: str) -> None:
+    """Raise ValueError if updates of parts of parameters are not the parts of updates.
+
+    Runs three updates of random numbers in float64, where a small rate shows: once whole, and for halves.
+
+    Args:
+        params: of a stage, whole or parts.
+        dims: the dimension along which each is cut over ranks, None for those that are not.
+        name: of the parameters, for errors.
+    """
+    if optimizer.elementwise or all(dim is None for dim in dims):
+        return
+    leaves, treedef = tree_flatten(params)
+    draw = torch.Generator().manual_seed(0)
+    columns = [[_random(p, dim, draw) for p, dim in zip(leaves, dims, strict=True)] for _ in range(4)]
+    halves = [
+        [
+            [t if dim is None else t.chunk(2, dim)[n] for t, dim in zip(row, dims, strict=True)]
+            for row in columns
+        ]
+        for n in range(2)
+    ]
+    try:
+        with preserve_rng({leaf.device for leaf in leaves}):  # an optimizer may draw
+            whole, *parts = (_trained(optimizer, treedef, each) for each in (columns, *halves))
+    except Exception as error:
+        raise ValueError(
+            f"{name}: the optimizer {text_of(optimizer)} cannot be tried out on float64 of another size:"
+            f" {raised(error)}; if it works element by element, say so, Optimizer(..., elementwise=True)"
+        ) from error
+    for path, dim, expected, *got in zip(tree_paths(treedef, name), dims, whole, *parts, strict=True):
+        joined = got[0] if dim is None else torch.cat(got, dim)
+        if not torch.allclose(joined, expected, rtol=1e-12, atol=1e-12, equal_nan=True):
+            raise ValueError(
+                f"{path}: got the optimizer {text_of(optimizer)}, which updates a part of a parameter in"
+                " another way than the whole; ranks hold parts of this one; expected an optimizer that works"
+                " element by element, such as ppfunc.optim.adamw, or whole parameters: shard='none', and no"
+                " tensor parallel ones"
+            )
+
+
+def _random(leaf: Tensor, dim: int | None, draw: torch.Generator) -> Tensor:
+    """Draw a tensor like a leaf, of an even size along ``dim``; zeros for leaves that do not train."""
+    shape = [
+        min(size, _LARGEST) // 2 * 2 or 2 if d == dim else min(size, _LARGEST)
+        for d, size in enumerate(leaf.shape)
+    ]
+    if not differentiable(leaf.dtype):
+        return leaf.new_zeros(shape)
+    wide = torch.complex128 if leaf.dtype.is_complex else torch.float64
+    return torch.randn(shape, generator=draw, dtype=wide).to(leaf.device)
+
+
+def _trained(optimizer: Optimizer, treedef: PyTreeSpec, columns: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return parameters, the first column, after updates by gradients, the others."""
+    params, *gradients = (treedef.unflatten(t.clone() for t in column) for column in columns)
+    state = optimizer.init(params)
+    for grads in gradients:
+        params, state = optimizer.update(grads, state, params)
+    return tree_leaves(params)

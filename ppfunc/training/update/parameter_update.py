@@ -1,12 +1,11 @@
 """Update parameters within a call of a trainer: sum over ranks, conclude, and run the optimizer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, reduce
-from math import isinf, nan
+from functools import cache, partial, reduce
+from math import inf, isinf
 from typing import Any
 
 import torch
-from optree import PyTreeSpec
 from torch import Tensor
 
 from ppfunc.runtime.execution.buffers import Buffers, Leaves
@@ -14,19 +13,18 @@ from ppfunc.runtime.execution.gradients import Gradients
 from ppfunc.runtime.execution.nonfinite import NotFinite
 from ppfunc.runtime.transport.collective import Wait
 from ppfunc.stage import LeafSignature, Signature
-from ppfunc.stage.form import leaves_like
 from ppfunc.stage.layout import local
 from ppfunc.stage.signature import leaf_names
-from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
+from ppfunc.stage.tree import tree_leaves, tree_map
 
 from ..optim.norms import clip_coefficient, leaf_sums, norm_of, norm_sum
 from ..optim.protocols import Tree, selected
+from .comparison import start_facts
 from .precision import overflow
 from .ranks import TrainingRanks
 from .reducer import Reducer
 from .sharding import gather
-from .stage_trees import StageTrees, laid_out
-from .start import start_facts
+from .stage_trees import StageTrees, read, rebuilt
 from .train_state import Metrics, TrainState
 from .update_rule import UpdateRule, multiply, updated
 
@@ -39,7 +37,7 @@ class TrainingUpdate:
         ranks: those that train together.
         idle: by stage, the reducers that no call uses; shared by the calls of a trainer.
         state: from which the call begins, and which stays as it is.
-        known: as what the ranks know that their states go together; "" where they compare them.
+        known: the ranks know that their states go together; else they compare them.
         by_leaf: the metrics get norms by stage and by leaf.
 
     Attributes:
@@ -54,7 +52,7 @@ class TrainingUpdate:
         ranks: TrainingRanks,
         idle: dict[int, list[Reducer]],
         state: TrainState,
-        known: str,
+        known: bool,
         by_leaf: bool = False,
     ) -> None:
         self._rule, self._ranks, self._idle, self.known = rule, ranks, idle, known
@@ -145,28 +143,21 @@ class TrainingUpdate:
 
     def join(self, buffers: Buffers, losses: Sequence[Tensor], each: Mapping[int, Tensor] | None) -> None:
         """Sum the norm and the loss over all ranks; conclude from them where the updates are to come."""
-        rule, world, infinite = self._rule, self._ranks.world, isinf(self._rule.norm_type)
+        rule, world = self._rule, self._ranks.world
         for stage in sorted({*self._gradients, *self._reducers}) if rule.needs_all else ():
             self._receive(stage)
         norms = self._norms_by_stage()
         terms = [value.sum().to(norms[0]) for value in losses if self._ranks.model.index == 0]
-        loss, largest, waits = reduce(torch.add, terms, norms[0].new_zeros(())), None, []
-        if infinite:  # the largest of several numbers need not be NaN where one is
-            largest, norms = torch.stack(norms), [norm.isnan().to(norm) for norm in norms]
-            waits.append(world.all_reduce(largest, "max"))
-        sums = torch.stack([loss, *norms])
-        waits.append(world.all_reduce(sums))
-        leaves, self._leaf_sums = self._leaf_sums, {}
+        sums = torch.stack([reduce(torch.add, terms, norms[0].new_zeros(())), *norms])
+        if isinf(rule.clip.norm_type):  # the largest of several numbers need not be NaN where one is
+            sums[1:].nan_to_num_(nan=inf, posinf=inf)
+            waits = [world.all_reduce(sums[:1]), world.all_reduce(sums[1:], "max")]
+        else:
+            waits = [world.all_reduce(sums)]
         rows = None if each is None else self._rows(each)
         waits += [] if rows is None else [world.all_reduce(rows)]
-        scale = buffers.scale
-
-        def conclude() -> None:
-            for wait in waits:
-                wait()
-            by_stage = sums[1:] if largest is None else torch.where(sums[1:] > 0, nan, largest)
-            self._conclude(by_stage, sums[0], scale, rows, leaves)
-
+        leaves, self._leaf_sums = self._leaf_sums, {}
+        conclude = partial(self._conclude, waits, sums, buffers.scale, rows, leaves)
         if not rule.needs_all:
             self._totals.append(conclude)
             return
@@ -180,43 +171,34 @@ class TrainingUpdate:
 
     def step(self, buffers: Buffers, stage: int) -> None:
         """Make the new parameters and optimizer state of a stage; frozen parameters stay."""
-        ranks, current = self._ranks, self.state
+        ranks, current, trees = self._ranks, self.state, self.trees[stage]
         self._left[stage] -= 1
         self._gathers.pop(stage, None)  # which this step has waited for
         if not self._rule.needs_all:
             self._receive(stage)
             if stage in self._new_states:
                 self._stage_state[stage] = buffers.state[stage] = self._new_states.pop(stage)()
-        trees = self.trees[stage]
-        treedef, state_treedef = trees.params.treedef, trees.optimizer.treedef
-        leaves = leaves_like(current.params[stage], trees.params) or []
-        of_state = leaves_like(current.optimizer[stage], trees.optimizer) or []
-        shards = ranks.shards(leaves, trees.dims)
+        new = list(ranks.shards(read(current.params[stage], trees.params), trees.dims))
         # Cast before they are multiplied, which would lose small ones.
-        gradients = {n: g.to(shards[n].dtype) for n, g in self._gradients.pop(stage).items()}
+        gradients = {n: g.to(new[n].dtype) for n, g in self._gradients.pop(stage).items()}
         if self._factor is not None:  # not by the fused kernels, which divide by a float32
             multiply(gradients.values(), self._factor)
-        trained = [None if n in trees.fixed else p for n, p in enumerate(shards)]
-        pairs = ((gradients.get(n), p) for n, p in enumerate(trained))
-        grads = treedef.unflatten(torch.zeros_like(p) if g is None and p is not None else g for g, p in pairs)
-        bare = tree_structure(treedef.unflatten(trained)) if trees.fixed else treedef
-        parts = list(map(local, of_state)) if trees.optimizer.layouts else of_state
         changed, after = updated(
             self._rule,
             stage,
-            grads,
-            (parts, state_treedef, trees.optimizer),
-            ([p for p in trained if p is not None], bare, None if trees.fixed else trees.params),
+            [gradients[n] if n in gradients else torch.zeros_like(new[n]) for n in trees.trained],
+            (read(current.optimizer[stage], trees.optimizer), trees.optimizer),
+            ([new[n] for n in trees.trained], trees.bare),
             self._found_inf,
             self._given,
         )
-        every = iter(changed)
-        new = [p if n in trees.fixed else next(every) for n, p in enumerate(shards)]
-        current.optimizer[stage] = state_treedef.unflatten(laid_out(after, trees.optimizer))
+        for n, leaf in zip(trees.trained, changed, strict=True):
+            new[n] = leaf
+        current.optimizer[stage] = rebuilt(after, trees.optimizer)
         if ranks.shards_params:
-            current.params[stage] = treedef.unflatten(laid_out(new, trees.params))
+            current.params[stage] = rebuilt(new, trees.params)
         else:
-            self._gather(buffers, stage, new, treedef)
+            self._gather(buffers, stage, new)
         if stage in self._reducers:
             self._idle[stage].append(self._reducers.pop(stage)[0])
 
@@ -233,7 +215,7 @@ class TrainingUpdate:
         self._totals.clear()
         self._gathers.clear()
 
-    def _gather(self, buffers: Buffers, stage: int, shards: Sequence[Tensor], treedef: PyTreeSpec) -> None:
+    def _gather(self, buffers: Buffers, stage: int, shards: Sequence[Tensor]) -> None:
         """Begin to gather the new parameters of a stage; the memory is that of two stages at a time."""
         params, trees, left = self.state.params, self.trees[stage], self._left[stage]
         precision, wait = self._rule.precision, gather(shards, trees.dims, self._ranks.parts)
@@ -241,9 +223,9 @@ class TrainingUpdate:
         @cache
         def gathered() -> Leaves:
             whole = wait()
-            params[stage] = treedef.unflatten(laid_out(whole, trees.params))
+            params[stage] = rebuilt(whole, trees.params)
             # After the last update nobody computes with them.
-            return tuple(tree_leaves(precision.to_compute(treedef.unflatten(whole)))) if left else ()
+            return tuple(precision.to_compute(list(whole))) if left else ()
 
         del buffers.params[stage]
         buffers.gathering[stage] = self._gathers[stage] = gathered
@@ -266,7 +248,7 @@ class TrainingUpdate:
                 parts = cut.over.parts
                 g = g.tensor_split(parts.size, cut.part)[parts.index].contiguous()
             counted[n] = g
-        sums = leaf_sums(list(counted.values()), self._rule.norm_type).to(self.state.step.device)
+        sums = leaf_sums(list(counted.values()), self._rule.clip.norm_type).to(self.state.step.device)
         self._norms[stage] = sums
         if self._by_leaf:
             self._leaf_sums[stage] = self._over_ranks(stage, dict(zip(counted, sums.unbind(), strict=True)))
@@ -278,7 +260,7 @@ class TrainingUpdate:
         none = torch.zeros((), dtype=torch.float64, device=self.state.step.device)
         sums = torch.stack([none, *(mine.get(n, none) for n in names)])[1:]
         for ranks in (self._ranks.data, self._ranks.model):
-            ranks.all_reduce(sums, "max" if isinf(self._rule.norm_type) else "sum")()
+            ranks.all_reduce(sums, "max" if isinf(self._rule.clip.norm_type) else "sum")()
         return dict(zip(names.values(), sums.unbind(), strict=True))
 
     def _norms_by_stage(self) -> list[Tensor]:
@@ -290,7 +272,7 @@ class TrainingUpdate:
         stages = max(self._ranks.schedule.model_stages) + 1
         norms = [torch.zeros((), dtype=torch.float64, device=self.state.step.device)] * stages
         for stage, leaves in self._norms.items():
-            norms[stage] = norm_sum(leaves, self._rule.norm_type)
+            norms[stage] = norm_sum(leaves, self._rule.clip.norm_type)
         self._norms.clear()
         return norms
 
@@ -312,26 +294,28 @@ class TrainingUpdate:
 
     def _conclude(
         self,
-        by_stage: Tensor,
-        loss: Tensor,
+        waits: Sequence[Wait],
+        sums: Tensor,
         loss_scale: Tensor | None,
         losses: Tensor | None,
         leaves: Mapping[int, Mapping[str, Tensor]],
     ) -> None:
         """Conclude from the sums over all ranks if the update is made, and the factor of the gradients."""
-        rule = self._rule
+        for wait in waits:
+            wait()
+        rule, loss, by_stage = self._rule, sums[0], sums[1:]
         one = torch.ones((), dtype=loss.dtype, device=loss.device)
         scale = one if loss_scale is None else loss_scale.to(one)
 
         def norm_by(sums: Tensor) -> Tensor:
-            norm = norm_of(sums, rule.norm_type)
+            norm = norm_of(sums, rule.clip.norm_type)
             return norm if loss_scale is None else norm / scale
 
-        norm = norm_by(by_stage.amax() if isinf(rule.norm_type) else by_stage.sum())
+        norm = norm_by(norm_sum(by_stage, rule.clip.norm_type))
         found_inf = self._found_inf = overflow(loss, norm)
         if rule.on_nonfinite == "raise" and bool(found_inf):
             raise NotFinite(f"the loss is {loss.item():g}, the norm of the gradients {norm.item():g}")
-        self._factor = clip_coefficient(norm, rule.max_norm)
+        self._factor = clip_coefficient(norm, rule.clip.max_norm)
         if loss_scale is not None:
             self._factor = (1 if self._factor is None else self._factor) / scale
         skipped = found_inf if rule.on_nonfinite == "skip" else torch.zeros_like(found_inf)

@@ -1,12 +1,10 @@
-"""Decide how parameters and optimizer state are cut over the ranks that train together, and cut them."""
+"""Decide how parameters are cut over the ranks that train together."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from itertools import compress
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,10 +18,8 @@ from ppfunc.runtime.transport.on_paper import CollectiveOnPaper
 from ppfunc.schedule import Schedule
 from ppfunc.stage.layout import MeshLayout, distributed, layout_of, local, placements_of
 from ppfunc.stage.signature import differentiable, flatten
-from ppfunc.stage.tree import NAMESPACE, tree_leaves, tree_structure
 
-from ..optim.protocols import Optimizer, Tree
-from .elementwise import require_elementwise
+from ..optim.protocols import Tree
 from .precision import Precision
 from .sharding import Dims, Sums, shard, shard_dim, whole_shape
 
@@ -172,6 +168,10 @@ class TrainingRanks(NamedTuple):
         cut = self._data_axes_of(leaf)
         return tuple(axis for axis in self.axes.data_axes if axis not in cut)
 
+    def sharded_over(self, leaf: Tensor) -> str | None:
+        """Name a data axis over which a leaf is cut, other than that of experts; None for none."""
+        return next((axis for axis in self._data_axes_of(leaf) if axis != self.axes.experts), None)
+
     def _data_axes_of(self, leaf: Tensor) -> list[str]:
         """List the data axes over which a leaf is cut."""
         layout = layout_of(leaf)
@@ -185,58 +185,6 @@ class TrainingRanks(NamedTuple):
         if self.shards_params:
             return tuple(map(local, leaves))
         return shard(tuple(map(local, leaves)), dims, self.parts.size, self.parts.index)
-
-    def init(
-        self, params: Tree, fixed: Collection[int], optimizer: Optimizer, name: str
-    ) -> tuple[Tree, Tree]:
-        """Cut the parameters of a stage; return them, and the optimizer state of those that train.
-
-        Args:
-            fixed: the numbers of frozen ones.
-            name: for errors.
-        """
-        leaves, treedef = flatten(params, name)
-        cut_over = [axis for leaf in leaves for axis in self._data_axes_of(leaf) if axis != self.axes.experts]
-        if cut_over:
-            raise ValueError(
-                f"{name}: got parts over the axis {cut_over[0]!r}, expected whole parameters, which init cuts"
-                " itself; parameters of experts lie over the axis Axes(experts=...)"
-            )
-        cuts = self.cuts(leaves)
-        dims = tuple(cut.dim for cut in cuts)
-        trains = [n not in fixed for n in range(len(leaves))]
-        bare = treedef.unflatten(leaf if on else None for leaf, on in zip(leaves, trains, strict=True))
-        require_elementwise(optimizer, bare, [cut.split for cut in compress(cuts, trains)], name)
-        shards = shard(tuple(map(local, leaves)), dims, self.parts.size, self.parts.index)
-        state = optimizer.init(
-            treedef.unflatten(leaf if on else None for leaf, on in zip(shards, trains, strict=True))
-        )
-        flatten(state, f"optimizer.init({name})")  # raises for leaves that are no tensors
-        layouts = [cut.kept for cut in cuts]
-
-        def numbers_of(node: Any) -> Sequence[int] | None:
-            """Return the numbers of the parameters that the leaves of a node of the state belong to.
-
-            The node is a tree like the parameters, with None for those that it leaves out.
-            """
-            try:
-                column = treedef.flatten_up_to(node)
-            except ValueError:
-                return None
-            numbers = [n for n, leaf in enumerate(column) if leaf is not None]
-            alike = all(isinstance(column[n], Tensor) and column[n].shape == shards[n].shape for n in numbers)
-            return numbers if alike and numbers else None
-
-        def laid_out(node: Any) -> Any:
-            if (numbers := numbers_of(node)) is None:
-                return node
-            pairs = zip(tree_leaves(node), numbers, strict=True)
-            return tree_structure(node).unflatten(distributed(t, layouts[n]) for t, n in pairs)
-
-        stored = treedef.unflatten(map(distributed, shards, layouts)) if self.shards_params else params
-        return stored, optree.tree_map(
-            laid_out, state, is_leaf=lambda node: numbers_of(node) is not None, namespace=NAMESPACE
-        )
 
     def for_step(self, params: Tree, precision: Precision) -> Tree:
         """Cast the parameters of a stage for a step; those that it gathers have no memory yet."""

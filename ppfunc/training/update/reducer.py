@@ -13,8 +13,7 @@ from ppfunc.runtime.transport.collective import Wait
 from ppfunc.stage.signature import LeafSignature
 
 from .._torch import add_into_each, copy_into_each, users_of
-from .buckets import MOST, Bucket, plan_buckets, views
-from .sharding import Dims, Sums, by_rank, part_signature, views_by_rank
+from .sharding import MOST, Bucket, Dims, Sums, by_rank, part_signature, plan_buckets, views, views_by_rank
 
 
 class _Memory(NamedTuple):

@@ -1,22 +1,26 @@
-"""Describe the trees of a stage in a state, which step after step finds alike."""
+"""Describe the trees of a state, which step after step finds alike, and refuse those of another trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+import reprlib
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ppfunc._text import shown
 from ppfunc.stage import Signature
-from ppfunc.stage.form import Form, form_of, same_form
-from ppfunc.stage.layout import distributed
+from ppfunc.stage.form import Form, form_of, leaves_like, same_form
+from ppfunc.stage.layout import distributed, local
 from ppfunc.stage.signature import leaf_number
-from ppfunc.stage.tree import tree_flatten
+from ppfunc.stage.tree import tree_flatten, tree_leaves
 
+from ..optim.protocols import Tree
 from .ranks import Cut, TrainingRanks
 from .sharding import Dims
-from .train_state import TrainState
-from .update_rule import UpdateRule
+from .train_state import TrainState, require_not_donated
+from .update_rule import UpdateRule, require_state_of
 
 
 class StageTrees(NamedTuple):
@@ -24,7 +28,8 @@ class StageTrees(NamedTuple):
 
     Args:
         params, optimizer: the forms of the trees.
-        fixed: the numbers of frozen parameters.
+        bare: the form of the parameters without frozen ones.
+        fixed, trained: the numbers of frozen parameters, and of the others.
         cuts: of every parameter.
         dims: of every parameter, the dimension that is cut over the data ranks; frozen ones are cut where
             they are kept so.
@@ -34,7 +39,9 @@ class StageTrees(NamedTuple):
 
     params: Form
     optimizer: Form
+    bare: Form
     fixed: frozenset[int]
+    trained: tuple[int, ...]
     cuts: list[Cut]
     dims: Dims
     counted: tuple[int, ...]
@@ -46,10 +53,12 @@ class StageTrees(NamedTuple):
         forms = form_of(leaves, treedef), form_of(*tree_flatten(state.optimizer[stage]))
         signature, cuts = Signature.of(state.params[stage]), ranks.cuts(leaves)
         fixed, again = rule.frozen.numbers(stage, signature), _further_places(ranks, stage, signature)
+        trained = tuple(n for n in range(len(leaves)) if n not in fixed)
+        bare = treedef.unflatten(None if n in fixed else leaf for n, leaf in enumerate(leaves))
         whole = frozenset[int]() if ranks.shards_params else fixed
         dims = tuple(None if n in whole else cut.dim for n, cut in enumerate(cuts))
         counted = tuple(n for n, cut in enumerate(cuts) if n not in again and _counts(ranks, cut))
-        return cls(*forms, fixed, cuts, dims, counted)
+        return cls(*forms, form_of(*tree_flatten(bare)), fixed, trained, cuts, dims, counted)
 
     def describes(self, stage: int, state: TrainState) -> bool:
         """Tell if the trees of the stage have these forms."""
@@ -57,9 +66,15 @@ class StageTrees(NamedTuple):
         return all(same_form(tree, form) is not None for tree, form in pairs)
 
 
-def laid_out(leaves: Sequence[Tensor], form: Form) -> Iterable[Tensor]:
-    """Make DTensors of the local leaves of a tree of this form, where it has some."""
-    return leaves if form.layouts is None else map(distributed, leaves, form.layouts)
+def read(tree: Tree, form: Form) -> list[Tensor]:
+    """Return the local leaves of a tree of this form."""
+    leaves = leaves_like(tree, form) or []
+    return leaves if form.layouts is None else list(map(local, leaves))
+
+
+def rebuilt(leaves: Sequence[Tensor], form: Form) -> Tree:
+    """Make a tree of this form of its local leaves."""
+    return form.treedef.unflatten(leaves if form.layouts is None else map(distributed, leaves, form.layouts))
 
 
 def _counts(ranks: TrainingRanks, cut: Cut) -> bool:
@@ -74,3 +89,73 @@ def _further_places(ranks: TrainingRanks, stage: int, signature: Signature) -> s
         return set(range(len(signature.leaves)))
     names = (name for _, places in ranks.tied for place, name in places[1:] if place == stage)
     return {leaf_number(signature, name, "params") for name in names}
+
+
+def trees_of(
+    rule: UpdateRule, ranks: TrainingRanks, state: TrainState, known: dict[int, StageTrees]
+) -> dict[int, StageTrees]:
+    """Return the trees of the stages of a state.
+
+    Args:
+        known: by stage, those of the state that was checked last; they become those of this one.
+
+    Raises:
+        TypeError, ValueError: it is none of this trainer, or was donated.
+    """
+    scale = rule.precision.scale
+    keys = set() if scale is None else set(scale.init("cpu"))
+    _require_parts(state, ranks.stages, keys, 1 if rule.states.reduce is not None else ranks.data.size)
+    require_not_donated(state)
+    for s in ranks.stages:
+        if s not in known or not known[s].describes(s, state):
+            trained = rule.frozen.trained(s, state.params[s])
+            require_state_of(rule, trained, state.optimizer[s], f"state.optimizer[{s}]")
+            known[s] = StageTrees.of(rule, ranks, s, state)
+    return dict(known)
+
+
+def _require_parts(state: TrainState, stages: Sequence[int], scale: Set[str], data_ranks: int) -> None:
+    """Raise TypeError or ValueError unless this is a state of these stages of the model.
+
+    Args:
+        scale: the keys of the state of the loss scale.
+        data_ranks: how many ranks run other batches, and do not bring their states together.
+    """
+    if not isinstance(state, TrainState):
+        pair = isinstance(state, tuple) and bool(state) and isinstance(state[0], TrainState)
+        mend = "; a step returns a pair: state, metrics = trainer.step(state, ...)" if pair else ""
+        raise TypeError(
+            f"state: got an object of type {type(state).__name__}, expected a TrainState, as init or step"
+            f" returns it{mend}"
+        )
+    require_trees("state.params", state.params, stages)
+    require_trees("state.optimizer", state.optimizer, stages)
+    if not isinstance(state.scale, Mapping) or state.scale.keys() != scale:
+        got, expected = (", ".join(map(repr, keys)) or "none" for keys in (state.scale, sorted(scale)))
+        raise ValueError(
+            f"state.scale: got {got}, the scale of this trainer has {expected}; go on with the same scale=,"
+            " or init anew"
+        )
+    if not isinstance(state.step, torch.Tensor) or state.step.shape or state.step.dtype != torch.int64:
+        raise TypeError(f"state.step: got {reprlib.repr(state.step)}, expected an int64 tensor of one number")
+    if data_ranks > 1 and tree_leaves(state.stage_state):
+        raise ValueError(
+            f"state: got that of the stages {sorted(state.stage_state)}, of which each of the {data_ranks}"
+            " data ranks would have another; say how they go together, Trainer(..., reduce_state={'*':"
+            " 'mean'}), or put batch norms into evaluation mode before they are split or made stages by"
+            " stage_from_module(module, constants=True), which have no state then"
+        )
+
+
+def require_trees(name: str, trees: Any, stages: Sequence[int], *, some: bool = False) -> None:
+    """Raise TypeError or ValueError unless these are trees of these stages, or of some of them."""
+    if not isinstance(trees, Mapping):
+        raise TypeError(
+            f"{name}: got {shown(trees)}, expected {{stage: tree}} of the stages {list(stages)}, which this"
+            " process runs"
+        )
+    if not set(trees) <= set(stages) or (len(trees) < len(stages) and not some):
+        raise ValueError(
+            f"{name}: got the stages {list(trees)}, this process runs {list(stages)}; give those, as {{stage:"
+            " tree}"
+        )

@@ -6,7 +6,6 @@ from math import inf
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
-from optree import PyTreeSpec
 from torch import Tensor
 
 from ppfunc._text import require_one_of, shown
@@ -19,14 +18,15 @@ from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 
 from .._torch import multiply_into_each
+from ..optim.norms import Clip
 from ..optim.protocols import Optimizer, Tree, require_pair, skipping, text_of
 from .precision import Precision
 from .states import StateRule
 from .train_state import TrainState, mark_donated
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
-Flat = tuple[list[Tensor], PyTreeSpec, Form | None]
-"""Leaves of a tree, its structure, and a form of this structure."""
+Flat = tuple[list[Tensor], Form]
+"""Leaves of a tree, and its form."""
 
 
 class UpdateRule(NamedTuple):
@@ -34,8 +34,7 @@ class UpdateRule(NamedTuple):
 
     Args:
         optimizer: runs stage by stage.
-        max_norm: largest norm of all gradients together.
-        norm_type: p of the norm.
+        clip: by the norm of all gradients together.
         precision: the dtypes, and the scale of the loss.
         on_nonfinite: see :class:`ppfunc.Trainer`.
         frozen: the parameters that stay as they are.
@@ -43,8 +42,7 @@ class UpdateRule(NamedTuple):
     """
 
     optimizer: Optimizer
-    max_norm: float
-    norm_type: float
+    clip: Clip
     precision: Precision
     on_nonfinite: OnNonfinite
     frozen: FrozenLeaves
@@ -78,11 +76,8 @@ class UpdateRule(NamedTuple):
                 " update is skipped; take 'skip', or a scale that never changes, such as"
                 " ppfunc.static_scale(1024.0)"
             )
-        max_norm, norm_type = inf, 2.0
-        if (clipped := getattr(optimizer, "clipped", None)) is not None:
-            clip, optimizer = clipped
-            max_norm, norm_type = clip.max_norm, clip.norm_type
-        return cls(skipping(optimizer), max_norm, norm_type, precision, on_nonfinite, frozen, states)
+        clip, optimizer = getattr(optimizer, "clipped", None) or (Clip(inf, 2.0), optimizer)
+        return cls(skipping(optimizer), clip, precision, on_nonfinite, frozen, states)
 
     @property
     def options_text(self) -> str:
@@ -90,30 +85,23 @@ class UpdateRule(NamedTuple):
         dtypes = "/".join(
             str(dtype) for dtype in (self.precision.compute, self.precision.reduce, self.precision.master)
         )
-        scaled = "a scaled loss" if self.precision.scale else "no scale"
+        scale = "none" if self.precision.scale is None else self.precision.scale.text
         return (
-            f"clip {self.max_norm} of norm {self.norm_type}, {scaled}, {dtypes}, {self.on_nonfinite} what is"
-            f" not finite, {self.states.text}"
-        )
-
-    @property
-    def numbers_text(self) -> tuple[str, str]:
-        """Write the numbers of the optimizer and of the scale."""
-        return (
-            f"optimizer {text_of(self.optimizer)}",
-            f"scale {'none' if self.precision.scale is None else self.precision.scale.text}",
+            f"{self.clip.text}, scale {scale}, {dtypes}, {self.on_nonfinite} what is not finite,"
+            f" {self.states.text}"
         )
 
     @property
     def needs_all(self) -> bool:
         """Tell if an update needs the gradients of all stages."""
-        return not (self.max_norm == inf and self.precision.scale is None and self.on_nonfinite == "ignore")
+        clips, scales = self.clip.max_norm < inf, self.precision.scale is not None
+        return clips or scales or self.on_nonfinite != "ignore"
 
 
 def updated(
     rule: UpdateRule,
     stage: int,
-    grads: Tree,
+    grads: list[Tensor],
     state: Flat,
     params: Flat,
     found_inf: Tensor | None,
@@ -132,9 +120,9 @@ def updated(
     before = versions(leaves)
     try:
         results = rule.optimizer.update(
-            grads,
-            state[1].unflatten(state[0]),
-            params[1].unflatten(params[0]),
+            params[1].treedef.unflatten(grads),
+            state[1].treedef.unflatten(state[0]),
+            params[1].treedef.unflatten(params[0]),
             found_inf=found_inf if rule.on_nonfinite == "skip" else None,
         )
     finally:
@@ -151,15 +139,15 @@ def updated(
 
 def _alike(stage: int, name: str, old: Flat, new: Tree) -> list[Tensor]:
     """Return the leaves of a tree that the optimizer has made; raise ValueError for one of another form."""
-    before, structure, form = old
-    after, other_structure = None if form is None else leaves_like(new, form), structure
-    if after is None:
-        after, other_structure = tree_flatten(new)
-    if other_structure != structure:
-        raise ValueError(
-            f"the optimizer has made the structure {other_structure} of the {name}s of stage {stage},"
-            f" expected {structure} as before"
-        )
+    before, form = old
+    after = leaves_like(new, form)
+    if after is None:  # its keys may be in another order
+        after, structure = tree_flatten(new)
+        if structure != form.treedef:
+            raise ValueError(
+                f"the optimizer has made the structure {structure} of the {name}s of stage {stage},"
+                f" expected {form.treedef} as before"
+            )
     for n, (one, other) in enumerate(zip(before, after, strict=True)):
         if one is other:
             continue
@@ -172,7 +160,7 @@ def _alike(stage: int, name: str, old: Flat, new: Tree) -> list[Tensor]:
                 f"{t.dtype}{list(t.shape)}" if isinstance(t, Tensor) else reprlib.repr(t)
                 for t in (other, one)
             )
-            where = f"the {name} {expected} of stage {stage}, {tree_paths(structure, name)[n]}"
+            where = f"the {name} {expected} of stage {stage}, {tree_paths(form.treedef, name)[n]}"
             raise ValueError(
                 f"the optimizer has made {got} of {where}; expected the same shape, dtype and device"
             )
@@ -209,25 +197,22 @@ def updated_ones(optimizer: Optimizer, params: Tree, gradients: Sequence[float])
 
 def require_state_of(rule: UpdateRule, params: Tree, state: Tree, name: str) -> None:
     """Raise ValueError unless a tree is a state of the optimizer for such parameters; errors say ``name``."""
-    expected, structure = tree_flatten(rule.optimizer.init(tree_map(_one, params)))
-    leaves, state_structure = flatten(state, name)
-    text = (
-        f"which the optimizer {text_of(rule.optimizer)} {{}}; go on with the optimizer whose state it is, or"
-        " init anew"
-    )
-    if state_structure != structure:
-        theirs, ours = tree_paths(state_structure), tree_paths(structure)
-        lacking, further = [p for p in ours if p not in theirs], [p for p in theirs if p not in ours]
-        got = (
-            f"no {lacking[0]}, {text.format('keeps')}"
-            if lacking
-            else f"{(further or theirs)[0]}, {text.format('does not keep')}"
-        )
-        raise ValueError(f"{name}: got {got}")
-    for path, one, other in zip(tree_paths(structure, name), leaves, expected, strict=True):
-        if (one.dtype, one.ndim) != (other.dtype, other.ndim):
-            got, known = (f"{t.dtype} of {t.ndim} dimensions" for t in (one, other))
-            raise ValueError(f"{path}: got {got}, expected {known}, {text.format('keeps')}")
+    flatten(state, name)  # raises for leaves that are no tensors
+    ours, theirs = (_forms(tree, name) for tree in (rule.optimizer.init(tree_map(_one, params)), state))
+    for path in {**ours, **theirs}:
+        got, expected = (forms.get(path, "nothing") for forms in (theirs, ours))
+        if got != expected:
+            raise ValueError(
+                f"{path}: got {got}, expected {expected}, which the optimizer {text_of(rule.optimizer)}"
+                " keeps; go on with the optimizer whose state it is, or init anew"
+            )
+
+
+def _forms(tree: Tree, name: str) -> dict[str, str]:
+    """Describe the leaves of a tree by their paths."""
+    leaves, treedef = tree_flatten(tree)
+    pairs = zip(tree_paths(treedef, name), leaves, strict=True)
+    return {path: f"{t.dtype} of {t.ndim} dimensions" for path, t in pairs}
 
 
 def _one(leaf: Tensor) -> Tensor:

@@ -230,8 +230,8 @@ def test_parameters_are_cast_once_for_every_update(monkeypatch):
 
     def casting(precision, tree):
         cast = to_compute(precision, tree)
-        if isinstance(tree, dict):
-            made.append(weakref.ref(cast["w"]))
+        if isinstance(tree, dict | list):  # of parameters
+            made.extend(weakref.ref(leaf) for leaf in tree_leaves(cast)[-1:])
         return cast
 
     def loss_fn(out, target):

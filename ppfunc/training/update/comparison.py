@@ -1,15 +1,18 @@
-"""Describe the facts that ranks that train together compare first: options, and values of states."""
+"""Compare the states of ranks that train together: by what facts, and which are known to go together."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from itertools import combinations
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ppfunc.parallel.counts import require_counts
 from ppfunc.runtime.agreement.checksums import checksum
 from ppfunc.stage import Signature
+from ppfunc.stage._torch import version
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves
 
@@ -37,18 +40,14 @@ def start_facts(
     to share, for any of these axes.
 
     A user's own optimizer is known only by name, so that ranks also compare how it updates ones. Reads
-    numbers of the device; ranks compare them once. A state without values, of a step that is lowered, has
-    none to compare.
+    numbers of the device. A state without values, of a step that is lowered, has none to compare.
     """
     if ranks.world.size == 1 or state.step.is_meta:
         return "", {}
     scale = ", ".join(f"{name} {value.item():g}" for name, value in sorted(state.scale.items()))
-    common = [
-        *rule.numbers_text,
-        f"state of step {int(state.step)}{f' with the scale {scale}' if scale else ''}",
-    ]
+    common = f"state of step {int(state.step)}{f' with the scale {scale}' if scale else ''}"
     if ranks.data.size == 1:
-        return "; ".join(common), {}
+        return common, {}
     facts = _checksums(
         ranks, ((f"{name} of stage {s}", tree) for s in ranks.stages for name, tree in _trees(rule, state, s))
     )
@@ -57,7 +56,7 @@ def start_facts(
     for s in ranks.stages:
         names = rule.frozen.names(s, Signature.of(state.params[s]))
         facts[ranks.axes.data_axes].append(f"{', '.join(names) or 'nothing'} of stage {s} frozen")
-    return "; ".join(common), {axes: "; ".join(terms) for axes, terms in facts.items()}
+    return common, {axes: "; ".join(terms) for axes, terms in facts.items()}
 
 
 def _trees(rule: UpdateRule, state: TrainState, stage: int) -> list[tuple[str, object]]:
@@ -94,3 +93,44 @@ def _digest(sums: Sequence[Tensor]) -> str:
         return "none"
     numbers = torch.stack([s.to(sums[0].device) for s in sums]).tolist()
     return sha256(repr(numbers).encode()).hexdigest()[:16]
+
+
+class KnownState:
+    """Knows the state that the last step has returned, on every data rank, while nothing writes into it.
+
+    Every data rank keeps the same count, since a step ends on all ranks or on none.
+
+    Args:
+        every: after how many steps ranks compare the state all the same; None for never.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        if every is not None:
+            require_counts(checksum_every=every)
+        self._every = every
+        self._steps = 0  # of all calls that have ended well
+        self._generation: int | None = None  # the failures before; None where no state is known
+        self._leaves: list[tuple[ref[Tensor], int | None]] = []  # and how often each was written into
+
+    def goes_on(self, state: TrainState, generation: int) -> bool:
+        """Tell if this is the known state, unchanged, and ``generation`` counts no new failure."""
+        leaves = _leaves(state)
+        return (
+            self._generation == generation
+            and len(self._leaves) == len(leaves)
+            and all(
+                was() is leaf and count == version(local(leaf))
+                for (was, count), leaf in zip(self._leaves, leaves, strict=True)
+            )
+        )
+
+    def note(self, state: TrainState, generation: int, steps: int) -> None:
+        """Note the state after so many more steps."""
+        before, self._steps = self._steps, self._steps + steps
+        due = self._every is not None and before // self._every != self._steps // self._every
+        self._generation = None if due else generation
+        self._leaves = [(ref(leaf), version(local(leaf))) for leaf in _leaves(state)]
+
+
+def _leaves(state: TrainState) -> list[Tensor]:
+    return tree_leaves((state.step, state.params, state.optimizer, state.scale))
