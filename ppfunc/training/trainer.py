@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import call
 from types import TracebackType
 from typing import Any, Self
 
@@ -138,7 +139,7 @@ class Trainer:
             )
             make = partial(
                 make_step, stages, loss_fn, transport=self.transport, engine=engine, loss_engine=loss_engine,
-                read=_called,
+                read=call,  # of _arguments: the step function tells the peers of a mistake
             )  # fmt: skip
             self._step = make(schedule=self.schedule, spec=spec)
             looking = spec._replace(name=f"evaluation of {spec.name}", finite=False, overlapped=None)
@@ -379,11 +380,6 @@ def _completed(schedule: Schedule, sharded: bool, tied: bool) -> tuple[Schedule,
     complete = insert_unshards if sharded else lambda schedule: schedule
     trained = append_tail(complete(plain), tied=tied or bool(schedule.replicas))
     return reduce_early(trained), complete(forward_only(plain))
-
-
-def _called(arguments: Callable[[], list[RawArguments]]) -> list[RawArguments]:
-    """Prepare the arguments of a call within the step function, which tells the peers of a mistake."""
-    return arguments()
 
 
 def _ended(update: TrainingUpdate, result: StepResult) -> tuple[TrainState, list[Metrics]]:

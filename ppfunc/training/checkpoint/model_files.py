@@ -52,7 +52,7 @@ def export(
 
     Raises:
         FileExistsError: the folder has weights.
-        OSError: the disk is full, or does not work; nothing is left of the export.
+        OSError: the disk is full, or does not work. What is left of the export cannot be read.
         TypeError, ValueError: a leaf that is no tensor, no tensor at all, or tensors that do not fit
             together; names them.
 
@@ -157,16 +157,10 @@ def _titled(files: Sequence[list[str]]) -> dict[str, list[str]]:
 
 
 def _publish(draft: Path, titles: Sequence[str]) -> None:
-    """Move the files out of their draft; where that fails, delete all of them."""
-    root = draft.parent
-    try:
-        for title in titles:
-            os.rename(draft / title, root / title)
-            flush_folder(root)
-    except BaseException:
-        for title in titles:
-            (root / title).unlink(missing_ok=True)
-        raise
+    """Move the files out of their draft, one after the other: nobody reads them without the last."""
+    for title in titles:
+        os.rename(draft / title, draft.parent / title)
+        flush_folder(draft.parent)
 
 
 def _write_index(path: Path, files: Mapping[str, Sequence[str]], size: int) -> None:

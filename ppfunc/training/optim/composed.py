@@ -70,19 +70,16 @@ def from_updates(transform: Any) -> Optimizer:
         *,
         found_inf: Tensor | None = None,
     ) -> tuple[Tree, Tree]:
-        with nullcontext() if looked_through((grads, state, params)) else torch.no_grad():
-            return updated(grads, state, params, found_inf)
-
-    def updated(grads: Tree, state: Tree, params: Tree, found_inf: Tensor | None) -> tuple[Tree, Tree]:
-        updates, after = transform.update(grads, state, params=params, **keywords)
         wanted, structure = tree_flatten(params)
-        got, got_structure = tree_flatten(updates)
-        if got_structure != structure:
-            raise ValueError(
-                f"updates must have the structure of params, got {got_structure} and expected {structure}"
-            )
-        new = structure.unflatten(starmap(_added, zip(wanted, got, strict=True)))
-        return selected(found_inf, (params, state), (new, after))
+        with nullcontext() if looked_through((grads, state, params)) else torch.no_grad():
+            updates, after = transform.update(grads, state, params=params, **keywords)
+            got, got_structure = tree_flatten(updates)
+            if got_structure != structure:
+                raise ValueError(
+                    f"updates must have the structure of params, got {got_structure} and expected {structure}"
+                )
+            new = structure.unflatten(starmap(_added, zip(wanted, got, strict=True)))
+            return selected(found_inf, (params, state), (new, after))
 
     return Optimizer(init, update, text=lambda: f"from_updates({text_of(transform)})")
 
