@@ -146,6 +146,7 @@ class Trainer:
             programs = self._step.pipeline.programs
             self._evaluate = make(schedule=ahead, spec=looking, training=False, programs=programs)
         self._closed = False
+        self._observed = ""  # the metrics since the last step, which the next one compares
         self._idle: dict[int, list[Reducer]] = {}
         self._trees: dict[int, StageTrees] = {}  # of the last state
 
@@ -288,6 +289,28 @@ class Trainer:
         aux = result.aux if has_aux else None
         return StepResult(metrics.loss, outputs=result.outputs, aux=aux, losses=metrics.losses)
 
+    def observe(self, state: TrainState, metric: float | torch.Tensor) -> TrainState:
+        """Give a metric to the rates that depend on one, such as :func:`ppfunc.optim.plateau`.
+
+        All ranks call it with the same number, such as the loss of an evaluation, which the host reads. The
+        next call of the trainer compares it.
+
+        Returns:
+            The state with these rates; ``state`` stays as it is.
+
+        Raises:
+            ValueError: no rate of the optimizer depends on a metric.
+        """
+        observe, value = self._rule.optimizer.observe, float(metric)
+        if observe is None:
+            raise ValueError(
+                f"metric: no rate of {text_of(self._rule.optimizer)} depends on one; expected such as"
+                " adamw(plateau(1e-3))"
+            )
+        self._observed += f", {value}"
+        seen = torch.tensor(value, dtype=torch.float64)
+        return state._replace(optimizer={s: observe(tree, seen) for s, tree in state.optimizer.items()})
+
     def lower(
         self, params: Mapping[int, Any], inputs: Any, targets: Any = None, *,
         state: Mapping[int, Any] | None = None, extras: Mapping[int, Any] | None = None,
@@ -342,6 +365,7 @@ class Trainer:
         known = not replicated or self._known.goes_on(state, generation)
         update = TrainingUpdate(rule, self._ranks, self._idle, state, known, batches.norms)
         result = run(partial(self._arguments, update, batches))
+        self._observed = ""
         if replicated and rule is self._rule:  # an evaluation leaves the state as it is
             self._known.note(update.state, generation, len(update.metrics))
         return update, result
@@ -353,7 +377,8 @@ class Trainer:
         update.trees = trees_of(self._rule, self._ranks, state, self._trees)
         if self._ranks.world.size > 1:
             goes_on = "a state that goes on" if update.known else "another state"
-            text += f"; {goes_on}; optimizer {text_of(self._rule.optimizer)}"
+            text += f"; {goes_on}{self._observed and '; observed' + self._observed[1:]}"
+            text += f"; optimizer {text_of(self._rule.optimizer)}"
         m = self.schedule.microbatches
         common = RawArguments(
             {s: self._ranks.for_step(tree, precision) for s, tree in state.params.items()},

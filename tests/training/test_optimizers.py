@@ -434,5 +434,5 @@ def test_gradients_that_do_not_fit(grads, message):
 
 
 def test_nesterov_needs_momentum():
-    with pytest.raises(ValueError, match="got momentum=0.0"):
+    with pytest.raises(ValueError, match="got momentum=0; pass nesterov=False"):
         sgd(0.1, nesterov=True)

@@ -208,8 +208,8 @@ def test_states_of_others_are_named():
     }
     wanted = {
         "stages": r"state.params: got the stages \[0\], this process runs \[0, 1\]",
-        "optimizer": r"state.optimizer\[0\]: got no \['mean'\]\['w'\], which the optimizer adamw\(",
-        "chain": r"state.optimizer\[0\]: got no \['updates'\], which the optimizer adamw",
+        "optimizer": r"state.optimizer\[0\]\['mean'\]\['w'\]: got nothing, expected .* optimizer adamw\(",
+        "chain": r"state.optimizer\[0\]\['.*'\]: got nothing, expected .* optimizer adamw\(",
         "scale": "state.scale: got 'scale', 'good', the scale of this trainer has none",
         "missing": r"state.optimizer: got the stages \[0\]",
         "step": "state.step: got 3, expected an int64 tensor",

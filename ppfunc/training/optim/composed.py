@@ -120,7 +120,10 @@ def chain(clip: Clip, optimizer: Optimizer) -> Optimizer:
     ) -> tuple[Tree, Tree]:
         return ending.update(clip(grads), state, params, found_inf=found_inf)
 
-    return Optimizer(ending.init, update, (clip, ending), lambda: f"chain({clip.text}, {text_of(ending)})")
+    def write() -> str:
+        return f"chain({clip.text}, {text_of(ending)})"
+
+    return ending._replace(update=update, clipped=(clip, ending), text=write, elementwise=False)
 
 
 def ema(optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
@@ -222,8 +225,18 @@ def _averaging(
 
     rate = inner.rate
     own_rate = None if rate is None else lambda state, since: rate(state["inner"], since)
+
+    def observed(state: dict[str, Tree], metric: Tensor) -> dict[str, Tree]:
+        assert inner.observe is not None
+        return {**state, "inner": inner.observe(state["inner"], metric)}
+
     return Optimizer(
-        init, update, text=lambda: f"{name} {text_of(inner)}", elementwise=inner.elementwise, rate=own_rate
+        init,
+        update,
+        text=lambda: f"{name} {text_of(inner)}",
+        elementwise=inner.elementwise,
+        rate=own_rate,
+        observe=None if inner.observe is None else observed,
     )
 
 

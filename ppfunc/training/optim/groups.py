@@ -129,5 +129,11 @@ def divided(
         rates = zip(optimizers, names, [optimizer.rate for optimizer in every], strict=True)
         return {key: of(state[name], since) for key, name, of in rates if of is not None}
 
-    elementwise = all(optimizer.elementwise for optimizer in every)
-    return Optimizer(init, update, text=write, elementwise=elementwise, rate=rate)
+    def observe(state: dict[str, Tree], metric: Tensor) -> dict[str, Tree]:
+        pairs = zip(names, every, strict=True)
+        return {name: o.observe(state[name], metric) if o.observe else state[name] for name, o in pairs}
+
+    elementwise, observes = all(o.elementwise for o in every), any(o.observe for o in every)
+    return Optimizer(
+        init, update, text=write, elementwise=elementwise, rate=rate, observe=observe if observes else None
+    )

@@ -52,6 +52,8 @@ class Optimizer(NamedTuple):
             over ranks tries it out.
         rate: ``rate(state, since) -> lr``, for the metrics of a trainer: the learning rate of the update that
             is made ``since`` updates, int64[], after this state; of several groups a dictionary.
+        observe: ``observe(state, metric) -> state``, for rates that depend on a metric, such as those of
+            :func:`plateau`; ``metric`` is float64[].
 
     The optimizers of this package can be differentiated and mapped by ``torch.func`` and autograd, through
     the gradients, the state, the rate, and parameters other than ``torch.nn.Parameter``, which count as
@@ -65,6 +67,7 @@ class Optimizer(NamedTuple):
     text: str | Callable[[], str] = ""
     elementwise: bool = False
     rate: Callable[[Tree, Tensor], Any] | None = None
+    observe: Callable[[Tree, Tensor], Tree] | None = None
 
 
 def require_pair(name: str, pair: Any) -> None:

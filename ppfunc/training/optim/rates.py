@@ -1,13 +1,13 @@
-"""Learning rates as functions of the number of updates made, a tensor that the host does not read."""
+"""Learning rates: functions of the number of updates made, which the host does not read, or of a metric."""
 
 from collections.abc import Callable
-from math import pi
-from typing import NamedTuple
+from math import inf, pi
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ppfunc._text import naming_arguments
+from ppfunc._text import naming_arguments, require_one_of
 from ppfunc.parallel.counts import require_counts
 
 from ..checks import require_number
@@ -89,3 +89,89 @@ def warmup_cosine(peak: float, warmup: int, steps: int, end: float = 0.0) -> Rat
 
 def _share(updates: Tensor, steps: int) -> Tensor:
     return (updates.double() / steps).clamp(0.0, 1.0)
+
+
+class Plateau(NamedTuple):
+    """Define a learning rate that is part of the state, and falls where a metric stays.
+
+    Args:
+        text: its name and numbers, which ranks that train together compare.
+        init: ``init(device) -> state``.
+        observe: ``observe(state, metric) -> state``, where ``lr``, float64[], is the rate of the next update.
+    """
+
+    text: str
+    init: Callable[[torch.device | None], dict[str, Tensor]]
+    observe: Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]
+
+
+@naming_arguments
+def plateau(
+    lr: float,
+    factor: float = 0.1,
+    patience: int = 10,
+    threshold: float = 1e-4,
+    *,
+    cooldown: int = 0,
+    least: float = 0.0,
+    mode: Literal["min", "max"] = "min",
+) -> Plateau:
+    """Make a rate that falls when a metric has not become better for a while.
+
+    An optimizer keeps the state of the rate beside its own. :meth:`ppfunc.Trainer.observe` gives it a metric,
+    such as the loss of a validation after every epoch. Equivalent to::
+
+        better = metric < best * (1 - threshold)  # mode "max": metric > best * (1 + threshold)
+        best, bad = (metric, 0) if better else (best, bad + 1)
+        if waits: waits, bad = waits - 1, 0
+        if bad > patience: lr, waits, bad = max(lr * factor, least), cooldown, 0
+
+    Args:
+        lr: the first rate.
+        factor: of the rate at a fall, less than 1.
+        patience: number of metrics in turn that may be no better.
+        threshold: share of the best metric by which a better one differs.
+        cooldown: number of metrics after a fall that are not counted as bad.
+        least: smallest rate.
+        mode: ``"min"`` for metrics that are to fall, ``"max"`` for those that are to rise.
+
+    Raises:
+        ValueError, TypeError: numbers out of range.
+
+    References:
+        The numbers are those of ``torch.optim.lr_scheduler.ReduceLROnPlateau`` with ``eps=0``.
+
+    >>> rate = plateau(1.0, factor=0.5, patience=0)
+    >>> state = rate.init(None)
+    >>> for metric in (2.0, 3.0):
+    ...     state = rate.observe(state, torch.tensor(metric))
+    >>> state["lr"].item()
+    0.5
+    """
+    require_number("lr", lr)
+    require_number("factor", factor, below=1.0)
+    require_counts(0, patience=patience, cooldown=cooldown)
+    require_number("threshold", threshold)
+    require_number("least", least)
+    require_one_of("mode", mode, ("min", "max"))
+    sign = 1.0 if mode == "min" else -1.0
+
+    def init(device: torch.device | None) -> dict[str, Tensor]:
+        first = {"lr": float(lr), "best": sign * inf, "bad": 0, "waits": 0}
+        wide = {float: torch.float64, int: torch.int64}
+        return {name: torch.tensor(x, dtype=wide[type(x)], device=device) for name, x in first.items()}
+
+    def observe(state: dict[str, Tensor], metric: Tensor) -> dict[str, Tensor]:
+        lr, best, bad, waits = (state[name] for name in ("lr", "best", "bad", "waits"))
+        better = sign * metric.to(best) < sign * best * (1 - sign * threshold)
+        bad = torch.where(better | (waits > 0), 0, bad + 1)
+        falls = bad > patience
+        return {
+            "lr": torch.where(falls, (lr * factor).clamp(min=least), lr),
+            "best": torch.where(better, metric.to(best), best),
+            "bad": torch.where(falls, 0, bad),
+            "waits": torch.where(falls, cooldown, (waits - 1).clamp(min=0)),
+        }
+
+    numbers = f"{lr}, {factor}, {patience}, {threshold}, {cooldown}, {least}, {mode}"
+    return Plateau(f"plateau({numbers})", init, observe)

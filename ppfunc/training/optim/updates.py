@@ -38,9 +38,10 @@ from .leaves import (
     state_column,
 )
 from .protocols import Optimizer, Tree, selected
+from .rates import Plateau
 
-LearningRate = float | Callable[[Tensor], Tensor | float]
-"""Number, or function of the number of updates made before, such as :func:`warmup_cosine`."""
+LearningRate = float | Callable[[Tensor], Tensor | float] | Plateau
+"""Number, or function of the number of updates made before, such as :func:`warmup_cosine`; or a plateau."""
 
 Formula = Callable[..., tuple[Tensor | None, ...]]
 
@@ -95,7 +96,9 @@ def optimizer_of(
         if kernel is None and any(p.dtype.is_complex for p in leaves):
             raise TypeError(f"{write()}: got complex parameters, expected real ones; adamw and sgd take them")
         trees = {name: treedef.unflatten(_zeros(p, of) for p in leaves) for name, of in shapes.items()}
-        return {"updates": zero_count(leaves), **trees}
+        count = zero_count(leaves)
+        own = {"rate": lr.init(count.device)} if isinstance(lr, Plateau) else {}
+        return {"updates": count, **trees, **own}
 
     @naming_arguments
     def update(
@@ -106,9 +109,9 @@ def optimizer_of(
         found_inf: Tensor | None = None,
     ) -> tuple[Tree, dict[str, Tree]]:
         nonlocal last
-        _require_state(state, tuple(shapes))
+        _require_state(state, (*shapes, "rate") if isinstance(lr, Plateau) else tuple(shapes))
         count, trees = state["updates"], {name: state[name] for name in shapes}
-        rate = lr(count) if callable(lr) else lr
+        rate = rate_at(state, count)
         seen = looked_through((rate, grads, state, params))
         with nullcontext() if seen else torch.no_grad():
             step = count + 1
@@ -129,12 +132,22 @@ def optimizer_of(
                 _by_kernel(kernel, known, columns, leaves[1], found_inf, step, rate)
                 new, *after = rebuilt(known, leaves[0], columns)
             made = 1 if found_inf is None else (found_inf <= 0).to(count.device)
-            return new, {"updates": count + made, **dict(zip(shapes, after, strict=True))}
+            return new, {**state, "updates": count + made, **dict(zip(shapes, after, strict=True))}
 
-    def rate_of(state: dict[str, Tree], since: Tensor) -> Tensor | float:
-        return lr(state["updates"] + since.to(state["updates"])) if callable(lr) else lr
+    def rate_at(state: dict[str, Tree], updates: Tensor) -> Tensor | float:
+        if isinstance(lr, Plateau):
+            return state["rate"]["lr"]
+        return lr(updates) if callable(lr) else lr
 
-    return Optimizer(init, update, text=write, elementwise=kernel is not None, rate=rate_of)
+    def rate_since(state: dict[str, Tree], since: Tensor) -> Tensor | float:
+        return rate_at(state, state["updates"] + since.to(state["updates"]))
+
+    def observe(state: dict[str, Tree], metric: Tensor) -> dict[str, Tree]:
+        assert isinstance(lr, Plateau)
+        return {**state, "rate": lr.observe(state["rate"], metric)}
+
+    elementwise, observes = kernel is not None, observe if isinstance(lr, Plateau) else None
+    return Optimizer(init, update, text=write, elementwise=elementwise, rate=rate_since, observe=observes)
 
 
 def _by_kernel(
@@ -248,6 +261,8 @@ def require_betas(betas: object) -> None:
 
 def _text_of_rate(lr: LearningRate) -> str:
     """Write a learning rate as ranks compare it: its numbers, or the name and some values of its function."""
+    if text := getattr(lr, "text", None):
+        return f"lr {text}"
     if not callable(lr):
         require_number(
             "lr",
@@ -256,8 +271,6 @@ def _text_of_rate(lr: LearningRate) -> str:
             " an optimizer is given no parameters",
         )
         return f"lr {lr}"
-    if text := getattr(lr, "text", None):
-        return f"lr {text}"
     values = ", ".join(f"{_value_of(lr, updates)} at {updates}" for updates in _PROBED)
     return f"lr {getattr(lr, '__qualname__', type(lr).__name__)} ({values})"
 
