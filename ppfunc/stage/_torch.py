@@ -93,10 +93,9 @@ unwrapped = torch._C._functorch.get_unwrapped
 # Whether autocast is on for any kind of device.
 any_autocast = torch._C._is_any_autocast_enabled
 
-# Copy and add lists of tensors in few kernels; the first two write into the first list.
+# Copy and add lists of tensors in few kernels; both write into the first list.
 copy_each = torch._foreach_copy_
 add_into_each = torch._foreach_add_
-add_each = torch._foreach_add
 
 # Arguments, results and aliases of an operator; and the function that calls it without the checks of
 # `OpOverload.__call__`.

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ppfunc.stage import LeafSignature
-from ppfunc.stage._torch import add_each, add_into_each, transforming
+from ppfunc.stage._torch import add_into_each, transforming
 from ppfunc.stage.signature import differentiable
 
 from ..call.batch import Leaves as Leaves
@@ -73,14 +73,14 @@ class Sum:
             self._add_other(gradients, numbers, microbatch)
         elif not numbers:
             pass
-        elif transforming():  # several tensors at once is more than vmap can do
-            self._parts[numbers] = part._replace(
-                total=[a + b for a, b in zip(part.total, gradients, strict=True)]
-            )
-        elif part.is_own:
+        elif part.is_own and not transforming():
             add_into_each(part.total, gradients)
-        else:
-            self._parts[numbers] = _Part(add_each(part.total, gradients), True)
+        else:  # leaf by leaf: each sum frees the gradient that it replaces, and vmap takes it
+            total = list(part.total)
+            self._parts[numbers] = _Part(total, part.is_own or not transforming())
+            del part
+            for n, gradient in enumerate(gradients):
+                total[n] = total[n] + gradient
 
     def _add_other(self, gradients: Leaves, numbers: Numbers, microbatch: int) -> None:
         """Add gradients of leaves that are divided otherwise than before, or new."""
