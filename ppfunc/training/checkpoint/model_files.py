@@ -116,7 +116,10 @@ def export(
             if peers.rank == 0:
                 if INDEX in titles:
                     _write_index(draft / INDEX, files, sum(answer["bytes"] for answer in gathered))
-                _publish(draft, titles)
+                # One after the other: without the last nobody reads them.
+                for title in titles:
+                    os.rename(draft / title, root / title)
+                    flush_folder(root)
 
         try:
             peers.together(write)
@@ -154,13 +157,6 @@ def _titled(files: Sequence[list[str]]) -> dict[str, list[str]]:
     return {
         f"model-{n:05}-of-{len(files):05}.safetensors": tensors for n, tensors in enumerate(files, start=1)
     }
-
-
-def _publish(draft: Path, titles: Sequence[str]) -> None:
-    """Move the files out of their draft, one after the other: nobody reads them without the last."""
-    for title in titles:
-        os.rename(draft / title, draft.parent / title)
-        flush_folder(draft.parent)
 
 
 def _write_index(path: Path, files: Mapping[str, Sequence[str]], size: int) -> None:

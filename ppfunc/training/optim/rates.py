@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from math import inf, pi
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +18,19 @@ class Rate(NamedTuple):
 
     Args:
         text: its name and numbers, which ranks that train together compare.
-        of: from the number of updates made before, int64[], to the rate of the next, float64[].
+        of: from the number of updates made before, int64[], or from the state of the rate if it has one, to
+            the rate of the next update, float64[].
+        init: ``init(device) -> state``, a dictionary of tensors that an optimizer keeps beside its own.
+        observe: ``observe(state, metric) -> state``, for a metric, float64[].
     """
 
     text: str
-    of: Callable[[Tensor], Tensor]
+    of: Callable[[Any], Tensor]
+    init: Callable[[torch.device | None], dict[str, Tensor]] | None = None
+    observe: Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]] | None = None
 
-    def __call__(self, updates: Tensor) -> Tensor:
-        return self.of(updates)
+    def __call__(self, at: Any) -> Tensor:
+        return self.of(at)
 
 
 @naming_arguments
@@ -91,20 +96,6 @@ def _share(updates: Tensor, steps: int) -> Tensor:
     return (updates.double() / steps).clamp(0.0, 1.0)
 
 
-class Plateau(NamedTuple):
-    """Define a learning rate that is part of the state, and falls where a metric stays.
-
-    Args:
-        text: its name and numbers, which ranks that train together compare.
-        init: ``init(device) -> state``.
-        observe: ``observe(state, metric) -> state``, where ``lr``, float64[], is the rate of the next update.
-    """
-
-    text: str
-    init: Callable[[torch.device | None], dict[str, Tensor]]
-    observe: Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]
-
-
 @naming_arguments
 def plateau(
     lr: float,
@@ -115,7 +106,7 @@ def plateau(
     cooldown: int = 0,
     least: float = 0.0,
     mode: Literal["min", "max"] = "min",
-) -> Plateau:
+) -> Rate:
     """Make a rate that falls when a metric has not become better for a while.
 
     An optimizer keeps the state of the rate beside its own. :meth:`ppfunc.Trainer.observe` gives it a metric,
@@ -174,4 +165,4 @@ def plateau(
         }
 
     numbers = f"{lr}, {factor}, {patience}, {threshold}, {cooldown}, {least}, {mode}"
-    return Plateau(f"plateau({numbers})", init, observe)
+    return Rate(f"plateau({numbers})", lambda state: state["lr"], init, observe)

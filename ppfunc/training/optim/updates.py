@@ -38,10 +38,9 @@ from .leaves import (
     state_column,
 )
 from .protocols import Optimizer, Tree, selected
-from .rates import Plateau
 
-LearningRate = float | Callable[[Tensor], Tensor | float] | Plateau
-"""Number, or function of the number of updates made before, such as :func:`warmup_cosine`; or a plateau."""
+LearningRate = float | Callable[[Any], Tensor | float]
+"""Number, or function of the number of updates made before, such as :func:`warmup_cosine`, or of a state."""
 
 Formula = Callable[..., tuple[Tensor | None, ...]]
 
@@ -84,6 +83,7 @@ def optimizer_of(
 
     write()  # raises for a rate that is none
     shapes = states if isinstance(states, Mapping) else dict.fromkeys(states, tuple)
+    begin, observe_rate = getattr(lr, "init", None), getattr(lr, "observe", None)
     last: LeafPlan | None = None  # of the last update: the next trees mostly have its forms
 
     def decays_of(params: Tree) -> list[float]:
@@ -97,7 +97,7 @@ def optimizer_of(
             raise TypeError(f"{write()}: got complex parameters, expected real ones; adamw and sgd take them")
         trees = {name: treedef.unflatten(_zeros(p, of) for p in leaves) for name, of in shapes.items()}
         count = zero_count(leaves)
-        own = {"rate": lr.init(count.device)} if isinstance(lr, Plateau) else {}
+        own = {} if begin is None else {"rate": begin(count.device)}
         return {"updates": count, **trees, **own}
 
     @naming_arguments
@@ -109,7 +109,7 @@ def optimizer_of(
         found_inf: Tensor | None = None,
     ) -> tuple[Tree, dict[str, Tree]]:
         nonlocal last
-        _require_state(state, (*shapes, "rate") if isinstance(lr, Plateau) else tuple(shapes))
+        _require_state(state, tuple(shapes) if begin is None else (*shapes, "rate"))
         count, trees = state["updates"], {name: state[name] for name in shapes}
         rate = rate_at(state, count)
         seen = looked_through((rate, grads, state, params))
@@ -135,18 +135,16 @@ def optimizer_of(
             return new, {**state, "updates": count + made, **dict(zip(shapes, after, strict=True))}
 
     def rate_at(state: dict[str, Tree], updates: Tensor) -> Tensor | float:
-        if isinstance(lr, Plateau):
-            return state["rate"]["lr"]
-        return lr(updates) if callable(lr) else lr
+        return lr(updates if begin is None else state["rate"]) if callable(lr) else lr
 
     def rate_since(state: dict[str, Tree], since: Tensor) -> Tensor | float:
         return rate_at(state, state["updates"] + since.to(state["updates"]))
 
     def observe(state: dict[str, Tree], metric: Tensor) -> dict[str, Tree]:
-        assert isinstance(lr, Plateau)
-        return {**state, "rate": lr.observe(state["rate"], metric)}
+        assert observe_rate is not None
+        return {**state, "rate": observe_rate(state["rate"], metric)}
 
-    elementwise, observes = kernel is not None, observe if isinstance(lr, Plateau) else None
+    elementwise, observes = kernel is not None, None if observe_rate is None else observe
     return Optimizer(init, update, text=write, elementwise=elementwise, rate=rate_since, observe=observes)
 
 
