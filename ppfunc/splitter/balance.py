@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ppfunc.parallel.balance import partition_balanced
 from ppfunc.parallel.partition import Partition
-from ppfunc.stage.abstract.outline import without_values
+from ppfunc.stage.abstract.evaluation import without_values
 from ppfunc.stage.layout import layout_of
 
 from .call import CallForm

@@ -10,8 +10,15 @@ from torch.fx import Node
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import storage
-from ppfunc.stage.abstract.control_flow import COND, PYTHON, WHILE, Handlers, cond, while_loop
-from ppfunc.stage.abstract.outline import DATA_DEPENDENT
+from ppfunc.stage.abstract.evaluation import (
+    COND,
+    DATA_DEPENDENT,
+    PYTHON,
+    WHILE,
+    Handlers,
+    cond,
+    while_loop,
+)
 from ppfunc.stage.tree import tree_flatten, tree_unflatten
 
 from .known import call_again

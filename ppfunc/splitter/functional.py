@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ppfunc.stage import StageError
-from ppfunc.stage.abstract.outline import without_values
+from ppfunc.stage.abstract.evaluation import without_values
 from ppfunc.stage.tree import tree_map
 
 from ._torch import (

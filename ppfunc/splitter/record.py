@@ -23,7 +23,7 @@ from ppfunc.stage._torch import (
     transforming,
     version,
 )
-from ppfunc.stage.abstract.outline import DATA_DEPENDENT
+from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT
 from ppfunc.stage.abstract.purity import tensors_in, written
 from ppfunc.stage.device import kinds
 from ppfunc.stage.engines.tracing.operators import by_numbers, is_element

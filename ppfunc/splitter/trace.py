@@ -16,9 +16,14 @@ from torch.fx import Node
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import without_modes, without_transforms
-from ppfunc.stage.abstract.control_flow import in_python
+from ppfunc.stage.abstract.evaluation import (
+    DATA_DEPENDENT,
+    data_dependence,
+    in_python,
+    quiet,
+    without_values,
+)
 from ppfunc.stage.abstract.foreign_draws import without_foreign_draws
-from ppfunc.stage.abstract.outline import DATA_DEPENDENT, data_dependence, quiet, without_values
 from ppfunc.stage.constants import without_constants
 from ppfunc.stage.errors import line_of
 from ppfunc.stage.layout import distributed, layout_of, local

@@ -6,11 +6,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import partial
+from typing import Any
 
-P = ParamSpec("P")
-R = TypeVar("R")
 Handler = Callable[[int, Any], Any]
 
 # The functions behind those of the module, whose enums take 10 us of every step.
@@ -30,6 +28,8 @@ class hold_interrupts:
     """Delay signals with Python handlers to the exit, or to :func:`act_on_interrupts`, whichever comes first.
 
     Only the outermost one counts. Only the main thread runs handlers; in other threads nothing is delayed.
+    Stages are evaluated and traced within it: a handler that computes would be traced with them, and one that
+    raises may abort the process, since torch evaluates without values by Python that it calls from C++.
 
     Args:
         later: sends a signal anew. Where the body has not raised, signals are sent by it at the exit, so that
@@ -110,21 +110,6 @@ def send_later(number: int) -> None:
     timer = threading.Timer(_LATER, signal.pthread_kill, (threading.main_thread().ident, number))
     timer.daemon = True
     timer.start()
-
-
-def without_interrupts(function: Callable[P, R]) -> Callable[P, R]:
-    """Delay signals to the end of every call of a function that evaluates or traces a stage.
-
-    A handler that computes would be traced with it. One that raises may abort the process: torch evaluates
-    without values by Python that it calls from C++, which cannot carry an exception.
-    """
-
-    @wraps(function)
-    def uninterrupted(*args: P.args, **kwargs: P.kwargs) -> R:
-        with hold_interrupts():
-            return function(*args, **kwargs)
-
-    return uninterrupted
 
 
 def _act(pending: dict[int, Handler]) -> None:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .abstract.outline import DATA_DEPENDENT
-from .abstract.purity import NoValuesError
+from .abstract.evaluation import DATA_DEPENDENT, NoValuesError
 from .constants import without_constants
 from .errors import StageError, raised
 from .layout import whole

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ppfunc.schedule import Costs, Instruction, Op, Schedule, parts_of
 from ppfunc.schedule.instruction import COMMUNICATION
 from ppfunc.stage import LeafSignature, StageProgram
-from ppfunc.stage.abstract.outline import without_values
+from ppfunc.stage.abstract.evaluation import without_values
 from ppfunc.stage.example import Example
 from ppfunc.stage.tree import tree_map
 

@@ -15,7 +15,7 @@ import torch
 
 from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import Signature, StageError, StageProgram
-from ppfunc.stage.abstract.outline import DATA_DEPENDENT, data_dependence, without_values
+from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT, data_dependence, without_values
 from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.engines.tracing.replay import replayed
 from ppfunc.stage.example import Example

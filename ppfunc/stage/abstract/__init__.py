@@ -2,13 +2,12 @@
 
 One evaluation gives the outline of a stage::
 
-    control_flow    cond, scan and flex attention are called as the Python that they equal
     foreign_draws   Python's and numpy's generators are watched
-      outline       the stage is called on tensors without values: its outputs, its draws, its modules
-        purity      every operator is seen: writes into what the call has not made, draws, and
-          communication    collectives through which a gradient would flow wrongly
-        undeclared  frozen parameters of which the step asks for gradients
-    weight_gradients       autograd.Functions whose backward leaves a weight's gradient to the user
+      outline       the stage is called: its outputs, its draws, its modules; autograd.Functions whose
+                    backward leaves a weight's gradient to the user
+        evaluation  on tensors without values; cond, scan and flex attention as the Python that they equal
+        purity      every operator is seen: writes into what the call has not made, draws, and collectives
+                    through which a gradient would flow wrongly
 
-The engines use `purity` and `communication` also where a stage runs or is traced.
+The engines use `evaluation` and `purity` also where a stage runs or is traced.
 """

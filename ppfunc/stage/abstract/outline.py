@@ -1,8 +1,8 @@
 """Evaluate stages without values, to learn their outputs and effects."""
 
-import logging
+import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,24 +10,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .._torch import (
-    FAKE_TENSOR_LOGGER,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
-from ..errors import StageError, by_dtensor, line_of, raised
+from .._torch import BackwardCFunction, UnsupportedOperatorException, function_of, results_of
+from ..errors import StageError, by_dtensor, raised
 from ..example import Example, Leaves, split_aux, stand_ins
-from ..interrupts import hold_interrupts, without_interrupts
+from ..interrupts import hold_interrupts
 from ..layout import local
+from ..modules.frozen import noting_undeclared
 from ..signature import LeafSignature, Signature
 from ..tree import tree_flatten
+from .evaluation import (
+    DATA_DEPENDENT,
+    NoValuesError,
+    data_dependence,
+    in_python,
+    quiet,
+    require_values,
+    without_values,
+)
 from .foreign_draws import without_foreign_draws
-from .purity import Evaluation, NoValuesError, Purity, SeenFunctions, require_values
-from .undeclared import noting_undeclared
-from .weight_gradients import require_weight_gradients
-
-DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+from .purity import Purity, SeenFunctions
 
 
 class Outline(NamedTuple):
@@ -67,7 +68,6 @@ class Outline(NamedTuple):
         return True if self.draws else None if not self.known else False
 
 
-@without_interrupts
 def outline(
     fn: Callable[..., Any],
     example: tuple[Any, ...],
@@ -91,8 +91,8 @@ def outline(
         control flow or shapes depend on values.
 
     Raises:
-        StageError: the stage raises, is not pure, keeps a tensor that it makes, or draws from a generator
-            that it does not make, such as those of Python and numpy.
+        StageError: the stage raises, is not pure, keeps a tensor that it makes, or draws from another
+            generator than torch's default one.
         TypeError: a leaf is not a tensor.
 
     >>> dropped = lambda w, x: torch.nn.functional.dropout(x @ w)
@@ -120,7 +120,8 @@ def outline(
         observe = partial(
             _observe, fn, seen, stand_ins(example, seen.device), has_aux, name, abstract=False, after=failure
         )
-        on_zeros = without_foreign_draws(observe, name, repeatable=False)  # it may wait for other ranks
+        with hold_interrupts():
+            on_zeros = without_foreign_draws(observe, name, repeatable=False)  # it may wait for other ranks
         # Another path than that of zeros may depend on what this one does not.
         y = on_zeros.y.with_grad() if any(seen.differentiated) else on_zeros.y
         return on_zeros._replace(refusal=refusal, y=y, lasts=failure is None)
@@ -136,31 +137,6 @@ def _evaluate(fn: Callable[..., Any], example: Example, has_aux: bool, name: str
             return _observe(fn, example, example.make(), has_aux, name, abstract=True)
     finally:
         torch.default_generator.set_state(before)
-
-
-@contextmanager
-def without_values() -> Iterator[None]:
-    """Evaluate with fake tensors, and delay signals. Fake tensors that escape are detected and rejected."""
-    with hold_interrupts(), Evaluation() as evaluation:
-        try:
-            yield
-        finally:
-            evaluation.over = True
-
-
-def data_dependence(error: Exception) -> str:
-    """Say why a stage could not be evaluated without values."""
-    operator, line = getattr(error, "func", None) or (error.args[0] if error.args else error), line_of(error)
-    if isinstance(error, UnsupportedOperatorException):
-        what = (
-            f"what its operator {operator}{line and f', called{line},'} returns is not known without values"
-        )
-        return f"{what} (torch.library.register_fake tells torch)"
-    what = (
-        "its control flow or its shapes depend on the values of tensors (operator"
-        f" {operator}{line and f', called{line}'})"
-    )
-    return f"{what}, so that it cannot be evaluated abstractly"
 
 
 def _observe(
@@ -192,16 +168,8 @@ def _observe(
     require_weight_gradients(
         map(local, y), zip(example.paths, arguments[: len(tensors[0])], strict=False), name
     )
-    if purity.generators and functions.foreign():
-        reason = (
-            "it draws from a torch.Generator of its own, whose numbers depend on the order in which"
-            " microbatches run"
-        )
-        raise StageError(name, reason, "draw from the default generator, which seed=(seed, step) sets")
     untraced = None
-    if purity.generators:
-        untraced = "it hands a torch.Generator to an operator", "use the functional engine"
-    elif functions.assigns:
+    if functions.assigns:
         untraced = "it assigns to the data of a tensor", "make a new tensor, or use the eager engine"
     elif purity.seeds:
         untraced = "it seeds the generator that it draws from", "use the functional engine"
@@ -234,8 +202,6 @@ def modules_that_run() -> Iterator[dict[int, nn.Module]]:
 
 def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name: str, abstract: bool) -> Any:
     """Call ``fn(*trees)``; say where it raised, and what it was given."""
-    from .control_flow import in_python  # as other modules that trace, not before
-
     try:
         with quiet(), in_python():
             return fn(*trees)
@@ -265,17 +231,6 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
         raise StageError(name, f"{raised(error)}; it was given {example}{zeros}", mend) from error
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep torch from logging, with its whole traceback, an error that is raised anew in our words."""
-    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
 def _require_unchanged(
     example: Example, trees: tuple[Any, ...], arguments: list[torch.Tensor], name: str
 ) -> None:
@@ -286,3 +241,71 @@ def _require_unchanged(
         if treedef != signature.treedef or any(leaf is not next(before) for leaf in leaves):
             reason = f"it is not pure: it replaces entries of its argument {what}"
             raise StageError(name, reason, "return the new value, or work on a clone")
+
+
+# -- Functions that compute the gradient of a weight elsewhere than in their backward
+
+
+def require_weight_gradients(
+    results: Iterable[torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]], stage: str
+) -> None:
+    """Raise StageError for a Function that is given a weight, and returns no gradient of it.
+
+    Such a Function leaves the gradient to a later pass of its own, which no step calls. To find out, the
+    backward of a user's Function that is given a weight runs once, on zeros. What it fills beside, such as a
+    list of its own, keeps what it then put there.
+
+    Args:
+        results: what the stage has computed.
+        weights: its parameters, with their paths.
+    """
+    named = {t.grad_fn: path for path, t in weights if t.grad_fn}
+    for node in filter(_is_own, _histories([t.grad_fn for t in results if t.grad_fn])):
+        sources = (source for source, _ in node.next_functions if source)
+        given = [_weight_of(next(sources), named) if needs else "" for needs in node.needs_input_grad]
+        for path, gradient in zip(given, _backward(node) if any(given) else (), strict=False):
+            if path and gradient is None:
+                cls = function_of(node)
+                code = inspect.unwrap(cls.backward).__code__
+                raise StageError(
+                    stage,
+                    f"its autograd.Function {cls.__name__} returns no gradient of {path} in its backward"
+                    f" ({code.co_filename}:{code.co_firstlineno})",
+                    "return it there, without a pass of your own: schedules with I and W compute gradients of"
+                    " weights in W; or freeze the parameter (requires_grad_(False))",
+                )
+
+
+def _is_own(node: Any) -> bool:
+    """Tell whether a Function of the user's has made a history."""
+    return isinstance(node, BackwardCFunction) and not function_of(node).__module__.startswith("torch.")
+
+
+def _histories(ahead: list[Any], ends: Container[Any] = ()) -> Iterator[Any]:
+    """Yield histories, and those that they come of, down to ``ends``."""
+    seen = set(ahead)
+    while ahead:
+        yield (node := ahead.pop())
+        new = set() if node in ends else {below for below, _ in node.next_functions if below} - seen
+        seen |= new
+        ahead += new
+
+
+def _weight_of(source: Any, named: dict[Any, str]) -> str:
+    """Name a weight of which a value is made; empty if the value is made of anything else as well."""
+    path = ""
+    for node in _histories([source], named):
+        if node not in named and not any(below for below, _ in node.next_functions):
+            return ""
+        path = named.get(node, path)
+    return path
+
+
+def _backward(node: Any) -> tuple[Any, ...]:
+    """Call the backward of a Function on zeros. An error that it raises is left to the engine."""
+    zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in results_of(node))
+    try:
+        returned = node.apply(*zeros)
+    except Exception:
+        return ()
+    return returned if isinstance(returned, tuple) else (returned,)

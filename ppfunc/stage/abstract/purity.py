@@ -1,8 +1,9 @@
-"""Refuse writes into memory that a call has not made, and reads of tensors without values."""
+"""Refuse what no program can repeat: writes, draws and gradients that operators show."""
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -10,21 +11,15 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import (
     ASSIGNS_DATA,
-    FakeTensor,
-    FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
-    UnsupportedOperatorException,
     dtensor_class,
     is_wrapped,
     schema,
     storage,
     without_modes,
 )
-from ..device import generators
-from ..errors import StageError
-from ..signature import LeafSignature
-from .communication import fault_of, is_collective
+from ..errors import StageError, place_of_call
 
 aten = torch.ops.aten
 
@@ -70,7 +65,7 @@ class Purity(LogicalDraws):
         arguments = list(arguments)
         # Below a transform, tensors do not say what is differentiated.
         self.strict = any(is_wrapped(t) for _, t in arguments)
-        self.stage, self.abstract, self.draws, self.generators, self.seeds = stage, abstract, 0, False, False
+        self.stage, self.abstract, self.draws, self.seeds = stage, abstract, 0, False
         self.arguments = {storage(t): path for path, t in arguments}
         self.made: set[int | None] = {None}
         self.before = torch.default_generator.get_state()
@@ -90,8 +85,13 @@ class Purity(LogicalDraws):
         for value in _flat((args, kwargs)):
             if isinstance(value, torch.Tensor):
                 self._require_no_gradient_lost(func, value)
-            else:
-                self.generators |= isinstance(value, torch.Generator)
+            elif isinstance(value, torch.Generator):
+                reason = (
+                    f"it hands a torch.Generator to an operator{place_of_call()}; the numbers of one of its"
+                    " own depend on the order in which microbatches run"
+                )
+                mend = "leave it out: the default generator draws, which seed=(seed, step) sets"
+                raise StageError(self.stage, reason, mend)
         if self.after is not None and (
             is_collective(func) or any(issubclass(kind, dtensor_class()) for kind in types)
         ):
@@ -135,102 +135,13 @@ class Purity(LogicalDraws):
 
 
 class SeenFunctions(TorchFunctionMode):
-    """Watches what operators do not see: assignments to ``data``, and generators as the stage's objects."""
+    """Watches what operators do not see: assignments to ``data``."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.assigns = False
-        self.seen: dict[int, torch.Generator] = {}  # torch 2.11 has no weak references to them
+    assigns = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         self.assigns |= func == ASSIGNS_DATA
-        self.seen |= {id(g): g for g in (*args, *kwargs.values()) if isinstance(g, torch.Generator)}
-        return func(*args, **kwargs)
-
-    def foreign(self) -> bool:
-        """Tell, once, whether a generator that no step seeds outlived the call, or none was seen at all."""
-        foreign = not self.seen
-        while self.seen:
-            _, generator = self.seen.popitem()
-            outlived = sys.getrefcount(generator) > 2  # by this name, and by the argument here
-            foreign |= outlived and generator not in generators()
-        return foreign
-
-
-class Evaluation(FakeTensorMode):
-    """Makes tensors without values, which raise :class:`NoValuesError` outside of it.
-
-    They mix neither with those of another evaluation, nor with values after its end.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self.over = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        tensors = list(tensors_in((args, kwargs)))
-        fakes = [t for t in tensors if isinstance(t, FakeTensor)]
-        mixed = self.over and len(fakes) < len(tensors)
-        for fake in fakes:
-            if mixed or fake.fake_mode is not self:
-                raise NoValuesError(fake)
-        if not isinstance(func, OpOverload):
-            rule = func.python_key_table.get(FakeTensorMode)
-            if rule is None:
-                raise UnsupportedOperatorException(func)
-            return rule(self, *args, **kwargs)
-        if func is aten._grouped_mm.default and args[0].dtype in _GROUPED:
-            with self:
-                return _grouped_mm(*args, **kwargs)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-# The dtypes of the real kernel. The abstract one of torch refuses all but bfloat16, and does not pad rows.
-_GROUPED = torch.bfloat16, torch.float16, torch.float32
-
-
-def _grouped_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    offs: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Make the result of a product of groups, whose rows begin at multiples of 16 bytes."""
-    dtype = out_dtype or a.dtype
-    groups = ([len(a)] if offs is None else [len(offs)]) if a.ndim == b.ndim else []
-    rows, columns = a.shape[-2], b.shape[-1]
-    width = columns + -columns % (16 // dtype.itemsize)
-    strides = [rows * width, width, 1][-2 - len(groups) :]
-    return torch.empty_strided([*groups, rows, columns], strides, dtype=dtype, device=a.device)
-
-
-class NoValuesError(RuntimeError):
-    """A tensor of an abstract evaluation was read outside of it."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__(str(LeafSignature.of(tensor)).removesuffix(" no grad"))
-
-    def of_stage(self, stage: str) -> StageError:
-        """Return the error of the stage that read it."""
-        reason = f"it reads a tensor without values ({self}), left by an earlier abstract evaluation"
-        mend = (
-            "recompute it in each call; if it is a cache, clear it, and warm it up by calling the stage on"
-            " real tensors of these shapes"
-        )
-        attribute = "where it is an attribute of a module, make the stage by stage_from_module"
-        return StageError(stage, reason, f"{mend}; {attribute}")
-
-
-def require_values(tensors: Iterable[Any], stage: str) -> None:
-    """Raise for a fake tensor of an evaluation that is over."""
-    for t in tensors:
-        if isinstance(t, FakeTensor) and getattr(t.fake_mode, "over", False):
-            raise NoValuesError(t).of_stage(stage)
+        return func(*args, **(kwargs or {}))
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -313,3 +224,91 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 def _shape(tensor: torch.Tensor) -> str:
     return "a nested tensor" if tensor.is_nested else f"a tensor of shape {tuple(tensor.shape)}"
+
+
+# -- collectives through which a gradient would flow wrongly
+
+NAMESPACES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
+"""Those of the operators that communicate."""
+
+_EACH_OTHERS_TRANSPOSE = frozenset({
+    "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "wait_tensor",
+    "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "_wrap_tensor_autograd",
+})  # fmt: skip
+
+_INSTEAD = {  # by a part of the name of an operator; the first that fits
+    "reducescatter": "psum_scatter(x, mesh['tp'])",
+    "reduce": "psum(x, mesh['tp']) for a sum",
+    "broadcast": "psum(x, mesh['tp']) of a tensor that is zero on all ranks but one",
+    "scatter": "psum(x, mesh['tp']) of a tensor that is zero on all ranks but one",
+    "gather": "all_gather(x, mesh['tp'])",
+    "alltoall": "all_to_all(x, mesh['tp'], split_axis, concat_axis)",
+    "": "psum, pvary, all_gather, psum_scatter or all_to_all",
+}
+_FUNCTIONS = "torch.distributed.nn.functional"
+_REGISTERED = "torch._library.autograd"  # calls the derivatives that are registered for operators
+
+
+def is_collective(func: Any) -> bool:
+    """Tell whether an operator communicates, or waits for one that does."""
+    return getattr(func, "namespace", "") in NAMESPACES
+
+
+def fault_of(
+    func: Any, tensors: Iterable[torch.Tensor], strict: bool, reduction: str = "sum"
+) -> tuple[str, str] | None:
+    """Say why the gradient through a collective is wrong, or ranks hang, and what to use instead.
+
+    None where the gradient is right, or none flows.
+
+    Args:
+        func: a collective.
+        tensors: those that it is given.
+        strict: whether a gradient may flow that the tensors do not tell of.
+        reduction: of one that reduces, as torch names it.
+    """
+    name = str(func)
+    namespace, operator, *_ = name.split(".")
+    transposed = namespace != "c10d" and operator in _EACH_OTHERS_TRANSPOSE
+    plain = operator.replace("_", "")
+    use = "use ppfunc.collectives." + next(mend for part, mend in _INSTEAD.items() if part in plain)
+    detach = "; or detach what it is given, where no gradient is wanted"
+    if any(module == _FUNCTIONS for module, _ in _callers()):
+        name += f" by {_FUNCTIONS}"
+        why = "whose gradients are summed over the ranks once too often"
+    elif transposed and ("reduce" not in operator or reduction.lower() == "sum"):
+        return None
+    elif namespace == "c10d" and operator in ("scatter_", "gather_"):
+        why = (
+            "in which one rank has a list of tensors: torch.func refuses it there alone, and the others hang"
+        )
+        detach = ""
+    elif not (torch.is_grad_enabled() and (strict or any(t.requires_grad for t in tensors))) and (
+        (_REGISTERED, func) not in _callers()
+    ):
+        return None
+    elif transposed:
+        why = f"which has a derivative for sums alone, and is to reduce by {reduction!r}"
+        averages = reduction.lower() == "avg"
+        use += " divided by the number of ranks" if averages else ", or reduce the gathered values yourself"
+    elif namespace == "c10d":
+        why = "which writes in place: its gradient would be that of the identity"
+    elif operator == "all_reduce":
+        why = (
+            "whose gradient is an all-reduce again, and too large by the number of ranks where all go on to"
+            " compute the same"
+        )
+    else:
+        why = "which has no derivative: its gradient would be lost"
+    return f"it uses the collective {name}{place_of_call()}, {why}", use + detach
+
+
+def _callers() -> Iterator[tuple[str, Any]]:
+    """Iterate over running functions: module, and the operator that torch's ``forward`` differentiates."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield (
+            frame.f_globals.get("__name__", ""),
+            frame.f_locals.get("op") if frame.f_code.co_name == "forward" else None,
+        )
+        frame = frame.f_back

@@ -8,17 +8,21 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from .._torch import awaited, version
-from ..abstract.control_flow import in_python
+from ..abstract.evaluation import NoValuesError, in_python, require_values
 from ..abstract.outline import Outline, outline as outline_of
-from ..abstract.purity import LogicalDraws, NoValuesError, Purity, require_values
+from ..abstract.purity import LogicalDraws, Purity
 from ..errors import StageError, line_of
 from ..example import Example, Leaves, split_aux
+from ..interrupts import hold_interrupts
 from ..layout import local
 from ..program import FlatProgram, Gradients, StageProgram, stage_program
 from ..signature import differentiable
-from .recurrence import recurrence
+
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
 def contiguous(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...]:
@@ -51,7 +55,8 @@ def engine(build: Callable[..., tuple[FlatProgram, int | None]]) -> Callable[...
         seen = Example.of(example, device, targeted=getattr(fn, "targeted", False))
         outline = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
         stage = DifferentiableStage(fn, seen, outline, has_aux, name)
-        flat, size = build(stage, example, **options)
+        with hold_interrupts():
+            flat, size = build(stage, example, **options)
         return stage_program(flat, seen, stage.outline, has_aux=has_aux, residual_bytes=size)
 
     return program_of
@@ -95,9 +100,10 @@ class DifferentiableStage:
 
     def _call(self, trees: tuple[Any, ...]) -> Any:
         """Call the stage. An exception gets a note with the stage, the line and the arguments."""
-        on_cuda = self.example.device.type == "cuda"
+        recurrent = any(isinstance(module, nn.RNNBase) for module in self.outline.modules)
+        by_cudnn = recurrent and self.example.device.type == "cuda"
         try:
-            with recurrence(self.outline.modules) if on_cuda else nullcontext(), in_python():
+            with WithoutCudnn() if by_cudnn else nullcontext(), in_python():
                 return self.fn(*trees)
         except NoValuesError as error:
             raise error.of_stage(self.name) from None
@@ -160,3 +166,18 @@ class DifferentiableStage:
             raise StageError(
                 self.name, reason, "return the same shapes for every microbatch, by padding for instance"
             )
+
+
+class WithoutCudnn(TorchFunctionMode):
+    """Compute recurrent layers, and nothing else, by torch's own kernels.
+
+    The derivatives of cuDNN's cannot be traced. ``torch.func`` does not take those of LSTM and GRU either:
+    the functional engine refuses such stages.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        recurrent = getattr(func, "__name__", None) in _RECURRENT
+        with torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext():
+            return func(*args, **(kwargs or {}))

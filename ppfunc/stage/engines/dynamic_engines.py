@@ -6,10 +6,9 @@ from typing import Any
 import torch
 
 from .._torch import without_autocast
-from ..abstract.outline import DATA_DEPENDENT, data_dependence, without_values
+from ..abstract.evaluation import DATA_DEPENDENT, data_dependence, without_values
 from ..errors import StageError, by_dtensor, first_line, line_of
 from ..example import Leaves, stand_ins
-from ..interrupts import without_interrupts
 from ..program import FlatProgram, Gradients
 from .differentiable import DifferentiableStage, contiguous, engine
 
@@ -65,7 +64,6 @@ def eager(stage: DifferentiableStage, example: tuple[Any, ...]) -> tuple[FlatPro
     return _tried(_by_tape, "torch.autograd.grad", instead, stage, example)
 
 
-@without_interrupts
 def _tried(
     differentiate: Callable[[DifferentiableStage], tuple[Forward, Backward]],
     by: str,

@@ -53,9 +53,8 @@ def graph(
 
     Raises:
         StageError: control flow or shapes depend on values, the gradient cannot be traced, the
-            backward draws random numbers or needs a sparse tensor that the forward makes, an operator
-            is given a generator, tensors of a subclass are involved, or CUDA graphs are wanted where
-            the stage does not compute on CUDA.
+            backward draws random numbers or needs a sparse tensor that the forward makes, tensors of a
+            subclass are involved, or CUDA graphs are wanted where the stage does not compute on CUDA.
 
     >>> import torch
     >>> program = graph(lambda w, x: (w * x).sin(), (torch.ones(2), torch.zeros(2)))

@@ -12,7 +12,6 @@ from ..errors import StageError
 from ..example import Example
 from ..program import FlatProgram
 from ..signature import differentiable
-from .captured import captured
 from .differentiable import DifferentiableStage, engine
 from .tracing.clean import clean
 from .tracing.compiled import without_onednn
@@ -47,7 +46,11 @@ def traced(
     blocks = cut_for(joint, remat, name)
     size = residual_bytes(joint, blocks.residuals, name)
     flat = _emit(blocks, joint, name, compile, _warning_of(_unread(joint, example), name))
-    return captured(flat, example, outline.y) if cuda_graphs else flat, size
+    if not cuda_graphs:
+        return flat, size
+    from .captured import captured
+
+    return captured(flat, example, outline.y), size
 
 
 def _emit(blocks: ProgramBlocks, joint: Joint, name: str, compile: bool, warning: str) -> FlatProgram:

@@ -1,7 +1,9 @@
 """Say once which parameters of a step are frozen: when a step function or a trainer is made."""
 
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import compress
 from typing import Any
 
@@ -22,6 +24,8 @@ Mask = Callable[[Any], Any]
 
 Trainable = Mapping[int, Any] | Mask | None
 """Mask of every stage: ``{stage: tree of booleans, or function}``, or one function for all stages."""
+
+_undeclared: ContextVar[list[str] | None] = ContextVar("undeclared", default=None)
 
 _PARAMETERS = "ppfunc_parameters"  # an attribute of the function of a stage, which functools.wraps copies
 
@@ -210,3 +214,22 @@ def _require_no_hook(name: str, p: nn.Parameter) -> None:
             f"{name} has a hook on its gradient, which no step calls; remove it, and work on the gradients"
             " that the step returns"
         )
+
+
+def detached(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """Detach a parameter that its module has frozen; note it where a step asks for its gradient."""
+    undeclared = _undeclared.get()
+    if undeclared is not None and parameter.requires_grad:
+        undeclared.append(name)
+    return parameter.detach()
+
+
+@contextmanager
+def noting_undeclared() -> Iterator[list[str]]:
+    """Collect the names of the parameters that are detached within."""
+    names: list[str] = []
+    token = _undeclared.set(names)
+    try:
+        yield names
+    finally:
+        _undeclared.reset(token)

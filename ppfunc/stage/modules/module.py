@@ -13,12 +13,11 @@ from torch.nn.parameter import is_lazy
 from ppfunc._text import mend_of, naming_arguments, shown
 
 from .._torch import is_dtensor, version
-from ..abstract.undeclared import detached
 from ..errors import StageError
 from ..layout import Boundary, as_dtensor, declaring, layout_of
 from ..output import Output
 from ..process import process_lock
-from .frozen import note_parameters
+from .frozen import detached, note_parameters
 from .structure import unmodified
 
 if TYPE_CHECKING:

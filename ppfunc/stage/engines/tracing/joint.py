@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ..._torch import without_autocast
-from ...abstract.outline import without_values
+from ...abstract.evaluation import without_values
 from ...errors import StageError, first_line
 from ...example import Leaves
 from ...program import Gradients

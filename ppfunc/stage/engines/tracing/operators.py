@@ -8,8 +8,7 @@ import torch
 from torch.fx import Node
 
 from ..._torch import FUNCTIONAL_COLLECTIVES, OpOverload, schema
-from ...abstract.communication import is_collective
-from ...abstract.purity import draws
+from ...abstract.purity import draws, is_collective
 
 aten = torch.ops.aten
 ELEMENT = operator.getitem

@@ -5,7 +5,7 @@ from math import inf
 
 from torch.fx import Node
 
-from ...abstract.communication import is_collective
+from ...abstract.purity import is_collective
 from .joint import Nodes
 from .operators import is_random, is_wait
 

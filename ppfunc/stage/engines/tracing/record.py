@@ -10,7 +10,8 @@ from torch.fx import Graph, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..._torch import FakeTensor, OpOverload, TorchDispatchMode, device_of, has_kernel, schema
-from ...abstract.purity import NoValuesError, tensors_in, written
+from ...abstract.evaluation import NoValuesError
+from ...abstract.purity import tensors_in, written
 from ...errors import StageError, place_of_call
 from ...signature import differentiable
 from .operators import ELEMENT

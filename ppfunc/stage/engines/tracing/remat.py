@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from ..._torch import OpOverload
-from ...abstract.communication import is_collective
+from ...abstract.purity import is_collective
 from ...errors import StageError
 from .cut import ProgramBlocks, cut, early_nodes, parameter_views, residual_bytes
 from .joint import Joint

@@ -1,0 +1,218 @@
+"""Evaluate functions on tensors without values.
+
+``torch.cond``, ``while_loop``, ``scan`` and ``flex_attention`` compile themselves when they are called.
+Neither such an evaluation nor a transform of ``torch.func`` goes with that, so they are called as the Python
+that they equal::
+
+    cond(p, f, g, x)        f(*x) if p else g(*x)
+    while_loop(p, f, x)     while p(*x): x = f(*x)
+    scan(f, c, xs)          for x in xs: c, y = f(c, x), and the stack of y
+    flex_attention          its scores as a matrix
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from .._torch import (
+    FAKE_TENSOR_LOGGER,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    UnsupportedOperatorException,
+    flex_scores,
+)
+from ..errors import StageError, line_of
+from ..interrupts import hold_interrupts
+from ..signature import LeafSignature
+from ..tree import tree_flatten, tree_leaves, tree_map
+from .purity import tensors_in
+
+aten = torch.ops.aten
+
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Evaluate with fake tensors, and delay signals. Fake tensors that escape are detected and rejected."""
+    with hold_interrupts(), Evaluation() as evaluation:
+        try:
+            yield
+        finally:
+            evaluation.over = True
+
+
+class Evaluation(FakeTensorMode):
+    """Makes tensors without values, which raise :class:`NoValuesError` outside of it.
+
+    They mix neither with those of another evaluation, nor with values after its end.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.over = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = list(tensors_in((args, kwargs)))
+        fakes = [t for t in tensors if isinstance(t, FakeTensor)]
+        mixed = self.over and len(fakes) < len(tensors)
+        for fake in fakes:
+            if mixed or fake.fake_mode is not self:
+                raise NoValuesError(fake)
+        if not isinstance(func, OpOverload):
+            rule = func.python_key_table.get(FakeTensorMode)
+            if rule is None:
+                raise UnsupportedOperatorException(func)
+            return rule(self, *args, **kwargs)
+        if func is aten._grouped_mm.default and args[0].dtype in _GROUPED:
+            with self:
+                return _grouped_mm(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+# The dtypes of the real kernel. The abstract one of torch refuses all but bfloat16, and does not pad rows.
+_GROUPED = torch.bfloat16, torch.float16, torch.float32
+
+
+def _grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Make the result of a product of groups, whose rows begin at multiples of 16 bytes."""
+    dtype = out_dtype or a.dtype
+    groups = ([len(a)] if offs is None else [len(offs)]) if a.ndim == b.ndim else []
+    rows, columns = a.shape[-2], b.shape[-1]
+    width = columns + -columns % (16 // dtype.itemsize)
+    strides = [rows * width, width, 1][-2 - len(groups) :]
+    return torch.empty_strided([*groups, rows, columns], strides, dtype=dtype, device=a.device)
+
+
+class NoValuesError(RuntimeError):
+    """A tensor of an abstract evaluation was read outside of it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(str(LeafSignature.of(tensor)).removesuffix(" no grad"))
+
+    def of_stage(self, stage: str) -> StageError:
+        """Return the error of the stage that read it."""
+        reason = f"it reads a tensor without values ({self}), left by an earlier abstract evaluation"
+        mend = (
+            "recompute it in each call; if it is a cache, clear it, and warm it up by calling the stage on"
+            " real tensors of these shapes"
+        )
+        attribute = "where it is an attribute of a module, make the stage by stage_from_module"
+        return StageError(stage, reason, f"{mend}; {attribute}")
+
+
+def require_values(tensors: Iterable[Any], stage: str) -> None:
+    """Raise for a fake tensor of an evaluation that is over."""
+    for t in tensors:
+        if isinstance(t, FakeTensor) and getattr(t.fake_mode, "over", False):
+            raise NoValuesError(t).of_stage(stage)
+
+
+def data_dependence(error: Exception) -> str:
+    """Say why a stage could not be evaluated without values."""
+    operator, line = getattr(error, "func", None) or (error.args[0] if error.args else error), line_of(error)
+    if isinstance(error, UnsupportedOperatorException):
+        what = (
+            f"what its operator {operator}{line and f', called{line},'} returns is not known without values"
+        )
+        return f"{what} (torch.library.register_fake tells torch)"
+    what = (
+        "its control flow or its shapes depend on the values of tensors (operator"
+        f" {operator}{line and f', called{line}'})"
+    )
+    return f"{what}, so that it cannot be evaluated abstractly"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch from logging, with its whole traceback, an error that is raised anew in our words."""
+    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+# -- operators that take functions
+
+Handlers = Mapping[str, Callable[..., Any]]
+"""By the name of the function that torch would compile."""
+
+
+def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any) -> Any:
+    """Call one of two functions."""
+    return (true_fn if pred else false_fn)(*operands)
+
+
+def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried: Any, more: Any) -> Any:
+    """Call a function as long as another one says so."""
+    while cond_fn(*carried, *more):
+        carried = body_fn(*carried, *more)
+    return carried
+
+
+def scan(combine_fn: Callable[..., Any], init: Any, xs: Any) -> tuple[Any, Any]:
+    """Call a function along the first axis of ``xs``, with what it has returned before."""
+    carry, rows = init, []
+    for slices in zip(*(x.unbind() for x in xs), strict=True):
+        carry, row = combine_fn(*tree_flatten(carry)[0], *slices)
+        rows.append(row)
+    columns = zip(*map(tree_leaves, rows), strict=True)
+    stacked = iter([torch.stack(column) for column in columns])
+    return carry, tree_map(lambda _: next(stacked), rows[0])
+
+
+WHILE, COND = "_while_loop_op_wrapper", "_cond_op_wrapper"
+PYTHON: Handlers = {
+    COND: cond,
+    WHILE: while_loop,
+    "run_flattened_scan": scan,
+    "_flex_attention_hop_wrapper": flex_scores,
+}
+
+
+_handlers: ContextVar[Handlers | None] = ContextVar("handlers", default=None)
+_replaced: list[Any] = []  # what torch.compile was when each user came; the first is torch's own
+_lock = threading.Lock()
+
+
+def _compile(model: Any = None, *args: Any, **options: Any) -> Any:
+    """Stand for ``torch.compile`` while some thread calls a stage, for that thread alone."""
+    name = getattr(model, "__name__", "") if getattr(model, "__module__", "").startswith("torch.") else ""
+    handler = (_handlers.get() or {}).get(name)
+    return (_replaced or [torch.compile])[0](model, *args, **options) if handler is None else handler
+
+
+@contextmanager
+def in_python(handlers: Handlers = PYTHON) -> Iterator[None]:
+    """Call operators that take functions by handlers."""
+    token = _handlers.set(handlers)
+    with _lock:
+        _replaced.append(torch.compile)
+        torch.compile = _compile
+    try:
+        yield
+    finally:
+        with _lock:
+            torch.compile = _replaced.pop()
+        _handlers.reset(token)
