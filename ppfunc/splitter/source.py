@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import without_modes
-from ppfunc.stage.modules.structure import ModuleStructure
+from ppfunc.stage.modules.module import ModuleStructure
 from ppfunc.stage.process import process_lock
 
 from .call import CallForm, Changes

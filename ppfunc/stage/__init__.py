@@ -21,24 +21,21 @@ from ppfunc._lazy import attach
 
 if TYPE_CHECKING:
     from . import collectives as collectives, engines as engines
-    from .abstract.outline import Outline as Outline, outline as outline
+    from .abstract.outline import outline as outline
     from .engines import eager as eager, functional as functional, graph as graph
     from .errors import StageError as StageError
     from .modules.layers import (
-        params_of_layers as params_of_layers,
         params_of_stages as params_of_stages,
+        split_sequential as split_sequential,
         stages_from_layers as stages_from_layers,
     )
-    from .modules.module import (
-        ModuleStage as ModuleStage,
-        split_sequential as split_sequential,
-        stage_from_module as stage_from_module,
-    )
+    from .modules.module import ModuleStage as ModuleStage, stage_from_module as stage_from_module
     from .modules.parallelize import shard as shard
     from .program import (
         Engine as Engine,
         FlatProgram as FlatProgram,
         Loss as Loss,
+        Outline as Outline,
         Stage as Stage,
         StageProgram as StageProgram,
     )

@@ -13,8 +13,7 @@ import torch
 import ppfunc as pp
 from ppfunc.stage import outline as outline_of
 from ppfunc.stage.engines.captured import captured
-from ppfunc.stage.example import Example
-from ppfunc.stage.program import stage_program
+from ppfunc.stage.program import Example, stage_program
 from tests import models
 from tests.models import affine, same_bits, squared
 

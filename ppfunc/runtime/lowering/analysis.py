@@ -14,7 +14,7 @@ from ppfunc.schedule import Costs, Instruction, Op, Schedule, parts_of
 from ppfunc.schedule.instruction import COMMUNICATION
 from ppfunc.stage import LeafSignature, StageProgram
 from ppfunc.stage.abstract.evaluation import without_values
-from ppfunc.stage.example import Example
+from ppfunc.stage.program import Example
 from ppfunc.stage.tree import tree_map
 
 from ..call.arguments import StepArguments

@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 from ppfunc.stage._torch import any_autocast
 from ppfunc.stage.device import autocast
 from ppfunc.stage.errors import warn
-from ppfunc.stage.modules.structure import ModuleStructure
+from ppfunc.stage.modules.module import ModuleStructure
 
 from ..agreement.agreement import Agreed, Agreement, BatchShapes, Exchange
 from ..agreement.comparison import LaidOut, laid_out

@@ -21,7 +21,7 @@ from ppfunc.stage import Engine, Outline, Signature, StageError, StageProgram, o
 from ppfunc.stage._torch import without_transforms
 from ppfunc.stage.device import autocast
 from ppfunc.stage.errors import warn
-from ppfunc.stage.modules.structure import ModuleStructure
+from ppfunc.stage.modules.module import ModuleStructure
 from ppfunc.stage.output import StageFunction
 from ppfunc.stage.process import process_lock
 from ppfunc.stage.tree import tree_leaves

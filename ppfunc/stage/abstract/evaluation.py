@@ -33,7 +33,9 @@ from .._torch import (
 )
 from ..errors import StageError, line_of
 from ..interrupts import hold_interrupts
-from ..signature import LeafSignature
+from ..layout import local
+from ..program import Leaves
+from ..signature import LeafSignature, Signature
 from ..tree import tree_flatten, tree_leaves, tree_map
 from .purity import tensors_in
 
@@ -125,6 +127,21 @@ def require_values(tensors: Iterable[Any], stage: str) -> None:
     for t in tensors:
         if isinstance(t, FakeTensor) and getattr(t.fake_mode, "over", False):
             raise NoValuesError(t).of_stage(stage)
+
+
+def stand_ins(example: tuple[Any, ...], device: torch.device) -> tuple[Leaves, Leaves, Leaves]:
+    """Make zeros for the parameters, for ``x`` and for the extras, of the same types of tensor."""
+
+    def zeros(tree: Any) -> Leaves:
+        if isinstance(tree, Signature):
+            return tuple(torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) for leaf in tree.leaves)
+        return tuple(
+            torch.zeros_like(t.detach(), device=device if t.is_meta else None)
+            for t in map(local, tree_leaves(tree))
+        )
+
+    params, x, *extras = map(zeros, example)
+    return params, x, sum(extras, ())
 
 
 def data_dependence(error: Exception) -> str:

@@ -5,19 +5,20 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from optree import PyTreeSpec
 from torch import nn
 
 from .._torch import BackwardCFunction, UnsupportedOperatorException, function_of, results_of
 from ..errors import StageError, by_dtensor, raised
-from ..example import Example, Leaves, split_aux, stand_ins
 from ..interrupts import hold_interrupts
 from ..layout import local
 from ..modules.frozen import noting_undeclared
-from ..signature import LeafSignature, Signature
-from ..tree import tree_flatten
+from ..program import Example, Leaves, Outline
+from ..signature import LeafSignature, Signature, flatten
+from ..tree import tree_flatten, tree_structure
 from .evaluation import (
     DATA_DEPENDENT,
     NoValuesError,
@@ -25,47 +26,11 @@ from .evaluation import (
     in_python,
     quiet,
     require_values,
+    stand_ins,
     without_values,
 )
 from .foreign_draws import without_foreign_draws
 from .purity import Purity, SeenFunctions
-
-
-class Outline(NamedTuple):
-    """Hold the result of evaluating a stage without its values.
-
-    Args:
-        y: signature of the output; ``grad=True`` where it depends on a differentiable leaf of the parameters
-            or of ``x``.
-        aux: signature of the auxiliary output, no leaf of which carries a gradient.
-        draws: how many operators drew from a random generator.
-        untraced: why no trace can repeat it, and what to use instead; None where one can.
-        modules: the modules that ran, with their submodules: the stage depends on their train or evaluation
-            mode.
-        refusal: why it could not be evaluated abstractly, and what to use instead; None where it could.
-        lasts: whether it holds for the next evaluation; a stage that raised once, and not on zeros, may not
-            raise again.
-        undeclared: parameters that a module has frozen, and of which the step asks for gradients.
-    """
-
-    y: Signature
-    aux: Signature
-    draws: int
-    untraced: tuple[str, str] | None = None
-    modules: tuple[nn.Module, ...] = ()
-    refusal: tuple[str, str] | None = None
-    lasts: bool = True
-    undeclared: tuple[str, ...] = ()
-
-    @property
-    def known(self) -> bool:
-        """Tell whether the stage always takes the path that was seen; False if it ran on zeros instead."""
-        return self.refusal is None
-
-    @property
-    def random(self) -> bool | None:
-        """Tell whether the stage draws random numbers; None if only a path that was not seen may."""
-        return True if self.draws else None if not self.known else False
 
 
 def outline(
@@ -101,7 +66,7 @@ def outline(
     """
     seen, failure = Example.of(example, device, targeted=getattr(fn, "targeted", False)), None
     if seen.subclasses:
-        refusal = (
+        untraced = (
             f"its example has tensors of the types {', '.join(seen.subclasses)}, which are not traced",
             "use the eager engine",
         )
@@ -110,11 +75,11 @@ def outline(
             return without_foreign_draws(partial(_evaluate, fn, seen, has_aux, name), name)
         except DATA_DEPENDENT as error:
             engine = "eager" if isinstance(error, UnsupportedOperatorException) else "functional"
-            refusal = data_dependence(error), f"use the {engine} engine, which runs any Python"
+            untraced = data_dependence(error), f"use the {engine} engine, which runs any Python"
         except StageError as error:
             if error.__cause__ is None:
                 raise
-            refusal, failure = (f"without values {error.reason}", "use the eager engine"), error
+            untraced, failure = (f"without values {error.reason}", "use the eager engine"), error
 
     try:
         observe = partial(
@@ -124,7 +89,7 @@ def outline(
             on_zeros = without_foreign_draws(observe, name, repeatable=False)  # it may wait for other ranks
         # Another path than that of zeros may depend on what this one does not.
         y = on_zeros.y.with_grad() if any(seen.differentiated) else on_zeros.y
-        return on_zeros._replace(refusal=refusal, y=y, lasts=failure is None)
+        return on_zeros._replace(y=y, untraced=untraced, known=False, lasts=failure is None)
     except StageError as error:
         first = failure if failure is not None and error.__cause__ is not None else error
         raise first from first.__cause__
@@ -170,9 +135,11 @@ def _observe(
     )
     untraced = None
     if functions.assigns:
-        untraced = "it assigns to the data of a tensor", "make a new tensor, or use the eager engine"
+        reason = "it assigns to the data of a tensor, which is not traced"
+        untraced = reason, "make a new tensor, or use the eager engine"
     elif purity.seeds:
-        untraced = "it seeds the generator that it draws from", "use the functional engine"
+        reason = "it seeds the generator that it draws from, which is not traced"
+        untraced = reason, "use the functional engine"
     return Outline(
         Signature(y_def, tuple(LeafSignature.of(t, t.requires_grad) for t in y)),
         Signature(aux_def, tuple(LeafSignature.of(t, False) for t in aux)),
@@ -229,6 +196,17 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
             else ""
         )
         raise StageError(name, f"{raised(error)}; it was given {example}{zeros}", mend) from error
+
+
+def split_aux(out: Any, has_aux: bool, stage: str) -> tuple[tuple[Any, PyTreeSpec], tuple[Any, PyTreeSpec]]:
+    """Flatten what a stage returns into leaves and structure of ``y``, and of ``aux`` (none without it)."""
+    if not has_aux:
+        return flatten(out, f"{stage} y"), ((), tree_structure(None))
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(
+            f"{stage} has an auxiliary output: got {type(out).__name__}, expected the pair (y, aux)"
+        )
+    return flatten(out[0], f"{stage} y"), flatten(out[1], f"{stage} aux")
 
 
 def _require_unchanged(

@@ -14,8 +14,7 @@ import torch
 
 from .._torch import copy_each, transforming, version
 from ..device import Record, graph_recorder
-from ..example import Example, Leaves
-from ..program import FlatProgram, Gradients
+from ..program import Example, FlatProgram, Gradients, Leaves
 from ..signature import Signature
 
 

@@ -13,13 +13,12 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import awaited, version
 from ..abstract.evaluation import NoValuesError, in_python, require_values
-from ..abstract.outline import Outline, outline as outline_of
+from ..abstract.outline import outline as outline_of, split_aux
 from ..abstract.purity import LogicalDraws, Purity
 from ..errors import StageError, line_of
-from ..example import Example, Leaves, split_aux
 from ..interrupts import hold_interrupts
 from ..layout import local
-from ..program import FlatProgram, Gradients, StageProgram, stage_program
+from ..program import Example, FlatProgram, Gradients, Leaves, Outline, StageProgram, stage_program
 from ..signature import differentiable
 
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}

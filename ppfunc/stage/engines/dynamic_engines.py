@@ -6,10 +6,9 @@ from typing import Any
 import torch
 
 from .._torch import without_autocast
-from ..abstract.evaluation import DATA_DEPENDENT, data_dependence, without_values
+from ..abstract.evaluation import DATA_DEPENDENT, stand_ins, without_values
 from ..errors import StageError, by_dtensor, first_line, line_of
-from ..example import Leaves, stand_ins
-from ..program import FlatProgram, Gradients
+from ..program import FlatProgram, Gradients, Leaves
 from .differentiable import DifferentiableStage, contiguous, engine
 
 Forward = Callable[[Leaves, Leaves, Leaves], tuple[Leaves, tuple[Any, ...]]]
@@ -91,11 +90,10 @@ def _tried(
             try:
                 with without_values():
                     run(stage.example.make())
-            except DATA_DEPENDENT as error:
+            except DATA_DEPENDENT:
                 # Libraries that look for fake tensors, to ask them for no values, do not see them within a
                 # transform. They may take another path than the one seen.
-                refusal = data_dependence(error), "use the functional engine"
-                stage.outline = stage.outline._replace(refusal=refusal)
+                stage.outline = stage.outline._replace(known=False)
         if not stage.outline.known:
             run(stand_ins(example, stage.example.device))
     except StageError:

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 from .._torch import is_dtensor
-from ..abstract.outline import Outline
 from ..errors import StageError
-from ..example import Example, Leaves
 from ..output import Output, StageFunction, children
 from ..program import (
     Engine,
+    Example,
     FlatProgram,
     Gradients,
+    Leaves,
     LossResiduals,
+    Outline,
     Stage,
     StageProgram,
     stage_program,

@@ -9,8 +9,7 @@ import torch
 from .._torch import without_autocast
 from ..device import kinds
 from ..errors import StageError
-from ..example import Example
-from ..program import FlatProgram
+from ..program import Example, FlatProgram
 from ..signature import differentiable
 from .differentiable import DifferentiableStage, engine
 from .tracing.clean import clean
@@ -33,11 +32,8 @@ def traced(
     if cuda_graphs and example.device.type != "cuda":
         reason = f"it computes on the device {example.device}, and CUDA graphs are for CUDA alone"
         raise StageError(name, reason, "put its parameters on a CUDA device, or leave out cuda_graphs=True")
-    if outline.refusal:
-        raise StageError(name, *outline.refusal)
     if outline.untraced:
-        reason, mend = outline.untraced
-        raise StageError(name, f"{reason}, which is not traced", mend)
+        raise StageError(name, *outline.untraced)
     with without_onednn() if compile else nullcontext():
         joint = clean(trace(stage))
     if any(map(torch.is_autocast_enabled, kinds())):

@@ -1,9 +1,10 @@
-"""Make stages of a list of layers and a partition of it."""
+"""Cut a list of layers, functions or modules, into stages."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
-import torch
+from torch import nn
 
 from ppfunc._text import shown
 from ppfunc.parallel.partition import Partition
@@ -40,7 +41,7 @@ def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[La
     """
     require_type("partition", partition, Partition, "a Partition, such as partition_layers(layers, stages)")
     for n, layer in enumerate(layers):
-        if isinstance(layer, torch.nn.Module) or not callable(layer):
+        if isinstance(layer, nn.Module) or not callable(layer):
             raise TypeError(
                 f"layers[{n}]: got {shown(layer)}, expected a function layer(params, x) -> y;"
                 " ppfunc.split_sequential(torch.nn.Sequential(*modules), partition) takes modules, those that"
@@ -74,15 +75,38 @@ def params_of_stages(params: Sequence[Any], partition: Partition) -> dict[int, t
     return dict(enumerate(partition.split(params)))
 
 
-def params_of_layers(params: Mapping[int, Sequence[Any]], partition: Partition) -> list[Any]:
-    """Ungroup the params, or gradients, of all stages: the inverse of `params_of_stages`.
+def split_sequential(
+    module: nn.Sequential | nn.ModuleList, boundaries: Sequence[int] | Partition
+) -> list[nn.Sequential]:
+    """Cut a chain of modules before the given positions, without copying anything.
 
-    >>> params_of_layers({1: ("c",), 0: ("a", "b")}, Partition((0, 2, 3)))
-    ['a', 'b', 'c']
+    Args:
+        module: modules to be applied one after the other.
+        boundaries: position of the first module of every stage but the first, ascending; or a partition of
+            the modules.
+
+    Returns:
+        ``len(boundaries) + 1`` modules, one per stage; an empty one does nothing.
+
+    Raises:
+        ValueError: positions out of order or out of range.
+
+    >>> layers = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
+    >>> [len(part) for part in split_sequential(layers, [1, 1])]
+    [1, 0, 2]
     """
-    sizes = {stage: len(params[stage]) for stage in sorted(params)}
-    if sizes != dict(enumerate(partition.sizes)):
-        raise ValueError(
-            f"expected params for stages of sizes {dict(enumerate(partition.sizes))}, got {sizes}"
+    if not isinstance(module, nn.Sequential | nn.ModuleList):
+        raise TypeError(f"got {type(module).__name__}, expected an nn.Sequential or an nn.ModuleList")
+    if isinstance(boundaries, Partition):
+        return [nn.Sequential(*part) for part in boundaries.split([*module])]
+    if not isinstance(boundaries, Sequence):
+        raise TypeError(
+            f"boundaries: got {boundaries!r}, expected a list of the modules that begin the stages after the"
+            " first, such as [2], or a Partition"
         )
-    return [layer for stage in range(partition.stages) for layer in params[stage]]
+    ranges = list(pairwise([0, *boundaries, len(module)]))
+    if any(a > b for a, b in ranges):
+        raise ValueError(
+            f"got the boundaries {list(boundaries)}, expected ascending positions between 0 and {len(module)}"
+        )
+    return [nn.Sequential(*(module[i] for i in range(a, b))) for a, b in ranges]

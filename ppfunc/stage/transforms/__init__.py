@@ -11,9 +11,9 @@ from .dual import (
     hessian_loss as hessian_loss,
     sloping as sloping,
 )
-from .ensemble import ensemble as ensemble
-from .samples import (
+from .mapped import (
     clipped_sum as clipped_sum,
+    ensemble as ensemble,
     for_samples as for_samples,
     per_sample as per_sample,
     per_sample_loss as per_sample_loss,

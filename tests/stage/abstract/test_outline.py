@@ -57,7 +57,8 @@ def test_modules_that_run_on_zeros_are_found_too():
     assert not seen.known and seen.random is None
     assert seen.modules == (own,)
     assert (
-        "values" in seen.refusal[0] and seen.refusal[1] == "use the functional engine, which runs any Python"
+        "values" in seen.untraced[0]
+        and seen.untraced[1] == "use the functional engine, which runs any Python"
     )
 
 

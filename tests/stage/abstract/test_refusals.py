@@ -172,7 +172,7 @@ def test_captured_tensors(engine):
 
 
 def test_abstract_evaluation_names_the_functional_engine():
-    reason, mend = outline(lambda w, x: x if x.sum() > 0 else w, (torch.ones(2), torch.ones(2))).refusal
+    reason, mend = outline(lambda w, x: x if x.sum() > 0 else w, (torch.ones(2), torch.ones(2))).untraced
     assert "values" in reason and "use the functional engine" in mend
 
 

@@ -11,8 +11,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from ..._torch import without_autocast
 from ...abstract.evaluation import without_values
 from ...errors import StageError, first_line
-from ...example import Leaves
-from ...program import Gradients
+from ...program import Gradients, Leaves
 from ..differentiable import DifferentiableStage, contiguous
 from .operators import is_call, is_effect, is_element, is_mutable, is_of_forward, is_random
 from .record import Record
