@@ -134,15 +134,15 @@ class FrozenLeaves:
                 f" {len(stages) - 1}"
             )
         self._trainable = trainable
-        self._by_module: dict[int, dict[str, bool]] = {}  # whether each parameter of its module is frozen
         self._numbers: dict[tuple[int, PyTreeSpec], frozenset[int]] = {}
         self.watched: dict[int, tuple[str, nn.Parameter, bool]] = {}
         with process_lock:  # a call of a module replaces its parameters
-            for stage, fn in enumerate(stages):
-                parameters: dict[str, nn.Parameter] = getattr(fn, _PARAMETERS, dict)()
-                self._by_module[stage] = {name: not p.requires_grad for name, p in parameters.items()}
-                for name, p in parameters.items():
-                    self._watch(f"stages[{stage}]: {name}", p)
+            self._of_modules: list[dict[str, nn.Parameter]] = [
+                getattr(fn, _PARAMETERS, dict)() for fn in stages
+            ]
+        for stage, parameters in enumerate(self._of_modules):
+            for name, p in parameters.items():
+                self._watch(f"stages[{stage}]: {name}", p)
 
     def numbers(self, stage: int, params: Signature) -> frozenset[int]:
         """Return the numbers of the frozen leaves of a stage of the model.
@@ -157,7 +157,9 @@ class FrozenLeaves:
             flags = [True] * len(params.leaves)
             if mask is not None:
                 flags = masked_leaves(mask, params, f"trainable[{stage}]")
-            names, frozen = leaf_names(params), self._by_module[stage]
+            names = leaf_names(params)
+            # As they were when this was made, not as they are.
+            frozen = {name: not self.watched[id(p)][2] for name, p in self._of_modules[stage].items()}
             if frozen.keys() != set(names):
                 if mask is None and any(frozen.values()):
                     raise ValueError(

@@ -1,7 +1,6 @@
 """Cut a list of layers, functions or modules, into stages."""
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -97,16 +96,11 @@ def split_sequential(
     """
     if not isinstance(module, nn.Sequential | nn.ModuleList):
         raise TypeError(f"got {type(module).__name__}, expected an nn.Sequential or an nn.ModuleList")
-    if isinstance(boundaries, Partition):
-        return [nn.Sequential(*part) for part in boundaries.split([*module])]
-    if not isinstance(boundaries, Sequence):
+    if not isinstance(boundaries, Sequence | Partition):
         raise TypeError(
             f"boundaries: got {boundaries!r}, expected a list of the modules that begin the stages after the"
             " first, such as [2], or a Partition"
         )
-    ranges = list(pairwise([0, *boundaries, len(module)]))
-    if any(a > b for a, b in ranges):
-        raise ValueError(
-            f"got the boundaries {list(boundaries)}, expected ascending positions between 0 and {len(module)}"
-        )
-    return [nn.Sequential(*(module[i] for i in range(a, b))) for a, b in ranges]
+    if not isinstance(boundaries, Partition):
+        boundaries = Partition((0, *boundaries, len(module)), allow_empty=True)
+    return [nn.Sequential(*part) for part in boundaries.split([*module])]

@@ -20,7 +20,7 @@ from ppfunc._text import mend_of, naming_arguments, shown
 
 from .._torch import is_dtensor, version
 from ..errors import StageError
-from ..layout import Boundary, as_dtensor, declaring, layout_of
+from ..layout import Boundary, MeshLayout, as_dtensor, declaring, layout_of
 from ..output import Output
 from ..process import process_lock
 from .frozen import detached, note_parameters
@@ -91,15 +91,16 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
         if constants
         else {name: b.detach() for name, b in module.named_buffers() if id(b) not in parameters}
     )
-    call = _caller(module, {*params, *state}, spread)
+    call = _caller(module, params | state, spread)
 
     def plain(params: State, *arguments: Any) -> Any:
         return call(dict(params), arguments)
 
     fn = _stateful(module, tuple(state), call) if state else plain
-    fn = _seeing_dtensors(fn, params, state)
     note_parameters(fn, module, params)
-    return ModuleStage(fn, params, state)
+    layouts = _layouts(params)
+    mesh = next((layout.mesh for layout in (layouts or _layouts(state)).values()), None)
+    return ModuleStage(declaring(fn, Boundary(mesh, params=layouts)), params, state)
 
 
 def is_subclass(tensor: Tensor) -> bool:
@@ -107,22 +108,8 @@ def is_subclass(tensor: Tensor) -> bool:
     return type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and not is_dtensor(tensor)
 
 
-def _seeing_dtensors(fn: Callable[..., Any], params: State, state: State) -> Callable[..., Any]:
-    """Make DTensors of the tensors of a stage that are DTensors in its module: a stage is given its parts."""
-    inside = {name: layout for name, t in (params | state).items() if (layout := layout_of(t)) is not None}
-    if not inside:
-        return fn
-
-    def seen(tensors: State) -> State:
-        return {name: as_dtensor(t, inside[name]) if name in inside else t for name, t in tensors.items()}
-
-    def stage(params: State, x: Any, *extras: Any) -> Any:
-        if extras and isinstance(extras[-1], dict) and state and extras[-1].keys() == state.keys():
-            extras = (*extras[:-1], seen(extras[-1]))
-        return fn(seen(params), x, *extras)
-
-    layouts = {name: layout for name, layout in inside.items() if name in params}
-    return declaring(stage, Boundary(next(iter(inside.values())).mesh, params=layouts))
+def _layouts(tensors: State) -> dict[str, MeshLayout]:
+    return {name: layout for name, t in tensors.items() if (layout := layout_of(t)) is not None}
 
 
 def require_usable(module: Any) -> None:
@@ -154,10 +141,13 @@ def require_usable(module: Any) -> None:
             )
 
 
-def _caller(module: nn.Module, names: set[str], spread: bool) -> _Call:
-    """Return a call of the module with other tensors of these names, in which it leaves replaced buffers."""
-    parameters = {name: p for name, p in module.named_parameters() if name in names}
-    shared = further_places(module, names)
+def _caller(module: nn.Module, own: State, spread: bool) -> _Call:
+    """Return a call of the module with other tensors than its own, in which it leaves replaced buffers.
+
+    A stage is given its parts of DTensors: where the module has one, it sees one.
+    """
+    parameters = {name: p for name, p in module.named_parameters() if name in own}
+    shared, layouts = further_places(module, set(own)), _layouts(own)
 
     def call(tensors: State, arguments: tuple[Any, ...]) -> Any:
         args: tuple[Any, ...] = ()
@@ -167,6 +157,9 @@ def _caller(module: nn.Module, names: set[str], spread: bool) -> _Call:
                 kwargs |= x
             else:
                 args += x if spread and type(x) is tuple else (x,)
+        for name, layout in layouts.items():
+            if not is_dtensor(tensors[name]):
+                tensors[name] = as_dtensor(tensors[name], layout)
         for name, parameter in parameters.items():
             if not parameter.requires_grad:
                 tensors[name] = detached(name, tensors[name])
