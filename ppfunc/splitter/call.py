@@ -9,7 +9,7 @@ import torch
 from optree import PyTreeSpec
 
 from ppfunc._text import mend_for, shown
-from ppfunc.stage.constants import with_mask_parts
+from ppfunc.stage.constants import with_constants
 from ppfunc.stage.tree import tree_flatten, tree_map, tree_structure, tree_unflatten
 
 Changes = tuple[tuple[int, Any], ...]
@@ -54,7 +54,7 @@ class CallForm(NamedTuple):
         kwargs = dict(kwargs or {})
         if not all(isinstance(key, str) for key in kwargs):
             raise TypeError(f"kwargs: got the keys {list(kwargs)}, expected names of arguments")
-        args, kwargs = with_mask_parts((args, kwargs), "args")
+        args, kwargs = with_constants((args, kwargs), "args", masks_alone=True)
         leaves, treedef = tree_flatten((args, kwargs), "args")
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         if not places:
@@ -89,7 +89,7 @@ class CallForm(NamedTuple):
         Raises:
             ValueError: it has another structure than the call at the split.
         """
-        x = with_mask_parts(x, "inputs")
+        x = with_constants(x, "inputs", masks_alone=True)
         arguments: tuple[Any, Any]
         match self.kind:
             case "one" | "args":

@@ -64,7 +64,8 @@ class MaskParts(NamedTuple):
         (b, h), (q, kv) = rows.shape[:2], mask.seq_lengths
         return cls(blocks, create_mask(function, b, h, q, kv, rows.device), rest)
 
-    def mask(self) -> Any:
+    @property
+    def value(self) -> Any:
         """Put the block mask together again."""
         from torch.nn.attention.flex_attention import BlockMask
 
@@ -84,41 +85,31 @@ class TableLookup:
         return self.table[b if rows > 1 else b * 0, h if heads > 1 else h * 0, q, kv]
 
 
-def with_mask_parts(tree: Any, name: str = "tree") -> Any:
-    """Take the block masks in a tree apart; a tree without any is returned itself."""
-    leaves, treedef = tree_flatten(tree, name)
-    if not any(map(_is_mask, leaves)):
-        return tree
-    return treedef.unflatten(MaskParts.of(leaf) if _is_mask(leaf) else leaf for leaf in leaves)
-
-
-def with_constants(tree: Any, name: str = "tree") -> Any:
+def with_constants(tree: Any, name: str = "tree", *, masks_alone: bool = False) -> Any:
     """Replace numbers, texts, flags and block masks; a tree without any is returned itself.
 
     >>> with_constants({"scale": 2.0})["scale"], with_constants((1, True))
     (2.0, (1, True))
     """
-    tree = with_mask_parts(tree, name)
+
+    def replaced(leaf: Any) -> Any:
+        # The class of masks is not imported for this.
+        if type(leaf).__name__ == "BlockMask" and type(leaf).__module__ == BLOCK_MASKS:
+            return MaskParts.of(leaf)
+        return Constant(leaf) if type(leaf) in PLAIN and not masks_alone else leaf
+
     leaves, treedef = tree_flatten(tree, name)
-    if not any(type(leaf) in PLAIN for leaf in leaves):
-        return tree
-    return treedef.unflatten(Constant(leaf) if type(leaf) in PLAIN else leaf for leaf in leaves)
+    stand_ins = list(map(replaced, leaves))
+    return treedef.unflatten(stand_ins) if any(map(_stands_for, stand_ins)) else tree
 
 
 def without_constants(tree: Any) -> Any:
     """Put back what :func:`with_constants` has replaced; a tree without any is returned itself."""
     leaves, treedef = optree.tree_flatten(tree, is_leaf=_stands_for, namespace=NAMESPACE)
-    return treedef.unflatten(map(_meant, leaves)) if any(map(_stands_for, leaves)) else tree
-
-
-def _is_mask(value: Any) -> bool:
-    """Tell whether a value is a block mask, without importing the class."""
-    return type(value).__name__ == "BlockMask" and type(value).__module__ == BLOCK_MASKS
+    if not any(map(_stands_for, leaves)):
+        return tree
+    return treedef.unflatten(leaf.value if _stands_for(leaf) else leaf for leaf in leaves)
 
 
 def _stands_for(value: Any) -> bool:
     return type(value) is Constant or type(value) is MaskParts
-
-
-def _meant(value: Any) -> Any:
-    return value.value if type(value) is Constant else value.mask() if type(value) is MaskParts else value
