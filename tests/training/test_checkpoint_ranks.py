@@ -192,7 +192,7 @@ def same(one, other) -> bool:
     )
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer", "params"])
+@pytest.mark.parametrize("shard", ["optimizer", "params"])
 def test_resumed_training_is_uninterrupted_training(four, tmp_path, shard):
     grid = {"sizes": (2, 2), "data": 2, "shard": shard}
     whole = four(train_a_while, str(tmp_path / "whole"), grid, 0, 6)[0]

@@ -87,24 +87,21 @@ def accumulated(rank, size, together):
     mesh, made = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp")), []
     params, x, y = problem(1)
     before, accumulate._TOGETHER = accumulate._TOGETHER, together
-    for shard in ("none", "optimizer", "params"):
-        for schedule in (pp.gpipe(1, MICROBATCHES), pp.zb_h1(1, MICROBATCHES)):
-            stages = [lambda p, x: affine(p, torch.tanh(x @ p["w"]))]
-            precision = pp.Precision(reduce=torch.float32)
-            with new_trainer(
-                stages,
-                squared,
-                schedule,
-                pp.optim.adamw(0.1),
-                mesh,
-                axes=AXES,
-                shard=shard,
-                precision=precision,
-            ) as trainer:
-                state = trainer.init(params)
-                for _ in range(3):
-                    state, _ = trainer.step(state, x, y)
-                made += [t.full_tensor() if isinstance(t, DTensor) else t for t in tree_leaves(state)]
+    stages = [lambda p, x: affine(p, torch.tanh(x @ p["w"]))]
+    options = {"axes": AXES, "precision": pp.Precision(reduce=torch.float32)}
+    for shard, build in (
+        ("none", pp.gpipe),
+        ("optimizer", pp.zb_h1),
+        ("params", pp.gpipe),
+        ("none", pp.zb_h1),
+    ):
+        with new_trainer(
+            stages, squared, build(1, MICROBATCHES), pp.optim.adamw(0.1), mesh, shard=shard, **options
+        ) as trainer:
+            state = trainer.init(params)
+            for _ in range(3):
+                state, _ = trainer.step(state, x, y)
+            made += [t.full_tensor() if isinstance(t, DTensor) else t for t in tree_leaves(state)]
     accumulate._TOGETHER = before
     return made
 
