@@ -7,11 +7,10 @@ from functools import cache
 import optree
 import pytest
 import torch
-import torch.nn.functional as F
 
 import ppfunc as pp
 from ppfunc.schedule import BUILDERS, insert_offloads, remove_tail, split_backward
-from tests.models import same_bits, squared
+from tests.models import dropout_stage, same_bits, squared
 
 D = 6
 SEED = (3, 1)
@@ -27,10 +26,6 @@ COMPILED = pp.engines.graph(compile=True)  # one, so that a program is compiled 
 every = pytest.mark.parametrize("name", TRAINING)
 
 
-def stage(params, x):
-    return F.dropout(F.gelu(x @ params["w"]), 0.25) + x
-
-
 def run(schedule, engine, seed=SEED):
     schedule = remove_tail(schedule)  # that of data parallel ranks, and an optimizer's
     generator = torch.Generator().manual_seed(0)
@@ -39,7 +34,7 @@ def run(schedule, engine, seed=SEED):
     inputs, targets = (
         torch.randn(schedule.microbatches * 3, D, generator=generator, dtype=torch.float64) for _ in range(2)
     )
-    return pp.value_and_grad([stage] * stages, squared, schedule, engine=engine)(
+    return pp.value_and_grad([dropout_stage] * stages, squared, schedule, engine=engine)(
         params, inputs, targets, seed=seed
     )
 

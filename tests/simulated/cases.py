@@ -1,10 +1,11 @@
-"""Mark the cases that only ``--large`` runs."""
+"""Mark the cases that only ``--large`` runs; move trees between devices."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+import optree
 import pytest
 
 
@@ -22,3 +23,11 @@ def cases(every: Iterable[Any], few: Iterable[Any]) -> list[Any]:
 
 def _values(case: Any) -> tuple[Any, ...]:
     return case if isinstance(case, tuple) else (case,)
+
+
+def on_device(tree: Any) -> Any:
+    return optree.tree_map(lambda t: t.cuda(), tree)
+
+
+def on_host(tree: Any) -> Any:
+    return optree.tree_map(lambda t: t.cpu(), tree)

@@ -21,6 +21,7 @@ from ppfunc.schedule import place_communication, remove_tail
 from tests.clock import busy
 from tests.models import dense, problem, squared
 from tests.simulated import nccl
+from tests.simulated.cases import on_device
 
 SCHEDULE = remove_tail(pp.one_f_one_b(2, 4))
 
@@ -29,10 +30,6 @@ SCHEDULE = remove_tail(pp.one_f_one_b(2, 4))
 def no_choice(monkeypatch):
     """No process has set the environment before."""
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-
-
-def on_device(tree):
-    return optree.tree_map(lambda t: t.cuda(), tree)
 
 
 def steps(rank, size, schedule, count=1):

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
-import optree
 import pytest
 import torch
 
 import ppfunc as pp
 from ppfunc.schedule import remove_tail
 from tests.models import affine, dense, problem, same_bits, squared
+from tests.simulated.cases import on_device, on_host
 from tests.simulated.groups import in_threads, simulated_nccl
 
 SCHEDULE = pp.one_f_one_b(2, 4)
-
-
-def on_device(tree):
-    return optree.tree_map(lambda t: t.cuda(), tree)
-
-
-def on_host(tree):
-    return optree.tree_map(lambda t: t.cpu(), tree)
 
 
 WEIGHTS = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.float64)

@@ -11,7 +11,7 @@ import torch
 
 import ppfunc as pp
 from ppfunc.schedule.passes.insert import insert_offloads
-from tests.models import dropout_stage, same_bits
+from tests.models import dropout_stage, same_bits, squared
 from tests.simulated.cases import cases
 
 ENGINES = {
@@ -44,10 +44,6 @@ def block(params, x):
     return torch.tanh(x @ params["w"]) + x
 
 
-def loss_fn(y, target):
-    return (y - target).square().mean()
-
-
 def problem(name, devices=("cpu",)):
     """Return a schedule, stages, and arguments, those of a rank on a device."""
     schedule = SCHEDULES[name]()
@@ -64,13 +60,13 @@ def problem(name, devices=("cpu",)):
 @cache
 def on_the_cpu(name):
     schedule, stages, arguments = problem(name)
-    return pp.value_and_grad(stages, loss_fn, schedule)(*arguments)
+    return pp.value_and_grad(stages, squared, schedule)(*arguments)
 
 
 def on_devices(name, engine, devices=("cuda:0",), overlapped=None, steps=2):
     """Run steps; returns the results of the last one on the CPU."""
     schedule, stages, arguments = problem(name, devices)
-    step = pp.value_and_grad(stages, loss_fn, schedule, engine=ENGINES[engine], overlapped=overlapped)
+    step = pp.value_and_grad(stages, squared, schedule, engine=ENGINES[engine], overlapped=overlapped)
     for _ in range(steps):
         results = step(*arguments)
     return optree.tree_map(torch.Tensor.cpu, results)
@@ -103,7 +99,7 @@ def test_two_streams_give_the_bits_of_the_cpu(simulate, engine, pytestconfig):
 @places
 def test_a_recording_changes_no_bits(gpu, place):
     schedule, stages, arguments = problem("1f1b", PLACES[place])
-    results, timeline = pp.value_and_grad(stages, loss_fn, schedule).record(*arguments)
+    results, timeline = pp.value_and_grad(stages, squared, schedule).record(*arguments)
     assert same_bits(optree.tree_map(torch.Tensor.cpu, results), on_the_cpu("1f1b"))
     assert timeline.makespan > 0
 
@@ -114,7 +110,7 @@ def test_random_numbers_are_those_of_the_seed(gpu):
     x = torch.ones(8, D, device="cuda")
     results = []
     for engine in "graph", "functional", "eager", "graph":
-        step = pp.value_and_grad([dropout_stage] * 2, loss_fn, schedule, engine=ENGINES[engine])
+        step = pp.value_and_grad([dropout_stage] * 2, squared, schedule, engine=ENGINES[engine])
         results.append(step(params, x, x, seed=(7, len(results) // 3)))
     assert same_bits(results[0], results[1])
     assert same_bits(results[0], results[2])

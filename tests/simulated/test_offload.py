@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from itertools import product
 
-import optree
 import pytest
 import torch
 
 import ppfunc as pp
 from ppfunc.schedule import insert_offloads
 from tests.models import dense, problem, same_bits, squared
-from tests.simulated.cases import cases
+from tests.simulated.cases import cases, on_device, on_host
 
 PLAIN = pp.one_f_one_b(2, 4)
 MOVING = insert_offloads(PLAIN)
 SCHEDULES = {"1f1b": MOVING, "zb": insert_offloads(pp.zb_h1(2, 4), lookahead=0)}
-
-
-def on_device(tree):
-    return optree.tree_map(lambda t: t.cuda(), tree)
-
-
-def on_host(tree):
-    return optree.tree_map(lambda t: t.cpu(), tree)
 
 
 @pytest.mark.parametrize(("name", "seed"), cases(product(SCHEDULES, range(5)), [("1f1b", 0), ("zb", 1)]))

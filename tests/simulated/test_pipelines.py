@@ -6,14 +6,13 @@ import sys
 import threading
 from itertools import product
 
-import optree
 import pytest
 import torch
 
 import ppfunc as pp
 from ppfunc.schedule import BUILDERS, remove_tail
 from tests.models import dense, problem, same_bits, squared
-from tests.simulated.cases import cases
+from tests.simulated.cases import cases, on_device, on_host
 from tests.simulated.kernels import Work
 
 FEW = [*((name, 2) for name in BUILDERS), ("interleaved_1f1b", 3), ("chimera", 4)]
@@ -24,14 +23,6 @@ def take(reports):
     """What was reported until now, which is expected."""
     taken, reports[:] = list(reports), []
     return taken
-
-
-def on_device(tree):
-    return optree.tree_map(lambda t: t.cuda(), tree)
-
-
-def on_host(tree):
-    return optree.tree_map(lambda t: t.cpu(), tree)
 
 
 def built(name, ranks):

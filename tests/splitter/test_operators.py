@@ -10,6 +10,7 @@ from torch._higher_order_ops.strict_mode import strict_mode
 
 import ppfunc as pp
 from ppfunc.stage import StageError, eager, functional, graph
+from tests.models import squared
 
 ROWS, D = 4, 3
 
@@ -107,10 +108,6 @@ def model_of(call):
 def batch():
     torch.manual_seed(1)
     return torch.rand(2 * ROWS, D, dtype=torch.float64), torch.rand(2 * ROWS, D, dtype=torch.float64)
-
-
-def squared(y, target):
-    return (y - target).square().mean()
 
 
 def require_gradients_of_the_whole(model, engine, at=("2",)):

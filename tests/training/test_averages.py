@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 import ppfunc as pp
 from ppfunc.stage.tree import tree_map
-from tests.models import new_trainer, normal, same_bits, squared
+from tests.models import dense, new_trainer, normal, same_bits, squared
 
 
 def params(dtype=torch.float64):
@@ -81,10 +81,6 @@ def test_an_optimizer_that_clips_is_clipped_around_all():
         pp.optim.ema(pp.optim.sgd(0.1), 1.0)
 
 
-def stage(p, x):
-    return torch.tanh(x @ p["w"])
-
-
 def sharded(rank, size, shard):
     """Train with averages; return parameters and averages, whole, and the loss of these."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
@@ -94,7 +90,7 @@ def sharded(rank, size, shard):
     x, y = normal(4, 6), normal(4, 6, seed=9)
     options = {"axes": pp.Axes("pp", "dp"), "shard": shard}
     whole = lambda tree: tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, tree)  # noqa: E731
-    with new_trainer([stage], squared, pp.gpipe(1, 2), optimizer, mesh, **options) as trainer:
+    with new_trainer([dense], squared, pp.gpipe(1, 2), optimizer, mesh, **options) as trainer:
         state = trainer.init({0: {"w": normal(6, 6)}})
         for n in range(5):
             state, _ = trainer.step(state, normal(4, 6, seed=n), y)

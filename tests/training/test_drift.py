@@ -8,18 +8,14 @@ from torch.distributed.tensor import Shard
 import ppfunc as pp
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_map
-from tests.models import new_trainer, normal, squared
+from tests.models import dense, new_trainer, normal, squared
 
 WIDTH = 6
 
 
-def stage(p, x):
-    return torch.tanh(x @ p["w"])
-
-
 def trainer_over(size, optimizer, **options):
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "dp"))
-    return new_trainer([stage], squared, pp.gpipe(1, 2), optimizer, mesh, axes=pp.Axes("pp", "dp"), **options)
+    return new_trainer([dense], squared, pp.gpipe(1, 2), optimizer, mesh, axes=pp.Axes("pp", "dp"), **options)
 
 
 def stepped(trainer, state, n):
@@ -184,4 +180,4 @@ def test_copies_of_parts_are_compared_along_the_axes_that_share_them(four, form,
 
 def test_how_often_is_a_number_of_steps():
     with pytest.raises(ValueError, match="checksum_every = 0, expected an integer of at least 1"):
-        pp.Trainer([stage], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), checksum_every=0)
+        pp.Trainer([dense], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), checksum_every=0)

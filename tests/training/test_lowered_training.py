@@ -10,17 +10,13 @@ import ppfunc as pp
 from ppfunc.stage import Signature
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves, tree_map
-from tests.models import normal, squared
+from tests.models import dense, normal, squared
 from tests.storages import LiveStorages
 
 WIDTH, M = 64, 4
 W = WIDTH * WIDTH
 AXES = pp.Axes("pp", data="dp")
 BF16 = pp.Precision(compute=torch.bfloat16)
-
-
-def stage(p, x):
-    return torch.tanh(x @ p["w"])
 
 
 def params(stages=2):
@@ -33,7 +29,7 @@ def batch():
 
 def trainer_of(transport=None, schedule=None, optimizer=None, **options):
     schedule, optimizer = schedule or pp.one_f_one_b(2, M), optimizer or pp.optim.adamw(0.1)
-    return pp.Trainer([stage] * schedule.stages, squared, schedule, optimizer, transport, **options)
+    return pp.Trainer([dense] * schedule.stages, squared, schedule, optimizer, transport, **options)
 
 
 def bytes_of(trees):
