@@ -58,13 +58,7 @@ def test_costs_come_from_a_file_or_from_options(run, tmp_path):
     assert code == 0 and max(json.loads(out)["peak_activations"]) <= 400
     assert "give the costs in one place" in run("plan", *SMALL, "--costs", file, "--forward", 2)[2]
     file.write_text('{"forwards": 1}')
-    assert (
-        "has 'forwards', expected an object with some of forward" in run("plan", *SMALL, "--costs", file)[2]
-    )
-    file.write_text("{")
-    assert f"{file}: not JSON" in run("plan", *SMALL, "--costs", file)[2]
-    file.write_text("[1]")
-    assert "got [1], expected an object" in run("plan", *SMALL, "--costs", file)[2]
+    assert f"{file}: has 'forwards', expected an object" in run("plan", *SMALL, "--costs", file)[2]
 
 
 @pytest.mark.parametrize(
@@ -72,9 +66,6 @@ def test_costs_come_from_a_file_or_from_options(run, tmp_path):
     [
         (("--cap", 0.5), "one microbatch and the parameters of rank 0 take 1"),
         (("--out", "plan.png"), "ends in '.png', expected one of .csv, .json, .svg"),
-        (("--placement", "v", "--chunks", 3), "but a V has 2"),
-        (("--forward", "1,2,3"), "given for 3 stages, expected a multiple of 4"),
-        (("--effort", 0), "effort is 0"),
         (("--out", "/nowhere/at/all.csv"), "no directory /nowhere/at, make it first"),
         (("--chunks", "two"), "expected a whole number or a range such as 1..4, got 'two'"),
         (("--chunks", "1.."), "expected a whole number or a range such as 1..4, got '1..'"),
