@@ -129,7 +129,7 @@ def owned(plan: LeafPlan, names: Sequence[str], leaves: Sequence[Leaves], donate
     Raises:
         ValueError: donated leaves that share memory.
     """
-    columns = [_trained(plan, leaves[0]), *leaves[1:]]  # a state has no others
+    columns = [trained_leaves(plan, leaves[0]), *leaves[1:]]  # a state has no others
     if not donate:
         return [_copies(column) for column in columns]
     if not plan.plain:
@@ -148,18 +148,15 @@ def rebuilt(plan: LeafPlan, params: Leaves, columns: Sequence[Leaves]) -> list[T
     return [form.treedef.unflatten(leaves) for form, leaves in trees]
 
 
-def for_kernels(plan: LeafPlan, leaves: Leaves) -> Sequence[Tensor]:
-    """View row-major leaves in real dtypes: the kernels know no complex numbers."""
-    return leaves if plan.plain else [torch.view_as_real(x) if x.dtype.is_complex else x for x in leaves]
+def for_kernels(plan: LeafPlan, leaves: Leaves) -> Leaves:
+    """View leaves in row-major memory in real dtypes: the kernels know no complex numbers."""
+    if plan.plain:
+        return leaves
+    return tuple(torch.view_as_real(x) if x.dtype.is_complex else x for x in map(_dense, leaves))
 
 
-def gradients_of(plan: LeafPlan, leaves: Leaves) -> Leaves:
-    """Return the gradients in row-major memory."""
-    trained = _trained(plan, leaves)
-    return trained if plan.plain else tuple(map(_dense, trained))
-
-
-def _trained(plan: LeafPlan, leaves: Leaves) -> Leaves:
+def trained_leaves(plan: LeafPlan, leaves: Leaves) -> Leaves:
+    """Return those of the leaves of the parameters, or of their gradients, that train."""
     return leaves if len(plan.trained) == len(leaves) else tuple(leaves[n] for n in plan.trained)
 
 

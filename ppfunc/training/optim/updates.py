@@ -29,13 +29,13 @@ from .leaves import (
     LeafPlan,
     Leaves,
     for_kernels,
-    gradients_of,
     leaves_of,
     owned,
     plan_of,
     rebuilt,
     require_match,
     state_column,
+    trained_leaves,
 )
 from .protocols import Optimizer, Tree, selected
 
@@ -158,8 +158,9 @@ def _by_kernel(
     rate: Any,
 ) -> None:
     """Update parameters and trees of the state in place, one group of leaves after the other."""
-    params, *states = (for_kernels(plan, column) for column in columns)
-    every = params, for_kernels(plan, gradients_of(plan, gradients)), *states
+    params, *states = columns
+    trees = params, trained_leaves(plan, gradients), *states
+    every = [for_kernels(plan, column) for column in trees]
     for decay, group in plan.groups:
         chosen = [column if len(group) == len(column) else [column[n] for n in group] for column in every]
         device = chosen[0][0].device

@@ -14,8 +14,10 @@ from ppfunc.parallel.counts import require_counts
 from ppfunc.stage.tree import tree_flatten, tree_map
 
 from .._torch import update_scale
-from ..checks import require_positive
+from ..checks import require_number, require_positive
 from ..optim.protocols import Tree
+
+_LARGEST = torch.finfo(torch.float32).max  # scales are kept in float32
 
 
 @dataclass(frozen=True)
@@ -110,19 +112,12 @@ def static_scale(scale: float = 1.0) -> LossScale:
         ValueError, TypeError: a number that is not positive and finite.
     """
     require_positive(scale=scale)
-    _require_float32("scale", scale)
+    require_number("scale", scale, below=_LARGEST)
 
     def first(device: torch.device | str | None) -> dict[str, Tensor]:
         return {"scale": torch.full((), scale, dtype=torch.float32, device=device)}
 
     return LossScale(first, lambda state, found_inf: state, f"static_scale({scale})", changes=False)
-
-
-def _require_float32(name: str, number: float) -> None:
-    if number > torch.finfo(torch.float32).max:
-        raise ValueError(
-            f"{name} is {number:g}, expected at most {torch.finfo(torch.float32).max:g}, as in float32"
-        )
 
 
 def dynamic_scale(
@@ -157,7 +152,7 @@ def dynamic_scale(
     (4.0, 8.0)
     """
     require_positive(init=init, growth=growth, backoff=backoff)
-    _require_float32("init", init)
+    require_number("init", init, below=_LARGEST)
     require_counts(interval=interval)
     if growth < 1 or backoff >= 1:
         raise ValueError(
