@@ -55,6 +55,16 @@ def test_the_memory_of_a_step(fresh, store_port):
     assert [bool(torch) for *_, torch in found] == [True, True, False, False]
 
 
+def test_the_bytes_of_a_large_model_on_paper(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setattr(sys, "argv", ["on_paper.py", "deepseek", "--layers", "8", "--microbatches", "8"])
+    importlib.import_module("on_paper").main()
+    printed = capsys.readouterr().out
+    found = re.findall(r"(shards|optimizer|gradients) \S+ GB x (\S+?)[,\n]", printed)
+    assert len(found) == 3 * 8
+    assert all(float(ratio) == pytest.approx(1, rel=0.001) for _, ratio in found), printed
+
+
 def import_all(rank, size, names):
     sys.path.insert(0, str(FOLDER))
     for name in names:

@@ -361,12 +361,13 @@ class Trainer:
     ) -> tuple[TrainingUpdate, Any]:
         """Run the steps of a call. Return their update, and the result of ``run``."""
         self._require_open()
-        generation, replicated = self.transport.generation, self._ranks.data.size > 1
-        known = not replicated or self._known.goes_on(state, generation)
+        generation = self.transport.generation
+        compared = self._ranks.data.size > 1 or self._ranks.tied or self.schedule.replicas
+        known = not compared or self._known.goes_on(state, generation)
         update = TrainingUpdate(rule, self._ranks, self._idle, state, known, batches.norms)
         result = run(partial(self._arguments, update, batches))
         self._observed = ""
-        if replicated and rule is self._rule:  # an evaluation leaves the state as it is
+        if compared and rule is self._rule:  # an evaluation leaves the state as it is
             self._known.note(update.state, generation, len(update.metrics))
         return update, result
 

@@ -23,8 +23,7 @@ import torch
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Signature
 from ppfunc.stage.device import autocast
-from ppfunc.stage.layout import local
-from ppfunc.stage.tree import tree_leaves, tree_structure
+from ppfunc.stage.tree import tree_structure
 
 from ..call.arguments import StepArguments
 from ..call.forms import StepForm
@@ -91,6 +90,7 @@ class Agreement:
             self.transport.require_same(common)
             for axes, text in by_axes.items():
                 self.transport.require_same(text, axes)
+            self._require_alike(steps[0])
         with self._lock:
             if (agreed := self._known(shapes)) is not None:
                 self._agreed.move_to_end((shapes, autocast()))
@@ -133,18 +133,24 @@ class Agreement:
         self.transport.require_same(forms, "data")
         for axes, text in by_axes.items():
             self.transport.require_same(text, axes)
-        params = {} if update is None else update.params()
-        lowered = any(local(t).is_meta for t in tree_leaves(params))  # and has no values to compare
-        if update is not None and not lowered:
-            require_same_values(
-                self._schedule, self._ranks, arguments.form.params, params, self._spec.tied, self.transport
-            )
+        leaves = [t for tree in arguments.params.values() for t in tree]
+        lowered = update is not None and any(t.is_meta for t in leaves)
+        if not lowered:  # else there are no values to compare
+            self._require_alike(arguments)
         sharing = sharing_ranks(self._schedule, self._spec.tied)
         for ranks in (*sharing, ranks_of_inputs(self._schedule, self._spec)):
             if set(ranks) & set(self._ranks):
                 self.transport.collective(ranks)  # to be had before the transport connects
         self.transport.connect(routes_of(self._schedule), arguments.form.devices.values())
         self.generation = -1 if lowered else self.transport.generation
+
+    def _require_alike(self, arguments: StepArguments) -> None:
+        """Compare the places of parameters that several stages hold, where steps update them."""
+        if (update := arguments.update) is not None:
+            require_same_values(
+                self._schedule, self._ranks, arguments.form.params, update.alike(), self._spec.tied,
+                self.transport,
+            )  # fmt: skip
 
 
 def routes_of(schedule: Schedule) -> Iterator[Route]:

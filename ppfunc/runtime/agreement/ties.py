@@ -7,7 +7,7 @@ Parameters of two stages that share memory have to be tied.
 
 import json
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import add, gt
 from typing import Any, NamedTuple
 
@@ -236,38 +236,47 @@ def require_same_values(
     schedule: Schedule,
     ranks: Sequence[int],
     params: Mapping[int, Signature],
-    trees: Mapping[int, Any],
+    alike: Iterable[tuple[str, Mapping[int, Sequence[Tensor | None]]]],
     tied: Tied,
     control: ControlTransport,
 ) -> None:
     """Raise AgreementError for a parameter whose places have different values, here or in other processes.
 
-    All processes of the pipeline call it where they meet, and read the values.
+    All processes of the pipeline call it, and read the values.
 
     Args:
         params: signatures of the parameters of this process, by stage of the model.
-        trees: their values, whole or the shards of this rank.
+        alike: values of the parameters, by stage of the model, whole or the shards of this rank; None for
+            those that are not compared. With words for values that differ.
     """
+    if not tied and not schedule.replicas:
+        return
     mine: dict[str, int] = {}
-    leaves = {model: tree_leaves(tree) for model, tree in trees.items()}
-    for leaf in shared_leaves(schedule, ranks, params, tied):
-        places = dict.fromkeys((place.model, place.number) for place in leaf.places)
-        (first, value), *others = ((k, int(checksum(local(leaves[k][n])))) for k, n in places)
-        for model, other in others:
-            if other != value:
-                raise AgreementError(other_values(leaf.name, f"in stage {first}", f"in stage {model}"))
-        mine[leaf.name] = value
+    shared = shared_leaves(schedule, ranks, params, tied)
+    for words, leaves in alike if shared else ():
+        for leaf in shared:
+            name, places = f"{leaf.name} {words}", dict.fromkeys((p.model, p.number) for p in leaf.places)
+            values = ((k, leaves[k][n]) for k, n in places)
+            sums = [(k, int(checksum(local(value)))) for k, value in values if value is not None]
+            for model, other in sums:
+                if other != sums[0][1]:
+                    raise AgreementError(differs(name, f"in stage {sums[0][0]}", f"in stage {model}"))
+                mine[name] = other
     first_holders: dict[str, tuple[int, int]] = {}
     for rank, text in enumerate(control.all_gather(json.dumps(mine))):
         for name, value in json.loads(text).items():
             holder, known = first_holders.setdefault(name, (rank, value))
             if value != known:
-                raise AgreementError(other_values(name, f"on rank {holder}", f"on rank {rank}"))
+                raise AgreementError(differs(name, f"on rank {holder}", f"on rank {rank}"))
 
 
-def other_values(name: str, here: str, there: str) -> str:
-    """Describe a parameter whose values differ between two of its places."""
-    return f"{name} has other values {here} than {there}; give all places the same"
+def differs(what: str, here: str, there: str) -> str:
+    """Describe what differs between two places of a parameter."""
+    return f"{what} {here} than {there}; give all places the same"
+
+
+OTHER_VALUES = "has other values"
+"""Words for a parameter of which places have different values."""
 
 
 def require_declared(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -115,8 +115,10 @@ class ParameterUpdate(Protocol):
         """
         ...
 
-    def params(self) -> Mapping[int, Any]:
-        """Return the parameters by stage of the model, whole or the shards of this rank."""
+    def alike(self) -> Iterable[tuple[str, Mapping[int, Sequence[torch.Tensor | None]]]]:
+        """Yield values for the parameters of every stage of the model that all places of one have to share,
+        None for those that need not, with words for values that differ.
+        """
         ...
 
     def begin(self, weights: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:

@@ -120,8 +120,10 @@ class CompiledSteps:
         form, last, transport = steps[0].form, self.last, self._pipeline.transport
         if last is not None and (last.form is not form or not last.guards.hold()):
             last = None  # of another form or mode than those of the last call
-        # Without peers there is nothing to agree on.
-        if last is None or transport.has_peers or last.agreed.generation != transport.generation:
+        # Without peers there is nothing to agree on, unless places of a parameter may have been written.
+        update = steps[0].update
+        alone = not transport.has_peers and (update is None or update.known)
+        if last is None or not alone or last.agreed.generation != transport.generation:
             exchange = self._begin(steps, purpose, last and last.agreed.shapes)
             if last is None or last.agreed is not exchange.agreed:
                 with self._lock:

@@ -15,7 +15,7 @@ from ppfunc.stage import LeafSignature
 from ppfunc.stage._torch import is_wrapped
 
 from ..agreement.checksums import bits, checksum, differing
-from ..agreement.ties import SharedLeaf, other_values
+from ..agreement.ties import OTHER_VALUES, SharedLeaf, differs
 from ..call.results import losses_of
 from ..errors import AgreementError
 from ..execution.buffers import Buffers, Compared, ParameterUpdate, Tag
@@ -77,12 +77,12 @@ def _compare_here(leaves: Sequence[SharedLeaf]) -> Call:
                     " places"
                 )
             if other is not value and not is_wrapped(value):
-                names.append((leaf.name, f"in stage {first}", f"in stage {model}"))
+                names.append((f"{leaf.name} {OTHER_VALUES}", f"in stage {first}", f"in stage {model}"))
                 flags.append(differing(other.to(value.device), value))
 
         def require(flags: torch.Tensor) -> None:
             if flags.any():
-                raise AgreementError(other_values(*names[int(flags.int().argmax())]))
+                raise AgreementError(differs(*names[int(flags.int().argmax())]))
 
         if flags:
             device = flags[0].device
@@ -108,7 +108,7 @@ def _compare(ranks: Sequence[int], leaves: Sequence[SharedLeaf], collective: Col
             other = next((n for n, value in enumerate(column) if value != column[0]), None)
             if other is not None:
                 one, another = (f"on rank {ranks[n]} (checksum {column[n] % 2**64:016x})" for n in (0, other))
-                raise AgreementError(other_values(leaf.name, one, another))
+                raise AgreementError(differs(f"{leaf.name} {OTHER_VALUES}", one, another))
 
     return compare
 

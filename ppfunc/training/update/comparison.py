@@ -67,7 +67,7 @@ def _trees(rule: UpdateRule, state: TrainState, stage: int) -> list[tuple[str, o
         ("state", state.stage_state.get(stage, {})),
         (
             "ones updated by the optimizer",
-            updated_ones(rule.optimizer, rule.frozen.trained(stage, params), (1.0, -0.5, 0.25)),
+            updated_ones(rule.optimizer, rule.frozen.trained(stage, params)),
         ),
     ]
 

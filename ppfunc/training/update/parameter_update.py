@@ -1,6 +1,6 @@
 """Update parameters within a call of a trainer: sum over ranks, conclude, and run the optimizer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial, reduce
 from math import inf, isinf
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppfunc.runtime.agreement.ties import OTHER_VALUES
 from ppfunc.runtime.execution.buffers import Buffers, Leaves
 from ppfunc.runtime.execution.gradients import Gradients
 from ppfunc.runtime.execution.nonfinite import NotFinite
@@ -15,7 +16,7 @@ from ppfunc.runtime.transport.collective import Wait
 from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage.layout import local
 from ppfunc.stage.signature import leaf_names
-from ppfunc.stage.tree import tree_leaves, tree_map
+from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map
 
 from ..optim.norms import clip_coefficient, leaf_sums, norm_of, norm_sum
 from ..optim.protocols import Tree, selected
@@ -26,7 +27,7 @@ from .reducer import Reducer
 from .sharding import gather
 from .stage_trees import StageTrees, read, rebuilt
 from .train_state import Metrics, TrainState
-from .update_rule import UpdateRule, multiply, updated
+from .update_rule import UpdateRule, multiply, updated, updated_ones
 
 
 class TrainingUpdate:
@@ -77,9 +78,16 @@ class TrainingUpdate:
         """Describe what ranks compare where they meet: see :func:`start_facts`."""
         return start_facts(self._rule, self._ranks, self.state)
 
-    def params(self) -> dict[int, Tree]:
-        """Return the parameters by stage, whole or the shards of this rank."""
-        return self.state.params
+    def alike(self) -> Iterator[tuple[str, dict[int, list[Tensor | None]]]]:
+        """Yield the parameters of every stage, and what the optimizer makes of ones in their place: groups
+        and masks go by names, which places have of their own.
+        """
+        trees = {s: tree_flatten(tree) for s, tree in self.state.params.items()}
+        yield OTHER_VALUES, {s: leaves for s, (leaves, _) in trees.items()}
+        trained = {s: self._rule.frozen.trained(s, tree) for s, tree in self.state.params.items()}
+        ones = {s: updated_ones(self._rule.optimizer, tree) for s, tree in trained.items()}
+        changed: dict[int, Any] = {s: treedef.flatten_up_to(ones[s]) for s, (_, treedef) in trees.items()}
+        yield "is updated by the optimizer in another way", changed
 
     def begin(self, weights: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Divide the weights of the losses by their sum over all data ranks.

@@ -172,3 +172,45 @@ def overflowing(rank, size):
 
 def test_an_overflow_of_one_rank_of_any_axis_skips_the_update_on_all(four):
     four(overflowing)
+
+
+DIVIDING = {
+    "groups": pp.optim.by_name({"e": pp.optim.sgd(0.5), "*": pp.optim.sgd(0.01)}),
+    "mask": pp.optim.adamw(0.1, weight_decay=0.5, mask=lambda p: {name: name != "e" for name in p}),
+}
+
+
+def tied_apart(rank, size, kind):
+    """Tie two leaves that the optimizer tells apart by their names, or write into one after a step."""
+    stages = [lambda p, x: torch.tanh(x @ p["e"]), lambda p, x: x @ p["h"].T]
+    schedule, tied = pp.one_f_one_b(2, 4), {"t": [(0, "e"), (1, "h")]}
+    params, x = {0: {"e": torch.eye(4)}, 1: {"h": torch.eye(4)}}, torch.ones(8, 4)
+    mine = {s: tree for s, tree in params.items() if size == 1 or s == rank}
+    optimizer = DIVIDING.get(kind, pp.optim.sgd(0.1))
+    transport = pp.InProcess() if size == 1 else pp.P2P()
+    with pp.Trainer(stages, squared, schedule, optimizer, transport, tied=tied) as trainer:
+        state = trainer.init(mine)
+        if kind == "written":
+            state, _ = trainer.step(state, x, x)
+            for tree in state.params.values():
+                next(iter(tree.values())).mul_(2)  # at all places: as good as before
+            state, _ = trainer.step(state, x, x)
+            for s, tree in state.params.items():
+                next(iter(tree.values())).mul_(2 + s)
+        with pytest.raises(pp.AgreementError) as caught:
+            trainer.step(state, x, x)
+    return str(caught.value)
+
+
+TOLD = {
+    "written": "has other values",
+    **dict.fromkeys(DIVIDING, "is updated by the optimizer in another way"),
+}
+
+
+@pytest.mark.parametrize("kind", TOLD)
+def test_places_of_a_tied_parameter_that_would_part_are_told(two, kind):
+    """Each place went its own way, without a word: groups and masks of an optimizer go by names."""
+    assert f"'t'] {TOLD[kind]} in stage 0 than in stage 1" in tied_apart(0, 1, kind)
+    for text in two(tied_apart, kind):
+        assert f"'t'] {TOLD[kind]} on rank 0 than on rank 1" in text
