@@ -9,7 +9,7 @@ Run on the CPU::
 * ``block``: forward, input gradient and weight gradient of a block whose parameters are DTensors, traced
   through, on a mesh of one rank, beside those of the same block on plain tensors, and beside DTensors under
   autograd.
-* ``optimizers``: fused kernels on leaves of several sizes, beside torch's optimizers.
+* ``optimizers``: fused kernels on leaves of several sizes, and muon on matrices, beside torch's optimizers.
 * ``reduction``: forwards, backwards, and the sum of their gradients over two data ranks, beside
   DistributedDataParallel's on the same model.
 * ``step``: training steps of two pipelines of two ranks, beside torch.distributed.pipelining with
@@ -55,7 +55,7 @@ from ppfunc.schedule import Op, Schedule
 from ppfunc.stage.engines.tracing.accumulate import accumulating
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves
-from ppfunc.training.optim import adamw, sgd
+from ppfunc.training.optim import adamw, muon, sgd
 from ppfunc.training.update import parameter_update
 from ppfunc.training.update.reducer import Reducer
 from ppfunc.training.update.sharding import Sums
@@ -136,6 +136,21 @@ def optimizers(options: argparse.Namespace) -> None:
 
             sides = dict(zip(SIDES, (theirs(own).step, run), strict=True))
             compare(f"{name}, {leaves} leaves of {size}", sides, options, 50)
+    for leaves, rows, columns in ((8, 256, 256), (32, 64, 64), (4, 256, 1024)):
+        drawn = torch.randn(2, leaves, rows, columns).unbind(1)
+        own = [p.clone().requires_grad_() for p, _ in drawn]
+        for p, (_, g) in zip(own, drawn, strict=True):
+            p.grad = g.clone()
+        ours, now = muon(1e-3), [{n: p.clone() for n, (p, _) in enumerate(drawn)}]
+        grads, state = {n: g.clone() for n, (_, g) in enumerate(drawn)}, [ours.init(now[0])]
+
+        def step(now: Any = now, state: Any = state, grads: Any = grads, ours: Any = ours) -> None:
+            now[0], state[0] = ours.update(grads, state[0], now[0])
+
+        sides = dict(zip(SIDES, (torch.optim.Muon(own, lr=1e-3).step, step), strict=True))
+        compare(f"muon, {leaves} leaves of {rows} x {columns}", sides, options, 5)
+        for p, mine in zip(own, now[0].values(), strict=True):
+            torch.testing.assert_close(p.detach(), mine, rtol=1e-2, atol=1e-3)
 
 
 def reduction(options: argparse.Namespace) -> None:

@@ -270,8 +270,11 @@ def _text_of_rate(lr: LearningRate) -> str:
             " an optimizer is given no parameters",
         )
         return f"lr {lr}"
-    values = ", ".join(f"{_value_of(lr, updates)} at {updates}" for updates in _PROBED)
-    return f"lr {getattr(lr, '__qualname__', type(lr).__name__)} ({values})"
+    values = {updates: _value_of(lr, updates) for updates in _PROBED}
+    if isinstance(values[0], float):
+        require_number("lr(0)", values[0])
+    texts = ", ".join(f"{value} at {updates}" for updates, value in values.items())
+    return f"lr {getattr(lr, '__qualname__', type(lr).__name__)} ({texts})"
 
 
 def _text_of_mask(mask: Mask | None) -> str:
@@ -279,11 +282,11 @@ def _text_of_mask(mask: Mask | None) -> str:
     return "" if mask is None else f" of {getattr(mask, '__qualname__', type(mask).__name__)}"
 
 
-def _value_of(lr: Callable[[Tensor], Tensor | float], updates: int) -> str:
-    """Write a rate after so many updates, or the error that it raises: a table ends somewhere."""
+def _value_of(lr: Callable[[Tensor], Tensor | float], updates: int) -> float | str:
+    """Compute a rate after so many updates, or name the error that it raises: a table ends somewhere."""
     try:
         rate = lr(torch.tensor(updates, device="cpu"))
-        return str(float(rate.detach() if isinstance(rate, Tensor) else rate))
+        return float(rate.detach() if isinstance(rate, Tensor) else rate)
     except Exception as error:
         return type(error).__name__
 

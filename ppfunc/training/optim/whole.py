@@ -187,11 +187,11 @@ def _muon(
     momentum: float, nesterov: bool, ns_steps: int, match_rms: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Update a matrix by its momentum with all singular values near 1."""
-    buffer = buffer + (1 - momentum) * (g - buffer)
-    direction = _orthogonal(g + momentum * (buffer - g) if nesterov else buffer, ns_steps)
+    buffer = torch.lerp(buffer, g, 1 - momentum)
+    direction = _orthogonal(torch.lerp(g, buffer, momentum) if nesterov else buffer, ns_steps)
     rows, columns = p.shape
     ratio = 0.2 * sqrt(max(rows, columns)) if match_rms else sqrt(max(1, rows / columns))
-    return p - lr * weight_decay * p - lr * ratio * direction.to(p.dtype), buffer
+    return p * (1 - lr * weight_decay) - lr * ratio * direction.to(p.dtype), buffer
 
 
 def _adafactor(

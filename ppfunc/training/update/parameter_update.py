@@ -19,7 +19,7 @@ from ppfunc.stage.signature import leaf_names
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map
 
 from ..optim.norms import clip_coefficient, leaf_sums, norm_of, norm_sum
-from ..optim.protocols import Tree, selected
+from ..optim.protocols import selected
 from .comparison import start_facts
 from .precision import overflow
 from .ranks import TrainingRanks

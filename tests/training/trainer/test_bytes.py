@@ -99,8 +99,9 @@ def counted(rank, size, case):
     def stage(p, x):
         y = torch.tanh(x @ p["w"] + x @ p["a"] @ p["b"])
         if experts:
-            sent = pp.collectives.all_to_all(y, mesh[experts], 0, 1)
-            y = y + pp.collectives.all_to_all(torch.tanh(sent @ p["expert"][0]), mesh[experts], 1, 0)
+            sent = pp.collectives.all_to_all(y.unflatten(0, (2, -1)), mesh[experts], 0, 1)
+            back = pp.collectives.all_to_all(torch.tanh(sent @ p["expert"]), mesh[experts], 1, 0)
+            y = y + back.flatten(0, 1)
         return y
 
     shapes = {"w": (WIDTH, WIDTH), "a": (WIDTH, INNER), "b": (INNER, WIDTH)}
