@@ -436,3 +436,10 @@ def test_gradients_that_do_not_fit(grads, message):
 def test_nesterov_needs_momentum():
     with pytest.raises(ValueError, match="got momentum=0; pass nesterov=False"):
         sgd(0.1, nesterov=True)
+
+
+@pytest.mark.parametrize("rate", [lambda n: -0.1, lambda n: n / 0.0 * 0, lambda n: torch.log(n.double())])
+def test_a_rate_that_begins_negative_or_as_no_number_is_refused(rate):
+    """Parameters went uphill, or became NaN, after which each step was skipped."""
+    with pytest.raises(ValueError, match=r"lr\(0\) is (-|nan)"):
+        adamw(rate)

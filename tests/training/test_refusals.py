@@ -336,13 +336,34 @@ def test_batches_of_several_steps_are_pairs():
         (lambda g, s, p: (p, {}), "has made the structure .* of the states of stage"),
     ],
 )
-@pytest.mark.parametrize("on_nonfinite", ["ignore", "raise"])
+@pytest.mark.parametrize("on_nonfinite", ["ignore", "raise", "skip"])
 def test_results_of_an_optimizer_of_another_form_are_named(update, text, on_nonfinite):
     _, params, x, y = problem()
     optimizer = pp.optim.Optimizer(lambda params: {"n": torch.zeros(())}, update)
     trainer = trainer_of(optimizer, on_nonfinite=on_nonfinite)
     with pytest.raises(pp.PipelineError, match=text):
         trainer.step(trainer.init(params), x, y)
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+def test_an_optimizer_that_returns_differences_is_refused(momentum):
+    """As those of optax do: parameters were replaced by the last difference, without a word."""
+
+    def update(grads, state, params):
+        state = tree_map(lambda m, g: 0.9 * m + g, state, grads) if momentum else state
+        return tree_map(lambda g: -0.1 * g, state if momentum else grads), state
+
+    def zeros(params):
+        return tree_map(torch.zeros_like, params)
+
+    with pytest.raises(
+        ValueError, match=r"params\[0\]: .* has made -?0 of .*becomes one by ppfunc.optim.from_up"
+    ):
+        trainer_of(pp.optim.Optimizer(zeros, update)).init(problem()[1])
+    trainer = trainer_of(pp.optim.from_updates(pp.optim.Optimizer(zeros, update)))
+    _, params, x, y = problem()
+    before, after = params, trainer.step(trainer.init(params), x, y)[0].params
+    assert all((after[s]["w"] - before[s]["w"]).abs().max() < 0.5 for s in before)
 
 
 def test_the_state_of_an_optimizer_is_tensors():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ppfunc._text import answering, mend_for, shown
 from ppfunc.stage._torch import versions
-from ppfunc.stage.tree import tree_leaves, tree_map
+from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 
 from .norms import Clip
 
@@ -113,14 +113,24 @@ def skipping(optimizer: Optimizer) -> Optimizer:
                 " overflow; take copies, or let its update take found_inf by name, and change nothing where"
                 " it is 1"
             )
-        return selected(found_inf, (params, state), new)
+        alike = tree_structure(new) == tree_structure((params, state))
+        return selected(found_inf, (params, state), new) if alike else new  # which the caller refuses
 
     update.__qualname__ = getattr(plain, "__qualname__", "update")
     return optimizer._replace(update=update)
 
 
 def selected(found_inf: Tensor | None, old: Tree, new: Tree) -> Tree:
-    """Select ``old`` where ``found_inf`` is 1, else ``new``, without reading it."""
+    """Select ``old`` where ``found_inf`` is 1, else ``new``, without reading it.
+
+    A new leaf of another form is taken, for the caller to refuse: it would be broadcast, or promoted.
+    """
     if found_inf is None:
         return new
-    return tree_map(lambda a, b: a if a is b else torch.where((found_inf > 0).to(a.device), a, b), old, new)
+
+    def of_leaf(a: Tensor, b: Any) -> Any:
+        if a is b or not isinstance(b, Tensor) or (a.dtype, a.shape) != (b.dtype, b.shape):
+            return b
+        return torch.where((found_inf > 0).to(a.device), a, b)
+
+    return tree_map(of_leaf, old, new)

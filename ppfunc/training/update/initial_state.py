@@ -25,7 +25,7 @@ from .comparison import note_whole
 from .ranks import TrainingRanks
 from .sharding import shard
 from .train_state import TrainState
-from .update_rule import UpdateRule
+from .update_rule import UpdateRule, updated_ones
 
 _LARGEST = 256  # elements along a dimension: optimizers may treat small ones in another way
 
@@ -115,6 +115,7 @@ def _cut(
     trained = treedef.unflatten(None if n in fixed else leaf for n, leaf in enumerate(leaves))
     splits = [cut.split for n, cut in enumerate(cuts) if n not in fixed]
     require_elementwise(rule.optimizer, trained, splits, name)
+    _require_parameters_back(rule.optimizer, trained, name)
     dims = tuple(cut.dim for cut in cuts)
     shards = shard(tuple(map(local, leaves)), dims, ranks.parts.size, ranks.parts.index)
     state = rule.optimizer.init(
@@ -124,6 +125,25 @@ def _cut(
     layouts = [cut.kept for cut in cuts]
     kept = treedef.unflatten(map(distributed, shards, layouts)) if ranks.shards_params else params
     return kept, _laid_out(state, treedef, shards, layouts)
+
+
+def _require_parameters_back(optimizer: Optimizer, params: Tree, name: str) -> None:
+    """Raise ValueError for a user's optimizer whose update returns differences, as those of optax do: by
+    gradients of zero, ones become next to nothing.
+    """
+    if optimizer.text or any(local(leaf).is_meta for leaf in tree_leaves(params)):
+        return
+    try:
+        ones = updated_ones(optimizer, params, gradients=(0.0,))
+    except Exception:
+        return  # it does not take leaves of one element
+    for leaf in tree_leaves(ones):
+        if isinstance(leaf, Tensor) and differentiable(leaf.dtype) and (leaf.abs() < 0.5).any():
+            raise ValueError(
+                f"{name}: the optimizer {text_of(optimizer)} has made {leaf.flatten()[0].item():g} of a"
+                " parameter of 1 and a gradient of 0; expected new parameters; one that returns differences"
+                " becomes one by ppfunc.optim.from_updates"
+            )
 
 
 def _laid_out(

@@ -1,7 +1,7 @@
 """Define how gradients become new parameters."""
 
 import reprlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from math import inf
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -173,17 +173,18 @@ def multiply(gradients: Collection[Tensor], factor: Tensor) -> None:
         multiply_into_each([g for g in gradients if g.device == device], factor.to(device))
 
 
-def updated_ones(optimizer: Optimizer, params: Tree) -> Tree:
+def updated_ones(optimizer: Optimizer, params: Tree, gradients: Sequence[float] = (1.0, -0.5, 0.25)) -> Tree:
     """Describe an optimizer by some updates of ones, of one element each, in the place of parameters.
 
     Args:
         params: their structure, dimensions and dtypes.
+        gradients: of every element, in update after update.
     """
 
     ones = tree_map(_one, params)
     with preserve_rng(leaf.device for leaf in tree_leaves(ones)):  # an optimizer may draw
         state = optimizer.init(ones)
-        for value in (1.0, -0.5, 0.25):  # gradients of every element
+        for value in gradients:
             grads = tree_map(
                 lambda leaf, value=value: (
                     torch.full_like(leaf, value) if differentiable(leaf.dtype) else leaf
