@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -25,28 +26,29 @@ from .known import call_again
 from .record import MODEL, Recording, Region, within
 
 
-class Branch(NamedTuple):
+@dataclass(frozen=True)
+class Branch:
     """One function of an operator.
 
     Args:
-        recording: which has recorded it.
         places: the nodes of its arguments, and of the tensors that it reads from elsewhere.
+        numbers: which of the tensors that all functions of the operator get these are.
         nodes: its operators.
         leaves: of its result, nodes or values of Python.
         ambient: the region in which it is called.
     """
 
-    recording: Recording
     places: tuple[Node, ...]
+    numbers: Sequence[int]
     nodes: tuple[Node, ...]
     leaves: tuple[Any, ...]
     ambient: Region
 
     def __call__(self, *tensors: torch.Tensor) -> list[Any]:
-        values: dict[Node, Any] = dict(zip(self.places, tensors, strict=True))
+        values: dict[Node, Any] = dict(zip(self.places, (tensors[n] for n in self.numbers), strict=True))
         for node in self.nodes:
             with within(node.meta["region"], self.ambient):
-                values[node] = call_again(node, values, self.recording.constants)
+                values[node] = call_again(node, values)
         return [values[leaf] if isinstance(leaf, Node) else leaf for leaf in self.leaves]
 
 
@@ -60,11 +62,15 @@ def recorded_in(recording: Recording) -> Handlers:
             return (true_fn if bool(pred) else false_fn)(*operands)
         except DATA_DEPENDENT:
             pass
-        given, rebuild = _flat(operands)
-        parts, read, example = _parts(recording, [_of(f, rebuild) for f in (true_fn, false_fn)], given)
+        given, treedef = tree_flatten(operands)
+
+        def of(function: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *tensors: function(*tree_unflatten(treedef, tensors))
+
+        parts, read, example = _parts(recording, [of(true_fn), of(false_fn)], given)
 
         def call(pred: torch.Tensor, *tensors: torch.Tensor) -> Any:
-            one, other = (_picking(p, where) for p, where in parts)
+            one, other = parts
             return cond(pred, one, other, tensors)
 
         return _whole(recording, "cond", call, (pred, *given, *read), example)
@@ -80,7 +86,7 @@ def recorded_in(recording: Recording) -> Handlers:
         parts, read, example = _parts(recording, [body_fn, cond_fn], given)
 
         def call(*tensors: torch.Tensor) -> Any:
-            body, goes_on = (_picking(p, where) for p, where in parts)
+            body, goes_on = parts
             inner = tensors[len(given) :]
             return while_loop(lambda *x: goes_on(*x)[0], body, list(tensors[: len(given)]), inner)
 
@@ -89,34 +95,23 @@ def recorded_in(recording: Recording) -> Handlers:
     return {**PYTHON, COND: branch, WHILE: loop}
 
 
-def _flat(operands: Any) -> tuple[list[torch.Tensor], Callable[..., Any]]:
-    leaves, treedef = tree_flatten(operands)
-    return leaves, lambda *tensors: tree_unflatten(treedef, tensors)
-
-
-def _of(function: Callable[..., Any], rebuild: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *tensors: function(*rebuild(*tensors))
-
-
-def _picking(branch: Branch, where: Sequence[int]) -> Callable[..., list[Any]]:
-    """Call a branch with those of all tensors that it takes."""
-    return lambda *tensors: branch(*(tensors[n] for n in where))
-
-
 def _parts(
     recording: Recording, functions: Sequence[Callable[..., Any]], given: Sequence[torch.Tensor]
-) -> tuple[list[tuple[Branch, list[int]]], list[torch.Tensor], Any]:
+) -> tuple[list[Branch], list[torch.Tensor], Any]:
     """Record functions of the same tensors.
 
     Returns:
-        Of each, the branch, and which of all tensors it takes; the tensors that any of them reads from
-        elsewhere; and the result of the first, without values.
+        The branches, the tensors that any of them reads from elsewhere, and the result of the first, without
+        values.
     """
     traced = [_branch(recording, function, given) for function in functions]
     read = list({id(t): t for _, elsewhere, _ in traced for t in elsewhere}.values())
     at = {id(t): len(given) + n for n, t in enumerate(read)}
-    numbers = [[*range(len(given)), *(at[id(t)] for t in elsewhere)] for _, elsewhere, _ in traced]
-    return [(b, n) for (b, _, _), n in zip(traced, numbers, strict=True)], read, traced[0][2]
+    branches = [
+        replace(branch, numbers=[*range(len(given)), *(at[id(t)] for t in elsewhere)])
+        for branch, elsewhere, _ in traced
+    ]
+    return branches, read, traced[0][2]
 
 
 def _branch(
@@ -136,7 +131,7 @@ def _branch(
             reason = f"a function of its cond or while_loop writes into an argument{node.meta['place']}"
             raise StageError(MODEL, reason, "return the new value, or work on a clone")
     body = tuple(n for n in nodes if n.op != "placeholder")
-    return Branch(recording, tuple(places), body, named, ambient), list(read), result
+    return Branch(tuple(places), (), body, named, ambient), list(read), result
 
 
 def _whole(

@@ -1,18 +1,28 @@
 """Cut a trace into stages: what each computes, or computes again, and the values that cross."""
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
 from ppfunc.stage import StageError
+from ppfunc.stage._torch import OpOverload
+from ppfunc.stage.abstract.purity import draws
+from ppfunc.stage.engines.tracing.graph import is_view, named_arguments
+from ppfunc.stage.signature import differentiable
 
-from .effects import Effects, is_random, is_view_or_cast, storages_of
 from .record import BY_HAND, MODEL
 from .trace import Trace
 
 aten = torch.ops.aten
+_CASTS = {
+    aten.contiguous.default,
+    aten._to_copy.default,
+    *(getattr(aten.to, name) for name in aten.to.overloads()),
+}
 
 
 class StagePart(NamedTuple):
@@ -52,9 +62,8 @@ def cut(trace: Trace, stages: int, state: Mapping[str, int]) -> tuple[StagePart,
         WrittenElsewhereError: the trace has to be made functional first.
     """
     homes = {**state, **_states(trace)}
-    effects = Effects(trace, homes)
-    _require_homes(trace, effects, homes, state)
-    cutter = _Cutter(trace, effects, homes)
+    cutter = _Cutter(trace, homes)
+    _require_homes(cutter, state)
     return tuple(reversed([cutter.part(stage, stage == stages - 1) for stage in reversed(range(stages))]))
 
 
@@ -63,7 +72,7 @@ def _states(trace: Trace) -> dict[str, int]:
     homes: dict[str, set[int]] = {name: {node.meta["stage"]} for name, node in trace.replaced.items()}
     at = {memory: name for name, node in trace.buffers.items() for memory in storages_of(node)}
     for node in trace.nodes:
-        for name in {at[memory] for memory in node.meta["writes"] if memory in at}:
+        for name in sorted({at[memory] for memory in node.meta["writes"] if memory in at}):
             homes.setdefault(name, set()).add(node.meta["stage"])
     for name, stages in homes.items():
         if len(stages) > 1:
@@ -75,46 +84,91 @@ def _states(trace: Trace) -> dict[str, int]:
     return {name: stage for name, (stage,) in homes.items()}
 
 
-def _require_homes(
-    trace: Trace, effects: Effects, homes: Mapping[str, int], state: Mapping[str, int]
-) -> None:
+def _require_homes(cutter: _Cutter, state: Mapping[str, int]) -> None:
     """Raise unless every memory that is written into is written by the stage that makes it."""
-    names = {node: name for name, node in trace.params.items()}
-    buffers = {node: name for name, node in trace.buffers.items()}
     for name, stage in state.items():
-        if homes[name] != stage:
+        if (home := cutter.homes[name]) != stage:
+            reason = f"its buffer {name} is the state of stage {stage}, and is written in stage {home}"
+            raise StageError(MODEL, reason, "split again")
+    for at, writers in cutter.writers_of.items():
+        maker, (writer, *_) = cutter.maker[at], writers
+        if maker in cutter.param_of:
             raise StageError(
                 MODEL,
-                f"its buffer {name} is the state of stage {stage}, and is written in stage {homes[name]}",
-                "split again",
-            )
-    for at, writers in effects.writers_of.items():
-        maker, (writer, *_) = effects.maker[at], writers
-        if maker in names:
-            raise StageError(
-                MODEL,
-                f"it writes into its parameter {names[maker]}{writer.meta['place']}",
+                f"it writes into its parameter {cutter.param_of[maker]}{writer.meta['place']}",
                 f"return a new value, or {BY_HAND}",
             )
         if maker.op == "get_attr":
             reason = f"it writes into a tensor that is neither a parameter nor a buffer{writer.meta['place']}"
             raise StageError(MODEL, reason, "register it as a buffer")
-        if maker in buffers or writer in effects.cheap:
+        if maker in cutter.buffer_of or writer in cutter.cheap:
             continue
         if {w.meta["stage"] for w in writers} != {maker.meta["stage"]}:
             raise WrittenElsewhereError(writer.meta["place"])
 
 
 class _Cutter:
-    """Follows dependencies back from the results of each stage, the last stage first."""
+    """Follows dependencies back from the results of each stage, the last stage first.
 
-    def __init__(self, trace: Trace, effects: Effects, homes: Mapping[str, int]) -> None:
-        self.trace, self.effects, self.homes = trace, effects, homes
+    Args:
+        trace: of the model.
+        homes: the buffers that belong to the state of a stage, each with its stage.
+
+    Attributes:
+        param_of, buffer_of: the names of the nodes of tensors of the model.
+        cheap: the nodes that may run again anywhere: nothing random, no parameter, no state, no input that is
+            floating, or that the model writes into.
+        maker: the node that makes a memory first.
+        writers_of: the nodes that write into each memory.
+        wanted: the values that a stage has, by the stage that takes them.
+    """
+
+    def __init__(self, trace: Trace, homes: Mapping[str, int]) -> None:
+        nodes = (*trace.params.values(), *trace.buffers.values(), *trace.inputs, *trace.nodes)
+        self.trace, self.homes = trace, homes
+        self.wanted: dict[int, dict[int, set[Node]]] = {}
         self.param_of = {node: name for name, node in trace.params.items()}
         self.buffer_of = {node: name for name, node in trace.buffers.items()}
-        self.wanted: dict[
-            int, dict[int, set[Node]]
-        ] = {}  # by the stage that has them, by the stage that takes them
+        self.maker: dict[int, Node] = {}
+        self.writers_of: dict[int, list[Node]] = {}
+        for node in nodes:
+            for at in storages_of(node):
+                self.maker.setdefault(at, node)
+            for at in node.meta["writes"]:
+                self.writers_of.setdefault(at, []).append(node)
+        dear = {*trace.params.values(), *(trace.buffers[name] for name in homes)}
+        dear |= {
+            n
+            for n in trace.inputs
+            if differentiable(n.meta["value"].dtype) or not self.writers_of.keys().isdisjoint(storages_of(n))
+        }
+        self.cheap = self._cheap(nodes, dear)
+
+    def writers(self, node: Node) -> list[Node]:
+        """List the nodes that write into what this node reads, before it does."""
+        return [w for at in node.meta["reads"] for w in self.writers_of.get(at, ()) if w < node]
+
+    def all_writers(self, node: Node) -> list[Node]:
+        """List the nodes that write into the memory of this node, at any time."""
+        return [w for at in storages_of(node) for w in self.writers_of.get(at, ())]
+
+    def _cheap(self, nodes: Sequence[Node], dear: set[Node]) -> set[Node]:
+        """Find the nodes that depend on no ``dear`` one, and share no memory with any."""
+        memories: set[int] = set()
+        while True:
+            before = len(dear), len(memories)
+            for node in nodes:
+                touched = storages_of(node) | node.meta["writes"] | node.meta["reads"]
+                if node not in dear and (
+                    is_random(node)
+                    or not dear.isdisjoint(node.all_input_nodes)
+                    or not memories.isdisjoint(touched)
+                ):
+                    dear.add(node)
+                if node in dear:
+                    memories |= storages_of(node) | node.meta["writes"]
+            if before == (len(dear), len(memories)):
+                return set(nodes) - dear
 
     def part(self, stage: int, last: bool) -> StagePart:
         """Cut out the part of a stage. Those of all later stages have been cut."""
@@ -126,7 +180,7 @@ class _Cutter:
         sent = self.wanted.pop(stage, {})
         roots = [node for nodes in sent.values() for node in nodes] + list(state.values())
         roots += [r for r in self.trace.results if isinstance(r, Node)] if last else []
-        roots += [w for node in roots for w in self.effects.all_writers(node) if w.meta["stage"] == stage]
+        roots += [w for node in roots for w in self.all_writers(node) if w.meta["stage"] == stage]
         roots += [n for n in self.trace.nodes if n.meta["stage"] == stage and is_random(n)]
         here, taken = self._follow(roots, stage)
         for source, nodes in taken.items():
@@ -159,19 +213,16 @@ class _Cutter:
                 continue
             here.add(node)
             ahead += node.all_input_nodes
-            ahead += [
-                w for w in self.effects.writers(node) if w in self.effects.cheap or w.meta["stage"] == stage
-            ]
+            ahead += [w for w in self.writers(node) if w in self.cheap or w.meta["stage"] == stage]
         return here, taken
 
     def _source(self, node: Node, stage: int) -> int:
         """Find the stage that a stage gets a node from: itself, or an earlier one."""
-        if node in self.buffer_of and self.buffer_of[node] in self.homes:
-            home = self.homes[self.buffer_of[node]]
+        name = self.buffer_of.get(node, "")
+        if (home := self.homes.get(name)) is not None:
             if home > stage:
                 reason = (
-                    f"its buffer {self.buffer_of[node]} is read in stage {stage}, and is the state of the"
-                    f" later stage {home}"
+                    f"its buffer {name} is read in stage {stage}, and is the state of the later stage {home}"
                 )
                 raise StageError(MODEL, reason, "cut elsewhere")
             return home
@@ -179,18 +230,58 @@ class _Cutter:
             return stage
         if node.op == "placeholder":
             return 0
-        if node in self.effects.cheap:
+        if node in self.cheap:
             return stage
-        if (
-            node.target is aten.as_strided.default
-        ):  # depends on how its memory was made, which a message does not tell
-            return self._source(self.effects.maker[node.meta["value"].storage], stage)
+        if node.target is aten.as_strided.default:
+            # It depends on how its memory was made, which a message does not tell.
+            return self._source(self.maker[node.meta["value"].storage], stage)
         return stage if self._moves(node) else int(node.meta["stage"])
 
     def _moves(self, node: Node) -> bool:
         """Tell whether a view or a cast is done after its argument has crossed."""
-        return is_view_or_cast(node) and not self.effects.all_writers(node) and not self._of_parameter(node)
+        return is_view_or_cast(node) and not self.all_writers(node) and not self._of_parameter(node)
 
     def _of_parameter(self, node: Node) -> bool:
         (source,) = node.all_input_nodes
         return source in self.param_of or (is_view_or_cast(source) and self._of_parameter(source))
+
+
+def is_random(node: Node) -> bool:
+    """Tell whether the node may draw random numbers.
+
+    Dropout and recurrent layers do so in training, with a rate above zero. Of an operator that is not torch's
+    own, the schema does not say what else it does.
+    """
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return "opaque" in node.meta
+    if node.target.namespace not in ("aten", "prims"):
+        return True
+    arguments = named_arguments(node.target, node.args, node.kwargs)
+    switches = ("train", "training", *(["p", "dropout"] if "train" in arguments else []))
+    return draws(node.target, node.args, node.kwargs) and all(arguments.get(name, True) for name in switches)
+
+
+def storages_of(node: Node) -> frozenset[int]:
+    """List the memories of the results of a node."""
+    value: Any = node.meta.get("value")
+    return frozenset() if value is None or value.storage is None else frozenset([value.storage])
+
+
+def is_view_or_cast(node: Node) -> bool:
+    """Tell whether the node is a view or a cast of one tensor, and no smaller than it."""
+    if (
+        node.op != "call_function"
+        or not isinstance(node.target, OpOverload)
+        or len(node.all_input_nodes) != 1
+    ):
+        return False
+    (source,) = node.all_input_nodes
+    if (
+        "value" not in source.meta
+        or "value" not in node.meta
+        or not node.meta["region"].grad
+        or node.meta["writes"]
+    ):
+        return False
+    smaller = source.meta["value"].nbytes > node.meta["value"].nbytes
+    return not smaller and (is_view(node.target) or node.target in _CASTS)

@@ -1,7 +1,6 @@
 """Make a trace functional, where a stage writes into memory that another stage has made."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -56,22 +55,19 @@ def without_writes(trace: Trace, device: torch.device) -> Trace:
                 " into tensors"
             )
             raise StageError(MODEL, reason, f"take unfold or another view, or {BY_HAND}")
-    with undisturbed(), without_values(), ExitStack() as stack:
+    with undisturbed(), without_values():
         recording = Recording()
         fakes = fake_sources(trace, device)
         places = {node: recording.place(fake, node.name) for node, fake in fakes.items()}
-        stack.enter_context(enable_python_dispatcher())
-        stack.enter_context(recording)
-        stack.enter_context(without_functionalize())
-        stack.enter_context(FunctionalMode())
-        values = {node: to_functional(fake) for node, fake in fakes.items()}
-        for node in replay(trace, values, recording):
-            recording.stage = node.meta["stage"]
-        results = tuple(_node(recording, values[r]) if isinstance(r, Node) else r for r in trace.results)
-        ends = {
-            name: _node(recording, values[trace.replaced.get(name, node)])
-            for name, node in trace.buffers.items()
-        }
+        with enable_python_dispatcher(), recording, without_functionalize(), FunctionalMode():
+            values = {node: to_functional(fake) for node, fake in fakes.items()}
+            for node in replay(trace, values, recording):
+                recording.stage = node.meta["stage"]
+            results = tuple(_node(recording, values[r]) if isinstance(r, Node) else r for r in trace.results)
+            ends = {
+                name: _node(recording, values[trace.replaced.get(name, node)])
+                for name, node in trace.buffers.items()
+            }
     for node in recording.graph.nodes:
         if node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default  # whatever the strides
@@ -80,7 +76,6 @@ def without_writes(trace: Trace, device: torch.device) -> Trace:
         params={name: places[node] for name, node in trace.params.items()},
         buffers={name: places[node] for name, node in trace.buffers.items()},
         inputs=tuple(places[node] for node in trace.inputs),
-        constants=recording.constants,
         results=results,
         replaced={name: node for name, node in ends.items() if node is not places[trace.buffers[name]]},
     )
@@ -108,7 +103,7 @@ def replay(trace: Trace, values: dict[Node, Any], recording: Recording | None = 
                 args = tuple(from_functional(values[n]) for n in node.args)  # type: ignore[index]
                 values[node] = tree_map(to_functional, recording.call_whole(node.target, args))
             else:
-                values[node] = call_again(node, values, trace.constants)
+                values[node] = call_again(node, values)
 
 
 def _node(recording: Recording, value: Tensor) -> Node:

@@ -1,4 +1,8 @@
-"""Compute values that a model asks for while it is traced, if they come of numbers in its code alone."""
+"""Find out what comes of numbers in the code of a model alone.
+
+Values of it that the model asks for while it is traced are computed. A call that reads a tensor for its form
+alone gets numbers in its place.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,23 +12,21 @@ from torch.fx import Node, map_arg
 
 from ppfunc.stage._torch import OpOverload
 from ppfunc.stage.abstract.purity import draws
-from ppfunc.stage.engines.tracing.operators import constant_name, is_element
+from ppfunc.stage.engines.tracing.graph import is_element, named_arguments
 
 from ._torch import with_values
 
+aten = torch.ops.aten
+
 
 def known_values(
-    asked: Sequence[Node],
-    writers: Mapping[int, Sequence[Node]],
-    constants: Mapping[str, torch.Tensor],
-    autocast: Any,
+    asked: Sequence[Node], writers: Mapping[int, Sequence[Node]], autocast: Any
 ) -> dict[Node, Any] | None:
     """Replay the operators that values depend on: a mask of ``torch.ones`` is known, an input is not.
 
     Args:
         asked: the nodes of tensors, which count with all that has been written into their memory.
         writers: the nodes that write into each memory.
-        constants: what ``get_attr`` nodes name.
         autocast: that of now; operators called under another one are not replayed.
 
     Returns:
@@ -45,7 +47,7 @@ def known_values(
     values: dict[Node, Any] = {}
     with with_values(), torch.no_grad():
         for node in sorted(needed):
-            value = call_again(node, values, constants)
+            value = call_again(node, values)
             values[node] = value.clone() if node.op == "get_attr" else value
     return values
 
@@ -58,10 +60,47 @@ def _replayable(node: Node, autocast: Any) -> bool:
     )
 
 
-def call_again(node: Node, values: Mapping[Node, Any], constants: Mapping[str, torch.Tensor]) -> Any:
+def call_again(node: Node, values: Mapping[Node, Any]) -> Any:
     """Call the operator of a node on the values of its arguments; return that of a constant."""
     if node.op == "get_attr":
-        return constants[constant_name(node)]
+        return node.meta["constant"]
     args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
     assert callable(node.target)
     return node.target(*args, **kwargs)
+
+
+# Operators that look at the form of an argument alone, with those that make the same of numbers.
+_FACTORIES = {
+    aten.empty_like.default: aten.empty.memory_format,
+    aten.zeros_like.default: aten.zeros.default,
+    aten.ones_like.default: aten.ones.default,
+    aten.full_like.default: aten.full.default,
+    aten.new_empty.default: aten.empty.memory_format,
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+}
+
+
+def by_numbers(func: OpOverload, args: Any, kwargs: Any, result: Any) -> tuple[OpOverload, Any, Any]:
+    """Replace a call that reads a tensor for its form alone: a mask of ``ones_like(h)`` needs no ``h``.
+
+    Returns:
+        The operator and its arguments, unchanged if values are read.
+    """
+    if func is aten.lift_fresh.default:
+        return aten.lift_fresh_copy.default, args, kwargs
+    if func in _FACTORIES and result.layout is torch.strided and result.is_contiguous():
+        arguments = named_arguments(func, args, kwargs)
+        value = [arguments["fill_value"]] if "fill_value" in arguments else []
+        return (
+            _FACTORIES[func],
+            (list(result.shape), *value),
+            {"dtype": result.dtype, "device": result.device},
+        )
+    if func in (aten.expand_as.default, aten.view_as.default):
+        changed = aten.expand.default if func is aten.expand_as.default else aten.view.default
+        return changed, (args[0], list(result.shape)), {}
+    if func is aten.type_as.default or (func is aten.to.other and len(args) == 2 and not kwargs):
+        return aten.to.dtype, (args[0], result.dtype), {}
+    return func, args, kwargs

@@ -33,7 +33,6 @@ def materialize(
     tied: Tied | None = None,
     like: Mapping[int, Mapping[str, Tensor]] | None = None,
     init: Init | None = None,
-    each: Callable[[str, Tensor], Tensor] | None = None,
     device: torch.device | str | None = None,
 ) -> dict[int, dict[str, Tensor]]:
     """Make the parameters of the stages of this rank, one module after the other.
@@ -65,8 +64,6 @@ def materialize(
             modules.
         init: ``init(name, tensor, generator)`` fills a leaf in place, or leaves it to the module by not
             writing.
-        each: ``each(name, leaf) -> leaf``, such as a function that takes this rank's shard, applied to each
-            leaf as it is made.
         device: of the leaves; by default that of the mesh, or the CPU.
 
     Returns:
@@ -108,8 +105,7 @@ def materialize(
                 if parameter.is_meta
                 else parameter.detach()
             )
-            leaf = _laid(whole, parameter if like is None else like[stage][name], name)
-            params[stage][name] = leaf if each is None else each(named(stage, name), leaf)
+            params[stage][name] = _laid(whole, parameter if like is None else like[stage][name], name)
     return params
 
 

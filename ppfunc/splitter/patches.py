@@ -105,21 +105,14 @@ def caches_emptied(model: nn.Module) -> Iterator[None]:
         for kind in type(module).__mro__
         if not kind.__module__.startswith("torch.")
     }
-    owners = [
-        *kinds,
-        *{
-            id(module): module for kind in kinds if (module := sys.modules.get(kind.__module__)) is not None
-        }.values(),
-    ]
-    caches = {
-        id(cache): cache for owner in owners for value in vars(owner).values() for cache in _caches_of(value)
-    }
-    misses = {at: cache.cache_info().misses for at, cache in caches.items()}
+    modules = {sys.modules[kind.__module__] for kind in kinds if kind.__module__ in sys.modules}
+    values = [value for owner in (*kinds, *modules) for value in vars(owner).values()]
+    misses = {cache: cache.cache_info().misses for value in values for cache in _caches_of(value)}
     try:
         yield
     finally:
-        for at, cache in caches.items():
-            if cache.cache_info().misses != misses[at]:
+        for cache, before in misses.items():
+            if cache.cache_info().misses != before:
                 cache.cache_clear()
 
 
@@ -138,27 +131,18 @@ def noted(model: nn.Module, names: Iterable[str], note: Callable[[str], object])
             module = model.get_submodule(name)
             handle = module.register_forward_pre_hook(lambda *_, name=name: begin(name), prepend=True)
             stack.callback(handle.remove)
-            stack.enter_context(_forward_noted(module, partial(begin, name)))
+            # Some models call it directly, past all hooks.
+            stack.enter_context(_replaced(module, "forward", _after(partial(begin, name), module.forward)))
         yield
 
 
-@contextmanager
-def _forward_noted(module: nn.Module, begin: Callable[[], None]) -> Iterator[None]:
-    """Call ``begin`` before ``module.forward``: some models call that directly, past all hooks."""
-    original, attributes = module.forward, vars(module)
-    shadowed = {"forward": attributes["forward"]} if "forward" in attributes else {}
-
-    @wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+def _after(begin: Callable[[], None], forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def begun(*args: Any, **kwargs: Any) -> Any:
         begin()
-        return original(*args, **kwargs)
+        return forward(*args, **kwargs)
 
-    attributes["forward"] = forward
-    try:
-        yield
-    finally:
-        del attributes["forward"]
-        attributes |= shadowed
+    return begun
 
 
 def _caches_of(value: Any) -> Iterator[_lru_cache_wrapper[Any]]:
@@ -191,9 +175,12 @@ def _unseen() -> Iterator[tuple[Any, str, str, str]]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = vars(owner)[name]
+    before = dict(vars(owner))
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        if name in before:
+            setattr(owner, name, before[name])
+        else:
+            delattr(owner, name)

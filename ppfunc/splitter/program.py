@@ -10,13 +10,11 @@ from torch import Tensor
 from torch.fx import Node
 
 from ppfunc.stage.engines.tracing.cut import Block
-from ppfunc.stage.engines.tracing.emit import write
+from ppfunc.stage.engines.tracing.emit import Recipe, write
 from ppfunc.stage.engines.tracing.fast_dispatch import OperatorCall
-from ppfunc.stage.engines.tracing.recipe import Recipe
 from ppfunc.stage.tree import register_leafless, tree_unflatten
 
-from .cut import StagePart
-from .effects import storages_of
+from .cut import StagePart, storages_of
 from .record import Region, within
 from .trace import Trace
 
@@ -29,20 +27,19 @@ class StageCode(NamedTuple):
     Args:
         params, constants, state: names of the tensors of the model that it reads.
         frozen: those of its parameters that get no gradient.
-        received: from which stages it takes values, and how many.
+        received: the stages from which it takes values.
         dtypes: those of the values that it takes.
-        run: ``(params, constants, state, inputs, received) -> (sent, new state, results)``.
-        rebuild: makes the result of the model, of the last stage.
+        run: ``(params, constants, state, inputs, received) -> (sent, new state, result)``; the result is that
+            of the model in the last stage, and None in others.
     """
 
     params: tuple[str, ...]
     constants: tuple[str, ...]
     state: tuple[str, ...]
     frozen: frozenset[str]
-    received: Mapping[int, int]
+    received: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
-    run: Callable[..., tuple[dict[int, Leaves], dict[str, Tensor], Leaves]]
-    rebuild: Callable[[Leaves], Any]
+    run: Callable[..., tuple[dict[int, Leaves], dict[str, Tensor], Any]]
 
 
 class NotKept:
@@ -101,9 +98,10 @@ def _code(trace: Trace, part: StagePart, stage: int, last: bool) -> StageCode:
         *taken,
     )
     code = Block((arguments,), part.body, (sent, tuple(part.state.values()), results))
-    run = write(Recipe(code, ("values",), trace.constants, f"stage {stage} of a split run"))
+    run = write(Recipe(code, ("values",), f"stage {stage} of a split run"))
     writes = frozenset(at for node in part.body for at in node.meta["writes"])
     copied = [i for i, node in enumerate(arguments) if not writes.isdisjoint(storages_of(node))]
+    rebuild = _rebuilder(trace, results)
     orders = [_memory_order(node) for node in taken]
 
     def call(params: Leaves, constants: Leaves, state: Leaves, inputs: Leaves, received: Leaves) -> Any:
@@ -113,17 +111,17 @@ def _code(trace: Trace, part: StagePart, stage: int, last: bool) -> StageCode:
         sent_values, new_state, tensors = run(values)
         leaving = iter(map(_in_memory_order, sent_values, sent))
         out = {to: tuple(islice(leaving, len(nodes))) for to, nodes in part.sent.items()}
-        return out, {name: t.detach() for name, t in zip(part.state, new_state, strict=True)}, tensors
+        states = {name: t.detach() for name, t in zip(part.state, new_state, strict=True)}
+        return out, states, rebuild(tensors) if last else None
 
     return StageCode(
         part.params,
         part.constants,
         tuple(part.state),
         frozenset(part.params) & trace.frozen,
-        {source: len(nodes) for source, nodes in part.received.items()},
+        tuple(part.received),
         tuple(node.meta["value"].dtype for node in taken),
         call,
-        _rebuilder(trace, results),
     )
 
 

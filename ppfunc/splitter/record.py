@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,13 +26,12 @@ from ppfunc.stage._torch import (
 from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT
 from ppfunc.stage.abstract.purity import tensors_in, written
 from ppfunc.stage.device import kinds
-from ppfunc.stage.engines.tracing.operators import by_numbers, is_element
-from ppfunc.stage.engines.tracing.record import TRACED, GraphRecorder
+from ppfunc.stage.engines.tracing.graph import TRACED, GraphRecorder, is_element
 from ppfunc.stage.errors import place_of_call, warn
 from ppfunc.stage.tree import tree_flatten, tree_unflatten
 
 from ._torch import CheckpointFunction, PreDispatchMode, saved_tensor_hooks, with_values
-from .known import known_values
+from .known import by_numbers, known_values
 
 aten = torch.ops.aten
 MODEL = "the model"
@@ -80,10 +79,8 @@ def autocast() -> tuple[tuple[bool, torch.dtype], ...]:
 def within(region: Region, ambient: Region | None = None) -> Iterator[None]:
     """Call operators in a region. Where it equals the ambient one, nothing is switched."""
     with ExitStack() as stack:
-        if ambient is None:
+        if ambient is None or region.grad != ambient.grad:
             stack.enter_context(torch.set_grad_enabled(region.grad))
-        else:
-            stack.enter_context(nullcontext() if region.grad else torch.no_grad())
         for at, (kind, (on, dtype)) in enumerate(zip(kinds(), region.autocast, strict=True)):
             if ambient is None or (on, dtype) != ambient.autocast[at]:
                 stack.enter_context(torch.autocast(kind, dtype, enabled=on))
@@ -295,7 +292,7 @@ class Recording(GraphRecorder, PreDispatchMode):
         Returns:
             Its result; None where values are not known.
         """
-        values = known_values(nodes, self._writers, self.constants, autocast())
+        values = known_values(nodes, self._writers, autocast())
         if values is None:
             return None
         args, kwargs = map_arg((self.with_nodes(args), self.with_nodes(kwargs)), values.__getitem__)

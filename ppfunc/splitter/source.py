@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
 from itertools import pairwise
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Node
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import without_modes
@@ -28,20 +30,6 @@ _PLAIN = {bool, int, float, str, NoneType}
 _OF_EVERY_MODULE = {*vars(nn.Module())}
 
 
-class SplitLayout(NamedTuple):
-    """Describe the part of a split that is the same for every form of the inputs.
-
-    Args:
-        params: the parameters of each stage.
-        state: the stage of every buffer that is written.
-        skips: the stages between which values travel that are not neighbours.
-    """
-
-    params: tuple[tuple[str, ...], ...]
-    state: Mapping[str, int]
-    skips: tuple[tuple[int, int], ...]
-
-
 class Source:
     """Keeps the code of a model's stages, from the model, the form of its call and its cuts.
 
@@ -49,25 +37,32 @@ class Source:
         model: any module.
         form: how it is called.
         names: the modules that begin the stages after the first.
+
+    Attributes:
+        first: the code of the first trace, which all other code has to fit.
         loaded: buffers to be read in the place of the model's.
     """
 
-    def __init__(
-        self, model: nn.Module, form: CallForm, names: Sequence[str], loaded: Mapping[str, Tensor]
-    ) -> None:
-        self.model, self.form, self.names, self.loaded = model, form, tuple(names), loaded
+    def __init__(self, model: nn.Module, form: CallForm, names: Sequence[str]) -> None:
+        self.model, self.form, self.names = model, form, tuple(names)
         self.stages = len(names) + 1
-        self.layout: SplitLayout | None = None
-        self._constants: tuple[tuple[str, ...], ...] = ()
+        self.loaded: dict[str, Tensor] = {}
+        self.first: tuple[StageCode, ...] = ()
         self._codes: OrderedDict[Hashable, tuple[StageCode, ...]] = OrderedDict()
         self._structure = ModuleStructure.of(model.modules())
         self._moved: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
 
     def with_buffers(self, loaded: Mapping[str, Tensor]) -> Source:
-        """Copy the source, with other buffers."""
-        other = Source(self.model, self.form, self.names, {**self.loaded, **loaded})
-        other.layout, other._constants = self.layout, self._constants
+        """Return the source of the same code with other buffers."""
+        other = copy(self)
+        other.loaded = {**self.loaded, **loaded}
         return other
+
+    @property
+    def skips(self) -> tuple[tuple[int, int], ...]:
+        """List the pairs of stages between which values travel that are not neighbours."""
+        pairs = ((a, b) for b, code in enumerate(self.first) for a in code.received)
+        return tuple(sorted((a, b) for a, b in pairs if a < b - 1))
 
     def codes(
         self,
@@ -141,33 +136,8 @@ class Source:
                 raise StageError(f"stage {stage}", f"{reason} {before or cast}", mend)
         return cast
 
-    def buffers(self, names: Sequence[str], device: torch.device, stage: int) -> tuple[Tensor, ...]:
-        """Return the values of read-only buffers on a device."""
-        return tuple(self._buffer(name, device, stage) for name in names)
-
-    def constants(self, stages: Sequence[int]) -> list[str]:
-        """List the read-only buffers of stages."""
-        return list(dict.fromkeys(name for stage in stages for name in self._constants[stage]))
-
-    def _make(self, traced: Trace, device: torch.device, functional: bool) -> tuple[StageCode, ...]:
-        ambient = Region(True, autocast())
-        label(traced, _begins(self.names, traced))
-        traced = without_writes(traced, device) if functional else traced
-        state = {} if self.layout is None else self.layout.state
-        try:
-            parts = cut(traced, self.stages, state)
-        except WrittenElsewhereError:
-            traced = without_writes(traced, device)
-            parts = cut(traced, self.stages, state)
-        layout = _layout_of(parts)
-        _require_plain(parts)
-        if self.layout is None:
-            self.layout, self._constants = layout, tuple(part.constants for part in parts)
-        else:
-            _require_same(self.layout, layout, parts)
-        return stage_codes(traced, parts, ambient, MAPPABLE if functional else {})
-
-    def _buffer(self, name: str, device: torch.device, stage: int) -> Tensor:
+    def buffer(self, name: str, device: torch.device, stage: int) -> Tensor:
+        """Return the values of a read-only buffer on a device."""
         buffer = self.loaded[name] if name in self.loaded else self.model.get_buffer(name)
         if buffer.device == device:
             return buffer.detach()
@@ -183,6 +153,22 @@ class Source:
                 moved = buffer.detach().to(device)
                 self._moved[name, device] = buffer, moved
             return moved
+
+    def _make(self, traced: Trace, device: torch.device, functional: bool) -> tuple[StageCode, ...]:
+        ambient = Region(True, autocast())
+        label(traced, _begins(self.names, traced))
+        traced = without_writes(traced, device) if functional else traced
+        state = {name: stage for stage, code in enumerate(self.first) for name in code.state}
+        try:
+            parts = cut(traced, self.stages, state)
+        except WrittenElsewhereError:
+            traced = without_writes(traced, device)
+            parts = cut(traced, self.stages, state)
+        _require_plain(parts)
+        _require_same(self.first, parts)
+        codes = stage_codes(traced, parts, ambient, MAPPABLE if functional else {})
+        self.first = self.first or codes
+        return codes
 
 
 def _plain_attributes(model: nn.Module) -> tuple[Any, ...]:
@@ -210,21 +196,9 @@ def _require_plain(parts: Sequence[StagePart]) -> None:
         for source, nodes in part.received.items():
             for node in nodes:
                 if node.meta["laid"]:
-                    reason = (
-                        f"it takes the value {node.name.removeprefix('v_')}{node.meta.get('place', '')}, a"
-                        f" DTensor, from stage {source}"
-                    )
+                    reason = f"it takes the value {_named(node)}, a DTensor, from stage {source}"
                     mend = "cut where activations are plain tensors, as use_local_output=True makes them"
                     raise StageError(f"stage {stage}", reason, mend)
-
-
-def _layout_of(parts: Sequence[StagePart]) -> SplitLayout:
-    """Read the layout off the parts of a trace."""
-    skips = {
-        (source, stage) for stage, part in enumerate(parts) for source in part.received if source < stage - 1
-    }
-    state = {name: stage for stage, part in enumerate(parts) for name in part.state}
-    return SplitLayout(tuple(part.params for part in parts), state, tuple(sorted(skips)))
 
 
 def _begins(names: Sequence[str], traced: Trace) -> list[int]:
@@ -252,24 +226,22 @@ def _begins(names: Sequence[str], traced: Trace) -> list[int]:
     return begins
 
 
-def _require_same(fixed: SplitLayout, now: SplitLayout, parts: Sequence[StagePart]) -> None:
-    """Raise where these stages take other parameters, state or values than those of the split."""
+def _require_same(first: Sequence[StageCode], parts: Sequence[StagePart]) -> None:
+    """Raise where stages take other parameters, state or values than those of the split."""
     when = "for the inputs, the mode or the modules that it has now, and did not at the split"
     mend = "split with inputs of this form, in this mode (training or evaluation)"
-    for stage, names in enumerate(now.params):
-        if other := [name for name in names if name not in fixed.params[stage]]:
+    for stage, (code, part) in enumerate(zip(first, parts, strict=False)):  # the first has none before it
+        if other := [name for name in part.params if name not in code.params]:
             raise StageError(f"stage {stage}", f"it reads the parameter {other[0]} {when}", mend)
-    if other := [name for name in now.state if name not in fixed.state]:
-        raise StageError(f"stage {now.state[other[0]]}", f"it writes into the buffer {other[0]} {when}", mend)
-    for source, stage in now.skips:
-        if (source, stage) not in fixed.skips:
-            node = parts[stage].received[source][0]
-            name, shape, place = (
-                node.name.removeprefix("v_"),
-                node.meta["value"].shape,
-                node.meta.get("place"),
-            )
-            reason = (
-                f"it takes the value {name} of shape {list(shape)}{place or ''}, from stage {source} {when}"
-            )
-            raise StageError(f"stage {stage}", reason, mend)
+        if other := [name for name in part.state if name not in code.state]:
+            raise StageError(f"stage {stage}", f"it writes into the buffer {other[0]} {when}", mend)
+        for source, (node, *_) in part.received.items():
+            if source < stage - 1 and source not in code.received:
+                reason = f"it takes the value {_named(node)}, from stage {source} {when}"
+                raise StageError(f"stage {stage}", reason, mend)
+
+
+def _named(node: Node) -> str:
+    """Name a value, its shape, and the line that makes it."""
+    shape = list(node.meta["value"].shape)
+    return f"{node.name.removeprefix('v_')} of shape {shape}{node.meta.get('place', '')}"

@@ -30,11 +30,9 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
     model = (
         source.model
     )  # held by the function itself: a step follows the modes of modules that it finds there
-    assert source.layout is not None
-    names = source.layout.params[stage]
-    state_names = tuple(name for name, home in source.layout.state.items() if home == stage)
-    into = [a for a, b in source.layout.skips if b == stage]
-    out_of = [b for a, b in source.layout.skips if a == stage]
+    names, state_names = source.first[stage].params, source.first[stage].state
+    into = [a for a, b in source.skips if b == stage]
+    out_of = [b for a, b in source.skips if a == stage]
     last = stage == source.stages - 1
     own = ((name, layout_of(p)) for name, p in model.named_parameters() if name in names)
     layouts = {name: layout for name, layout in own if layout is not None}
@@ -56,12 +54,12 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
         _require_dtypes(received, code.dtypes, stage)
         every = {**params, **{n: as_dtensor(params[n], layout) for n, layout in layouts.items()}}
         taken = tuple(detached(n, every[n]) if n in code.frozen else every[n] for n in code.params)
-        constants = source.buffers(code.constants, device, stage)
-        sent, new_state, results = code.run(
+        constants = tuple(source.buffer(n, device, stage) for n in code.constants)
+        sent, new_state, result = code.run(
             taken, constants, tuple(state[n] for n in code.state), inputs, received
         )
         relayed = (Constant(changes),) if changes else ()
-        y = code.rebuild(results) if last else (forms, sent.get(stage + 1, ()), *relayed)
+        y = result if last else (forms, sent.get(stage + 1, ()), *relayed)
         if not state_names and not out_of:
             return y
         return Output(

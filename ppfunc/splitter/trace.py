@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -66,7 +66,6 @@ class Trace(NamedTuple):
         nodes: its operators in order, after its inputs; see `Recording` for what is known of each.
         params, buffers: the nodes of the tensors of the model, by the first name of each.
         inputs: the nodes of the tensors among its arguments.
-        constants: what ``get_attr`` nodes name.
         treedef: structure of its result.
         results: the leaves of it: nodes, or values of Python.
         replaced: the nodes of the tensors that the model has put in the place of buffers.
@@ -79,7 +78,6 @@ class Trace(NamedTuple):
     params: Mapping[str, Node]
     buffers: Mapping[str, Node]
     inputs: tuple[Node, ...]
-    constants: dict[str, Tensor]
     treedef: PyTreeSpec
     results: tuple[Any, ...]
     replaced: Mapping[str, Node]
@@ -144,7 +142,7 @@ def _trace(
     compute: torch.dtype | None,
 ) -> Trace:
     tensors = Tensors.of(model)
-    with process_lock, undisturbed(), unseen_refused(), without_values(), ExitStack() as stack:
+    with process_lock, undisturbed(), unseen_refused(), without_values():
         recording = Recording()
         fakes = {name: _like(t, device, compute) for name, t in tensors.params.items()}
         fakes |= {name: _like(t, device) for name, t in tensors.buffers.items()}
@@ -152,16 +150,18 @@ def _trace(
         nodes = {name: recording.place(t, "v_" + re.sub(r"\W", "_", name)) for name, t in fakes.items()}
         input_nodes = tuple(recording.place(t, f"input{i}") for i, t in enumerate(input_tensors))
         begun: dict[str, int] = {}
-        stack.enter_context(unmodified(model))
-        stack.enter_context(caches_emptied(model))
-        stack.enter_context(values_unchecked())
-        stack.enter_context(AssignedAttributes())
         modules = [name for name in names if not name.startswith(PIPE_SPLIT)]
-        stack.enter_context(noted(model, modules, lambda name: begun.setdefault(name, recording.operators)))
-        stack.enter_context(functions_kept(recording))
-        stack.enter_context(in_python(recorded_in(recording)))
         called = fakes | {place: fakes[name] for place, name in tensors.places.items()}
-        result = _call(model, called, without_constants(form.arguments(input_tensors)), recording)
+        with (
+            unmodified(model),
+            caches_emptied(model),
+            values_unchecked(),
+            AssignedAttributes(),
+            noted(model, modules, lambda name: begun.setdefault(name, recording.operators)),
+            functions_kept(recording),
+            in_python(recorded_in(recording)),
+        ):
+            result = _call(model, called, without_constants(form.arguments(input_tensors)), recording)
         leaves, treedef = tree_flatten(result, "the result of the model")
         results = tuple(recording.node(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         replaced = {
@@ -172,7 +172,6 @@ def _trace(
         {name: nodes[name] for name in tensors.params},
         {name: nodes[name] for name in tensors.buffers},
         input_nodes,
-        recording.constants,
         treedef,
         results,
         replaced,

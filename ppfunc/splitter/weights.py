@@ -26,14 +26,6 @@ Read = Callable[[str, Tensor, torch.dtype], Tensor]
 _PIECE = 2**21  # bytes of a file that are in memory at a time
 
 
-def by_stage(homes: Mapping[str, int], values: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """Group tensors by stage; stages without any are left out."""
-    return {
-        stage: {name: values[name] for name, home in homes.items() if home == stage}
-        for stage in sorted(set(homes.values()))
-    }
-
-
 def read_weights(
     source: Source,
     params: Trees,
@@ -84,13 +76,13 @@ def read_weights(
 
     loaded = {s: {name: load(name, t, dtype) for name, t in params[s].items()} for s in stages}
     states = {s: {name: load(name, t) for name, t in state[s].items()} for s in stages if s in state}
-    constants = {name: tensors.buffers[name] for name in source.constants(stages)}
-    buffers = {name: load(name, buffer) for name, buffer in constants.items() if find(name)}
+    read_only = {name: tensors.buffers[name] for s in stages for name in source.first[s].constants}
+    buffers = {name: load(name, buffer) for name, buffer in read_only.items() if find(name)}
     return (
         loaded,
         states,
         buffers
-        | _initialised(source.model, [n for n, b in constants.items() if b.is_meta and n not in buffers]),
+        | _initialised(source.model, [n for n, b in read_only.items() if b.is_meta and n not in buffers]),
     )
 
 
@@ -245,24 +237,19 @@ def _file_reader(path: Path) -> tuple[Collection[str], Read]:
 
 def _files(path: Path) -> dict[str, Path]:
     """Find the file of each tensor."""
-    files: dict[str, Path] = {}
     if path.is_dir():
-        indexes = sorted(path.glob("*.safetensors.index.json"))
+        indexes, single = sorted(path.glob("*.safetensors.index.json")), sorted(path.glob("*.safetensors"))
         if len(indexes) == 1:
-            files = {
-                name: path / file for name, file in json.loads(indexes[0].read_text())["weight_map"].items()
-            }
-        single = sorted(path.glob("*.safetensors"))
-        if not files and len(single) != 1:
+            files = json.loads(indexes[0].read_text())["weight_map"]
+            return {name: path / file for name, file in files.items()}
+        if len(single) != 1:
             raise ValueError(
                 f"weights: got the folder {path} with {len(single)} files *.safetensors and {len(indexes)}"
                 " indexes; expected one of either"
             )
-        path = path if files else single[0]
-    if not files:
-        with _opened(path) as file:
-            files = dict.fromkeys(file.keys(), path)
-    return files
+        path = single[0]
+    with _opened(path) as file:
+        return dict.fromkeys(file.keys(), path)
 
 
 def _opened(path: Path) -> Any:

@@ -52,7 +52,6 @@ import ppfunc as pp
 from ppfunc.runtime import P2P
 from ppfunc.runtime.transport.collective import Collective
 from ppfunc.schedule import Op, Schedule
-from ppfunc.stage.engines.tracing.accumulate import accumulating
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves
 from ppfunc.training.optim import adamw, muon, sgd
@@ -201,7 +200,7 @@ def reduction(options: argparse.Namespace) -> None:
 
 def add_up(backward: Any, leaves: int) -> Callable[..., object]:
     """A backward that adds its gradients up, as steps run it: while it makes them, where they are large."""
-    if (accumulate := backward.derived(accumulating)) is not None:
+    if (accumulate := backward.accumulating) is not None:
         return accumulate.function
     run, numbers = backward.function, tuple(range(leaves))
     return lambda residuals, gy, into: into[0].add(run(residuals, gy)[0], numbers, into[1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.stage.engines.tracing import accumulate
+from ppfunc.stage.engines.tracing import emit
 from ppfunc.stage.tree import tree_leaves
 from tests.live import Live
 from tests.models import normal, squared
@@ -44,7 +44,7 @@ def in_parts(monkeypatch, run):
     """What is made with all gradients at once, two at once, and one after the other."""
     made = []
     for size in (2**20, 2 * SIZE, 1):
-        monkeypatch.setattr(accumulate, "_TOGETHER", size)
+        monkeypatch.setattr(emit, "_TOGETHER", size)
         made.append(run())
     return [tree_leaves(one) for one in made]
 

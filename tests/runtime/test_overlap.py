@@ -8,9 +8,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
-from ppfunc.stage.engines.tracing.emit import emit
-from ppfunc.stage.engines.tracing.interleave import interleave
-from ppfunc.stage.engines.tracing.posts import is_post
+from ppfunc.stage.engines.tracing.emit import TracedFunction
+from ppfunc.stage.engines.tracing.interleave import interleave, is_post
 from tests.models import same_bits, squared
 from tests.sharded_models import expert_params, experts, products_beside, random
 
@@ -88,7 +87,7 @@ def test_operators_of_both_stand_in_turn():
         )
         assert same_bits(outputs, flat.forward(params, (x,), ())[0])
         assert same_bits(gradients, flat.backward(kept, (gy,)))
-    lines = emit(interleave(flat.forward.recipe, flat.backward.recipe)).__doc__.splitlines()
+    lines = TracedFunction(interleave(flat.forward.recipe, flat.backward.recipe)).__doc__.splitlines()
     sines = [n for n, line in enumerate(lines) if ".sin(" in line]
     cosines = [n for n, line in enumerate(lines) if ".cos(" in line]
     assert len(sines) == len(cosines) == 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ppfunc.stage import graph
-from ppfunc.stage.engines.tracing import accumulate
+from ppfunc.stage.engines.tracing import emit
 from ppfunc.stage.tree import tree_leaves
 from tests.live import Live
 
@@ -56,7 +56,7 @@ def cotangents(program):
 @pytest.fixture
 def together(monkeypatch):
     """Set how many bytes of gradients are added up together."""
-    return lambda size: monkeypatch.setattr(accumulate, "_TOGETHER", size)
+    return lambda size: monkeypatch.setattr(emit, "_TOGETHER", size)
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing depends on")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ppfunc.stage import graph, stage_from_module
-from ppfunc.stage.engines.tracing import compiled
+from ppfunc.stage.engines.tracing import emit
 
 pytestmark = pytest.mark.compiler
 
@@ -71,8 +71,8 @@ def test_compiled_programs_draw_the_same_numbers(dtype):
 
 def test_only_programs_that_run_are_compiled(monkeypatch):
     made = []
-    make = compiled._module
-    monkeypatch.setattr(compiled, "_module", lambda *given: made.append(given) or make(*given))
+    make = emit.compiled
+    monkeypatch.setattr(emit, "compiled", lambda *given: made.append(given) or make(*given))
     program = graph(lambda w, x: (x @ w).sin(), (torch.randn(3, 3), torch.randn(2, 3)), compile=True)
     assert not made
     for _ in range(2):

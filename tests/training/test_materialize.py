@@ -111,15 +111,11 @@ def test_functions_of_the_caller():
         if name.endswith("gain"):
             tensor.normal_(generator=generator)
 
-    seen = []
-    params = materialize(stages, init=init, each=lambda name, leaf: seen.append(name) or leaf[:1])
-    assert params[0]["gain"].item() != params[1]["gain"].item() and params[0]["linear.weight"].shape == (1, 3)
-    assert seen == [
-        f"{stage}.{name}" for stage in range(2) for name in ("gain", "linear.weight", "linear.bias")
-    ]
+    params = materialize(stages, init=init)
+    assert not torch.equal(params[0]["gain"], params[1]["gain"])
     with torch.no_grad():
-        whole = materialize(stages, init=init)
-    assert torch.equal(whole[1]["linear.weight"][:1], params[1]["linear.weight"])
+        again = materialize(stages, init=init)
+    assert torch.equal(again[1]["linear.weight"], params[1]["linear.weight"])
 
 
 def test_models_that_initialise_their_modules():

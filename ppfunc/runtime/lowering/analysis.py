@@ -247,9 +247,9 @@ def _counted(function: Callable[..., Any], *args: Any) -> tuple[Any, int]:
     """Return the result of a function of a program, as traced where it is compiled, and its operations."""
     recipe = getattr(function, "recipe", None)
     if recipe is not None and recipe.compile:
-        from ppfunc.stage.engines.tracing.emit import emit
+        from ppfunc.stage.engines.tracing.emit import TracedFunction
 
-        function = emit(recipe._replace(compile=False))
+        function = TracedFunction(recipe._replace(compile=False))
     with FlopCounterMode(display=False) as counter:
         result = function(*args)
     return result, counter.get_total_flops()

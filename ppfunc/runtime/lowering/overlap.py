@@ -34,10 +34,11 @@ def interleaved() -> Overlapped:
     ) -> tuple[Any, Any]:
         known = merged.setdefault(forward, WeakKeyDictionary())
         if backward not in known:
-            from ppfunc.stage.engines.tracing.emit import emit
+            from ppfunc.stage.engines.tracing.emit import TracedFunction
             from ppfunc.stage.engines.tracing.interleave import interleave
 
-            known[backward] = emit(interleave(_recipe(forward), _recipe(backward)))
+            both = interleave(_recipe(forward), _recipe(backward))
+            known[backward] = TracedFunction(both)
         outputs, residuals, first, second = known[backward](*arguments, *others)
         return (outputs, residuals), (first, second)
 

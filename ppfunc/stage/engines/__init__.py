@@ -4,7 +4,7 @@ An engine is a function ``engine(fn, example) -> StageProgram``. All reduce the 
 differentiable leaves (`differentiable`), and give the same gradients::
 
     graph        trace forward and backward (`tracing.joint`), clean the trace (`tracing.clean`), cut it in
-                 F, I and W (`tracing.cut`, `tracing.remat`), write each as Python (`tracing.emit`),
+                 F, I and W (`tracing.cut`), write each as Python (`tracing.emit`),
                  on request as CUDA graphs (`captured`); `traced` does it, imported for the first stage
     functional   torch.func.vjp at every forward (`dynamic_engines`)
     eager        the tape of autograd, one per forward (`dynamic_engines`)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 from ..program import Engine, StageProgram
 
 if TYPE_CHECKING:
-    from .tracing.remat import Remat
+    from .tracing.cut import Remat
 
 
 @overload

@@ -14,13 +14,11 @@ from ..signature import differentiable
 from .differentiable import DifferentiableStage, engine
 from .tracing.clean import clean
 from .tracing.compiled import without_onednn
-from .tracing.cut import Block, ProgramBlocks, residual_bytes
-from .tracing.emit import emit
+from .tracing.cut import Block, ProgramBlocks, Remat, cut_for, residual_bytes
+from .tracing.emit import Recipe, TracedFunction
+from .tracing.graph import ancestors
+from .tracing.interleave import posted_early
 from .tracing.joint import Joint, trace
-from .tracing.operators import ancestors
-from .tracing.posts import posted_early
-from .tracing.recipe import Recipe
-from .tracing.remat import Remat, cut_for
 
 
 @engine
@@ -35,7 +33,8 @@ def traced(
     if outline.untraced:
         raise StageError(name, *outline.untraced)
     with without_onednn() if compile else nullcontext():
-        joint = clean(trace(stage))
+        joint = trace(stage)
+    clean(joint)
     if any(map(torch.is_autocast_enabled, kinds())):
         for node in joint.graph.nodes:  # its casts are operators of the trace
             node.meta["within"] = without_autocast
@@ -54,7 +53,8 @@ def _emit(blocks: ProgramBlocks, joint: Joint, name: str, compile: bool, warning
         block: Block, function: str, names: tuple[str, ...], settle: tuple[str, ...] = (), warning: str = ""
     ) -> Callable[..., Any]:
         block = block._replace(body=posted_early(block.body))
-        return emit(Recipe(block, names, joint.constants, f"{name} {function}", settle, compile, warning))
+        recipe = Recipe(block, names, f"{name} {function}", settle, compile, warning)
+        return TracedFunction(recipe)
 
     return FlatProgram(
         make(blocks.forward, "forward", ("params", "x", "extras"), ("x", "extras")),
@@ -70,7 +70,7 @@ def _unread(joint: Joint, example: Example) -> list[str]:
     A frozen one is used, and gets zeros on purpose.
     """
     used, leaves = (
-        ancestors(joint.outputs),
+        ancestors(joint.results[0]),
         zip(joint.params, example.params.leaves, example.params.paths, strict=True),
     )
     return [f"params{path}" for node, leaf, path in leaves if differentiable(leaf.dtype) and node not in used]

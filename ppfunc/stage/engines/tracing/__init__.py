@@ -1,4 +1,4 @@
 """Trace functions as graphs of operators, change the graphs, and write them as Python functions.
 
-`record` and `emit` also serve `ppfunc.splitter`, which records above autograd.
+`graph` and `emit` also serve `ppfunc.splitter`, which records above autograd.
 """

@@ -1,68 +1,61 @@
 """Clean up a joint trace without changing a bit of any result."""
 
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 from torch.fx import Node
 
+from .graph import (
+    ancestors,
+    arguments,
+    base,
+    comparable,
+    is_call,
+    is_dense,
+    is_effect,
+    is_tensor,
+    layout,
+    root,
+)
 from .joint import Joint
-from .operators import ancestors, arguments, base, is_call, is_dense, is_effect, is_tensor, layout, root
 
 aten = torch.ops.aten
 _COPIES = {aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
 _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
-def clean(joint: Joint) -> Joint:
+def clean(joint: Joint) -> None:
     """Remove copies that nobody needs, views of views, duplicates and dead operators from a joint trace.
 
     Duplicates are merged within the forward and within the backward, never between them: what a
     stage chose to compute again in its backward (checkpointing) stays computed again.
     """
-    joint = _replace(joint, _forwarded(joint))
+    _skip_copies(joint)
     _shorten_views(joint)
     for late in (False, True):
-        joint = _replace(joint, _duplicates(joint, late))
+        _merge_duplicates(joint, late)
     _fuse(joint)
     _drop_dead(joint)
-    return joint
 
 
-def _replace(joint: Joint, instead: dict[Node, Node]) -> Joint:
-    """Put other nodes in the place of nodes, in the graph and in the lists of results."""
-
-    def final(node: Any) -> Any:
-        while node in instead:
-            node = instead[node]
-        return node
-
-    for node in instead:
-        node.replace_all_uses_with(final(node), propagate_meta=False)
-    outputs, gparams, gx = (tuple(map(final, nodes)) for nodes in (joint.outputs, joint.gparams, joint.gx))
-    return joint._replace(outputs=outputs, gparams=gparams, gx=gx)
-
-
-def _forwarded(joint: Joint) -> dict[Node, Node]:
-    """Find nodes whose value is that of an earlier node: copies, and views that change nothing."""
-    instead: dict[Node, Node] = {}
+def _skip_copies(joint: Joint) -> None:
+    """Use earlier nodes in the place of those with the same value: copies, and views that change nothing."""
     for node in filter(is_call, joint.graph.nodes):
-        if node.target in _COPIES and _same_layout(node, node.args[0]):
-            instead[node] = node.args[0]
+        if node.target in _COPIES and _is_spare(node, node.args[0]):
+            node.replace_all_uses_with(node.args[0], propagate_meta=False)
             continue
         below = base(node) if is_tensor(node) else None
         while below is not None and not (is_tensor(below) and layout(below) == layout(node)):
             below = base(below)
         if below is not None:
-            instead[node] = below
-    return instead
+            node.replace_all_uses_with(below, propagate_meta=False)
 
 
-def _same_layout(node: Node, source: Node) -> bool:
+def _is_spare(copy: Node, source: Node) -> bool:
     """Tell whether a copy has the strides of its source. A constant has no more uses: any strides will do."""
     if source.op == "get_attr":
         return True
-    a, b = node.meta["val"], source.meta["val"]
+    a, b = copy.meta["val"], source.meta["val"]
     return (
         a.stride() == b.stride()
         and a.dtype == b.dtype
@@ -85,22 +78,16 @@ def _shorten_views(joint: Joint) -> None:
             node.target, node.args = aten.reshape.default, (below, *node.args[1:])
 
 
-def _duplicates(joint: Joint, late: bool) -> dict[Node, Node]:
-    """Find nodes that compute what an earlier node of the same half computes."""
-    forward = ancestors(joint.outputs)
-    instead: dict[Node, Node] = {}
+def _merge_duplicates(joint: Joint, late: bool) -> None:
+    """Compute once what several nodes of the same half compute."""
+    forward = ancestors(joint.results[0])
     seen: dict[Hashable, Node] = {}
     for node in filter(is_call, joint.graph.nodes):
         if (node in forward) == late or is_effect(node):
             continue
-        node.args = torch.fx.map_arg(node.args, lambda n: instead.get(n, n))
-        node.kwargs = torch.fx.map_arg(node.kwargs, lambda n: instead.get(n, n))
         key = _key(node)
-        if key in seen:
-            instead[node] = seen[key]
-        elif key is not None:
-            seen[key] = node
-    return instead
+        if key is not None and (first := seen.setdefault(key, node)) is not node:
+            node.replace_all_uses_with(first, propagate_meta=False)
 
 
 def _key(node: Node) -> Hashable:
@@ -109,21 +96,7 @@ def _key(node: Node) -> Hashable:
         return None
     if is_tensor(node) and base(node) is not None:
         return ("view of", root(node), layout(node))
-    try:
-        key = (node.target, _freeze(node.args), _freeze(node.kwargs))
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _freeze(value: Any) -> Any:
-    """Make arguments hashable; tell ``1`` from ``1.0`` and ``True``, and ``0.0`` from ``-0.0``."""
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_freeze, value))
-    if isinstance(value, dict):
-        return tuple((k, _freeze(v)) for k, v in sorted(value.items()))
-    return value if isinstance(value, Node) else (type(value), repr(value), value)
+    return (node.target, comparable(node.args), comparable(node.kwargs))
 
 
 def _fuse(joint: Joint) -> None:
@@ -189,7 +162,7 @@ def _fuse_draw(node: Node) -> None:
 
 
 def _drop_dead(joint: Joint) -> None:
-    alive = ancestors(joint.results)
+    alive = ancestors([joint.graph.output_node(), *joint.effects])
     for node in reversed(list(joint.graph.nodes)):
         if node not in alive and node.op != "placeholder":
             joint.graph.erase_node(node)

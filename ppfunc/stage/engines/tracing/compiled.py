@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from ..._torch import FakeTensorMode, inductor
 from .cut import Block
-from .operators import constant_name, is_tensor
+from .graph import is_tensor, module_of
 
 # Random operators stay those of torch, and whole, so that compiled and plain programs draw the same numbers.
 _OPTIONS = {"fallback_random": True}
@@ -30,7 +30,7 @@ def without_onednn() -> Iterator[None]:
 
 
 def compiled(
-    block: Block, constants: dict[str, torch.Tensor]
+    block: Block,
 ) -> tuple[Callable[..., Any], tuple[Node, ...], tuple[Node, ...]]:
     """Compile the body of a part as one function.
 
@@ -64,23 +64,10 @@ def compiled(
         make_fallback(
             op, warn=False, override_decomp=True
         )  # left to itself, inductor refuses to where CI is set
-    module = _module(block, inputs, outputs, constants)
-    return (
-        compile_fx(module, examples, config_patches=_OPTIONS, decompositions=deterministic),
-        inputs,
-        outputs,
-    )
-
-
-def _module(
-    block: Block, inputs: tuple[Node, ...], outputs: tuple[Node, ...], constants: dict[str, torch.Tensor]
-) -> GraphModule:
     graph = Graph()
-    copies = {n: graph.placeholder(n.name) for n in inputs}
-    used = {a for n in block.body for a in n.all_input_nodes if a.op == "get_attr"}
-    copies |= {n: graph.get_attr(constant_name(n)) for n in used}
-    for node in block.body:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta = {}  # of the mode of its trace
-    graph.output(tuple(copies[n] for n in outputs))
-    return GraphModule({name: constants[name] for name in map(constant_name, used)}, graph)
+    graph.output(Block((inputs,), block.body, (outputs,)).copied(graph).results[0])
+    module = module_of(graph)
+    for node in graph.nodes:
+        node.meta.clear()  # it is of the mode of its trace
+    function = compile_fx(module, examples, config_patches=_OPTIONS, decompositions=deterministic)
+    return function, inputs, outputs

@@ -5,23 +5,32 @@ from __future__ import annotations
 import builtins
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
-from itertools import groupby
-from typing import Any
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
 
-import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ...errors import TRACED_LINES, warn
-from .accumulate import accumulating
 from .compiled import compiled
 from .cut import Block
-from .fast_dispatch import find_call
-from .operators import arguments, constant_name, is_element
-from .recipe import Recipe
+from .fast_dispatch import OperatorCall, find_call
+from .graph import arguments, is_element, root
 
+_TOGETHER = 2**20  # bytes of gradients that are added up at once: one by one, small ones take longer
 _writing = threading.RLock()  # one thread at a time
+
+
+class Recipe(NamedTuple):
+    """Hold all that a traced function is written from: a part of a trace, and names."""
+
+    block: Block
+    names: tuple[str, ...]  # of the arguments
+    title: str  # name of the function, and of its place in a traceback
+    settle: tuple[str, ...] = ()  # names of the arguments whose tensors may come with any strides
+    compile: bool = False  # whether the body is one function compiled by inductor
+    warning: str = ""  # given when the function is first called
 
 
 class TracedFunction:
@@ -46,12 +55,15 @@ class TracedFunction:
     @property
     def function(self) -> Callable[..., Any]:
         """Return the function itself, a call of which drops each argument after its last use."""
-        return self.written or self._write()
+        if self.written is None:
+            with _writing:
+                self.written = self.written or self._write()
+        return self.written
 
     @cached_property
     def accumulating(self) -> TracedFunction | None:
-        """Return the function that adds its first results up, see :mod:`.accumulate`; None without use."""
-        recipe = accumulating(self.recipe)
+        """Return the function that adds its first results up, see `_accumulating`; None without use."""
+        recipe = _accumulating(self.recipe)
         return None if recipe is None else TracedFunction(recipe)
 
     @property
@@ -59,23 +71,17 @@ class TracedFunction:
         return self.function.__doc__
 
     def _write(self) -> Callable[..., Any]:
-        with _writing:
-            if self.written is None:
-                if self.recipe.warning:
-                    warn(self.recipe.warning)
-                self.written = write(self.recipe)
-        return self.written
-
-
-emit = TracedFunction
+        if self.recipe.warning:
+            warn(self.recipe.warning)
+        return write(self.recipe)
 
 
 def write(recipe: Recipe) -> Callable[..., Any]:
     """Write the function of a recipe. Its docstring is its source."""
-    block, title, writer = recipe.block, recipe.title, _Writer(recipe.block, recipe.constants)
+    block, title, writer = recipe.block, recipe.title, _Writer(recipe.block)
     writer.unpack(recipe.names, recipe.settle)
     if recipe.compile and block.body:
-        writer.call_compiled(*compiled(block, recipe.constants))
+        writer.call_compiled(*compiled(block))
     else:
         writer.calls()
     source = writer.source(title, recipe.names)
@@ -89,8 +95,8 @@ def write(recipe: Recipe) -> Callable[..., Any]:
 class _Writer:
     """Writes one function."""
 
-    def __init__(self, block: Block, constants: dict[str, torch.Tensor]) -> None:
-        self.block, self.constants = block, constants
+    def __init__(self, block: Block) -> None:
+        self.block = block
         self.lines: list[str] = []
         self.objects: dict[str, Any] = {}
         self.known: dict[int, str] = {}
@@ -162,11 +168,7 @@ class _Writer:
     def value(self, value: Any) -> str:
         """Write an argument."""
         if isinstance(value, Node):
-            return (
-                self.object(self.constants[constant_name(value)], "const")
-                if value.op == "get_attr"
-                else value.name
-            )
+            return self.object(value.meta["constant"], "const") if value.op == "get_attr" else value.name
         if isinstance(value, (list, tuple)):
             return f"({''.join(self.value(v) + ', ' for v in value)})"
         plain = (
@@ -186,3 +188,62 @@ class _Writer:
     def source(self, title: str, names: tuple[str, ...]) -> str:
         body = [*self.lines, f"return {', '.join(map(self.value, self.block.results))}"]
         return f"def {title.split()[-1]}({', '.join(names)}):\n" + "".join(f"    {line}\n" for line in body)
+
+
+def _accumulating(recipe: Recipe) -> Recipe | None:
+    """Change a function to add its first results up instead of returning them.
+
+    Equivalent to, for a backward::
+
+        def backward_accumulating(residuals, gy, into):
+            gparams, gx = backward(residuals, gy)
+            sums, microbatch = into
+            sums.add(gparams, numbers, microbatch)      # in parts, each as soon as its gradients are made,
+            which are then freed return gx
+
+    Returns:
+        None where nothing would be freed earlier: for a compiled program, which is one call, and for few
+        bytes of gradients.
+    """
+    groups = [] if recipe.compile else list(_groups(recipe.block))
+    if len(groups) < 2:
+        return None
+    graph = Graph()
+    block = recipe.block.copied(graph)
+    gradients, *rest = block.results
+    into = sums, microbatch = graph.placeholder("sums"), graph.placeholder("microbatch")
+    body: list[Node] = []
+    for (start, _), (end, numbers) in pairwise([(0, ()), *groups]):
+        ready = tuple(gradients[n] for n in numbers)
+        addition = graph.create_node("call_method", "add", (sums, ready, numbers, microbatch))
+        addition.meta["call"] = OperatorCall(None, "add")
+        body += [*block.body[start:end], addition]
+    body += block.body[end:]
+    changed = Block((*block.arguments, into), tuple(body), tuple(rest))
+    title = f"{recipe.title}_accumulating"
+    return recipe._replace(block=changed, names=(*recipe.names, "into"), title=title)
+
+
+def _groups(block: Block) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Group the leaves whose gradients are added up together, as soon as that frees enough memory.
+
+    Yields:
+        How many operators come before, and the leaves.
+    """
+    body, held = set(block.body), set[Node]()
+    waiting = [n for n, node in enumerate(block.results[0]) if node is not None and node not in body]
+    leaves_of: dict[Node, list[int]] = {}
+    for n, node in enumerate(block.results[0]):
+        if node in body:
+            leaves_of.setdefault(node, []).append(n)
+    end = 0
+    for count, node in enumerate(block.body, start=1):
+        if node in leaves_of:
+            waiting, end = waiting + leaves_of[node], count
+            held |= {root(node)} & body
+            if sum(n.meta["val"].untyped_storage().nbytes() for n in held) >= _TOGETHER:
+                yield end, tuple(sorted(waiting))
+                waiting = []
+                held.clear()
+    if waiting:
+        yield end, tuple(sorted(waiting))

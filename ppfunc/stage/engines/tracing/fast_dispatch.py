@@ -13,11 +13,10 @@ import torch
 from torch.fx import Node, map_arg
 
 from ..._torch import BINDINGS, METHODS, TorchDispatchMode, below_autograd, binding, schema
-from .operators import is_dense, is_tensor, named_arguments
+from .graph import comparable, is_dense, is_tensor, named_arguments
 
-RECORDING = {torch.ops.aten.mkldnn_rnn_layer.default}
-"""Operators that return what their backward needs only in grad mode; programs run outside of it."""
-
+# It returns what its backward needs only in grad mode, outside of which programs run.
+_RECORDING = torch.ops.aten.mkldnn_rnn_layer.default
 _FOUND: dict[Hashable, OperatorCall] = {}
 _MOST_FOUND = 10_000
 
@@ -67,7 +66,7 @@ def _kind(value: Any, numbers: dict[Node, int]) -> Hashable:
 
 
 def _find(node: Node) -> OperatorCall:
-    if node.target in RECORDING:
+    if node.target is _RECORDING:
         return OperatorCall(torch.enable_grad()(binding(node.target)))
     # A tensor that requires no gradient can stand for a number, if it has no axis.
     tensors = {n: t if (t := n.meta["val"]).dim() else t.detach() for n in node.all_input_nodes}
@@ -121,14 +120,5 @@ class _Observe(TorchDispatchMode):
         if func is torch.ops.aten.detach.default and args[0] is self.result:
             return self.result  # factories detach what they return, where somebody else holds it too
         arguments = named_arguments(func, args, kwargs or {})
-        self.calls.append((func, _plain(list(arguments.values()))))
+        self.calls.append((func, comparable([*arguments.values()])))
         return self.result
-
-
-def _plain(value: Any) -> Any:
-    """Make arguments comparable: tensors by identity, lists as tuples, numbers with their types."""
-    if isinstance(value, torch.Tensor):
-        return ("tensor", id(value))
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_plain, value))
-    return (type(value), repr(value))

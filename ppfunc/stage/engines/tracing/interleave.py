@@ -1,14 +1,72 @@
-"""Interleave the operators of two programs, a forward and a backward, in one."""
+"""Order the operators of programs so that others run between a collective and the wait for it.
 
-from collections.abc import Iterator
+`posted_early` does so within one program, `interleave` in one program made of two.
+"""
 
-import torch
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import inf
+
 from torch.fx import Graph, Node
 
+from ...abstract.purity import is_collective
 from .cut import Block
+from .emit import Recipe
+from .graph import is_random, is_wait
 from .joint import Nodes
-from .posts import is_post, waited_late
-from .recipe import Recipe, copied
+
+
+def is_post(node: Node) -> bool:
+    """Tell whether the operator of the node begins a collective."""
+    return is_collective(node.target) and not is_wait(node)
+
+
+def posted_early(body: Nodes) -> Nodes:
+    """Order the calls of a program: each collective as soon as its input is computed, its wait at the use.
+
+    Behind a collective come first the calls that neither it nor the next one needs, such as gradients of
+    parameters, and those that do not need it. Collectives keep their order, which ranks share, and random
+    operators theirs. A call moves past one collective at most, so that memory lives little longer.
+    """
+    inside, drawn, posts = set(body), list[Node](), 0
+    needs, before = dict[Node, list[Node]](), dict.fromkeys(body, inf)
+    behind: dict[Node, int] = {}  # how many collectives stand before a call
+    after: dict[Node, int] = {}  # the last collective that a call needs, counted from 1; 0 for none
+    for node in body:
+        needs[node] = [a for a in node.all_input_nodes if a in inside]
+        if is_random(node):
+            needs[node] += drawn
+            drawn = [node]
+        behind[node] = posts
+        posts += is_post(node)
+        after[node] = posts if is_post(node) else max((after[a] for a in needs[node]), default=0)
+    for node in reversed(body):  # the first collective that needs a call
+        first = after[node] if is_post(node) else before[node]
+        before.update({argument: min(before[argument], first) for argument in needs[node]})
+
+    def place(node: Node) -> tuple[int, int]:
+        last = behind[node]
+        if is_post(node):
+            return last, 2
+        needs_last = after[node] == last
+        return (last, 1) if needs_last and before[node] == last + 1 else (last + needs_last, 0)
+
+    return tuple(waited_late(sorted(body, key=place)))
+
+
+def waited_late(body: Iterable[Node]) -> Iterator[Node]:
+    """Yield the calls in their order, each wait right before the first use of its result, or at the end."""
+    waits: dict[Node, bool] = {}
+    for node in body:
+        for argument in node.all_input_nodes:
+            if waits.pop(argument, False):
+                yield argument
+        if is_wait(node):
+            waits[node] = True
+        else:
+            yield node
+    yield from waits
 
 
 def interleave(first: Recipe, second: Recipe) -> Recipe:
@@ -18,17 +76,17 @@ def interleave(first: Recipe, second: Recipe) -> Recipe:
     those of one between a collective of the other and the wait for it, without collectives in turn.
     """
     both = Graph()
-    constants: dict[str, torch.Tensor] = {}
-    one, two = (copied(both, recipe, constants) for recipe in (first, second))
+    one, two = first.block.copied(both), second.block.copied(both)
     body = waited_late(_in_turn(one.body, two.body))
     block = Block(one.arguments + two.arguments, tuple(body), one.results + two.results)
-    title = f"{first.title} and {second.title} together"
-    settle, compile, warning = (
+    return Recipe(
+        block,
+        first.names + second.names,
+        f"{first.title} and {second.title} together",
         first.settle + second.settle,
         first.compile or second.compile,
         first.warning + second.warning,
     )
-    return Recipe(block, first.names + second.names, constants, title, settle, compile, warning)
 
 
 def _in_turn(one: Nodes, two: Nodes) -> list[Node]:

@@ -1,44 +1,66 @@
 """Trace forward and backward of a stage as one graph of operators."""
 
+from __future__ import annotations
+
+import inspect
+import re
 from collections.abc import Callable
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, Interpreter, Node
 
-from ..._torch import without_autocast
+from ..._torch import OpOverload, TorchDispatchMode, device_of, has_kernel, schema, without_autocast
 from ...abstract.evaluation import without_values
+from ...abstract.purity import tensors_in, written
 from ...errors import StageError, first_line
 from ...program import Gradients, Leaves
+from ...signature import differentiable
 from ..differentiable import DifferentiableStage, contiguous
-from .operators import is_call, is_effect, is_element, is_mutable, is_of_forward, is_random
-from .record import Record
+from .graph import (
+    TRACED,
+    GraphRecorder,
+    is_call,
+    is_effect,
+    is_element,
+    is_mutable,
+    is_of_forward,
+    is_random,
+    module_of,
+)
 
+aten = torch.ops.aten
 Nodes = tuple[Node, ...]
 Maybe = tuple[Node | None, ...]
 Results = tuple[Leaves, Gradients, Gradients]  # outputs, gradients of the parameters and of x
+
+_ENTRY = inspect.getfile(DifferentiableStage)  # which calls the stage
+_HIDDEN = {aten.miopen_batch_norm.default}  # writes into its arguments in secret, and has no other form
+# name of the backward of operators that no derivative is registered for
+_WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"
 
 
 class Joint(NamedTuple):
     """Hold forward and backward of a stage in one graph without side effects."""
 
-    graph: Graph  # the operators in the order in which they were called
-    constants: dict[str, torch.Tensor]  # that ``get_attr`` nodes name
+    graph: Graph  # the operators in the order in which they were called, and an output: `results`
     params: Nodes
     x: Nodes
     extras: Nodes
     gy: Nodes
-    outputs: Nodes  # the leaves of ``y``, then those of the auxiliary output
-    gparams: Maybe  # one per differentiable parameter, None without dependence
-    gx: Maybe  # one per leaf of ``x`` that wants a gradient
 
     @property
-    def results(self) -> list[Node]:
-        """List the wanted nodes, and those with effects: every engine draws and communicates the same."""
-        wanted = [n for n in (*self.outputs, *self.gparams, *self.gx) if n is not None]
-        return wanted + self.effects
+    def results(self) -> tuple[Nodes, Maybe, Maybe]:
+        """Return what is wanted of the trace.
+
+        Returns:
+            The leaves of ``y`` and of the auxiliary output; the gradients of the differentiable parameters,
+            None without dependence; and those of the leaves of ``x`` that want one.
+        """
+        results: Any = self.graph.output_node().args[0]
+        return results
 
     @property
     def effects(self) -> list[Node]:
@@ -69,10 +91,11 @@ def trace(stage: DifferentiableStage) -> Joint:
 
 def _record(fn: Callable[..., Results], groups: tuple[Leaves, ...], name: str) -> Joint:
     """Record ``fn(record, *groups)`` as a joint trace."""
-    named = [
-        (t, f"{letter}{i}") for letter, group in zip("pxeg", groups, strict=True) for i, t in enumerate(group)
-    ]
-    record = Record(name, named)
+    record = Record(name)
+    params, x, extras, gy = (
+        tuple(record.place(t, f"{letter}{i}") for i, t in enumerate(group))
+        for letter, group in zip("pxeg", groups, strict=True)
+    )
     try:
         with record:
             results = fn(record, *groups)
@@ -84,11 +107,8 @@ def _record(fn: Callable[..., Results], groups: tuple[Leaves, ...], name: str) -
         )
         instead = "register one" if "register_autograd" in reason else "use the eager engine"
         raise StageError(name, reason, instead) from error
-    params, x, extras, gy, y = (tuple(map(record.node, leaves)) for leaves in (*groups, results[0]))
-    gparams, gx = (
-        tuple(None if t is None else record.node(t) for t in gradients) for gradients in results[1:]
-    )
-    return Joint(record.graph, record.constants, params, x, extras, gy, y, gparams, gx)
+    record.graph.output(record.with_nodes(results))
+    return Joint(record.graph, params, x, extras, gy)
 
 
 def _joint(
@@ -112,19 +132,16 @@ def _joint(
 
 def _without_effects(joint: Joint, record: Record, *groups: Leaves) -> Results:
     """Compute the same results by operators that write into nothing."""
-    sizes = [len(nodes) for nodes in (joint.outputs, joint.gparams, joint.gx)]
-    joint.graph.output([*joint.outputs, *joint.gparams, *joint.gx])
     with torch.no_grad():
-        results = iter(torch.func.functionalize(_Again(record, joint).run)(*chain(*groups)))
-    outputs, gparams, gx = (tuple(islice(results, size)) for size in sizes)
-    return outputs, gparams, gx
+        results: Results = torch.func.functionalize(_Again(record, joint).run)(*chain(*groups))
+    return results
 
 
 class _Again(Interpreter):
     """Calls the operators of a trace once more, and tells a record where its forward ends."""
 
     def __init__(self, record: Record, joint: Joint) -> None:
-        super().__init__(GraphModule(joint.constants, joint.graph))
+        super().__init__(module_of(joint.graph))
         self.record = record
 
     def run_node(self, n: Node) -> Any:
@@ -147,3 +164,148 @@ def _require_pure(joint: Joint, draws: int, name: str) -> None:
             "its backward draws random numbers, which would not repeat those of its forward",
             "use the eager engine",
         )
+
+
+class Record(GraphRecorder, TorchDispatchMode):
+    """Records below autograd and the transforms of torch.func, so that a backward is recorded as well.
+
+    ``meta["val"]`` of a node is its result without values. ``meta["place"]`` of an operator of the forward is
+    the line that called it.
+    """
+
+    def __init__(self, stage: str) -> None:
+        super().__init__(stage, _ENTRY, "use the functional engine")
+        # Calls of operators that may cut the gradient without saying so, with their results and the histories
+        # before the call.
+        self._doubtful: list[tuple[Node, list[tuple[Any, Any]]]] = []
+        self._in_forward = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not TRACED.issuperset(types):
+            return NotImplemented  # a subclass comes down to operators on plain tensors by itself
+        self.require_operator(func)
+        if func.namespace == "prim":
+            # Autograd asks for the device of each gradient, more often than it calls operators.
+            asks_device = func is torch.ops.prim.device.default and types
+            return device_of(args[0]) if asks_device else func(*args, **kwargs)
+        if func.namespace == "c10d":
+            reason = (
+                f"it uses the collective {func}{self.called_at()}, which writes in place and is not traced"
+            )
+            mend = (
+                "use ppfunc.collectives.psum or one of its siblings, or"
+                " torch.distributed._functional_collectives where no gradient is wanted"
+            )
+            raise StageError(self.owner, reason, mend)
+        if func in _HIDDEN:
+            reason = f"its operator {func}{self.called_at()} writes into its arguments in secret"
+            raise StageError(self.owner, reason, self.mend)
+        with self:
+            if func in _DECOMPOSITIONS:
+                return _DECOMPOSITIONS[func](*args, **kwargs)
+            if not _runs_whole(func, args):
+                result = func.decompose(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+        return self._call(
+            aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func, args, kwargs
+        )
+
+    def _call(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Call the operator and make its node."""
+        nodes, named = self.with_nodes(args), self.with_nodes(kwargs)
+        histories = self._histories(func, args, kwargs)
+        result = func(*args, **kwargs)
+        node = self.add(func, nodes, named, result, _name(func))
+        node.meta["val"] = result
+        if self._in_forward:
+            node.meta["place"] = self.called_at()
+        if histories is not None:
+            histories += [(t, None) for t in tensors_in(result) if differentiable(t.dtype)]
+            self._doubtful.append((node, histories))
+        return result
+
+    def _histories(self, func: OpOverload, args: Any, kwargs: Any) -> list[tuple[Any, Any]] | None:
+        """List the tensors that an operator writes into, with their histories.
+
+        Returns:
+            None for an operator that needs no derivative, or has one for certain.
+        """
+        if func.namespace == "aten" or not (self._in_forward and torch.is_grad_enabled()):
+            return None
+        if not any(t.requires_grad for t in tensors_in((args, kwargs))):
+            return None
+        return [(t, t.grad_fn) for t in written(func, args, kwargs)]
+
+    def end_of_forward(self) -> None:
+        """Record the backward from here on.
+
+        Raises:
+            StageError: the gradient would end at an operator without derivative.
+        """
+        self._in_forward = False
+        for node, results in self._doubtful:
+            if results and all(
+                t.grad_fn is before or t.grad_fn.name() == _WITHOUT_DERIVATIVE for t, before in results
+            ):
+                reason = (
+                    f"its operator {node.target}{node.meta['place']}, has no derivative, so that its gradient"
+                    " would be lost"
+                )
+                mend = "register one (torch.library.register_autograd), or detach what it is given"
+                raise StageError(self.owner, reason, mend)
+
+    def place_of(self, text: str) -> str:
+        """Return the last line that called an operator named in a text."""
+        words = set(re.findall(r"\w+", text))
+        calls = [n for n in self.graph.nodes if n.meta.get("place")]
+        places = [
+            n.meta["place"]
+            for n in calls
+            if words & {_name(n.target), _name(n.target).removeprefix("special_")}
+        ]
+        return places[-1] if places else ""
+
+    def _know(self, node: Node, tensor: torch.Tensor) -> Node:
+        node.meta["val"] = tensor
+        return super()._know(node, tensor)
+
+
+def _batch_norm(x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, *rest: float) -> Any:
+    """Compute ``native_batch_norm`` by operators whose schemas say that they update ``mean`` and ``var``."""
+    if mean is None or var is None:
+        return aten._native_batch_norm_legit.no_stats(x, w, b, training, *rest)
+    if training:
+        return aten._native_batch_norm_legit.default(x, w, b, mean, var, training, *rest)
+    return aten._native_batch_norm_legit_no_training.default(x, w, b, mean, var, *rest)
+
+
+def _cudnn_batch_norm(x: Any, w: Any, b: Any, mean: Any, var: Any, training: bool, *rest: float) -> Any:
+    """Compute ``cudnn_batch_norm`` by the kernels of torch: equal within rounding."""
+    y, *saved = _batch_norm(x, w, b, mean, var, training, *rest)
+    return (y, *(saved if training else (w.new_empty(0), w.new_empty(0))), x.new_empty(0, dtype=torch.uint8))
+
+
+def _cudnn_batch_norm_backward(
+    x: Any, gy: Any, w: Any, mean: Any, var: Any, m: Any, invstd: Any, eps: float, _: Any
+) -> Any:
+    """Compute the gradient of ``cudnn_batch_norm``. Autograd asks for it in training only."""
+    return aten.native_batch_norm_backward(gy, x, w, mean, var, m, invstd, True, eps, [True, True, True])
+
+
+def _runs_whole(func: OpOverload, args: Any) -> bool:
+    """Tell whether the device has a kernel of an operator, whose decomposition would give other bits."""
+    first = next(tensors_in(args), None)
+    return first is not None and has_kernel(func, first.device)
+
+
+_DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
+    aten.native_batch_norm.default: _batch_norm,
+    aten.cudnn_batch_norm.default: _cudnn_batch_norm,
+    aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
+}
+
+
+def _name(operator: OpOverload) -> str:
+    return schema(operator).name.split("::")[1]

@@ -16,10 +16,9 @@ from torch.fx import Node, map_arg
 from ..._torch import storage
 from ...program import FlatProgram
 from .cut import Block
-from .emit import TracedFunction
+from .emit import Recipe, TracedFunction
+from .graph import arguments as operands, base, is_element, is_of_forward
 from .joint import Nodes
-from .operators import arguments as operands, base, is_element, is_of_forward
-from .recipe import Recipe
 
 
 class _Call(NamedTuple):
@@ -70,9 +69,7 @@ class _Replayed(TracedFunction):
         return None if other is None else _Replayed(other, self._notes)
 
     def _write(self) -> Callable[..., Any]:
-        if self.written is None:
-            self.written = _replay(self.recipe, self._notes)
-        return self.written
+        return _replay(self.recipe, self._notes)
 
 
 def _replay(recipe: Recipe, notes: Any) -> Callable[..., Any]:
