@@ -1239,3 +1239,21 @@ def test_a_factorization_that_fails_is_an_error(engine, split):
     torch.testing.assert_close(loss, squared(model(good), good).detach())
     with pytest.raises(pp.PipelineError, match="not positive-definite"):
         step(params, bad, bad)
+
+
+def test_views_of_a_copy_are_not_those_of_its_source():
+    """The graph engine left copies out, and took views of other offsets or strides for equal."""
+    table = torch.arange(4.0, dtype=torch.float64).view(2, 2).t()
+
+    def stage(w, x):
+        first, second = x[0:2].view(1, 2), x[2:4].clone().view(1, 2)
+        row, column = table.contiguous()[0], table[:, 0]
+        return first * w, second * w, row * w, column * w
+
+    w, x = normal(2), normal(4)
+    program = pp.stage.graph(stage, (w, x))
+    y, residuals = program.forward(w, x)
+    assert all(map(torch.equal, y, stage(w, x)))
+    leaves = w.clone().requires_grad_(), x.clone().requires_grad_()
+    wanted = torch.autograd.grad([t.sum() for t in stage(*leaves)], leaves)
+    assert all(map(torch.equal, program.backward(residuals, tuple(map(torch.ones_like, y))), wanted))

@@ -52,16 +52,18 @@ def _skip_copies(joint: Joint) -> None:
 
 
 def _is_spare(copy: Node, source: Node) -> bool:
-    """Tell whether a copy has the strides of its source. A constant has no more uses: any strides will do."""
-    if source.op == "get_attr":
+    """Tell whether a source can take the place of its copy.
+
+    What is known of views of the copy holds for those of the source only if both are laid out alike. A
+    constant that is not viewed may have any strides.
+    """
+    if layout(copy) == layout(source):
         return True
+    if any(base(user) is copy for user in copy.users):
+        return False
     a, b = copy.meta["val"], source.meta["val"]
-    return (
-        a.stride() == b.stride()
-        and a.dtype == b.dtype
-        and a.is_conj() == b.is_conj()
-        and a.is_neg() == b.is_neg()
-    )
+    flags = a.dtype == b.dtype and a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+    return source.op == "get_attr" or (flags and a.stride() == b.stride())
 
 
 def _shorten_views(joint: Joint) -> None:
