@@ -4,11 +4,10 @@ import argparse
 import json
 from typing import Any
 
-from ppfunc.parallel.letters import parse_layout
-from ppfunc.parallel.partition import Partition
+from ppfunc.parallel.balance import partition_balanced
+from ppfunc.parallel.partition import partition_uniform
 from ppfunc.parallel.stack import effective_loads, partition_layers
 from ppfunc.parallel.topology import Topology
-from ppfunc.parallel.weigh import partition_by_weights
 
 from .number import count, number
 
@@ -38,10 +37,9 @@ def add_parallel(commands: Any) -> None:
     source = partition.add_mutually_exclusive_group(required=True)
     source.add_argument("--weights", help="the weight of each layer, as in 1,2,3")
     source.add_argument("--layers", type=count, help="the number of equal layers")
-    source.add_argument("--layout", help="letters per layer, as in 'Et*3|(tt|)*29,m|L'")
     partition.add_argument("--stages", type=count, help="the number of stages")
-    methods = "equal counts, least maximum load (the default for weights), or least maximum minus minimum"
-    partition.add_argument("--method", choices=("uniform", "balanced", "min_range"), help=methods)
+    methods = "equal counts, or least maximum load (the default for weights)"
+    partition.add_argument("--method", choices=("uniform", "balanced"), help=methods)
     partition.add_argument(
         "--input-weight", type=number, help="cost of the embedding in layers (1 with --layers)"
     )
@@ -82,61 +80,33 @@ def _partition(arguments: argparse.Namespace) -> int:
 
 
 def _cut(arguments: argparse.Namespace) -> int:
-    if arguments.layout is not None:
-        partition, loads, more = _from_layout(arguments)
-    elif arguments.weights is not None:
-        partition, loads, more = _from_weights(
-            arguments, [number(text) for text in arguments.weights.split(",")]
-        )
-    else:
-        partition, loads, more = _from_layers(arguments)
-    if arguments.json:
-        print(json.dumps({"boundaries": partition.boundaries, "loads": loads, **more}))
-        return 0
-    print(f"boundaries: {list(partition.boundaries)}")
-    print(f"loads: {list(loads)}")
-    for name, value in more.items():
-        print(f"{name.replace('_', ' ')}: {list(value)}")
-    return 0
-
-
-_Cut = tuple[Partition, tuple[float, ...], dict[str, tuple[Any, ...]]]
-
-
-def _from_weights(arguments: argparse.Namespace, weights: list[float]) -> _Cut:
-    weights[0] += arguments.input_weight or 0
-    weights[-1] += arguments.output_weight or 0
-    partition = partition_by_weights(
-        weights, _stages(arguments), arguments.method or "balanced", allow_empty=arguments.allow_empty
-    )
-    return partition, partition.loads(weights), {}
-
-
-def _from_layers(arguments: argparse.Namespace) -> _Cut:
-    if arguments.layers < 1:
-        raise ValueError(f"--layers is one or more, got {arguments.layers}")
-    if arguments.method is not None:
-        return _from_weights(arguments, [1] * arguments.layers)
-    ends = [1 if weight is None else weight for weight in (arguments.input_weight, arguments.output_weight)]
-    partition = partition_layers(
-        arguments.layers, _stages(arguments), *ends, allow_empty=arguments.allow_empty
-    )
-    return partition, effective_loads(partition, *ends), {"split_points": partition.split_points()}
-
-
-def _from_layout(arguments: argparse.Namespace) -> _Cut:
-    for option in ("method", "input_weight", "output_weight"):
-        if getattr(arguments, option) is not None:
-            raise ValueError(
-                f"--layout says where every layer is: --{option.replace('_', '-')} has no meaning with it"
-            )
-    layout = parse_layout(arguments.layout, allow_empty=arguments.allow_empty)
-    if arguments.stages is not None and arguments.stages != len(layout.stages):
-        raise ValueError(f"the layout has {len(layout.stages)} stages, but --stages is {arguments.stages}")
-    return layout.partition, layout.partition.sizes, {"stages": layout.stages, "decoders": layout.decoders}
-
-
-def _stages(arguments: argparse.Namespace) -> int:
-    if arguments.stages is None:
+    stages, first, last = arguments.stages, arguments.input_weight, arguments.output_weight
+    if stages is None:
         raise ValueError("--stages is missing: say how many stages there are to be")
-    return arguments.stages
+    if arguments.layers is not None and arguments.layers < 1:
+        raise ValueError(f"--layers is one or more, got {arguments.layers}")
+    split_points: tuple[str, ...] | None = None
+    if arguments.weights is None and arguments.method is None:
+        ends = (1 if first is None else first, 1 if last is None else last)
+        partition = partition_layers(arguments.layers, stages, *ends, allow_empty=arguments.allow_empty)
+        loads, split_points = effective_loads(partition, *ends), partition.split_points()
+    else:
+        weights: list[float] = [1] * (arguments.layers or 0)
+        if arguments.weights is not None:
+            weights = [number(text) for text in arguments.weights.split(",")]
+        weights[0] += first or 0
+        weights[-1] += last or 0
+        if arguments.method == "uniform":
+            partition = partition_uniform(len(weights), stages, allow_empty=arguments.allow_empty)
+        else:
+            partition = partition_balanced(weights, stages, allow_empty=arguments.allow_empty)
+        loads = partition.loads(weights)
+    found: dict[str, tuple[Any, ...]] = {"boundaries": partition.boundaries, "loads": loads}
+    if split_points is not None:
+        found["split_points"] = split_points
+    if arguments.json:
+        print(json.dumps(found))
+        return 0
+    for name, values in found.items():
+        print(f"{name.replace('_', ' ')}: {list(values)}")
+    return 0

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .balance import (
         chunks_balanced as chunks_balanced,
         chunks_uniform as chunks_uniform,
+        count_layer_parameters as count_layer_parameters,
         partition_balanced as partition_balanced,
     )
     from .groups import (
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
         replica_groups as replica_groups,
         slice_groups as slice_groups,
     )
-    from .letters import Layout as Layout, parse_layout as parse_layout
-    from .min_range import partition_min_range as partition_min_range
     from .partition import (
         Partition as Partition,
         partition_explicit as partition_explicit,
@@ -52,15 +51,6 @@ if TYPE_CHECKING:
         pipe_data as pipe_data,
         pipe_model_data as pipe_model_data,
         prime_factors as prime_factors,
-    )
-    from .weigh import (
-        count_layer_parameters as count_layer_parameters,
-        layer_name as layer_name,
-        measure_layers as measure_layers,
-        partition_by_parameters as partition_by_parameters,
-        partition_by_pattern as partition_by_pattern,
-        partition_by_time as partition_by_time,
-        partition_by_weights as partition_by_weights,
     )
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -7,9 +7,10 @@ intervals of each rank.
 import heapq
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from typing import Any
 
 from .counts import require_counts
 from .partition import Interval, Partition, partition_uniform
@@ -97,6 +98,37 @@ def chunks_balanced(
     prefix = list(accumulate((weight or unit for weight in exact), initial=0))
     intervals = _split_heaviest(prefix, _filled(prefix, least_maximum(prefix, stages)), stages)
     return Partition((0, *(end for _, end in intervals)))
+
+
+def count_layer_parameters(layers: Sequence[Any]) -> tuple[int, ...]:
+    """Count the parameter elements of each layer: weights for a partition.
+
+    Args:
+        layers: each a module (what ``parameters()`` yields that requires a gradient), a tree of
+            tensors in dictionaries, lists and tuples (all of them), or the number itself. A tensor
+            that occurs twice in one layer is counted once.
+
+    >>> count_layer_parameters([12, {}])
+    (12, 0)
+    """
+    return tuple(layer if isinstance(layer, int) else _count(layer) for layer in layers)
+
+
+def _count(layer: Any) -> int:
+    tensors = (
+        (p for p in layer.parameters() if p.requires_grad)
+        if hasattr(layer, "parameters")
+        else _tensors(layer)
+    )
+    return sum(tensor.numel() for tensor in {id(t): t for t in tensors}.values())
+
+
+def _tensors(tree: Any) -> list[Any]:
+    """List the tensors in a tree: its objects that have ``numel``."""
+    if hasattr(tree, "numel"):
+        return [tree]
+    children = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
+    return [tensor for child in children for tensor in _tensors(child)]
 
 
 def exact_weights(weights: Sequence[float]) -> list[int]:

@@ -35,7 +35,7 @@ def test_topology_as_text(run):
     [
         (["--weights", "1,2,3", "--stages", "2"], [0, 2, 3], [3, 3]),
         (["--weights", "1,2,3", "--stages", "2", "--method", "uniform"], [0, 2, 3], [3, 3]),
-        (["--weights", "1,1,1,1,1", "--stages", "4", "--method", "min_range"], [0, 2, 3, 4, 5], [2, 1, 1, 1]),
+        (["--weights", "3", "--stages", "1"], [0, 1], [3]),
         (["--weights", "0.5,0.25,4", "--stages", "2"], [0, 2, 3], [0.75, 4.0]),
         (["--weights", "1,1,1,1", "--stages", "2", "--input-weight", "2"], [0, 1, 4], [3, 3]),
         (["--layers", "8", "--stages", "4"], [0, 1, 4, 7, 8], [2, 3, 3, 2]),
@@ -45,7 +45,6 @@ def test_topology_as_text(run):
             [2] * 4,
         ),
         (["--layers", "10", "--stages", "4", "--method", "uniform"], [0, 3, 6, 8, 10], [3, 3, 2, 2]),
-        (["--layout", "Et*2|t|L"], [0, 3, 4, 5], [3, 1, 1]),
         (["--layers", "2", "--stages", "3", "--method", "uniform", "--allow-empty"], [0, 1, 2, 2], [1, 1, 0]),
     ],
 )
@@ -77,12 +76,6 @@ def test_partition_of_61_layers(run):
     assert found["loads"] == [8, 8, 8, 8, 8, 8, 8, 7]
 
 
-def test_partition_by_layout_shows_the_stages(run):
-    found = json.loads(run("partition", "--layout", "Et*3|(tt|)*29,m|L", "--json")[1])
-    assert found["stages"][:2] == ["Ettt", "tt"] and sum(found["decoders"]) == 61
-    assert len(found["boundaries"]) == 33
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -100,12 +93,10 @@ def test_partition_by_layout_shows_the_stages(run):
         (["partition", "--weights", "1,x", "--stages", "2"], "expected a number, got 'x'"),
         (["partition", "--weights", "1,nan", "--stages", "2"], "the weight of layer 1"),
         (["partition", "--weights", "1,2"], "--stages is missing"),
+        (["partition", "--weights", "", "--stages", "1"], "expected a number, got ''"),
         (["partition", "--weights", "1,2", "--stages", "3"], "sizes [1, 1, 0]"),
         (["partition", "--layers", "0", "--stages", "1"], "--layers is one or more"),
         (["partition", "--layers", "3", "--stages", "0"], "--stages 0, expected an integer of at least 1"),
-        (["partition", "--layout", "Et*|L"], "expected a number after '*'"),
-        (["partition", "--layout", "Et|L", "--stages", "3"], "the layout has 2 stages, but --stages is 3"),
-        (["partition", "--layout", "Et|L", "--method", "min_range"], "--method has no meaning"),
     ],
 )
 def test_errors_are_one_line(run, words, message):
