@@ -18,8 +18,6 @@ from .proof.unshards import check_unshards
 from .schedule import Schedule
 from .table import show_table
 
-_QUEUES = {"pair": "pair of ranks", "rank": "rank"}
-
 
 @dataclass(frozen=True, repr=False)
 class Certificate:
@@ -82,7 +80,7 @@ class Certificate:
 
 
 @collector_paused()
-def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | None = None) -> Certificate:
+def check(schedule: Schedule, *, max_activations: int | None = None) -> Certificate:
     """Prove a schedule, compute only or with communication, in one pass of linear time.
 
     Proved are: every stage computes every microbatch of its chain once forward and, unless the
@@ -95,13 +93,11 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
 
     Args:
         schedule: any value; one that is no schedule raises.
-        queue: ``"pair"`` for a communicator per pair of ranks, ``"rank"`` for the stricter model
-            of one communicator that all peers of a rank share.
         max_activations: largest number of live activations that a rank may have.
 
     Raises:
         ScheduleError: the schedule is wrong; names rank, position and instruction.
-        ValueError: ``queue`` is neither of the two, or ``max_activations`` no number from 0.
+        ValueError: ``max_activations`` is no number from 0.
 
     >>> from ppfunc.schedule import one_f_one_b
     >>> print(str(check(one_f_one_b(ranks=2, microbatches=4))).partition("ranks")[2])
@@ -113,13 +109,11 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
     no deadlock       by data dependencies
     step-atomic       yes
     """
-    if not isinstance(queue, str) or queue not in _QUEUES:
-        raise ValueError(f"queue is {queue!r}, expected 'pair' or 'rank'")
     if max_activations is not None:
         require_counts(0, max_activations=max_activations)
     check_structure(schedule)
     lowered = bool(schedule.ops & COMMUNICATION)
-    atomic = _prove_order(schedule, queue)
+    atomic = _prove_order(schedule)
     check_offloads(schedule)
     check_loads(schedule)
     check_tail(schedule)
@@ -133,20 +127,20 @@ def check(schedule: Schedule, *, queue: str = "pair", max_activations: int | Non
         microbatches=schedule.microbatches,
         instructions=tuple((op.value, schedule.counts[op]) for op in Op if op in schedule.counts),
         peak_activations=check_activations(schedule, max_activations),
-        models=("rendezvous", f"one queue per {_QUEUES[queue]}") if lowered else ("by data dependencies",),
+        models=("rendezvous", "one queue per pair of ranks") if lowered else ("by data dependencies",),
         slots=check_slots(schedule),
         step_atomic=atomic,
     )
 
 
-def _prove_order(schedule: Schedule, queue: str) -> bool:
+def _prove_order(schedule: Schedule) -> bool:
     """Prove that all runs, in order, to its end; returns whether the schedule is step-atomic."""
     flow = Dataflow(schedule)
     record = check_order(flow)
     if not schedule.has_messages:
         earliest(schedule, lambda op, stage: 1, lambda f, b: 1, lambda a, b: 0)
         return _values_are_atomic(flow, record)
-    return check_queues(flow, record, queue)
+    return check_queues(flow, record).step_atomic
 
 
 def _values_are_atomic(flow: Dataflow, record: OrderRecord) -> bool:

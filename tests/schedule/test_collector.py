@@ -62,6 +62,6 @@ def test_what_the_caller_has_frozen_stays_frozen():
 
 
 def test_an_error_sets_it_going_again():
-    with pytest.raises(ValueError, match="queue"):
-        check(one_f_one_b(2, 2), queue="edge")
+    with pytest.raises(ValueError, match="max_activations"):
+        check(one_f_one_b(2, 2), max_activations=-1)
     assert gc.isenabled()

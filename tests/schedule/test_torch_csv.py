@@ -10,7 +10,6 @@ from hypothesis import given
 
 from ppfunc.schedule import (
     BUILDERS,
-    ScheduleError,
     allocate_slots,
     append_tail,
     compute_only,
@@ -19,12 +18,15 @@ from ppfunc.schedule import (
     interleaved_one_f_one_b,
     place_communication,
     read_csv,
+    remove_tail,
+    remove_unshards,
     to_csv,
     to_torch_csv,
 )
 from ppfunc.schedule.certificate import check
 from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE
 from ppfunc.testing import schedules
+from tests.schedule.reference import Model
 
 RANKS, MICROBATCHES = 3, 6
 KINDS = {
@@ -82,6 +84,11 @@ def test_what_we_write_loads_in_torch(kind, lowered, tmp_path):
     ]
 
 
+def cannot_block(schedule):
+    """Whether the messages come to an end on one communicator that all ranks share."""
+    return Model(remove_tail(remove_unshards(schedule)), "rank").accepts()
+
+
 ONE_CHAIN = [
     name
     for name, build in BUILDERS.items()
@@ -95,7 +102,7 @@ def test_what_is_written_for_torch_has_torchs_own_frame_around_its_compute(sched
     cannot block.
     """
     read = from_csv(to_torch_csv(schedule))
-    check(read, queue="rank")
+    assert cannot_block(read)
     for rank in range(schedule.ranks):
         actions = [
             torch_schedules._Action.from_str(str(i)) for i in compute_only(schedule).instructions(rank)
@@ -111,12 +118,8 @@ def test_what_is_written_for_torch_has_torchs_own_frame_around_its_compute(sched
 def test_messages_of_many_peers_share_a_queue():
     """With one queue per pair of ranks only, torch's one communicator of NCCL would block here."""
     schedule = interleaved_one_f_one_b(3, 8)
-    with pytest.raises(ScheduleError, match="deadlock"):
-        check(place_communication(schedule), queue="rank")
-    assert check(from_csv(to_torch_csv(schedule)), queue="rank").models == (
-        "rendezvous",
-        "one queue per rank",
-    )
+    assert not cannot_block(place_communication(schedule))
+    assert cannot_block(from_csv(to_torch_csv(schedule)))
 
 
 def test_lowered_again_it_is_the_same():

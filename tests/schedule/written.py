@@ -16,9 +16,9 @@ def made_from(*rows, microbatches=1, placement=None, skips=()):
     return Schedule("text", placement, (chain,), programs, skips)
 
 
-def is_accepted(schedule, queue="pair"):
+def is_accepted(schedule):
     try:
-        check(schedule, queue=queue)
+        check(schedule)
     except ScheduleError as error:
         assert str(error)
         return False

@@ -48,7 +48,7 @@ def to_torch_csv(schedule: Schedule) -> str:
         items[sender].append((time, _MESSAGE, number, send))
         items[receiver].append((time, _MESSAGE, number, receive))
     lowered = replace(schedule, programs=tuple(map(_program, items)))
-    check(lowered, queue="rank")
+    check(lowered)
     return to_csv(lowered)
 
 

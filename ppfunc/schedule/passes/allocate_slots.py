@@ -1,8 +1,9 @@
 """Give every microbatch a buffer for the time in which its stage needs one."""
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import accumulate
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from ..dataflow import Dataflow
 from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op
 from ..proof.buffers import Holder, uses
 from ..proof.order import check_order
-from ..proof.queues import QueueRun, check_queues
+from ..proof.queues import check_queues
 from ..proof.structure import check_structure
 from ..schedule import Program, Schedule
 from .remove import remove_slots
@@ -23,13 +24,6 @@ class Range(NamedTuple):
     end: int  # number of the last use
     step: int  # step of the first use
     holder: Holder  # stage, microbatch, and how often it has been offloaded
-
-
-class Moments(NamedTuple):
-    """The moments of messages in one run of the schedule."""
-
-    latest: list[list[float]]  # per rank and step, the last moment at which the step may have begun
-    sends: list[dict[Holder, list[tuple[int, float]]]]  # per rank and holder, (step, completion) of the sends
 
 
 def allocate_slots(schedule: Schedule) -> Schedule:
@@ -57,27 +51,38 @@ def allocate_slots(schedule: Schedule) -> Schedule:
     """
     check_structure(schedule)
     bare = remove_slots(schedule)
-    found = _moments(bare) if bare.ops & COMMUNICATION else None
+    gone = _sends_gone(bare) if bare.ops & COMMUNICATION else lambda rank, holder, step: True
     programs = []
     for rank, program in enumerate(bare.programs):
-        slots = _colour(_ranges(program), found, rank)
+        slots = _colour(_ranges(program), partial(gone, rank))
         programs.append(_written(program, slots))
     return replace(bare, programs=tuple(programs))
 
 
-def _moments(schedule: Schedule) -> Moments:
+def _sends_gone(schedule: Schedule) -> Callable[[int, Holder, int], bool]:
+    """Return a function that tells if the sends of a holder are over when a step of its rank begins.
+
+    It speaks of one run. Sends of that step itself have to be over when it ends.
+    """
     flow = Dataflow(schedule)
     record = check_order(flow)
-    check_queues(flow, record)
-    run = QueueRun(flow)
-    latest = [list(accumulate([inf, *reversed(began)], min))[::-1] for began in run.began]
-    holders = [
-        {(step, place): holder for step, place, _, holder in uses(program)} for program in schedule.programs
-    ]
-    sends: list[dict[Holder, list[tuple[int, float]]]] = [{} for _ in schedule.programs]
-    for message, (rank, step, place) in record.sends.items():
-        sends[rank].setdefault(holders[rank][step, place], []).append((step, run.sent[message].complete))
-    return Moments(latest, sends)
+    run = check_queues(flow, record)
+    times = [(*begins, inf) for begins in run.begins]
+    holders = {
+        (rank, step, place): holder
+        for rank, program in enumerate(schedule.programs)
+        for step, place, _, holder in uses(program)
+    }
+    sends: dict[Holder, list[tuple[int, int]]] = defaultdict(list)  # step and completion
+    for message, position in record.sends.items():
+        rank, step, _ = position
+        completion = run.completion(rank, record.receives[message][0], step)
+        sends[holders[position]].append((step, completion))
+
+    def gone(rank: int, holder: Holder, step: int) -> bool:
+        return all(end < times[rank][run.first[rank][step + (sent == step)]] for sent, end in sends[holder])
+
+    return gone
 
 
 def _ranges(program: Program) -> Iterable[Range]:
@@ -88,27 +93,17 @@ def _ranges(program: Program) -> Iterable[Range]:
     return ranges.values()
 
 
-def _colour(ranges: Iterable[Range], found: Moments | None, rank: int) -> dict[Holder, int]:
+def _colour(ranges: Iterable[Range], gone: Callable[[Holder, int], bool]) -> dict[Holder, int]:
     """Choose the slot of every holder; ``ranges`` come in the order of their begins."""
     last: dict[int, list[Range]] = {}
     slots: dict[Holder, int] = {}
     for r in ranges:
         mine = last.setdefault(r.holder[0], [])
-        free = (
-            n for n, before in enumerate(mine) if before.end < r.begin and _gone(found, rank, before, r.step)
-        )
+        free = (n for n, before in enumerate(mine) if before.end < r.begin and gone(before.holder, r.step))
         slot = next(free, len(mine))
         mine[slot : slot + 1] = [r]
         slots[r.holder] = slot
     return slots
-
-
-def _gone(found: Moments | None, rank: int, before: Range, step: int) -> bool:
-    """Tell if the sends that read the slot are over when ``step`` begins, or ends if they are in it."""
-    if found is None:
-        return True
-    sends = found.sends[rank].get(before.holder, ())
-    return all(gone < found.latest[rank][step + (sent == step)] for sent, gone in sends)
 
 
 def _written(program: Program, slots: dict[Holder, int]) -> Program:

@@ -1,244 +1,94 @@
-"""Prove that all messages and waits come to an end, by one simulated run.
+"""Prove that all messages and waits come to an end, by one run of all ranks.
 
-A rank posts the communications of a step as one batch and goes on; its compute waits for the
-batches whose receives it consumes. A message moves once both its ends are posted and each is in
-the batch at the head of its queue; a batch leaves its queue when all its messages have moved. Nothing
-is buffered: this is a rendezvous, and a batch counts as received only as a whole. Queues are one
-per pair of ranks at each end, or one per rank. What ends here also ends without the queues.
+A rank posts the communications of a step as one batch per peer and goes on; its compute waits for the
+batches whose receives it consumes. A message moves once both its ends are posted and each is in the batch
+at the head of its queue; a batch leaves its queue when all its messages have moved. Nothing is buffered:
+this is a rendezvous, and a batch counts as received only as a whole. There is a queue per pair of ranks at
+each end. What ends here also ends without the queues.
+
+Two messages that two ranks post in opposite orders hold up each other for ever. Where there are none, a batch
+is complete once the other rank has begun the last step in which it posts a message of the batch. So a rank
+only ever waits for another to begin an instruction, and one run over these waits decides.
 """
 
-from __future__ import annotations
-
-from collections import defaultdict, deque
-from collections.abc import Hashable, Iterator
-from math import inf
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from ..dataflow import Dataflow
-from ..errors import ScheduleError, cycle_text, schedule_error, text_of
-from ..instruction import COMMUNICATION, COMPUTE, RECEIVES, TAIL, Instruction, Op
-from ..schedule import Schedule, Step
-from .begins import find_step_atomic
-from .order import OrderRecord, Position, in_order, walk
+from ..errors import ScheduleError, cycle_text, fault_at, last_place, text_of
+from ..instruction import COMPUTE, SENDS, TAIL, Op, microbatch_of
+from ..schedule import Schedule
+from .order import OrderRecord, Position, walk
+
+Wait = tuple[int, int, int, int, Position]
+"""The number of the instruction that waits, the other rank, the number of the instruction that this one has
+to begin, the message, and the position of the wait. Instructions are numbered by rank; messages as in
+:class:`Dataflow`, sums over replicas by negative numbers.
+"""
+
+_Sent = tuple[int, int, int]  # step, rank at the other end, message
 
 
-class Batch:
-    """Messages that a rank posts together to one queue. Negative numbers are sums over replicas."""
-
-    __slots__ = ("complete", "latest", "messages", "pending", "queue", "rank", "step")
-
-    def __init__(self, rank: int, step: int, queue: deque[Batch]) -> None:
-        self.rank = rank
-        self.step = step
-        self.queue = queue  # those posted before it and not complete come first
-        self.messages: list[int] = []
-        self.pending = -1  # messages that have not moved; -1 before it is posted
-        self.latest = step  # last step in which an end of one of its messages is posted
-        self.complete: float = inf  # number of the event with which its last message moved
-
-
-Event = tuple[Batch, int]
-"""A batch, and the place of the instruction that waits for it; -1 where the batch is posted."""
-
-
-class _Buffer(NamedTuple):
-    """A slot: the microbatch that holds it, its sends, and those of the one before in the same step."""
-
-    microbatch: int | None
-    sends: list[Batch]
-    late: list[Batch]
-
-
-class QueueRun:
-    """Runs all ranks, a step of each in turn, until nothing moves any more.
-
-    Attributes:
-        waits: by blocked rank, the batch that it waits for, and the step and place of the wait.
-        queues: by rank and key, the batches that are posted and not complete, the head first.
-        at_head: by message that has not moved, the batches with it that are at the head of their queues.
-        sent: by message, the batch with its send.
-        began: by rank and step, the number of the step's first event; infinity where it has none.
-        step_atomic: whether each batch that is waited for is posted at all ends by the step of the wait.
-    """
-
-    def __init__(self, flow: Dataflow, queue: str = "pair") -> None:
-        schedule = flow.schedule
-        self.waits: dict[int, tuple[Batch, int, int]] = {}
-        self.queues: dict[tuple[int, Hashable], deque[Batch]] = defaultdict(deque)
-        self.at_head: dict[int, tuple[Batch, ...]] = {}
-        self.sent: dict[int, Batch] = {}
-        self.began: list[list[float]] = [[inf] * len(program) for program in schedule.programs]
-        self.step_atomic = True
-        self._flow = flow
-        self._queue_per_pair = queue == "pair"
-        self._received: dict[int, Batch] = {}
-        self._ends = {-1 - number: len(ends) for number, ends in enumerate(sum_positions(schedule))}
-        self._clock = 0
-        self._ready = deque(range(schedule.ranks))
-        ranks = [self._rank(rank) for rank in self._ready]
-        while self._ready:
-            self._clock += 1
-            next(ranks[self._ready.popleft()], None)
-
-    def _rank(self, rank: int) -> Iterator[None]:
-        """Run the program of one rank, pausing after each step and where it is blocked."""
-        sums: dict[int, Batch] = {}
-        buffers: dict[tuple[int, int], _Buffer] | None = {} if self._flow.schedule.has_slots else None
-        program, began = self._flow.schedule.programs[rank], self.began[rank]
-        for step, instructions in enumerate(program):
-            events = self._events(rank, step, instructions, buffers, sums)
-            if step == len(program) - 1:
-                events += ((batch, 0) for batch in sums.values())
-            for batch, place in events:
-                if place < 0:
-                    self._post(batch)
-                else:
-                    if batch.pending:
-                        self.waits[rank] = batch, step, place
-                        yield
-                    if batch.latest > step:
-                        self.step_atomic = False
-                if began[step] == inf:
-                    began[step] = self._clock
-            if events:
-                self._ready.append(rank)
-                yield
-
-    def _events(
-        self,
-        rank: int,
-        step: int,
-        instructions: Step,
-        buffers: dict[tuple[int, int], _Buffer] | None,
-        sums: dict[int, Batch],
-    ) -> list[Event]:
-        """List what a rank posts and waits for in one step."""
-        routes, inputs, stride = self._flow.routes, self._flow.inputs, self._flow.stride
-        events: list[Event] = []
-        batches: dict[Hashable, Batch] = {}
-        for place, instruction in in_order(instructions):
-            op, stage, microbatch, peer, slot, parts = instruction
-            if buffers is not None:
-                _take_buffers(events, buffers, instruction, step, place)
-            if op in COMMUNICATION:
-                first, other = routes[op, stage, peer]
-                key = other if self._queue_per_pair else None
-                batch = batches.get(key)
-                if batch is None:
-                    batch = batches[key] = Batch(rank, step, self.queues[rank, key])
-                    events.append((batch, -1))
-                message = first + stride * microbatch
-                batch.messages.append(message)
-                if op in RECEIVES:
-                    self._received[message] = batch
-                else:
-                    self.sent[message] = batch
-                    if slot is not None and buffers is not None:
-                        buffers[stage, slot].sends.append(batch)
-            elif op in COMPUTE:
-                for op, stage, microbatch, *_ in parts or (instruction,):
-                    for first in inputs[op, stage][1]:
-                        events.append((self._received.pop(first + stride * microbatch), place))
-            # A sum over replicas is begun by REDUCE_TIED, and waited for before what follows it or at the
-            # end.
-            elif op is Op.REDUCE_TIED:
-                for number, group in enumerate(self._flow.schedule.replicas):
-                    if stage in group:
-                        batch = sums[stage] = Batch(rank, step, self.queues[rank, ("sum", stage)])
-                        batch.messages.append(-1 - number)
-                        events.append((batch, -1))
-            elif op in TAIL and stage in sums:
-                events.append((sums.pop(stage), place))
-        return events
-
-    def _post(self, batch: Batch) -> None:
-        """Put a batch into its queue; move what can move then, and wake the ranks that waited for it."""
-        batch.queue.append(batch)
-        batch.pending = len(batch.messages)
-        heads = [batch] if batch.queue[0] is batch else []
-        for head in heads:
-            for message in head.messages:
-                ends = (*self.at_head.pop(message, ()), head)
-                if len(ends) < self._ends.get(message, 2):
-                    self.at_head[message] = ends
-                    continue
-                latest = max([end.step for end in ends])
-                for end in ends:
-                    if latest > end.latest:
-                        end.latest = latest
-                    end.pending -= 1
-                    if not end.pending:
-                        self._complete(end)
-                        if end.queue:
-                            heads.append(end.queue[0])
-
-    def _complete(self, batch: Batch) -> None:
-        """Take a batch out of its queue, and wake its rank if that waits for it."""
-        batch.complete = self._clock
-        batch.queue.popleft()
-        if batch.rank in self.waits and self.waits[batch.rank][0] is batch:
-            del self.waits[batch.rank]
-            self._ready.append(batch.rank)
-
-
-def check_queues(flow: Dataflow, record: OrderRecord, queue: str = "pair") -> bool:
-    """Prove that the messages of a schedule whose order on each rank is sound come to an end.
+class QueueRun(NamedTuple):
+    """A run of all ranks, each step as early as possible, until nothing moves any more.
 
     Args:
-        flow: of the schedule.
-        record: of its order.
-        queue: ``"pair"`` for a queue per pair of ranks at each end, ``"rank"`` for one per rank.
+        first: per rank and step, the number of its first instruction; then the number of all.
+        last: by two ranks, and by step of the first, the last step of the second with a message of that
+            batch.
+        waits: per rank, in order.
+        begins: per rank, the time at which each of its instructions begins.
+    """
 
-    Returns:
-        Whether a barrier may stand between any two steps, with a queue per pair of ranks.
+    first: list[list[int]]
+    last: dict[tuple[int, int], dict[int, int]]
+    waits: list[list[Wait]]
+    begins: list[list[int]]
+
+    @property
+    def step_atomic(self) -> bool:
+        """Tell if no rank waits for what another posts in a later step."""
+        return all(
+            awaited < self.first[other][min(step + 1, len(self.first[other]) - 1)]
+            for waits in self.waits
+            for _, other, awaited, _, (_, step, _) in waits
+        )
+
+    def completion(self, rank: int, other: int, step: int) -> int:
+        """Return when the batch that ``rank`` posts for ``other`` in ``step`` is complete."""
+        there = self.last[rank, other][step]
+        return max(self.begins[r][self.first[r][s]] for r, s in ((rank, step), (other, there)))
+
+
+def check_queues(flow: Dataflow, record: OrderRecord) -> QueueRun:
+    """Prove that the messages of a schedule whose order on each rank is sound come to an end.
 
     Raises:
-        ScheduleError: two messages of a pair are in different orders at its two ends, or some
+        ScheduleError: two messages of a pair of ranks are in different orders at its two ends, or some
             ranks wait for each other for ever; names all of them.
     """
+    schedule = flow.schedule
     _check_streams(flow, record)
-    atomic = find_step_atomic(flow, record)
-    if queue == "pair" and atomic is not None:
-        return atomic
-    run = QueueRun(flow, queue)
-    if run.waits:
-        raise _deadlock(flow, record, run)
-    if queue == "rank":  # what comes to its end there comes to its end with more queues, too
-        return QueueRun(flow).step_atomic if atomic is None else atomic
-    return run.step_atomic
-
-
-def sum_positions(schedule: Schedule) -> list[list[Position]]:
-    """Return the positions of REDUCE_TIED for each group of replicas."""
-    if Op.REDUCE_TIED not in schedule.ops:
-        return []
-    tied = [(position, i.stage) for position, i in walk(schedule) if i.op is Op.REDUCE_TIED]
-    return [[position for position, stage in tied if stage in group] for group in schedule.replicas]
-
-
-def _take_buffers(
-    events: list[Event],
-    buffers: dict[tuple[int, int], _Buffer],
-    instruction: Instruction,
-    step: int,
-    place: int,
-) -> None:
-    """Wait for the sends that read a slot before it is taken, and for those of its step before a compute.
-
-    What a rank sends and what it receives in one batch are different parts of a slot.
-    """
-    for part in instruction[5] or (instruction,):
-        if part[4] is None:
-            continue
-        held = buffers.get((part[1], part[4]))
-        if held is None or held.microbatch != part[2]:
-            before = held.sends if held else ()
-            events[:0] = [(batch, place) for batch in before if batch.step < step]
-            held = _Buffer(part[2], [], [batch for batch in before if batch.step == step])
-            buffers[part[1], part[4]] = held
-        if held.late and part[0] in COMPUTE:
-            events += ((batch, place) for batch in held.late)
-            held.late.clear()
+    first = [list(accumulate(map(len, program), initial=0)) for program in schedule.programs]
+    last = _last_steps(flow, record)
+    waits: list[list[Wait]] = [[] for _ in schedule.programs]
+    for wait in chain(
+        _message_waits(flow, record, first, last),
+        _sum_waits(flow, first) if Op.REDUCE_TIED in schedule.ops else (),
+        _slot_waits(flow, first, last) if schedule.has_slots else (),
+    ):
+        waits[wait[-1][0]].append(wait)
+    for of_rank in waits:
+        of_rank.sort()
+    begins = _begins(schedule, waits)
+    endless = ((wait for wait in of_rank if wait[2] >= len(begins[wait[1]])) for of_rank in waits)
+    blocked = [next(of_rank, None) for of_rank in endless]
+    if any(blocked):
+        raise _deadlock(flow, record, first, blocked)
+    return QueueRun(first, last, waits, begins)
 
 
 def _check_streams(flow: Dataflow, record: OrderRecord) -> None:
@@ -249,17 +99,133 @@ def _check_streams(flow: Dataflow, record: OrderRecord) -> None:
         sent.setdefault((position[0], home[message % stages]), []).append(message)
     taken = dict.fromkeys(sent, 0)
     span = 2 * flow.microbatches * stages
-    for message, (rank, step, place) in record.receives.items():
-        key = (home[message // span], rank)
+    for message, position in record.receives.items():
+        key = (home[message // span], position[0])
         expected = sent[key][taken[key]]
         taken[key] += 1
         if expected != message:
             wanted = describe(flow, expected)
             reason = (
-                f"it is message {taken[key] - 1} that rank {rank} receives from rank {key[0]}, "
+                f"it is message {taken[key] - 1} that rank {key[1]} receives from rank {key[0]}, "
                 f"but rank {key[0]} sends {wanted} there: both must be in one order"
             )
-            raise schedule_error(flow.schedule, rank, (step, place), reason)
+            raise fault_at(flow.schedule, position, reason)
+
+
+def _last_steps(flow: Dataflow, record: OrderRecord) -> dict[tuple[int, int], dict[int, int]]:
+    """Return ``last`` of the run; refuse two ranks that post two messages in opposite orders."""
+    posted: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+    for message, (sender, step, _) in record.sends.items():
+        receiver, there, _ = record.receives[message]
+        if sender < receiver:
+            posted[sender, receiver].append((step, there, message))
+        else:
+            posted[receiver, sender].append((there, step, message))
+    last = {}
+    for (low, high), messages in posted.items():
+        messages.sort()
+        for (step, there, one), (later, earlier, other) in pairwise(messages):
+            if there > earlier:
+                position = record.receives[one if record.receives[one][0] == low else other]
+                reason = (
+                    f"deadlock: rank {low} posts {describe(flow, one)} at step {step}, before"
+                    f" {describe(flow, other)} at step {later}, which rank {high} posts at step {earlier},"
+                    f" before the first at step {there}: each is behind the other in its queue"
+                )
+                raise fault_at(flow.schedule, position, reason)
+        last[low, high] = {step: there for step, there, _ in messages}
+        last[high, low] = {there: step for step, there, _ in messages}
+    return last
+
+
+def _message_waits(
+    flow: Dataflow, record: OrderRecord, first: list[list[int]], last: dict[tuple[int, int], dict[int, int]]
+) -> Iterator[Wait]:
+    """Yield the waits of computes for the batches of what they consume."""
+    stages = flow.schedule.stages
+    for message, (rank, step, _) in record.receives.items():
+        sender = record.sends[message][0]
+        value, target = divmod(message, stages)
+        position = record.made[flow.output(target, flow.place(value)[1]) + value % 2]
+        number = first[rank][position[1]] + position[2]
+        yield number, sender, first[sender][last[rank, sender][step]], message, position
+
+
+def _sum_waits(flow: Dataflow, first: list[list[int]]) -> Iterator[Wait]:
+    """Yield the waits for sums over replicas, which REDUCE_TIED begins, before what follows or at the end."""
+    schedule = flow.schedule
+    begun: dict[int, Position] = {}
+    used: dict[int, Position] = {}
+    for position, instruction in walk(schedule):
+        if instruction.op is Op.REDUCE_TIED:
+            begun.setdefault(instruction.stage, position)
+        elif instruction.op in TAIL and instruction.stage in begun:
+            used.setdefault(instruction.stage, position)
+    for group, stages in enumerate(schedule.replicas):
+        summed = [stage for stage in stages if stage in begun]
+        for stage in summed:
+            rank = schedule.placement[stage]
+            at = used.get(stage, (rank, *(last_place(schedule, rank) or (0, 0))))
+            for other, step, place in map(begun.__getitem__, summed):
+                yield first[rank][at[1]] + at[2], other, first[other][step] + place, -1 - group, at
+
+
+def _slot_waits(
+    flow: Dataflow, first: list[list[int]], last: dict[tuple[int, int], dict[int, int]]
+) -> Iterator[Wait]:
+    """Yield the waits for the sends that read a slot, before another microbatch takes it.
+
+    What a rank sends and what it receives in one batch are different parts of a slot, so for the sends of the
+    step itself only its compute waits.
+    """
+    holder: dict[tuple[int, int], int | None] = {}  # by stage and slot
+    sends: dict[tuple[int, int], list[_Sent]] = defaultdict(list)  # of the holder
+    late: dict[tuple[int, int], list[_Sent]] = {}  # of the one before, in the step in which the slot is taken
+    for position, instruction in walk(flow.schedule):
+        rank, step, place = position
+        begin = first[rank][step]
+        for op, stage, microbatch, peer, slot, _ in instruction.parts or (instruction,):
+            if slot is None:
+                continue
+            key, ended = (stage, slot), []
+            if holder.setdefault(key, microbatch) != microbatch:
+                holder[key], before = microbatch, sends.pop(key, [])
+                ended = [(begin - 1, sent) for sent in before if sent[0] < step]
+                late[key] = [sent for sent in before if sent[0] == step]
+            if op in COMPUTE:
+                ended += [(begin + place, sent) for sent in late.pop(key, ())]
+            for number, (sent, other, message) in ended:
+                yield number, other, first[other][last[rank, other][sent]], message, position
+            if op in SENDS:
+                route = flow.routes[op, stage, peer]
+                sends[key].append((step, route.other, route.first + flow.stride * microbatch_of(instruction)))
+
+
+def _begins(schedule: Schedule, waits: list[list[Wait]]) -> list[list[int]]:
+    """Run all ranks from wait to wait; return when each instruction begins, where a step takes a unit."""
+    begins: list[list[int]] = [[] for _ in waits]
+    blocked: list[list[tuple[int, int]]] = [[] for _ in waits]  # by rank: what is awaited of it, and by whom
+
+    def run(rank: int) -> Iterator[None]:
+        mine, late = begins[rank], 0
+        steps = [step for step, instructions in enumerate(schedule.programs[rank]) for _ in instructions]
+        for number, other, awaited, _, _ in waits[rank]:
+            mine += [step + late for step in steps[len(mine) : number + 1]]
+            if awaited >= len(begins[other]):
+                blocked[other].append((awaited, rank))
+                yield
+            late = max(late, begins[other][awaited] - steps[number])
+        mine += [step + late for step in steps[len(mine) :]]
+
+    ready = list(range(len(waits)))
+    runs = [run(rank) for rank in ready]
+    while ready:
+        rank = ready.pop()
+        next(runs[rank], None)
+        begun = len(begins[rank])
+        ready += [waiter for awaited, waiter in blocked[rank] if awaited < begun]
+        blocked[rank] = [entry for entry in blocked[rank] if entry[0] >= begun]
+    return begins
 
 
 def describe(flow: Dataflow, message: int) -> str:
@@ -270,49 +236,25 @@ def describe(flow: Dataflow, message: int) -> str:
     return f"{flow.name(value)} to stage {target}"
 
 
-def _deadlock(flow: Dataflow, record: OrderRecord, run: QueueRun) -> ScheduleError:
+def _deadlock(
+    flow: Dataflow, record: OrderRecord, first: list[list[int]], blocked: list[Wait | None]
+) -> ScheduleError:
     """Follow who waits for whom until the circle closes, and name all in it."""
-    rank = min(run.waits)
-    batch: Batch | None = None
-    seen: dict[tuple[int, Batch | None], int] = {}
-    sentences: list[str] = []
-    while (rank, batch) not in seen:
-        seen[rank, batch] = len(sentences)
-        if batch is None:
-            wanted, step, place = run.waits[rank]
-            waiting = text_of(flow.schedule.programs[rank][step][place])
-            sentence = f"rank {rank} at step {step}, place {place} ({waiting}) waits for "
-        else:
-            wanted = batch
-            sentence = f"rank {rank} has first in its queue what it posted at step {batch.step}, "
-        message, rank, batch, why = _blocker(flow, record, run, wanted)
-        sentences.append(f"{sentence}{describe(flow, message)}, {why}")
-    cycle = sentences[seen[rank, batch] :]
-    # The place to mark is a wait of the circle, or else a batch of it.
-    rank, batch = min(list(seen)[seen[rank, batch] :], key=lambda node: node[1] is not None)
-    position = run.waits[rank][1:] if batch is None else (batch.step, 0)
-    return schedule_error(flow.schedule, rank, position, "deadlock: " + cycle_text(cycle))
-
-
-def _blocker(
-    flow: Dataflow, record: OrderRecord, run: QueueRun, batch: Batch
-) -> tuple[int, int, Batch | None, str]:
-    """Return a message of ``batch`` that cannot move, the rank in its way, the batch in its way, and why."""
-    head = batch.queue[0]
-    if head is not batch:
-        why = f"which is behind what rank {batch.rank} posted at step {head.step}"
-        return batch.messages[0], batch.rank, head, why
-    message = next(m for m in batch.messages if m in run.at_head)
-    if message < 0:
-        positions = sum_positions(flow.schedule)[-1 - message]
-    else:
-        positions = [record.sends[message], record.receives[message]]
-    for rank, step, _ in positions:
-        posted = (b for (owner, _), queue in run.queues.items() if owner == rank for b in queue)
-        end = next((b for b in posted if b.step == step and message in b.messages), None)
-        if end is None:
-            return message, rank, None, f"which rank {rank} posts only at step {step}"
-        head = end.queue[0]
-        if head is not end:
-            return message, rank, head, f"which on rank {rank} is behind what it posted at step {head.step}"
-    raise AssertionError("a message with both ends at the head of their queues has not moved")
+    wait = next(wait for wait in blocked if wait)
+    sentences: dict[int, str] = {}
+    while wait[-1][0] not in sentences:
+        _, other, awaited, message, (rank, step, place) = wait
+        there = bisect_right(first[other], awaited) - 1
+        ends = (record.sends.get(message), record.receives.get(message))
+        alone = message < 0 or (other, there) in [end[:2] for end in ends if end]
+        waiting = text_of(flow.schedule.programs[rank][step][place])
+        sentences[rank] = (
+            f"rank {rank} at step {step}, place {place} ({waiting})"
+            f" waits for {describe(flow, message)}, {'which' if alone else 'in a batch with what'}"
+            f" rank {other} posts only at step {there}"
+        )
+        next_wait = blocked[other]
+        assert next_wait, "a rank is waited for that has come to its end"
+        wait = next_wait
+    cycle = list(sentences.values())[list(sentences).index(wait[-1][0]) :]
+    return fault_at(flow.schedule, wait[-1], "deadlock: " + cycle_text(cycle))
