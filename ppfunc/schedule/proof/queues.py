@@ -210,11 +210,13 @@ def _begins(schedule: Schedule, waits: list[list[Wait]]) -> list[list[int]]:
         mine, late = begins[rank], 0
         steps = [step for step, instructions in enumerate(schedule.programs[rank]) for _ in instructions]
         for number, other, awaited, _, _ in waits[rank]:
-            mine += [step + late for step in steps[len(mine) : number + 1]]
+            while number >= len(mine):
+                mine.append(steps[len(mine)] + late)
             if awaited >= len(begins[other]):
                 blocked[other].append((awaited, rank))
                 yield
-            late = max(late, begins[other][awaited] - steps[number])
+            if begins[other][awaited] > steps[number] + late:
+                late = begins[other][awaited] - steps[number]
         mine += [step + late for step in steps[len(mine) :]]
 
     ready = list(range(len(waits)))
