@@ -7,12 +7,12 @@ A stage on its way to a program::
     abstract/     outline: the signature of its outputs, by evaluating it without values; and refusals of
                   what no program can repeat: writes, foreign draws, wrong collectives
     engines/      graph, functional, eager differentiate it
-    program.py    StageProgram: forward, backward, and the two parts of a backward
+    program.py    what engines take, and return: StageProgram, forward, backward, and a backward in two parts
 
-Trees of tensors are read by `tree`, described by `signature`, `layout` (DTensors), `constants` (numbers and
-block masks among tensors) and `example`, compared by `form`. `device` has all that a device does beside
-computing, `_torch` the private names of torch, `process` and `interrupts` what threads share. `transforms`
-makes stages of stages; `collectives` may be called in a stage.
+Trees of tensors are read by `tree`, described by `signature`, `layout` (DTensors) and `constants` (numbers
+and block masks among tensors), compared by `form`. `device` has all that a device does beside computing,
+`_torch` the private names of torch, `process` and `interrupts` what threads share. `transforms` makes stages
+of stages; `collectives` may be called in a stage.
 """
 
 from typing import TYPE_CHECKING

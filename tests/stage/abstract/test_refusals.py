@@ -515,6 +515,7 @@ def test_a_sparse_tensor_of_the_forward_alone_is_traced_to_a_budget(args):
     assert all(map(torch.equal, least.backward(fewer, y), program.backward(residuals, y)))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_refusal_for_values_says_where_they_were_asked_for(args):
     def within(w, x):
         return x @ w if torch.func.vmap(lambda a: a.sum())(x)[0] > -9 else x
