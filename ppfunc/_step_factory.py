@@ -117,7 +117,7 @@ def make_step(
     Args:
         read: ``(*arguments of a call) -> RawArguments``, or a list of those of several steps.
         returned: ``(results) -> return value of a call``; by default the results that the spec wants.
-        loss_weights: the weights that ``read`` takes for a call without weights of its own.
+        loss_weights: of a call that gives none of its own.
         training: the schedule has to have backwards.
         programs: those of a step function with the same stages, to be shared.
         loss_engine: of the loss, if it is another than that of the stages.
@@ -135,7 +135,6 @@ def make_step(
         raise ValueError(
             "loss_weights: got some, and no loss function whose losses they would weigh; leave them out"
         )
-    read_loss_weights(loss_weights, schedule.microbatches)
     if training and spec.frozen is None:
         spec = spec._replace(frozen=FrozenLeaves(stages, None))
     if spec.overlapped is not None and Op.OVERLAP_F_B not in schedule.ops:
@@ -146,8 +145,9 @@ def make_step(
     proved = prove(schedule if training or schedule.forward_only else schedules.forward_only(schedule), spec)
     transport = InProcess() if transport is None else transport
     programs, ranks = programs or StagePrograms(engine, loss_engine), transport.local_ranks(proved.ranks)
+    weights = read_loss_weights(loss_weights, proved.microbatches)
     pipeline = Pipeline(
-        list(stages), loss_fn, proved, transport, spec, programs, ranks, transport.register_step()
+        list(stages), loss_fn, proved, transport, spec, programs, ranks, transport.register_step(), weights
     )
     return StepFunction(pipeline, read, returned or partial(StepResult.asked_for, wants=spec.wants))
 

@@ -1,7 +1,6 @@
 """Make a pipeline an ordinary function from parameters and a batch to a loss and gradients."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -176,19 +175,13 @@ def value_and_grad(
     require_one_of("on_nonfinite", on_nonfinite, get_args(_OnNonfinite))
     more = {"aux": has_aux, "losses": return_losses, "outputs": return_outputs}
     wants = ("loss", *("input_grads" if n else "grads" for n in wanted), *_chosen(more))
-    changes = " of each microbatch" if per_microbatch else ""
-    changes += f"{' and inputs' if 1 in wanted else ''}{_of_shape(loss_shape)}"
-    changes += f" summed in {sum_dtype}" if sum_dtype else ""
-    changes += " all finite" if on_nonfinite == "raise" else ""
-    changes += _beside(more)
     spec = StepSpec(
-        f"value_and_grad{changes}", wants, per_microbatch, loss_shape, overlapped, ties, sum_dtype,
+        "value_and_grad", wants, per_microbatch, loss_shape, overlapped, ties, sum_dtype,
         finite=on_nonfinite == "raise", frozen=FrozenLeaves(stages, trainable),
     )  # fmt: skip
 
-    read = partial(read_call, loss_weights)
     return make_step(
-        stages, loss_fn, schedule, transport, engine, spec, read, loss_weights=loss_weights,
+        stages, loss_fn, schedule, transport, engine, spec, read_call, loss_weights=loss_weights,
         loss_engine=loss_engine,
     )  # fmt: skip
 
@@ -244,15 +237,16 @@ def evaluate(
     for option, given in (("loss_shape", loss_shape), ("return_losses", return_losses)):
         if loss_fn is None and given:
             raise ValueError(f"{option}: got {given}, and no loss function; leave it out")
-    more = {"outputs": return_outputs, "aux": has_aux, "losses": return_losses}
-    wants = _chosen({"loss": loss_fn is not None, **more})
-    name = f"evaluate{' without a loss' if loss_fn is None else ''}{_beside(more)}{_of_shape(loss_shape)}"
-
-    spec = StepSpec(name, wants, loss_shape=loss_shape, tied=ties)
-    read = partial(read_call, loss_weights)
+    results = {
+        "loss": loss_fn is not None,
+        "outputs": return_outputs,
+        "aux": has_aux,
+        "losses": return_losses,
+    }
+    spec = StepSpec("evaluate", _chosen(results), loss_shape=loss_shape, tied=ties)
     return make_step(
-        stages, loss_fn, schedule, transport, engine, spec, read, loss_weights=loss_weights, training=False,
-        loss_engine=loss_engine,
+        stages, loss_fn, schedule, transport, engine, spec, read_call, loss_weights=loss_weights,
+        training=False, loss_engine=loss_engine,
     )  # fmt: skip
 
 
@@ -299,12 +293,3 @@ def _require_sums(wanted: tuple[int, ...], per_microbatch: bool, sum_dtype: Any)
 
 def _chosen(results: Mapping[str, bool]) -> tuple[str, ...]:
     return tuple(name for name, wanted in results.items() if wanted)
-
-
-def _beside(more: Mapping[str, bool]) -> str:
-    """Name the results that change the program."""
-    return "".join(f" with {name}" for name in _chosen(more) if name != "aux")
-
-
-def _of_shape(loss_shape: tuple[int, ...]) -> str:
-    return f" with losses of shape {loss_shape}" if loss_shape else ""

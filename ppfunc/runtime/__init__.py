@@ -40,13 +40,12 @@ if TYPE_CHECKING:
     from .lowering.lowered import StepSpec as StepSpec
     from .lowering.overlap import interleaved as interleaved, two_streams as two_streams
     from .transport.grid import Axes as Axes
-    from .transport.inprocess import InProcess as InProcess
+    from .transport.inprocess import InProcess as InProcess, OnPaper as OnPaper
     from .transport.mesh import (
         ProcessGroups as ProcessGroups,
         device_mesh as device_mesh,
         topology_of_mesh as topology_of_mesh,
     )
-    from .transport.on_paper import OnPaper as OnPaper
     from .transport.p2p import P2P as P2P
     from .transport.protocols import Transport as Transport
 else:

@@ -1,7 +1,6 @@
 """Make pipelines that differentiate along a direction: slopes, and products of curvature with a vector."""
 
 from collections.abc import Mapping
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -66,7 +65,7 @@ def jvp(
     spec = _spec("jvp", "outputs" if loss_fn is None else "loss", has_aux=has_aux, ties=ties)
     losses, returned = (None, _output_tangents) if loss_fn is None else (dual_loss(loss_fn), _loss_and_slope)
     return make_step(
-        map_stages(stages, dual), losses, schedule, transport, engine, spec, partial(_read_jvp, loss_weights),
+        map_stages(stages, dual), losses, schedule, transport, engine, spec, _read_jvp,
         returned, loss_weights, training=False,
     )  # fmt: skip
 
@@ -118,7 +117,7 @@ def hvp(
     spec = _spec("hvp", "loss", "grads", has_aux=has_aux, ties=ties)
     return make_step(
         map_stages(stages, sloping), hessian_loss(loss_fn), schedule, transport, engine, spec,
-        partial(_read_products, loss_weights), _hessian_products, loss_weights,
+        _read_products, _hessian_products, loss_weights,
     )  # fmt: skip
 
 
@@ -168,7 +167,7 @@ def gnvp(
     spec = _spec("gnvp", "loss", "grads", has_aux=has_aux, ties=ties)
     return make_step(
         map_stages(stages, held_dual), gauss_newton_loss(loss_fn), schedule, transport, engine, spec,
-        partial(_read_products, loss_weights), _gauss_newton_products, loss_weights,
+        _read_products, _gauss_newton_products, loss_weights,
     )  # fmt: skip
 
 
@@ -211,7 +210,6 @@ def _gauss_newton_products(result: StepResult) -> StepResult:
 
 @named_step
 def _read_jvp(
-    default: LossWeights,
     params: Mapping[int, Any],
     tangents: Mapping[int, Any],
     inputs: Any,
@@ -224,13 +222,12 @@ def _read_jvp(
     state: Mapping[int, Any] | None = None,
 ) -> RawArguments:
     """Read the arguments of a step with tangents of parameters and inputs, as the caller writes them."""
-    weights, batch = default if loss_weights is None else loss_weights, _moving(inputs, input_tangents)
-    return RawArguments(_paired(params, tangents), batch, targets, extras, state, weights, seed)
+    batch = _moving(inputs, input_tangents)
+    return RawArguments(_paired(params, tangents), batch, targets, extras, state, loss_weights, seed)
 
 
 @named_step
 def _read_products(
-    default: LossWeights,
     params: Mapping[int, Any],
     tangents: Mapping[int, Any],
     inputs: Any,
@@ -242,8 +239,8 @@ def _read_products(
     state: Mapping[int, Any] | None = None,
 ) -> RawArguments:
     """Read the arguments of a step with tangents of the parameters alone, as the caller writes them."""
-    weights = default if loss_weights is None else loss_weights
-    return RawArguments(_paired(params, tangents), _unmoved(inputs), targets, extras, state, weights, seed)
+    batch = _unmoved(inputs)
+    return RawArguments(_paired(params, tangents), batch, targets, extras, state, loss_weights, seed)
 
 
 def by_stage(trees: Any, name: str) -> Mapping[int, Any]:

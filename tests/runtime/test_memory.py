@@ -12,7 +12,7 @@ import ppfunc as pp
 from ppfunc.runtime.execution.execute import fill
 from ppfunc.runtime.lowering.compile import bind
 from ppfunc.runtime.lowering.memory import _arguments, _of_rank
-from ppfunc.runtime.transport.on_paper import MessagesOnPaper
+from ppfunc.runtime.transport.inprocess import MessagesOnPaper
 from ppfunc.schedule import BUILDERS
 from ppfunc.schedule.instruction import COMPUTE, Op
 from ppfunc.stage.tree import tree_leaves

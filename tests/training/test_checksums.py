@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ppfunc.runtime.agreement import checksums
-from ppfunc.runtime.agreement.checksums import checksum
+from ppfunc.runtime.agreement import comparison
+from ppfunc.runtime.agreement.comparison import checksum
 
 
 @given(st.lists(st.integers(0, 255), max_size=70), st.data())
@@ -33,7 +33,7 @@ def test_words_in_another_order_have_another_sum(distance):
 def test_pieces_are_one_sum(monkeypatch):
     one = torch.randn(1001)
     whole = int(checksum(one))
-    monkeypatch.setattr(checksums, "_PIECE", 7)
+    monkeypatch.setattr(comparison, "_PIECE", 7)
     assert int(checksum(one)) == whole
 
 

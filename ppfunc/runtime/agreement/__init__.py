@@ -6,7 +6,7 @@
                        Exchange           signatures of edges, forms of losses and of parameters: passed for
                                           new shapes, compared without messages for known ones
     comparison.py    require_same_...     what was compared, in words: steps, facts, modes, layouts
+                     checksum             of a tensor, on its device
     ties.py          shared_leaves        the parameters that several stages hold
                        require_declared   refuse others that share memory
-        checksums.py     checksum         of a tensor, on its device
 """

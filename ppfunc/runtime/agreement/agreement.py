@@ -114,7 +114,7 @@ class Agreement:
         """Name the terms for all ranks, and those for the ranks of one batch; empty without peers."""
         if not self.transport.has_peers:
             return "", ""
-        common = f"step function {self._number} ({self._spec.name}); autocast {autocast() or 'off'}"
+        common = f"step function {self._number} ({self._spec.terms}); autocast {autocast() or 'off'}"
         common = f"{common}; {steps[0].common}" if steps[0].common else common
         return common, _call_terms(self._schedule, steps)
 

@@ -24,7 +24,7 @@ from ..call.batch import Leaves
 from ..call.forms import extent
 from ..errors import AgreementError
 from ..transport.protocols import ControlTransport
-from .checksums import checksum
+from .comparison import checksum
 
 TiedPlaces = Mapping[str, Sequence[tuple[int, str]]] | None
 """By name, the places of each tied parameter, as callers write them."""

@@ -61,7 +61,6 @@ def named_step(read: Callable[P, RawArguments]) -> Callable[P, RawArguments]:
 
 @named_step
 def read_call(
-    default: LossWeights,
     params: Mapping[int, Any],
     inputs: Any,
     targets: Any = None,
@@ -71,9 +70,8 @@ def read_call(
     extras: Mapping[int, Any] | None = None,
     state: Mapping[int, Any] | None = None,
 ) -> RawArguments:
-    """Read the arguments of a step as the caller writes them; ``default`` are loss weights."""
-    weights = default if loss_weights is None else loss_weights
-    return RawArguments(params, inputs, targets, extras, state, weights, seed)
+    """Read the arguments of a step as the caller writes them."""
+    return RawArguments(params, inputs, targets, extras, state, loss_weights, seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +108,7 @@ def read_arguments(
     stages: Sequence[int],
     with_targets: bool,
     last: StepForm | None = None,
+    weights: torch.Tensor | None = None,
     *,
     abstract: bool = False,
 ) -> StepArguments:
@@ -117,6 +116,7 @@ def read_arguments(
 
     Args:
         last: form of an earlier call; if these have the same, ``form`` is that object.
+        weights: of the microbatches in the loss, if the call gives none.
         abstract: accept signatures for trees, and tensors without values.
 
     Raises:
@@ -147,7 +147,7 @@ def read_arguments(
         if not abstract:
             require_values(reader.trees)
         form = step_form(reader.trees, stages, m, params, inputs)
-    weights = read_loss_weights(raw.loss_weights, m)
+    weights = weights if raw.loss_weights is None else read_loss_weights(raw.loss_weights, m)
     seed = read_seed(raw.seed)
     zeros = frozenset[int]() if abstract else _zeros(weights)
     return StepArguments(

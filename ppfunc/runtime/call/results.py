@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 
 from ..execution.buffers import Buffers, Tag
 from ..lowering.lowered import BATCH, LoweredStep
+from ..transport.protocols import LossPart
 from .arguments import StepArguments
 from .batch import Microbatches, joined
 
@@ -234,6 +235,42 @@ def losses_of(lowered: LoweredStep, buffers: Buffers) -> dict[int, torch.Tensor]
             losses = torch.stack([losses, torch.stack(each).to(part.leaf.dtype)])
         weighted[stage] = losses
     return weighted
+
+
+def sum_up(losses: Sequence[torch.Tensor], parts: Mapping[int, LossPart]) -> torch.Tensor:
+    """Sum the losses of all stages.
+
+    Args:
+        losses: of each stage of ``parts``, ascending.
+
+    Returns:
+        What :meth:`ControlTransport.end` returns.
+    """
+    weighted, rows = apart(losses, [part for _, part in sorted(parts.items())])
+    total = torch.cat(weighted).sum(0)
+    return torch.stack([total, *(rows[m] for m in sorted(rows))]) if rows else total
+
+
+def apart(
+    losses: Iterable[torch.Tensor], parts: Iterable[LossPart]
+) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    """Take losses apart: weighted ones by stage, and unweighted ones by microbatch, summed over stages.
+
+    The latter are empty unless the loss of each microbatch is wanted.
+    """
+    weighted, rows = [], dict[int, torch.Tensor]()
+    for loss, part in zip(losses, parts, strict=True):
+        weighted.append(loss[0] if part.each else loss)
+        for m, row in zip(part.each, loss[1] if part.each else (), strict=True):
+            rows[m] = rows[m] + row if m in rows else row
+    return weighted, rows
+
+
+def shape_of_sum(parts: Mapping[int, LossPart]) -> tuple[int, ...]:
+    """Return the shape of what :func:`sum_up` returns."""
+    part = next(iter(parts.values()))
+    microbatches = {m for each in parts.values() for m in each.each}
+    return (1 + len(microbatches), *part.leaf.shape[2:]) if part.each else part.leaf.shape[1:]
 
 
 class Owned:

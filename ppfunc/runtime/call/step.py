@@ -187,7 +187,7 @@ class StepFunction(Generic[P, R]):
             return self
         if more not in self._siblings:
             spec = self.pipeline.spec
-            spec = spec._replace(name=f"{spec.name} with {' and '.join(more)}", wants=(*spec.wants, *more))
+            spec = spec._replace(wants=(*spec.wants, *more))
             sibling = StepFunction(self.pipeline._replace(spec=spec), self._read, self._returned)
             self._siblings[more] = sibling
         return self._siblings[more]
@@ -205,8 +205,10 @@ class StepFunction(Generic[P, R]):
     def _arguments(
         self, raw: RawArguments, last: StepForm | None, *, abstract: bool = False
     ) -> StepArguments:
-        with_targets = self.pipeline.loss_fn is not None
-        read = read_arguments(raw, self.schedule, self._stages, with_targets, last, abstract=abstract)
+        with_targets, weights = self.pipeline.loss_fn is not None, self.pipeline.loss_weights
+        read = read_arguments(
+            raw, self.schedule, self._stages, with_targets, last, weights, abstract=abstract
+        )
         # Peers wait for the backward of a microbatch whose loss has no weight here.
         return replace(read, left_out=frozenset()) if self.pipeline.transport.mixes_batches else read
 

@@ -8,7 +8,8 @@ import torch
 
 from ppfunc.stage.device import upload
 
-from ..transport.protocols import LossPart, shape_of_sum, sum_up
+from ..call.results import shape_of_sum, sum_up
+from ..transport.protocols import LossPart
 
 
 def to_text(losses: torch.Tensor) -> str:

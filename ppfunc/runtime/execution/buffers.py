@@ -113,17 +113,14 @@ class ParameterUpdate(Protocol):
 
         All ranks agree on the first; on each of the others those along its axes.
         """
-        ...
 
     def alike(self) -> Iterable[tuple[str, Mapping[int, Sequence[torch.Tensor | None]]]]:
         """Yield values for the parameters of every stage of the model that all places of one have to share,
         None for those that need not, with words for values that differ.
         """
-        ...
 
     def begin(self, weights: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
         """Return the loss weights that every step of the call runs with, of those given; before the first."""
-        ...
 
     def sums(self, stage: int, leaves: dict[int, LeafSignature]) -> Gradients | None:
         """Return the accumulator for the gradients of a stage of the model; None for one of the step's own.
@@ -131,11 +128,9 @@ class ParameterUpdate(Protocol):
         Args:
             leaves: by number, the signature of the sum of the gradients of a leaf.
         """
-        ...
 
     def reduce(self, buffers: Buffers, stage: int, sums: Gradients, numbers: Sequence[int]) -> None:
         """Carry out REDUCE_GRAD of a stage of the model, for the leaves of these numbers."""
-        ...
 
     def join(
         self, buffers: Buffers, losses: Sequence[torch.Tensor], each: Mapping[int, torch.Tensor] | None
@@ -148,14 +143,12 @@ class ParameterUpdate(Protocol):
             losses: weighted, of the stages of this process.
             each: those of this process by microbatch, not weighted; None if they are not wanted.
         """
-        ...
 
     def step(self, buffers: Buffers, stage: int) -> None:
         """Carry out STEP of a stage of the model.
 
         What waits for new parameters goes into ``buffers.gathering``, for the next step of the call.
         """
-        ...
 
     def unshard(self, buffers: Buffers, stage: int) -> None:
         """Post the gathers of an UNSHARD.
@@ -163,11 +156,9 @@ class ParameterUpdate(Protocol):
         Keep the shards in ``buffers.shards``, and the function that waits for the whole parameters in
         ``buffers.gathering``.
         """
-        ...
 
     def finish(self) -> None:
         """Wait for what is under way, after the last step and before the call ends on all ranks."""
-        ...
 
 
 def moved(tensors: Leaves, device: torch.device) -> Leaves:

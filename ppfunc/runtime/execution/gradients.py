@@ -32,22 +32,18 @@ class Gradients(Protocol):
 
         They are freed earliest, and added up fastest, where every microbatch gives them in the same parts.
         """
-        ...
 
     def put_back(self, gradients: Leaves) -> None:
         """Replace what ``take`` gave by sums over all places of the parameters, one gradient per leaf."""
-        ...
 
     def signature(self, leaf: LeafSignature) -> LeafSignature:
         """Return the signature of the result for a parameter of this signature."""
-        ...
 
     def take(self, like: Leaves, owned: Owner) -> Leaves:
         """Return the result for parameters ``like``, and drop it here.
 
         It is in memory of its own, or stays in the memory of an update, which goes on with it.
         """
-        ...
 
 
 class Sum:

@@ -18,10 +18,10 @@ from ppfunc.stage.program import Example
 from ppfunc.stage.tree import tree_map
 
 from ..call.arguments import StepArguments
-from ..call.results import StepResult, collect
+from ..call.results import StepResult, collect, shape_of_sum
 from ..execution.buffers import Key, Leaves, Tag
 from ..execution.execute import fill
-from ..transport.protocols import LossPart, Transport, shape_of_sum
+from ..transport.protocols import LossPart, Transport
 from .compile import CompiledStep, build_programs, compile_step
 from .ledger import Memory
 from .lowered import BATCH, LoweredStage, LoweredStep

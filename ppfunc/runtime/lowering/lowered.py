@@ -36,7 +36,7 @@ class StepSpec(NamedTuple):
     """Name the results that the caller wants of a step, and how they are formed.
 
     Args:
-        name: of the function that made it, with what changes the program; compared between ranks.
+        name: of the function that made it.
         wants: fields of :class:`~ppfunc.runtime.StepResult`, of ``"loss"``, ``"grads"``, ``"input_grads"``,
             ``"outputs"``, ``"aux"``, ``"losses"``.
         per_microbatch: keep the gradients of microbatches apart.
@@ -63,6 +63,17 @@ class StepSpec(NamedTuple):
     finite: bool = False
     frozen: FrozenLeaves | None = None
 
+    @property
+    def terms(self) -> str:
+        """Name the function, its results and its options: ranks have to agree on them."""
+        results = sorted({*self.wants} - {"aux"})  # without which the programs are the same
+        options = {
+            "per_microbatch": self.per_microbatch, "loss_shape": self.loss_shape,
+            "sum_dtype": self.sum_dtype, "finite": self.finite,
+        }  # fmt: skip
+        chosen = [f"{name}={option}" for name, option in options.items() if option]
+        return ", ".join([f"{self.name} of {' and '.join(results) or 'aux'}", *chosen])
+
 
 class Pipeline(NamedTuple):
     """Hold the parts of a step function.
@@ -75,6 +86,7 @@ class Pipeline(NamedTuple):
         programs: of the stages; step functions with the same stages may share them.
         ranks: those of this process.
         number: of the step function; ranks make theirs in the same order.
+        loss_weights: of a call that gives none of its own; None for ``1/m`` each.
     """
 
     stages: Sequence[Stage | None]
@@ -85,6 +97,7 @@ class Pipeline(NamedTuple):
     programs: StagePrograms
     ranks: tuple[int, ...]
     number: int
+    loss_weights: torch.Tensor | None
 
     @property
     def model_stages(self) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from ..call.arguments import StepArguments
 from ..call.results import collect, losses_of
 from ..execution.buffers import Buffers, Key
 from ..execution.execute import fill
-from ..transport.on_paper import MessagesOnPaper
+from ..transport.inprocess import MessagesOnPaper
 from .compile import CompiledStep, bind
 from .ledger import Bytes, Ledger, Memory, Moment
 from .lowered import LoweredStage, LoweredStep

@@ -14,13 +14,13 @@ from ppfunc.schedule import Instruction, Op, Schedule
 from ppfunc.stage import LeafSignature
 from ppfunc.stage._torch import is_wrapped
 
-from ..agreement.checksums import bits, checksum, differing
+from ..agreement.comparison import bits, checksum, differing
 from ..agreement.ties import OTHER_VALUES, SharedLeaf, differs
-from ..call.results import losses_of
+from ..call.results import apart, losses_of
 from ..errors import AgreementError
 from ..execution.buffers import Buffers, Compared, ParameterUpdate, Tag
 from ..transport.collective import Collective
-from ..transport.protocols import Call, DataTransport, apart
+from ..transport.protocols import Call, DataTransport
 from .calls import Origin, PlacedCall
 from .lowered import BATCH, LoweredStep, StepSpec
 

@@ -1,6 +1,7 @@
 """Carry messages between ranks; `protocols` says what a step asks of a transport::
 
     inprocess.py      InProcess      all ranks in one process: a message is an entry of the buffers
+                      OnPaper        those of a mesh whose processes do not exist: lowered, never run
     p2p.py            P2P            one process per rank: its control half is ``control/control.py``
       pair_groups.py    PairGroups     messages from one rank to another, a communicator per route
       collective.py     Collective     sums and gathers among several ranks

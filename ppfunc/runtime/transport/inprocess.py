@@ -1,21 +1,26 @@
-"""All ranks in one process: for tests, notebooks, one GPU, and torch.func transforms from outside."""
+"""All ranks in one process: for tests, notebooks, one GPU, and torch.func transforms from outside.
 
-from collections.abc import Iterable, Mapping, Sequence
+Those on paper have no processes: steps are lowered for them, and none runs.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ppfunc._text import require_one_of
 from ppfunc.stage.device import available
 
 from ..agreement.comparison import LaidOut
+from ..call.results import sum_up
 from ..errors import AgreementError, Failure, PipelineError
 from ..execution.buffers import Buffers, Compared, moved
-from .collective import Among, Collective
-from .grid import Axes, ShardWhat
-from .protocols import Call, LossPart, Mode, Route, Transfer, sum_up
+from .collective import Among, Collective, Wait
+from .grid import Axes, ShardWhat, grid_of, require_shardable
+from .protocols import Call, LossPart, Mode, Route, Transfer
 
 
 class InProcess:
@@ -123,3 +128,97 @@ class InProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class CollectiveOnPaper(Collective):
+    """Stands for a collective: holds its tensors until it is waited for, and moves nothing."""
+
+    @classmethod
+    def of(cls, other: Collective) -> Collective:
+        """Stand for another."""
+        return cls(other.size, other.index)
+
+    def _begin(self, operation: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> Wait:
+        held = [tensor, *args]
+        return held.clear
+
+
+class MessagesOnPaper(InProcess):
+    """Holds the messages of one rank as :class:`P2P` does, and moves nothing."""
+
+    def collective(self, among: Among) -> Collective:
+        return CollectiveOnPaper(len(among))
+
+    def post(self, batch: Sequence[Transfer]) -> Call:
+        def post_all(buffers: Buffers) -> None:
+            for way, tag, _, leaves, device in batch:
+                buffers.pending[tag] = (
+                    [t.contiguous() for t in buffers.values.pop(tag)]
+                    if way
+                    else [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in leaves]
+                )
+
+        return post_all
+
+    def wait_recv(self, transfer: Transfer) -> Call:
+        def take(buffers: Buffers) -> None:
+            buffers.values[transfer.tag] = tuple(buffers.pending.pop(transfer.tag))
+
+        return take
+
+    def wait_send(self, transfer: Transfer) -> Call:
+        def let_go(buffers: Buffers) -> None:
+            del buffers.pending[transfer.tag]
+
+        return let_go
+
+
+class OnPaper(InProcess):
+    """Stands for the ranks of a mesh, of which only sizes are known: steps are lowered, and never run.
+
+    This process is the first of the mesh's data ranks and model ranks, and holds all ranks of its pipeline.
+    A mesh of torch's backend ``fake`` has no processes, and as many ranks as one likes::
+
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8 * 16)
+        mesh = torch.distributed.init_device_mesh("cpu", (8, 16), mesh_dim_names=("pp", "dp"))
+        transport = ppfunc.OnPaper(mesh=mesh, axes=ppfunc.Axes("pp", data="dp"), shard="params")
+
+    Args:
+        mesh, axes, shard: as of :class:`P2P`.
+
+    Raises:
+        TypeError, ValueError: as :class:`P2P`.
+    """
+
+    def __init__(self, *, mesh: DeviceMesh, axes: Axes | None = None, shard: ShardWhat = "none") -> None:
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh: got {mesh!r}, expected a DeviceMesh, such as init_device_mesh makes")
+        require_one_of("shard", shard, ("none", "optimizer", "params"))
+        self.mesh, self.axes, self.shard = mesh, axes or Axes(), shard
+        require_shardable(self.axes, shard)
+        self._grid = grid_of(mesh, self.axes, int(mesh.mesh.flatten()[0]))
+
+    def __repr__(self) -> str:
+        return f"OnPaper(mesh={self.mesh!r}, axes={self.axes!r}, shard={self.shard!r})"
+
+    def local_ranks(self, ranks: int) -> tuple[int, ...]:
+        if ranks != len(self._grid.pipeline):
+            raise ValueError(
+                f"got a schedule of {ranks} ranks, the axis {self.axes.pipe!r} of the mesh has"
+                f" {len(self._grid.pipeline)}; build the schedule for that many, or make another mesh"
+            )
+        return super().local_ranks(ranks)
+
+    def collective(self, among: Among) -> Collective:
+        if among == "world":
+            return CollectiveOnPaper(self._grid.size)
+        axes = tuple(axis for axis in among if isinstance(axis, str))
+        return CollectiveOnPaper(len(self._grid.along(axes)) if axes else 1)  # all of the pipeline are here
+
+    def ready(self, layouts: LaidOut) -> None:
+        raise RuntimeError(
+            "got a step to run on a transport that is on paper, whose ranks have no processes; call lower()"
+            " for its text, memory and cost, or take ppfunc.P2P(mesh=mesh, axes=axes) in every process"
+        )

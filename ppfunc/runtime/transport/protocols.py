@@ -68,42 +68,6 @@ class LossPart(NamedTuple):
     each: tuple[int, ...] = ()
 
 
-def sum_up(losses: Sequence[torch.Tensor], parts: Mapping[int, LossPart]) -> torch.Tensor:
-    """Sum the losses of all stages.
-
-    Args:
-        losses: of each stage of ``parts``, ascending.
-
-    Returns:
-        What :meth:`ControlTransport.end` returns.
-    """
-    weighted, rows = apart(losses, [part for _, part in sorted(parts.items())])
-    total = torch.cat(weighted).sum(0)
-    return torch.stack([total, *(rows[m] for m in sorted(rows))]) if rows else total
-
-
-def apart(
-    losses: Iterable[torch.Tensor], parts: Iterable[LossPart]
-) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
-    """Take losses apart: weighted ones by stage, and unweighted ones by microbatch, summed over stages.
-
-    The latter are empty unless the loss of each microbatch is wanted.
-    """
-    weighted, rows = [], dict[int, torch.Tensor]()
-    for loss, part in zip(losses, parts, strict=True):
-        weighted.append(loss[0] if part.each else loss)
-        for m, row in zip(part.each, loss[1] if part.each else (), strict=True):
-            rows[m] = rows[m] + row if m in rows else row
-    return weighted, rows
-
-
-def shape_of_sum(parts: Mapping[int, LossPart]) -> tuple[int, ...]:
-    """Return the shape of what :func:`sum_up` returns."""
-    part = next(iter(parts.values()))
-    microbatches = {m for each in parts.values() for m in each.each}
-    return (1 + len(microbatches), *part.leaf.shape[2:]) if part.each else part.leaf.shape[1:]
-
-
 Mode = Literal["training", "evaluation", "mixed"]
 """The mode of all modules that run in the stages of a process; mixed also where there are none."""
 
@@ -125,23 +89,18 @@ class DataTransport(Protocol):
         Raises:
             ValueError: the tensors of a device cannot be carried.
         """
-        ...
 
     def collective(self, among: Among) -> Collective:
         """Return the operations among these ranks, or of this one alone. Called before ``connect``."""
-        ...
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
         """Post sends and receives as one batch, in the order given."""
-        ...
 
     def wait_recv(self, transfer: Transfer) -> Call | None:
         """Wait until a posted receive is in ``buffers.values``."""
-        ...
 
     def wait_send(self, transfer: Transfer) -> Call | None:
         """Wait until a posted send no longer needs its tensors, and free them."""
-        ...
 
 
 class ControlTransport(Protocol):
@@ -153,17 +112,14 @@ class ControlTransport(Protocol):
     @property
     def generation(self) -> int:
         """Return the number of failures so far."""
-        ...
 
     @property
     def has_peers(self) -> bool:
         """Tell whether other processes may run ranks, with which this one has to agree."""
-        ...
 
     @property
     def mixes_batches(self) -> bool:
         """Tell whether stages communicate with ranks of other batches: none of these may be left out."""
-        ...
 
     def local_ranks(self, ranks: int) -> tuple[int, ...]:
         """Return the ranks of a pipeline of ``ranks`` that live in this process.
@@ -171,11 +127,9 @@ class ControlTransport(Protocol):
         Raises:
             ValueError: the number does not fit.
         """
-        ...
 
     def register_step(self) -> int:
         """Return the number of one more step function; ranks make theirs in the same order."""
-        ...
 
     def making_step(self) -> AbstractContextManager[object]:
         """Enter a context in which a step function is made.
@@ -183,11 +137,9 @@ class ControlTransport(Protocol):
         Where it raises, the peers are told, and no step can be run with this transport any more; after an
         interrupt, it may be made again.
         """
-        ...
 
     def all_gather(self, text: str) -> list[str]:
         """Gather the text of every process of the pipeline, by rank. Collective."""
-        ...
 
     def require_same(
         self, facts: str, among: Literal["world", "peers", "data"] | tuple[str, ...] = "world"
@@ -199,15 +151,12 @@ class ControlTransport(Protocol):
             among: all ranks that train together; those that have this rank's place in other pipelines on the
                 same batch; those that run other batches; or those along these axes of the mesh.
         """
-        ...
 
     def send_text(self, peer: int, text: str) -> None:
         """Send a text of any length, without waiting until the peer receives it."""
-        ...
 
     def recv_text(self, peer: int) -> str:
         """Receive the next text of a peer."""
-        ...
 
     def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:
         """Begin a step: every rank compares ``call``, and gets the ``key`` of rank ``source``.
@@ -221,12 +170,10 @@ class ControlTransport(Protocol):
         Raises:
             AgreementError: a rank makes another call, or has another key; on every rank.
         """
-        ...
 
     @property
     def compares_layouts(self) -> bool:
         """Tell whether :meth:`ready` knows the ranks that compute parts of the same stages."""
-        ...
 
     def ready(self, layouts: LaidOut) -> None:
         """Announce that this rank is about to execute a step, and wait for those that compute parts of the
@@ -235,11 +182,9 @@ class ControlTransport(Protocol):
         Raises:
             AgreementError: one of them was given arguments that lie otherwise over a mesh.
         """
-        ...
 
     def rest(self) -> None:
         """Announce that no rank enters a collective of a stage before the next step: no failure ends one."""
-        ...
 
     def end(
         self,
@@ -251,7 +196,7 @@ class ControlTransport(Protocol):
         """End a step: returns once every rank is at its end, so that a step fails on all ranks or on none.
 
         Equivalent to, with the ``losses`` of all ranks together:
-        ``torch.cat([losses[s] for s in sorted(parts)]).sum(0)``. See :func:`sum_up`.
+        ``torch.cat([losses[s] for s in sorted(parts)]).sum(0)``. ``call/results.py`` has it.
 
         Args:
             losses: the weighted losses of the stages of this process, as ``parts`` says.
@@ -267,7 +212,6 @@ class ControlTransport(Protocol):
             The sum, on every rank, None where ``parts`` is empty. If the loss of each microbatch is wanted,
             the sum and below it those losses, ``[1 + m, *shape of a loss]``.
         """
-        ...
 
     def hold_interrupts(self, later: bool = False) -> AbstractContextManager[object]:
         """Delay interrupts around a step, as :class:`~ppfunc.stage.interrupts.hold_interrupts` does.
@@ -277,17 +221,14 @@ class ControlTransport(Protocol):
         Args:
             later: whether those that are delayed to the end act a moment after it.
         """
-        ...
 
     def lose_step(self) -> None:
         """Announce that the results of the step that has ended cannot be returned here: the next step is
         refused on all ranks.
         """
-        ...
 
     def fail(self, failure: Failure) -> BaseException:
         """Tell the peers, abort the communicators that they may wait on, and return the error to raise."""
-        ...
 
 
 class Transport(DataTransport, ControlTransport, Protocol):
@@ -310,7 +251,6 @@ class Transport(DataTransport, ControlTransport, Protocol):
 
     def close(self) -> None:
         """Close all connections."""
-        ...
 
     def __enter__(self) -> Self: ...
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from ppfunc.runtime.agreement.checksums import same_bits
+from ppfunc.runtime.agreement.comparison import same_bits
 from ppfunc.runtime.execution.buffers import Buffers
 from ppfunc.runtime.transport.protocols import Call, Route, Transfer
 from ppfunc.stage import LeafSignature

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppfunc.runtime.agreement.checksums import checksum
+from ppfunc.runtime.agreement.comparison import checksum
 from ppfunc.stage.layout import whole
 
 from .errors import CheckpointError, escaped, listed

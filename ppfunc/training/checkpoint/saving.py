@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import optree
 from torch import Tensor
 
-from ppfunc.runtime.agreement.checksums import checksum
+from ppfunc.runtime.agreement.comparison import checksum
 from ppfunc.stage.interrupts import hold_interrupts
 from ppfunc.stage.layout import local
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ppfunc.parallel.counts import require_counts
-from ppfunc.runtime.agreement.checksums import checksum
+from ppfunc.runtime.agreement.comparison import checksum
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import version
 from ppfunc.stage.layout import local
