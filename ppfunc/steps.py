@@ -136,6 +136,7 @@ def value_and_grad(
         in float32. ``grads`` has the structure of ``params``, and zeros for parameters on which no loss
         depends. It belongs to the caller. The gradient of a DTensor is a DTensor of the same placements.
         Gradients of the inputs have the form of the inputs, on ranks of first stages, and are None elsewhere.
+        If several chains begin in different processes, each has the rows of its own chains.
         ``losses``, [m], is on every rank: the loss of each microbatch in their order, not weighted. Outputs
         are on the ranks of last stages. So is ``aux.loss``, the tree ``aux`` of the loss function;
         ``aux.metrics`` is ``{stage: tree}``. Both have a leading axis of the microbatches that this process

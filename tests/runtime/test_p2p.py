@@ -78,6 +78,12 @@ def runs(schedule, rank, end):
     return any(schedule.placement[chain.stages[end]] == rank for chain in schedule.chains)
 
 
+def microbatches_of(schedule, rank, end):
+    """Those whose chain begins (0) or ends (-1) on a rank."""
+    chains = [chain for chain in schedule.chains if schedule.placement[chain.stages[end]] == rank]
+    return [m for chain in chains for m in chain.microbatches]
+
+
 def alone(name, ranks):
     """What an evaluation and a step give in one process."""
     schedule = SCHEDULES[name](ranks)
@@ -112,12 +118,7 @@ def compare(rank, ranks, name, judged_loss, judged_outputs, loss, grads):
             assert torch.equal(judged.loss, judged_loss)
             assert (outputs is None) != last
             if last:
-                here = [
-                    m
-                    for chain in schedule.chains
-                    if schedule.placement[chain.stages[-1]] == rank
-                    for m in chain.microbatches
-                ]
+                here = microbatches_of(schedule, rank, -1)
                 same = [
                     optree.tree_map(torch.equal, y, judged_outputs[m])
                     for y, m in zip(outputs, here, strict=True)
@@ -189,12 +190,7 @@ def outputs_elsewhere(rank, ranks, name):
             wanted, outputs = alone(params, batch), judge(held, batch if first else None)
             assert type(outputs) is (type(wanted) if last else type(None))
             if last:
-                here = [
-                    n
-                    for chain in schedule.chains
-                    if schedule.placement[chain.stages[-1]] == rank
-                    for n in chain.microbatches
-                ]
+                here = microbatches_of(schedule, rank, -1)
                 wanted = wanted if isinstance(batch, pp.Microbatches) else pp.microbatch(wanted, m)
                 outputs = outputs if isinstance(batch, pp.Microbatches) else pp.microbatch(outputs, len(here))
                 assert all(torch.equal(y, wanted[n]) for y, n in zip(outputs, here, strict=True))
@@ -206,7 +202,7 @@ def test_outputs_are_on_the_last_rank_where_only_the_first_was_given_the_inputs(
 
 
 def input_gradients(rank, ranks, name):
-    """Gradients of the inputs: of the whole batch, wherever a chain begins."""
+    """Gradients of the inputs: on each rank where a chain begins, the rows of its own chains."""
     schedule = SCHEDULES[name](ranks)
     params, inputs, targets = problem(schedule)
     held = held_by(schedule, rank, params)
@@ -214,6 +210,8 @@ def input_gradients(rank, ranks, name):
     _, wanted = pp.value_and_grad([stage] * len(params), loss_fn, schedule, argnums=1)(
         params, inputs, targets
     )
+    cut, here = pp.microbatch(wanted, schedule.microbatches), microbatches_of(schedule, rank, 0)
+    wanted = pp.Microbatches(cut[m] for m in here).join() if here else None
     with pp.P2P(timeout=30) as transport:
         step = pp.value_and_grad([stage] * len(params), loss_fn, schedule, transport, argnums=1)
         for _ in range(2):
@@ -230,6 +228,20 @@ def input_gradients(rank, ranks, name):
 )
 def test_gradients_of_the_inputs_come_back_where_the_inputs_were_given(request, ranks, name):
     request.getfixturevalue({2: "two", 4: "four"}[ranks])(input_gradients, name)
+
+
+def replicated_over_chains(rank, ranks):
+    schedule = pp.dualpipe(ranks, 8)
+    params, inputs, targets = problem(schedule)
+    stages = [lambda p, x: stage(p, {"h": x[0] + x[1], "mask": x[2]}), *[stage] * (len(params) - 1)]
+    with pp.P2P(timeout=30) as transport:
+        step = pp.value_and_grad(stages, loss_fn, schedule, transport, argnums=1)
+        with pytest.raises((ValueError, pp.PipelineError), match=r"none has the whole gradient of x; take"):
+            step(params, (inputs["h"], pp.replicated(torch.zeros(D)), inputs["mask"]), targets)
+
+
+def test_the_gradient_of_what_chains_of_several_processes_share_is_refused(two):
+    two(replicated_over_chains)
 
 
 def many_steps(rank, ranks, steps):

@@ -30,7 +30,6 @@ from ..call.forms import StepForm
 from ..errors import AgreementError
 from ..lowering.lowered import LoweredStep, Pipeline
 from ..lowering.stage_programs import keep
-from ..lowering.tail_calls import ranks_of_inputs
 from ..transport.protocols import LossPart, Route
 from .comparison import laid_out, require_same_layouts, require_whole_parameters
 from .ties import require_same_forms, require_same_values, shared_forms, sharing_ranks
@@ -137,8 +136,7 @@ class Agreement:
         lowered = update is not None and any(t.is_meta for t in leaves)
         if not lowered:  # else there are no values to compare
             self._require_alike(arguments)
-        sharing = sharing_ranks(self._schedule, self._spec.tied)
-        for ranks in (*sharing, ranks_of_inputs(self._schedule, self._spec)):
+        for ranks in sharing_ranks(self._schedule, self._spec.tied):
             if set(ranks) & set(self._ranks):
                 self.transport.collective(ranks)  # to be had before the transport connects
         self.transport.connect(routes_of(self._schedule), arguments.form.devices.values())

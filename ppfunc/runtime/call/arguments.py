@@ -258,7 +258,7 @@ def _zeros(weights: torch.Tensor | None) -> frozenset[int]:
 
 def _require_stages(trees: Any, name: str, stages: Sequence[int]) -> None:
     if not isinstance(trees, Mapping) or set(trees) != set(stages):
-        got = _keys(trees) if isinstance(trees, Mapping) else type(trees).__name__
+        got = list(trees) if isinstance(trees, Mapping) else type(trees).__name__
         fewer = isinstance(trees, Mapping) and set(trees) < set(stages)
         mend = (
             "; where processes run a pipeline together, each gives its transport, such as ppfunc.P2P(group)"
@@ -275,7 +275,7 @@ def _require_some(trees: Any, name: str, stages: Sequence[int]) -> None:
     if not isinstance(trees, Mapping):
         raise TypeError(f"{name}: got {type(trees).__name__}, expected a dictionary {{stage: tree}}")
     if not set(trees) <= set(stages):
-        raise ValueError(f"{name}: got the stages {_keys(trees)}, this process runs {list(stages)}")
+        raise ValueError(f"{name}: got the stages {list(trees)}, this process runs {list(stages)}")
 
 
 def _require_batches(
@@ -296,14 +296,6 @@ def _require_batches(
             raise ValueError(
                 f"{name}: got None, but this process runs stage {stage}, which needs them{unused}"
             )
-
-
-def _keys(trees: Mapping[Any, Any]) -> list[Any]:
-    """Sort keys, which need not be numbers, for an error."""
-    return sorted(
-        trees,
-        key=lambda key: (str(type(key)), key) if isinstance(key, int | str) else (str(type(key)), str(key)),
-    )
 
 
 def read_seed(seed: Any) -> Seed:

@@ -50,7 +50,8 @@ class StepResult(NamedTuple):
     Args:
         loss: the weighted sum of all losses, a tensor of the shape of a loss, on every rank.
         grads: the gradients of the parameters of this process, ``{stage of the model: tree}``.
-        input_grads: the gradients of the inputs, in their form; None if this process runs no first stage.
+        input_grads: the gradients of the inputs of the first stages of this process, in the form of the
+            inputs; None if it runs no first stage.
         outputs: of the last stages of this process, in the form of the inputs; None if it runs no
             last stage.
         aux: metrics, state and what comes with the loss, :class:`Aux`.
@@ -140,9 +141,11 @@ def _gradients(
 
 
 def _input_gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, owned: Owned) -> Any:
+    """Make the gradients of the inputs of the chains that begin in this process."""
     schedule, signatures = lowered.schedule, arguments.form.inputs or ()
-    firsts = {m: chain.stages[0] for chain in schedule.chains for m in chain.microbatches}
-    if not any(schedule.placement[stage] in lowered.ranks for stage in firsts.values()):
+    here = [chain for chain in schedule.chains if schedule.placement[chain.stages[0]] in lowered.ranks]
+    firsts = {m: chain.stages[0] for chain in here for m in chain.microbatches}
+    if not firsts:
         return None
 
     def row(m: int) -> Any:
@@ -151,10 +154,16 @@ def _input_gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Bu
         pairs = zip(wanted.leaves, arguments.inputs[m], strict=True)
         return wanted.wrap([next(gradients) if leaf.grad else torch.zeros_like(t) for leaf, t in pairs])
 
-    rows = [row(m) for m in range(schedule.microbatches)]
+    rows = [row(m) for m in sorted(firsts)]
     whole = lowered.form.trees["inputs"].whole if "inputs" in lowered.form.trees else None
     if whole is None:
         return without_constants(_in_form_of_inputs(rows, lowered, owned))
+    if len(rows) < schedule.microbatches:
+        raise ValueError(
+            "inputs: got ppfunc.replicated(x) and argnums=1, and several chains, which begin in different"
+            " processes, so that none has the whole gradient of x; take a schedule with one chain, such as"
+            " dualpipev, or give x as a parameter"
+        )
     columns = zip(whole, *map(tree_leaves, rows), strict=True)
     leaves = (reduce(torch.add, column) if of_each else joined(*column) for of_each, *column in columns)
     return without_constants(tree_structure(rows[0]).unflatten(leaves))

@@ -21,7 +21,7 @@ from ..lowering.compiled_steps import Entry
 from ..lowering.lowered import BATCH, LoweredStep
 from ..transport.protocols import Transport
 from .buffers import Buffers, Tag
-from .gradients import Gradients
+from .gradients import Gradients, Stack, Sum
 from .nonfinite import NotFinite, compare_finite, located
 from .record import Recorder, gather
 
@@ -183,7 +183,8 @@ def _fill_stage(
 
 def _gradients_of(lowered: LoweredStep, buffers: Buffers, model_stage: int) -> Gradients:
     """Make the sum of the gradients of a stage of the model, in memory of the update if it has some."""
-    gradients = lowered.new_gradients()
+    spec = lowered.spec
+    gradients = Stack(lowered.schedule.microbatches) if spec.per_microbatch else Sum(spec.sum_dtype)
     if buffers.update is None:
         return gradients
     leaves = enumerate(lowered.form.params[model_stage].leaves)

@@ -25,7 +25,6 @@ from .tail_calls import (
     await_params,
     is_late,
     sharding_call,
-    share_input_gradients,
     sum_over_places,
     update_call,
     update_parameters,
@@ -73,7 +72,6 @@ def bind(
     placed = binder.bind_all()
     if tail:
         placed += sum_over_places(lowered, data)
-        placed += share_input_gradients(lowered, data)
         placed += update_parameters(lowered, binder.late)
     else:
         placed = [(call, place) for call, place in placed if place.instruction.op not in TAIL]

@@ -14,7 +14,6 @@ from ..agreement.ties import SharedLeaf, Tied, shared_leaves
 from ..call.forms import StepForm
 from ..errors import Failure
 from ..execution.buffers import Key
-from ..execution.gradients import Gradients, Stack, Sum
 from ..transport.protocols import LossPart, Transport
 from .overlap import Overlapped
 from .stage_programs import StageCall, StagePrograms
@@ -207,10 +206,6 @@ class LoweredStep(NamedTuple):
         """Return the numbers of the leaves of a stage whose gradients are zeros on purpose."""
         model_stage, frozen = self.schedule.model_stages[stage], self.spec.frozen
         return frozenset() if frozen is None else frozen.numbers(model_stage, self.form.params[model_stage])
-
-    def new_gradients(self) -> Gradients:
-        """Make the sum of the gradients of one stage."""
-        return Stack(self.schedule.microbatches) if self.spec.per_microbatch else Sum(self.spec.sum_dtype)
 
     def shared_leaves(self) -> list[SharedLeaf]:
         """List the parameters of this process that have several places."""

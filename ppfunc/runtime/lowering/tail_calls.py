@@ -3,26 +3,27 @@
 Gradients of a shared parameter are added up in the order of the stages, so that any number of processes gets
 the same bits. Processes that hold its places exchange gradients by one all-to-all, and checksums of the
 values, which are read at the end of the step. Steps that update parameters compare the values when the ranks
-meet. Gradients of the inputs go to all processes where chains begin.
+meet.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ppfunc.schedule import Instruction, Op, Schedule
+from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import LeafSignature
 from ppfunc.stage._torch import is_wrapped
 
-from ..agreement.comparison import bits, checksum, differing
+from ..agreement.comparison import checksum, differing
 from ..agreement.ties import OTHER_VALUES, SharedLeaf, differs
 from ..call.results import apart, losses_of
 from ..errors import AgreementError
-from ..execution.buffers import Buffers, Compared, ParameterUpdate, Tag
+from ..execution.buffers import Buffers, Compared, ParameterUpdate
+from ..execution.gradients import Sum
 from ..transport.collective import Collective
 from ..transport.protocols import Call, DataTransport
 from .calls import Origin, PlacedCall
-from .lowered import BATCH, LoweredStep, StepSpec
+from .lowered import LoweredStep
 
 # -- sums over the places of a parameter
 
@@ -120,7 +121,7 @@ def _sum(
     model, numbers = lowered.schedule.model_stages, {stage: lowered.differentiated(stage) for stage in here}
     firsts = set({model[stage]: stage for stage in reversed(here)}.values())
     trained = [leaf for leaf in leaves if _trains(lowered, leaf.places[0].stage, leaf.places[0].number)]
-    groups, summed = [], lowered.new_gradients()
+    groups, summed = [], Sum(lowered.spec.sum_dtype)
     for ranks, homes, of_group in _groups(lowered, trained, lambda leaf: summed.signature(leaf).dtype):
         collective = data.collective(ranks) if len(ranks) > 1 else Collective()
         places = [leaf.places for leaf in of_group]
@@ -152,49 +153,6 @@ def _trains(lowered: LoweredStep, stage: int, number: int) -> bool:
 def _last_place(lowered: LoweredStep, stage: int) -> Origin:
     rank = lowered.schedule.placement[stage]
     return Origin(rank, len(lowered.schedule.programs[rank]) - 1, Instruction(Op.REDUCE_TIED, stage))
-
-
-# -- gradients of the inputs
-
-
-def ranks_of_inputs(schedule: Schedule, spec: StepSpec) -> tuple[int, ...]:
-    """List the ranks where chains begin, ascending, if each is to get the gradients of all inputs."""
-    if "input_grads" not in spec.wants:
-        return ()
-    return tuple(sorted({schedule.placement[chain.stages[0]] for chain in schedule.chains}))
-
-
-def share_input_gradients(lowered: LoweredStep, data: DataTransport) -> Iterator[PlacedCall]:
-    """Gather the gradients of the inputs among the processes where chains begin: each gets all of them."""
-    schedule, ranks = lowered.schedule, ranks_of_inputs(lowered.schedule, lowered.spec)
-    here = [rank for rank in ranks if rank in lowered.ranks]
-    if len(here) in (0, len(ranks)):
-        return
-    wanted = [tuple(leaf for leaf in s.with_grad().leaves if leaf.grad) for s in lowered.form.inputs or ()]
-    gradients = {
-        Tag("B", chain.stages[0], BATCH, m): wanted[m]
-        for chain in schedule.chains
-        for m in chain.microbatches
-    }
-    sizes = [leaf.nbytes for leaves in gradients.values() for leaf in leaves]
-    device = lowered.form.devices[schedule.model_stages[0]]
-    collective = data.collective(ranks)
-
-    def share(buffers: Buffers) -> None:
-        """Sum bytes, of which each rank has its own, and zeros for those of the others."""
-        flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-        pieces = iter(flat.split(sizes))
-        rows = {tag: [(next(pieces), leaf) for leaf in leaves] for tag, leaves in gradients.items()}
-        for tag in rows.keys() & buffers.values.keys():
-            for (piece, _), gradient in zip(rows[tag], buffers.values[tag], strict=True):
-                piece.copy_(bits(gradient))
-        collective.all_reduce(flat)()
-        for tag, row in rows.items():
-            leaves = [piece.clone().view(leaf.dtype).view(leaf.shape) for piece, leaf in row]
-            buffers.values[tag] = tuple(leaves)
-
-    last = len(schedule.programs[here[0]]) - 1
-    yield share, Origin(here[0], last, schedule.programs[here[0]][-1][-1])
 
 
 # -- the update of parameters
