@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from ..agreement.agreement import Agreed
     from ..execution.record import Recorder
     from ..lowering.analysis import LoweredFunction
-    from ..lowering.compiled_steps import CacheInfo, Finder, Guards
+    from ..lowering.compile import CompiledStep
+    from ..lowering.compiled_steps import CacheInfo, Entry, Guards
     from ..lowering.lowered import LoweredStep
 
 P = ParamSpec("P")
@@ -110,7 +111,11 @@ class StepFunction(Generic[P, R]):
         return result, timeline
 
     def _run(
-        self, args: Any, kwargs: Any, recorder: Recorder | None = None, find: Finder | None = None
+        self,
+        args: Any,
+        kwargs: Any,
+        recorder: Recorder | None = None,
+        find: Callable[[Sequence[StepArguments]], Entry] | None = None,
     ) -> tuple[R, Timeline | None]:
         """Run one step, and measure it if a recorder is given.
 
@@ -146,15 +151,19 @@ class StepFunction(Generic[P, R]):
         Args:
             args, kwargs: as of a call. Tensors may be on the device meta, and trees may be signatures.
         """
+        from ..agreement.comparison import laid_out
         from ..lowering.analysis import LoweredFunction
+        from ..lowering.compiled_steps import Entry
 
         _, lowered, agreed, guards = self._lower(args, kwargs)
-        return LoweredFunction(
-            lowered,
-            self.pipeline.programs,
-            self.pipeline.transport,
-            lambda compiled: self._running(self._compiled.reuse(compiled, agreed, guards)),
-        )
+
+        def runner(compiled: CompiledStep) -> Callable[P, R]:
+            guards.require()
+            entry = Entry(lowered.form, agreed, guards, compiled, laid_out(lowered.form))
+            find = partial(self._compiled.reuse, entry)
+            return lambda *args, **kwargs: self._run(args, kwargs, find=find)[0]
+
+        return LoweredFunction(lowered, self.pipeline.programs, self.pipeline.transport, runner)
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Return what a call returns, with all tensors on the device meta, and run nothing.
@@ -250,10 +259,6 @@ class StepFunction(Generic[P, R]):
             if memory is None or memory != self._memory:
                 require_declared(params, form.params, form.extents, spec.tied, spec.primal)
                 self._memory = memory
-
-    def _running(self, find: Finder) -> Callable[P, R]:
-        """Make a function that runs a step that was compiled ahead of time."""
-        return lambda *args, **kwargs: self._run(args, kwargs, find=find)[0]
 
     def _fail(self, raised: BaseException) -> NoReturn:
         """Tell the peers of a failure, and raise."""

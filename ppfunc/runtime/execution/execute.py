@@ -1,7 +1,7 @@
 """Run a compiled step to its end on all ranks, with buffers made for this step alone."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 
@@ -44,7 +44,7 @@ def run_step(
     # Under a torch.func transform from outside, that transform decides what is recorded.
     with (
         torch.set_grad_enabled(torch.is_grad_enabled() and transforming() is not None),
-        _generators(steps[0]),
+        nullcontext() if steps[0].seed is None else preserve_rng(lowered.form.devices.values()),
     ):
         if (update := steps[0].update) is not None:
             weights = update.begin([arguments.loss_weights for arguments in steps])
@@ -116,13 +116,6 @@ def execute(compiled: CompiledStep, buffers: Buffers) -> Buffers:
             Failure(place.rank, place.position, place.instruction, cause), compiled.lowered.context_of
         ) from cause
     return buffers
-
-
-def _generators(arguments: StepArguments) -> AbstractContextManager[None]:
-    """Restore the generators after a step that seeds them."""
-    if arguments.seed is None:
-        return nullcontext()
-    return preserve_rng(arguments.form.devices.values())
 
 
 def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None = None) -> Buffers:

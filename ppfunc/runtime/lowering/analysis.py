@@ -78,7 +78,14 @@ class _Shown:
 
     def cost_analysis(self) -> dict[int, Cost]:
         """Return floating point operations per rank, as torch's flop counter counts them; nothing runs."""
-        return _costs(self._lowered, self._programs())
+        step, counted = self._lowered, dict[int, tuple[int, int, int, int]]()
+        flops: dict[Key, tuple[int, int, int, int]] = {}
+        for key, program in self._programs().items():
+            if id(program) not in counted:
+                training = not step.schedule.forward_only
+                counted[id(program)] = _flops(program, step.stages[key], training=training)
+            flops[key] = counted[id(program)]
+        return {rank: _cost(step.schedule, flops, rank) for rank in step.ranks}
 
 
 class LoweredFunction(_Shown):
@@ -87,7 +94,7 @@ class LoweredFunction(_Shown):
     Args:
         step: the value that :func:`ppfunc.runtime.lowering.lower` returns.
         programs, transport: with which it is compiled.
-        runs: makes the function that runs a compiled step.
+        runner: makes the function that runs a compiled step.
     """
 
     def __init__(
@@ -95,10 +102,11 @@ class LoweredFunction(_Shown):
         step: LoweredStep,
         programs: StagePrograms,
         transport: Transport,
-        runs: Callable[[CompiledStep], Callable[..., Any]],
+        runner: Callable[[CompiledStep], Callable[..., Any]],
     ) -> None:
         super().__init__(step, partial(build_programs, step, programs))
-        self.step, self._compile, self._runs = step, partial(compile_step, step, programs, transport), runs
+        self.step, self._runner = step, runner
+        self._compile = partial(compile_step, step, programs, transport)
 
     def __repr__(self) -> str:
         return repr(self.step)
@@ -110,7 +118,7 @@ class LoweredFunction(_Shown):
             StageError: the engine cannot serve a stage.
         """
         compiled = self._compile()
-        return CompiledFunction(compiled, self._runs(compiled))
+        return CompiledFunction(compiled, self._runner(compiled))
 
 
 class CompiledFunction(_Shown):
@@ -178,26 +186,14 @@ def _stage_text(step: LoweredStep, stage: int) -> Iterator[str]:
 def _instruction_text(step: LoweredStep, instruction: Instruction) -> str:
     if instruction.op not in COMMUNICATION:
         return str(instruction)
-    return f"{instruction}({_message_bytes(step, instruction)} B)"
-
-
-def _message_bytes(step: LoweredStep, message: Instruction) -> int:
-    edge = step.edge_of(message)
-    return sum(leaf.nbytes for leaf in edge.travelling(message.op in (Op.SEND_F, Op.RECV_F)))
+    leaves = step.edge_of(instruction).travelling(instruction.op in (Op.SEND_F, Op.RECV_F))
+    return f"{instruction}({sum(leaf.nbytes for leaf in leaves)} B)"
 
 
 def _ranges(numbers: list[int]) -> str:
     if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]}-{numbers[-1]}"
     return ", ".join(map(str, numbers))
-
-
-def _computed(schedule: Schedule, rank: int) -> Iterator[tuple[Op, Key]]:
-    """Yield the instructions of a rank that compute for microbatches, in order."""
-    for instruction in schedule.instructions(rank):
-        for part in parts_of(instruction):
-            if part.op in (Op.F, Op.B, Op.I, Op.W) and part.microbatch is not None:
-                yield part.op, (part.stage, part.microbatch)
 
 
 def costs_of(step: LoweredStep, programs: Mapping[Key, StageProgram]) -> dict[str, dict[int, float]]:
@@ -216,15 +212,6 @@ def costs_of(step: LoweredStep, programs: Mapping[Key, StageProgram]) -> dict[st
             s: min(1.0, rest / most) if most else 0.0 for s, (most, rest) in kept.items()
         }
     return sizes
-
-
-def _costs(step: LoweredStep, programs: Mapping[Key, StageProgram]) -> dict[int, Cost]:
-    counted: dict[int, tuple[int, int, int, int]] = {}
-    for key, program in programs.items():
-        if id(program) not in counted:
-            counted[id(program)] = _flops(program, step.stages[key], training=not step.schedule.forward_only)
-    flops = {key: counted[id(program)] for key, program in programs.items()}
-    return {rank: _cost(step.schedule, flops, rank) for rank in step.ranks}
 
 
 def _flops(program: StageProgram, low: LoweredStage, *, training: bool) -> tuple[int, int, int, int]:
@@ -257,8 +244,10 @@ def _counted(function: Callable[..., Any], *args: Any) -> tuple[Any, int]:
 
 def _cost(schedule: Schedule, flops: dict[Key, tuple[int, int, int, int]], rank: int) -> Cost:
     totals = {Op.F: 0, Op.B: 0, Op.I: 0, Op.W: 0}
-    for op, key in _computed(schedule, rank):
-        totals[op] += flops[key][list(totals).index(op)]
+    for instruction in schedule.instructions(rank):
+        for part in parts_of(instruction):
+            if part.op in totals and part.microbatch is not None:
+                totals[part.op] += flops[part.stage, part.microbatch][list(totals).index(part.op)]
     return Cost(*totals.values())
 
 

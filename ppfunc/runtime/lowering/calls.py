@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ppfunc.schedule import Instruction
+from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import FlatProgram, LeafSignature
 from ppfunc.stage.device import available, generator_of
 from ppfunc.stage.process import process_lock
@@ -167,26 +167,19 @@ def unless_left_out(microbatch: int, run: Call, instead: Call) -> Call:
     return lambda buffers: (instead if microbatch in buffers.left_out else run)(buffers)
 
 
-def leave_out(low: LoweredStage, key: Key, whole: bool) -> Call:
-    """Make the call in place of a backward: zeros for the inputs, since 0 times NaN would be NaN."""
+def leave_out(low: LoweredStage, key: Key, op: Op) -> Call:
+    """Make the call in place of B, I or W: zeros for the inputs, since 0 times NaN would be NaN."""
     cotangents, pass_on = _cotangents(low, key), _pass_on(low, key)
     zeros = (None,) * sum(len(edge.carrying) for edge in low.sources)
 
     def run_without(buffers: Buffers) -> None:
-        del buffers.residuals[key]
-        if not whole:
-            buffers.residuals[key] = ()
-        cotangents(buffers)
-        pass_on(buffers, zeros)
-
-    return run_without
-
-
-def leave_out_weight(key: Key) -> Call:
-    """Make the call in place of a weight gradient."""
-
-    def run_without(buffers: Buffers) -> None:
-        del buffers.residuals[key]
+        if op is Op.I:
+            buffers.residuals[key] = ()  # for W
+        else:
+            del buffers.residuals[key]
+        if op is not Op.W:
+            cotangents(buffers)
+            pass_on(buffers, zeros)
 
     return run_without
 

@@ -18,7 +18,7 @@ from ..execution.buffers import Buffers, Key, Tag
 from ..transport.protocols import Call, DataTransport, Transfer
 from . import calls
 from .calls import Origin, PlacedCall
-from .lowered import BATCH, LoweredStep
+from .lowered import LoweredStep
 from .residual_calls import await_residuals, fetch, offload, release_params, restore_params
 from .stage_programs import StagePrograms
 from .tail_calls import (
@@ -116,7 +116,8 @@ class _Binder:
         self._schedule = lowered.schedule
         self._trains = not self._schedule.forward_only
         self._frees = Op.RESHARD in self._schedule.ops  # parameters, between a forward and its backward
-        self._loaded, self._fetched = set[Key](), set[Key]()
+        self._fetched = set[Key]()
+        self._received: dict[Tag, Transfer] = {}  # posted, and not waited for
         self._away, self._back = SideStreams(), SideStreams()  # of residuals
         # By stage of the model, the UNSHARD that gathers its parameters; None for the step before.
         self._gathering: dict[int, Origin | None] = {}
@@ -144,6 +145,7 @@ class _Binder:
         messages = [i for i in step if i.op in COMMUNICATION]
         if batch := [transfer for i in messages for transfer in self._transfers(i)]:
             yield from _at(Origin(rank, position, messages[0]), self._data.post(batch))
+            self._received |= {transfer.tag: transfer for transfer in batch if not transfer.outgoing}
         for instruction in step:
             place = Origin(rank, position, instruction)
             if (
@@ -188,14 +190,11 @@ class _Binder:
 
     def _arrivals(self, place: Origin, part: Instruction) -> Iterator[PlacedCall]:
         """Bind the waits for the values of other ranks that a forward or a backward consumes."""
-        stage, microbatch = _key(part)
-        low, forward = self._lowered.stages[stage, microbatch], part.op is Op.F
-        for edge in low.sources if forward else low.sinks:
-            leaves = edge.travelling(forward)
-            peer = place.rank if edge.stage == BATCH else self._schedule.placement[edge.stage]
-            if leaves and peer != place.rank:
-                tag = Tag("F" if forward else "B", edge.stage, stage, microbatch)
-                wait = self._data.wait_recv(Transfer(False, tag, peer, leaves, low.device))
+        (stage, microbatch), low = _key(part), self._lowered.stages[_key(part)]
+        for edge in low.sources if part.op is Op.F else low.sinks:
+            tag = Tag("F" if part.op is Op.F else "B", edge.stage, stage, microbatch)
+            if tag in self._received:
+                wait = self._data.wait_recv(self._received.pop(tag))
                 yield from _at(place._replace(awaited=tag), wait)
 
     # -- instructions that compute
@@ -205,7 +204,7 @@ class _Binder:
         low = self._lowered.stages[key]
         match part.op:
             case Op.LOAD:
-                yield from _at(place, self._load(key))
+                yield from _at(place, calls.load(low, key))
             case Op.F | Op.B | Op.I | Op.W:
                 yield from self._prepare(place, part)
                 yield from _at(place, self._run(part), self._finish(part))
@@ -220,8 +219,8 @@ class _Binder:
     def _prepare(self, place: Origin, part: Instruction) -> Iterator[PlacedCall]:
         """Bind the loads, waits and gathers before a forward, a backward or a part of one."""
         key = _key(part)
-        if part.op is Op.F:
-            yield from _at(place, self._load(key))
+        if part.op is Op.F:  # nothing is left to move after a LOAD
+            yield from _at(place, calls.load(self._lowered.stages[key], key))
         if part.op is not Op.W:
             yield from self._arrivals(place, part)
         yield from self._gathered(place, part.stage)
@@ -232,14 +231,12 @@ class _Binder:
             yield from _at(place, restore_params(self._lowered.stages[key], key))
 
     def _run(self, part: Instruction) -> Call:
-        key, whole = _key(part), part.op is Op.B
+        key, op = _key(part), part.op
         low, program = self._lowered.stages[key], self._programs[key].flat
-        if part.op is Op.F:
+        if op is Op.F:
             return calls.seeded(low, key[1], calls.forward(low, program, key, self._trains))
-        if part.op is Op.W:
-            return calls.unless_left_out(key[1], calls.weight(program, key), calls.leave_out_weight(key))
-        run = calls.backward(low, program, key, whole)
-        return calls.unless_left_out(key[1], run, calls.leave_out(low, key, whole))
+        run = calls.weight(program, key) if op is Op.W else calls.backward(low, program, key, op is Op.B)
+        return calls.unless_left_out(key[1], run, calls.leave_out(low, key, op))
 
     def _finish(self, part: Instruction) -> Call | None:
         """Release the parameters among residuals that wait for a later part."""
@@ -250,14 +247,15 @@ class _Binder:
     def _overlap(self, place: Origin) -> Iterator[PlacedCall]:
         """Run a forward and a backward as one: both wait for what they consume first."""
         forward, backward = place.instruction.parts
-        f_key, b_key, whole = _key(forward), _key(backward), backward.op is Op.B
+        f_key, b_key = _key(forward), _key(backward)
         f_low, b_low = self._lowered.stages[f_key], self._lowered.stages[b_key]
         f_program, b_program = self._programs[f_key].flat, self._programs[b_key].flat
         overlapped = self._lowered.spec.overlapped
         assert overlapped is not None
         first = calls.forward_call(f_low, f_program, f_key, True)
-        second = calls.backward_call(b_low, b_program, b_key, whole)
-        alone, without = calls.forward(f_low, f_program, f_key, True), calls.leave_out(b_low, b_key, whole)
+        second = calls.backward_call(b_low, b_program, b_key, backward.op is Op.B)
+        alone = calls.forward(f_low, f_program, f_key, True)
+        without = calls.leave_out(b_low, b_key, backward.op)
 
         def both(buffers: Buffers) -> None:
             outputs, gradients = overlapped(first.run, first.take(buffers), second.run, second.take(buffers))
@@ -272,13 +270,6 @@ class _Binder:
         yield from self._prepare(place, forward)
         yield from self._prepare(place, backward)
         yield from _at(place, run, self._finish(forward), self._finish(backward))
-
-    def _load(self, key: Key) -> Call | None:
-        """Bring inputs and targets of a microbatch to the stage's device, once."""
-        if key in self._loaded:
-            return None
-        self._loaded.add(key)
-        return calls.load(self._lowered.stages[key], key)
 
 
 def _at(place: Origin, *calls: Call | None) -> Iterator[PlacedCall]:

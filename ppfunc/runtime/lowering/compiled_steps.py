@@ -1,8 +1,7 @@
 """Compile steps by the form of their arguments, with all ranks in agreement, and keep them."""
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple, Self
 
 from ppfunc.stage._torch import any_autocast
@@ -86,10 +85,6 @@ class Entry(NamedTuple):
     layouts: LaidOut
 
 
-Finder = Callable[[Sequence[StepArguments]], Entry]
-"""Finds the compiled step for the arguments of every step."""
-
-
 class CompiledSteps:
     """Owns the compiled steps of one step function, for a bounded number of forms.
 
@@ -138,17 +133,13 @@ class CompiledSteps:
         lowered = self._lower(arguments, exchange)
         return lowered, exchange.conclude(lowered), Guards.now(lowered)
 
-    def reuse(self, compiled: CompiledStep, agreed: Agreed, guards: Guards) -> Finder:
-        """Return a finder of a step that was lowered and compiled by itself, for arguments of its form.
+    def reuse(self, entry: Entry, steps: Sequence[StepArguments]) -> Entry:
+        """Return a step that was lowered and compiled by itself, for arguments of its form.
 
         Raises:
-            ValueError: the guards no longer hold.
+            ValueError: they have another form, or the guards no longer hold.
+            RuntimeError: a step has failed since it was lowered.
         """
-        guards.require()
-        form = compiled.lowered.form
-        return partial(self._reuse, Entry(form, agreed, guards, compiled, laid_out(form)))
-
-    def _reuse(self, entry: Entry, steps: Sequence[StepArguments]) -> Entry:
         exchange = self._begin(steps, "run as it was compiled")
         entry.guards.require()
         self._require_same_frozen()

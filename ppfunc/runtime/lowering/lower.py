@@ -78,7 +78,8 @@ def lower(
             if source == BATCH:
                 edges[source, stage] = _inputs(form, spec, microbatches)
             elif home[source] not in local:
-                edges[source, stage] = _required(exchange).recv((source, stage))
+                assert exchange is not None  # of a process that does not run all ranks
+                edges[source, stage] = exchange.recv((source, stage))
         function = _function(stages[model_stages[stage]], loss_fn, schedule, form, spec, stage)
         params = form.params[model_stages[stage]] if example is None else example(model_stages[stage])
         # Microbatches of one form share it.
@@ -89,7 +90,8 @@ def lower(
         for n, sink in enumerate(sinks):
             edges[stage, sink] = [lowered[stage, m].sinks[n].signature for m in microbatches]
             if home[sink] not in local:
-                _required(exchange).send((stage, sink), edges[stage, sink])
+                assert exchange is not None
+                exchange.send((stage, sink), edges[stage, sink])
     drawing = tuple(sorted({low.model_stage for low in lowered.values() if low.outline.random}))
     return LoweredStep(
         schedule, spec, form, tuple(sorted(local)), lowered, _losses(schedule, spec, lowered), drawing
@@ -134,7 +136,7 @@ def _function(
         last,
         last and "outputs" in spec.wants,
         tuple(schedule.model_stages[sink] for sink in skips),
-        frozenset() if spec.frozen is None else spec.frozen.numbers(k, form.params[k]),
+        spec.frozen_in(k, form.params[k]),
     )
 
 
@@ -200,14 +202,6 @@ def _inputs(form: StepForm, spec: StepSpec, microbatches: range) -> list[Signatu
             " differentiate in the parameters, argnums=0, or give embeddings as inputs"
         )
     return wanted
-
-
-def _required(exchange: Exchange | None) -> Exchange:
-    if exchange is None:
-        raise ValueError(
-            "got ranks of this process that are not all, and no exchange to pass signatures to the others"
-        )
-    return exchange
 
 
 def _losses(schedule: Schedule, spec: StepSpec, lowered: Mapping[Key, LoweredStage]) -> dict[int, LossPart]:

@@ -73,6 +73,10 @@ class StepSpec(NamedTuple):
         chosen = [f"{name}={option}" for name, option in options.items() if option]
         return ", ".join([f"{self.name} of {' and '.join(results) or 'aux'}", *chosen])
 
+    def frozen_in(self, model_stage: int, params: Signature) -> frozenset[int]:
+        """Return the numbers of the leaves of a stage whose gradients are zeros on purpose."""
+        return frozenset() if self.frozen is None else self.frozen.numbers(model_stage, params)
+
 
 class Pipeline(NamedTuple):
     """Hold the parts of a step function.
@@ -201,11 +205,6 @@ class LoweredStep(NamedTuple):
         """Return the numbers of the leaves of a stage that have gradients."""
         leaves = self.form.params[self.schedule.model_stages[stage]].leaves
         return () if self.schedule.forward_only else tuple(n for n, leaf in enumerate(leaves) if leaf.grad)
-
-    def frozen(self, stage: int) -> frozenset[int]:
-        """Return the numbers of the leaves of a stage whose gradients are zeros on purpose."""
-        model_stage, frozen = self.schedule.model_stages[stage], self.spec.frozen
-        return frozenset() if frozen is None else frozen.numbers(model_stage, self.form.params[model_stage])
 
     def shared_leaves(self) -> list[SharedLeaf]:
         """List the parameters of this process that have several places."""

@@ -15,7 +15,7 @@ from ppfunc.stage import LeafSignature
 from ppfunc.stage._torch import is_wrapped
 
 from ..agreement.comparison import checksum, differing
-from ..agreement.ties import OTHER_VALUES, SharedLeaf, differs
+from ..agreement.ties import OTHER_VALUES, Place, SharedLeaf, differs
 from ..call.results import apart, losses_of
 from ..errors import AgreementError
 from ..execution.buffers import Buffers, Compared, ParameterUpdate
@@ -120,7 +120,7 @@ def _sum(
     """Sum the gradients of every group of leaves, and give the sums to the first of the stages that share."""
     model, numbers = lowered.schedule.model_stages, {stage: lowered.differentiated(stage) for stage in here}
     firsts = set({model[stage]: stage for stage in reversed(here)}.values())
-    trained = [leaf for leaf in leaves if _trains(lowered, leaf.places[0].stage, leaf.places[0].number)]
+    trained = [leaf for leaf in leaves if _trains(lowered, leaf.places[0])]
     groups, summed = [], Sum(lowered.spec.sum_dtype)
     for ranks, homes, of_group in _groups(lowered, trained, lambda leaf: summed.signature(leaf).dtype):
         collective = data.collective(ranks) if len(ranks) > 1 else Collective()
@@ -145,9 +145,10 @@ def _sum(
     return sum_gradients
 
 
-def _trains(lowered: LoweredStep, stage: int, number: int) -> bool:
+def _trains(lowered: LoweredStep, place: Place) -> bool:
     """Tell if a leaf gets gradients other than zeros."""
-    return number in lowered.differentiated(stage) and number not in lowered.frozen(stage)
+    frozen = lowered.spec.frozen_in(place.model, lowered.form.params[place.model])
+    return place.number in lowered.differentiated(place.stage) and place.number not in frozen
 
 
 def _last_place(lowered: LoweredStep, stage: int) -> Origin:
