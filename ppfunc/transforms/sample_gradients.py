@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ppfunc._step_factory import Stages, make_step, map_stages, reports_mistakes, unpacked
-from ppfunc.runtime import Microbatches, StepFunction, StepResult, StepSpec, Transport
+from ppfunc.runtime import Microbatches, StepFunction, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import TiedPlaces
 from ppfunc.runtime.call.arguments import RawArguments, Seed, named_step
 from ppfunc.schedule import Schedule
@@ -79,12 +79,8 @@ def per_sample_grad(
     m = schedule.microbatches
     return make_step(
         transformed, loss, schedule, transport, engine, spec, partial(_read, samples, m),
-        partial(_mean_loss, samples * m),
+        lambda result: (result.loss / (samples * m), result.grads),
     )  # fmt: skip
-
-
-def _mean_loss(samples: int, result: StepResult) -> tuple[torch.Tensor, dict[int, Any]]:
-    return result.loss / samples, result.grads
 
 
 @named_step

@@ -215,7 +215,7 @@ REFUSED = {
         r"params: got \[0\], expected .* that this process runs, \[0, 1\]",
     ),
     "a stage too many": ({"params": {0: {}, 1: {}, 2: {}}}, ValueError, r"params: got \[0, 1, 2\], expected"),
-    "keys of another type": ({"params": {"0": {}, 1: {}}}, ValueError, r"params: got \[1, '0'\], expected"),
+    "keys of another type": ({"params": {"0": {}, 1: {}}}, ValueError, r"params: got \['0', 1\], expected"),
     "a list": ({"params": [{}, {}]}, ValueError, r"params: got list, expected a dictionary"),
     "extras of another stage": (
         {"extras": {2: normal(8)}},

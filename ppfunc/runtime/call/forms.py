@@ -55,7 +55,6 @@ class StepForm(NamedTuple):
         trees: the form of every tree, by its name.
         key: equal for arguments that run the same program.
         params, state: signatures.
-        strides: of every leaf of the parameters, in elements.
         extents: of every leaf of the parameters, bytes from its first element to its last.
         devices: where each stage computes.
         accelerator: the first of them, None if it is the host.
@@ -67,7 +66,6 @@ class StepForm(NamedTuple):
     trees: Mapping[str, TreeForm]
     key: tuple[Any, ...]
     params: Mapping[int, Signature]
-    strides: Mapping[int, tuple[tuple[int, ...], ...]]
     extents: tuple[int, ...]
     devices: Mapping[int, torch.device]
     accelerator: torch.device | None
@@ -135,7 +133,6 @@ def step_form(
         trees,
         tuple((name, form.key) for name, form in sorted(trees.items())),
         {s: trees[f"params[{s}]"].signature for s in stages},
-        {s: trees[f"params[{s}]"].strides for s in stages},
         tuple(extent(leaf) for s in stages for leaf in params[s]),
         devices,
         first if accelerates(first) else None,

@@ -12,20 +12,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ppfunc.schedule import Costs, Instruction, Op, Schedule, parts_of
 from ppfunc.schedule.instruction import COMMUNICATION
-from ppfunc.stage import LeafSignature, StageProgram
+from ppfunc.stage import StageProgram
 from ppfunc.stage.abstract.evaluation import without_values
 from ppfunc.stage.program import Example
 from ppfunc.stage.tree import tree_map
 
 from ..call.arguments import StepArguments
 from ..call.results import StepResult, collect, shape_of_sum
-from ..execution.buffers import Key, Leaves, Tag
+from ..execution.buffers import Key, Tag
 from ..execution.execute import fill
 from ..transport.protocols import LossPart, Transport
 from .compile import CompiledStep, build_programs, compile_step
 from .ledger import Memory
 from .lowered import BATCH, LoweredStage, LoweredStep
-from .memory import Given, cotangents_of, memory_of, residual_bytes
+from .memory import Given, cotangents_of, empty, memory_of, residual_bytes
 from .stage_programs import StagePrograms
 
 
@@ -261,12 +261,13 @@ def shapes_of(lowered: LoweredStep, arguments: StepArguments, parts: Mapping[int
         arguments, params=tree_map(_bare, arguments.params), state=tree_map(_bare, arguments.state),
         inputs=tree_map(_bare, arguments.inputs), seed=(0, 0),
     )  # fmt: skip
-    buffers, schedule = fill(lowered, arguments), lowered.schedule
+    buffers, schedule, meta = fill(lowered, arguments), lowered.schedule, torch.device("meta")
     for key, low in lowered.stages.items():
         loss = () if low.loss is None else low.loss.leaves
-        buffers.kept[key] = _tensors((*loss, *low.outputs.leaves, *low.metrics.leaves, *low.aux.leaves))
+        kept = (*loss, *low.outputs.leaves, *low.metrics.leaves, *low.aux.leaves)
+        buffers.kept[key] = empty(kept, meta)
         if low.sources[0].stage == BATCH:
-            buffers.values[Tag("B", key[0], BATCH, key[1])] = _tensors(low.sources[0].carrying)
+            buffers.values[Tag("B", key[0], BATCH, key[1])] = empty(low.sources[0].carrying, meta)
     for stage, sums in buffers.gradients.items():
         numbers, leaves = lowered.differentiated(stage), arguments.params[schedule.model_stages[stage]]
         for m in range(schedule.microbatches):
@@ -283,7 +284,3 @@ def shapes_of(lowered: LoweredStep, arguments: StepArguments, parts: Mapping[int
 
 def _bare(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="meta")
-
-
-def _tensors(leaves: tuple[LeafSignature, ...]) -> Leaves:
-    return tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves)

@@ -249,7 +249,8 @@ def _described(form: StepForm, shapes: BatchShapes) -> dict[str, tuple[object, .
         name: (tree.signature,) if tree.rows is None else (tree.signature, "of each microbatch")
         for name, tree in form.trees.items()
     }
-    rest = {"the batch": (shapes.text,), "strides": (form.strides,), "the devices of stages": (form.devices,)}
+    strides = tuple(form.trees[f"params[{stage}]"].strides for stage in form.params)
+    rest = {"the batch": (shapes.text,), "strides": (strides,), "the devices of stages": (form.devices,)}
     return {**trees, **rest}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ppfunc.schedule import Instruction, Op
-from ppfunc.stage import Signature, StageError, StageProgram
+from ppfunc.stage import LeafSignature, Signature, StageError, StageProgram
 from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT, data_dependence, without_values
 from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.engines.tracing.replay import replayed
@@ -25,7 +25,7 @@ from ppfunc.stage.tree import tree_leaves
 
 from ..call.arguments import StepArguments
 from ..call.results import collect, losses_of
-from ..execution.buffers import Buffers, Key
+from ..execution.buffers import Buffers, Key, Leaves
 from ..execution.execute import fill
 from ..transport.inprocess import MessagesOnPaper
 from .compile import CompiledStep, bind
@@ -108,10 +108,15 @@ def residual_bytes(program: StageProgram, low: LoweredStage) -> tuple[int, int]:
             return kept, ledger.live - given if rest else 0
 
 
-def cotangents_of(low: LoweredStage) -> tuple[torch.Tensor, ...]:
+def cotangents_of(low: LoweredStage) -> Leaves:
     """Make gradients of what is differentiated: the activation, the skip connections, the loss."""
     leaves = (leaf for part in children(low.outline.y) for leaf in part.leaves if leaf.grad)
-    return tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=low.device) for leaf in leaves)
+    return empty(leaves, low.device)
+
+
+def empty(leaves: Iterable[LeafSignature], device: torch.device) -> Leaves:
+    """Make tensors of these signatures."""
+    return tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in leaves)
 
 
 def _of_rank(step: LoweredStep, rank: int) -> LoweredStep:
@@ -129,22 +134,18 @@ def _arguments(step: LoweredStep, rank: int) -> StepArguments:
     form, schedule = step.form, step.schedule
     stages = schedule.model_stages_of(rank)
 
-    def made(signature: Signature, stage: int) -> tuple[torch.Tensor, ...]:
-        device = form.devices[stage]
-        return tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in signature.leaves)
-
-    def batch(rows: tuple[Signature, ...] | None, stage: int) -> list[tuple[torch.Tensor, ...]]:
-        return [made(row, stage) for row in rows or ()] if stage in stages else []
+    def batch(rows: tuple[Signature, ...] | None, stage: int) -> list[Leaves]:
+        return [empty(row.leaves, form.devices[stage]) for row in rows or ()] if stage in stages else []
 
     ends = schedule.chains[0].stages
     first, last = (schedule.model_stages[stage] for stage in (ends[0], ends[-1]))
     return StepArguments(
-        {s: made(form.params[s], s) for s in stages},
+        {s: empty(form.params[s].leaves, form.devices[s]) for s in stages},
         batch(form.inputs, first),
         batch(form.targets, last),
         (0, 0),
         extras={s: batch(rows, s) for s, rows in form.extras.items() if s in stages},
-        state={s: made(form.state[s], s) for s in stages if s in form.state},
+        state={s: empty(form.state[s].leaves, form.devices[s]) for s in stages if s in form.state},
         loss_weights=None,
         form=form,
         left_out=frozenset(),
