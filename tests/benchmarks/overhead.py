@@ -26,7 +26,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 import ppfunc as pp
-from ppfunc.runtime.execution import gradients
+from ppfunc.runtime.execution.gradients import Sum as GradientSum
 from ppfunc.runtime.lowering.compile import CompiledStep
 from ppfunc.schedule import Op
 
@@ -140,7 +140,7 @@ def run_programs(compiled: CompiledStep, params: dict[int, Any], rank: int) -> N
     gradients.
     """
     x, one = torch.zeros(1, WIDTH), torch.ones(())
-    sums, residuals = {s: gradients.Sum() for s in params}, {}
+    sums, residuals = {s: GradientSum() for s in params}, {}
     numbers = {s: range(len(tree)) for s, tree in params.items()}
     for instruction in compiled.lowered.schedule.instructions(rank):
         s, m = key = instruction.stage, instruction.microbatch
