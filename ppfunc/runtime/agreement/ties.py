@@ -1,7 +1,8 @@
 """Find parameters that several stages hold: replicas in a second chain, and weights that the caller has tied.
 
 They are one parameter in several places. Its gradient is the sum over all places, the same at each of them.
-Its values are the same at all places: plain steps check this each time, steps that update parameters once.
+Its values are the same at all places: plain steps check this each time, steps that update parameters before
+the first, and where somebody has written into the state; with it, that the optimizer treats all places alike.
 Parameters of two stages that share memory have to be tied.
 """
 
