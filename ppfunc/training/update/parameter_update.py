@@ -14,12 +14,13 @@ from ppfunc.runtime.execution.gradients import Gradients
 from ppfunc.runtime.execution.nonfinite import NotFinite
 from ppfunc.runtime.transport.collective import Wait
 from ppfunc.stage import LeafSignature, Signature
+from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.layout import local
 from ppfunc.stage.signature import leaf_names
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map
 
 from ..optim.norms import clip_coefficient, leaf_sums, norm_of, norm_sum
-from ..optim.protocols import selected
+from ..optim.protocols import Tree, selected
 from .comparison import start_facts
 from .precision import overflow
 from .ranks import TrainingRanks
@@ -85,7 +86,13 @@ class TrainingUpdate:
         trees = {s: tree_flatten(tree) for s, tree in self.state.params.items()}
         yield OTHER_VALUES, {s: leaves for s, (leaves, _) in trees.items()}
         trained = {s: self._rule.frozen.trained(s, tree) for s, tree in self.state.params.items()}
-        ones = {s: updated_ones(self._rule.optimizer, tree) for s, tree in trained.items()}
+        ones: dict[int, Tree] = {}
+        for s, tree in trained.items():
+            devices = {local(leaf).device for leaf in tree_leaves(tree)}
+            with preserve_rng(devices):
+                for device in devices:  # an optimizer that draws gives each place other numbers
+                    torch.rand(1 + s + self._ranks.schedule.stages * self._ranks.ranks[0], device=device)
+                ones[s] = updated_ones(self._rule.optimizer, tree)
         changed: dict[int, Any] = {s: treedef.flatten_up_to(ones[s]) for s, (_, treedef) in trees.items()}
         yield "is updated by the optimizer in another way", changed
 

@@ -174,7 +174,12 @@ def test_an_overflow_of_one_rank_of_any_axis_skips_the_update_on_all(four):
     four(overflowing)
 
 
+def noisy(grads, state, params):
+    return {name: p - 0.1 * grads[name] + 0.01 * torch.randn_like(p) for name, p in params.items()}, state
+
+
 DIVIDING = {
+    "noise": pp.optim.Optimizer(lambda params: {}, noisy),
     "groups": pp.optim.by_name({"e": pp.optim.sgd(0.5), "*": pp.optim.sgd(0.01)}),
     "mask": pp.optim.adamw(0.1, weight_decay=0.5, mask=lambda p: {name: name != "e" for name in p}),
 }
@@ -210,7 +215,7 @@ TOLD = {
 
 @pytest.mark.parametrize("kind", TOLD)
 def test_places_of_a_tied_parameter_that_would_part_are_told(two, kind):
-    """Each place went its own way, without a word: groups and masks of an optimizer go by names."""
+    """Each place went its own way, without a word: groups and masks go by names, and noise is drawn anew."""
     assert f"'t'] {TOLD[kind]} in stage 0 than in stage 1" in tied_apart(0, 1, kind)
     for text in two(tied_apart, kind):
         assert f"'t'] {TOLD[kind]} on rank 0 than on rank 1" in text
