@@ -20,6 +20,8 @@ from tests.clock import busy
 
 # Inductor would start processes that import torch, in each process that compiles a few kernels.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Programs run in Python unless a test, or who runs them, asks for C++: no test waits for a compiler.
+os.environ.setdefault("PPFUNC_NATIVE", "never")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

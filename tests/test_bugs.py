@@ -1257,3 +1257,24 @@ def test_views_of_a_copy_are_not_those_of_its_source():
     leaves = w.clone().requires_grad_(), x.clone().requires_grad_()
     wanted = torch.autograd.grad([t.sum() for t in stage(*leaves)], leaves)
     assert all(map(torch.equal, program.backward(residuals, tuple(map(torch.ones_like, y))), wanted))
+
+
+class Asserting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        h = self.first(x)
+        torch._assert_async(h.abs().max() < 1e6, "too large")
+        return self.second(h)
+
+
+@every_engine
+def test_what_a_model_asserts_is_asserted_by_its_stages(engine):
+    """No value depends on it, so that a split left it out."""
+    split = pp.split(Asserting(), torch.ones(2, 3), at=["second"])
+    step = pp.value_and_grad(split, squared, pp.gpipe(2, 2), engine=engine)
+    step(split.params, torch.ones(4, 3), torch.ones(4, 3))
+    with pytest.raises(pp.PipelineError, match="too large"):
+        step(split.params, torch.full((4, 3), 1e9), torch.ones(4, 3))

@@ -11,7 +11,7 @@ from torch.fx import Node
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import OpOverload
 from ppfunc.stage.abstract.purity import draws
-from ppfunc.stage.engines.tracing.graph import is_view, named_arguments
+from ppfunc.stage.engines.tracing.graph import is_check, is_view, named_arguments
 from ppfunc.stage.signature import differentiable
 
 from .record import BY_HAND, MODEL
@@ -181,7 +181,8 @@ class _Cutter:
         roots = [node for nodes in sent.values() for node in nodes] + list(state.values())
         roots += [r for r in self.trace.results if isinstance(r, Node)] if last else []
         roots += [w for node in roots for w in self.all_writers(node) if w.meta["stage"] == stage]
-        roots += [n for n in self.trace.nodes if n.meta["stage"] == stage and is_random(n)]
+        effects = (n for n in self.trace.nodes if is_random(n) or is_check(n))
+        roots += [n for n in effects if n.meta["stage"] == stage]
         here, taken = self._follow(roots, stage)
         for source, nodes in taken.items():
             self.wanted.setdefault(source, {})[stage] = nodes

@@ -183,7 +183,7 @@ class Recording(GraphRecorder, PreDispatchMode):
             if (result := self._on_known(func, args, kwargs, nodes)) is None:
                 raise
             return result
-        if next(tensors_in(result), None) is None and not schema(func).is_mutable:
+        if schema(func).returns and next(tensors_in(result), None) is None and not schema(func).is_mutable:
             return result  # a number, known without values
         target, args, kwargs = by_numbers(func, args, kwargs, result)
         node = self.add(target, self.with_nodes(args), self.with_nodes(kwargs), result)

@@ -35,6 +35,8 @@ def graph(
     copied into the residuals. A warning names parameters on which nothing depends, when a backward first
     runs; other engines do not see them.
 
+    A program runs in C++ where it can, with the same bits, see :mod:`ppfunc.stage.engines.tracing.native`.
+
     Tracing takes a few milliseconds per operator, and a loop is unrolled: a recurrent layer over a thousand
     steps takes minutes, where the functional and the eager engine start at once.
 

@@ -8,15 +8,17 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch.fx import Graph, Node
 
+from ..._torch import watched
 from ...errors import TRACED_LINES, warn
 from .compiled import compiled
 from .cut import Block
 from .fast_dispatch import OperatorCall, find_call
 from .graph import arguments, is_element, root
+from .native import native
 
 _TOGETHER = 2**20  # bytes of gradients that are added up at once: one by one, small ones take longer
 _writing = threading.RLock()  # one thread at a time
@@ -45,12 +47,13 @@ class TracedFunction:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.written: Callable[..., Any] | None = None
+        self._native: Callable[..., Any] | Literal[False] | None = False if recipe.compile else None
         for node in () if recipe.compile else recipe.block.body:
             if not is_element(node):
                 find_call(node)  # now, since transforms and modes may be active at the first call
 
     def __call__(self, *arguments: Any) -> Any:
-        return self.function(*arguments)
+        return self.fastest()(*arguments)
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -59,6 +62,16 @@ class TracedFunction:
             with _writing:
                 self.written = self.written or self._write()
         return self.written
+
+    def fastest(self) -> Callable[..., Any]:
+        """Return the function that runs now: the one in C++ if it is there, and nobody looks at operators.
+
+        It has the same bits. It empties each tuple among its arguments to which only its caller refers.
+        """
+        function, recipe = self.function, self.recipe
+        if self._native is None:
+            self._native = native(recipe.block, recipe.names, recipe.title, recipe.settle)
+        return self._native if self._native and not watched() else function
 
     @cached_property
     def accumulating(self) -> TracedFunction | None:

@@ -16,7 +16,7 @@ from ..._torch import BINDINGS, METHODS, TorchDispatchMode, below_autograd, bind
 from .graph import comparable, is_dense, is_tensor, named_arguments
 
 # It returns what its backward needs only in grad mode, outside of which programs run.
-_RECORDING = torch.ops.aten.mkldnn_rnn_layer.default
+RECORDING = torch.ops.aten.mkldnn_rnn_layer.default
 _FOUND: dict[Hashable, OperatorCall] = {}
 _MOST_FOUND = 10_000
 
@@ -66,7 +66,7 @@ def _kind(value: Any, numbers: dict[Node, int]) -> Hashable:
 
 
 def _find(node: Node) -> OperatorCall:
-    if node.target is _RECORDING:
+    if node.target is RECORDING:
         return OperatorCall(torch.enable_grad()(binding(node.target)))
     # A tensor that requires no gradient can stand for a number, if it has no axis.
     tensors = {n: t if (t := n.meta["val"]).dim() else t.detach() for n in node.all_input_nodes}

@@ -1,0 +1,254 @@
+// Runs programs of torch operators from a table, without Python between the operators: the same operators in
+// the same order as the function that `write.py` writes, so with the same bits.
+//
+//     make(title, name, globals, slots, constants, arguments, calls, results) -> function
+//
+// A value of a program lives in a slot from the call that makes it to the one that uses it last.
+
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/extension.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <chrono>
+#include <string>
+#include <vector>
+
+namespace {
+
+using c10::IValue;
+using Slots = std::vector<IValue>;
+constexpr int NONE = -1;                                // in the place of a slot: nothing
+constexpr std::chrono::milliseconds PATIENCE(50);       // signals are looked for so often
+
+struct Operand {
+  enum Kind { CONSTANT, SLOT, TENSORS, OPTIONAL_TENSORS } kind = CONSTANT;
+  IValue constant;
+  std::vector<int> slots;
+  bool last = false;  // whether nothing uses the slot afterwards
+};
+
+struct Call {
+  std::optional<c10::OperatorHandle> op;  // none: `sums.add(gradients, ...)` of Python
+  std::vector<Operand> operands;
+  std::vector<int> results;  // slots, one for each
+  bool one_list = false;     // whether the results come as one list of tensors
+  std::vector<int> dead;     // slots that nothing uses afterwards, unless an operand takes them along
+  std::vector<int> gradients;
+  py::tuple more;            // further arguments of `add`
+};
+
+struct Argument {
+  std::vector<int> slots;
+  bool settle;  // make tensors contiguous
+};
+
+struct Program {
+  std::string title, name;
+  py::dict globals;
+  Slots initial;  // constants in their slots
+  std::vector<Argument> arguments;
+  int sums = NONE;  // the number of the argument that gradients are added to
+  std::vector<Call> calls;
+  std::vector<std::vector<int>> results;
+};
+
+Operand read_operand(const py::tuple& text, const c10::Argument& argument) {
+  Operand operand;
+  auto kind = text[0].cast<std::string>();
+  if (kind == "default") {
+    TORCH_CHECK(argument.default_value(), argument.name(), " has no default");
+    operand.constant = *argument.default_value();
+  } else if (kind == "constant") {
+    torch::jit::ToIValueAllowNumbersAsTensors numbers(true);
+    operand.constant = torch::jit::toIValue(text[1], argument.real_type());
+  } else if (kind == "slot") {
+    operand.kind = Operand::SLOT;
+    operand.slots = {text[1].cast<int>()};
+    operand.last = text[2].cast<bool>();
+  } else {
+    auto optional = argument.type()->castRaw<c10::ListType>();
+    TORCH_CHECK(optional, argument.name(), " is no list");
+    bool may_miss = optional->getElementType()->kind() == c10::TypeKind::OptionalType;
+    operand.kind = may_miss ? Operand::OPTIONAL_TENSORS : Operand::TENSORS;
+    operand.slots = text[1].cast<std::vector<int>>();
+  }
+  return operand;
+}
+
+Call read_call(const py::tuple& text) {
+  Call call;
+  auto [name, operands, results, one_list, dead] =
+      text.cast<std::tuple<py::object, py::tuple, std::vector<int>, bool, std::vector<int>>>();
+  call.results = results;
+  call.one_list = one_list;
+  call.dead = dead;
+  if (name.is_none()) {
+    call.gradients = operands[0].cast<std::vector<int>>();
+    call.more = operands[1].cast<py::tuple>();
+    return call;
+  }
+  auto [op, overload] = name.cast<std::pair<std::string, std::string>>();
+  call.op = c10::Dispatcher::singleton().findSchemaOrThrow(op.c_str(), overload.c_str());
+  const auto& arguments = call.op->schema().arguments();
+  TORCH_CHECK(arguments.size() == operands.size(), op, ": wrong number of operands");
+  for (size_t n = 0; n < arguments.size(); n++)
+    call.operands.push_back(read_operand(operands[n].cast<py::tuple>(), arguments[n]));
+  return call;
+}
+
+// Take the tensors of an argument; one that nobody else refers to is emptied, so that they end with their slots.
+void take(PyObject* given, const Argument& argument, Slots& slots) {
+  bool own = Py_REFCNT(given) == 1;
+  for (size_t n = 0; n < argument.slots.size(); n++) {
+    PyObject* item = PyTuple_GET_ITEM(given, n);
+    if (argument.slots[n] != NONE) {
+      TORCH_CHECK_TYPE(THPVariable_Check(item), "expected a tensor, got ", Py_TYPE(item)->tp_name);
+      auto tensor = THPVariable_Unpack(item);
+      if (argument.settle) tensor = tensor.resolve_conj().contiguous();
+      slots[argument.slots[n]] = std::move(tensor);
+    }
+    if (own) {
+      PyTuple_SET_ITEM(given, n, Py_NewRef(Py_None));
+      Py_DECREF(item);
+    }
+  }
+}
+
+IValue listed(const Operand& operand, const Slots& slots) {
+  if (operand.kind == Operand::TENSORS) {
+    c10::List<at::Tensor> tensors;
+    for (int slot : operand.slots) tensors.push_back(slots[slot].toTensor());
+    return tensors;
+  }
+  c10::List<std::optional<at::Tensor>> tensors;
+  for (int slot : operand.slots)
+    tensors.push_back(slot == NONE ? std::nullopt : std::optional<at::Tensor>(slots[slot].toTensor()));
+  return tensors;
+}
+
+void run(const Call& call, Slots& slots, torch::jit::Stack& stack) {
+  stack.clear();
+  for (const auto& operand : call.operands) {
+    if (operand.kind == Operand::CONSTANT) stack.push_back(operand.constant);
+    else if (operand.kind == Operand::SLOT && operand.last) stack.push_back(std::move(slots[operand.slots[0]]));
+    else if (operand.kind == Operand::SLOT) stack.push_back(slots[operand.slots[0]]);
+    else stack.push_back(listed(operand, slots));
+  }
+  call.op->callBoxed(stack);
+  if (call.one_list) {
+    auto results = stack[0].toTensorVector();
+    TORCH_CHECK(results.size() == call.results.size(), "the operator returned another number of tensors");
+    for (size_t n = 0; n < results.size(); n++)
+      if (call.results[n] != NONE) slots[call.results[n]] = std::move(results[n]);
+  } else {
+    for (size_t n = 0; n < call.results.size(); n++)
+      if (call.results[n] != NONE) slots[call.results[n]] = std::move(stack[n]);
+  }
+  stack.clear();
+  for (int slot : call.dead) slots[slot] = IValue();
+}
+
+py::tuple wrapped(const std::vector<int>& numbers, const Slots& slots) {
+  py::tuple tensors(numbers.size());
+  for (size_t n = 0; n < numbers.size(); n++)
+    tensors[n] = numbers[n] == NONE
+        ? py::none().cast<py::object>()
+        : py::reinterpret_steal<py::object>(THPVariable_Wrap(slots[numbers[n]].toTensor()));
+  return tensors;
+}
+
+void add_up(const Call& call, Slots& slots, PyObject* into) {
+  py::gil_scoped_acquire gil;
+  auto gradients = wrapped(call.gradients, slots);
+  for (int slot : call.dead) slots[slot] = IValue();
+  auto [sums, microbatch] = py::handle(into).cast<std::pair<py::object, py::object>>();
+  py::object add = sums.attr("add");
+  PyObject* arguments[] = {gradients.release().ptr(), call.more[0].ptr(), microbatch.ptr()};
+  PyObject* done = PyObject_Vectorcall(add.ptr(), arguments, 3, nullptr);
+  Py_DECREF(arguments[0]);
+  if (done == nullptr) throw py::error_already_set();
+  Py_DECREF(done);
+}
+
+void run_all(const Program& program, Slots& slots, PyObject* into, size_t& at) {
+  py::gil_scoped_release no_gil;
+  c10::impl::ExcludeDispatchKeyGuard casts(c10::autocast_dispatch_keyset);
+  at::AutoDispatchBelowADInplaceOrView below;  // no operator of a table writes into its arguments
+  torch::jit::Stack stack;
+  auto looked = std::chrono::steady_clock::now();
+  for (at = 0; at < program.calls.size(); at++) {
+    const auto& call = program.calls[at];
+    if (call.op) run(call, slots, stack);
+    else add_up(call, slots, into);
+    if (auto now = std::chrono::steady_clock::now(); now - looked > PATIENCE) {
+      looked = now;
+      py::gil_scoped_acquire gil;
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+  }
+}
+
+// Add the call to the traceback, as if a line of Python had made it.
+void place(const Program& program, size_t line) {
+  PyObject *kind, *value, *trace;
+  PyErr_Fetch(&kind, &value, &trace);
+  auto* code = PyCode_NewEmpty(program.title.c_str(), program.name.c_str(), static_cast<int>(line));
+  auto* frame = code ? PyFrame_New(PyThreadState_Get(), code, program.globals.ptr(), nullptr) : nullptr;
+  PyErr_Restore(kind, value, trace);
+  if (frame) PyTraceBack_Here(frame);
+  Py_XDECREF(frame);
+  Py_XDECREF(code);
+}
+
+PyObject* execute(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  const auto& program = *static_cast<Program*>(PyCapsule_GetPointer(self, nullptr));
+  size_t at = 0;
+  auto call = [&]() -> PyObject* {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK_TYPE(static_cast<size_t>(count) == program.arguments.size() + (program.sums != NONE),
+                     program.name, ": wrong number of arguments");
+    Slots slots = program.initial;
+    for (size_t n = 0; n < program.arguments.size(); n++) {
+      TORCH_CHECK_TYPE(PyTuple_Check(given[n]) &&
+                           static_cast<size_t>(PyTuple_GET_SIZE(given[n])) == program.arguments[n].slots.size(),
+                       program.name, ": expected a tuple of ", program.arguments[n].slots.size(), " values");
+      take(given[n], program.arguments[n], slots);
+    }
+    run_all(program, slots, program.sums == NONE ? nullptr : given[program.sums], at);
+    if (program.results.size() == 1) return wrapped(program.results[0], slots).release().ptr();
+    py::tuple results(program.results.size());
+    for (size_t n = 0; n < program.results.size(); n++) results[n] = wrapped(program.results[n], slots);
+    return results.release().ptr();
+    END_HANDLE_TH_ERRORS
+  };
+  PyObject* result = call();
+  if (result == nullptr) place(program, at + 1);
+  return result;
+}
+
+PyMethodDef execute_method = {"program", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(execute)),
+                              METH_FASTCALL, nullptr};
+
+py::object make(std::string title, std::string name, py::dict globals, size_t slots,
+                const std::vector<std::pair<int, at::Tensor>>& constants,
+                const std::vector<std::pair<std::vector<int>, bool>>& arguments, int sums,
+                const py::list& calls, std::vector<std::vector<int>> results) {
+  auto program = std::make_unique<Program>();
+  program->title = std::move(title);
+  program->name = std::move(name);
+  program->globals = std::move(globals);
+  program->initial.resize(slots);
+  for (const auto& [slot, tensor] : constants) program->initial[slot] = tensor;
+  for (const auto& [numbers, settle] : arguments) program->arguments.push_back({numbers, settle});
+  program->sums = sums;
+  for (const auto& text : calls) program->calls.push_back(read_call(text.cast<py::tuple>()));
+  program->results = std::move(results);
+  py::capsule owner(program.release(), [](void* it) { delete static_cast<Program*>(it); });
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&execute_method, owner.ptr()));
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) { module.def("make", &make); }

@@ -1,0 +1,150 @@
+"""Build and load ``native.cpp``, which runs programs without Python between their operators.
+
+It is compiled once per torch, in the background, and kept in a folder. Until it is there, programs run as
+Python functions, with the same bits. ``PPFUNC_NATIVE`` says when it serves:
+
+* ``auto``, the default: from the moment it is there, on Linux, if a compiler is;
+* ``always``: before the first program runs, or RuntimeError;
+* ``never``.
+
+``PPFUNC_CACHE`` names the folder, by default that of torch's own extensions.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from .cut import Block
+from .table import table
+
+Program = Callable[..., Any]
+
+_SOURCE = Path(__file__).with_name("native.cpp")
+_FLAGS = ("-O1", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-DTORCH_EXTENSION_NAME=native")
+_LIBRARIES = ("-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10")
+
+
+class _Library:
+    """The library of this process.
+
+    Attributes:
+        make: makes a program of a table; None until the library is there.
+        failure: why it will not be there.
+    """
+
+    def __init__(self) -> None:
+        self.make: Callable[..., Program] | None = None
+        self.failure = ""
+        self._begun = threading.Lock()
+
+    def begin(self) -> None:
+        """Load the library, or let a thread have it built. Later calls do nothing."""
+        if not self._begun.acquire(blocking=False):
+            return
+        choice = os.environ.get("PPFUNC_NATIVE", "auto")
+        if choice not in ("auto", "always", "never"):
+            raise ValueError(f"PPFUNC_NATIVE: got {choice!r}, expected 'auto', 'always' or 'never'")
+        compiler = shutil.which(os.environ.get("CXX", "g++"))
+        file = _folder() / f"ppfunc-{_key()}.so"
+        if choice == "never":
+            self.failure = "PPFUNC_NATIVE is 'never'"
+        elif sys.platform != "linux" or compiler is None:
+            self.failure = "it is built on Linux, by g++ or the compiler that CXX names"
+        elif choice == "always" or file.exists():
+            self._load(file, compiler)
+        else:
+            threading.Thread(
+                target=self._load, args=(file, compiler), name="ppfunc build", daemon=True
+            ).start()
+        if choice == "always" and self.make is None:
+            raise RuntimeError(f"PPFUNC_NATIVE is 'always', but there is no native program: {self.failure}")
+
+    def _load(self, file: Path, compiler: str) -> None:
+        try:
+            if not file.exists():
+                _build(file, compiler)
+            if file.stat().st_uid != os.geteuid() or file.stat().st_mode & 0o022:
+                raise OSError(f"{file} is not of this user alone")
+            loader = ExtensionFileLoader("native", str(file))
+            spec = spec_from_loader("native", loader)
+            assert spec is not None
+            loader.exec_module(module := module_from_spec(spec))
+            self.make = module.make
+        except subprocess.CalledProcessError as error:
+            self.failure = f"{compiler} failed: {error.stderr[-2000:]}"
+        except (OSError, ImportError) as error:
+            self.failure = f"{type(error).__name__}: {error}"
+
+
+library = _Library()
+
+
+def native(
+    block: Block, names: tuple[str, ...], title: str, settle: tuple[str, ...]
+) -> Program | Literal[False] | None:
+    """Make the program of a part of a trace.
+
+    Returns:
+        False where Python runs it for good; None until the library is there.
+    """
+    if library.make is None:
+        library.begin()
+    if library.make is None:
+        return False if library.failure else None
+    rows = table(block, names, title, settle)
+    if rows is None:
+        return False
+    try:
+        return library.make(*rows)
+    except (RuntimeError, TypeError, ValueError):  # an argument of a kind that tables do not hold
+        return False
+
+
+def _folder() -> Path:
+    named = os.environ.get("PPFUNC_CACHE") or os.environ.get("TORCH_EXTENSIONS_DIR")
+    return Path(named) if named else Path("~/.cache/torch_extensions").expanduser()
+
+
+def _key() -> str:
+    """Digest what the library depends on."""
+    parts = (torch.__version__, sysconfig.get_config_var("SOABI"), *_FLAGS, _SOURCE.read_text())
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
+
+
+def _build(file: Path, compiler: str) -> None:
+    """Compile the library. Of processes that begin at the same time one does, and the others wait for it.
+
+    Raises:
+        subprocess.CalledProcessError: the compiler has failed.
+    """
+    root = Path(torch.__file__).parent
+    includes = (root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"])
+    command = [compiler, *_FLAGS, *(f"-I{path}" for path in includes), str(_SOURCE), "-o", f"{file}.part"]
+    command += [f"-L{root / 'lib'}", *_LIBRARIES]
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(f"{file}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            # A shell goes on, and holds the lock, if this process ends before the compiler does.
+            subprocess.run(
+                ["sh", "-c", 'umask 077 && nice -n 19 "$@" && mv "$0.part" "$0"', str(file), *command],
+                check=True,
+                capture_output=True,
+                text=True,
+                process_group=0,
+                pass_fds=(lock.fileno(),),
+            )

@@ -1,0 +1,292 @@
+"""Programs in C++: the bits of Python's, its memory, its errors; and when Python runs instead."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ppfunc as pp
+from ppfunc.stage import graph
+from ppfunc.stage.engines.tracing import native
+from tests.stage.test_accumulate import Given, chain, chained
+
+pytestmark = [pytest.mark.compiler, pytest.mark.filterwarnings("ignore:.*nothing depends on")]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """The library, built once for all versions of a machine, in the folder of torch's extensions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PPFUNC_NATIVE", "always")
+        made = native._Library()
+        made.begin()
+    return made
+
+
+@pytest.fixture
+def in_cpp(library, monkeypatch):
+    """Let programs run in C++, and count those that do."""
+    made = []
+    monkeypatch.setattr(native, "library", library)
+    make = library.make
+    monkeypatch.setattr(library, "make", lambda *rows: made.append(rows) or make(*rows))
+    return made
+
+
+def test_every_kind_of_stage_gives_the_same_bits(case, run, in_cpp):
+    plain = run(graph(case.fn, case.args, has_aux=case.has_aux), case)
+    assert in_cpp
+    native.library, library = native._Library(), native.library
+    native.library.failure = "off"
+    try:
+        program = graph(case.fn, case.args, has_aux=case.has_aux)
+        assert run(program, case) == plain
+        want = run(program, case, apart=True)
+    finally:
+        native.library = library
+    program = graph(case.fn, case.args, has_aux=case.has_aux)
+    assert run(program, case, apart=True) == want == plain
+
+
+def test_most_programs_run_in_cpp(case, run, in_cpp):
+    program = graph(case.fn, case.args, has_aux=case.has_aux)
+    run(program, case)
+    for function in program.flat[:2]:
+        fastest = function.fastest()
+        assert fastest is not function.function or any(
+            n.target in native_free(n) for n in function.recipe.block.body
+        )
+
+
+def native_free(node):
+    from ppfunc.stage.engines.tracing.fast_dispatch import RECORDING
+    from ppfunc.stage.engines.tracing.graph import is_mutable
+
+    return {RECORDING} | ({node.target} if is_mutable(node) else set())
+
+
+@torch.no_grad()
+def test_residuals_are_freed_after_their_last_use(in_cpp):
+    seen = []
+
+    class Watching:
+        def add(self, gradients, numbers, microbatch):
+            gc.collect()
+            seen.append([alive() is not None for alive in refs])
+
+    params, x = chained()
+    program = graph(chain, (params, x))
+    flat = program.flat
+    leaves = tuple(t for pair in params for t in pair)
+    from ppfunc.stage.engines.tracing import emit as accumulate
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accumulate, "_TOGETHER", 1)
+        (y,), residuals = flat.forward.fastest()(leaves, (x,), ())
+        made = [t for t in residuals if not any(t is p for p in (*leaves, x))]
+        refs = [weakref.ref(t) for t in made]
+        del made, y
+        add = flat.backward.accumulating.fastest()
+        assert type(add).__name__ == "builtin_function_or_method"
+        waiting = {0: residuals}
+        del residuals
+        add(waiting.pop(0), (torch.ones(2, 64),), (Watching(), 0))
+    assert seen[0].count(True) < len(refs) or len(refs) == 0
+    assert not any(alive() for alive in refs)
+
+
+@torch.no_grad()
+def test_arguments_that_others_refer_to_stay(in_cpp):
+    program = graph(lambda w, x: (x @ w).sin(), (torch.ones(2, 2), torch.ones(1, 2)))
+    (y,), residuals = program.flat.forward.fastest()((torch.ones(2, 2),), (torch.ones(1, 2),), ())
+    first = program.flat.backward.fastest()(residuals, (y,))
+    second = program.flat.backward.fastest()(residuals, (y,))
+    assert all(isinstance(t, torch.Tensor) for t in residuals)
+    assert all(
+        torch.equal(a, b) for p, q in zip(first, second, strict=True) for a, b in zip(p, q, strict=True)
+    )
+
+
+@torch.no_grad()
+def test_gradients_are_added_up_while_a_program_runs(in_cpp, monkeypatch):
+    from ppfunc.stage.engines.tracing import emit as accumulate
+
+    monkeypatch.setattr(accumulate, "_TOGETHER", 1)
+    params, x = chained()
+    program = graph(chain, (params, x)).flat
+    leaves = tuple(t for pair in params for t in pair)
+    _, residuals = program.forward(leaves, (x,), ())
+    given, gy = Given(), (torch.ones(2, 64),)
+    gx = program.backward.accumulating(residuals, gy, (given, 3))
+    gparams, want = program.backward.function(residuals, gy)
+    assert torch.equal(gx[0], want[0]) and len(given.parts) > 2
+    assert sorted(given.gradients) == list(range(len(gparams)))
+    assert all(torch.equal(g, gparams[n]) and m == 3 for n, (g, m) in given.gradients.items())
+
+
+@torch.no_grad()
+def test_an_error_has_its_class_and_the_users_line(in_cpp):
+    def stage(w, x):
+        return w[x].sin()  # fails here
+
+    w = torch.randn(5, 3)
+    program = graph(stage, (w, torch.tensor([1]))).flat
+    run = program.forward.fastest()
+    assert run is not program.forward.function
+    with pytest.raises(IndexError, match="index 7 is out of bounds") as caught:
+        run((w,), (torch.tensor([7]),), ())
+    from ppfunc.stage.errors import line_of
+
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if "# fails here" in text)
+    assert line_of(caught.value) == f" at {__file__}:{line}"
+    assert "forward" in "".join(traceback.format_tb(caught.value.__traceback__))
+    (y,), _ = run((w,), (torch.tensor([4]),), ())  # and it goes on
+    assert torch.equal(y, w[4:].sin())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("arguments", [((),), ((), (), ()), (((),), ((torch.ones(2),),), ((),)), (1, 2, 3)])
+def test_wrong_arguments_raise(in_cpp, arguments):
+    program = graph(lambda w, x: w * x, (torch.ones(2), torch.ones(2))).flat
+    with pytest.raises(TypeError):
+        program.forward.fastest()(*arguments)
+
+
+@torch.no_grad()
+def test_python_runs_where_somebody_looks_at_operators(in_cpp):
+    class Seeing(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    forward = graph(lambda w, x: (w * x).sin(), (torch.ones(2), torch.ones(2))).flat.forward
+    assert forward.fastest() is not forward.function
+    with Seeing() as mode:
+        assert forward.fastest() is forward.function
+        forward((torch.ones(2),), (torch.ones(2),), ())
+    assert torch.ops.aten.sin.default in mode.seen
+    torch.func.vmap(lambda w: forward((w,), (torch.ones(2),), ())[0][0])(torch.ones(3, 2))
+
+
+@torch.no_grad()
+def test_an_interrupt_cuts_a_long_program(in_cpp):
+    def stage(w, x):
+        for _ in range(400):
+            x = x @ w
+        return x
+
+    n = 500
+    program = graph(stage, (torch.eye(n), torch.eye(n))).flat
+    run = program.forward.fastest()
+    assert run is not program.forward.function
+    begun = time.monotonic()
+    run((torch.eye(n),), (torch.eye(n),), ())
+    whole = time.monotonic() - begun
+    timer = threading.Timer(
+        min(0.2, whole / 4), signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+    )
+    begun = time.monotonic()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        run((torch.eye(n),), (torch.eye(n),), ())
+        time.sleep(1)
+    timer.join()
+
+
+@torch.no_grad()
+def test_the_interpreter_is_free_while_a_program_runs(in_cpp):
+    """Two threads run the same program at the same time, each in memory of its own."""
+    w, x = torch.randn(64, 64), torch.randn(8, 64)
+    program = graph(lambda w, x: (x @ w).tanh() @ w, (w, x)).flat
+    run, want, wrong = program.forward.fastest(), program.forward.function((w,), (x,), ())[0][0], []
+
+    def often():
+        for _ in range(200):
+            if not torch.equal(run((w,), (x,), ())[0][0], want):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=often) for _ in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not wrong
+
+
+@torch.no_grad()
+def test_a_step_gives_the_same_bits(in_cpp):
+    def stage(p, x):
+        return torch.nn.functional.dropout(torch.tanh(x @ p["w"] + p["b"]), 0.5)
+
+    def loss_fn(y, t):
+        return (y - t).square().mean()
+
+    params = {s: {"w": torch.randn(8, 8), "b": torch.randn(8)} for s in range(4)}
+    x, t = torch.randn(32, 8), torch.randn(32, 8)
+    results = []
+    for off in (False, True):
+        if off:
+            native.library = native._Library()
+            native.library.failure = "off"
+        step = pp.value_and_grad([stage] * 4, loss_fn, pp.zb_h1(ranks=4, microbatches=8))
+        results.append([step(params, x, t, seed=(0, n)) for n in range(2)])
+    assert in_cpp
+    for (a, g), (b, h) in zip(*results, strict=True):
+        assert torch.equal(a, b)
+        assert all(torch.equal(g[s][k], h[s][k]) for s in g for k in g[s])
+
+
+def run_apart(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True
+    )
+
+
+STEP = """
+import torch, ppfunc as pp
+from ppfunc.stage.engines.tracing import native
+program = pp.engines.graph(lambda w, x: w * x, (torch.ones(2), torch.ones(2))).flat
+torch.set_grad_enabled(False)
+print(program.forward((torch.ones(2),), (torch.ones(2),), ())[0][0].sum().item(), native.library.failure)
+"""
+
+
+@pytest.mark.parametrize(
+    "environment, text",
+    [
+        ({"PPFUNC_NATIVE": "never"}, "2.0 PPFUNC_NATIVE is 'never'"),
+        ({"PPFUNC_NATIVE": "auto", "CXX": "no-such-compiler"}, "2.0 it is built on Linux, by g++"),
+        ({"PPFUNC_NATIVE": "always", "CXX": "no-such-compiler"}, "PPFUNC_NATIVE is 'always', but"),
+        ({"PPFUNC_NATIVE": "sometimes"}, "got 'sometimes', expected 'auto', 'always' or 'never'"),
+        ({"PPFUNC_NATIVE": "always", "CXX": "false", "PPFUNC_CACHE": "{tmp}"}, "false failed"),
+    ],
+)
+def test_when_there_is_none_is_told(tmp_path, environment, text):
+    done = run_apart(STEP, **{k: v.format(tmp=tmp_path) for k, v in environment.items()})
+    assert text in done.stdout + done.stderr
+
+
+def test_a_library_that_others_can_write_is_not_loaded(library, tmp_path, monkeypatch):
+    monkeypatch.setenv("PPFUNC_CACHE", str(tmp_path))
+    monkeypatch.setenv("PPFUNC_NATIVE", "auto")
+    file = tmp_path / f"ppfunc-{native._key()}.so"
+    file.write_bytes(b"")
+    file.chmod(0o666)
+    other = native._Library()
+    other.begin()
+    assert other.make is None and "is not of this user alone" in other.failure
