@@ -116,7 +116,7 @@ def test_microbatches_whose_gradients_come_in_other_parts(monkeypatch):
 
 @pytest.mark.parametrize("schedule", [pp.gpipe(1, M), pp.zb_h1(1, M)], ids=["whole", "I and W apart"])
 def test_a_step_holds_few_gradients_beside_their_sums(schedule, monkeypatch):
-    """Those of a layer, and the new sum of one; with all at once, the gradients and the new sums of the whole
+    """Those of a layer, and the new sum of one; with all at once, the gradients and the sums of the whole
     stage.
     """
     params, inputs, targets = problem(schedule)
@@ -132,7 +132,7 @@ def test_a_step_holds_few_gradients_beside_their_sums(schedule, monkeypatch):
 
     in_parts(monkeypatch, run)
     few = 3 * SIZE + (M * LAYERS + 8) * 2 * 8 * WIDTH * 2  # and activations
-    assert most[0] > 3 * LAYERS * SIZE
+    assert most[0] > 2 * LAYERS * SIZE
     assert LAYERS * SIZE < most[-1] < LAYERS * SIZE + few
 
 
