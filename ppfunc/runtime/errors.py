@@ -159,6 +159,11 @@ class FailureRecord(NamedTuple):
         return cls(culprit, None, None, f"{cause.reason}{victim}{where}", reporter, False)
 
     @classmethod
+    def gone(cls, rank: int, reporter: int, reason: str = GONE) -> Self:
+        """Record that a rank is gone."""
+        return cls(rank, None, None, reason, reporter, False)
+
+    @classmethod
     def read(cls, text: str) -> Self:
         return cls(*json.loads(text))
 

@@ -13,7 +13,7 @@ import argparse
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 
@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from ppfunc.runtime.control.connections import Address, in_thread
 from ppfunc.runtime.control.control import Control
 from ppfunc.runtime.control.socket_links import SocketLinks
-from ppfunc.runtime.control.sockets import Address
 from ppfunc.runtime.control.tree import END, TreeMessages
 from ppfunc.runtime.transport.p2p import P2P
 from ppfunc.runtime.transport.protocols import LossPart
@@ -116,19 +116,12 @@ def timed(side: Callable[[], object], steps: int, group: dist.ProcessGroup) -> f
 class Keys:
     """A rendezvous of two ranks in one process."""
 
-    def __init__(self, keys: dict[int, Address], rank: int) -> None:
-        self.rank, self.size, self.timeout = rank, 2, 60.0
-        self.publish, self._keys = partial(keys.__setitem__, rank), keys
-        self.abandon, self.forget = lambda failure, missing: None, lambda: None
+    size, timeout, host = 2, 60.0, "127.0.0.1"
 
-    def look(
-        self, above: int | None, missing: Callable[[], Sequence[int] | None]
-    ) -> Iterator[tuple[str, tuple[int, Address]]]:
-        while missing() is not None:
-            if above in self._keys:
-                yield "at", (above, self._keys[above])
-                above = None
-            time.sleep(0.001)
+    def __init__(self, keys: dict[int, Address], rank: int) -> None:
+        self.rank, self.address = rank, keys.get
+        self.publish = partial(keys.__setitem__, rank)
+        self.failure, self.forget = lambda awaited: None, lambda: None
 
 
 def parts_of_a_step() -> dict[str, float]:
@@ -136,7 +129,8 @@ def parts_of_a_step() -> dict[str, float]:
     waited for.
     """
     keys: dict[int, Address] = {}
-    root, child = (Control(SocketLinks(Keys(keys, rank))) for rank in range(2))
+    links = [in_thread(partial(SocketLinks, Keys(keys, rank)), "meets") for rank in range(2)]
+    root, child = (Control(each.result()) for each in links)
     tree = TreeMessages(child.links, (0, 1), "tree")
     parts = {1: LossPart(1, LeafSignature((MICROBATCHES,), torch.float32, False))}
     losses = f"1:{bytes(parts[1].leaf.nbytes).hex()}"

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from itertools import pairwise
 
 from hypothesis import given, strategies as st
 
 from ppfunc.runtime.control.failure_tree import FailureTree
-from ppfunc.runtime.control.tree import RankTree, path
+from ppfunc.runtime.control.tree import RankTree
 
 
 class Ranks:
@@ -25,6 +24,9 @@ class Ranks:
             FailureTree(RankTree.over(range(size), r), partial(self.send, r), partial(self.note, r))
             for r in range(size)
         ]
+        for rank, tree in enumerate(self.trees):
+            for neighbour in RankTree.over(range(size), rank).neighbours:
+                tree.connect(neighbour)
 
     def send(self, sender, neighbour, *message):
         self.pipes.setdefault((sender, neighbour), deque()).append(message)
@@ -125,18 +127,17 @@ def test_who_comes_late_hears_of_the_last_failures_and_few_are_kept():
         ranks.trees[0].publish(f"failure {n}")
         ranks.trees[0].notice()
     ranks.pipes.clear()
-    ranks.trees[0].inform(1)
+    ranks.trees[0].connect(1)
     while ranks.deliver(lambda n: 0):
         pass
     kept = ranks.trees[0].verdicts
     assert ranks.trees[1].verdicts == kept and 39 in kept and len(kept) < 20
 
 
-@given(st.integers(0, 40), st.integers(0, 40))
-def test_a_path_goes_up_and_down_the_tree(one, other):
-    way = path(one, other)
-    assert (way[0], way[-1]) == (one, other) and len(set(way)) == len(way)
-    tree = {rank: RankTree.over(range(41), rank) for rank in way}
-    assert all(b in tree[a].neighbours for a, b in pairwise(way))
-    turn = way.index(min(way))
-    assert way[: turn + 1] == sorted(way[: turn + 1], reverse=True) and way[turn:] == sorted(way[turn:])
+def test_a_failure_of_a_rank_whose_parent_has_not_connected_is_decided_by_it_and_by_those_below():
+    ranks = Ranks(7)
+    ranks.trees[1].connected.discard(0)
+    ranks.trees[1].publish("alone")
+    while ranks.deliver(lambda n: 0):
+        pass
+    assert [0 in tree.verdicts for tree in ranks.trees] == [False, True, False, True, True, False, False]

@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
 from types import SimpleNamespace
@@ -438,7 +439,8 @@ class Work:
 
 def over_gloo(rendezvous, links, wanted, device, begun):
     for one in wanted:
-        begun.append(rendezvous.open_nccl(one.name, one.members.index(links.rank), 2))
+        store, place = dist.PrefixStore(one.name, rendezvous.store), one.members.index(links.rank)
+        begun.append(_torch.ProcessGroupNCCL(store, place, 2, timedelta(seconds=60)))
         yield begun[-1]
 
 

@@ -1,14 +1,17 @@
 """Keep the ranks of a pipeline together: a step begins, ends or fails on all of them, along a binary tree."""
 
+import ctypes
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Literal, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ppfunc.stage.device import upload
 from ppfunc.stage.interrupts import hold_interrupts, keep_holding, send_later
 
 from ..agreement.comparison import (
@@ -18,11 +21,11 @@ from ..agreement.comparison import (
     require_same_modes,
     require_same_step,
 )
+from ..call.results import shape_of_sum, sum_up
 from ..errors import CLOSED, AgreementError, Failure, FailureRecord, LinkError, PipelineError
 from ..execution.buffers import Compared
 from ..transport.grid import Axes, Grid, ShardWhat
 from ..transport.protocols import LossPart, Mode
-from .loss_texts import read_sum, sum_texts, to_text
 from .tree import BEGIN, END, Links, TreeMessages
 
 _KEY, _TEXT = "key", "text"  # channels besides those of trees
@@ -259,36 +262,39 @@ class Control:
         """Sum the losses of all ranks of a tree, once all are here. Over the world, it ends the step."""
         last, rank = tree is self._world, self.links.rank
         modes = [rank if mode == name else -1 for name in ("training", "evaluation")]  # a rank in either
-        gathered = []  # stage and losses
+        texts = []  # stage and losses
         for stage, part in parts.items():
             if part.rank == self.rank:
                 got, leaf = losses[stage], part.leaf
                 assert (got.shape, got.dtype) == (leaf.shape, leaf.dtype), (got.shape, got.dtype, leaf)
-                gathered.append(f"{stage}:{to_text(got)}")
+                texts.append(f"{stage}:{_to_text(got)}")
         for child in tree.children:
             training, evaluation, below = self._recv_end(tree, child)
-            modes, gathered = [max(modes[0], training), max(modes[1], evaluation)], gathered + below
+            modes, texts = [max(modes[0], training), max(modes[1], evaluation)], texts + below
         require_same_modes(*modes)
         if last:
             keep_holding()  # the step may have ended on some ranks already
         if tree.parent is None:
-            total = sum_texts(gathered, parts)
+            texts = [_to_text(_sum_texts(texts, parts))] if parts else []
         else:
             if last:
                 self.links.vote(self.ended)
-            tree.send(END, " ".join(map(str, (self.ended, *modes, *gathered))), tree.parent)
-            *_, total = self._recv_end(tree, tree.parent)
+            tree.send(END, " ".join(map(str, (self.ended, *modes, *texts))), tree.parent)
+            *_, texts = self._recv_end(tree, tree.parent)
         if last:
             self.links.commit(self.ended)
-        tree.send_down(END, " ".join(map(str, (self.ended, *modes, *total))))  # first: the next line may fail
-        return read_sum(total, parts, self.device)
+        tree.send_down(END, " ".join(map(str, (self.ended, *modes, *texts))))  # first: the next line may fail
+        if not parts:
+            return None
+        dtype = reduce(torch.promote_types, (part.leaf.dtype for part in parts.values()))
+        return upload(_read(texts[0], shape_of_sum(parts), dtype), self.device)
 
     def _recv_end(self, tree: TreeMessages, peer: int) -> tuple[int, int, list[str]]:
         """Receive the modes and the losses, or their sum, of a peer at the end of the same step."""
-        theirs, training, evaluation, *losses = tree.recv(peer, END).split(" ")
+        theirs, training, evaluation, *texts = tree.recv(peer, END).split(" ")
         if theirs != str(self.ended):
             require_same_step(f"steps ended: {self.ended}", f"steps ended: {theirs}", self.links.rank, peer)
-        return int(training), int(evaluation), losses
+        return int(training), int(evaluation), texts
 
     # -- failures --------------------------------------------------------------------------
 
@@ -338,3 +344,22 @@ class Control:
                 self.fail(Failure(self.rank, None, None, error))
         finally:
             self.close()
+
+
+def _to_text(losses: torch.Tensor) -> str:
+    """Return the bytes of a tensor as hexadecimal digits."""
+    losses = losses.detach().cpu().contiguous()
+    return ctypes.string_at(losses.data_ptr(), losses.nbytes).hex()
+
+
+def _read(text: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    if not text:  # torch.frombuffer takes no empty buffer
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray.fromhex(text), dtype=dtype).view(shape)
+
+
+def _sum_texts(texts: Sequence[str], parts: Mapping[int, LossPart]) -> torch.Tensor:
+    """Sum losses in the order of the stages, at the top of a tree: all ranks get the same bits."""
+    of_stage = dict(text.split(":") for text in texts)
+    leaves = [(of_stage[str(stage)], part.leaf) for stage, part in sorted(parts.items())]
+    return sum_up([_read(text, leaf.shape, leaf.dtype) for text, leaf in leaves], parts)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from .tree import RankTree
 
+MEETING = -1  # what ranks vote for before the first step: that all have met
 _KEPT = 16  # failures that a rank which comes late receives
 
 
@@ -37,6 +38,7 @@ class FailureTree:
     Attributes:
         generation: number of failures that this rank has handled.
         verdicts: the last ones, by generation.
+        connected: the neighbours that receive messages.
         gone: the neighbours that have ended.
     """
 
@@ -45,10 +47,11 @@ class FailureTree:
     ) -> None:
         self.generation = 0
         self.verdicts: dict[int, Verdict] = {}
+        self.connected: set[int] = set()
         self.gone: set[int] = set()
         self._tree, self._send, self._on_verdict = tree, send, on_verdict
         self._voted: int | None = None
-        self._committed = 0
+        self._committed = MEETING
         self._deferred: list[tuple[int, str]] = []  # failures that came between a vote and its outcome
 
     @property
@@ -91,7 +94,7 @@ class FailureTree:
         """Bring a failure to the rank that decides."""
         if generation in self.verdicts:
             return
-        if self._tree.parent is not None and self._tree.parent not in self.gone:
+        if self._tree.parent in self.connected:
             self._send(self._tree.parent, "failed", generation, failure)
         elif self._voted is not None:
             self._deferred.append((generation, failure))
@@ -106,10 +109,12 @@ class FailureTree:
         """Note that a neighbour is gone: a failure of the first generation that has none."""
         if peer not in self.gone:
             self.gone.add(peer)
+            self.connected.discard(peer)
             self.report(self.undecided, failure)
 
-    def inform(self, neighbour: int) -> None:
-        """Send the verdicts to a rank below that has just connected."""
+    def connect(self, neighbour: int) -> None:
+        """Note that a neighbour has connected; send a rank below what has been decided."""
+        self.connected.add(neighbour)
         if neighbour != self._tree.parent:
             for generation, verdict in self.verdicts.items():
                 self._send(neighbour, "decided", generation, *verdict)

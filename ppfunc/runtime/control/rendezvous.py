@@ -1,27 +1,23 @@
 """Pair up the calls of all ranks that make a transport, or a save: keys in the store of their group."""
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import TimeoutError
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from hashlib import sha256
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ..errors import Failure, FailureRecord, LinkError
+from ..errors import GONE, Failure, FailureRecord, LinkError, PipelineError
 from ..transport import _torch
-from .sockets import Address
+from .connections import Address, in_thread, own_host
 
 T = TypeVar("T")
-_LATER = 30.0  # seconds
 _SOON = 1.0  # seconds for the store to take a note
-_FIRST, _PAUSE = 0.001, 0.05  # seconds between looks into the store, at first and later
-_PROBE = 0.5  # seconds between looks after ranks that have not come; more where these take long
+_LOOK = 0.5  # seconds between looks whether a rank has failed; more where these take long
 
 
 class Rendezvous:
@@ -40,7 +36,10 @@ class Rendezvous:
         ranks: those of the world that take part, in order; by default those of the group.
 
     Raises:
-        LinkError: the store does not answer.
+        PipelineError: the store does not answer.
+
+    Attributes:
+        store: of this round.
     """
 
     def __init__(
@@ -54,65 +53,63 @@ class Rendezvous:
         self._places = [dist.get_group_rank(group, rank) for rank in self.ranks]
         self.timeout = _torch.timeout_of(group).total_seconds() if timeout is None else timeout
         self._server = self.ranks.index(0) if 0 in self.ranks else self.rank  # rank 0 of the world serves it
+        self._next_look = 0.0
         if ranks is not None:
             name = f"{name}/{sha256(repr(self.ranks).encode()).hexdigest()[:16]}"
         store = _torch.store_of(group)
-        while True:
-            number = self._ask(lambda: store.add(f"{name}/{self.rank}", 1))
-            self._store = PrefixStore(f"{name}/{number}", store)
-            abandoned = self._ask(lambda: self._read("abandoned"))
-            if abandoned is None or self.rank not in abandoned[1]:
-                return
+        self.host = own_host(_torch.host_of(store))
+        try:
+            while True:
+                number = self._ask(lambda: store.add(f"{name}/{self.rank}", 1))
+                self.store = PrefixStore(f"{name}/{number}", store)
+                abandoned = self._read("abandoned")
+                if abandoned is None or self.rank not in abandoned[1]:
+                    return
+        except LinkError as error:
+            raise PipelineError(error.peer, None, None, error.reason, self.rank) from error
 
     def publish(self, address: Address) -> None:
         """Publish where this rank listens."""
-        self._ask(lambda: self._store.set(f"address/{self.rank}", json.dumps(address)))
+        self._ask(lambda: self.store.set(f"address/{self.rank}", json.dumps(address)))
 
-    def look(
-        self, above: int | None, missing: Callable[[], Sequence[int] | None]
-    ) -> Iterator[tuple[str, Any]]:
-        """Look into the store until the ranks have met. Blocks while the store is stopped.
+    def address(self, rank: int) -> Address | None:
+        """Return where a rank listens; None if it has not come."""
+        address = self._read(f"address/{rank}")
+        return None if address is None else Address(*address)
 
-        Args:
-            above: the rank whose address is wanted.
-            missing: returns the ranks that have not come; None when they have met.
+    def missing(self) -> list[int]:
+        """List the ranks that have not come; none if the store does not say."""
+        keys = [f"address/{rank}" for rank in range(self.size)]
+        with suppress(LinkError):
+            present = self._ask(lambda: [self.store.check([key]) for key in keys], _SOON)
+            return [rank for rank, here in enumerate(present) if not here]
+        return []
 
-        Yields:
-            ``("at", (above, address))``, ``("gone", rank)`` for one whose process has ended, and at the end
-            ``("abandoned", failure)`` of this round, or ``("lost", server)`` without the store.
+    def failure(self, awaited: Sequence[int]) -> str | None:
+        """Look at times if this round has been abandoned, or an awaited process has ended; return the record
+        of the failure.
         """
-        pause, probe = _FIRST, time.monotonic() + _PROBE
-        try:
-            while (ranks := missing()) is not None:
-                if above is not None and (address := self._read(f"address/{above}")) is not None:
-                    yield "at", (above, Address(*address))
-                    above = None
-                if (began := time.monotonic()) > probe:
-                    if (abandoned := self._read("abandoned")) is not None:
-                        yield "abandoned", abandoned[0]
-                        return
-                    yield from (("gone", rank) for rank in ranks if not self.alive(rank))
-                    probe = time.monotonic() + max(_PROBE, 10 * (time.monotonic() - began))
-                time.sleep(pause)
-                pause = min(2 * pause, _PAUSE)
-        except LinkError as error:
-            yield "lost", error.peer
+        began = time.monotonic()
+        if began < self._next_look:
+            return None
+        abandoned = self._read("abandoned")
+        if abandoned is not None:
+            return str(abandoned[0])
+        ended = next((rank for rank in awaited if not self.alive(rank)), None)
+        self._next_look = time.monotonic() + max(_LOOK, 10 * (time.monotonic() - began))
+        return None if ended is None else FailureRecord.gone(ended, self.rank).write()
 
-    def abandon(self, failure: str, missing: Sequence[int] = ()) -> None:
-        """Fail this round on all ranks. The first failure of a round stays.
+    def abandon(self, failure: str) -> str:
+        """Fail this round on all ranks with a FailureRecord; return the first one of the round.
 
-        Args:
-            failure: a FailureRecord, as text.
-            missing: the ranks whose absence it is. Their next call is of another round.
+        If it is the absence of a rank, the next call of that rank is of another round.
         """
-        text = json.dumps([failure, list(missing)])
-        with suppress(OSError, RuntimeError):  # out of reach; or the interpreter is ending
-            self._ask(lambda: self._store.compare_set("abandoned", "", text), _SOON)
-
-    def forget(self) -> None:
-        """Delete the address of this rank, once all have met."""
-        with suppress(OSError, RuntimeError):
-            self._ask(lambda: self._store.delete_key(f"address/{self.rank}"), _SOON)
+        rank = FailureRecord.read(failure).rank
+        absent = [rank] if rank != self.rank and rank in self.missing() else []
+        text = json.dumps([failure, absent])
+        with suppress(LinkError):
+            return str(json.loads(self._ask(lambda: self.store.compare_set("abandoned", "", text), _SOON))[0])
+        return failure
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -124,46 +121,29 @@ class Rendezvous:
             self.abandon(FailureRecord(self.rank, None, None, reason, self.rank, False).write())
             raise
 
-    def _read(self, key: str) -> Any:
-        with self._within_reach():
-            return json.loads(self._store.get(key)) if self._store.check([key]) else None
+    def forget(self) -> None:
+        """Delete the address of this rank, once all have met."""
+        with suppress(LinkError):
+            self._ask(lambda: self.store.delete_key(f"address/{self.rank}"), _SOON)
 
     def alive(self, peer: int) -> bool:
         """Return False where the process of a peer is known to have ended."""
         return _torch.alive(self._gloo, self._places[peer])
 
-    def open_nccl(self, name: str, place: int, size: int) -> Any:
-        """Make an NCCL communicator, which connects in its first operation.
-
-        Its operations may take longer than peers do: who is late is found first.
-        """
-        limit = timedelta(seconds=2 * self.timeout + _LATER)
-        return _torch.ProcessGroupNCCL(PrefixStore(name, self._store), place, size, limit)
+    def _read(self, key: str) -> Any:
+        return self._ask(lambda: json.loads(self.store.get(key)) if self.store.check([key]) else None)
 
     def _ask(self, call: Callable[[], T], seconds: float | None = None) -> T:
-        """Make a call of the store in a thread: a store that is stopped blocks that thread only."""
-        answer: Future[T] = Future()
+        """Make a call of the store in a thread: a store that is stopped blocks that thread only.
 
-        def run() -> None:
-            try:
-                answer.set_result(call())
-            except Exception as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=run, name="ppfunc store", daemon=True).start()
+        Raises:
+            LinkError: the store, or the process that serves it, does not answer.
+        """
         seconds = self.timeout if seconds is None else seconds
         try:
-            with self._within_reach():
-                return answer.result(seconds)
+            return in_thread(call, "store").result(seconds)
         except TimeoutError:
-            reason = f"it serves the store of the process group, which has not answered in {seconds:g} s"
-            raise LinkError(self._server, "late", reason) from None
-
-    @contextmanager
-    def _within_reach(self) -> Iterator[None]:
-        """Raise LinkError of the process that serves the store if it is gone."""
-        try:
-            yield
-        except dist.DistError as error:
-            reason = f"it serves the store of the process group, which is out of reach ({error})"
-            raise LinkError(self._server, "gone", reason) from error
+            late = f"it serves the store of the process group, which has not answered in {seconds:g} s"
+            raise LinkError(self._server, "late", late) from None
+        except (dist.DistError, RuntimeError) as error:
+            raise LinkError(self._server, "gone", GONE) from error

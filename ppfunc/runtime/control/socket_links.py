@@ -2,69 +2,109 @@
 
 import json
 import os
+import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
+from typing import Any, TypeVar
 
 from ppfunc.stage.interrupts import act_on_interrupts
 
-from ..errors import CLOSED, GONE, FailureRecord, LinkError
-from .connections import WATCH, Connections
-from .failure_tree import FailureTree, Verdict
+from ..errors import CLOSED, GONE, Failure, FailureRecord, LinkError
+from .connections import Address, Listener, Stream, connect, in_thread
+from .failure_tree import MEETING, FailureTree, Verdict
 from .rendezvous import Rendezvous
-from .sockets import Address, Stream
 from .suspects import Answer, find_culprit
-from .tree import RankTree
+from .tree import RankTree, TreeMessages
 
+T = TypeVar("T")
+_WATCH = b"watch"  # the channel of streams that are watched
 _PATIENCE = 1.0  # seconds for a failure to arrive
 _ALONE = 2.0  # seconds to wait for the ranks above to decide, more than a busy machine takes
 _ANSWERS = 1.5  # seconds to wait for the ranks that live to say whom they wait for
 _FRESH = 0.5  # seconds for which an answer holds
 _SPINS = 200  # looks at a socket before sleeping: who sleeps is woken some 30 us after the message
+_POLL = 0.05  # seconds between looks into the store for an address
 _LOOK = 0.02  # seconds between looks whether a signal has come, or a rank has failed
 
 # Yield this core to waiting processes. The receiver of a message may be one of them.
 give_way: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
-class SocketLinks(Connections):
+class SocketLinks:
     """Implements :class:`~ppfunc.runtime.control.tree.Links` of a process by sockets.
 
-    When the watched connection of a neighbour in the tree ends, or a failure is published,
-    :class:`~.failure_tree.FailureTree` decides which failure is the first. The store need not live for that:
-    only the address of the rank above is read from it, the others travel along the tree.
+    Neighbours in the tree have a connection that a thread at each end watches. When it ends, or a failure is
+    published, :class:`~.failure_tree.FailureTree` decides which failure is the first. All other messages are
+    read by the thread that waits for them: on a second connection of neighbours, and on one that its sender
+    opens between others.
+
+    All ranks make theirs at the same time, and each is returned when all have met.
 
     Args:
         rendezvous: where ranks find each other.
 
+    Raises:
+        PipelineError, AgreementError: the first failure while they meet.
+
     Attributes:
+        closed: whether all connections have ended, or are about to.
         waiting_on: the rank that this one waits for.
         status: describes the rest of this rank to those that wait for it.
         on_failure: called with the number of steps that were committed before a failure.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        self.size = rendezvous.size
-        self._rendezvous, self._timeout = rendezvous, rendezvous.timeout
-        self._tree = RankTree.over(range(self.size), rendezvous.rank)
-        super().__init__(rendezvous.rank, self._tree.neighbours, self._timeout)
+        self.rank, self.size, self.timeout = rendezvous.rank, rendezvous.size, rendezvous.timeout
+        self.closed, self._met, self._rendezvous = False, False, rendezvous
         self.waiting_on: int | None = None
         self.status: Callable[[], Answer] = Answer
         self.on_failure: Callable[[int], None] = lambda committed: None
+        self.changed = threading.Condition(threading.RLock())  # guards what threads share
+        self._tree = RankTree.over(range(self.size), self.rank)
         self._failures = FailureTree(self._tree, self._send, self._heed)
+        self.incoming: dict[int, Stream] = {}
+        self.outgoing: dict[int, Stream] = {}
+        self.watched: dict[int, Stream] = {}
+        self._dials: dict[tuple[int, str], Future[None]] = {}  # connections that are being opened
+        self._addresses: dict[int, Address] = {}
         self._answers: dict[int, tuple[float, Answer]] = {}  # by rank, and when
         self._asked = 0.0  # when all were asked last
         self._left: set[int] = set()  # neighbours that need no rank any more
         self._cut_off = False  # whether the rank above has not answered
-        self._abandoned: str | None = None  # the failure that has ended the meeting
-        rendezvous.publish(self.address)
+        self.listener = Listener(rendezvous.host, self.timeout, self.welcome, 2 * len(self._tree.neighbours))
+        _OPEN.add(self)
         try:
-            for work in (self.accept, self._meet) if self.size > 1 else ():
-                threading.Thread(target=work, name=f"ppfunc links {work.__name__}", daemon=True).start()
-        except RuntimeError:  # there can be no more threads
-            super().end()
-            raise
+            self._meet()
+        except BaseException as cause:
+            record = FailureRecord.of(Failure(self.rank, None, None, cause), self.rank, self.suspect)
+            first = FailureRecord.read(rendezvous.abandon(self.publish(record.write())))
+            self.close()
+            if first == record and not isinstance(cause, LinkError):
+                raise
+            raise first.error(self.rank) from cause
+
+    def _meet(self) -> None:
+        """Connect to the rank above, wait for those below, and exchange the addresses of all ranks."""
+        mine = self._addresses[self.rank] = self.listener.address
+        self._rendezvous.publish(mine)
+        if (parent := self._tree.parent) is not None:
+            self._open(parent, "tree")
+            self._open(parent, "watched")
+        for child in self._tree.children:
+            self.wait_for(child, partial(self.watched.get, child))
+        tree = TreeMessages(self, range(self.size), "meet")
+        collected = tree.collect(json.dumps(mine))
+        (self.vote if self.rank else self.commit)(MEETING)  # a rank that has met may fail its first step
+        texts = tree.share(collected)
+        if self.rank:
+            self.commit(MEETING)
+        self._addresses = {rank: Address(*json.loads(text)) for rank, text in texts.items()}
+        self._met = True
+        self._rendezvous.forget()
 
     @property
     def generation(self) -> int:
@@ -73,66 +113,144 @@ class SocketLinks(Connections):
     # -- messages --------------------------------------------------------------------------
 
     def send(self, peer: int, channel: str, data: bytes) -> None:
-        self.stream(peer).send(self.generation, channel.encode(), data)
+        if (stream := self.outgoing.get(peer)) is None:
+            self._open(peer)
+            stream = self.outgoing[peer]
+        stream.send(self.generation, channel.encode(), data)
         give_way()
 
     def recv(self, peer: int, channel: str) -> bytes:
-        stream, name = self.stream(peer), channel.encode()
-        end, spins = time.monotonic() + self._timeout, _SPINS
-        self.waiting_on = peer
+        name, incoming = channel.encode(), self.incoming
+
+        def arrived() -> bytes | None:
+            return incoming[peer].next(self.generation, name) if peer in incoming else None
+
+        def pause() -> None:
+            incoming[peer].wait(_LOOK) if peer in incoming else self._pause()
+
+        message = arrived()
+        return self.wait_for(peer, arrived, pause=pause, spins=_SPINS) if message is None else message
+
+    def _open(self, peer: int, kind: str = "one way") -> None:
+        """Open a connection to a peer."""
+        address = self._addresses.get(peer) or self.wait_for(
+            peer, lambda: self._rendezvous.address(peer), pause=partial(time.sleep, _POLL)
+        )
+
+        def dial() -> None:
+            connection = connect(address, f"{self.rank} {kind}", self.timeout, lambda: self.closed)
+            self._attach(peer, kind, connection, self.outgoing)
+
+        if (peer, kind) not in self._dials:  # which an interrupt has left
+            self._dials[peer, kind] = in_thread(dial, "connects")
+        try:
+            self.settle(peer, self._dials[peer, kind], f"rank {peer}, which cannot be reached,")
+        except (ConnectionRefusedError, TimeoutError) as error:
+            raise LinkError(peer, "gone", self._why(error)) from error
+        finally:
+            if self._dials[peer, kind].done():
+                del self._dials[peer, kind]
+
+    def welcome(self, who: str, connection: socket.socket) -> None:
+        """Begin to use a connection that a peer has opened."""
+        rank, _, kind = who.partition(" ")
+        self._attach(int(rank), kind, connection, self.incoming)
+
+    def _attach(self, peer: int, kind: str, connection: socket.socket, one_way: dict[int, Stream]) -> None:
+        """Begin to use a connection. A thread reads it if it is watched."""
+        stream = Stream(connection, self.timeout)
+        tables = {"tree": [self.incoming, self.outgoing], "watched": [self.watched], "one way": [one_way]}
+        with self.changed:
+            for table in tables[kind]:
+                table[peer] = stream
+            if self.closed:
+                stream.close()
+            if kind == "watched":
+                self._failures.connect(peer)
+                in_thread(lambda: self._watch(peer, stream), "watches")
+            self.changed.notify_all()
+
+    def settle(self, peer: int, future: Future[T], late: str = "") -> T:
+        """Wait for a thread in which this rank waits for a peer."""
+        future.add_done_callback(self._notify)
+        self.wait_for(peer, lambda: future.done() or None, late)
+        return future.result()
+
+    def _notify(self, future: object) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def wait_for(
+        self,
+        peer: int,
+        ready: Callable[[], T | None],
+        late: str = "",
+        pause: Callable[[], None] | None = None,
+        spins: int = 0,
+    ) -> T:
+        """Wait for something that a peer has to do, until ``ready()`` is not None.
+
+        Args:
+            late: what is waited for, if it is not the peer itself.
+            pause: waits a little; by default until something changes.
+            spins: looks before the first pause.
+
+        Raises:
+            LinkError: a rank has failed, or the peer is gone or late.
+        """
+        end, self.waiting_on = time.monotonic() + self.timeout, peer
         while True:
-            problem = self._problem(stream)  # looked for before the message, which may have come before it
-            if (message := stream.next(self.generation, name)) is not None:
+            if not self._met:
+                self._look_after_missing()
+            problem = self._problem(peer)  # looked for before the message, which may have come before it
+            if (result := ready()) is not None:
                 self.waiting_on = None
-                return message
+                return result
             if problem is not None:
                 raise problem
             if spins:
                 spins -= 1
                 give_way()
                 continue
-            left = end - time.monotonic()
-            if left <= 0:
-                waited = f"rank {self.rank} waited for rank {peer}, which has not answered"
-                raise LinkError(peer, "late", f"{waited} in {self._timeout:g} s")
-            self._wait(stream, min(left, _LOOK))
+            act_on_interrupts()
+            if time.monotonic() > end:
+                what = late or f"rank {peer}, which has not answered"
+                raise LinkError(peer, "late", f"rank {self.rank} waited for {what} in {self.timeout:g} s")
+            (pause or self._pause)()
 
-    def _wait(self, stream: Stream, seconds: float) -> None:
-        act_on_interrupts()
-        if stream.socket is not None:
-            stream.wait(seconds)
-        else:
-            with self.changed:
-                self.changed.wait(seconds)
-        act_on_interrupts()
+    def _pause(self) -> None:
+        with self.changed:
+            self.changed.wait(_LOOK)
 
-    def _problem(self, stream: Stream) -> Exception | None:
+    def _problem(self, peer: int) -> Exception | None:
         if self.closed:
             return RuntimeError(CLOSED)
-        if self._failed:
-            return LinkError(stream.peer, "failed", "a rank has failed")
-        if stream.ended or self._failures.lost(stream.peer):
-            return LinkError(stream.peer, "gone", self._why(stream))
-        return None
+        if self._failures.stopped:
+            return LinkError(peer, "failed", "a rank has failed")
+        if peer in self.incoming and self.incoming[peer].ended:
+            return LinkError(peer, "gone", self._why(self.incoming[peer].link_error))
+        return LinkError(peer, "gone", GONE) if self._failures.lost(peer) else None
 
-    @property
-    def _failed(self) -> bool:
-        return self._failures.stopped or self._abandoned is not None
-
-    def _why(self, stream: Stream) -> str:
-        if stream.link_error is None:
-            return GONE
-        return f"the link between it and rank {self.rank} has failed ({stream.link_error.strerror})"
+    def _look_after_missing(self) -> None:
+        """Take the failure of a rank that is not connected yet from the store."""
+        awaited = [peer for peer in self._tree.neighbours if peer not in self.watched]
+        if (failure := self._rendezvous.failure(awaited)) is not None:
+            with self.changed:
+                self._failures.report(self.generation, failure)
+                self._failures.decide(self.generation, failure)
 
     # -- steps and failures ----------------------------------------------------------------
 
     def check(self) -> None:
-        if self.closed:
-            raise RuntimeError(CLOSED)
-        if self._failed:
-            raise LinkError(-1, "failed", "a rank has failed")
-        for neighbour in self._failures.gone:
-            raise LinkError(neighbour, "gone", self._why(self.stream(neighbour, True)))
+        if (problem := self._problem(-1)) is not None:
+            raise problem
+        for peer in self._failures.gone:
+            raise LinkError(peer, "gone", self._why(self.watched[peer].link_error))
+
+    def _why(self, error: BaseException | None) -> str:
+        if not isinstance(error, TimeoutError):
+            return GONE
+        return f"the link between it and rank {self.rank} has failed ({error})"
 
     def vote(self, step: int) -> None:
         with self.changed:
@@ -147,13 +265,13 @@ class SocketLinks(Connections):
 
     def publish(self, failure: str) -> str:
         with self.changed:
-            mine, failure = self.generation, self._abandoned or failure
-            self._failures.publish(failure)
-            patience = 0.0 if self.closed or self._cut_off or self._abandoned else _ALONE
-            if not self.changed.wait_for(lambda: mine in self._failures.verdicts, patience):
-                self._failures.decide(mine, failure)  # the ranks above are frozen
+            mine, failures = self.generation, self._failures
+            failures.publish(failure)
+            patience = 0.0 if self.closed or self._cut_off else _ALONE
+            if not self.changed.wait_for(lambda: mine in failures.verdicts, patience):
+                failures.decide(mine, failure)  # the ranks above are frozen
             self.waiting_on, self._cut_off = None, False
-            return self._failures.notice()
+            return failures.notice()
 
     def await_failure(self, peer: int) -> None:
         """Wait a while for a failure to be published, or for this peer to be gone."""
@@ -170,8 +288,10 @@ class SocketLinks(Connections):
             self.on_failure(verdict.committed)
 
     def suspect(self, peer: int) -> tuple[int, str]:
+        if not self._met and (missing := self._rendezvous.missing()):
+            return missing[0], f"rank {missing[0]} has not come"
         with self.changed:
-            parent, since = self._tree.parent, time.monotonic() - _FRESH
+            since, parent = time.monotonic() - _FRESH, self._tree.parent
 
             def fresh() -> dict[int, Answer]:
                 return {rank: answer for rank, (at, answer) in self._answers.items() if at >= since}
@@ -182,10 +302,8 @@ class SocketLinks(Connections):
             )
             answers = fresh()
             self._cut_off = parent is not None and parent not in answers
-            culprit, state = find_culprit(self.rank, answers | {self.rank: self._answer(peer)})
-            if culprit not in answers and culprit not in self.addresses:
-                state = f"rank {culprit} has not come"
-            return culprit, state
+            mine = self._answer(None if peer == self.rank else peer)
+            return find_culprit(self.rank, self.size, answers | {self.rank: mine})
 
     def _ask_all(self, but: int | None = None) -> None:
         """Ask all ranks for their states, and send them that of this one, unless they were just asked."""
@@ -197,55 +315,43 @@ class SocketLinks(Connections):
 
     def _answer(self, awaits: int | None) -> Answer:
         """Describe this rank to one that waits. Whatever ``status`` raises, the watch goes on."""
-        cut = [peer for peer in self._tree.neighbours if self.stream(peer, True).cut]
+        cut = [peer for peer, stream in list(self.watched.items()) if stream.cut]
         try:
             return self.status()._replace(awaits=awaits, cut=cut)
         except Exception:
             return Answer(awaits, cut=cut)
 
-    # -- messages of neighbours, in threads ---------------------------------------------------
+    # -- messages of neighbours, in threads ------------------------------------------------
 
-    def welcome(self, peer: int) -> None:
-        with self.changed:
-            self._send(peer, "at", self.addresses)
-            self._failures.inform(peer)
+    def _watch(self, peer: int, stream: Stream) -> None:
+        try:
+            while True:
+                while (message := stream.next(0, _WATCH)) is not None:
+                    self._receive(peer, *json.loads(message))
+                if stream.ended:  # it may have been while it was written
+                    return
+                stream.wait()
+        finally:  # a neighbour must not wait for a thread that has failed
+            stream.close()
+            with self.changed:
+                if peer not in self._left and not self.closed:
+                    record = FailureRecord.gone(peer, self.rank, self._why(stream.link_error))
+                    self._failures.note_gone(peer, record.write())
+                self.changed.notify_all()
 
-    def receive(self, peer: int, message: bytes) -> None:
-        kind, *facts = json.loads(message)
+    def _receive(self, peer: int, kind: str, *facts: Any) -> None:
         with self.changed:
-            if kind == "at":
-                self._learn({int(rank): Address(*address) for rank, address in facts[0].items()}, peer)
-            elif kind == "whom":
-                self._ask_all(but=peer)
-            elif kind == "is":
-                self._answers[facts[0]] = time.monotonic(), Answer(*facts[1])
-                self._send_all(kind, *facts, but=peer)
-            elif kind == "leaves":
-                self._left.add(peer)
-            else:
-                self._failures.receive(kind, *facts)
+            match kind, facts:
+                case "whom", _:
+                    self._ask_all(but=peer)
+                case "is", (rank, answer):
+                    self._answers[rank] = time.monotonic(), Answer(*answer)
+                    self._send_all(kind, *facts, but=peer)
+                case "leaves", _:
+                    self._left.add(peer)
+                case _:
+                    self._failures.receive(kind, *facts)
             self.changed.notify_all()
-
-    def note_end(self, stream: Stream) -> None:
-        with self.changed:
-            neighbour = stream.peer in self._tree.neighbours and stream.peer not in self._left
-            if neighbour and not self.closed:
-                self._note_gone(stream.peer)
-            self.changed.notify_all()
-
-    def _note_gone(self, peer: int) -> None:
-        self._failures.note_gone(peer, self._record(peer, self._why(self.stream(peer, True))))
-
-    def _record(self, peer: int, reason: str = GONE) -> str:
-        return FailureRecord(peer, None, None, reason, self.rank, False).write()
-
-    def _learn(self, addresses: dict[int, Address], but: int | None = None) -> None:
-        """Store new addresses, pass them on, and connect to those that are needed."""
-        new = {rank: address for rank, address in addresses.items() if rank not in self.addresses}
-        if new:
-            self.addresses |= new
-            self._send_all("at", new, but=but)
-            self.dial()
 
     def _send_all(self, kind: str, *facts: object, but: int | None = None) -> None:
         for neighbour in self._tree.neighbours:
@@ -253,68 +359,44 @@ class SocketLinks(Connections):
                 self._send(neighbour, kind, *facts)
 
     def _send(self, neighbour: int, kind: str, *facts: object) -> None:
-        self.stream(neighbour, True).send(0, WATCH, json.dumps([kind, *facts]).encode())
+        if neighbour in self.watched:
+            self.watched[neighbour].send(0, _WATCH, json.dumps([kind, *facts]).encode())
 
-    # -- how the ranks meet, and part ------------------------------------------------------
-
-    def _meet(self) -> None:
-        """Read addresses and failures from the store, in a thread: a stopped store blocks that alone."""
-        for kind, fact in self._rendezvous.look(self._tree.parent, self._missing):
-            with self.changed:
-                if kind == "at":
-                    self._learn({fact[0]: fact[1]})
-                elif kind == "abandoned":
-                    self._abandoned = fact
-                    self._failures.decide(self.generation, fact)
-                elif kind == "lost":
-                    self._lose_store(fact)
-                elif fact not in self.addresses:
-                    self._note_gone(fact)
-                self.changed.notify_all()
-        if self._met:
-            self._rendezvous.forget()
-
-    @property
-    def _met(self) -> bool:
-        return len(self.addresses) == self.size and self.connected
-
-    def _missing(self) -> list[int] | None:
-        """Return the ranks to look after that have not come: of all at rank 0. None after the meeting."""
-        if self.closed or self._met:
-            return None
-        ranks = self._tree.members[1:] if self.rank == 0 else self._tree.neighbours
-        return [rank for rank in ranks if rank not in self.addresses]
-
-    def _lose_store(self, server: int) -> None:
-        """Handle the loss of the store: ranks that have not connected can no longer be found."""
-        parent, failures = self._tree.parent, self._failures
-        if server != self.rank:
-            failures.report(failures.undecided, self._record(server))
-        if parent is not None and self.stream(parent, True).socket is None:
-            failures.decide(failures.undecided, self._record(server))
-            failures.gone.add(parent)
-
-    def close(self) -> None:
-        """End all connections when messages have left, so that peers that wait raise at once. Idempotent."""
-        self.drain()
-        self.end()
+    # -- the end ---------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """End all connections when this rank needs no other one. Sent messages still arrive."""
-        if self._failures.verdicts:
-            return self.close()
-        with self.changed:
-            self._send_all("leaves")
-        self.drain()
-        self._rendezvous.forget()
-        super().end()
+        """End all connections when this rank needs no other one."""
+        if not self._failures.verdicts:
+            with self.changed:
+                self._send_all("leaves")
+        self.close()
 
-    def end(self) -> None:
-        """End all connections at once. Ranks that have not connected yet find the failure in the store."""
-        if not self.closed and not self._met:
-            self.closed = True
-            missing = [rank for rank in range(self.size) if rank not in self.addresses]
-            verdicts = self._failures.verdicts
-            failure = verdicts[max(verdicts)].failure if verdicts else self._record(self.rank)
-            self._rendezvous.abandon(failure, missing if FailureRecord.read(failure).rank in missing else [])
-        super().end()
+    def close(self) -> None:
+        """End all connections. Idempotent. Takes no lock, so that it may be called in a finalizer."""
+        self.closed = True
+        self.listener.close()
+        for stream in self.streams:
+            stream.close()
+
+    @property
+    def streams(self) -> list[Stream]:
+        """List all connections."""
+        return [*self.incoming.values(), *self.outgoing.values(), *self.watched.values()]
+
+
+_OPEN: weakref.WeakSet[SocketLinks] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """Close connections in a forked child: peers would not notice that its parent has ended.
+
+    Those of gloo stay open: a peer that waits for data of the parent is released when the child ends.
+    """
+    for links in _OPEN:
+        links.closed = True
+        for inherited in (links.listener.socket, *(stream.socket for stream in links.streams)):
+            inherited.close()
+    _OPEN.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -104,19 +104,6 @@ class RankTree(NamedTuple):
         return [*above, *self.children]
 
 
-def path(one: int, other: int) -> list[int]:
-    """Return the way through the tree from one place to another.
-
-    >>> path(3, 5)
-    [3, 1, 0, 2, 5]
-    """
-    up, down = [one], [other]
-    while up[-1] != down[-1]:
-        longer = up if up[-1] > down[-1] else down
-        longer.append((longer[-1] - 1) // 2)
-    return up + down[-2::-1]
-
-
 class TreeMessages:
     """Sends and receives the messages of one tree.
 
@@ -156,12 +143,19 @@ class TreeMessages:
 
     def gather_texts(self, text: str) -> dict[int, str]:
         """Gather the texts of all ranks of the tree, by rank. Collective."""
+        return self.share(self.collect(text))
+
+    def collect(self, text: str) -> str:
+        """Collect the texts of this rank and those below."""
         texts = [(self._links.rank, text)]
         for child in self.children:
             texts += json.loads(self.recv(child, GATHER))
-        gathered = json.dumps(texts)
+        return json.dumps(texts)
+
+    def share(self, collected: str) -> dict[int, str]:
+        """Give what is collected to the rank above, and what this returns to those below."""
         if self.parent is not None:
-            self.send(GATHER, gathered, self.parent)
-            gathered = self.recv(self.parent, GATHER)
-        self.send_down(GATHER, gathered)
-        return dict(json.loads(gathered))
+            self.send(GATHER, collected, self.parent)
+            collected = self.recv(self.parent, GATHER)
+        self.send_down(GATHER, collected)
+        return dict(json.loads(collected))

@@ -225,6 +225,13 @@ def store_of(group: dist.ProcessGroup) -> Store:
     return group.get_group_store()
 
 
+def host_of(store: Any) -> str | None:
+    """Return the host that serves a store, if one does."""
+    while store is not None and not hasattr(store, "host"):
+        store = getattr(store, "underlying_store", None)
+    return None if store is None else str(store.host)
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return the timeout of the operations of a group."""
     return _backend(group).options._timeout

@@ -2,41 +2,36 @@
 
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ppfunc.stage.interrupts import act_on_interrupts
-
+from ..control.connections import in_thread
 from ..control.rendezvous import Rendezvous
 from ..control.socket_links import SocketLinks
-from ..errors import LinkError
 from . import _torch
 
-Events = SimpleQueue[tuple[str, Any]]
-"""What a thread tells: a kind, and what goes with it."""
-
 _CHANNEL = "open"
-_PAUSE = 0.05  # seconds between looks whether a rank has failed
+_LATER = 30.0  # seconds
 
 
 class _Addresses(Store):
     """Serves as the store of a gloo communicator, which leaves its address here and waits for others."""
 
-    def __init__(self, left: Callable[[tuple[str, Any]], None]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._left, self._known, self._complete = left, dict[str, bytes](), threading.Event()
+        self.mine: Future[tuple[str, bytes]] = Future()  # its key and its address
+        self._known, self._complete = dict[str, bytes](), threading.Event()
         self._given_up = False
 
     def set(self, key: str, value: Any) -> None:
         self._known[key] = bytes(value)
-        self._left(("address", (key, bytes(value))))
+        self.mine.set_result((key, bytes(value)))
 
     def wait(self, keys: Sequence[str], timeout: object = None) -> None:
         self._complete.wait()
@@ -55,9 +50,8 @@ class _Addresses(Store):
         self._complete.set()
 
     def give_up(self) -> None:
-        """Unblock waiters with an error and drop the callback, so that a group completed later is freed."""
+        """Unblock waiters with an error."""
         self._given_up = True
-        self._left = lambda event: None
         self._complete.set()
 
 
@@ -117,20 +111,22 @@ def open_nccl(
     While one begins, no kernel may wait for a peer: it would hold up what allocates memory.
     """
     places = [one.members.index(links.rank) for one in wanted]
-    threads: list[tuple[int, Events]] = []
+    limit = timedelta(seconds=2 * rendezvous.timeout + _LATER)  # who is late is found first
+    dials: list[tuple[int, Future[Any]]] = []
     for one, place in zip(wanted, places, strict=True):
 
         def begin(one: Opening = one, place: int = place) -> Any:
-            group = rendezvous.open_nccl(one.name, place, len(one.members))
+            store = PrefixStore(one.name, rendezvous.store)
+            group = _torch.ProcessGroupNCCL(store, place, len(one.members), limit)
             begun.append(group)
             _torch.begin_nccl(group, device)
             return group
 
-        threads.append((one.members[(place + 1) % len(one.members)], in_thread(begin, links.rank)))
-    groups = [await_next(links, events, peer, rendezvous.timeout) for peer, events in threads]
-    for one, place, group, (peer, _) in zip(wanted, places, groups, threads, strict=True):
+        dials.append((one.members[(place + 1) % len(one.members)], in_thread(begin, "opens")))
+    groups = [links.settle(peer, dial) for peer, dial in dials]
+    for one, place, group, (peer, _) in zip(wanted, places, groups, dials, strict=True):
         connect = partial(_torch.connect_nccl, group, place, len(one.members), device, one.messages)
-        await_next(links, in_thread(connect, links.rank), peer, rendezvous.timeout)
+        links.settle(peer, in_thread(connect, "connects"))
         yield group
 
 
@@ -150,55 +146,17 @@ def open_gloo(links: SocketLinks, name: str, members: Sequence[int], timeout: fl
         RuntimeError: gloo has failed to connect.
     """
     place, others = members.index(links.rank), [member for member in members if member != links.rank]
-    events, peer = Events(), members[(place + 1) % len(members)]
-    addresses, limit = _Addresses(events.put), timedelta(seconds=timeout)
-    in_thread(lambda: _torch.ProcessGroupGloo(addresses, place, len(members), limit), place, events)
+    peer = members[(place + 1) % len(members)]
+    addresses, limit = _Addresses(), timedelta(seconds=timeout)
+    group = in_thread(lambda: _torch.ProcessGroupGloo(addresses, place, len(members), limit), "opens")
     try:
-        key, address = await_next(links, events, peer, timeout)
+        key, address = links.settle(peer, addresses.mine)
         for other in others:
             links.send(other, _CHANNEL, json.dumps([name, key, address.hex()]).encode())
         addresses.complete(dict(receive_address(links, name, other) for other in others))
-        return await_next(links, events, peer, timeout)
+        return links.settle(peer, group)
     finally:
         addresses.give_up()
-
-
-def in_thread(work: Callable[[], Any], rank: int, events: Events | None = None) -> Events:
-    """Begin ``work`` in a thread, whose last event is ``("done", result)`` or ``("failed", error)``."""
-    tell: Events = Events() if events is None else events
-
-    def run() -> None:
-        try:
-            tell.put(("done", work()))
-        except Exception as error:
-            tell.put(("failed", error))
-
-    threading.Thread(target=run, name=f"ppfunc rank {rank}", daemon=True).start()
-    return tell
-
-
-def await_next(links: SocketLinks, events: Events, peer: int, timeout: float, late: str = "") -> Any:
-    """Wait for the next event of a thread, in which this rank waits for a peer.
-
-    Args:
-        late: what is waited for, and has not happened; that the peer connects, by default.
-    """
-    end, links.waiting_on = time.monotonic() + timeout, peer
-    while True:
-        try:
-            act_on_interrupts()
-            kind, what = events.get(timeout=_PAUSE)
-            break
-        except Empty:
-            links.check()
-            if time.monotonic() > end:
-                late = late or f"rank {peer}, which has not connected"
-                reason = f"rank {links.rank} waited for {late} in {timeout:g} s"
-                raise LinkError(peer, "late", reason) from None
-    if kind == "failed":
-        raise what
-    links.waiting_on = None
-    return what
 
 
 def receive_address(links: SocketLinks, name: str, peer: int) -> tuple[str, bytes]:

@@ -2,33 +2,33 @@
 
 import json
 import os
-import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc._text import require_one_of
 from ppfunc.stage.device import download, record_event, unique_name
 from ppfunc.stage.interrupts import hold_interrupts
 
+from ..control.connections import in_thread
 from ..control.control import Control
 from ..control.rendezvous import Rendezvous
 from ..control.socket_links import SocketLinks
 from ..control.suspects import Answer
-from ..errors import CLOSED, Failure, LinkError, PipelineError
+from ..errors import CLOSED, Failure, LinkError
 from ..execution.buffers import Compared
 from . import _torch
 from ._torch import CARRIES
 from .collective import Among, Collective
-from .grid import Axes, ShardWhat, grid_of, require_shardable
-from .opening import Opening, await_next, in_thread, open_groups
+from .grid import Axes, ShardWhat, grid_of
+from .joining import pair_up, require_group
+from .opening import Opening, open_groups
 from .pair_groups import PairGroups, lost
 from .protocols import Call, LossPart, Mode, Route, Transfer
 
@@ -58,9 +58,9 @@ class P2P(Control):
     change that.
 
     Every rank makes its transports over a group in the same order, and so its step functions over a
-    transport. After a failure that all ranks survive, also of this constructor, the next transport that all
-    make works. A step returns on all ranks, once each is at its end, or fails on all of them. One step runs
-    at a time.
+    transport. One is returned when all ranks have made theirs. After a failure that all ranks survive, also
+    of this constructor, the next transport that all make works. A step returns on all ranks, once each is at
+    its end, or fails on all of them. One step runs at a time.
 
     Signals with Python handlers, such as Ctrl-C, act between the calls of a step, and fail it as an error
     does: the other ranks name this one, and the step can be tried again. From the vote of a rank, when it is
@@ -87,7 +87,7 @@ class P2P(Control):
         TypeError: something else than a mesh, or its axes.
         ValueError: the timeout is no number of seconds, the group has another backend than gloo or NCCL for
             the device that computes, the axes do not fit the mesh, or there is no data axis to shard over.
-        PipelineError: the store of the group does not answer.
+        PipelineError: a rank, or the store of the group, is gone or late, or has failed.
     """
 
     def __init__(
@@ -101,21 +101,12 @@ class P2P(Control):
     ) -> None:
         try:
             with hold_interrupts():
-                # Each call of a rank counts, also one that is refused: else later ones would not meet.
-                rendezvous = _rendezvous(group, timeout if _is_limit(timeout) else None, mesh)
+                rendezvous = pair_up(group, timeout, mesh)
                 with nullcontext() if rendezvous is None else rendezvous.opening():
-                    _require_group(group, timeout, mesh, axes, shard)
+                    require_group(group, timeout, mesh, axes, shard)
                     assert rendezvous is not None
                     self._open(rendezvous, mesh, axes or Axes())
                     self.shard: ShardWhat = shard
-        except LinkError as error:
-            raise PipelineError(
-                error.peer,
-                None,
-                None,
-                error.reason,
-                reported_by=dist.get_rank(group if isinstance(group, dist.ProcessGroup) else None),
-            ) from error
         except BaseException:
             if hasattr(self, "_collectives"):
                 self.close()
@@ -127,7 +118,7 @@ class P2P(Control):
             _torch.prepare_nccl()
         self._rendezvous = rendezvous
         links = SocketLinks(rendezvous)
-        weakref.finalize(self, links.end)
+        weakref.finalize(self, links.close)
         super().__init__(links, grid)
         self.links: SocketLinks
         self.backend = rendezvous.backend
@@ -159,37 +150,27 @@ class P2P(Control):
 
         If a connection has ended, wait a while for a failure to be published: it says who is gone, or why.
         """
-        peers = self.grid.together or (self.links.rank,)
-        here = peers.index(self.links.rank)
-        read = lost(peers[(here + 1) % len(peers)], cause)
+        rank = self.links.rank
+        read = lost(rank, cause)
         if not isinstance(read, LinkError) or read.kind == "failed":
             return cause
         if self.links.closed:  # while the step runs: peers have let go of what they shared with this rank
             return RuntimeError(CLOSED)
         if read.kind == "gone":
             self.links.await_failure(read.peer)
-        elif (
-            read is not cause and len(peers) > 1
-        ):  # in a collective of a stage: which rank is late, its answers tell
-            read.__cause__ = cause
-            return read
+        elif read is not cause and len(self.grid.together) > 1:  # the answers of the ranks tell who is late
+            text = str(cause).splitlines()[0]
+            late = LinkError(rank, "late", f"rank {rank} waited in a collective of its stage ({text})")
+            late.__cause__ = cause
+            return late
         return cause
 
     def _status(self) -> Answer:
-        peers = self.grid.together if len(self.grid.together) > 1 else ()
-        return Answer(
-            None, self._running.locked(), self.ended, peers, self._stage_collectives() if peers else 0
-        )
-
-    def _stage_collectives(self) -> int:
-        """Count the collectives of stages that this rank has begun; 0 if a group of them has ended, after a
-        failure or by its owner.
-        """
-        assert self.mesh is not None
-        try:
-            return sum(_torch.begun_in(self.mesh.get_group(axis)) for axis in self.axes.of_stages)
-        except (RuntimeError, ValueError):  # the mesh, or torch.distributed, knows the group no more
-            return 0
+        begun = {}
+        for axis, group in self._stage_groups().items():
+            with suppress(RuntimeError, ValueError):  # it has ended, after a failure or by its owner
+                begun["-".join(map(str, self.grid.along((axis,))))] = _torch.begun_in(group)
+        return Answer(None, self._running.locked(), self.ended, begun)
 
     def _unblock(self, committed: int) -> None:
         """End the communicators of a step that has failed, which under NCCL hold up the GPU until then.
@@ -207,9 +188,8 @@ class P2P(Control):
             return
         self._synchronizing, peer = True, (self.links.rank + 1) % self.links.size
         try:
-            ended = in_thread(record_event(device).synchronize, self.links.rank)
-            late = "what it has given its GPU, which has not ended"
-            await_next(self.links, ended, peer, self._rendezvous.timeout, late)
+            ended = in_thread(record_event(device).synchronize, "waits for the GPU")
+            self.links.settle(peer, ended, "what it has given its GPU, which has not ended,")
         finally:
             self._synchronizing = False
 
@@ -376,74 +356,6 @@ def _named(among: Among) -> tuple[str, tuple[Any, ...]]:
     if not isinstance(among, tuple):
         return among, ()
     return (f"axes {','.join(map(str, among))}", ()) if isinstance(among[0], str) else ("line", among)
-
-
-def _rendezvous(group: Any, timeout: float | None, mesh: DeviceMesh | None) -> Rendezvous | None:
-    """Pair up this call with those of the other ranks; None if it cannot be known which these are."""
-    if not dist.is_available() or not dist.is_initialized() or group is dist.GroupMember.NON_GROUP_MEMBER:
-        return None
-    ranks = mesh.mesh.flatten().tolist() if isinstance(mesh, DeviceMesh) else None
-    if ranks is not None and dist.get_rank() not in ranks:
-        return None
-    shared: Any = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
-    if (backend := _torch.backend_of(shared)) not in CARRIES:
-        raise ValueError(
-            f"P2P got a process group with the backend {backend!r}, it knows 'gloo' and 'nccl'; make one with"
-            " torch.distributed.new_group(backend='gloo') and give it as P2P(group), or lower a trainer over"
-            " 'fake' by OnPaper(mesh=mesh, axes=axes)"
-        )
-    return Rendezvous("ppfunc/transports", shared, timeout, ranks)
-
-
-def _is_limit(timeout: object) -> bool:
-    """Tell if this is a limit of time: None, or seconds that a lock can wait."""
-    return timeout is None or (
-        isinstance(timeout, int | float)
-        and not isinstance(timeout, bool)
-        and 0 < timeout <= threading.TIMEOUT_MAX
-    )
-
-
-def _require_group(
-    group: dist.ProcessGroup | None,
-    timeout: float | None,
-    mesh: DeviceMesh | None,
-    axes: Axes | None,
-    shard: ShardWhat,
-) -> None:
-    """Raise where these arguments of :class:`P2P` are wrong, or do not go together."""
-    outside: Any = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else None  # a number, or a group
-    wanted = (
-        (
-            "group",
-            None if group is outside else group,
-            dist.ProcessGroup,
-            "a group; P2P(mesh=mesh) takes a mesh",
-        ),
-        ("mesh", mesh, DeviceMesh, "a DeviceMesh, such as torch's init_device_mesh makes"),
-        ("axes", axes, Axes, "ppfunc.Axes('pp', data='dp')"),
-    )
-    for name, value, kind, expected in wanted:
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected {expected}")
-    if not _is_limit(timeout):
-        raise ValueError(
-            f"timeout: got {timeout!r}, expected seconds, more than 0 and at most {threading.TIMEOUT_MAX:g}"
-        )
-    if group is not None and mesh is not None:
-        raise ValueError(
-            "P2P got a process group and a mesh; expected P2P(group), or P2P(mesh=mesh, axes=axes)"
-        )
-    if axes is not None and mesh is None:
-        raise ValueError(f"axes: got {axes}, and no mesh that has them; give the mesh, too")
-    require_one_of("shard", shard, get_args(ShardWhat))
-    require_shardable(axes, shard)
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "P2P got no process group; call torch.distributed.init_process_group first, or use InProcess()"
-        )
-    if group is outside:
-        raise RuntimeError("P2P got a process group of which this process is not a member")
 
 
 def _let_go(error: BaseException | None) -> None:

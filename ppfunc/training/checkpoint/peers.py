@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ppfunc.runtime.control.control import Control
 from ppfunc.runtime.control.rendezvous import Rendezvous
 from ppfunc.runtime.control.socket_links import SocketLinks
-from ppfunc.runtime.errors import GONE, Failure, LinkError, PipelineError
+from ppfunc.runtime.errors import GONE, Failure, PipelineError
+from ppfunc.stage.interrupts import hold_interrupts
 
 from .errors import CheckpointError, RankError
 
@@ -50,13 +51,14 @@ class Peers:
         if self.size > 1:
             world: Any = dist.group.WORLD
             try:
-                rendezvous = Rendezvous("ppfunc/checkpoints", world, None, ranks)
-                with rendezvous.opening():
-                    self._links = SocketLinks(rendezvous)
-                    weakref.finalize(self, self._links.end)
-                    self._control = Control(self._links)
-            except LinkError as error:
-                raise _rank_error(error.peer, error.reason, error.kind == "gone") from error
+                with hold_interrupts():
+                    rendezvous = Rendezvous("ppfunc/checkpoints", world, None, ranks)
+                    with rendezvous.opening():
+                        self._links = SocketLinks(rendezvous)
+                        weakref.finalize(self, self._links.close)
+                        self._control = Control(self._links)
+            except PipelineError as error:
+                raise _rank_error(error) from error
 
     def all_gather(self, value: Any) -> list[Any]:
         """Gather the values of all ranks, in their order; JSON."""
@@ -68,7 +70,7 @@ class Peers:
         except BaseException as cause:
             error = self._control.fail(Failure(self.rank, None, None, cause))
             if isinstance(error, PipelineError):
-                raise _rank_error(error.rank, error.reason, error.reason == GONE) from None
+                raise _rank_error(error) from None
             raise error from None
 
     def together(self, work: Callable[[], Any]) -> list[Any]:
@@ -111,8 +113,9 @@ class Peers:
         self.close()
 
 
-def _rank_error(rank: int, reason: str, gone: bool) -> RankError:
-    return RankError(f"rank {rank} {'is gone' if gone else 'has failed'}: {reason}")
+def _rank_error(error: PipelineError) -> RankError:
+    how = "is gone" if error.reason == GONE else "has failed"
+    return RankError(f"rank {error.rank} {how}: {error.reason}")
 
 
 def _ranks(group: Group) -> tuple[list[int], int]:
