@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial, reduce
-from math import inf, isinf
+from math import isinf
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ppfunc.runtime.agreement.ties import OTHER_VALUES
 from ppfunc.runtime.execution.buffers import Buffers, Leaves
 from ppfunc.runtime.execution.gradients import Gradients
 from ppfunc.runtime.execution.nonfinite import NotFinite
-from ppfunc.runtime.transport.collective import Wait
+from ppfunc.runtime.transport.collective import Collective, Wait
 from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.layout import local
@@ -164,9 +164,8 @@ class TrainingUpdate:
         norms = self._norms_by_stage()
         terms = [value.sum().to(norms[0]) for value in losses if self._ranks.model.index == 0]
         sums = torch.stack([reduce(torch.add, terms, norms[0].new_zeros(())), *norms])
-        if isinf(rule.clip.norm_type):  # the largest of several numbers need not be NaN where one is
-            sums[1:].nan_to_num_(nan=inf, posinf=inf)
-            waits = [world.all_reduce(sums[:1]), world.all_reduce(sums[1:], "max")]
+        if isinf(rule.clip.norm_type):
+            waits = [world.all_reduce(sums[:1]), _largest(world, sums[1:])]
         else:
             waits = [world.all_reduce(sums)]
         rows = None if each is None else self._rows(each)
@@ -275,7 +274,7 @@ class TrainingUpdate:
         none = torch.zeros((), dtype=torch.float64, device=self.state.step.device)
         sums = torch.stack([none, *(mine.get(n, none) for n in names)])[1:]
         for ranks in (self._ranks.data, self._ranks.model):
-            ranks.all_reduce(sums, "max" if isinf(self._rule.clip.norm_type) else "sum")()
+            (_largest(ranks, sums) if isinf(self._rule.clip.norm_type) else ranks.all_reduce(sums))()
         return dict(zip(names.values(), sums.unbind(), strict=True))
 
     def _norms_by_stage(self) -> list[Tensor]:
@@ -342,3 +341,19 @@ class TrainingUpdate:
         step, scaling = self.state.step, rule.precision.scale
         scales = self.state.scale if scaling is None else scaling.update(self.state.scale, found_inf)
         self.state = self.state._replace(step=step + (skipped <= 0), scale=scales)
+
+
+def _largest(ranks: Collective, norms: Tensor) -> Wait:
+    """Begin to replace norms by the largest of all ranks, NaN if one of them is.
+
+    The maximum of a backend may leave NaN out; a sum does not.
+    """
+    total = norms.clone()
+    waits = ranks.all_reduce(norms, "max"), ranks.all_reduce(total)
+
+    def wait() -> None:
+        for each in waits:
+            each()
+        norms.copy_(torch.where(total.isnan(), total, norms))
+
+    return wait

@@ -108,7 +108,11 @@ def calls_apart(rank, size, kind):
         state = trainer.init(own)
         if kind == "nan":
             after, metrics = trainer.step(state, x, y)
-            return metrics.skipped.item(), same_bits(after.params, state.params)
+            return (
+                metrics.skipped.item(),
+                metrics.grad_norm.isnan().item(),
+                same_bits(after.params, state.params),
+            )
         with pytest.raises(pp.AgreementError, match="disagree"):
             if kind in ("weights", "evaluation"):
                 call = trainer.step if kind == "weights" else trainer.evaluate
@@ -126,7 +130,7 @@ def test_data_ranks_that_call_apart_are_told_so(four, kind):
 
 
 def test_a_gradient_of_one_stage_that_is_no_number_skips_the_update_under_every_norm(four):
-    assert four(calls_apart, "nan") == [(1.0, True)] * 4
+    assert four(calls_apart, "nan") == [(1.0, True, True)] * 4
 
 
 def evaluating(rank, size):

@@ -338,6 +338,21 @@ def test_norms_by_stage_and_by_name(norm_type, scale):
         )
 
 
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_a_gradient_that_is_no_number_reaches_all_parameters_where_it_is_clipped(norm_type):
+    """As under ``clip_grad_norm_``. A largest norm of infinity would stop all other parameters in silence."""
+
+    def last(p, x):
+        return x @ p["w"] + 0 * torch.sqrt(0 * p["w"].sum())
+
+    _, params, x, y = problem(2)
+    options = {"clip": 0.1, "norm_type": norm_type, "on_nonfinite": "ignore"}
+    trainer = new_trainer([dense, last], squared, pp.one_f_one_b(2, 4), pp.optim.sgd(0.1), **options)
+    state, metrics = trainer.step(trainer.init(params), x, y)
+    assert metrics.grad_norm.isnan() and metrics.loss.isfinite()
+    assert all(state.params[s]["w"].isnan().all() for s in range(2))
+
+
 def test_small_gradients_survive_a_scale_in_half_precision():
     def stage(p, x):
         return x * p["w"]
