@@ -312,7 +312,7 @@ def check_wrong(answers, kind, who, soon):
     own = [who, 2 * len(answers) - 1 - who]
     other = next(s for s in range(2 * len(answers)) if s not in own)
     error, told = WRONG[kind]
-    told = told.format(stages=", ".join(map(str, sorted([*own, other]))), first=min(own), other=other)
+    told = told.format(stages=", ".join(map(str, [*sorted(own), other])), first=min(own), other=other)
     for rank, (name, text, seconds) in enumerate(answers):
         assert told in text
         if rank == who:
