@@ -96,17 +96,22 @@ def all_reduce(group: Any, tensor: torch.Tensor, op: str) -> Any:
     """Begin to sum in place, or to take the largest, over the ranks of a communicator."""
     options: Any = dist.AllreduceOptions()
     options.reduceOp = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-    return group.allreduce([tensor], options)
+    return group.allreduce([_real(tensor)], options)
 
 
 def reduce_scatter(group: Any, part: torch.Tensor, whole: torch.Tensor) -> Any:
     """Begin to sum flat tensors, of which every rank gets a part."""
-    return group._reduce_scatter_base(part, whole, dist.ReduceScatterOptions())
+    return group._reduce_scatter_base(_real(part), _real(whole), dist.ReduceScatterOptions())
 
 
 def all_gather(group: Any, whole: torch.Tensor, part: torch.Tensor) -> Any:
     """Begin to gather flat tensors of all ranks."""
-    return group._allgather_base(whole, part)
+    return group._allgather_base(_real(whole), _real(part))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """View complex numbers as pairs: backends know none."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def all_to_all(

@@ -206,8 +206,8 @@ def _memory(
     bucket: Bucket, dims: Dims, over: Sums, dtype: torch.dtype | None, device: torch.device | str | None
 ) -> _Memory:
     """Make the memory of a bucket; complex leaves stay in their dtype."""
-    first, ranks = bucket.places[0], over.parts.size
-    cut, wire = dims[first.leaf] is not None, bucket.dtype if first.pairs else dtype or bucket.dtype
+    cut, ranks = dims[bucket.places[0].leaf] is not None, over.parts.size
+    wire = bucket.dtype if dtype is None or bucket.dtype.is_complex else dtype
     flat = torch.zeros(bucket.numel * ranks if cut else bucket.numel, dtype=bucket.dtype, device=device)
     sent = flat if wire == bucket.dtype else torch.empty_like(flat, dtype=wire)
     total = sent.new_empty(bucket.numel) if cut else sent

@@ -26,21 +26,19 @@ class LeafPlace(NamedTuple):
     Args:
         leaf: its number among the leaves of the tree.
         offset: of its first element, in elements of the bucket.
-        shape: in elements of the bucket: complex numbers are pairs.
-        pairs: the leaf is complex.
+        shape: of the leaf.
     """
 
     leaf: int
     offset: int
     shape: tuple[int, ...]
-    pairs: bool
 
 
 class Bucket(NamedTuple):
     """Describe the layout of a flat buffer of one dtype.
 
     Args:
-        dtype: a real one.
+        dtype: of all of its leaves.
         numel: elements, gaps between leaves counted.
         places: its leaves.
     """
@@ -73,8 +71,7 @@ def plan_buckets(
     for n in numbers:
         if differentiable(leaves[n].dtype):
             by_dtype.setdefault(leaves[n].dtype, []).append(n)
-    kinds = ((dtype.to_real() if dtype.is_complex else dtype, alike) for dtype, alike in by_dtype.items())
-    return tuple(bucket for kind, alike in kinds for bucket in _laid_out(leaves, alike, kind, most))
+    return tuple(b for dtype, alike in by_dtype.items() for b in _laid_out(leaves, alike, dtype, most))
 
 
 def _laid_out(
@@ -83,11 +80,8 @@ def _laid_out(
     dtype: torch.dtype,
     most: int,
 ) -> Iterable[Bucket]:
-    shapes = {
-        n: (*leaves[n].shape, 2) if leaves[n].dtype.is_complex else tuple(leaves[n].shape) for n in numbers
-    }
     step = max(1, _ALIGNED // dtype.itemsize)
-    room = {n: -(-math.prod(shape) // step) * step for n, shape in shapes.items()}
+    room = {n: -(-math.prod(leaves[n].shape) // step) * step for n in numbers}
     limit = most // dtype.itemsize
     even = sum(room.values()) / max(1, math.ceil(sum(room.values()) / max(1, limit)))
     places: list[LeafPlace] = []
@@ -96,23 +90,19 @@ def _laid_out(
         if places and (used >= even or used + room[n] > limit):
             yield Bucket(dtype, used, tuple(places))
             places, used = [], 0
-        places.append(LeafPlace(n, used, shapes[n], leaves[n].dtype.is_complex))
+        places.append(LeafPlace(n, used, tuple(leaves[n].shape)))
         used += room[n]
     if places:
         yield Bucket(dtype, used, tuple(places))
 
 
 def views(bucket: Bucket, flat: Tensor) -> list[Tensor]:
-    """View the leaves in a buffer: tensors that share its memory, complex ones as such.
+    """View the leaves in a buffer: tensors that share its memory.
 
     Args:
         flat: dtype[numel] of the bucket.
     """
-    leaves = []
-    for place in bucket.places:
-        leaf = flat[place.offset : place.offset + math.prod(place.shape)].view(place.shape)
-        leaves.append(torch.view_as_complex(leaf) if place.pairs else leaf)
-    return leaves
+    return [flat[p.offset : p.offset + math.prod(p.shape)].view(p.shape) for p in bucket.places]
 
 
 class Sums(NamedTuple):
@@ -212,11 +202,11 @@ def views_by_rank(bucket: Bucket, flat: Tensor, dims: Dims, ranks: int) -> list[
     """View the whole leaves, as of :func:`by_rank`, in a buffer that holds the shards rank after rank."""
     leaves = []
     for place, first in zip(bucket.places, views(bucket, flat[: bucket.numel]), strict=True):
-        dim, distance = dims[place.leaf], bucket.numel // 2 if place.pairs else bucket.numel
+        dim = dims[place.leaf]
         assert dim is not None
         shape, strides = (
             (*sizes[:dim], one, *sizes[dim:])
-            for sizes, one in ((first.shape, ranks), (first.stride(), distance))
+            for sizes, one in ((first.shape, ranks), (first.stride(), bucket.numel))
         )
         leaves.append(first.as_strided(shape, strides))
     return leaves
