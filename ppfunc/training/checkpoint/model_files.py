@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppfunc.runtime.agreement.comparison import checksum
 from ppfunc.stage.layout import whole
 
 from .errors import CheckpointError, escaped, listed
 from .folders import flush_folder, make_folder
-from .manifest import Box, Contents, Stored, StoredPart, file_name
+from .manifest import Box, Contents, Stored, StoredPart
 from .naming import Names, named_leaves
 from .peers import Group, Peers
-from .saving import forms_of, plan_of, require_same
+from .saving import forms_of, plan_of, require_same, take_parts
 from .tensor_file import new_file, on_host, open_tensors, read_json, read_plain, write_at, write_tensors
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -87,13 +86,10 @@ def export(
 
         @torch.no_grad()
         def gather() -> dict[str, Any]:
-            sums = []
-            for name, leaf in leaves:
-                full = whole(leaf.detach())  # on all ranks: they gather it together
-                if (name, Box.of_whole(leaf.shape)) in shared:
-                    sums.append([name, [], int(checksum(full))])
-                if plan.tensors[name].parts[0].file == file_name(peers.rank, peers.size) and name not in mine:
-                    mine[name] = on_host(full)
+            # Whole ones, which all ranks gather together, one after the other.
+            parts = ((name, Box.of_whole(leaf.shape), whole(leaf.detach())) for name, leaf in leaves)
+            taken, sums = take_parts(peers, parts, plan, shared, lambda name, part: on_host(part))
+            mine.update(taken)
             return {
                 "files": _divided(mine, most),
                 "bytes": sum(t.nbytes for t in mine.values()),
@@ -103,30 +99,48 @@ def export(
         gathered = peers.together(gather)
         require_same([answer["sums"] for answer in gathered])
         files = _titled([files for answer in gathered for files in answer["files"]])
-        titles = [*files, INDEX] if len(files) > 1 else [*files]  # the index comes last
-        draft = root / f".export-{answers[0]['nonce']}"
-
-        def write() -> None:
-            make_folder(draft)
-            for title, tensors in files.items():
-                if tensors[0] in mine:
-                    write_tensors(draft / title, {name: mine[name] for name in tensors}, {"format": "pt"})
-
-        def publish() -> None:
-            if peers.rank == 0:
-                if INDEX in titles:
-                    _write_index(draft / INDEX, files, sum(answer["bytes"] for answer in gathered))
-                # One after the other: without the last nobody reads them.
-                for title in titles:
-                    os.rename(draft / title, root / title)
-                    flush_folder(root)
-
-        try:
-            peers.together(write)
-            peers.together(publish)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+        size = sum(answer["bytes"] for answer in gathered)
+        _publish(peers, root, root / f".export-{answers[0]['nonce']}", files, mine, size)
     return root
+
+
+def _publish(
+    peers: Peers,
+    root: Path,
+    draft: Path,
+    files: Mapping[str, Sequence[str]],
+    mine: Mapping[str, Tensor],
+    size: int,
+) -> None:
+    """Write the files in a draft, then move them into the folder: all appear, or none that is read.
+
+    Args:
+        files: names of tensors, by file.
+        mine: the tensors that this rank writes.
+        size: bytes of all tensors, for the index.
+    """
+    titles = [*files, INDEX] if len(files) > 1 else [*files]  # the index comes last
+
+    def write() -> None:
+        make_folder(draft)
+        for title, names in files.items():
+            if names[0] in mine:
+                write_tensors(draft / title, {name: mine[name] for name in names}, {"format": "pt"})
+
+    def publish() -> None:
+        if peers.rank == 0:
+            if len(files) > 1:
+                _write_index(draft / INDEX, files, size)
+            # One after the other: without the last nobody reads them.
+            for title in titles:
+                os.rename(draft / title, root / title)
+                flush_folder(root)
+
+    try:
+        peers.together(write)
+        peers.together(publish)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _require_no_weights(root: Path) -> None:

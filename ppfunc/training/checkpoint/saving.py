@@ -12,7 +12,7 @@ the first rank        writes the manifest, flushes it, renames the folder, flush
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,50 +171,76 @@ def prepare(
     leaves: list[tuple[str, Leaf]] = []
 
     def look() -> dict[str, Any]:
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise ValueError(
-                f"keep: got {keep!r}, expected a number of checkpoints, at least 1, or None for all"
-            )
-        states = [
-            part
-            for part in optree.tree_leaves(state, is_leaf=lambda part: isinstance(part, TrainState))
-            if isinstance(part, TrainState)
-        ]
-        for one in states:
-            require_not_donated(one)
+        _require_options(keep, run)
         leaves.extend(named_leaves(state, names, "state")[0])
-        answer: dict[str, Any] = {"step": _step(leaves, states, step), "forms": forms_of(leaves), "run": run}
-        if run is not None and (type(run) is not str or not run):
-            raise TypeError(f"run: got {run!r}, expected a text that names the run, or None")
+        number = _step(leaves, _training_states(state), step)
+        answer: dict[str, Any] = {"step": number, "forms": forms_of(leaves), "run": run}
         if peers.rank == 0:
-            target = root / f"step-{answer['step']}"
+            target = root / f"step-{number}"
             require_run(root, run)
             answer["nonce"] = stack.enter_context(draft(target))
             clear_way(target, answer["nonce"])
         return answer
 
     answers = peers.together(look)
+    first = answers[0]
     for key in "step", "run":
-        agreed = answers[0][key]
-        if other := [rank for rank, answer in enumerate(answers) if answer[key] != agreed]:
-            theirs = answers[other[0]][key]
-            raise ValueError(f"{key}: rank 0 saves {key} {agreed!r}, rank {other[0]} saves {key} {theirs!r}")
-    agreed = answers[0]["step"]
-    contents, shared = plan_of(root / f"step-{agreed}", agreed, [answer["forms"] for answer in answers])
-    contents = contents._replace(run=answers[0]["run"])
+        if other := [rank for rank, answer in enumerate(answers) if answer[key] != first[key]]:
+            ours, theirs = first[key], answers[other[0]][key]
+            raise ValueError(f"{key}: rank 0 saves {key} {ours!r}, rank {other[0]} saves {key} {theirs!r}")
+    path = root / f"step-{first['step']}"
+    plan, shared = plan_of(path, first["step"], [answer["forms"] for answer in answers])
+    parts = ((name, box_of(leaf, name), local(leaf)) for name, leaf in leaves if isinstance(leaf, Tensor))
+
+    def copy(name: str, part: Tensor) -> Tensor:
+        return part if spare is None else copied(part, spare.get(name))
+
+    mine, sums = take_parts(peers, parts, plan, shared, copy)
+    return SaveWork(plan._replace(run=first["run"]), first["nonce"], mine, sums, keep)
+
+
+def take_parts(
+    peers: Peers,
+    parts: Iterable[tuple[str, Box, Tensor]],
+    plan: Contents,
+    shared: Collection[Key],
+    copy: Callable[[str, Tensor], Tensor],
+) -> tuple[dict[str, Tensor], list[list[Any]]]:
+    """Take the parts that the plan gives this rank to write.
+
+    Args:
+        parts: name, box and values of those that this rank holds.
+        shared: the boxes that several leaves hold.
+        copy: from name and values to those that are written.
+
+    Returns:
+        The parts, by name; name, offset and checksum of the shared ones, for :func:`require_same`.
+    """
     mine: dict[str, Tensor] = {}
     sums: list[list[Any]] = []
-    for name, leaf in leaves:
-        if isinstance(leaf, Tensor):
-            box, local_part = box_of(leaf, name), local(leaf)
-            if (name, box) in shared:
-                sums.append([name, box.offset, int(checksum(local_part))])
-            if (
-                name not in mine
-                and StoredPart(box, file_name(peers.rank, peers.size), None) in contents.tensors[name].parts
-            ):
-                mine[name] = local_part if spare is None else copied(local_part, spare.get(name))
-    return SaveWork(contents, answers[0]["nonce"], mine, sums, keep)
+    for name, box, part in parts:
+        if (name, box) in shared:
+            sums.append([name, box.offset, int(checksum(part))])
+        stored = StoredPart(box, file_name(peers.rank, peers.size), None)
+        if name not in mine and stored in plan.tensors[name].parts:
+            mine[name] = copy(name, part)
+    return mine, sums
+
+
+def _require_options(keep: Any, run: Any) -> None:
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ValueError(f"keep: got {keep!r}, expected a number of checkpoints, at least 1, or None for all")
+    if run is not None and (type(run) is not str or not run):
+        raise TypeError(f"run: got {run!r}, expected a text that names the run, or None")
+
+
+def _training_states(state: Any) -> list[TrainState]:
+    """List the training states in a tree; raise ValueError for one that a step has written into."""
+    leaves = optree.tree_leaves(state, is_leaf=lambda part: isinstance(part, TrainState))
+    states = [leaf for leaf in leaves if isinstance(leaf, TrainState)]
+    for one in states:
+        require_not_donated(one)
+    return states
 
 
 def _step(leaves: Sequence[tuple[str, Leaf]], states: Sequence[TrainState], step: Any) -> int:

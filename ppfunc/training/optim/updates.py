@@ -10,6 +10,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from .._torch import looked_through
 from ..checks import require_number
 from .leaves import (
     LeafPlan,
-    Leaves,
     for_kernels,
     leaves_of,
     owned,
@@ -49,6 +49,9 @@ Kernel = Callable[..., None]
 
 Shapes = Mapping[str, Callable[[torch.Size], Sequence[int] | None]]
 """By the name of a tree of the state: from the shape of a parameter to that of its leaf, None for none."""
+
+Decays = Callable[[Tree], list[float]]
+"""From parameters to the weight decay of each."""
 
 # Numbers of updates at which ranks compare a rate of which only a name is known.
 _PROBED = 0, 1, 10, 100, 1_000, 10_000, 100_000
@@ -83,8 +86,9 @@ def optimizer_of(
 
     write()  # raises for a rate that is none
     shapes = states if isinstance(states, Mapping) else dict.fromkeys(states, tuple)
+    by_formula = partial(_by_formula, formula, shapes)
+    by_kernel = by_formula if kernel is None else _by_kernel(kernel, tuple(shapes), donate)
     begin, observe_rate = getattr(lr, "init", None), getattr(lr, "observe", None)
-    last: LeafPlan | None = None  # of the last update: the next trees mostly have its forms
 
     def decays_of(params: Tree) -> list[float]:
         decaying = masked_leaves(True if mask is None else mask, Signature.of(params))
@@ -97,40 +101,19 @@ def optimizer_of(
             raise TypeError(f"{write()}: got complex parameters, expected real ones; adamw and sgd take them")
         trees = {name: treedef.unflatten(_zeros(p, of) for p in leaves) for name, of in shapes.items()}
         count = zero_count(leaves)
-        own = {} if begin is None else {"rate": begin(count.device)}
-        return {"updates": count, **trees, **own}
+        return {"updates": count, **trees, **({} if begin is None else {"rate": begin(count.device)})}
 
     @naming_arguments
     def update(
-        grads: Tree,
-        state: dict[str, Tree],
-        params: Tree,
-        *,
-        found_inf: Tensor | None = None,
+        grads: Tree, state: dict[str, Tree], params: Tree, *, found_inf: Tensor | None = None
     ) -> tuple[Tree, dict[str, Tree]]:
-        nonlocal last
         _require_state(state, tuple(shapes) if begin is None else (*shapes, "rate"))
         count, trees = state["updates"], {name: state[name] for name in shapes}
         rate = rate_at(state, count)
         seen = looked_through((rate, grads, state, params))
         with nullcontext() if seen else torch.no_grad():
-            step = count + 1
-            if kernel is None or seen:
-                decays = decays_of(params)
-                new, *after = _by_formula(
-                    formula, shapes, decays, grads, trees, params, found_inf, step, rate
-                )
-            else:
-                known = last  # read once: another thread may set it
-                leaves = None if known is None else leaves_of(known, (params, grads, *trees.values()))
-                if known is None or leaves is None:
-                    known, leaves = plan_of(params, grads, trees, decays_of(params))
-                    last = known
-                columns = owned(known, ("params", *shapes), (leaves[0], *leaves[2:]), donate)
-                if donate:  # the kernels do not count that they write
-                    increment_version([leaf for column in columns for leaf in column])
-                _by_kernel(kernel, known, columns, leaves[1], found_inf, step, rate)
-                new, *after = rebuilt(known, leaves[0], columns)
+            compute = by_formula if seen else by_kernel
+            new, *after = compute(decays_of, grads, trees, params, found_inf, count + 1, rate)
             made = 1 if found_inf is None else (found_inf <= 0).to(count.device)
             return new, {**state, "updates": count + made, **dict(zip(shapes, after, strict=True))}
 
@@ -148,49 +131,56 @@ def optimizer_of(
     return Optimizer(init, update, text=write, elementwise=elementwise, rate=rate_since, observe=observes)
 
 
-def _by_kernel(
-    kernel: Kernel,
-    plan: LeafPlan,
-    columns: Sequence[Leaves],
-    gradients: Leaves,
-    found_inf: Tensor | None,
-    step: Tensor,
-    rate: Any,
-) -> None:
-    """Update parameters and trees of the state in place, one group of leaves after the other."""
-    params, *states = columns
-    trees = params, trained_leaves(plan, gradients), *states
-    every = [for_kernels(plan, column) for column in trees]
-    for decay, group in plan.groups:
-        chosen = [column if len(group) == len(column) else [column[n] for n in group] for column in every]
-        device = chosen[0][0].device
-        kernel(
-            *chosen,
-            step.float().to(device),
-            lr=_rate(rate, device),
-            weight_decay=decay,
-            found_inf=None if found_inf is None else found_inf.to(device, torch.float32),
-        )
+def _by_kernel(kernel: Kernel, names: Sequence[str], donate: bool) -> Callable[..., list[Tree]]:
+    """Make a function like :func:`_by_formula` that updates in place, in new memory or in that of its
+    arguments, one group of leaves after the other.
+
+    Args:
+        names: of the trees of the state.
+        donate: see :func:`adamw`.
+    """
+    last: LeafPlan | None = None  # of the last update: the next trees mostly have its forms
+
+    def update(
+        decays_of: Decays, grads: Tree, state: Mapping[str, Tree], params: Tree, found_inf: Tensor | None,
+        step: Tensor, rate: Any,
+    ) -> list[Tree]:  # fmt: skip
+        nonlocal last
+        plan = last  # read once: another thread may set it
+        leaves = None if plan is None else leaves_of(plan, (params, grads, *state.values()))
+        if plan is None or leaves is None:
+            plan, leaves = plan_of(params, grads, state, decays_of(params))
+            last = plan
+        columns = owned(plan, ("params", *names), (leaves[0], *leaves[2:]), donate)
+        if donate:  # the kernels do not count that they write
+            increment_version([leaf for column in columns for leaf in column])
+        every = [for_kernels(plan, c) for c in (columns[0], trained_leaves(plan, leaves[1]), *columns[1:])]
+        for decay, group in plan.groups:
+            chosen = [column if len(group) == len(column) else [column[n] for n in group] for column in every]
+            device = chosen[0][0].device
+            kernel(
+                *chosen,
+                step.float().to(device),
+                lr=_rate(rate, device),
+                weight_decay=decay,
+                found_inf=None if found_inf is None else found_inf.to(device, torch.float32),
+            )
+        return rebuilt(plan, leaves[0], columns)
+
+    return update
 
 
 def _by_formula(
-    formula: Formula,
-    shapes: Shapes,
-    decays: Sequence[float],
-    grads: Tree,
-    state: Mapping[str, Tree],
-    params: Tree,
-    found_inf: Tensor | None,
-    step: Tensor,
-    rate: Any,
-) -> list[Tree]:
+    formula: Formula, shapes: Shapes, decays_of: Decays, grads: Tree, state: Mapping[str, Tree], params: Tree,
+    found_inf: Tensor | None, step: Tensor, rate: Any,
+) -> list[Tree]:  # fmt: skip
     """Update leaf by leaf by operators that transforms see through; return the parameters, then the state."""
     leaves, treedef = flatten(params, "params")
     gradients, structure = flatten(grads, "grads")
     require_match("grads", gradients, structure, leaves, treedef)
     columns = [state_column(name, state[name], leaves, treedef, of) for name, of in shapes.items()]
     rows = []
-    for p, g, decay, *each in zip(leaves, gradients, decays, *columns, strict=True):
+    for p, g, decay, *each in zip(leaves, gradients, decays_of(params), *columns, strict=True):
         old = (p.detach() if isinstance(p, nn.Parameter) else p, *each)  # a module's are values
         if differentiable(p.dtype):
             new = applied(formula, old, g, step, lr=_rate(rate, p.device), weight_decay=decay)
