@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ppfunc.runtime import LoweredFunction, Microbatches
 from ppfunc.runtime.call.arguments import StepArguments
-from ppfunc.runtime.lowering.analysis import Cost
-from ppfunc.runtime.lowering.ledger import Memory
+from ppfunc.runtime.lowering.analysis import Shown
 from ppfunc.runtime.lowering.lowered import LoweredStep
+from ppfunc.runtime.lowering.memory import Completed
 from ppfunc.stage import Signature
 from ppfunc.stage.layout import distributed, layout_of, local
 from ppfunc.stage.tree import tree_leaves, tree_map
@@ -27,56 +27,34 @@ from .update.train_state import TrainState
 from .update.update_rule import UpdateRule
 
 
-class LoweredTraining:
+class LoweredTraining(Shown):
     """Shows a training step that was lowered and has not run; :meth:`Trainer.lower` returns it.
+
+    Bytes are those of ``value_and_grad(...).lower(...)`` with the state and its update; operations are
+    counted without those of sums and updates.
 
     Args:
         step: the gradients.
         state: before the step, on the device meta.
-        update: of a call that begins from that state.
         rule: how gradients become new parameters.
         ranks: those that train together.
         inputs: as the caller gives them, on the device meta.
     """
 
     def __init__(
-        self,
-        step: LoweredFunction,
-        state: TrainState,
-        update: TrainingUpdate,
-        rule: UpdateRule,
-        ranks: TrainingRanks,
-        inputs: Any,
+        self, step: LoweredFunction, state: TrainState, rule: UpdateRule, ranks: TrainingRanks, inputs: Any
     ) -> None:
-        self.step, self.state = step, state
-        self._update, self._rule, self._ranks, self._inputs = update, rule, ranks, inputs
+        super().__init__(step.step, step.programs)
+        self._state, self._rule, self._ranks, self._inputs = state, rule, ranks, inputs
 
-    def __repr__(self) -> str:
-        return repr(self.step)
-
-    def as_text(self) -> str:
-        """Return the program of every rank of this process, its stages, and its messages with their bytes."""
-        return self.step.as_text()
-
-    def cost_analysis(self) -> dict[int, Cost]:
-        """Return floating point operations per rank, without those of sums and updates."""
-        return self.step.cost_analysis()
-
-    def memory_analysis(self) -> dict[int, Memory]:
-        """Return the bytes of every rank over the step and its update, without running anything.
-
-        They are those of ``value_and_grad(...).lower(...).memory_analysis()`` with the state and its update.
-        """
-        return self.step.memory_with(self._given)
-
-    def _given(self, step: LoweredStep, arguments: StepArguments) -> tuple[StepArguments, dict[str, Tree]]:
+    def _completed(self, step: LoweredStep, arguments: StepArguments) -> Completed:
         """Complete the arguments of a rank by an update, whose collectives move nothing."""
         stages, devices = step.schedule.model_stages_of(step.ranks[0]), step.form.devices
 
         def empty(trees: Mapping[int, Tree]) -> dict[int, Tree]:
             return {s: tree_map(partial(_empty_on, devices[s]), trees[s]) for s in stages if s in trees}
 
-        here, of = partial(_empty_on, devices[stages[0]]), self.state
+        here, of = partial(_empty_on, devices[stages[0]]), self._state
         state = TrainState(
             here(of.step),
             empty(of.params),
@@ -85,7 +63,7 @@ class LoweredTraining:
             empty(of.stage_state),
         )
         ranks = self._ranks.on_paper(step.ranks)
-        update = TrainingUpdate(self._rule, ranks, {}, state, self._update.known)
+        update = TrainingUpdate(self._rule, ranks, {}, state, known=True)
         update.trees = {s: StageTrees.of(self._rule, ranks, s, state) for s in state.params}
         update.begin([None])
         params = {s: ranks.for_step(tree, self._rule.precision) for s, tree in state.params.items()}

@@ -338,7 +338,7 @@ class Trainer:
         inputs = on_meta(inputs)
         batches = Batches.of_one(inputs, on_meta(targets), extras=extras)
         step = self._step.lower(partial(self._arguments, update, batches))
-        return LoweredTraining(step, initial, update, self._rule, self._ranks, inputs)
+        return LoweredTraining(step, initial, self._rule, self._ranks, inputs)
 
     def close(self) -> None:
         """Close the transport. The trainer takes no steps afterwards."""

@@ -25,7 +25,7 @@ from ..transport.protocols import LossPart, Transport
 from .compile import CompiledStep, build_programs, compile_step
 from .ledger import Memory
 from .lowered import BATCH, LoweredStage, LoweredStep
-from .memory import Given, cotangents_of, empty, memory_of, residual_bytes
+from .memory import Completed, cotangents_of, empty, memory_of, residual_bytes
 from .stage_programs import StagePrograms
 
 
@@ -43,11 +43,19 @@ class Cost(NamedTuple):
         return sum(self)
 
 
-class _Shown:
-    """Shows what a step function does for some arguments."""
+class Shown:
+    """Shows what a step function does for some arguments.
+
+    Args:
+        lowered: the step.
+        programs: builds those of its stages.
+    """
 
     def __init__(self, lowered: LoweredStep, programs: Callable[[], Mapping[Key, StageProgram]]) -> None:
-        self._lowered, self._programs = lowered, programs
+        self._lowered, self.programs = lowered, programs
+
+    def __repr__(self) -> str:
+        return repr(self._lowered)
 
     def as_text(self) -> str:
         """Return the program of every rank of this process, its stages, and its messages with their bytes."""
@@ -58,12 +66,12 @@ class _Shown:
 
         Programs that are compiled, or captured in CUDA graphs, are counted as they are traced.
         """
-        return self.memory_with(None)
+        step, programs = self._lowered, self.programs()
+        return {rank: memory_of(step, programs, rank, self._completed) for rank in step.ranks}
 
-    def memory_with(self, given: Given | None) -> dict[int, Memory]:
-        """Return the bytes of every rank, with more that is given, see :func:`memory_of`."""
-        programs = self._programs()
-        return {rank: memory_of(self._lowered, programs, rank, given) for rank in self._lowered.ranks}
+    def _completed(self, step: LoweredStep, arguments: StepArguments) -> Completed:
+        """Complete the arguments of a rank for :func:`memory_of`."""
+        return arguments, {}
 
     def costs(self, times: Costs | None = None) -> Costs:
         """Return the bytes of the stages of this process as costs of schedules, such as for ``plan``.
@@ -74,13 +82,13 @@ class _Shown:
         Args:
             times: the costs that are completed, such as those that :func:`ppfunc.measure` returns.
         """
-        return replace(times or Costs(), **costs_of(self._lowered, self._programs()))
+        return replace(times or Costs(), **costs_of(self._lowered, self.programs()))
 
     def cost_analysis(self) -> dict[int, Cost]:
         """Return floating point operations per rank, as torch's flop counter counts them; nothing runs."""
         step, counted = self._lowered, dict[int, tuple[int, int, int, int]]()
         flops: dict[Key, tuple[int, int, int, int]] = {}
-        for key, program in self._programs().items():
+        for key, program in self.programs().items():
             if id(program) not in counted:
                 training = not step.schedule.forward_only
                 counted[id(program)] = _flops(program, step.stages[key], training=training)
@@ -88,7 +96,7 @@ class _Shown:
         return {rank: _cost(step.schedule, flops, rank) for rank in step.ranks}
 
 
-class LoweredFunction(_Shown):
+class LoweredFunction(Shown):
     """Shows a step function lowered for some arguments, which has not run; ``step.lower(...)`` returns it.
 
     Args:
@@ -108,9 +116,6 @@ class LoweredFunction(_Shown):
         self.step, self._runner = step, runner
         self._compile = partial(compile_step, step, programs, transport)
 
-    def __repr__(self) -> str:
-        return repr(self.step)
-
     def compile(self) -> CompiledFunction:
         """Build the stage programs and the list of calls.
 
@@ -121,7 +126,7 @@ class LoweredFunction(_Shown):
         return CompiledFunction(compiled, self._runner(compiled))
 
 
-class CompiledFunction(_Shown):
+class CompiledFunction(Shown):
     """Runs a step that was compiled ahead of time: called as the step function, with arguments of one form.
 
     Where ranks are processes, every one calls what it has compiled. Raises, beside what the step function

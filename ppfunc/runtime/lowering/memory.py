@@ -42,17 +42,20 @@ _LEFT = {
 }
 
 
-Given = Callable[[LoweredStep, StepArguments], tuple[StepArguments, Mapping[str, Any]]]
-"""``(step of one rank, its arguments) -> (arguments, trees of more that is held, by kind)``."""
+Completed = tuple[StepArguments, Mapping[str, Any]]
+"""The arguments of a rank, and trees of more that it holds, by kind."""
 
 
 def memory_of(
-    step: LoweredStep, programs: Mapping[Key, StageProgram], rank: int, given: Given | None = None
+    step: LoweredStep,
+    programs: Mapping[Key, StageProgram],
+    rank: int,
+    complete: Callable[[LoweredStep, StepArguments], Completed],
 ) -> Memory:
     """Run the calls of a rank without values.
 
     Args:
-        given: completes the arguments, such as by an update.
+        complete: completes the arguments, such as by an update, for the step of the rank.
     """
     step, device = _of_rank(step, rank), step.form.devices[step.schedule.model_stages_of(rank)[0]]
     ledger = Ledger(device)
@@ -60,7 +63,7 @@ def memory_of(
     programs = {key: flat[id(program)] for key, program in programs.items()}
     with _running(ledger, step.form.devices.values()):
         compiled, arguments = bind(step, programs, MessagesOnPaper()), _arguments(step, rank)
-        arguments, more = (arguments, {}) if given is None else given(step, arguments)
+        arguments, more = complete(step, arguments)
         paths = {s: signature.paths for s, signature in step.form.params.items()}
         with ledger:
             for s, leaves in arguments.params.items():
