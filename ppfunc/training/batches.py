@@ -22,7 +22,7 @@ class Batches(NamedTuple):
 
     Args:
         pairs: inputs and targets of every step.
-        weights, extras: of every step; None for none.
+        weights, extras: of every step; None for none, of a step or of all.
         seed: of the first step.
         norms: whether the metrics get norms by stage and by name.
     """
@@ -30,27 +30,19 @@ class Batches(NamedTuple):
     pairs: Sequence[tuple[Any, Any]]
     weights: Sequence[LossWeights] | None = None
     seed: Seed = None
-    extras: Sequence[Mapping[int, Any]] | None = None
+    extras: Sequence[Mapping[int, Any] | None] | None = None
     norms: bool = False
 
-    @classmethod
-    def of_one(
-        cls,
-        inputs: Any,
-        targets: Any,
-        weights: LossWeights = None,
-        seed: Seed = None,
-        extras: Mapping[int, Any] | None = None,
-        norms: bool = False,
-    ) -> Batches:
-        """Hold what is given for a single step."""
-        pairs = [(inputs, targets)]
-        return cls(
-            pairs, None if weights is None else [weights], seed, None if extras is None else [extras], norms
-        )
+    def arguments(
+        self, common: RawArguments, microbatches: int, to_compute: Callable[[Any], Any]
+    ) -> list[RawArguments]:
+        """Return the arguments of every step.
 
-    def require_pairs(self) -> None:
-        """Raise unless there are inputs and targets of at least one step."""
+        Args:
+            common: those that all steps share; the text that ranks compare is completed.
+            microbatches: of a step.
+            to_compute: casts inputs.
+        """
         if not isinstance(self.pairs, list | tuple) or not all(
             isinstance(pair, list | tuple) and len(pair) == 2 for pair in self.pairs
         ):
@@ -60,27 +52,11 @@ class Batches(NamedTuple):
             )
         if not self.pairs:
             raise ValueError("batches: got none, expected inputs and targets of at least one step")
-
-    @property
-    def text(self) -> str:
-        """Describe what the ranks have to agree on."""
-        own = "equal" if self.weights is None else "own"
-        norms = ", norms by name" if self.norms else ""
-        return f"{len(self.pairs)} steps, {own} weights, seed {read_seed(self.seed)}{norms}"
-
-    def arguments(
-        self, common: RawArguments, microbatches: int, to_compute: Callable[[Any], Any]
-    ) -> list[RawArguments]:
-        """Return the arguments of every step.
-
-        Args:
-            common: those that all steps share.
-            microbatches: of a step.
-            to_compute: casts inputs.
-        """
         weights = _of_every_step("loss_weights", self.weights, len(self.pairs))
         extras = _of_every_step("extras", self.extras, len(self.pairs))
-        seed = read_seed(self.seed)
+        own, seed = "equal" if weights[0] is None else "own", read_seed(self.seed)
+        norms = ", norms by name" if self.norms else ""
+        text = f"{len(self.pairs)} steps, {own} weights, seed {seed}{norms}{common.common}"
         return [
             replace(
                 common,
@@ -89,6 +65,7 @@ class Batches(NamedTuple):
                 extras=extras[n],
                 loss_weights=_nonnegative(read_loss_weights(weights[n], microbatches)),
                 seed=seed and (seed[0], seed[1] + n),
+                common=text,
             )
             for n, (inputs, targets) in enumerate(self.pairs)
         ]
@@ -108,10 +85,10 @@ def with_results(metrics: Sequence[Metrics], result: StepResult) -> list[Metrics
 
 
 def _of_every_step(name: str, values: Any, steps: int) -> Sequence[Any]:
-    """Return one value for each step; raise ValueError for another number, or if some have none."""
+    """Return one value for each step; raise ValueError for another number, or if only some have one."""
     if values is None:
         return [None] * steps
-    if not isinstance(values, list | tuple) or len(values) != steps or any(v is None for v in values):
+    if not isinstance(values, list | tuple) or len(values) != steps or len({v is None for v in values}) > 1:
         raise ValueError(f"{name}: got {shown(values)}, expected a list of {steps}, one for every step")
     return values
 

@@ -208,7 +208,7 @@ class Trainer:
             PipelineError, AgreementError, StageError, ValueError, TypeError: as
                 :func:`ppfunc.value_and_grad`. Nothing is updated.
         """
-        batches = Batches.of_one(inputs, targets, loss_weights, seed, extras, return_norms)
+        batches = Batches([(inputs, targets)], [loss_weights], seed, [extras], return_norms)
         run = self._step.returning(*_chosen(return_losses, return_outputs))
         after, metrics = _ended(*self._run(run, self._rule, state, batches))
         return after, metrics[0]
@@ -255,7 +255,7 @@ class Trainer:
         Returns:
             The result of :meth:`step`, and the timeline of all ranks of this pipeline, in seconds.
         """
-        batches = Batches.of_one(inputs, targets, loss_weights, seed, extras, return_norms)
+        batches = Batches([(inputs, targets)], [loss_weights], seed, [extras], return_norms)
         run = self._step.returning(*_chosen(return_losses, return_outputs)).record
         update, (result, timeline) = self._run(run, self._rule, state, batches)
         after, metrics = _ended(update, result)
@@ -281,7 +281,7 @@ class Trainer:
         """
         more, optimizer = _chosen(return_losses, return_outputs), self._rule.optimizer._replace(rate=None)
         looking = self._rule._replace(on_nonfinite="ignore", optimizer=optimizer)
-        batches = Batches.of_one(inputs, targets, loss_weights, seed, extras)
+        batches = Batches([(inputs, targets)], [loss_weights], seed, [extras])
         update, result = self._run(self._evaluate.returning(*more), looking, state, batches)
         metrics = update.metrics[0]
         if not more and not has_aux:
@@ -336,7 +336,7 @@ class Trainer:
         require_declared_trees(valued, self._ranks.tied)
         update = TrainingUpdate(self._rule, self._ranks, {}, initial, known=True)
         inputs = on_meta(inputs)
-        batches = Batches.of_one(inputs, on_meta(targets), extras=extras)
+        batches = Batches([(inputs, on_meta(targets))], extras=[extras])
         step = self._step.lower(partial(self._arguments, update, batches))
         return LoweredTraining(step, initial, self._rule, self._ranks, inputs)
 
@@ -373,12 +373,11 @@ class Trainer:
 
     def _arguments(self, update: TrainingUpdate, batches: Batches) -> list[RawArguments]:
         """Prepare the arguments of the steps of a call: parameters are cast once."""
-        batches.require_pairs()
-        state, precision, text = update.state, self._rule.precision, batches.text
+        state, precision, text = update.state, self._rule.precision, ""
         update.trees = trees_of(self._rule, self._ranks, state, self._trees)
         if self._ranks.world.size > 1:
             goes_on = "a state that goes on" if update.known else "another state"
-            text += f"; {goes_on}{self._observed and '; observed' + self._observed[1:]}"
+            text = f"; {goes_on}{self._observed and '; observed' + self._observed[1:]}"
             text += f"; optimizer {text_of(self._rule.optimizer)}"
         m = self.schedule.microbatches
         common = RawArguments(
