@@ -194,7 +194,8 @@ class TrainingUpdate:
                 self._stage_state[stage] = buffers.state[stage] = self._new_states.pop(stage)()
         new = list(ranks.shards(read(current.params[stage], trees.params), trees.dims))
         # Cast before they are multiplied, which would lose small ones.
-        gradients = {n: g.to(new[n].dtype) for n, g in self._gradients.pop(stage).items()}
+        sums = self._gradients.pop(stage)
+        gradients = {n: sums[n].to(new[n].dtype) for n in trees.trained if n in sums}
         if self._factor is not None:  # not by the fused kernels, which divide by a float32
             multiply(gradients.values(), self._factor)
         changed, after = updated(
@@ -251,8 +252,7 @@ class TrainingUpdate:
         trees = self.trees[stage]
         if stage in self._reducers:
             reducer, numbers = self._reducers[stage]
-            pairs = zip(numbers, reducer.wait(), strict=True)
-            self._gradients[stage] = {n: total for n, total in pairs if n not in trees.fixed}
+            self._gradients[stage] = dict(zip(numbers, reducer.wait(), strict=True))
         counted, gradients = dict[int, Tensor](), self._gradients[stage]
         for n in trees.counted:
             if (g := gradients.get(n)) is None:

@@ -200,13 +200,10 @@ def by_rank(leaf: Tensor, dim: int | None, ranks: int) -> Tensor:
 
 def views_by_rank(bucket: Bucket, flat: Tensor, dims: Dims, ranks: int) -> list[Tensor]:
     """View the whole leaves, as of :func:`by_rank`, in a buffer that holds the shards rank after rank."""
-    leaves = []
-    for place, first in zip(bucket.places, views(bucket, flat[: bucket.numel]), strict=True):
+    rows, leaves = flat.view(ranks, bucket.numel), []
+    for place in bucket.places:
         dim = dims[place.leaf]
         assert dim is not None
-        shape, strides = (
-            (*sizes[:dim], one, *sizes[dim:])
-            for sizes, one in ((first.shape, ranks), (first.stride(), bucket.numel))
-        )
-        leaves.append(first.as_strided(shape, strides))
+        shards = rows[:, place.offset : place.offset + math.prod(place.shape)]
+        leaves.append(shards.view(ranks, *place.shape).movedim(0, dim))
     return leaves

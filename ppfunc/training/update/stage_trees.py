@@ -57,7 +57,7 @@ class StageTrees(NamedTuple):
         bare = treedef.unflatten(None if n in fixed else leaf for n, leaf in enumerate(leaves))
         whole = frozenset[int]() if ranks.shards_params else fixed
         dims = tuple(None if n in whole else cut.dim for n, cut in enumerate(cuts))
-        counted = tuple(n for n, cut in enumerate(cuts) if n not in again and _counts(ranks, cut))
+        counted = tuple(n for n in trained if n not in again and _counts(ranks, cuts[n]))
         return cls(*forms, form_of(*tree_flatten(bare)), fixed, trained, cuts, dims, counted)
 
     def describes(self, stage: int, state: TrainState) -> bool:
