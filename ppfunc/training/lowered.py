@@ -89,16 +89,15 @@ def _local_leaves(trees: Mapping[int, Tree]) -> dict[int, tuple[Tensor, ...]]:
 
 
 def on_meta(tree: Any) -> Any:
-    """Replace the tensors of a tree, or its signature, by tensors without values."""
-    if isinstance(tree, Signature):
-        empty = (torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in tree.leaves)
-        layouts = (leaf.layout for leaf in tree.leaves)
-        return tree.unflatten(map(distributed, empty, layouts))
+    """Replace the tensors of a tree, and signatures of trees in it, by tensors without values."""
     return tree_map(_leaf_on_meta, tree)
 
 
 def _leaf_on_meta(leaf: Any) -> Any:
-    """Take the values of a tensor; a number, a text or a flag stays."""
+    """Take the values of a leaf; a number, a text or a flag stays."""
+    if isinstance(leaf, Signature):
+        empty = (torch.empty(each.shape, dtype=each.dtype, device="meta") for each in leaf.leaves)
+        return leaf.unflatten(map(distributed, empty, (each.layout for each in leaf.leaves)))
     if not isinstance(leaf, Tensor):
         return leaf
     return distributed(local(leaf).detach().to("meta"), layout_of(leaf))

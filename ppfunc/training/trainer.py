@@ -327,10 +327,7 @@ class Trainer:
         Raises:
             As :meth:`init` and :meth:`step`.
         """
-        require_trees("params", params, self._ranks.stages)
-        require_trees("state", {} if state is None else state, self._ranks.stages, some=True)
-        trees, states = ({s: on_meta(t) for s, t in (each or {}).items()} for each in (params, state))
-        initial = self.init(trees, states)
+        initial = self.init(on_meta(params), on_meta(state))
         # What shares memory is seen in values alone.
         valued = {s: tree for s, tree in params.items() if not isinstance(tree, Signature)}
         require_declared_trees(valued, self._ranks.tied)

@@ -76,14 +76,13 @@ def initial_state(
 
 def _require_storable(trees: Mapping[int, Tree], name: str) -> None:
     """Raise TypeError for a leaf of a dtype that no checkpoint holds."""
-    for s, tree in trees.items():
-        leaves, treedef = tree_flatten(tree)
-        for leaf, path in zip(leaves, tree_paths(treedef, f"{name}[{s}]"), strict=True):
-            if leaf.dtype not in DTYPES_BY_NAME.values():
-                raise TypeError(
-                    f"{path} has the dtype {leaf.dtype}, which no checkpoint holds; expected one of"
-                    f" {', '.join(DTYPES_BY_NAME)}"
-                )
+    leaves, treedef = tree_flatten(trees)
+    for leaf, path in zip(leaves, tree_paths(treedef, name), strict=True):
+        if leaf.dtype not in DTYPES_BY_NAME.values():
+            raise TypeError(
+                f"{path} has the dtype {leaf.dtype}, which no checkpoint holds; expected one of"
+                f" {', '.join(DTYPES_BY_NAME)}"
+            )
 
 
 def _own(storages: set[int], leaf: torch.Tensor) -> torch.Tensor:
