@@ -55,7 +55,8 @@ def loss_curve(losses: Sequence[float], validations: Sequence[tuple[int, float]]
         )
         lines.append(text("soft end", LEFT - 10, y(loss) + 4, f"{loss:.6g}"))
     lines += [
-        text("soft mid", x(steps * k / 4), HEIGHT - BOTTOM + 22, str(round(steps * k / 4))) for k in range(5)
+        text("soft mid", x(step), HEIGHT - BOTTOM + 22, str(step))
+        for step in sorted({round(steps * k / 4) for k in range(5)})
     ]
     points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in drawn)
     lines.append(f'<polyline class="curve" points="{points}"/>')

@@ -345,6 +345,9 @@ def test_a_loss_curve_fits_its_data(example):
         "Training loss: 2.061 at step 1 to 2.018 at step 4. Validation loss: 2.021 at step 4."
     )
     ElementTree.fromstring(curve([], [], "none"))
+    root = ElementTree.fromstring(curve([2.0] * 6, [], "of six steps"))
+    places = {t.text: float(t.get("x")) for t in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert places["2"] - places["0"] == places["6"] - places["4"] == (places["6"] - places["0"]) / 3
 
 
 def test_layers_start_the_same_wherever_they_are_held(example):
