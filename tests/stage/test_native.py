@@ -272,6 +272,11 @@ print(program.forward((torch.ones(2),), (torch.ones(2),), ())[0][0].sum().item()
         ({"PPFUNC_NATIVE": "never"}, "2.0 PPFUNC_NATIVE is 'never'"),
         ({"PPFUNC_NATIVE": "auto", "CXX": "no-such-compiler"}, "2.0 it is built on Linux, by g++"),
         ({"PPFUNC_NATIVE": "always", "CXX": "no-such-compiler"}, "PPFUNC_NATIVE is 'always', but"),
+        ({"PPFUNC_NATIVE": "auto", "PPFUNC_CACHE": "x" * 5000}, "2.0"),
+        (
+            {"PPFUNC_NATIVE": "auto", "PPFUNC_CACHE": "~nobody-of-this-name/x"},
+            "2.0 this user has no home folder",
+        ),
         ({"PPFUNC_NATIVE": "sometimes"}, "got 'sometimes', expected 'auto', 'always' or 'never'"),
         ({"PPFUNC_NATIVE": "always", "CXX": "false", "PPFUNC_CACHE": "{tmp}"}, "false failed"),
     ],

@@ -59,12 +59,13 @@ class _Library:
         if choice not in ("auto", "always", "never"):
             raise ValueError(f"PPFUNC_NATIVE: got {choice!r}, expected 'auto', 'always' or 'never'")
         compiler = shutil.which(os.environ.get("CXX", "g++"))
-        file = _folder() / f"ppfunc-{_key()}.so"
         if choice == "never":
             self.failure = "PPFUNC_NATIVE is 'never'"
         elif sys.platform != "linux" or compiler is None:
             self.failure = "it is built on Linux, by g++ or the compiler that CXX names"
-        elif choice == "always" or file.exists():
+        elif (folder := _folder()) is None:
+            self.failure = "this user has no home folder; PPFUNC_CACHE names another"
+        elif os.path.exists(file := folder / f"ppfunc-{_key()}.so") or choice == "always":
             self._load(file, compiler)
         else:
             threading.Thread(
@@ -114,9 +115,13 @@ def native(
         return False
 
 
-def _folder() -> Path:
+def _folder() -> Path | None:
+    """Return the folder of the library, None for a user without a home."""
     named = os.environ.get("PPFUNC_CACHE") or os.environ.get("TORCH_EXTENSIONS_DIR")
-    return Path(named) if named else Path("~/.cache/torch_extensions").expanduser()
+    try:
+        return Path(named or "~/.cache/torch_extensions").expanduser()
+    except RuntimeError:
+        return None
 
 
 def _key() -> str:
