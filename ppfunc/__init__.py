@@ -140,5 +140,5 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
-        look_in="engines optim checkpoint collectives transforms schedule training stage runtime".split(),
+        "engines optim checkpoint collectives transforms schedule parallel training stage runtime".split(),
     )

@@ -21,6 +21,7 @@ _TRAINER = "pp.Trainer(split, loss_fn, schedule, optimizer, transport)"
 _OVERLAP = "stages are functions of yours, and overlapped=function, where the step is made, runs OVERLAP_F_B"
 _WEIGHTS = "nothing: the backward returns gradients of weights, and W of a schedule computes them"
 _SHAPES = "nothing: every step reads the shapes from its inputs"
+_CALLED = "a dictionary of the model's arguments as args of split, or inputs of a step: {name: tensor}"
 _EXPORT = "split.put_back(state.params), then generate and save_pretrained of the model"
 
 _BY_MEND: dict[str, dict[str, str]] = {
@@ -34,17 +35,23 @@ _BY_MEND: dict[str, dict[str, str]] = {
         ),
         _SCHEDULE.format("looped_bfs"): "ScheduleLoopedBFS",
         _SCHEDULE.format("interleaved_zero_bubble"): "ScheduleInterleavedZeroBubble",
+        _SCHEDULE.format("zb_h1"): "zero_bubble_h1 ZBH1 ScheduleZBH1",
         _SCHEDULE.format("zbv"): "ScheduleZBVZeroBubble",
         _SCHEDULE.format("dualpipev"): "ScheduleDualPipeV",
         _STEP: "get_forward_backward_func train_batch vjp grad",
         _STAGES: "PipelineStage build_stage Pipe SplitPoint PipelineModule LayerSpec TiedLayerSpec pipeline",
         "pp.split(model, args) cuts a model where it calls torch's pipe_split()": "pipe_split",
         "pp.schedule.find_builder(name), or pp.{name of the schedule}": "get_schedule_class",
-        _TRAINER: "initialize DeepSpeedEngine",
+        _TRAINER: "initialize DeepSpeedEngine train_step make_train_step",
         f"{_TRAINER}; its arguments are there and in the optimizer": "TrainingArguments TrainerArguments",
         _RANKS: "initialize_model_parallel get_pipeline_model_parallel_rank pmap shard_map",
         "torch.func.vmap goes round a step in one process; pp.ensemble trains several": "vmap",
         "steps compile themselves by form; pp.engines.graph(compile=True) adds inductor": "jit",
+        "pp.parallel.partition_balanced(weights, stages)": (
+            "partition_by_weights partition_by_parameters partition_by_time partition_min_range"
+        ),
+        _REMAT: "remat",
+        "a loop in a stage is Python's, and one over stages is the schedule's": "scan",
         "optree.tree_map(function, tree)": "tree_map tree tree_util",
         "seed=(seed, step) of a step sets the numbers that stages draw by torch": "random",
         "stages are functions of tensors, written with torch": "numpy nn",
@@ -61,6 +68,8 @@ _BY_MEND: dict[str, dict[str, str]] = {
         _STEP: "step train_batch",
         "pp.evaluate(split, loss_fn, schedule) makes a step without backwards": "eval eval_batch",
         "schedule.microbatches": "n_microbatches num_microbatches",
+        "pp.simulate(schedule) has it": "bubble makespan span idle timeline",
+        "pp.schedule.to_svg(schedule) returns the text of a picture": "to_svg svg plot draw save",
         _OVERLAP: "register_custom_function",
     },
     "Split": {
@@ -133,6 +142,7 @@ _BY_MEND: dict[str, dict[str, str]] = {
         "batches as arguments of trainer.step": "train_dataset eval_dataset training_data dataloader",
         _RATE: "lr_scheduler scheduler",
         f"stages; {_STAGES}": "model module net",
+        _CALLED: "input_ids attention_mask inputs_embeds",
         "seed=(seed, step)": "rng key rngs generator",
         "loss_fn": "loss criterion loss_func",
         f"transport; {_RANKS}": "group process_group mesh devices",

@@ -208,7 +208,9 @@ def _call(
             f" {str(error).rstrip('.')}"
         )
         mend = (
-            "register one" if "fake impl" in reason else f"call the model on args; if that works, {BY_HAND}"
+            "register one"
+            if "fake impl" in reason
+            else f"call the model itself on inputs of this form; if that works, {BY_HAND}"
         )
         raise StageError(MODEL, reason, mend) from error
     mend = f"make that part independent of values, or {BY_HAND}"

@@ -57,7 +57,7 @@ def require_group(
             "group",
             None if group is outside else group,
             dist.ProcessGroup,
-            "a group; P2P(mesh=mesh) takes a mesh",
+            "a group, or none after init_process_group(backend) of torch; P2P(mesh=mesh) takes a mesh",
         ),
         ("mesh", mesh, DeviceMesh, "a DeviceMesh, such as torch's init_device_mesh makes"),
         ("axes", axes, Axes, "ppfunc.Axes('pp', data='dp')"),

@@ -152,7 +152,7 @@ def require_trees(name: str, trees: Any, stages: Sequence[int], *, some: bool = 
     if not isinstance(trees, Mapping):
         raise TypeError(
             f"{name}: got {shown(trees)}, expected {{stage: tree}} of the stages {list(stages)}, which this"
-            " process runs"
+            " process runs; split.params and split.state are such"
         )
     if not set(trees) <= set(stages) or (len(trees) < len(stages) and not some):
         raise ValueError(
