@@ -145,11 +145,12 @@ def _prove_order(schedule: Schedule) -> bool:
 
 def _values_are_atomic(flow: Dataflow, record: OrderRecord) -> bool:
     """Tell if no value is made in a later step than the step that consumes it, messages left aside."""
-    for value, (_, step, _) in record.made.items():
-        stage, microbatch = flow.place(value)
-        needs = flow.needs[Op.I if value % 2 else Op.F, stage]
-        if any(record.made[first + 2 * microbatch][1] > step for first, _ in needs):
-            return False
+    for value, steps in record.made.items():
+        stage, _ = flow.place(value)
+        for first, _ in flow.needs[Op.I if value % 2 else Op.F, stage]:
+            inputs = record.made[first]
+            if any(inputs[microbatch] > step for microbatch, step in steps.items()):
+                return False
     return True
 
 

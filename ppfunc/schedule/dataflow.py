@@ -38,13 +38,6 @@ class MessageRoute(NamedTuple):
     other: int  # the rank at the other end
 
 
-class Inputs(NamedTuple):
-    """List the inputs of an instruction for microbatch 0, by the numbers of :class:`Dataflow`."""
-
-    values: tuple[int, ...]  # computed on the same rank
-    messages: tuple[int, ...]  # received from other ranks
-
-
 @dataclass(frozen=True)
 class Dataflow:
     """Numbers the values and messages of a schedule, and lists the edges along which they move."""
@@ -68,6 +61,11 @@ class Dataflow:
     def message(self, value: int, target: int) -> int:
         """Return the number of the message that carries a value to a stage, the same at both ends."""
         return value * self.schedule.stages + target
+
+    def carried(self, instruction: Instruction) -> int:
+        """Return the number of the message that a SEND or RECV posts."""
+        op, stage, _, peer, _, _ = instruction
+        return self.routes[op, stage, peer].first + self.stride * microbatch_of(instruction)
 
     def place(self, value: int) -> tuple[int, int]:
         """Return the stage and the microbatch of a value."""
@@ -108,17 +106,6 @@ class Dataflow:
             needs[Op.F, b] += ((self.output(a, 0), a),)
             needs[Op.B, a] += ((self.output(b, 0) + 1, b),)
         return needs | {(Op.I, stage): needs[Op.B, stage] for stage in range(self.schedule.stages)}
-
-    @cached_property
-    def inputs(self) -> dict[tuple[Op, int], Inputs]:
-        """Map ``(op, stage)`` to the inputs: values made on the same rank, and messages from others."""
-        home = self.schedule.placement
-        inputs = {}
-        for (op, stage), needs in self.needs.items():
-            values = tuple(first for first, origin in needs if home[origin] == home[stage])
-            received = (first for first, origin in needs if home[origin] != home[stage])
-            inputs[op, stage] = Inputs(values, tuple(self.message(first, stage) for first in received))
-        return inputs
 
     @cached_property
     def routes(self) -> dict[tuple[Op, int, int | None], MessageRoute]:

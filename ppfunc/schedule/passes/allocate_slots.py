@@ -4,11 +4,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from math import inf
 from typing import NamedTuple
 
 from ..dataflow import Dataflow
-from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op
+from ..instruction import COMMUNICATION, SENDS, WHOLE_STAGE, Instruction, Op
 from ..proof.buffers import Holder, uses
 from ..proof.order import check_order
 from ..proof.queues import check_queues
@@ -65,22 +64,18 @@ def _sends_gone(schedule: Schedule) -> Callable[[int, Holder, int], bool]:
     It speaks of one run. Sends of that step itself have to be over when it ends.
     """
     flow = Dataflow(schedule)
-    record = check_order(flow)
-    run = check_queues(flow, record)
-    times = [(*begins, inf) for begins in run.begins]
-    holders = {
-        (rank, step, place): holder
-        for rank, program in enumerate(schedule.programs)
-        for step, place, _, holder in uses(program)
-    }
-    sends: dict[Holder, list[tuple[int, int]]] = defaultdict(list)  # step and completion
-    for message, position in record.sends.items():
-        rank, step, _ = position
-        completion = run.completion(rank, record.receives[message][0], step)
-        sends[holders[position]].append((step, completion))
+    run = check_queues(flow, check_order(flow))
+    sends: dict[Holder, list[tuple[int, float]]] = defaultdict(list)  # step and completion
+    for rank, program in enumerate(schedule.programs):
+        for step, _, part, holder in uses(program):
+            if part.op in SENDS:
+                other = flow.routes[part.op, part.stage, part.peer].other
+                sends[holder].append((step, run.completion(rank, other, step)))
 
     def gone(rank: int, holder: Holder, step: int) -> bool:
-        return all(end < times[rank][run.first[rank][step + (sent == step)]] for sent, end in sends[holder])
+        return all(
+            end < run.begin(rank, run.first[rank][step + (sent == step)]) for sent, end in sends[holder]
+        )
 
     return gone
 

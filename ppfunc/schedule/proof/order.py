@@ -1,23 +1,34 @@
 """Prove the order of each rank on its own: inputs before uses, everything once, nothing missing."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ..dataflow import PRODUCT, Dataflow
 from ..errors import ScheduleError, fault_at, last_place, schedule_error
-from ..instruction import COMMUNICATION, COMPUTE, SENDS, Instruction, Op, parts_of
+from ..instruction import COMMUNICATION, SENDS, Instruction, Op, parts_of
 from ..schedule import Schedule, Step
 
 Position = tuple[int, int, int]  # rank, step, place
 
+Numbers = dict[int, dict[int, int]]
+"""By value or message of microbatch 0, and by microbatch: the number of an instruction on its rank."""
+
 
 class OrderRecord(NamedTuple):
-    """Record the position of every value and message, by the numbers of :class:`Dataflow`."""
+    """Record the instructions that compute values and post messages, by the numbers of Dataflow."""
 
-    made: dict[int, Position]  # by value, the instruction that computes it
-    weights: dict[int, Position]  # by input gradient, the B or the W that computes the weight gradient
-    sends: dict[int, Position]  # by message
-    receives: dict[int, Position]  # by message
+    made: Numbers  # by value
+    weights: Numbers  # by input gradient, the B or the W that computes the weight gradient
+    sends: Numbers  # by message
+    receives: Numbers  # by message
+
+
+_Needs = tuple[tuple[dict[int, int], int, str], ...]
+_Makes = tuple[dict[int, int], ...]
+_Kind = tuple[_Needs, _Makes]
+"""What instructions of one kind need, each with its value and what to say without it; and what they make."""
 
 
 def in_order(step: Step) -> Iterable[tuple[int, Any]]:
@@ -55,65 +66,80 @@ def check_order(flow: Dataflow) -> OrderRecord:
     Raises:
         ScheduleError: naming the first place of the first rank where this does not hold.
     """
-    schedule, routes, inputs, stride = flow.schedule, flow.routes, flow.inputs, flow.stride
-    record = made, weights, sends, receives = OrderRecord({}, {}, {}, {})
-    lowered = bool(schedule.ops & COMMUNICATION)
-    for position, instruction in walk(schedule):
-        op, stage, microbatch, peer, _, parts = instruction
-        if op in COMMUNICATION:
-            route = routes.get((op, stage, peer))
-            if route is None:
-                raise fault_at(schedule, position, _no_route(schedule, instruction))
-            message = route[0] + stride * microbatch
-            ends = sends if op in SENDS else receives
-            if message in ends or (ends is sends and message // schedule.stages not in made):
-                raise fault_at(schedule, position, _message_fault(flow, message, op, ends.get(message)))
-            ends[message] = position
-        elif op in COMPUTE:
-            products = []
-            for op, stage, microbatch, *_ in parts or (instruction,):
-                values, messages = inputs[op, stage]
-                for first in values:
-                    if first + 2 * microbatch not in made:
-                        name = flow.name(first + 2 * microbatch)
-                        reason = f"it needs {name}, which this rank has not computed before"
-                        raise fault_at(schedule, position, reason)
-                for first in messages if lowered else ():
-                    if first + stride * microbatch not in receives:
-                        name = flow.name((first + stride * microbatch) // schedule.stages)
-                        reason = f"it needs {name}, but its receive has not been posted before"
-                        raise fault_at(schedule, position, reason)
-                product = flow.output(stage, microbatch) + PRODUCT[op]
-                if product in (weights if op is Op.W else made):
-                    raise fault_at(schedule, position, _product_fault(flow, record, product, op))
-                if op is not Op.W:
-                    products.append((made, product))
-                if op in (Op.B, Op.W):
-                    products.append((weights, product))
-            for positions, product in products:
-                positions[product] = position
+    schedule = flow.schedule
+    record = OrderRecord(defaultdict(dict), defaultdict(dict), defaultdict(dict), defaultdict(dict))
+    kinds = _kinds(flow, record)
+    for rank, program in enumerate(schedule.programs):
+        begin = 0
+        for step, instructions in enumerate(program):
+            for place, instruction in in_order(instructions):
+                fault, products = "", []
+                for part in instruction[5] or (instruction,):
+                    op, stage, microbatch, peer, _, _ = part
+                    needs, makes = kinds.get((op, stage, peer), ((), ()))
+                    for there, value, lack in needs:
+                        if microbatch not in there:
+                            fault = fault or lack.format(flow.name(value + 2 * microbatch))
+                    for numbers in makes:
+                        products.append((numbers, microbatch))
+                    if makes and microbatch in makes[0]:
+                        fault = fault or _twice(flow, part, makes[0][microbatch])
+                    elif not makes and op in COMMUNICATION:
+                        fault = _no_route(schedule, instruction)
+                if fault:
+                    raise fault_at(schedule, (rank, step, place), fault)
+                for numbers, microbatch in products:
+                    numbers[microbatch] = begin + place
+            begin += len(instructions)
     _check_complete(flow, record)
     return record
 
 
-def _message_fault(flow: Dataflow, message: int, op: Op, earlier: Position | None) -> str:
-    """Say why a message cannot be sent or received here, or not again."""
-    if earlier is None:
-        name = flow.name(message // flow.schedule.stages)
-        return f"it sends {name}, which this rank has not computed in an earlier step"
-    _, step, place = earlier
-    verb = "sent" if op in SENDS else "received"
-    return f"this message is {verb} twice, first at step {step}, place {place}"
+def _kinds(flow: Dataflow, record: OrderRecord) -> dict[tuple[Op, int, int | None], _Kind]:
+    """Map ``(op, stage, peer)`` of computes and messages to what they need and make."""
+    kinds: dict[tuple[Op, int, int | None], _Kind] = {}
+    home = flow.schedule.placement
+    for (op, stage, peer), (first, _) in flow.routes.items():
+        value = first // flow.schedule.stages
+        lack = "it sends {}, which this rank has not computed in an earlier step"
+        needs: _Needs = ((record.made[value], value, lack),) if op in SENDS else ()
+        kinds[op, stage, peer] = needs, ((record.sends if op in SENDS else record.receives)[first],)
+    for (op, stage), values in flow.needs.items():
+        needs = ()
+        for value, origin in values:
+            if home[origin] == home[stage]:
+                lack = "it needs {}, which this rank has not computed before"
+                needs += ((record.made[value], value, lack),)
+            elif flow.schedule.ops & COMMUNICATION:
+                lack = "it needs {}, but its receive has not been posted before"
+                needs += ((record.receives[flow.message(value, stage)], value, lack),)
+        product = flow.output(stage, 0) + PRODUCT[op]
+        makes: _Makes = (record.made[product],) if op is not Op.W else ()
+        makes += (record.weights[product],) if op in (Op.B, Op.W) else ()
+        kinds[op, stage, None] = needs, makes
+    return kinds
 
 
-def _product_fault(flow: Dataflow, record: OrderRecord, product: int, op: Op) -> str:
-    """Say that the product of an instruction has been computed before."""
-    rank, step, place = (record.weights if op is Op.W else record.made)[product]
-    if op is not Op.W:
-        return f"{flow.name(product)} is computed twice, first at step {step}, place {place}"
-    if parts_of(flow.schedule.programs[rank][step][place])[-1].op is Op.B:
+def position_of(schedule: Schedule, rank: int, number: int) -> Position:
+    """Return the position of an instruction, given its number on its rank."""
+    steps = enumerate(schedule.programs[rank])
+    places = ((rank, step, place) for step, instructions in steps for place in range(len(instructions)))
+    return next(islice(places, number, None))
+
+
+def _twice(flow: Dataflow, part: Instruction, earlier: int) -> str:
+    """Say that what an instruction makes is there already."""
+    schedule = flow.schedule
+    rank, step, place = position_of(schedule, schedule.placement[part.stage], earlier)
+    if part.op in COMMUNICATION:
+        what = f"this message is {'sent' if part.op in SENDS else 'received'}"
+    elif part.op is not Op.W:
+        what = f"{flow.name(*flow.products(part))} is computed"
+    elif parts_of(schedule.programs[rank][step][place])[-1].op is Op.B:
         return f"the full backward at step {step}, place {place} has computed the weight gradient already"
-    return f"this weight gradient is computed twice, first at step {step}, place {place}"
+    else:
+        what = "this weight gradient is computed"
+    return f"{what} twice, first at step {step}, place {place}"
 
 
 def _no_route(schedule: Schedule, instruction: Instruction) -> str:
@@ -143,23 +169,22 @@ def _check_complete(flow: Dataflow, record: OrderRecord) -> None:
     expected = sum(
         len(c.stages) * (c.microbatches.stop - c.microbatches.start) * per_stage for c in schedule.chains
     )
-    if len(record.made) != expected:
+    if sum(map(len, record.made.values())) != expected:
         raise _missing(flow, record, per_stage)
-    if not schedule.forward_only and len(record.weights) != expected // 2:
-        position = next(p for value, p in record.made.items() if value % 2 and value not in record.weights)
-        reason = "its weight gradient W is missing: after I there must be one W"
-        raise fault_at(schedule, position, reason)
-    for ends, others, verb in (
-        (record.sends, record.receives, "receives"),
-        (record.receives, record.sends, "sends"),
-    ):
-        for message, position in ends.items():
-            if message not in others:
-                rank, step, place = position
-                op, stage, _, peer, _, _ = schedule.programs[rank][step][place]
-                other = flow.routes[op, stage, peer].other
-                reason = f"rank {other}, at the other end, never {verb} this message"
+    home = schedule.placement
+    for gradient, weights in record.weights.items():
+        for microbatch, number in record.made[gradient].items():
+            if microbatch not in weights:
+                position = position_of(schedule, home[flow.place(gradient)[0]], number)
+                reason = "its weight gradient W is missing: after I there must be one W"
                 raise fault_at(schedule, position, reason)
+    for (op, stage, _), (first, other) in flow.routes.items():
+        here, there = (record.sends, record.receives)[:: 1 if op in SENDS else -1]
+        for microbatch, number in here[first].items():
+            if microbatch not in there[first]:
+                verb = "receives" if op in SENDS else "sends"
+                reason = f"rank {other}, at the other end, never {verb} this message"
+                raise fault_at(schedule, position_of(schedule, home[stage], number), reason)
 
 
 def _missing(flow: Dataflow, record: OrderRecord, per_stage: int) -> ScheduleError:
@@ -168,11 +193,13 @@ def _missing(flow: Dataflow, record: OrderRecord, per_stage: int) -> ScheduleErr
         for microbatch in chain.microbatches:
             for stage in chain.stages:
                 for product, name in ((0, "forward F"), (1, "backward, B or I"))[:per_stage]:
-                    output = flow.output(stage, microbatch)
-                    if output + product not in record.made:
+                    output = flow.output(stage, 0)
+                    if microbatch not in record.made[output + product]:
                         rank = flow.schedule.placement[stage]
-                        forward = record.made.get(output)
-                        place = forward[1:] if forward else last_place(flow.schedule, rank)
+                        forward = record.made[output].get(microbatch)
+                        place = last_place(flow.schedule, rank)
+                        if forward is not None:
+                            place = position_of(flow.schedule, rank, forward)[1:]
                         reason = f"the {name} of stage {stage} for microbatch {microbatch} is missing"
                         return schedule_error(flow.schedule, rank, place, reason)
     raise AssertionError("a value is missing, yet none is")

@@ -11,24 +11,28 @@ is complete once the other rank has begun the last step in which it posts a mess
 only ever waits for another to begin an instruction, and one run over these waits decides.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import accumulate, chain, pairwise
+from math import inf
+from operator import itemgetter
 from typing import NamedTuple
 
-from ..dataflow import Dataflow
+from ..dataflow import PRODUCT, Dataflow
 from ..errors import ScheduleError, cycle_text, fault_at, last_place, text_of
-from ..instruction import COMPUTE, SENDS, TAIL, Op, microbatch_of
+from ..instruction import COMMUNICATION, COMPUTE, SENDS, TAIL, Op
 from ..schedule import Schedule
-from .order import OrderRecord, Position, walk
+from .order import OrderRecord, Position, position_of, walk
 
-Wait = tuple[int, int, int, int, Position]
-"""The number of the instruction that waits, the other rank, the number of the instruction that this one has
-to begin, the message, and the position of the wait. Instructions are numbered by rank; messages as in
+Wait = tuple[int, int, int, int, int]
+"""A rank waits behind an instruction: its number; the one on whose behalf it waits; the other rank; the
+instruction that this one has to begin; the message. Instructions are numbered by rank; messages as in
 :class:`Dataflow`, sums over replicas by negative numbers.
 """
 
+_Last = dict[tuple[int, int], dict[int, int]]
+_Streams = dict[tuple[int, int], list[tuple[int, int, int]]]
 _Sent = tuple[int, int, int]  # step, rank at the other end, message
 
 
@@ -37,30 +41,39 @@ class QueueRun(NamedTuple):
 
     Args:
         first: per rank and step, the number of its first instruction; then the number of all.
-        last: by two ranks, and by step of the first, the last step of the second with a message of that
-            batch.
+        steps: per rank and instruction, its step.
+        last: by two ranks, and by step of the first, the instruction that begins the last step of the
+            second with a message of that batch.
         waits: per rank, in order.
-        begins: per rank, the time at which each of its instructions begins.
+        late: per rank, how many steps of time it has lost after each of its waits.
     """
 
     first: list[list[int]]
-    last: dict[tuple[int, int], dict[int, int]]
+    steps: list[list[int]]
+    last: _Last
     waits: list[list[Wait]]
-    begins: list[list[int]]
+    late: list[list[int]]
 
     @property
     def step_atomic(self) -> bool:
         """Tell if no rank waits for what another posts in a later step."""
         return all(
-            awaited < self.first[other][min(step + 1, len(self.first[other]) - 1)]
-            for waits in self.waits
-            for _, other, awaited, _, (_, step, _) in waits
+            self.steps[other][awaited] <= steps[at]
+            for steps, waits in zip(self.steps, self.waits, strict=True)
+            for _, at, other, awaited, _ in waits
         )
 
-    def completion(self, rank: int, other: int, step: int) -> int:
+    def begin(self, rank: int, number: int) -> float:
+        """Return when an instruction of a rank begins, infinity behind the last one."""
+        if number == len(self.steps[rank]):
+            return inf
+        before = bisect_left(self.waits[rank], (number,))
+        return self.steps[rank][number] + (self.late[rank][before - 1] if before else 0)
+
+    def completion(self, rank: int, other: int, step: int) -> float:
         """Return when the batch that ``rank`` posts for ``other`` in ``step`` is complete."""
-        there = self.last[rank, other][step]
-        return max(self.begins[r][self.first[r][s]] for r, s in ((rank, step), (other, there)))
+        here, there = self.first[rank][step], self.last[rank, other][step]
+        return max(self.begin(rank, here), self.begin(other, there))
 
 
 def check_queues(flow: Dataflow, record: OrderRecord) -> QueueRun:
@@ -71,89 +84,91 @@ def check_queues(flow: Dataflow, record: OrderRecord) -> QueueRun:
             ranks wait for each other for ever; names all of them.
     """
     schedule = flow.schedule
-    _check_streams(flow, record)
     first = [list(accumulate(map(len, program), initial=0)) for program in schedule.programs]
-    last = _last_steps(flow, record)
+    steps = [[step for step, row in enumerate(program) for _ in row] for program in schedule.programs]
+    last = _last_steps(flow, first, steps, _streams(flow, record))
     waits: list[list[Wait]] = [[] for _ in schedule.programs]
-    for wait in chain(
-        _message_waits(flow, record, first, last),
-        _sum_waits(flow, first) if Op.REDUCE_TIED in schedule.ops else (),
+    for rank, wait in chain(
+        _message_waits(flow, record, steps, last),
+        _sum_waits(schedule, first) if Op.REDUCE_TIED in schedule.ops else (),
         _slot_waits(flow, first, last) if schedule.has_slots else (),
     ):
-        waits[wait[-1][0]].append(wait)
+        waits[rank].append(wait)
     for of_rank in waits:
         of_rank.sort()
-    begins = _begins(schedule, waits)
-    endless = ((wait for wait in of_rank if wait[2] >= len(begins[wait[1]])) for of_rank in waits)
-    blocked = [next(of_rank, None) for of_rank in endless]
+    late = _run(steps, waits)
+    blocked = [next(iter(of_rank[len(past) :]), None) for of_rank, past in zip(waits, late, strict=True)]
     if any(blocked):
-        raise _deadlock(flow, record, first, blocked)
-    return QueueRun(first, last, waits, begins)
+        raise _deadlock(flow, steps, blocked)
+    return QueueRun(first, steps, last, waits, late)
 
 
-def _check_streams(flow: Dataflow, record: OrderRecord) -> None:
-    """Refuse a pair of ranks whose receives are in another order than the sends: messages carry no names."""
-    home, stages = flow.schedule.placement, flow.schedule.stages
-    sent: dict[tuple[int, int], list[int]] = {}
-    for message, position in record.sends.items():
-        sent.setdefault((position[0], home[message % stages]), []).append(message)
-    taken = dict.fromkeys(sent, 0)
-    span = 2 * flow.microbatches * stages
-    for message, position in record.receives.items():
-        key = (home[message // span], position[0])
-        expected = sent[key][taken[key]]
-        taken[key] += 1
-        if expected != message:
-            wanted = describe(flow, expected)
-            reason = (
-                f"it is message {taken[key] - 1} that rank {key[1]} receives from rank {key[0]}, "
-                f"but rank {key[0]} sends {wanted} there: both must be in one order"
-            )
-            raise fault_at(flow.schedule, position, reason)
+def _streams(flow: Dataflow, record: OrderRecord) -> _Streams:
+    """List the messages by sender and receiver: numbers of both ends, and the message, in the order sent.
 
-
-def _last_steps(flow: Dataflow, record: OrderRecord) -> dict[tuple[int, int], dict[int, int]]:
-    """Return ``last`` of the run; refuse two ranks that post two messages in opposite orders."""
-    posted: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
-    for message, (sender, step, _) in record.sends.items():
-        receiver, there, _ = record.receives[message]
-        if sender < receiver:
-            posted[sender, receiver].append((step, there, message))
-        else:
-            posted[receiver, sender].append((there, step, message))
-    last = {}
-    for (low, high), messages in posted.items():
+    Refuse a pair of ranks whose receives are in another order than the sends: messages carry no names.
+    """
+    streams: _Streams = {}
+    for (op, stage, _), (first, receiver) in flow.routes.items():
+        if op in SENDS:
+            messages = streams.setdefault((flow.schedule.placement[stage], receiver), [])
+            received = record.receives[first]
+            for microbatch, number in record.sends[first].items():
+                messages.append((number, received[microbatch], first + flow.stride * microbatch))
+    for (sender, receiver), messages in streams.items():
         messages.sort()
-        for (step, there, one), (later, earlier, other) in pairwise(messages):
+        in_turn = sorted(messages, key=itemgetter(1))
+        for number, (sent, taken) in enumerate(zip(messages, in_turn, strict=True)):
+            if sent != taken:
+                reason = (
+                    f"it is message {number} that rank {receiver} receives from rank {sender}, "
+                    f"but rank {sender} sends {describe(flow, sent[2])} there: both must be in one order"
+                )
+                raise fault_at(flow.schedule, position_of(flow.schedule, receiver, taken[1]), reason)
+    return streams
+
+
+def _last_steps(flow: Dataflow, first: list[list[int]], steps: list[list[int]], streams: _Streams) -> _Last:
+    """Return ``last`` of the run; refuse two ranks that post two messages in opposite orders."""
+    last = {}
+    for low, high in streams:
+        if low > high:
+            continue
+        ends = [(number, other, message) for number, other, message in streams[low, high]]
+        ends += [(number, other, message) for other, number, message in streams[high, low]]
+        rows = sorted((steps[low][here], steps[high][there], here, message) for here, there, message in ends)
+        for (step, there, here, one), (later, earlier, _, other) in pairwise(rows):
             if there > earlier:
-                position = record.receives[one if record.receives[one][0] == low else other]
                 reason = (
                     f"deadlock: rank {low} posts {describe(flow, one)} at step {step}, before"
                     f" {describe(flow, other)} at step {later}, which rank {high} posts at step {earlier},"
                     f" before the first at step {there}: each is behind the other in its queue"
                 )
-                raise fault_at(flow.schedule, position, reason)
-        last[low, high] = {step: there for step, there, _ in messages}
-        last[high, low] = {there: step for step, there, _ in messages}
+                raise fault_at(flow.schedule, position_of(flow.schedule, low, here), reason)
+        last[low, high] = {step: first[high][there] for step, there, _, _ in rows}
+        last[high, low] = {there: first[low][step] for step, there, _, _ in rows}
     return last
 
 
 def _message_waits(
-    flow: Dataflow, record: OrderRecord, first: list[list[int]], last: dict[tuple[int, int], dict[int, int]]
-) -> Iterator[Wait]:
+    flow: Dataflow, record: OrderRecord, steps: list[list[int]], last: _Last
+) -> Iterator[tuple[int, Wait]]:
     """Yield the waits of computes for the batches of what they consume."""
-    stages = flow.schedule.stages
-    for message, (rank, step, _) in record.receives.items():
-        sender = record.sends[message][0]
-        value, target = divmod(message, stages)
-        position = record.made[flow.output(target, flow.place(value)[1]) + value % 2]
-        number = first[rank][position[1]] + position[2]
-        yield number, sender, first[sender][last[rank, sender][step]], message, position
+    home = flow.schedule.placement
+    for (op, stage), needs in flow.needs.items():
+        rank = home[stage]
+        for value, origin in needs if op in (Op.F, Op.I) else ():
+            if (sender := home[origin]) == rank:
+                continue
+            message = flow.message(value, stage)
+            received, batches = record.receives[message], last[rank, sender]
+            for microbatch, number in record.made[flow.output(stage, 0) + PRODUCT[op]].items():
+                awaited = batches[steps[rank][received[microbatch]]]
+                yield rank, (number, number, sender, awaited, message + flow.stride * microbatch)
 
 
-def _sum_waits(flow: Dataflow, first: list[list[int]]) -> Iterator[Wait]:
+def _sum_waits(schedule: Schedule, first: list[list[int]]) -> Iterator[tuple[int, Wait]]:
     """Yield the waits for sums over replicas, which REDUCE_TIED begins, before what follows or at the end."""
-    schedule = flow.schedule
     begun: dict[int, Position] = {}
     used: dict[int, Position] = {}
     for position, instruction in walk(schedule):
@@ -165,14 +180,13 @@ def _sum_waits(flow: Dataflow, first: list[list[int]]) -> Iterator[Wait]:
         summed = [stage for stage in stages if stage in begun]
         for stage in summed:
             rank = schedule.placement[stage]
-            at = used.get(stage, (rank, *(last_place(schedule, rank) or (0, 0))))
-            for other, step, place in map(begun.__getitem__, summed):
-                yield first[rank][at[1]] + at[2], other, first[other][step] + place, -1 - group, at
+            _, step, place = used.get(stage, (rank, *(last_place(schedule, rank) or (0, 0))))
+            for other, there, beside in map(begun.__getitem__, summed):
+                number = first[rank][step] + place
+                yield rank, (number, number, other, first[other][there] + beside, -1 - group)
 
 
-def _slot_waits(
-    flow: Dataflow, first: list[list[int]], last: dict[tuple[int, int], dict[int, int]]
-) -> Iterator[Wait]:
+def _slot_waits(flow: Dataflow, first: list[list[int]], last: _Last) -> Iterator[tuple[int, Wait]]:
     """Yield the waits for the sends that read a slot, before another microbatch takes it.
 
     What a rank sends and what it receives in one batch are different parts of a slot, so for the sends of the
@@ -195,39 +209,37 @@ def _slot_waits(
             if op in COMPUTE:
                 ended += [(begin + place, sent) for sent in late.pop(key, ())]
             for number, (sent, other, message) in ended:
-                yield number, other, first[other][last[rank, other][sent]], message, position
+                yield rank, (number, begin + place, other, last[rank, other][sent], message)
             if op in SENDS:
-                route = flow.routes[op, stage, peer]
-                sends[key].append((step, route.other, route.first + flow.stride * microbatch_of(instruction)))
+                sends[key].append((step, flow.routes[op, stage, peer].other, flow.carried(instruction)))
 
 
-def _begins(schedule: Schedule, waits: list[list[Wait]]) -> list[list[int]]:
-    """Run all ranks from wait to wait; return when each instruction begins, where a step takes a unit."""
-    begins: list[list[int]] = [[] for _ in waits]
-    blocked: list[list[tuple[int, int]]] = [[] for _ in waits]  # by rank: what is awaited of it, and by whom
+def _run(steps: list[list[int]], waits: list[list[Wait]]) -> list[list[int]]:
+    """Run all ranks from wait to wait, as far as they come; return ``late`` of the run."""
+    numbers = [[wait[0] for wait in of_rank] for of_rank in waits]
+    late: list[list[int]] = [[] for _ in waits]
+    blocked: list[list[tuple[int, int]]] = [[] for _ in waits]  # by rank: the waits to end, and who waits
 
     def run(rank: int) -> Iterator[None]:
-        mine, late = begins[rank], 0
-        steps = [step for step, instructions in enumerate(schedule.programs[rank]) for _ in instructions]
-        for number, other, awaited, _, _ in waits[rank]:
-            while number >= len(mine):
-                mine.append(steps[len(mine)] + late)
-            if awaited >= len(begins[other]):
-                blocked[other].append((awaited, rank))
+        mine, lost = late[rank], 0
+        for _, at, other, awaited, _ in waits[rank]:
+            before = bisect_left(numbers[other], awaited)
+            if before > len(late[other]):
+                blocked[other].append((before, rank))
                 yield
-            if begins[other][awaited] > steps[number] + late:
-                late = begins[other][awaited] - steps[number]
-        mine += [step + late for step in steps[len(mine) :]]
+            begun = steps[other][awaited] + (late[other][before - 1] if before else 0)
+            lost = max(lost, begun - steps[rank][at])
+            mine.append(lost)
 
     ready = list(range(len(waits)))
     runs = [run(rank) for rank in ready]
     while ready:
         rank = ready.pop()
         next(runs[rank], None)
-        begun = len(begins[rank])
-        ready += [waiter for awaited, waiter in blocked[rank] if awaited < begun]
-        blocked[rank] = [entry for entry in blocked[rank] if entry[0] >= begun]
-    return begins
+        past = len(late[rank])
+        ready += [waiter for before, waiter in blocked[rank] if before <= past]
+        blocked[rank] = [entry for entry in blocked[rank] if entry[0] > past]
+    return late
 
 
 def describe(flow: Dataflow, message: int) -> str:
@@ -238,25 +250,25 @@ def describe(flow: Dataflow, message: int) -> str:
     return f"{flow.name(value)} to stage {target}"
 
 
-def _deadlock(
-    flow: Dataflow, record: OrderRecord, first: list[list[int]], blocked: list[Wait | None]
-) -> ScheduleError:
+def _deadlock(flow: Dataflow, steps: list[list[int]], blocked: list[Wait | None]) -> ScheduleError:
     """Follow who waits for whom until the circle closes, and name all in it."""
-    wait = next(wait for wait in blocked if wait)
+    programs = flow.schedule.programs
+    rank = next(rank for rank, wait in enumerate(blocked) if wait)
     sentences: dict[int, str] = {}
-    while wait[-1][0] not in sentences:
-        _, other, awaited, message, (rank, step, place) = wait
-        there = bisect_right(first[other], awaited) - 1
-        ends = (record.sends.get(message), record.receives.get(message))
-        alone = message < 0 or (other, there) in [end[:2] for end in ends if end]
-        waiting = text_of(flow.schedule.programs[rank][step][place])
+    positions: dict[int, Position] = {}
+    while rank not in sentences:
+        wait = blocked[rank]
+        assert wait, "a rank is waited for that has come to its end"
+        _, at, other, awaited, message = wait
+        positions[rank] = _, step, place = position_of(flow.schedule, rank, at)
+        there = steps[other][awaited]
+        posted = [flow.carried(i) for i in programs[other][there] if i.op in COMMUNICATION]
+        alone = message < 0 or message in posted
         sentences[rank] = (
-            f"rank {rank} at step {step}, place {place} ({waiting})"
+            f"rank {rank} at step {step}, place {place} ({text_of(programs[rank][step][place])})"
             f" waits for {describe(flow, message)}, {'which' if alone else 'in a batch with what'}"
             f" rank {other} posts only at step {there}"
         )
-        next_wait = blocked[other]
-        assert next_wait, "a rank is waited for that has come to its end"
-        wait = next_wait
-    cycle = list(sentences.values())[list(sentences).index(wait[-1][0]) :]
-    return fault_at(flow.schedule, wait[-1], "deadlock: " + cycle_text(cycle))
+        rank = other
+    cycle = list(sentences.values())[list(sentences).index(rank) :]
+    return fault_at(flow.schedule, positions[rank], "deadlock: " + cycle_text(cycle))
