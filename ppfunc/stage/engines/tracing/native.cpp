@@ -1,5 +1,5 @@
 // Runs programs of torch operators from a table, without Python between the operators: the same operators in
-// the same order as the function that `write.py` writes, so with the same bits.
+// the same order as the function that `emit.py` writes, so with the same bits.
 //
 //     make(title, name, globals, slots, constants, arguments, calls, results) -> function
 //
@@ -98,9 +98,19 @@ Call read_call(const py::tuple& text) {
   return call;
 }
 
+// Tell if nobody but this call refers to an argument.
+bool is_own(PyObject* given) {
+#if PY_VERSION_HEX >= 0x030E0000
+  // Since Python 3.14 a caller lends the tuples of its variables without counting another reference.
+  return PyUnstable_Object_IsUniqueReferencedTemporary(given);
+#else
+  return Py_REFCNT(given) == 1;
+#endif
+}
+
 // Take the tensors of an argument; one that nobody else refers to is emptied, so that they end with their slots.
 void take(PyObject* given, const Argument& argument, Slots& slots) {
-  bool own = Py_REFCNT(given) == 1;
+  bool own = is_own(given);
   for (size_t n = 0; n < argument.slots.size(); n++) {
     PyObject* item = PyTuple_GET_ITEM(given, n);
     if (argument.slots[n] != NONE) {
@@ -174,7 +184,7 @@ void add_up(const Call& call, Slots& slots, PyObject* into) {
 
 void run_all(const Program& program, Slots& slots, PyObject* into, size_t& at) {
   py::gil_scoped_release no_gil;
-  c10::impl::ExcludeDispatchKeyGuard casts(c10::autocast_dispatch_keyset);
+  c10::impl::ExcludeDispatchKeyGuard casts(c10::autocast_dispatch_keyset);  // they are operators of the table
   at::AutoDispatchBelowADInplaceOrView below;  // no operator of a table writes into its arguments
   torch::jit::Stack stack;
   auto looked = std::chrono::steady_clock::now();
