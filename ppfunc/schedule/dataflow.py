@@ -121,7 +121,7 @@ class Dataflow:
 
 
 def edge_flows(schedule: Schedule) -> Iterator[EdgeFlow]:
-    """Iterate over every edge there, with activations, and back, with gradients."""
+    """Iterate over every edge in both directions: activations travel forward, gradients back."""
     skips = frozenset(schedule.skips)
     for a, b in schedule.edges:
         far, near = (b, a) if (a, b) in skips else (None, None)

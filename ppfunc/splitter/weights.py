@@ -87,7 +87,7 @@ def read_weights(
 
 
 def _initialised(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """Make the buffers that no file has by ``_init_weights``, as models of transformers do."""
+    """Make the buffers that no file has. Call ``_init_weights``, as models of transformers do."""
     initialise = getattr(model, "_init_weights", None)
     values: dict[str, Tensor] = {}
     if initialise is None:

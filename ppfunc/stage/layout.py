@@ -60,7 +60,7 @@ class MeshLayout:
         return self._moved(1, (rows, *self.shape))
 
     def without(self, axes: int) -> MeshLayout:
-        """Return the layout of the sum over so many axes in front, which are whole on every rank."""
+        """Return the layout after the first axes are summed away. Every rank holds them whole."""
         return self._moved(-axes, self.shape[axes:])
 
     def _moved(self, by: int, shape: tuple[int, ...]) -> MeshLayout:

@@ -55,7 +55,7 @@ def _gathered(program: Program, most: int) -> Program:
 
 
 def _moves(uses: list[tuple[int, ...]], most: int) -> list[list[Instruction]]:
-    """List the gathers and frees before the first use, and behind each."""
+    """List the gathers and frees that come before the first use, and those that come after each use."""
     held: set[int] = set()
     moves: list[list[Instruction]] = []
     for now, order in zip([*uses, ()], [*_orders(uses), ()], strict=True):

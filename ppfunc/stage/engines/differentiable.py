@@ -123,7 +123,7 @@ class DifferentiableStage:
 
     @contextmanager
     def unchanged(self, params: Leaves, x: Leaves, extras: Leaves) -> Iterator[None]:
-        """Raise if a call writes into its arguments, told by the counts of writes into them."""
+        """Raise if a call in this context writes into its arguments. Their version counters tell."""
         arguments = params + x + extras
         before = [version(t) for t in arguments]
         yield

@@ -181,7 +181,7 @@ def gather(
 
 
 def whole_shape(shape: Sequence[int], dim: int | None, ranks: int) -> tuple[int, ...]:
-    """Return the shape of the tensor that so many equal parts of this shape make."""
+    """Return the shape of the whole tensor, of which each rank holds an equal part of this shape."""
     return tuple(size * ranks if d == dim else size for d, size in enumerate(shape))
 
 

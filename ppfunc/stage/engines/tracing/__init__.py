@@ -1,4 +1,16 @@
-"""Trace functions as graphs of operators, change the graphs, and write them as Python functions.
+"""Trace functions as graphs of operators, change the graphs, and write them as programs::
+
+    joint.py          trace            records forward and backward of a stage as one graph
+      graph.py          GraphRecorder    records operators; what is asked of their nodes
+    clean.py          clean            drops copies, duplicates and dead operators
+    cut.py            cut_for          cuts the graph in forward, backward and the two parts of a backward
+    interleave.py     interleave       runs two programs as one; posts collectives early, waits late
+    emit.py           TracedFunction   writes a program in Python; runs the one in C++ if it is there
+      fast_dispatch.py  find_call        finds the fastest call of each operator
+      compiled.py       compiled         has inductor compile a program
+      native.py         native           has a table run in C++; builds and loads ``native.cpp``
+        table.py          table            writes a program as a table
+    replay.py         replayed         runs a program without values, to count its memory
 
 `graph` and `emit` also serve `ppfunc.splitter`, which records above autograd.
 """
