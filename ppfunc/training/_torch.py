@@ -52,3 +52,10 @@ def shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     )
 
     return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def place_in_file(file: str, begin: int, size: int) -> Any:
+    """Place bytes in a file of ``torch.distributed.checkpoint``, as its ``.metadata`` has it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # here, because the import takes long
+
+    return _StorageInfo(file, begin, size)

@@ -9,12 +9,24 @@
             -> tensor_file: the parts that this rank needs
 
 ``peers`` carries answers between ranks: a failure on one rank raises on all. ``model_files`` writes and
-reads the safetensors files of a model under its own names.
+reads the safetensors files of a model under its own names; ``dcp`` the folders of
+``torch.distributed.checkpoint``, without running the pickles in them.
 """
 
 from .api import Saving, load, save, save_async
+from .dcp import from_dcp, to_dcp
 from .errors import CheckpointError
 from .model_files import export
 from .verify import latest
 
-__all__ = ["CheckpointError", "Saving", "export", "latest", "load", "save", "save_async"]
+__all__ = [
+    "CheckpointError",
+    "Saving",
+    "export",
+    "from_dcp",
+    "latest",
+    "load",
+    "save",
+    "save_async",
+    "to_dcp",
+]

@@ -1,7 +1,7 @@
 """Load a tree of tensors: from the boxes that files have into those that this rank holds."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,37 @@ from .verify import PartToRead, first_good, read_parts
 
 Leaves = Sequence[tuple[str, Leaf]]
 
+Reader = Callable[[Sequence[PartToRead]], object]
+"""Read parts of tensors into those of this rank."""
+
+Opener = Callable[[Path], tuple[Contents, Reader]]
+"""Find what a folder holds, and how its tensors are read."""
+
 
 def load_tree(
-    peers: Peers, folder: Path, like: Any, names: Names, run: str | None, partial: str | None
+    peers: Peers,
+    folder: Path,
+    like: Any,
+    names: Names,
+    run: str | None,
+    partial: str | None,
+    opener: Opener | None = None,
 ) -> Any:
-    """Load a state; see :func:`load`."""
+    """Load a state; see :func:`load`.
+
+    Args:
+        opener: opens a folder of another form; by default checkpoints and model files are opened.
+    """
     leaves: list[tuple[str, Leaf]] = []
 
     def look() -> dict[str, Any]:
         named, structure = named_leaves(like, names, "like")
         leaves.extend(named)
         treedef.append(structure)
+        candidates = [folder] if opener or peers.rank else _candidates(folder)
         return {
             "forms": {name: _form(leaf) for name, leaf in named},
-            "folders": [str(path) for path in _candidates(folder)] if peers.rank == 0 else [],
+            "folders": list(map(str, candidates)),
         }
 
     treedef: list[Any] = []
@@ -43,7 +60,7 @@ def load_tree(
     wanted = _wanted([answer["forms"] for answer in answers])
 
     def read(path: Path) -> list[Leaf]:
-        return _read_together(peers, path, leaves, wanted, run, partial)
+        return _read_together(peers, path, leaves, wanted, run, partial, opener or _open)
 
     paths = list(map(Path, answers[0]["folders"]))
     loaded = read(folder) if paths == [folder] else first_good(paths, read, folder)
@@ -53,7 +70,13 @@ def load_tree(
 
 
 def _read_together(
-    peers: Peers, path: Path, leaves: Leaves, wanted: Mapping[str, str], run: str | None, partial: str | None
+    peers: Peers,
+    path: Path,
+    leaves: Leaves,
+    wanted: Mapping[str, str],
+    run: str | None,
+    partial: str | None,
+    opener: Opener,
 ) -> list[Leaf]:
     """Read the leaves of this rank, once all ranks have theirs.
 
@@ -64,11 +87,11 @@ def _read_together(
     told: list[str] = []
 
     def read() -> str:
-        contents = _open(path)
+        contents, reader = opener(path)
         if run is not None and contents.run != run:
             raise ValueError(f"run: got {run!r}, and {path} is a checkpoint of the run {contents.run!r}")
         told.append(_require_fit(contents, wanted, partial))
-        loaded.extend(_read(contents, leaves))
+        loaded.extend(_read(contents, leaves, reader))
         return contents.digest
 
     digests = peers.together(read)
@@ -90,16 +113,16 @@ def _candidates(folder: Path) -> list[Path]:
     return [folder] if alone else checkpoints(folder)
 
 
-def _open(path: Path) -> Contents:
+def _open(path: Path) -> tuple[Contents, Reader]:
     with reading(path):
         if not path.exists() and not path.is_symlink():
             raise CheckpointError(
                 f"{escaped(path)}, which the first rank has found, is not there; give a folder that all ranks"
                 " share"
             )
-        if holds_model_files(path) and not (path / MANIFEST).exists():
-            return open_model_files(path)
-    return open_checkpoint(path)
+        ours = (path / MANIFEST).exists() or not holds_model_files(path)
+        contents = open_checkpoint(path) if ours else open_model_files(path)
+    return contents, lambda parts: read_parts(contents, parts)
 
 
 def _form(leaf: Leaf) -> str:
@@ -129,6 +152,7 @@ def _require_fit(contents: Contents, wanted: Mapping[str, str], partial: str | N
     """
     stored = {name: f"{dtype_name(t.dtype)}{list(t.shape)}" for name, t in contents.tensors.items()}
     stored |= {name: _form(value) for name, value in contents.values.items()}
+    stored |= dict.fromkeys(contents.objects, "a pickled object, which is never read")
     where = contents.folder.name
     mend = (
         "load what was saved: of the same optimizer, scale and stages, with the same names=;"
@@ -148,13 +172,13 @@ def _require_fit(contents: Contents, wanted: Mapping[str, str], partial: str | N
         if stored[name] != wanted[name]:
             raise ValueError(
                 f"{where}: {escaped(name)} is {stored[name]}, like has {wanted[name]}; give like= a leaf of"
-                " that form"
+                " that form, or none"
             )
     left, kept = (f"{listed(names)}" if names else "nothing" for names in (more, missing))
     return f"{where} was loaded in part: left out {left}; as in like stays {kept}" if matched else ""
 
 
-def _read(contents: Contents, leaves: Leaves) -> list[Leaf]:
+def _read(contents: Contents, leaves: Leaves, reader: Reader) -> list[Leaf]:
     """Read the leaves of this rank."""
     loaded: list[Leaf] = []
     parts: list[PartToRead] = []
@@ -173,7 +197,7 @@ def _read(contents: Contents, leaves: Leaves) -> list[Leaf]:
         box = box_of(leaf, escaped(name))
         parts += [PartToRead(name, part, new, box) for part in contents.tensors[name].parts if part.box & box]
         loaded.append(new)
-    read_parts(contents, parts)
+    reader(parts)
     return [
         distributed(new, layout_of(leaf)) if isinstance(new, Tensor) and isinstance(leaf, Tensor) else new
         for new, (_, leaf) in zip(loaded, leaves, strict=True)

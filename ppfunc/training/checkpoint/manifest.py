@@ -84,6 +84,7 @@ class Contents(NamedTuple):
         files: by name, size in bytes and SHA-256 of the header.
         step: None for files under a model's own names.
         run: the id of the run, None for none.
+        objects: names of what is stored as a pickle, and never read.
     """
 
     folder: Path
@@ -92,6 +93,7 @@ class Contents(NamedTuple):
     files: Mapping[str, tuple[int, str]]
     step: int | None
     run: str | None = None
+    objects: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:

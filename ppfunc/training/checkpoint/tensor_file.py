@@ -195,7 +195,7 @@ class TensorFile(NamedTuple):
 
         def bring(begin: int, end: int) -> memoryview:
             piece = memoryview(bytearray(end - begin)) if memory is None else memory[begin:end]
-            _read_at(self.file, self.name, piece, span.begin + begin)
+            read_at(self.file, self.name, piece, span.begin + begin)
             return piece
 
         return _digest(span.end - span.begin, bring)
@@ -211,14 +211,14 @@ def open_tensors(folder: Path, name: str) -> Iterator[TensorFile]:
     path = f"{folder.name}/{name}"
     with open_plain(folder, name) as (file, size):
         length = bytearray(8)
-        _read_at(file, path, memoryview(length), 0)
+        read_at(file, path, memoryview(length), 0)
         end = 8 + int.from_bytes(length, "little")
         if end > min(_MOST_HEADER + 8, size):
             raise CheckpointError(
                 f"{escaped(path)} claims a header of {end - 8} bytes, in a file of {size} bytes"
             )
         text = bytearray(end - 8)
-        _read_at(file, path, memoryview(text), 8)
+        read_at(file, path, memoryview(text), 8)
         entries = read_json(bytes(text), path)
         entries.pop("__metadata__", None)
         header = hashlib.sha256(length + text).hexdigest()
@@ -264,7 +264,8 @@ def open_plain(folder: Path, name: str) -> Iterator[tuple[FileIO, int]]:
         yield file, os.fstat(file.fileno()).st_size
 
 
-def _read_at(file: FileIO, name: str, memory: memoryview, at: int) -> None:
+def read_at(file: FileIO, name: str, memory: memoryview, at: int) -> None:
+    """Read from an offset until the memory is full."""
     while len(memory):
         done = os.preadv(file.fileno(), [memory], at)
         if not done:
@@ -280,7 +281,7 @@ def read_plain(folder: Path, name: str, most: int) -> bytes:
                 f"{escaped(f'{folder.name}/{name}')} has {size} bytes, expected at most {most}"
             )
         text = bytearray(size)
-        _read_at(file, f"{folder.name}/{name}", memoryview(text), 0)
+        read_at(file, f"{folder.name}/{name}", memoryview(text), 0)
     return bytes(text)
 
 
