@@ -137,6 +137,28 @@ def test_gradients_are_added_up_while_a_program_runs(in_cpp, monkeypatch):
 
 
 @torch.no_grad()
+def test_a_custom_operator_may_differentiate_in_its_kernel(in_cpp):
+    """Programs run below autograd, whose keys `enable_grad` does not bring back."""
+    definition = torch.library.Library("ppfunc_test_native", "DEF")
+    definition.define("slope(Tensor x) -> Tensor")
+
+    def slope(x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad((x**3).sum(), x)[0]
+
+    definition.impl("slope", slope, "CPU")
+    definition.impl("slope", torch.empty_like, "Meta")
+    w, x = torch.randn(3), torch.randn(3)
+    program = graph(lambda w, x: torch.ops.ppfunc_test_native.slope(x.detach()) * w, (w, x)).flat
+    run = program.forward.fastest()
+    assert run is not program.forward.function
+    (y,), _ = run((w,), (x,), ())
+    assert torch.equal(y, program.forward.function((w,), (x,), ())[0][0])
+    assert torch.allclose(y, 3 * x**2 * w)
+
+
+@torch.no_grad()
 def test_an_error_has_its_class_and_the_users_line(in_cpp):
     def stage(w, x):
         return w[x].sin()  # fails here

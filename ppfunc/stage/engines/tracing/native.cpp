@@ -31,6 +31,7 @@ struct Operand {
 
 struct Call {
   std::optional<c10::OperatorHandle> op;  // none: `sums.add(gradients, ...)` of Python
+  bool foreign = false;      // whether its kernels may be Python's, which may differentiate
   std::vector<Operand> operands;
   std::vector<int> results;  // slots, one for each
   bool one_list = false;     // whether the results come as one list of tensors
@@ -91,6 +92,7 @@ Call read_call(const py::tuple& text) {
   }
   auto [op, overload] = name.cast<std::pair<std::string, std::string>>();
   call.op = c10::Dispatcher::singleton().findSchemaOrThrow(op.c_str(), overload.c_str());
+  call.foreign = !op.starts_with("aten::");
   const auto& arguments = call.op->schema().arguments();
   TORCH_CHECK(arguments.size() == operands.size(), op, ": wrong number of operands");
   for (size_t n = 0; n < arguments.size(); n++)
@@ -146,7 +148,12 @@ void run(const Call& call, Slots& slots, torch::jit::Stack& stack) {
     else if (operand.kind == Operand::SLOT) stack.push_back(slots[operand.slots[0]]);
     else stack.push_back(listed(operand, slots));
   }
-  call.op->callBoxed(stack);
+  if (call.foreign) {
+    call.op->callBoxed(stack);
+  } else {
+    at::AutoDispatchBelowADInplaceOrView below;  // no operator of a table writes into its arguments
+    call.op->callBoxed(stack);
+  }
   if (call.one_list) {
     auto results = stack[0].toTensorVector();
     TORCH_CHECK(results.size() == call.results.size(), "the operator returned another number of tensors");
@@ -185,7 +192,6 @@ void add_up(const Call& call, Slots& slots, PyObject* into) {
 void run_all(const Program& program, Slots& slots, PyObject* into, size_t& at) {
   py::gil_scoped_release no_gil;
   c10::impl::ExcludeDispatchKeyGuard casts(c10::autocast_dispatch_keyset);  // they are operators of the table
-  at::AutoDispatchBelowADInplaceOrView below;  // no operator of a table writes into its arguments
   torch::jit::Stack stack;
   auto looked = std::chrono::steady_clock::now();
   for (at = 0; at < program.calls.size(); at++) {
