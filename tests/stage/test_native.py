@@ -317,3 +317,16 @@ def test_a_library_that_others_can_write_is_not_loaded(library, tmp_path, monkey
     other = native._Library()
     other.begin()
     assert other.make is None and "is not of this user alone" in other.failure
+
+
+def test_a_wrong_choice_is_told_at_every_step(monkeypatch):
+    monkeypatch.setenv("PPFUNC_NATIVE", "sometimes")
+    library = native._Library()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="got 'sometimes', expected 'auto', 'always' or 'never'"):
+            library.begin()
+    monkeypatch.setenv("PPFUNC_NATIVE", "always")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="there is no native program: it is built on Linux"):
+            library.begin()

@@ -66,7 +66,8 @@ class TracedFunction:
     def fastest(self) -> Callable[..., Any]:
         """Return the function that runs now: the one in C++ if it is there, and nobody looks at operators.
 
-        It has the same bits. It empties each tuple among its arguments to which only its caller refers.
+        It has the same bits. It empties each tuple among its arguments to which nothing else refers: give it
+        them one by one, not as a tuple that is kept (``f(*arguments)``).
         """
         function, recipe = self.function, self.recipe
         if self._native is None:

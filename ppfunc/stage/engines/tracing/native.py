@@ -49,15 +49,26 @@ class _Library:
     def __init__(self) -> None:
         self.make: Callable[..., Program] | None = None
         self.failure = ""
-        self._begun = threading.Lock()
+        self._begun, self._beginning = False, threading.Lock()
 
     def begin(self) -> None:
-        """Load the library, or let a thread have it built. Later calls do nothing."""
-        if not self._begun.acquire(blocking=False):
-            return
+        """Load the library, or let a thread have it built, at the first call.
+
+        Raises:
+            ValueError: ``PPFUNC_NATIVE`` has another value.
+            RuntimeError: it is ``always``, and there is no library.
+        """
         choice = os.environ.get("PPFUNC_NATIVE", "auto")
         if choice not in ("auto", "always", "never"):
             raise ValueError(f"PPFUNC_NATIVE: got {choice!r}, expected 'auto', 'always' or 'never'")
+        with self._beginning:
+            if not self._begun:
+                self._begun = True
+                self._begin(choice)
+        if choice == "always" and self.make is None:
+            raise RuntimeError(f"PPFUNC_NATIVE is 'always', but there is no native program: {self.failure}")
+
+    def _begin(self, choice: str) -> None:
         compiler = shutil.which(os.environ.get("CXX", "g++"))
         if choice == "never":
             self.failure = "PPFUNC_NATIVE is 'never'"
@@ -68,16 +79,15 @@ class _Library:
         elif os.path.exists(file := folder / f"ppfunc-{_key()}.so") or choice == "always":
             self._load(file, compiler)
         else:
+            in_background = [shutil.which("nice") or "env", compiler]
             threading.Thread(
-                target=self._load, args=(file, compiler), name="ppfunc build", daemon=True
+                target=self._load, args=(file, *in_background), name="ppfunc build", daemon=True
             ).start()
-        if choice == "always" and self.make is None:
-            raise RuntimeError(f"PPFUNC_NATIVE is 'always', but there is no native program: {self.failure}")
 
-    def _load(self, file: Path, compiler: str) -> None:
+    def _load(self, file: Path, *compiler: str) -> None:
         try:
             if not file.exists():
-                _build(file, compiler)
+                _build(file, *compiler)
             if file.stat().st_uid != os.geteuid() or file.stat().st_mode & 0o022:
                 raise OSError(f"{file} is not of this user alone")
             loader = ExtensionFileLoader("native", str(file))
@@ -86,7 +96,7 @@ class _Library:
             loader.exec_module(module := module_from_spec(spec))
             self.make = module.make
         except subprocess.CalledProcessError as error:
-            self.failure = f"{compiler} failed: {error.stderr[-2000:]}"
+            self.failure = f"{compiler[-1]} failed: {error.stderr[-2000:]}"
         except (OSError, ImportError) as error:
             self.failure = f"{type(error).__name__}: {error}"
 
@@ -130,7 +140,7 @@ def _key() -> str:
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
-def _build(file: Path, compiler: str) -> None:
+def _build(file: Path, *compiler: str) -> None:
     """Compile the library. Of processes that begin at the same time one does, and the others wait for it.
 
     Raises:
@@ -138,7 +148,7 @@ def _build(file: Path, compiler: str) -> None:
     """
     root = Path(torch.__file__).parent
     includes = (root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"])
-    command = [compiler, *_FLAGS, *(f"-I{path}" for path in includes), str(_SOURCE), "-o", f"{file}.part"]
+    command = [*compiler, *_FLAGS, *(f"-I{path}" for path in includes), str(_SOURCE), "-o", f"{file}.part"]
     command += [f"-L{root / 'lib'}", *_LIBRARIES]
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(f"{file}.lock", "w") as lock:
@@ -146,7 +156,7 @@ def _build(file: Path, compiler: str) -> None:
         if not file.exists():
             # A shell goes on, and holds the lock, if this process ends before the compiler does.
             subprocess.run(
-                ["sh", "-c", 'umask 077 && nice -n 19 "$@" && mv "$0.part" "$0"', str(file), *command],
+                ["sh", "-c", 'umask 077 && "$@" && mv "$0.part" "$0"', str(file), *command],
                 check=True,
                 capture_output=True,
                 text=True,
