@@ -12,7 +12,6 @@ Python functions, with the same bits. ``PPFUNC_NATIVE`` says when it serves:
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -146,6 +145,8 @@ def _build(file: Path, *compiler: str) -> None:
     Raises:
         subprocess.CalledProcessError: the compiler has failed.
     """
+    import fcntl  # of Linux and its like, where alone it is called
+
     root = Path(torch.__file__).parent
     includes = (root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"])
     command = [*compiler, *_FLAGS, *(f"-I{path}" for path in includes), str(_SOURCE), "-o", f"{file}.part"]
