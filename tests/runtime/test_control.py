@@ -187,6 +187,7 @@ def test_a_step_begins_with_the_key_and_ends_with_the_loss_of_any_rank(kind, siz
         for source in range(size):
             told.append(control.begin("f; seed 3", f"key {source}" if rank == source else None, source))
             totals.append(control.end(own, parts))
+            control.count_step()
         control.begin("no loss", "k", 0)
         assert control.end({}, {}) is None
         return told, totals
@@ -267,6 +268,7 @@ def test_a_failure_is_told_to_every_rank_and_the_next_step_works(kind, who):
                 if armed and rank == who:
                     raise ArithmeticError("x" * 20_000_000)
                 control.end({}, {})
+                control.count_step()
             except Exception as error:
                 failures.append(control.fail(Failure(rank, None, None, error)))
         return failures, control.generation, control.ended
@@ -319,6 +321,7 @@ def test_a_step_within_a_step_is_refused_and_does_not_disturb_it():
     assert control.fail(Failure(0, None, None, caught.value)) is caught.value
     assert control.generation == 0
     control.end({}, {})
+    control.count_step()
     control.begin("f", "k", 0)
     control.end({}, {})
 
@@ -337,9 +340,11 @@ def step(transport, rank, ranks, call="f"):
     losses = {ranks - 1: torch.arange(8.0)} if rank == ranks - 1 else {}
     try:
         transport.begin(call, "k" if rank == 0 else None, 0)
-        return transport.end(losses, parts)
+        total = transport.end(losses, parts)
     except BaseException as cause:
         raise transport.fail(Failure(rank, None, None, cause)) from None
+    transport.count_step()
+    return total
 
 
 def caught(call, *args):
@@ -436,6 +441,7 @@ def interrupted(rank, ranks, steps):
                         inside = True
                         transport.begin("f", "k", 0)
                         transport.end({}, {})
+                        transport.count_step()
                         inside = False
                         got += 1
                     except BaseException as cause:
@@ -504,6 +510,7 @@ def hand_on(transport, rank, ranks, break_at=None):
             or goes.tag == comes.tag
         )
         transport.end({}, {})
+        transport.count_step()
     except BaseException as cause:
         instruction = parse_instruction("0F0") if isinstance(cause, ArithmeticError) else None
         raise transport.fail(Failure(rank, None if instruction is None else 3, instruction, cause)) from cause

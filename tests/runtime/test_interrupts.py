@@ -20,7 +20,7 @@ import ppfunc as pp
 from ppfunc.runtime.transport import _torch
 from tests.models import new_trainer, squared
 
-RATE = 0.1
+RATE, LEFT = 0.1, "the other rank has ended its steps"
 
 
 def stage(w, x):
@@ -46,7 +46,7 @@ def clean(ranks, steps):
 
 def trains_on(rank, ranks, steps, victims, seed):
     """Some ranks are interrupted, often twice in a row, while they are in a step. Losses, failures, and what
-    told of a difference.
+    has ended the steps early: a difference, or that the other rank has ended them.
     """
     params, inputs, targets = setting(ranks)
     params, stop, inside, draw = {rank: params[rank]}, threading.Event(), [False], random.Random(seed + rank)
@@ -60,7 +60,8 @@ def trains_on(rank, ranks, steps, victims, seed):
                 time.sleep(draw.choice((0, 1e-5, 1e-4)))
 
     def interrupt(number, frame):
-        if inside[0]:
+        # Not as the result is handed to this frame, where an interrupt takes what any function returns.
+        if inside[0] and frame.f_code is not trains_on.__code__:
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGUSR1, interrupt)
@@ -79,14 +80,15 @@ def trains_on(rank, ranks, steps, victims, seed):
                 told = str(error)
             except (KeyboardInterrupt, pp.PipelineError) as error:
                 failures += 1
-                assert not isinstance(error, pp.PipelineError) or error.rank in victims, error
+                if "closed its transport" in str(error):  # told of a difference while this rank was struck
+                    told = LEFT
+                assert told or not isinstance(error, pp.PipelineError) or error.rank in victims, error
             else:
                 params = {rank: params[rank] - RATE * grads[rank]}
                 losses.append(loss.item())
             finally:
                 inside[0] = False
         stop.set()
-        dist.barrier()
     return losses, failures, told
 
 
@@ -95,10 +97,16 @@ def test_interrupted_steps_fail_on_all_ranks_or_on_none(two, victims, request):
     steps = 1000 if request.config.getoption("--large") else 40
     answers = two(trains_on, steps, victims, 7, timeout=550)
     (losses, failures, told), (others, _, also) = answers
-    assert bool(told) == bool(also) and (not told or "steps ended" in told), answers
     assert losses[: len(others)] == others[: len(losses)] == clean(2, steps)[: min(len(losses), len(others))]
-    assert (len(losses) == len(others) == steps) or told, answers
-    assert failures
+    for rank, mine, reason, theirs, other in (
+        (0, losses, told, others, also),
+        (1, others, also, losses, told),
+    ):
+        if reason == LEFT:  # after the last step, which an interrupt may have taken from this rank
+            assert "steps ended" in other or (rank in victims and len(theirs) == steps), answers
+        else:
+            assert "steps ended" in reason or len(mine) == steps, answers
+    assert failures or told
 
 
 def is_struck_while_constructing(rank, ranks):

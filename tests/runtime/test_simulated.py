@@ -99,7 +99,9 @@ def ring(rank, transport):
                 call(buffers)
             place = None
             (mine,) = buffers.kept.get((0, 0), (torch.zeros(LEAF.shape, dtype=LEAF.dtype),))
-            return float(transport.end({rank: mine}, parts).sum())
+            total = transport.end({rank: mine}, parts)
+            transport.count_step()
+            return float(total.sum())
         except BaseException as cause:
             instruction = None if place is None else Instruction(Op.F, rank, 0)
             error = transport.fail(Failure(rank, place, instruction, cause))

@@ -125,25 +125,21 @@ class StepFunction(Generic[P, R]):
         waits for peers before its vote. They fail the step as an error does. After the vote they wait until
         the result is returned. With :class:`InProcess` they act anywhere except while a stage is traced.
         """
-        transport, ended = self.pipeline.transport, False
-        try:
-            with transport.hold_interrupts(later=True), _outside_inference_mode():
-                try:
-                    if transforming():
-                        self._require_servable_under_transforms()
-                    steps = self._steps(self._read(*args, **kwargs))
-                    find = find or partial(self._compiled.find, purpose="recorded" if recorder else "run")
-                    device = steps[0].form.accelerator
-                    with nullcontext() if device is None else on_device(device):
-                        result, timeline = self._execute(find(steps), steps, transport, recorder)
-                except BaseException as raised:
-                    self._fail(raised)
-                ended = True
-                return self._returned(result), timeline
-        except BaseException:
-            if ended:
-                transport.lose_step()
-            raise
+        transport = self.pipeline.transport
+        with transport.hold_interrupts(later=True), _outside_inference_mode():
+            try:
+                if transforming():
+                    self._require_servable_under_transforms()
+                steps = self._steps(self._read(*args, **kwargs))
+                find = find or partial(self._compiled.find, purpose="recorded" if recorder else "run")
+                device = steps[0].form.accelerator
+                with nullcontext() if device is None else on_device(device):
+                    result, timeline = self._execute(find(steps), steps, transport, recorder)
+            except BaseException as raised:
+                self._fail(raised)
+            returned = self._returned(result), timeline
+        transport.count_step()  # an interrupt acts at its first line at the latest, and takes the step
+        return returned
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> LoweredFunction:
         """Lower the step for these arguments, and run nothing; where ranks are processes, every one calls it.
@@ -186,9 +182,10 @@ class StepFunction(Generic[P, R]):
                 arguments = self._arguments(first, None, abstract=True)
                 lowered, agreed, guards = self._compiled.lower(arguments)
                 transport.end({}, {})
-                return arguments, lowered, agreed, guards
             except BaseException as raised:
                 self._fail(raised)
+        transport.count_step()
+        return arguments, lowered, agreed, guards
 
     def returning(self, *more: str) -> StepFunction[P, R]:
         """Return the step function of this pipeline that makes these results too, fields of a StepResult."""

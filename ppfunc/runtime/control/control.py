@@ -63,7 +63,7 @@ class Control:
         self.links, self.grid = links, grid or Grid((everyone,), (links.rank,), links.size, links.rank)
         self.pipeline = self.grid.pipeline
         self.rank, self.size = self.pipeline.index(links.rank), len(self.pipeline)  # of the pipeline
-        self.ended = 0  # steps that have ended on this rank
+        self.ended = 0  # steps whose results this rank has returned
         trees: dict[tuple[int, ...], TreeMessages] = {}  # one for each set of ranks
 
         def tree(members: tuple[int, ...], channel: str) -> TreeMessages:
@@ -126,8 +126,8 @@ class Control:
     def hold_interrupts(self, later: bool = False) -> hold_interrupts:
         return hold_interrupts(send_later if later else None)
 
-    def lose_step(self) -> None:
-        self.ended -= 1
+    def count_step(self) -> None:
+        self.ended += 1
 
     def tear_down(self) -> None:
         """Abort the data communicators that peers may block on. Called after a failure is published."""
@@ -245,7 +245,6 @@ class Control:
             of_pipeline, parts = self._sum_up(self._pipeline, losses, parts, mode), {}
         total = self._sum_up(self._world, losses, parts, mode)
         self._executing = False
-        self.ended += 1
         self._running.release()
         return total if of_pipeline is None else of_pipeline
 

@@ -88,7 +88,7 @@ class InProcess:
         """Delay nothing: interrupts act at once, since a step that they end leaves no peer behind."""
         return nullcontext()
 
-    def lose_step(self) -> None:
+    def count_step(self) -> None:
         pass
 
     def fail(self, failure: Failure) -> BaseException:

@@ -222,9 +222,9 @@ class ControlTransport(Protocol):
             later: whether those that are delayed to the end act a moment after it.
         """
 
-    def lose_step(self) -> None:
-        """Announce that the results of the step that has ended cannot be returned here: the next step is
-        refused on all ranks.
+    def count_step(self) -> None:
+        """Count the step that has ended, whose results the caller is about to have. Where they are lost
+        instead, as by an interrupt, the next step is refused on all ranks.
         """
 
     def fail(self, failure: Failure) -> BaseException:
