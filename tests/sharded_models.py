@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 import ppfunc as pp
-from ppfunc.stage.engines.tracing.graph import is_wait
-from ppfunc.stage.engines.tracing.interleave import is_post
+from ppfunc.stage.engines.tracing.graph import is_post, is_wait
 from ppfunc.stage.tree import tree_leaves, tree_map
 
 B, T, D, H = 2, 4, 4, 2

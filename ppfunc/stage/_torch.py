@@ -91,12 +91,8 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 unwrapped = torch._C._functorch.get_unwrapped
 
 
-def watched() -> bool:
-    """Tell whether a mode or a transform sees the operators that Python calls."""
-    return bool(_operator_modes() or _function_modes() or transforming())
-
-
-_operator_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+# How many modes see the operators, and the functions, that Python calls.
+operator_modes, function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 
 # Whether autocast is on for any kind of device.
 any_autocast = torch._C._is_any_autocast_enabled

@@ -18,10 +18,11 @@ _LATER = 0.05  # seconds for a result to reach the caller
 
 
 class _Thread(threading.local):
-    held: hold_interrupts | None = None  # the outermost
+    held: hold_interrupts | None = None
 
 
-_thread = _Thread()
+this_thread = _Thread()
+"""In ``held`` the outermost :class:`hold_interrupts` of this thread."""
 
 
 class hold_interrupts:
@@ -49,9 +50,9 @@ class hold_interrupts:
         self.pending: dict[int, Handler] = {}
 
     def __enter__(self) -> None:
-        if _thread.held is not None:
+        if this_thread.held is not None:
             return
-        _thread.held = self
+        this_thread.held = self
         try:
             if threading.get_ident() == threading.main_thread().ident:
                 for number in _SIGNALS:
@@ -63,14 +64,14 @@ class hold_interrupts:
             raise
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if _thread.held is not self:
+        if this_thread.held is not self:
             return
         try:
             for number, (before, in_place) in self._handlers.items():
                 if _get(number) is in_place:  # else it was changed meanwhile
                     _set(number, before)
         finally:  # a handler that is back may raise; those that stay act at once
-            _thread.held = None
+            this_thread.held = None
             while kind is None and self._later is not None and self.pending:
                 self._later(self.pending.popitem()[0])
             _act(self.pending)
@@ -78,7 +79,7 @@ class hold_interrupts:
 
 def receive(handler: Handler, number: int, frame: Any) -> None:
     """Handle a signal of this thread now, or when it is no longer delayed."""
-    held = _thread.held
+    held = this_thread.held
     if held is None:
         handler(number, frame)
     else:
@@ -87,7 +88,7 @@ def receive(handler: Handler, number: int, frame: Any) -> None:
 
 def act_on_interrupts() -> None:
     """Handle the signals that this thread delays. If a handler raises, the others wait for the exit."""
-    held = _thread.held
+    held = this_thread.held
     if held is not None and held.pending and not held.to_exit:
         try:
             _act(held.pending)
@@ -98,8 +99,8 @@ def act_on_interrupts() -> None:
 
 def keep_holding() -> None:
     """Delay signals to the exit of the outermost :class:`hold_interrupts`."""
-    if _thread.held is not None:
-        _thread.held.to_exit = True
+    if this_thread.held is not None:
+        this_thread.held.to_exit = True
 
 
 def send_later(number: int) -> None:

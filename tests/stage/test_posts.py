@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
-from ppfunc.stage.engines.tracing.graph import is_wait
-from ppfunc.stage.engines.tracing.interleave import is_post
+from ppfunc.stage.engines.tracing.graph import is_post, is_wait
 from tests.models import same_bits
 from tests.sharded_models import D, expert_params, experts, products_beside, random
 

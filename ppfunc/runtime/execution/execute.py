@@ -10,7 +10,7 @@ import torch
 from ppfunc.schedule import Chain, Timeline
 from ppfunc.stage._torch import transforming, values
 from ppfunc.stage.device import preserve_rng, upload
-from ppfunc.stage.interrupts import act_on_interrupts
+from ppfunc.stage.interrupts import act_on_interrupts, this_thread
 from ppfunc.stage.tree import tree_leaves
 
 from ..call.arguments import StepArguments
@@ -104,10 +104,11 @@ def execute(compiled: CompiledStep, buffers: Buffers) -> Buffers:
     Raises:
         StepFailed: with the place of the call that raised.
     """
-    index = 0
+    index, held = 0, this_thread.held
     try:
         for index, call in enumerate(compiled.calls):  # noqa: B007
-            act_on_interrupts()
+            if held is not None and held.pending:
+                act_on_interrupts()
             call(buffers)
     except BaseException as cause:
         place = compiled.places[index]

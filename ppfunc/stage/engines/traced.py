@@ -16,7 +16,7 @@ from .tracing.clean import clean
 from .tracing.compiled import without_onednn
 from .tracing.cut import Block, ProgramBlocks, Remat, cut_for, residual_bytes
 from .tracing.emit import Recipe, TracedFunction
-from .tracing.graph import ancestors
+from .tracing.graph import ancestors, is_post
 from .tracing.interleave import posted_early
 from .tracing.joint import Joint, trace
 
@@ -52,7 +52,8 @@ def _emit(blocks: ProgramBlocks, joint: Joint, name: str, compile: bool, warning
     def make(
         block: Block, function: str, names: tuple[str, ...], settle: tuple[str, ...] = (), warning: str = ""
     ) -> Callable[..., Any]:
-        block = block._replace(body=posted_early(block.body))
+        if any(map(is_post, block.body)):
+            block = block._replace(body=posted_early(block.body))
         recipe = Recipe(block, names, f"{name} {function}", settle, compile, warning)
         return TracedFunction(recipe)
 

@@ -8,8 +8,7 @@
     emit.py           TracedFunction   writes a program in Python; runs the one in C++ if it is there
       fast_dispatch.py  find_call        finds the fastest call of each operator
       compiled.py       compiled         has inductor compile a program
-      native.py         native           has a table run in C++; builds and loads ``native.cpp``
-        table.py          table            writes a program as a table
+      native.py         native           writes a program as a table, which ``native.cpp`` runs
     replay.py         replayed         runs a program without values, to count its memory
 
 `graph` and `emit` also serve `ppfunc.splitter`, which records above autograd.

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch.fx import Graph, Node
 
-from ..._torch import watched
+from ..._torch import function_modes, operator_modes, transforming
 from ...errors import TRACED_LINES, warn
 from .compiled import compiled
 from .cut import Block
@@ -72,7 +72,9 @@ class TracedFunction:
         function, recipe = self.function, self.recipe
         if self._native is None:
             self._native = native(recipe.block, recipe.names, recipe.title, recipe.settle)
-        return self._native if self._native and not watched() else function
+        if self._native and not (operator_modes() or function_modes() or transforming()):
+            return self._native
+        return function
 
     @cached_property
     def accumulating(self) -> TracedFunction | None:

@@ -147,12 +147,17 @@ def is_of_forward(node: Node) -> bool:
 
 def is_effect(node: Node) -> bool:
     """Tell whether an operator does more than make its result: draws, keeps ranks waiting, or raises."""
-    return is_random(node) or is_check(node) or (is_collective(node.target) and not is_wait(node))
+    return is_random(node) or is_check(node) or is_post(node)
 
 
 def is_check(node: Node) -> bool:
     """Tell whether an operator returns nothing and writes nothing: it raises where values are wrong."""
     return isinstance(node.target, OpOverload) and not schema(node.target).returns and not is_mutable(node)
+
+
+def is_post(node: Node) -> bool:
+    """Tell whether the operator of the node begins a collective."""
+    return is_collective(node.target) and not is_wait(node)
 
 
 def is_wait(node: Node) -> bool:

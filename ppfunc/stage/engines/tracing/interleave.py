@@ -10,16 +10,10 @@ from math import inf
 
 from torch.fx import Graph, Node
 
-from ...abstract.purity import is_collective
 from .cut import Block
 from .emit import Recipe
-from .graph import is_random, is_wait
+from .graph import is_post, is_random, is_wait
 from .joint import Nodes
-
-
-def is_post(node: Node) -> bool:
-    """Tell whether the operator of the node begins a collective."""
-    return is_collective(node.target) and not is_wait(node)
 
 
 def posted_early(body: Nodes) -> Nodes:
