@@ -14,7 +14,6 @@ from ppfunc.runtime import InProcess, StepFunction, StepResult, StepSpec, Transp
 from ppfunc.runtime.agreement.ties import Tied, TiedPlaces, read_tied
 from ppfunc.runtime.call.arguments import LossWeights, RawArguments, read_loss_weights
 from ppfunc.runtime.lowering.lowered import Pipeline
-from ppfunc.runtime.lowering.refusals import require_honoured
 from ppfunc.runtime.lowering.stage_programs import StagePrograms
 from ppfunc.schedule import Op, Schedule
 from ppfunc.splitter import Split
@@ -159,14 +158,45 @@ def prove(schedule: Schedule, spec: StepSpec) -> Schedule:
         ScheduleError: it is wrong.
         ValueError: it has an instruction that nothing would honour.
     """
-    require_honoured(schedule, spec)
+    _require_honoured(schedule, spec)
     if not schedule.has_messages:
         # A receive is posted one compute early: its message crosses while the rank is busy.
         schedule = schedules.place_communication(schedule, lookahead=1)
-    if (schedule.replicas or spec.tied) and not schedule.forward_only and Op.REDUCE_TIED not in schedule.ops:
+    if spec.shares(schedule) and not schedule.forward_only and Op.REDUCE_TIED not in schedule.ops:
         schedule = schedules.append_tail(schedule, tied=True, reduce_grad=False, step=False)
     schedules.check(schedule)
     return schedule
+
+
+def _require_honoured(schedule: Schedule, spec: StepSpec) -> None:
+    """Raise ValueError for an instruction that a step would not carry out."""
+    mend = "take ppfunc.schedule.remove_tail(schedule), and do it in your own code"
+    refused = {
+        Op.STEP: f"a step returns gradients and runs no optimizer; {mend}",
+        Op.REDUCE_GRAD: f"there are no data parallel ranks to sum over; {mend}",
+        Op.UNSHARD: "parameters are given whole; leave it out of the schedule",
+        Op.RESHARD: "parameters are given whole; leave it out of the schedule",
+    }
+    if spec.updates is not None:
+        del refused[Op.STEP], refused[Op.REDUCE_GRAD]
+        if spec.updates.sharded:
+            del refused[Op.UNSHARD], refused[Op.RESHARD]
+    if not schedule.replicas and not spec.tied:
+        refused[Op.REDUCE_TIED] = (
+            f"no stage of this schedule has replicas, and no tied parameters are declared; {mend}"
+        )
+    for op in (op for op in refused if op in schedule.ops):
+        rank, position, instruction = next(
+            (r, n, i)
+            for r, program in enumerate(schedule.programs)
+            for n, step in enumerate(program)
+            for i in step
+            if i.op is op
+        )
+        raise ValueError(
+            f"the schedule {schedule.name!r} has {instruction} (rank {rank}, step {position}), which nothing"
+            f" would honour: {refused[op]}"
+        )
 
 
 def map_stages(stages: Sequence[Stage | None], transform: Callable[[Stage], Stage]) -> list[Stage | None]:

@@ -47,7 +47,8 @@ def test_lower_compile_and_execute_are_functions_on_values():
     schedule = step.schedule
     arguments = read_arguments(RawArguments(params, inputs, targets), schedule, [0, 1], True)
     spec, programs = StepSpec("mine", ("loss", "grads")), StagePrograms(pp.engines.graph)
-    lowered = lower([dense] * 2, squared, schedule, arguments.form, spec, programs)
+    pipeline = step.pipeline._replace(spec=spec, programs=programs)
+    lowered = lower(pipeline, arguments.form, arguments.example)
     assert [str(lowered.stages[0, m].sinks[0].signature) for m in range(M)] == ["float64[2,4]"] * M
     assert [str(lowered.stages[1, m].sources[0].signature) for m in range(M)] == ["float64[2,4]"] * M
     assert str(lowered.stages[1, 0].loss) == "float64[]"

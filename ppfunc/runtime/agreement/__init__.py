@@ -8,5 +8,4 @@
     comparison.py    require_same_...     what was compared, in words: steps, facts, modes, layouts
                      checksum             of a tensor, on its device
     ties.py          shared_leaves        the parameters that several stages hold
-                       require_declared   refuse others that share memory
 """

@@ -136,7 +136,8 @@ class Agreement:
         lowered = update is not None and any(t.is_meta for t in leaves)
         if not lowered:  # else there are no values to compare
             self._require_alike(arguments)
-        for ranks in sharing_ranks(self._schedule, self._spec.tied):
+        shares = self._spec.shares(self._schedule)
+        for ranks in sharing_ranks(self._schedule, self._spec.tied) if shares else ():
             if set(ranks) & set(self._ranks):
                 self.transport.collective(ranks)  # to be had before the transport connects
         self.transport.connect(routes_of(self._schedule), arguments.form.devices.values())
@@ -144,7 +145,7 @@ class Agreement:
 
     def _require_alike(self, arguments: StepArguments) -> None:
         """Compare the places of parameters that several stages hold, where steps update them."""
-        if (update := arguments.update) is not None:
+        if (update := arguments.update) is not None and self._spec.shares(self._schedule):
             require_same_values(
                 self._schedule, self._ranks, arguments.form.params, update.alike(), self._spec.tied,
                 self.transport,
@@ -207,10 +208,12 @@ class Exchange:
             ValueError: this rank holds a part of a parameter that lies over data ranks.
         """
         transport = self._agreement.transport
-        require_whole_parameters(form)
-        if not transport.compares_layouts:
-            require_same_layouts(form)
-        elif self.agreed is None:  # on all ranks, which meet here; later, when they are ready
+        if form.distributed:
+            require_whole_parameters(form)
+            if not transport.compares_layouts:
+                require_same_layouts(form)
+        if transport.compares_layouts and self.agreed is None:
+            # On all ranks, which meet here; later, when they are ready.
             transport.require_same(str(laid_out(form)), "peers")
 
     def send(self, edge: tuple[int, int], signatures: Sequence[Signature]) -> None:
@@ -245,10 +248,13 @@ class Exchange:
         """
         self._returned |= {(stage, None): (part.leaf,) for stage, part in lowered.losses.items()}
         frozen = {low.model_stage: low.call.function.frozen for low in lowered.stages.values()}
-        shared = shared_forms(lowered.schedule, lowered.form.params, lowered.spec.tied, frozen)
+        shared, shares = dict[str, str](), lowered.spec.shares(lowered.schedule)
+        if shares:
+            shared = shared_forms(lowered.schedule, lowered.form.params, lowered.spec.tied, frozen)
         if self.agreed is not None:
             _require_as_agreed(self._returned, self.agreed.returned, lowered.schedule.model_stages)
-            require_same_forms({lowered.ranks[0]: shared}, self.agreed.shared, _MEND)
+            if shares:
+                require_same_forms({lowered.ranks[0]: shared}, self.agreed.shared, _MEND)
             return self.agreed
         transport = self._agreement.transport
         loss_forms = {
@@ -262,7 +268,8 @@ class Exchange:
         }
         if not losses and "loss" in lowered.spec.wants:
             raise ValueError("no stage has returned a loss")
-        require_same_forms({rank: forms for rank, (_, forms) in enumerate(by_rank)})
+        if shares:
+            require_same_forms({rank: forms for rank, (_, forms) in enumerate(by_rank)})
         losses = dict(sorted(losses.items()))
         generation = self._agreement.generation
         agreed = Agreed(self.shapes, generation, self._received, self._returned, losses, shared)

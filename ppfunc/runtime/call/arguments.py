@@ -16,11 +16,10 @@ from ppfunc.schedule import Schedule
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import is_wrapped, without_transforms
 from ppfunc.stage.constants import with_constants
-from ppfunc.stage.form import same_form
 
 from ..execution.buffers import ParameterUpdate
 from .batch import Leaves, Microbatches, cut
-from .forms import StepForm, TreeForm, read_tree, require_values, step_form
+from .forms import StepForm, TreeForm, read_tree, require_values, same_form, step_form
 
 P = ParamSpec("P")
 

@@ -1,23 +1,120 @@
-"""Describe the arguments of one call by all that a program depends on beside the values."""
+"""Describe the arguments of one call by all that a program depends on beside the values.
+
+A tree is compared with the form for which a program was made as fast as can be: it is done in every step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from operator import add, gt
 from typing import Any, NamedTuple
 
 import torch
+from optree import PyTreeSpec
 
 from ppfunc.stage import LeafSignature, Signature
-from ppfunc.stage._torch import is_dtensor, transforming, values
+from ppfunc.stage._torch import guards, is_dtensor, is_wrapped, transforming, values
 from ppfunc.stage.device import accelerates
-from ppfunc.stage.form import Form, form_of
-from ppfunc.stage.layout import local
-from ppfunc.stage.signature import flatten
-from ppfunc.stage.tree import tree_paths, tree_structure
+from ppfunc.stage.layout import MeshLayout, layout_of, local, same_layout
+from ppfunc.stage.signature import differentiable, flatten, leaf_names
+from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_paths, tree_structure
 
 from .batch import Leaves, refuse_microbatches, require_divisible, without_marks
+
+
+class NestedDicts(NamedTuple):
+    """A structure of dictionaries and lists alone, which are read faster than other nodes.
+
+    Args:
+        keys: of a dictionary, in order; the length of a list.
+        below: what is at each of them, None for a leaf; None where all are leaves.
+    """
+
+    keys: list[Any] | int
+    below: list[NestedDicts | None] | None
+
+    @classmethod
+    def of(cls, treedef: PyTreeSpec, levels: int = 32) -> NestedDicts | None:
+        """Read a structure; None if it has other nodes, or more levels."""
+        if treedef.type not in (dict, list) or not levels:
+            return None
+        below: list[NestedDicts | None] = []
+        for child in treedef.children():
+            below.append(cls.of(child, levels - 1))
+            if below[-1] is None and not child.is_leaf():
+                return None
+        keys = treedef.entries() if treedef.type is dict else treedef.num_children
+        return cls(keys, below if any(below) else None)
+
+    def read(self, tree: Any, leaves: list[Any]) -> bool:
+        """Append the leaves of a tree; return False if it has another structure above its leaves."""
+        if type(tree) is dict and list(tree) == self.keys:
+            values: Iterable[Any] = tree.values()
+        elif type(tree) is list and len(tree) == self.keys:
+            values = tree
+        else:
+            return False
+        if self.below is None:
+            leaves += values
+            return True
+        for value, below in zip(values, self.below, strict=True):
+            if below is None:
+                leaves.append(value)
+            elif not below.read(value, leaves):
+                return False
+        return True
+
+
+class Form(NamedTuple):
+    """Describe a tree by all that a program depends on beside the values, such that comparing is fastest."""
+
+    treedef: PyTreeSpec
+    dicts: NestedDicts | None  # of a tree that is made of dictionaries and lists alone
+    classes: frozenset[type]  # kept alive, since guards know them by their addresses
+    guards: Callable[..., bool]
+    layouts: tuple[MeshLayout | None, ...] | None  # of the leaves, where there are DTensors
+
+
+def form_of(leaves: Sequence[torch.Tensor], treedef: PyTreeSpec) -> Form:
+    """Return the form of a tree that :func:`flatten` took apart, which keeps no tensor alive."""
+    layouts = tuple(map(layout_of, leaves))
+    return Form(
+        treedef,
+        NestedDicts.of(treedef),
+        frozenset(map(type, leaves)),
+        guards(leaves),
+        layouts if any(layouts) else None,
+    )
+
+
+def leaves_like(tree: Any, form: Form) -> list[Any] | None:
+    """Return the leaves of ``tree`` if it has the structure of this form; else None."""
+    if form.dicts is not None:
+        leaves: list[Any] = []
+        return leaves if form.dicts.read(tree, leaves) else None
+    if form.treedef.is_leaf():  # the guards refuse what is no tensor
+        return [tree]
+    leaves, treedef = tree_flatten(tree)
+    return leaves if treedef == form.treedef else None
+
+
+def same_form(tree: Any, form: Form) -> tuple[torch.Tensor, ...] | None:
+    """Return the leaves of ``tree``, of DTensors this rank's parts, if it has this form; else None.
+
+    It takes 0.1 us per leaf of dictionaries and lists, 0.3 us of others.
+
+    Compared are structure, order of keys, and of each leaf the class, dtype, device, shape, strides, whether
+    it requires a gradient, and dispatch keys, which tell inference mode, transforms and autocast; of a
+    DTensor the layout and the mesh. A tree with one tensor in two places is like no other.
+    """
+    leaves = leaves_like(tree, form)
+    if leaves is None or not form.guards(*leaves):
+        return None
+    if form.layouts is None:
+        return tuple(leaves)
+    return tuple(map(local, leaves)) if all(map(same_layout, leaves, form.layouts)) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +171,11 @@ class StepForm(NamedTuple):
     rows: int | None
     extras: Mapping[int, tuple[Signature, ...]]
     state: Mapping[int, Signature]
+
+    @property
+    def distributed(self) -> bool:
+        """Tell whether there are DTensors among the arguments."""
+        return any(tree.form.layouts for tree in self.trees.values())
 
 
 def read_tree(tree: Any, name: str, microbatches: int) -> tuple[Leaves, TreeForm]:
@@ -168,6 +270,73 @@ def _device(params: Mapping[int, Leaves], stage: int, inputs: Sequence[Leaves]) 
     if device is None:
         device = next((t.device for row in inputs for t in row), None)
     return torch.get_default_device() if device is None or device.type == "meta" else device
+
+
+# -- memory that parameters share
+
+Tied = tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
+"""By name, in order, the places of each tied parameter: (stage of the model, name of the leaf)."""
+
+
+def require_declared(
+    params: Mapping[int, Leaves],
+    forms: Mapping[int, Signature],
+    extents: Sequence[int],
+    tied: Tied,
+    primal: str = "",
+) -> None:
+    """Raise ValueError for parameters of two stages that share memory and are not tied.
+
+    Each would get a part of the gradient. Leaves of one stage may share memory, as under ``torch.func.grad``,
+    unless one of them is tied.
+
+    Args:
+        forms: of the parameters.
+        extents: of all leaves, bytes from the first element to the last.
+        primal: how the names of parameters proper begin.
+    """
+    leaves = [leaf for stage in forms for leaf in params[stage]]
+    names: list[tuple[int, str]] = []
+    for one, other in sharing(leaves, extents):
+        names = names or [
+            (stage, name) for stage, signature in forms.items() for name in leaf_names(signature)
+        ]
+        groups = [{name for name, group in tied if names[n] in group} for n in (one, other)]
+        proper = all(names[n][1].startswith(primal) and differentiable(leaves[n].dtype) for n in (one, other))
+        if proper and not groups[0] & groups[1] and (names[one][0] != names[other][0] or any(groups)):
+            (a, first), (b, second) = sorted((names[one], names[other]))
+            mend = "give each a copy of its own"
+            same = (torch.Tensor.size, torch.Tensor.stride, torch.Tensor.data_ptr)
+            if all(read(leaves[one]) == read(leaves[other]) for read in same):
+                declared = f"tied={{'name': [({a}, {first!r}), ({b}, {second!r})]}}"
+                mend = f"declare it, {declared}, to get the sum of both gradients at each, or {mend}"
+            raise ValueError(f"params[{a}] {first!r} and params[{b}] {second!r} share memory; {mend}")
+
+
+def require_declared_trees(params: Mapping[int, Any], tied: Tied) -> None:
+    """Apply :func:`require_declared` to trees as a caller gives them, which may have no values yet."""
+    leaves = {stage: tuple(local(leaf) for leaf in tree_leaves(tree)) for stage, tree in params.items()}
+    extents = [0 if leaf.is_meta else extent(leaf) for tree in leaves.values() for leaf in tree]
+    require_declared(leaves, {stage: Signature.of(tree) for stage, tree in params.items()}, extents, tied)
+
+
+def sharing(tensors: Sequence[torch.Tensor], extents: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Find tensors whose memory overlaps, as pairs of numbers; views that lie between each other count too.
+
+    Args:
+        extents: of each tensor, bytes from its first element to its last.
+    """
+    # What is transformed has no memory to look at.
+    addresses = [0 if is_wrapped(t) else t.data_ptr() for t in tensors]
+    # Where nothing overlaps, each tensor ends before the next begins.
+    if not any(map(gt, sorted(map(add, addresses, extents)), sorted(addresses)[1:])):
+        return
+    before: list[int] = []  # those that may reach beyond the address
+    for address, number in sorted(zip(addresses, range(len(tensors)), strict=True)):
+        if address and extents[number]:
+            before = [other for other in before if addresses[other] + extents[other] > address]
+            yield from ((other, number) for other in before)
+            before.append(number)
 
 
 def extent(tensor: torch.Tensor) -> int:

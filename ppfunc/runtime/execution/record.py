@@ -125,7 +125,7 @@ def _spans(
             if instruction.op in SENDS:
                 span = at.get((position, None), (now, now))
             elif instruction.op in COMMUNICATION:
-                span = waited.get(tag_of(schedule, instruction), (now, now))
+                span = waited.get(_tag(schedule, instruction), (now, now))
             else:
                 parts = [
                     at[position, part]
@@ -145,13 +145,13 @@ def _timeline(schedule: Schedule, spans: Mapping[int, Sequence[Interval]]) -> Ti
     for rank, rows in spans.items():
         for instruction, span in zip(schedule.instructions(rank), rows, strict=True):
             if instruction.op in COMMUNICATION:
-                (sent if instruction.op in SENDS else taken)[tag_of(schedule, instruction)] = span
+                (sent if instruction.op in SENDS else taken)[_tag(schedule, instruction)] = span
     messages = {tag: (sent[tag][0], max(sent[tag][0], taken[tag][1])) for tag in sent}
     origin = min(start for rows in spans.values() for start, _ in rows)
     starts, ends = [], []
     for rank in range(schedule.ranks):
         rows = [
-            messages[tag_of(schedule, i)] if i.op in COMMUNICATION else span
+            messages[_tag(schedule, i)] if i.op in COMMUNICATION else span
             for i, span in zip(schedule.instructions(rank), spans[rank], strict=True)
         ]
         starts.append([start - origin for start, _ in rows])
@@ -190,3 +190,7 @@ def _offsets(control: ControlTransport, rank: int, distant: Sequence[int]) -> li
             least, most = max(least, theirs - after), min(most, theirs - before)
         offset = (least + most) / 2
     return list(map(float, control.all_gather(repr(offset))))
+
+
+def _tag(schedule: Schedule, message: Instruction) -> Tag:
+    return tag_of(message, schedule.other_end(message))

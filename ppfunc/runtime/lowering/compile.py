@@ -8,7 +8,7 @@ there what has arrived.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ppfunc.schedule import Instruction, Op, Schedule, linearize, parts_of, send_completion
+from ppfunc.schedule import Instruction, Op, linearize, parts_of, send_completion
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL
 from ppfunc.stage import Signature, StageProgram
 from ppfunc.stage.device import SideStreams
@@ -70,10 +70,11 @@ def bind(
     """Bind every instruction to these programs; without a tail, nothing that ends a program."""
     binder = _Binder(lowered, programs, data)
     placed = binder.bind_all()
-    if tail:
+    if tail and lowered.spec.shares(lowered.schedule):
         placed += sum_over_places(lowered, data)
+    if tail and lowered.spec.updates is not None:
         placed += update_parameters(lowered, binder.late)
-    else:
+    if not tail:
         placed = [(call, place) for call, place in placed if place.instruction.op not in TAIL]
     return CompiledStep(
         _without_tensors(lowered),
@@ -185,7 +186,7 @@ class _Binder:
         """Yield the transfer of a SEND or RECV; none where no tensor travels that edge."""
         edge, low = self._lowered.edge_of(instruction), self._lowered.stages[_key(instruction)]
         if leaves := edge.travelling(instruction.op in (Op.SEND_F, Op.RECV_F)):
-            tag, peer = tag_of(self._schedule, instruction), self._schedule.placement[edge.stage]
+            tag, peer = tag_of(instruction, edge.stage), self._schedule.placement[edge.stage]
             yield Transfer(instruction.op in SENDS, tag, peer, leaves, low.device)
 
     def _arrivals(self, place: Origin, part: Instruction) -> Iterator[PlacedCall]:
@@ -276,11 +277,10 @@ def _at(place: Origin, *calls: Call | None) -> Iterator[PlacedCall]:
     return ((call, place) for call in calls if call is not None)
 
 
-def tag_of(schedule: Schedule, message: Instruction) -> Tag:
-    """Return the name of the message of a SEND or RECV."""
-    stage, other = message.stage, schedule.other_end(message)
+def tag_of(message: Instruction, other: int | None) -> Tag:
+    """Return the name of the message of a SEND or RECV, whose other end is this stage."""
     assert other is not None and message.microbatch is not None
-    source, destination = (stage, other) if message.op in SENDS else (other, stage)
+    source, destination = (message.stage, other) if message.op in SENDS else (other, message.stage)
     return Tag("F" if message.op in (Op.SEND_F, Op.RECV_F) else "B", source, destination, message.microbatch)
 
 

@@ -10,7 +10,7 @@ from ppfunc.stage.errors import warn
 from ppfunc.stage.modules.module import ModuleStructure
 
 from ..agreement.agreement import Agreed, Agreement, BatchShapes, Exchange
-from ..agreement.comparison import LaidOut, laid_out
+from ..agreement.comparison import NO_LAYOUTS, LaidOut, laid_out
 from ..call.arguments import StepArguments
 from ..call.forms import StepForm
 from ..transport.protocols import Mode
@@ -213,7 +213,8 @@ class CompiledSteps:
             if (built := self._known(form, agreed)) is not None:
                 return built
             last = self.last
-            entry = Entry(form, agreed, Guards.now(lowered), compiled, laid_out(lowered.form))
+            layouts = laid_out(lowered.form) if lowered.form.distributed else NO_LAYOUTS
+            entry = Entry(form, agreed, Guards.now(lowered), compiled, layouts)
             self._misses += 1
             self._entries = [*self._entries[1 - CACHE_SIZE :], entry]
         if len(self._entries) == _RETRACES and last is not None:
@@ -225,10 +226,7 @@ class CompiledSteps:
         if form.inputs is None:  # of a process that was not given the batch
             form = form._replace(rows=exchange.shapes.rows)
         exchange.require_same_layouts(form)
-        lowered = lower(
-            p.stages, p.loss_fn, p.schedule, form, p.spec, p.programs,
-            ranks=p.ranks, exchange=exchange, example=arguments.example,
-        )  # fmt: skip
+        lowered = lower(p, form, arguments.example, exchange)
         if p.spec.frozen is not None:
             for low in lowered.stages.values():
                 p.spec.frozen.watch(low.model_stage, low.outline.modules)

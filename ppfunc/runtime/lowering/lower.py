@@ -5,85 +5,63 @@ which gives the signature of every edge. Nothing is traced, nothing runs, and no
 signatures that cross from process to process.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
 
 from ppfunc.schedule import Schedule
-from ppfunc.stage import LeafSignature, Loss, Signature, Stage
+from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage._torch import load_tracer
-from ppfunc.stage.layout import Boundary
+from ppfunc.stage.errors import warn
+from ppfunc.stage.layout import Boundary, same_placement
 from ppfunc.stage.output import StageFunction, children, received_signature
+from ppfunc.stage.signature import leaf_names
 
 from ..agreement.agreement import Exchange
 from ..call.forms import StepForm
 from ..execution.buffers import Key
 from ..transport.protocols import LossPart
-from .lowered import BATCH, Edge, LoweredStage, LoweredStep, StepSpec
-from .refusals import (
-    require_declared_frozen,
-    require_honoured,
-    require_layouts,
-    require_loss,
-    require_same_rows,
-    require_wanted,
-    warn_of_detached,
-)
-from .stage_programs import StageCall, StagePrograms
+from .lowered import BATCH, Edge, LoweredStage, LoweredStep, Pipeline, StepSpec
+from .stage_programs import StageCall
 
 
 def lower(
-    stages: Sequence[Stage | None],
-    loss_fn: Loss | None,
-    schedule: Schedule,
-    form: StepForm,
-    spec: StepSpec,
-    programs: StagePrograms,
-    *,
-    ranks: Sequence[int] | None = None,
-    exchange: Exchange | None = None,
-    example: Callable[[int], Any] | None = None,
+    pipeline: Pipeline, form: StepForm, example: Callable[[int], Any], exchange: Exchange | None = None
 ) -> LoweredStep:
     """Find the meaning of every instruction of the schedule for arguments of this form.
 
     Args:
-        stages: one function per stage of the model, None for those that no rank of this process runs.
-        loss_fn: ``loss(y, target) -> scalar``, None where no loss is wanted.
-        schedule: proved, with communication placed.
+        pipeline: the stages, the schedule, and the results that the caller wants.
         form: signatures of the arguments.
-        spec: the results that the caller wants.
-        programs: of the stages, kept from step to step.
-        ranks: the ranks of this process; by default all.
-        exchange: passes signatures to and from other processes; needed where ``ranks`` are not all.
         example: the parameters of a stage of the model as tensors, for what signatures do not tell.
+        exchange: passes signatures to and from other processes; none where this one runs all ranks.
 
     Raises:
-        ValueError: an instruction, or an output of a stage, that nothing will honour.
+        ValueError: an output of a stage that nothing will honour.
         StageError: a stage cannot be evaluated.
     """
     load_tracer()
-    require_honoured(schedule, spec)
-    require_same_rows(form, schedule.microbatches)
-    local = set(range(schedule.ranks) if ranks is None else ranks)
+    schedule, spec, local = pipeline.schedule, pipeline.spec, set(pipeline.ranks)
+    _require_same_rows(form, schedule.microbatches)
     home, model_stages = schedule.placement, schedule.model_stages
     edges: dict[tuple[int, int], Sequence[Signature]] = {}
     lowered: dict[Key, LoweredStage] = {}
     for stage, microbatches in stages_in_order(schedule):
         if home[stage] not in local:
             continue
-        sources, sinks = sources_of(schedule, stage), sinks_of(schedule, stage)
+        sources, sinks = ends_of(schedule, stage)
         for source in sources:
             if source == BATCH:
                 edges[source, stage] = _inputs(form, spec, microbatches)
             elif home[source] not in local:
-                assert exchange is not None  # of a process that does not run all ranks
+                assert exchange is not None
                 edges[source, stage] = exchange.recv((source, stage))
-        function = _function(stages[model_stages[stage]], loss_fn, schedule, form, spec, stage)
-        params = form.params[model_stages[stage]] if example is None else example(model_stages[stage])
+        function = _function(pipeline, form, stage, sinks)
+        params = example(model_stages[stage])
         # Microbatches of one form share it.
-        lower_one = cache(partial(_lower_stage, schedule, form, spec, programs, stage, function, params))
+        lower_one = cache(partial(_lower_stage, pipeline, form, stage, sinks, function, params))
         for n, m in enumerate(microbatches):
             received = tuple(Edge(source, edges[source, stage][n]) for source in sources)
             lowered[stage, m] = lower_one(received, _extras(form, model_stages[stage], m, function))
@@ -108,34 +86,34 @@ def stages_in_order(schedule: Schedule) -> Iterator[tuple[int, range]]:
             yield stage, chain.microbatches
 
 
-def sources_of(schedule: Schedule, stage: int) -> tuple[int, ...]:
-    """List where the input of a stage comes from: the stage before it or the batch, then skip connections."""
-    before = schedule.predecessor(stage)
-    skips = sorted((a for a, b in schedule.skips if b == stage), key=schedule.model_stages.__getitem__)
-    return (BATCH if before is None else before, *skips)
+def ends_of(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """List where the input of a stage comes from, and where its output goes.
+
+    The neighbours in its chain come first, with the batch before the first stage; then skip connections.
+    """
+    stages = next(chain.stages for chain in schedule.chains if stage in chain.stages)
+    at, model_stages = stages.index(stage), schedule.model_stages
+    skips = sorted(schedule.skips, key=lambda skip: (model_stages[skip[0]], model_stages[skip[1]]))
+    before = stages[at - 1] if at else BATCH
+    return (
+        (before, *(source for source, sink in skips if sink == stage)),
+        (*stages[at + 1 : at + 2], *(sink for source, sink in skips if source == stage)),
+    )
 
 
-def sinks_of(schedule: Schedule, stage: int) -> tuple[int, ...]:
-    """List where the output of a stage goes: the stage after it, if any, then skip connections."""
-    after = schedule.successor(stage)
-    skips = sorted((b for a, b in schedule.skips if a == stage), key=schedule.model_stages.__getitem__)
-    return (*(() if after is None else (after,)), *skips)
-
-
-def _function(
-    fn: Stage | None, loss_fn: Loss | None, schedule: Schedule, form: StepForm, spec: StepSpec, stage: int
-) -> StageFunction:
+def _function(pipeline: Pipeline, form: StepForm, stage: int, sinks: tuple[int, ...]) -> StageFunction:
     """Put together a stage at its place in the chain: with loss, outputs, skips and frozen leaves."""
-    last, k = schedule.successor(stage) is None, schedule.model_stages[stage]
+    schedule, spec = pipeline.schedule, pipeline.spec
+    last, k = any(stage == chain.stages[-1] for chain in schedule.chains), schedule.model_stages[stage]
+    fn = pipeline.stages[k]
     if fn is None:
         raise ValueError(f"stages[{k}]: got None, but this process runs that stage; give its function")
-    skips = sinks_of(schedule, stage)[int(not last) :]
     return StageFunction(
         fn,
-        loss_fn if last else None,
+        pipeline.loss_fn if last else None,
         last,
         last and "outputs" in spec.wants,
-        tuple(schedule.model_stages[sink] for sink in skips),
+        tuple(schedule.model_stages[sink] for sink in sinks[int(not last) :]),
         spec.frozen_in(k, form.params[k]),
     )
 
@@ -149,43 +127,42 @@ def _extras(form: StepForm, model_stage: int, m: int, function: StageFunction) -
 
 
 def _lower_stage(
-    schedule: Schedule,
+    pipeline: Pipeline,
     form: StepForm,
-    spec: StepSpec,
-    programs: StagePrograms,
     stage: int,
+    sinks: tuple[int, ...],
     function: StageFunction,
     params: Any,
     received: tuple[Edge, ...],
     extras: tuple[Signature, ...],
 ) -> LoweredStage:
     """Lower a stage for these parts of its input."""
+    schedule, spec = pipeline.schedule, pipeline.spec
     model_stage = schedule.model_stages[stage]
     boundary = Boundary.of(function.fn)
     givers = [BATCH if edge.stage == BATCH else schedule.model_stages[edge.stage] for edge in received]
     signatures = [edge.signature for edge in received]
-    require_layouts(model_stage, boundary, form.params[model_stage], zip(givers, signatures, strict=True))
+    _require_layouts(model_stage, boundary, form.params[model_stage], zip(givers, signatures, strict=True))
     example = (params, received_signature(givers, signatures), *extras)
     call = StageCall(function, example, f"stage {model_stage}", form.devices[model_stage])
-    outline = programs.outline(call)
+    outline = pipeline.programs.outline(call)
     activation, skips, loss = children(outline.y)
     outputs, metrics, aux, state = children(outline.aux)
     activation, outputs = (
         tree.laid_out(boundary.mesh, boundary.outputs, f"the output of stage {model_stage}")
         for tree in (activation, outputs)
     )
-    sent = (*(() if schedule.successor(stage) is None else (activation,)), *children(skips))
-    sinks = tuple(map(Edge, sinks_of(schedule, stage), sent))
+    sent = (*(() if function.last else (activation,)), *children(skips))
     low = LoweredStage(
-        model_stage, call, form.params[model_stage], outline, received, sinks, loss if loss.leaves else None,
-        outputs, metrics, aux, state,
+        model_stage, call, form.params[model_stage], outline, received, tuple(map(Edge, sinks, sent)),
+        loss if loss.leaves else None, outputs, metrics, aux, state,
     )  # fmt: skip
     if not schedule.forward_only:  # which updates nothing
-        require_declared_frozen(low, spec)
-    require_loss(low, loss, spec)
-    require_wanted(low, form, spec, bool(schedule.replicas))
+        _require_declared_frozen(low, spec)
+    _require_loss(low, loss, spec)
+    _require_wanted(low, form, spec, bool(schedule.replicas))
     if not schedule.forward_only and (spec.updates is not None or "grads" in spec.wants):
-        warn_of_detached(low)
+        _warn_of_detached(low)
     return low
 
 
@@ -228,3 +205,135 @@ def _losses(schedule: Schedule, spec: StepSpec, lowered: Mapping[Key, LoweredSta
             leaf = LeafSignature((2, *shape) if each else shape, wide, False)
             parts[stage] = LossPart(schedule.placement[stage], leaf, tuple(of_each) if each else ())
     return parts
+
+
+# -- what a step would not carry out, and stages that do not train
+
+
+def _require_same_rows(form: StepForm, microbatches: int) -> None:
+    """Raise ValueError for targets or extras with other rows than the inputs: a loss might broadcast."""
+    for name, tree in form.trees.items():
+        if form.rows and tree.rows and tree.rows != form.rows:  # 0 of a batch without leaves
+            raise ValueError(
+                f"{name}: got {tree.rows * microbatches} rows in axis 0, the inputs have"
+                f" {form.rows * microbatches}; expected the same rows, or ppfunc.microbatch({name},"
+                f" {microbatches}) where this is meant"
+            )
+
+
+def _require_layouts(
+    model: int, boundary: Boundary, params: Signature, received: Iterable[tuple[int, Signature]]
+) -> None:
+    """Raise ValueError for DTensors whose layout differs from the one that the stage declares."""
+    for name, leaf in zip(leaf_names(params), params.leaves, strict=True):
+        if name in boundary.params and leaf.layout != boundary.params[name]:
+            raise ValueError(
+                f"params[{model}] {name!r}: got {leaf}, the stage was made for a DTensor"
+                f" {boundary.params[name]}; give the parameters that pp.parallelize returned, or new values"
+                " of their placements"
+            )
+    for n, (source, signature) in enumerate(received):
+        if source == BATCH and boundary.inputs is None:
+            continue  # a plain function takes the parts as they are
+        wanted = signature.local.laid_out(
+            boundary.mesh, boundary.inputs if n == 0 else None, f"the input of stage {model}"
+        )
+        for path, got, want in zip(signature.paths, signature.leaves, wanted.leaves, strict=True):
+            if not same_placement(got.layout, want.layout):
+                giver = "the batch" if source == BATCH else f"stage {source}"
+                raise ValueError(
+                    f"x{path}: {giver} gives {got}, and stage {model} declares"
+                    f" {want.layout or 'none that is cut'}; declare the same at both ends:"
+                    " pp.parallelize(..., inputs=, outputs=), or pp.with_layouts"
+                )
+
+
+def _require_declared_frozen(low: LoweredStage, spec: StepSpec) -> None:
+    """Raise ValueError for an update of parameters that a module within a user's function has frozen."""
+    if spec.frozen is not None and spec.updates is not None and low.outline.undeclared:
+        names = ", ".join(map(repr, low.outline.undeclared[:5]))
+        raise ValueError(
+            f"stages[{low.model_stage}]: it calls the function of a module that has frozen {names}, which the"
+            " trainer does not know of, so that weight decay would change it; say"
+            f" trainable={{{low.model_stage}: mask}}, False for what is frozen, or make the function with"
+            " functools.wraps(that function)"
+        )
+
+
+def _require_loss(low: LoweredStage, loss: Signature, spec: StepSpec) -> None:
+    """Raise ValueError for a loss of another form than wanted, or one that the caller did not ask for."""
+    if low.call.function.loss_fn is None and not loss.leaves:
+        return
+    got, shape = ", ".join(map(str, loss.leaves)) or "nothing", spec.loss_shape
+    if len(loss.leaves) != 1 or loss.leaves[0].shape != shape or not loss.leaves[0].dtype.is_floating_point:
+        wanted = f"floating tensor of shape {list(shape)}, the loss_shape" if shape else "floating scalar"
+        mend = "return one of that shape, or pass another loss_shape" if shape else "take its mean or sum"
+        if not shape and len(loss.leaves) == 1 and len(loss.leaves[0].shape) == 1:
+            mend += f"; where it is that of an ensemble, pass loss_shape={loss.leaves[0].shape}"
+        raise ValueError(f"the loss of stage {low.model_stage} must be a {wanted}, got {got}; {mend}")
+    if "loss" not in spec.wants:
+        raise ValueError(
+            f"stage {low.model_stage} returns an auxiliary loss, and evaluate without a loss function returns"
+            " none; give it a loss function"
+        )
+
+
+def _require_wanted(low: LoweredStage, form: StepForm, spec: StepSpec, replicated: bool) -> None:
+    """Raise ValueError for metrics, a state or outputs that the caller cannot get or did not ask for."""
+    stage, metrics, state = low.model_stage, low.metrics, low.state
+    if low.aux.leaves and "aux" not in spec.wants:
+        raise ValueError(
+            f"loss_fn: it returns a loss and {low.aux}; pass has_aux=True to get both, or return the loss"
+            " alone"
+        )
+    if (metrics.leaves or state.leaves) and "aux" not in spec.wants:
+        got, mend = "metrics", ""
+        if not metrics.leaves:
+            got = "a state"
+            mend = (
+                "; where a module only reads its buffers, stage_from_module(module, constants=True) has no"
+                " state"
+            )
+        raise ValueError(f"stage {stage} returns {got}; pass has_aux=True to get them{mend}")
+    before = form.state.get(stage)
+    if (state.leaves or (before is not None and before.leaves)) and (
+        before is None or not _same_state(before, state)
+    ):
+        raise ValueError(
+            f"stage {stage} returns the state {state}, it was given {before or 'none'}; pass state={{{stage}:"
+            " ...} of that form"
+        )
+    if state.leaves and replicated:
+        raise ValueError(
+            f"stage {stage} returns a state, and this schedule runs replicas of it side by side, which would"
+            " each have another; use a schedule with one chain, such as dualpipev, or"
+            " stage_from_module(module, constants=True) where buffers are only read"
+        )
+    for path, leaf in zip(low.outputs.paths, low.outputs.leaves, strict=True):
+        if form.rows is not None and (not leaf.shape or leaf.shape[0] != form.rows):
+            raise ValueError(
+                f"the output{path} of stage {stage} is {leaf}, which has no axis of {form.rows} rows to join"
+                " to those of the whole batch; give the inputs as ppfunc.microbatch(inputs, m), to get the"
+                " outputs of each microbatch"
+            )
+
+
+def _same_state(before: Signature, state: Signature) -> bool:
+    """Return whether a state has the form of the one before; a plain tensor may stand for a local one."""
+    laid = all(
+        new.layout in (None, old.layout) for old, new in zip(before.leaves, state.leaves, strict=False)
+    )
+    return laid and before.without_grad().local == state.without_grad().local
+
+
+def _warn_of_detached(low: LoweredStage) -> None:
+    """Warn of a stage whose loss or output passes no gradient on, so that it does not train."""
+    trained = any(leaf.grad and n not in low.call.function.frozen for n, leaf in enumerate(low.params.leaves))
+    passes = (low.loss is not None and low.loss.leaves[0].grad) or any(edge.carrying for edge in low.sinks)
+    if passes or not (trained or any(edge.carrying for edge in low.sources)):
+        return
+    warn(
+        f"stage {low.model_stage}: its {'output' if low.sinks else 'loss'} passes no gradient on, so that"
+        " neither its parameters nor the stages before it train; it was made by detach(), under no_grad() or"
+        " of integers: remove that; where it is meant, call requires_grad_(False) on the module"
+    )

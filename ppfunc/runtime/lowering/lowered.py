@@ -62,6 +62,10 @@ class StepSpec(NamedTuple):
     finite: bool = False
     frozen: FrozenLeaves | None = None
 
+    def shares(self, schedule: Schedule) -> bool:
+        """Tell whether several stages of a schedule hold one parameter."""
+        return bool(schedule.replicas or self.tied)
+
     @property
     def terms(self) -> str:
         """Name the function, its results and its options: ranks have to agree on them."""
@@ -213,9 +217,10 @@ class LoweredStep(NamedTuple):
     def edge_of(self, message: Instruction) -> Edge:
         """Return the edge along which a SEND or RECV of this process moves its tensors."""
         assert message.microbatch is not None
-        low, other = self.stages[message.stage, message.microbatch], self.schedule.other_end(message)
+        low = self.stages[message.stage, message.microbatch]
         edges = low.sinks if message.op in (Op.SEND_F, Op.RECV_B) else low.sources
-        return next(edge for edge in edges if edge.stage == other)
+        # Without a peer it goes to a neighbour, the first of them.
+        return next(edge for edge in edges if message.peer in (None, edge.stage))
 
     def context_of(self, failure: Failure) -> str:
         """Describe the line of the user's code that failed, and the arguments of a failed forward."""

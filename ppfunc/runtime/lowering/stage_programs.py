@@ -20,6 +20,7 @@ from torch import nn
 from ppfunc.stage import Engine, Outline, Signature, StageError, StageProgram, outline
 from ppfunc.stage._torch import without_transforms
 from ppfunc.stage.device import autocast
+from ppfunc.stage.engines.loss_apart import with_loss_apart
 from ppfunc.stage.errors import warn
 from ppfunc.stage.modules.module import ModuleStructure
 from ppfunc.stage.output import StageFunction
@@ -77,17 +78,21 @@ class _Traced(NamedTuple):
 
     Args:
         function: the one evaluated; kept alive, since keys have its ``id``.
-        modules: modes and structure of the modules that ran.
+        modules: modes and structure of the modules that ran; None without any.
         trained: which of their own parameters were not frozen.
         outline: the evaluation.
         programs: the program that was built of it, if one was.
     """
 
     function: StageFunction
-    modules: ModuleStructure
+    modules: ModuleStructure | None
     trained: list[bool]
     outline: Outline
     programs: list[StageProgram]
+
+    def holds(self) -> bool:
+        """Tell whether the modules are as they were."""
+        return self.modules is None or (self.modules.same() and self.trained == _trained(self.outline))
 
 
 def _trained(outline: Outline) -> list[bool]:
@@ -118,13 +123,13 @@ class StagePrograms:
             of_function = self._traced.setdefault(id(function.fn), OrderedDict())
             same_form = of_function.get(key, [])
             for traced in same_form:
-                if traced.modules.same() and traced.trained == _trained(traced.outline):
+                if traced.holds():
                     return traced.outline
             evaluation = outline(function, call.example, **call.options)
             referred = (*_modules_referred(function.fn), *_modules_referred(function.loss_fn))
             evaluation = evaluation._replace(modules=tuple(dict.fromkeys((*evaluation.modules, *referred))))
             if evaluation.lasts:
-                modules = ModuleStructure.of(evaluation.modules, "training")
+                modules = ModuleStructure.of(evaluation.modules, "training") if evaluation.modules else None
                 traced = _Traced(function, modules, _trained(evaluation), evaluation, [])
                 keep(of_function, key, [*same_form, traced])
             return evaluation
@@ -156,18 +161,18 @@ class StagePrograms:
 
     def _build(self, call: StageCall, known: Outline) -> StageProgram:
         """Build a program. A loss that the engine cannot serve gets another one, if its stage is served."""
-        from ppfunc.stage.engines import eager, functional
-        from ppfunc.stage.engines.loss_apart import with_loss_apart
-
+        loss_engine = None if call.function.loss_fn is None else self._loss_engine
         try:
-            if self._loss_engine is None or call.function.loss_fn is None:
+            if loss_engine is None:
                 return self._engine(call.function, call.example, outline=known, **call.options)
-            return with_loss_apart(self._engine, self._loss_engine, *call, known)
+            return with_loss_apart(self._engine, loss_engine, *call, known)
         except StageError as error:
             # One that raised may not raise again.
-            if self._loss_engine is not None or call.function.loss_fn is None or not known.lasts:
+            if loss_engine is not None or call.function.loss_fn is None or not known.lasts:
                 raise
             refused = failure = error
+        from ppfunc.stage.engines import eager, functional
+
         for loss_engine in (functional, eager):
             try:
                 program = with_loss_apart(self._engine, loss_engine, *call, known)

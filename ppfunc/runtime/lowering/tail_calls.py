@@ -162,8 +162,7 @@ def _last_place(lowered: LoweredStep, stage: int) -> Origin:
 def update_parameters(lowered: LoweredStep, places: Sequence[Origin]) -> Iterator[PlacedCall]:
     """Bind the REDUCE_GRAD and STEP that :func:`is_late` leaves to the end of the program."""
     updates, rank = lowered.spec.updates, lowered.ranks[-1]
-    if updates is None:  # lowering refuses both
-        return
+    assert updates is not None
     late = [(call, place) for place in places if (call := update_call(lowered, place.instruction))]
     steps = [one for one in late if one[1].instruction.op is Op.STEP]
     end = Instruction(Op.STEP, lowered.schedule.stages_of(rank)[-1])

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ppfunc._text import shown
+from ppfunc.runtime.call.forms import Form, form_of, leaves_like, same_form
 from ppfunc.stage import Signature
-from ppfunc.stage.form import Form, form_of, leaves_like, same_form
 from ppfunc.stage.layout import distributed, local
 from ppfunc.stage.signature import leaf_number
 from ppfunc.stage.tree import tree_flatten, tree_leaves

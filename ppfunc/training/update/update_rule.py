@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ppfunc._text import require_one_of, shown
+from ppfunc.runtime.call.forms import Form, leaves_like
 from ppfunc.stage._torch import versions
 from ppfunc.stage.device import preserve_rng
-from ppfunc.stage.form import Form, leaves_like
 from ppfunc.stage.layout import local
 from ppfunc.stage.modules.frozen import FrozenLeaves
 from ppfunc.stage.signature import differentiable, flatten
