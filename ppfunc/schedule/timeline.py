@@ -105,10 +105,12 @@ class Timeline:
             for s in range(self.schedule.stages)
         )
         overlapped = of(Op.OVERLAP_F_B) if Op.OVERLAP_F_B in self.schedule.ops else None
-        backward = tuple(b or i + w for b, i, w in zip(whole, *halves, strict=True))
+        together = [i + w for i, w in zip(*halves, strict=True)]
+        backward = tuple(b or both for b, both in zip(whole, together, strict=True))
         inputs, weights = halves
         rest = {op.lower(): of(op) for op in _WHOLE if op in self.schedule.ops}
-        return Costs(of(Op.F), inputs, weights, backward, overlapped, communication=sent, **rest)
+        whole_apart = None if list(backward) == together else backward
+        return Costs(of(Op.F), inputs, weights, whole_apart, overlapped, communication=sent, **rest)
 
 
 @collector_paused()

@@ -1,6 +1,7 @@
 """Train pipelines step by step: gradients, their sums and the update in one schedule."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from operator import call
 from types import TracebackType
@@ -17,6 +18,7 @@ from ppfunc.runtime.call.forms import require_declared_trees
 from ppfunc.runtime.call.results import StepResult
 from ppfunc.runtime.lowering.lowered import Updates
 from ppfunc.runtime.lowering.overlap import Overlapped
+from ppfunc.runtime.lowering.stage_programs import StagePrograms
 from ppfunc.schedule import (
     Schedule,
     Timeline,
@@ -26,7 +28,9 @@ from ppfunc.schedule import (
     reduce_early,
     remove_tail,
     remove_unshards,
+    with_skips,
 )
+from ppfunc.schedule.proof.structure import require_schedule
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, Signature, graph
 from ppfunc.stage.modules.frozen import FrozenLeaves, Trainable
@@ -122,37 +126,69 @@ class Trainer:
             frozen = FrozenLeaves(stages, trainable)
             states = StateRule.of(reduce_state, update_state)
             rule = UpdateRule.of(optimizer, precision or Precision(), on_nonfinite, frozen, states)
-            self._rule, shard = rule, self.transport.shard
+            self._rule, shard, reduce = rule, self.transport.shard, rule.precision.reduce
             axes = "" if self.transport.mesh is None else f", {self.transport.axes}"
-            sharded, reduce = shard == "params", rule.precision.reduce
-            self.schedule, ahead = _completed(schedule, sharded, bool(ties))
-            self._known = KnownState(checksum_every)
-            self._ranks = TrainingRanks.of(self.schedule, ties, self.transport)
-            spec = StepSpec(
+            self._spec = StepSpec(
                 f"trainer {rule.options_text}, shard {shard}{axes}",
                 ("loss", "aux"),
                 tied=ties,
                 sum_dtype=reduce if reduce in (torch.float32, torch.float64) else None,
-                updates=Updates(rule.needs_all, sharded),
+                updates=Updates(rule.needs_all, shard == "params"),
                 finite=on_nonfinite == "raise",
                 frozen=frozen,
                 overlapped=overlapped,
             )
-            make = partial(
+            self._make_step = partial(
                 make_step, stages, loss_fn, transport=self.transport, engine=engine, loss_engine=loss_engine,
                 read=call,  # of _arguments: the step function tells the peers of a mistake
             )  # fmt: skip
-            self._step = make(schedule=self.schedule, spec=spec)
-            looking = spec._replace(name=f"evaluation of {spec.name}", finite=False, overlapped=None)
-            programs = self._step.pipeline.programs
-            self._evaluate = make(schedule=ahead, spec=looking, training=False, programs=programs)
-        self._closed = False
+            self._run_by(schedule)
+        self._closed, self._known = False, KnownState(checksum_every)
+
+    def _run_by(self, schedule: Schedule, programs: StagePrograms | None = None) -> None:
+        """Make the step functions of a schedule, with the programs of an earlier one."""
+        spec, updates = self._spec, self._spec.updates
+        assert updates is not None
+        self.schedule, ahead = _completed(schedule, updates.sharded, bool(spec.tied))
+        self._ranks = TrainingRanks.of(self.schedule, spec.tied, self.transport)
+        self._step = self._make_step(schedule=self.schedule, spec=spec, programs=programs)
+        programs = self._step.pipeline.programs
+        looking = spec._replace(name=f"evaluation of {spec.name}", finite=False, overlapped=None)
+        self._evaluate = self._make_step(schedule=ahead, spec=looking, training=False, programs=programs)
         self._observed = ""  # the metrics since the last step, which the next one compares
         self._idle: dict[int, list[Reducer]] = {}
         self._trees: dict[int, StageTrees] = {}  # of the last state
 
     def __repr__(self) -> str:
         return f"<trainer of {self._step!r}>"
+
+    def with_schedule(self, schedule: Schedule) -> Self:
+        """Return the trainer that goes on with the same state by another schedule, and keeps the programs.
+
+        All ranks call it at the same point. As a stage becomes slower, say, a step by the new plan is shorter
+        where ``after.value`` is below the makespan of ``simulate(trainer.schedule, costs)``::
+
+            (state, metrics), timeline = trainer.record(state, inputs, targets)
+            costs, now = timeline.costs(), trainer.schedule
+            after = pp.plan(now.ranks, now.microbatches, costs, placement=now.placement, cap=now.ranks)
+            trainer = trainer.with_schedule(after.schedule)
+
+        Raises:
+            ValueError: it places stages on other ranks, which would move the state.
+            ScheduleError: it is none, or a wrong one.
+        """
+        before, other = self.schedule, copy(self)
+        with reporting_mistakes(self.transport):
+            require_schedule(schedule)
+            if (schedule.placement, schedule.model_stages) != (before.placement, before.model_stages):
+                raise ValueError(
+                    f"schedule: got {schedule.name!r} with stages on ranks {list(schedule.placement)}; the"
+                    f" state lies on {list(before.placement)}: plan with"
+                    " placement=trainer.schedule.placement, or save, and load into a trainer of this schedule"
+                )
+            edges = {(before.model_stages[a], before.model_stages[b]) for a, b in before.skips}
+            other._run_by(with_skips(schedule, edges) if edges else schedule, self._step.pipeline.programs)
+        return other
 
     def init(self, params: Mapping[int, Any], state: Mapping[int, Any] | None = None) -> TrainState:
         """Make the state before the first step.
