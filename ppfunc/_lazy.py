@@ -60,9 +60,9 @@ def attach(
 
 
 def late(module: str, name: str) -> Callable[..., Any]:
-    """Make a function that stands for one of another module, which is loaded at the first call.
+    """Return a function that imports the real one from its module at the first call.
 
-    For methods of a class whose work is done by a module that itself imports the class.
+    It breaks an import circle: a class whose methods are in a module that imports the class.
 
     >>> late("ppfunc.parallel.placement", "loop")(3)
     (0, 1, 2)

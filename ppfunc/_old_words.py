@@ -1,4 +1,4 @@
-"""Answer the names that things have in other libraries by what to write here."""
+"""List the names that other libraries use, with what to write in ppfunc instead."""
 
 _STEP = "step = pp.value_and_grad(split, loss_fn, schedule), then loss, grads = step(params, inputs, targets)"
 _CALL = "call it: loss, grads = step(params, inputs, targets)"

@@ -29,7 +29,8 @@ def mend_of(owner: str, name: str) -> str:
     """Return what to write for a name of another library, or an empty text.
 
     Args:
-        owner: a class, the package, ``()`` for arguments, or ``home`` for those of other functions.
+        owner: where the name was used: a class, the package, ``()`` for an argument, or ``home`` for an
+            argument of another function.
 
     >>> mend_of("()", "n_microbatches")
     'microbatches'
@@ -40,15 +41,15 @@ def mend_of(owner: str, name: str) -> str:
 
 
 def mend_for(value: Any, otherwise: str = "") -> str:
-    """Return what to take instead of an object of another library, by the name of its class."""
+    """Return what to use instead of an object of another library, by its class; else ``otherwise``."""
     name = value.__name__ if isinstance(value, type) else type(value).__name__
     return mend_of("value", name) or mend_of("ppfunc", name) or otherwise
 
 
 def answering(owner: C) -> C:
-    """Let objects of a class answer the names that other libraries have for what they do.
+    """Decorate a class: AttributeError names ppfunc's attribute for one that other libraries have.
 
-    Named tuples also answer their use as a dictionary, and assignments.
+    Named tuples also raise with a hint for text indices and assignments.
     """
 
     def lacking(self: Any, name: str) -> Any:
@@ -74,7 +75,7 @@ def answering(owner: C) -> C:
 
 
 def naming_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Name the arguments of a function in the errors of Python about wrong ones."""
+    """Decorate a function: Python's TypeError for wrong arguments also names those that it takes."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -89,7 +90,7 @@ def naming_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def with_arguments(error: str, function: Callable[..., Any]) -> str:
-    """Complete an error of Python about the arguments of a call.
+    """Complete the text of Python's TypeError for wrong arguments: add the nearest name, and all names.
 
     >>> with_arguments("got an unexpected keyword argument 'target'", lambda params, inputs, targets: 0)
     "got an unexpected keyword argument 'target'; write targets; it takes params, inputs, targets"

@@ -51,7 +51,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def in_options(reason: str, names: Iterable[str]) -> str:
-    """Write arguments of functions as options of the command.
+    """Replace argument names in an error by the options of the command, such as ``--ranks``.
 
     >>> in_options("ranks = 0, expected an integer: pass ranks=1 or more", ["ranks"])
     '--ranks 0, expected an integer: pass --ranks 1 or more'

@@ -55,9 +55,8 @@ def find_schedule(
     that take them.
 
     Raises:
-        ValueError: an unknown name, options that do not fit, or no such file.
-        OSError: a file that cannot be read.
-        ScheduleError: a file that is no schedule.
+        ValueError: an unknown name, options that do not fit, or no such file. OSError: a file that cannot be
+            read. ScheduleError: a file that is no schedule.
     """
     if is_file(name):
         return _read(name, arguments)

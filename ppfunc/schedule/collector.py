@@ -12,9 +12,9 @@ def collector_paused() -> Iterator[None]:
     """Collect no cycles in this process; where it is paused already, only the outer pause ends it.
 
     Values of schedules hold no cycles, and each collection visits every tuple that is alive: a third of the
-    time of a pass. Where many were made, what is alive in the end counts as old, so that the next collections
-    do not visit it either. Not where few were: cycles that have ended before would count as old, too, and
-    whoever makes steps in a loop would never be rid of them.
+    time of a pass. If the body has made many objects, those alive at its end count as old, so that the next
+    collections skip them. If it has made few, they do not: dead cycles of earlier code would count as old as
+    well, and a loop over steps would never free them.
     """
     enabled = gc.isenabled()
     try:

@@ -55,8 +55,8 @@ class Costs:
         weight_share: share of it that is held on from I to W, between 0 and 1.
         parameters: memory that the stage takes all the time: parameters, gradients, optimizer state.
         unshard: time of UNSHARD, which runs beside compute.
-        reduce_tied: time of REDUCE_TIED, likewise.
-        reduce_grad: time of REDUCE_GRAD, likewise.
+        reduce_tied: time of REDUCE_TIED, which runs beside compute.
+        reduce_grad: time of REDUCE_GRAD, which runs beside compute.
         step: time of STEP.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Find out what comes of numbers in the code of a model alone.
+"""Compute values that depend on numbers in the code of a model alone.
 
-Values of it that the model asks for while it is traced are computed. A call that reads a tensor for its form
-alone gets numbers in its place.
+A model may ask for such values while it is traced. A call that reads a tensor for its form alone is replaced
+by one on numbers, so that its value is known as well.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,11 @@ def known_values(
     Args:
         asked: the nodes of tensors, which count with all that has been written into their memory.
         writers: the nodes that write into each memory.
-        autocast: that of now; operators called under another one are not replayed.
+        autocast: the current state; operators called under another one are not replayed.
 
     Returns:
-        The values of ``asked``, and of the nodes that they come of; None where one of these depends on an
-        input, a parameter, a buffer, or random numbers.
+        The values of ``asked``, and of the nodes that they depend on; None if one of these is an input, a
+        parameter, a buffer, or random.
     """
     needed: set[Node] = set()
     todo = [*asked, *(writer for node in asked for writer in writers.get(node.meta["value"].storage, ()))]

@@ -216,7 +216,7 @@ class Recording(GraphRecorder, PreDispatchMode):
     def call_whole(self, call: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> Any:
         """Call a function of tensors as one operator.
 
-        It may have another one, ``outline``, that returns its results without values.
+        If it has an attribute ``outline``, call that instead: it returns the results without values.
         """
         nodes = tuple(map(self.node, args))
         versions = [version(t) for t in args]
@@ -234,7 +234,7 @@ class Recording(GraphRecorder, PreDispatchMode):
         return result
 
     def _whole(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call what is one operator: a ``Function`` that it calls is its backward, and kept with it."""
+        """Call what is recorded as one operator; keep the histories of its results, which belong to it."""
         inside, self._inside = self._inside, True
         try:
             result = call(*args, **kwargs)

@@ -172,7 +172,7 @@ class Source:
 
 
 def _plain_attributes(model: nn.Module) -> tuple[Any, ...]:
-    """List numbers and texts in modules (the mode), and in objects that they hold (a configuration)."""
+    """List numbers and texts among the attributes of modules, and of configurations that they hold."""
     plain: list[Any] = []
     seen: set[int] = set()
     for module in model.modules():

@@ -127,7 +127,7 @@ def has_kernel(operator: OpOverload, device: torch.device) -> bool:
 
 
 def guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Return a check whether objects are tensors like these, none twice. It keeps none of these alive."""
+    """Return a check that its arguments are distinct tensors of these forms. It keeps none alive."""
     shapes: list[Any] = [list(t.shape) for t in tensors]  # the stubs expect one list alone
     strides: list[Any] = [list(t.stride()) for t in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check

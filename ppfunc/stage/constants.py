@@ -21,7 +21,7 @@ class Constant:
     """Stands for a number, a text or a flag in a tree, as a node without leaves.
 
     Args:
-        value: itself; of tuples of such, too.
+        value: itself, or a tuple of numbers, texts and flags.
     """
 
     __slots__ = ("value",)
@@ -75,7 +75,7 @@ class MaskParts(NamedTuple):
 
 
 class TableLookup:
-    """The function of a block mask, by the table of what it gives."""
+    """Stands for the function of a block mask: looks its values up in a table."""
 
     def __init__(self, table: torch.Tensor) -> None:
         self.table = table

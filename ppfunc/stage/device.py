@@ -42,7 +42,7 @@ def accelerates(device: torch.device) -> bool:
 
 
 def unique_name(device: torch.device) -> str | None:
-    """Return what names a device among those of all hosts, None where its kind tells no such name."""
+    """Return the UUID of a device, unique among all hosts; None if its kind has none."""
     if not accelerates(device):
         return None
     name = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
@@ -85,9 +85,9 @@ class SideStreams(dict[torch.device, torch.Stream]):
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor to a device; the host waits only for what comes to it.
+    """Copy a tensor to a device. The host waits only for a copy to the host.
 
-    What comes from the host is put into pinned memory first: copies from other memory hold it up.
+    A tensor on the host is copied to pinned memory first: copies from other memory block the host.
     """
     if tensor.device.type == "cpu" and accelerates(device) and not is_wrapped(tensor):
         tensor = tensor.pin_memory()
@@ -95,7 +95,7 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def download(tensor: torch.Tensor) -> torch.Tensor:
-    """Begin to copy a tensor to pinned memory, which has it once an event that is recorded now is done."""
+    """Begin to copy a tensor to pinned memory. The copy is complete when an event recorded now is done."""
     if not accelerates(tensor.device):
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -136,7 +136,7 @@ class Outline(NamedTuple):
         modules: the modules that ran, with their submodules: the stage depends on their train or evaluation
             mode.
         known: whether it always takes the path that was seen; False if it ran on zeros instead.
-        lasts: whether it holds for the next evaluation; a stage that raised once, and not on zeros, may not
+        lasts: whether it may be kept. False if the stage raised without values and ran on zeros: it may not
             raise again.
         undeclared: parameters that a module has frozen, and of which the step asks for gradients.
     """

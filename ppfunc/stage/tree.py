@@ -52,7 +52,7 @@ def tree_flatten(tree: Any, name: str = "tree") -> tuple[list[Any], PyTreeSpec]:
 
 
 def register_leafless(kind: type, read: Callable[[Any], Any], make: Callable[[Any], Any]) -> None:
-    """Make a class a node without leaves, which ``make`` makes again of what ``read`` tells of it."""
+    """Register a class as a node without leaves: ``make(read(node))`` equals the node."""
     optree.register_pytree_node(
         kind, lambda node: ((), read(node)), lambda known, _: make(known), namespace=NAMESPACE
     )

@@ -1,4 +1,4 @@
-"""Read what the caller of a trainer gives for the steps of one call, and give the results of each back."""
+"""Read the arguments of the steps of one call of a trainer, and divide its results by step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .update.train_state import Metrics
 
 
 class Batches(NamedTuple):
-    """Hold what the caller gives for the steps of one call, as it was given.
+    """Hold the arguments of the steps of one call, as the caller gave them.
 
     Args:
         pairs: inputs and targets of every step.
-        weights, extras: of every step; None for none, of a step or of all.
+        weights, extras: one entry per step, or None; an entry may be None too.
         seed: of the first step.
         norms: whether the metrics get norms by stage and by name.
     """
@@ -39,9 +39,14 @@ class Batches(NamedTuple):
         """Return the arguments of every step.
 
         Args:
-            common: those that all steps share; the text that ranks compare is completed.
+            common: the arguments that all steps share. The results add weights, seed and norms to its text
+                ``common``, which ranks compare.
             microbatches: of a step.
             to_compute: casts inputs.
+
+        Raises:
+            TypeError, ValueError: not a list of pairs, no pairs, a negative weight, or weights or extras for
+                another number of steps.
         """
         if not isinstance(self.pairs, list | tuple) or not all(
             isinstance(pair, list | tuple) and len(pair) == 2 for pair in self.pairs
@@ -72,7 +77,7 @@ class Batches(NamedTuple):
 
 
 def with_results(metrics: Sequence[Metrics], result: StepResult) -> list[Metrics]:
-    """Return the metrics of every step with what its stages and its loss return."""
+    """Add metrics and outputs of the stages, and ``aux`` of the loss, to the metrics of every step."""
     count, aux = len(metrics), result.aux
     return [
         each._replace(

@@ -1,4 +1,4 @@
-"""Choose by patterns of names, as of a shell, alternatives divided by ``|``; the first match counts."""
+"""Match names with patterns as a shell does, ``|`` between alternatives; the first match counts."""
 
 import re
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ def first_match(name: str, patterns: Iterable[str]) -> str | None:
 
 
 def require_reachable(what: str, patterns: Iterable[str]) -> None:
-    """Raise ValueError for a pattern all names of which an earlier one takes.
+    """Raise ValueError for a pattern that an earlier one hides, since it takes all of its names.
 
     >>> require_reachable("reduce_state", ["*", "*counts"])
     Traceback (most recent call last):

@@ -81,8 +81,8 @@ class Trainer:
         checksum_every: compare the states of data ranks after every so many steps, as before the first.
         reduce_state: how the states of stages, such as running statistics, go together over the data ranks:
             ``{"*counts": "sum", "*": "mean"}``, by patterns of names. To the state before a step is added the
-            sum of the changes of all data ranks, or their mean, of integers rounded down. Without it, data
-            ranks take no stages with a state.
+            sum of the changes of all data ranks, or their mean, of integers rounded down. Without it, stages
+            with a state are refused if there are several data ranks.
         update_state: ``(stage, state) -> state``, called with the state of each stage at the end of a step,
             once it is the same on all data ranks: to change a bias by counts, say. A skipped update leaves
             the state as it was.

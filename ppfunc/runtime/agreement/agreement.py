@@ -61,7 +61,7 @@ class Agreement:
         self.generation = -1  # of the transport, when the ranks last met; before they have, -1
 
     def begin(self, steps: Sequence[StepArguments], shapes: BatchShapes | None, purpose: str) -> Exchange:
-        """Begin a step on all ranks, with the same call; meet them first if one has failed since.
+        """Begin a step on all ranks, and compare its call; after a failure also options and values.
 
         Args:
             steps: the arguments of every step of the call.

@@ -182,7 +182,7 @@ def _leaves(form: StepForm) -> Iterator[tuple[str, LeafSignature]]:
 def checksum(tensor: Tensor) -> Tensor:
     """Sum the bits of a tensor, 8 bytes at a time, each mixed with its position: int64[] on its device.
 
-    It finds other values and another order, not another shape or dtype.
+    Other values or another order change the sum. Another shape or dtype alone does not.
 
     References:
         Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014, for the constants.
@@ -212,7 +212,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def differing(one: Tensor, other: Tensor) -> Tensor:
-    """Compare the bits of two tensors of one shape, dtype and device: bool[] there, which none waits for."""
+    """Compare the bits of two tensors of one shape, dtype and device: bool[] on it, not waited for."""
     word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(one.itemsize, torch.int64)
     return (bits(one).view(word) != bits(other).view(word)).any()
 

@@ -145,7 +145,7 @@ def shared_leaves(
 
 
 def _without_tangents(params: Mapping[int, Signature], places: Sequence[tuple[int, str]]) -> bool:
-    """Return whether these are places of tangents, made by `read_tied`, of integers, which have none."""
+    """Tell whether `read_tied` made these places for tangents of integer leaves, which have none."""
     return any(
         leaf.startswith("1.") and leaf not in (names := leaf_names(params[k])) and f"0{leaf[1:]}" in names
         for k, leaf in places
@@ -235,12 +235,12 @@ def require_same_values(
 ) -> None:
     """Raise AgreementError for a parameter whose places have different values, here or in other processes.
 
-    All processes of the pipeline call it, and read the values.
+    All processes of the pipeline call it. It reads values from the device.
 
     Args:
         params: signatures of the parameters of this process, by stage of the model.
-        alike: values of the parameters, by stage of the model, whole or the shards of this rank; None for
-            those that are not compared. With words for values that differ.
+        alike: pairs: words for an error, and by stage of the model one tensor per leaf: whole, or this rank's
+            shard; None for a leaf that is not compared.
     """
     mine: dict[str, int] = {}
     shared = shared_leaves(schedule, ranks, params, tied)

@@ -176,7 +176,11 @@ class _Reader:
         )
 
     def read(self, tree: Any, name: str, microbatches: int | None = None) -> Leaves:
-        """Read a tree; one of a batch, with the number of microbatches into which it is cut, or 0."""
+        """Read the leaves of a tree.
+
+        ``microbatches`` is the number of parts of a whole batch, 0 for one microbatch, None for trees that
+        belong to no batch.
+        """
         if self._abstract and isinstance(tree, Signature):
             tree = tree.wrap(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in tree.leaves)
         known = self._known.get(name)

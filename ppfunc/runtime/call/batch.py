@@ -157,7 +157,7 @@ class Microbatches:
 
 
 def joined(*leaves: torch.Tensor) -> torch.Tensor:
-    """Concatenate along axis 0; of DTensors each rank its parts."""
+    """Concatenate along axis 0. Each rank concatenates its own parts of DTensors."""
     layout, rows = layout_of(leaves[0]), sum(leaf.shape[0] for leaf in leaves)
     return distributed(
         torch.cat([*map(local, leaves)]), layout and replace(layout, shape=(rows, *layout.shape[1:]))

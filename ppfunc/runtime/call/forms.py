@@ -1,6 +1,6 @@
 """Describe the arguments of one call by all that a program depends on beside the values.
 
-A tree is compared with the form for which a program was made as fast as can be: it is done in every step.
+Every step compares its trees with the form of its program, so comparing has to be fast.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class NestedDicts(NamedTuple):
 
 
 class Form(NamedTuple):
-    """Describe a tree by all that a program depends on beside the values, such that comparing is fastest."""
+    """Describe a tree by all that a program depends on beside the values, laid out for fast comparison."""
 
     treedef: PyTreeSpec
     dicts: NestedDicts | None  # of a tree that is made of dictionaries and lists alone
@@ -107,7 +107,7 @@ def same_form(tree: Any, form: Form) -> tuple[torch.Tensor, ...] | None:
 
     Compared are structure, order of keys, and of each leaf the class, dtype, device, shape, strides, whether
     it requires a gradient, and dispatch keys, which tell inference mode, transforms and autocast; of a
-    DTensor the layout and the mesh. A tree with one tensor in two places is like no other.
+    DTensor the layout and the mesh. A tree that holds one tensor twice never has the form.
     """
     leaves = leaves_like(tree, form)
     if leaves is None or not form.guards(*leaves):
@@ -293,7 +293,7 @@ def require_declared(
     Args:
         forms: of the parameters.
         extents: of all leaves, bytes from the first element to the last.
-        primal: how the names of parameters proper begin.
+        primal: prefix of the names of parameters that are no tangents.
     """
     leaves = [leaf for stage in forms for leaf in params[stage]]
     names: list[tuple[int, str]] = []

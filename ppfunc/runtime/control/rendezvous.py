@@ -86,8 +86,9 @@ class Rendezvous:
         return []
 
     def failure(self, awaited: Sequence[int]) -> str | None:
-        """Look at times if this round has been abandoned, or an awaited process has ended; return the record
-        of the failure.
+        """Return the FailureRecord, as text, of an abandoned round or an ended process, else None.
+
+        It asks the store only now and then, and returns None between.
         """
         began = time.monotonic()
         if began < self._next_look:

@@ -171,7 +171,7 @@ class SocketLinks:
             self.changed.notify_all()
 
     def settle(self, peer: int, future: Future[T], late: str = "") -> T:
-        """Wait for a thread in which this rank waits for a peer."""
+        """Wait for the result of a thread that waits for a peer. Raises as :meth:`wait_for`."""
         future.add_done_callback(self._notify)
         self.wait_for(peer, lambda: future.done() or None, late)
         return future.result()

@@ -39,13 +39,13 @@ class Links(Protocol):
         """Receive the next message.
 
         Raises:
-            LinkError: there is none, and the peer is gone or late, or a failure has been published; after
-                ``vote(step)`` a failure that was published when rank 0 had committed that step is no reason.
+            LinkError: no message comes, and the peer is gone or late, or a failure was published. After
+                ``vote(step)``, a failure published after rank 0 committed that step does not raise.
         """
         ...
 
     def check(self) -> None:
-        """Raise LinkError, of the peer -1 for a published failure, or of a neighbour in the tree if gone."""
+        """Raise LinkError for a published failure (peer -1), or for a neighbour in the tree that is gone."""
         ...
 
     def vote(self, step: int) -> None:

@@ -55,8 +55,8 @@ class Buffers:
             the model.
         gathering: by stage of the model, what waits for the parameters that an UNSHARD, or the update of the
             step before, gathers, and returns them.
-        bare: the parameters as they were given, in their form; without memory where they are not whole all
-            the time.
+        bare: the parameters in the form in which they were given; without memory if they are whole only
+            between UNSHARD and RESHARD.
         extras: leaves that are not differentiated (targets, extras), by (stage, microbatch).
         state: leaves of the state, by stage of the model; each forward takes it and puts the new one there.
         cotangents: cotangent of the loss, which is the weight of the microbatch, by (stage, microbatch).
@@ -109,18 +109,17 @@ class ParameterUpdate(Protocol):
     known: bool
 
     def facts(self) -> tuple[str, Mapping[tuple[str, ...], str]]:
-        """Return texts of terms that ranks compare where they meet.
-
-        All ranks agree on the first; on each of the others those along its axes.
-        """
+        """Return the terms that ranks compare: a text for all ranks, and one per set of axes."""
 
     def alike(self) -> Iterable[tuple[str, Mapping[int, Sequence[torch.Tensor | None]]]]:
-        """Yield values for the parameters of every stage of the model that all places of one have to share,
-        None for those that need not, with words for values that differ.
+        """Yield values that must be equal at all places of a shared parameter.
+
+        Each item is the words for an error, and by stage of the model one value per leaf, None for a leaf
+        that is not compared.
         """
 
     def begin(self, weights: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
-        """Return the loss weights that every step of the call runs with, of those given; before the first."""
+        """Return the loss weights of every step of the call, from the caller's; before the first."""
 
     def sums(self, stage: int, leaves: dict[int, LeafSignature]) -> Gradients | None:
         """Return the accumulator for the gradients of a stage of the model; None for one of the step's own.
@@ -162,5 +161,5 @@ class ParameterUpdate(Protocol):
 
 
 def moved(tensors: Leaves, device: torch.device) -> Leaves:
-    """Move tensors to a device. Those that come to the host are there on return: nothing on it waits."""
+    """Move tensors to a device. A copy to the host is complete on return."""
     return tuple([upload(t, device) for t in tensors])

@@ -27,10 +27,9 @@ class Gradients(Protocol):
     """Takes the gradients of microbatches one after the other and makes one tree of them."""
 
     def add(self, gradients: Leaves, numbers: Numbers, microbatch: int) -> None:
-        """Take gradients of one microbatch, those of the leaves of these numbers, once each; a leaf that gets
-        none counts as zero.
+        """Add gradients of one microbatch, for the leaves of these numbers, each once.
 
-        They are freed earliest, and added up fastest, where every microbatch gives them in the same parts.
+        A leaf that gets none counts as zero. It is fastest if every microbatch groups its leaves alike.
         """
 
     def put_back(self, gradients: Leaves) -> None:
@@ -42,7 +41,7 @@ class Gradients(Protocol):
     def take(self, like: Leaves, owned: Owner) -> Leaves:
         """Return the result for parameters ``like``, and drop it here.
 
-        It is in memory of its own, or stays in the memory of an update, which goes on with it.
+        The caller owns it, unless it lies in the buckets of an update.
         """
 
 

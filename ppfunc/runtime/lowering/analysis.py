@@ -202,9 +202,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def costs_of(step: LoweredStep, programs: Mapping[Key, StageProgram]) -> dict[str, dict[int, float]]:
-    """Return the sizes among the costs of schedules, by stage of the model; without programs, not what they
-    keep.
-    """
+    """Return bytes, by cost and stage of the model: messages and parameters; with programs also residuals."""
     lows = {low.model_stage: (key, low) for key, low in sorted(step.stages.items(), reverse=True)}
     sizes: dict[str, dict[int, float]] = {
         "bytes": {s: sum(e.signature.nbytes for e in low.sinks[:1]) for s, (_, low) in sorted(lows.items())},

@@ -197,7 +197,7 @@ def _cotangents(low: LoweredStage, key: Key) -> Callable[[Buffers], Leaves]:
 
 
 def _pass_on(low: LoweredStage, key: Key) -> Callable[[Buffers, LeafGradients], None]:
-    """Put the gradients of the inputs where the stages that gave these look for them."""
+    """Put the gradients of the inputs under the tags that the sending stages read."""
     (stage, microbatch), device = key, low.device
     sources = [
         (Tag("B", stage, e.stage, microbatch), e.carrying, place)
@@ -234,15 +234,15 @@ def _accumulating(program: Callable[..., Any]) -> Callable[[], Callable[..., Any
 
 
 def _function(program: Any) -> Callable[[], Callable[..., Any]]:
-    """Return a getter of a program's function, which is written when it is first called.
+    """Return a function that gets the fastest form of a program, written when first asked for.
 
-    In its calls nobody else refers to the arguments.
+    That form may drop its arguments: no caller keeps a reference to them.
     """
     return getattr(program, "fastest", lambda: program)
 
 
 def _numbers(program: Callable[..., Any]) -> Numbers | None:
-    """List the leaves for which a traced program has gradients; None where only its results tell."""
+    """List the leaves for which a program computes gradients; None for one that is not traced."""
     return _present(program.recipe.block.results[0]) if hasattr(program, "recipe") else None
 
 

@@ -1,8 +1,8 @@
 """Compile a lowered step: the programs of its stages, and one flat list of calls with every lookup resolved.
 
-A call reads and writes the buffers of the running step: `calls.py` has those of stage programs, `tail_calls`
-those that end a program, a transport those of messages, which post what is in ``buffers.values``, or put
-there what has arrived.
+A call reads and writes the buffers of the running step. `calls.py` makes the calls of stage programs,
+`tail_calls` those that end a program. A transport makes the calls of messages: they send from
+``buffers.values``, and receive into it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

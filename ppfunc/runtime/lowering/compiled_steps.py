@@ -134,10 +134,10 @@ class CompiledSteps:
         return lowered, exchange.conclude(lowered), Guards.now(lowered)
 
     def reuse(self, entry: Entry, steps: Sequence[StepArguments]) -> Entry:
-        """Return a step that was lowered and compiled by itself, for arguments of its form.
+        """Begin a step with the peers, and return the compiled step of ``step.lower(...).compile()`` for it.
 
         Raises:
-            ValueError: they have another form, or the guards no longer hold.
+            ValueError: the arguments have another form than those compiled for, or a guard fails.
             RuntimeError: a step has failed since it was lowered.
         """
         exchange = self._begin(steps, "run as it was compiled")

@@ -63,7 +63,7 @@ class Allocation(NamedTuple):
     Args:
         size: bytes.
         kind: a field of :class:`Bytes`.
-        instruction: that has made it; None of what was given, or is made for the caller.
+        instruction: the one that made it; None for arguments and for results.
         name: its path, or the operator that has made it with the line of the user that it comes from.
     """
 

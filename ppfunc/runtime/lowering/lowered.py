@@ -78,7 +78,7 @@ class StepSpec(NamedTuple):
         return ", ".join([f"{self.name} of {' and '.join(results) or 'aux'}", *chosen])
 
     def frozen_in(self, model_stage: int, params: Signature) -> frozenset[int]:
-        """Return the numbers of the leaves of a stage whose gradients are zeros on purpose."""
+        """Return the numbers of the frozen leaves of a stage: their gradients are zeros."""
         return frozenset() if self.frozen is None else self.frozen.numbers(model_stage, params)
 
 

@@ -61,8 +61,8 @@ def connect_nccl(group: Any, place: int, size: int, device: torch.device, messag
     its ranks call it.
 
     A communicator connects in the first operation of each kind, and holds up the host until the other end
-    comes to that operation, too. In the middle of a step the other end may be held up by its GPU, which waits
-    for what this one has not sent.
+    comes to that operation. In the middle of a step the other end may be held up by its GPU, which waits for
+    what this one has not sent.
     """
     stream = new_stream(device)
     with stream:  # the others wait for no rank that may not come
@@ -110,7 +110,7 @@ def all_gather(group: Any, whole: torch.Tensor, part: torch.Tensor) -> Any:
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """View complex numbers as pairs: backends know none."""
+    """View complex numbers as pairs of reals: backends do not support complex dtypes."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

@@ -141,7 +141,7 @@ def grid_of(mesh: DeviceMesh, axes: Axes, rank: int) -> Grid:
 
 
 def require_shardable(axes: Axes | None, shard: ShardWhat) -> None:
-    """Raise ValueError where something is cut over data ranks, and no axis has any that could keep a part."""
+    """Raise ValueError if ``shard`` cuts state over data ranks, and no axis has such ranks."""
     if shard != "none" and (axes is None or not axes.data_axes):
         raise ValueError(
             f"shard: got {shard!r}, and no axis of data ranks to cut over; expected P2P(mesh=mesh,"

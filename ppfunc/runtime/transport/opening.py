@@ -83,7 +83,8 @@ def open_groups(
         rendezvous, links: of the transport.
         wanted: those of this rank, in an order in which no ranks wait in a circle.
         device: where the tensors of this rank are.
-        begun: gets the communicators, before they are connected where they have to be ended.
+        begun: a list to which each communicator is added; under NCCL before it connects, so that it can be
+            aborted.
 
     Raises:
         LinkError: a rank has failed, is gone or late.

@@ -39,7 +39,7 @@ class P2P(Control):
     Tensors from a rank to another have communicators of their own, made at the first step and after a
     failure: operations of one NCCL communicator run in the order in which they were issued, whoever the peer
     is, a send and a receive of one batch side by side, and nobody must wait for another. Under gloo there is
-    one for each kind of message, too: a connection is locked while something is written to it, and what
+    also one for each kind of message: a connection is locked while something is written to it, and what
     arrives on it meanwhile keeps a thread spinning. Control messages take TCP connections along a binary
     tree, so no GPU has to be waited for, and a process that ends is noticed at once. Under gloo the store of
     the user's group is asked only until the ranks have met, so that it may end with its process. A rank that
@@ -84,7 +84,7 @@ class P2P(Control):
 
     Raises:
         RuntimeError: torch.distributed has not been initialised, or this process is not in the group.
-        TypeError: something else than a mesh, or its axes.
+        TypeError: ``mesh`` is no DeviceMesh, or ``axes`` no Axes.
         ValueError: the timeout is no number of seconds, the group has another backend than gloo or NCCL for
             the device that computes, the axes do not fit the mesh, or there is no data axis to shard over.
         PipelineError: a rank, or the store of the group, is gone or late, or has failed.

@@ -165,7 +165,7 @@ class ControlTransport(Protocol):
             call: what all ranks that run this batch have to agree on, terms separated by ``"; "``.
             key: names the shapes of the batch; None on ranks that were not given the batch.
             source: a rank whose key is not None.
-            common: what all ranks that train together have to agree on, too.
+            common: what all ranks that train together have to agree on.
 
         Raises:
             AgreementError: a rank makes another call, or has another key; on every rank.

@@ -1,4 +1,4 @@
-"""Schedules for any costs and any cap of memory: orders replayed by ranks that take what is ready first."""
+"""Build schedules for any costs and any cap of memory, by replaying orders on ranks."""
 
 from collections.abc import Iterator
 from itertools import count, product

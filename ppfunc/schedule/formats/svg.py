@@ -126,8 +126,7 @@ def to_svg(
 def picture(value: Schedule | Timeline) -> str | None:
     """Return the picture of a schedule or a timeline for a notebook: its ``_repr_svg_``.
 
-    None where it would be too large, or where a schedule cannot run and has no times: the text stands alone
-    there.
+    None if it would be too large, or if the schedule cannot run: the notebook then shows the text alone.
     """
     schedule, timeline = (value.schedule, value) if isinstance(value, Timeline) else (value, None)
     if sum(count for op, count in schedule.counts.items() if op in COMPUTE) > _MOST:

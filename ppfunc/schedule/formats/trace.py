@@ -2,10 +2,10 @@
 and read it again.
 
 One track per rank, one slice per compute instruction and optimizer step, one arrow per message, from the end
-of the instruction that makes the value to the start of the one that consumes it; a second track where
-collectives take time, which run beside compute. Times are whole nanoseconds, so that slices of a track never
-overlap. Beside the events
-stands the timeline itself, which viewers show as metadata and which :func:`from_trace` reads::
+of the instruction that makes the value to the start of the one that consumes it; a second track for
+collectives that take time, which run beside compute. Times are whole nanoseconds, so that slices of a track
+never overlap. Beside the events stands the timeline itself, which viewers show as metadata and which
+:func:`from_trace` reads::
 
     "ppfunc": {"schedule": {...}, "starts": [[...], ...], "ends": [[...], ...], "peak_activations": [...],
                "measured": false}
@@ -172,7 +172,7 @@ class _Slice(NamedTuple):
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """Round a time so that viewers that cut off at nanoseconds keep it, up to a step of ten days."""
+    """Convert to microseconds that a viewer truncates to the same nanoseconds; for times up to ten days."""
     time = nanoseconds / 1000
     return time if int(time * 1000) == nanoseconds else nextafter(time, inf)
 

@@ -111,7 +111,7 @@ class Search:
                 return best
 
     def disturb(self, start: _Start) -> Iterator[None]:
-        """Delay some operations at random and justify, from one order to the next, without end."""
+        """Delay some operations at random and justify the order, again and again; yield after each try."""
         name = f"{start.name}, justified and delayed at random"
         best = current = Replayed(start.value, start.order)
         failures = 0
@@ -130,7 +130,7 @@ class Search:
     def _neighbour(self, order: Order) -> Replayed:
         """Return the best of an order replayed with delays and of two justifications of that.
 
-        Ranks are a little patient in all of these: without any patience hardly an order survives a replay.
+        Ranks have a random patience in all replays: without any, a replay changes nearly every order.
         """
 
         def manner(hold: Hold = NO_HOLD) -> Manner:

@@ -38,8 +38,8 @@ def check_loads(schedule: Schedule) -> None:
 def check_tail(schedule: Schedule) -> None:
     """Prove that reductions and steps come once in all stages or in none, in order, after all backwards.
 
-    REDUCE_TIED is in the stages in which something is tied, which a schedule does not know, and in all
-    replicas of one.
+    REDUCE_TIED may be missing in a stage, since a schedule does not know what is tied. A stage that has it
+    has it in all of its replicas.
 
     Raises:
         ScheduleError: one that is missing, doubled, early or out of order, or without a backward

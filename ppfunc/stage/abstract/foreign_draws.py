@@ -29,10 +29,11 @@ def without_foreign_draws(call: Callable[[], T], name: str, *, repeatable: bool 
     ``numpy.random`` by its name.
 
     Args:
-        call: without effects; its result may be that of a second call.
+        call: evaluates the stage. It has no effects; it may be called twice, and the second result is
+            returned.
         name: how errors call the stage.
-        repeatable: whether it may be called twice. If so, it is watched, which takes time, only where the
-            states of the generators have changed: by it, or by another thread.
+        repeatable: whether it may be called twice. If so, draws are watched in the second call only, which is
+            made if the generators have changed: watching takes time. Another thread may have changed them.
 
     Raises:
         StageError: it draws from the generator of ``random``, or of ``numpy.random``.

@@ -230,8 +230,8 @@ def require_weight_gradients(
     """Raise StageError for a Function that is given a weight, and returns no gradient of it.
 
     Such a Function leaves the gradient to a later pass of its own, which no step calls. To find out, the
-    backward of a user's Function that is given a weight runs once, on zeros. What it fills beside, such as a
-    list of its own, keeps what it then put there.
+    backward of a user's Function that is given a weight runs once, on zeros. Its side effects, such as
+    entries in a list, stay.
 
     Args:
         results: what the stage has computed.

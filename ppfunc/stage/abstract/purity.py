@@ -49,8 +49,9 @@ class Purity(LogicalDraws):
     Args:
         stage: its name in errors.
         arguments: the tensors that it is given, by their paths.
-        abstract: whether they have no values. Seeding can then be told from drawing.
-        after: an error of an earlier trial, raised at a collective: other ranks would not come to it.
+        abstract: whether they have no values. Nothing is drawn then, so a changed generator was seeded.
+        after: the error of an earlier trial. It is raised again before a collective, which other ranks would
+            not enter.
     """
 
     def __init__(
@@ -264,8 +265,8 @@ def fault_of(
     Args:
         func: a collective.
         tensors: those that it is given.
-        strict: whether a gradient may flow that the tensors do not tell of.
-        reduction: of one that reduces, as torch names it.
+        strict: whether a gradient may flow though no tensor requires one, as below a transform.
+        reduction: torch's name of what it computes, if it reduces.
     """
     name = str(func)
     namespace, operator, *_ = name.split(".")
@@ -304,7 +305,7 @@ def fault_of(
 
 
 def _callers() -> Iterator[tuple[str, Any]]:
-    """Iterate over running functions: module, and the operator that torch's ``forward`` differentiates."""
+    """Iterate over the frames of this thread: the module, and the variable ``op`` of a ``forward``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield (

@@ -57,7 +57,7 @@ class ParameterKind:
 def masked_leaves(mask: Any, params: Signature, name: str = "mask") -> list[bool]:
     """Evaluate a mask for every leaf of the parameters of one stage.
 
-    The mask also sees a parameter where the tree has None, which frozen ones are; what it says of it is
+    Where the tree has None, as for a frozen parameter, the mask sees a ParameterKind too; its answer is
     ignored.
 
     Args:
@@ -109,7 +109,7 @@ def note_parameters(fn: Callable[..., Any], module: nn.Module, names: Iterable[s
 
 
 class FrozenLeaves:
-    """Knows which leaves of the parameters are frozen, as it was said when a step function was made.
+    """Knows which parameters are frozen, from the time when a step function was made.
 
     A leaf is frozen where the module of its stage requires no gradient of it, or the mask of the stage is
     False. A module that changes its mind later is refused.

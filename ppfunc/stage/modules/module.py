@@ -1,6 +1,6 @@
 """Make stages of ``torch.nn`` modules: the pure function, its parameters, its state.
 
-A call leaves its module as it was. What else becomes of the module is told by its :class:`ModuleStructure`.
+A call leaves its module unmodified. :class:`ModuleStructure` detects what others change in it.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def require_usable(module: Any) -> None:
 def _caller(module: nn.Module, own: State, spread: bool) -> _Call:
     """Return a call of the module with other tensors than its own, in which it leaves replaced buffers.
 
-    A stage is given its parts of DTensors: where the module has one, it sees one.
+    A stage gets this rank's part of a DTensor; the module gets a DTensor again.
     """
     parameters = {name: p for name, p in module.named_parameters() if name in own}
     shared, layouts = further_places(module, set(own)), _layouts(own)
@@ -276,7 +276,7 @@ class ModuleStructure(NamedTuple):
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module], *names: str) -> ModuleStructure:
-        """Note the structure of modules as it is now, methods in the place of ``forward``, and ``names``."""
+        """Note submodules and hooks of modules, and their attributes ``forward`` and ``names``, as of now."""
         attributes = [vars(module) for module in modules]
         held = [d for each in attributes for name in _STRUCTURE if isinstance(d := each.get(name), dict)]
         made = cls(attributes, ("forward", *names), held, [])

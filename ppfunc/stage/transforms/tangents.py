@@ -21,7 +21,7 @@ Tangents = tuple[torch.Tensor | None, ...]  # one entry per leaf, None for a zer
 
 
 def alone(loss_fn: Loss) -> Callable[[Any, Any], torch.Tensor]:
-    """Refuse a loss function that returns more than the loss, which a transform does not carry."""
+    """Wrap a loss function: raise TypeError if it returns ``(loss, aux)``, which no transform carries."""
 
     def loss(y: Any, target: Any) -> torch.Tensor:
         value = loss_fn(y, target)

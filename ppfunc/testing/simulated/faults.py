@@ -17,13 +17,16 @@ class Fault(NamedTuple):
     """Something that goes wrong on one rank, once.
 
     Args:
-        kind: ``"raise"``: an :class:`InjectedError` out of the operation, or out of the next one that may
-            raise: not while a failure is told, nor once the rank cannot fail the step that ends.
-                ``"interrupt"``: a KeyboardInterrupt.
-            ``"kill"``: the rank stops; of what it has sent, each connection delivers all or nothing, then its
-            peers notice. ``"freeze"``: the rank stops for ``seconds``, for ever where there are none.
-            ``"delay"``: the next message that it sends takes ``seconds`` more. ``"drop"``: that message never
-            arrives, nor do those after it on its connection.
+        kind: one of:
+
+            * ``"raise"``: the operation raises an :class:`InjectedError`, or the next one that may: none does
+              while a failure is published, or once the rank cannot fail the step that ends.
+            * ``"interrupt"``: a KeyboardInterrupt.
+            * ``"kill"``: the rank stops. Each connection delivers all that it has sent, or nothing; then its
+              peers notice.
+            * ``"freeze"``: the rank stops for ``seconds``; for ever if they are None.
+            * ``"delay"``: the next message that it sends takes ``seconds`` more.
+            * ``"drop"``: the next message that it sends never arrives, nor do later ones on its connection.
         rank: where.
         at: the operation, counted from 0 on that rank.
         seconds: of virtual time.

@@ -218,7 +218,7 @@ def load(
         FileNotFoundError: there is no checkpoint.
         CheckpointError: a checkpoint is damaged, uncommitted or foreign; names the file or the tensor.
         ValueError: names, shapes or dtypes of ``like`` are not those of the checkpoint; it is of another run;
-            a pattern that names nothing that one side lacks.
+            a pattern of ``partial`` that no missing name matches.
     """
     with Peers(group) as peers:
         return load_tree(peers, Path(folder).absolute(), like, names, run, partial)

@@ -7,11 +7,11 @@ _MOST = 200  # characters
 
 
 class CheckpointError(RuntimeError):
-    """Refuse a checkpoint that is damaged or incomplete; or the ranks that save or load cannot go on."""
+    """Raised for a damaged or incomplete checkpoint, or if the ranks that save or load cannot go on."""
 
 
 class RankError(CheckpointError):
-    """Another rank is gone, or has failed with an error of its own: no other checkpoint helps."""
+    """Raised if another rank is gone, or failed with an error of its own: no checkpoint helps."""
 
 
 @contextmanager

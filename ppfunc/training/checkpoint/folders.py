@@ -1,5 +1,4 @@
-"""Keep the folders of checkpoints: one per step, which appears whole by a rename, and old ones that go the
-same way.
+"""Keep the folders of checkpoints: one per step, which appears and disappears as a whole, by a rename.
 
 ========================  ====================================================================================
 ``step-12``               a checkpoint
@@ -36,7 +35,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def on_the_way(folder: Path) -> str | None:
-    """Tell by its name if a folder is ``writing`` or ``deleting``; None for neither."""
+    """Return ``writing`` or ``deleting`` by the name of a folder; None for any other."""
     match = _ON_THE_WAY.fullmatch(folder.name)
     return None if match is None else match[1]
 
@@ -96,8 +95,8 @@ def clean(written: Path, keep: int | None) -> None:
     """Delete what other writers have left around a checkpoint, and all checkpoints but this one and the
     latest ``keep`` complete ones.
 
-    Complete is told by names and sizes: bytes are not read again. One that is not complete does not count,
-    and is deleted with those before the last that is kept.
+    A checkpoint counts as complete by the names and sizes of its files: bytes are not read again. Incomplete
+    ones do not count, and are deleted if they are earlier than the last that is kept.
     """
     root, count = written.parent, 0
     for entry in list(os.scandir(root)):

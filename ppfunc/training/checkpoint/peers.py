@@ -74,10 +74,10 @@ class Peers:
             raise error from None
 
     def together(self, work: Callable[[], Any]) -> list[Any]:
-        """Run ``work`` on every rank; where it raises on one, all raise, with its kind and the rank.
+        """Run ``work`` on every rank. If it raises on one, all raise, with its kind and the rank.
 
-        An error that is no plain CheckpointError goes before those that are: on all ranks, or on none,
-        another checkpoint is worth a try.
+        Of several errors, one that is no plain CheckpointError is raised: then no rank tries an earlier
+        checkpoint, else all do.
 
         Returns:
             The result of every rank; JSON.

@@ -4,8 +4,8 @@ Files are written here, not by ``torch.distributed.checkpoint``: its ranks talk 
 and neither of its storages has digests, flushes, or checks that what it reads covers a tensor.
 
 ====================  =================================================================================
-every rank            tells names, dtypes, shapes and the boxes that it holds; the same plan is made on all
-every rank            writes the boxes that the plan gives it into one file, flushes it, tells the digests
+every rank            sends names, dtypes, shapes and the boxes that it holds; the same plan is made on all
+every rank            writes the boxes that the plan gives it into one file, flushes it, sends the digests
 the first rank        writes the manifest, flushes it, renames the folder, flushes the folder around it
 ====================  =================================================================================
 """
@@ -211,7 +211,7 @@ def take_parts(
     Args:
         parts: name, box and values of those that this rank holds.
         shared: the boxes that several leaves hold.
-        copy: from name and values to those that are written.
+        copy: ``(name, values) -> values to write``, such as a copy on the host.
 
     Returns:
         The parts, by name; name, offset and checksum of the shared ones, for :func:`require_same`.

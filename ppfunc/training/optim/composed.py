@@ -141,7 +141,8 @@ def ema(optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
         decay: less than 1.
 
     Raises:
-        ValueError, TypeError: another decay; not an optimizer, or one that clips, which is said around it.
+        ValueError, TypeError: another decay; not an optimizer, or one that clips: write
+            ``chain(clip, ema(...))``.
 
     >>> from ppfunc.training.optim import sgd
     >>> optimizer, params = ema(sgd(1.0), decay=0.5), [torch.tensor(4.0)]
@@ -158,7 +159,7 @@ def ema(optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
 
 
 def lookahead(optimizer: Optimizer, every: int = 5, share: float = 0.5) -> Optimizer:
-    """Make an optimizer that goes back a part of the way after every so many updates.
+    """Make an optimizer that goes back a part of the way after every ``every`` updates.
 
     Equivalent to, after every ``every`` updates:
         slow = slow + share * (p - slow)
@@ -168,8 +169,8 @@ def lookahead(optimizer: Optimizer, every: int = 5, share: float = 0.5) -> Optim
     ``optimizer``.
 
     Raises:
-        ValueError, TypeError: numbers out of range; not an optimizer, or one that clips, which is said
-            around it.
+        ValueError, TypeError: numbers out of range; not an optimizer, or one that clips: write
+            ``chain(clip, lookahead(...))``.
 
     References:
         Zhang et al., Lookahead Optimizer: k steps forward, 1 step back, NeurIPS 2019.

@@ -31,9 +31,8 @@ def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Op
         choose: chooses one of the keys of ``groups`` instead, which then are no patterns.
 
     Raises:
-        TypeError, ValueError: not optimizers; one that clips, which is said once for all groups,
-            ``chain(clip, by_name(...))``; a pattern all names of which an earlier one takes. At
-            ``init``: a parameter of no group.
+        TypeError, ValueError: not optimizers; one that clips: write ``chain(clip, by_name(...))``; a pattern
+            that an earlier one hides. At ``init``: a parameter of no group.
 
     >>> import torch
     >>> from ppfunc.training.optim import adamw, sgd

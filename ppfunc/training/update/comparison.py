@@ -36,8 +36,8 @@ def note_whole(ranks: TrainingRanks, step: Tensor, params: Mapping[int, object])
 def start_facts(
     rule: UpdateRule, ranks: TrainingRanks, state: TrainState
 ) -> tuple[str, dict[tuple[str, ...], str]]:
-    """Write the terms that all ranks have to share, and those that the ranks of a stage along data axes have
-    to share, for any of these axes.
+    """Write the terms that must be equal: on all ranks, and, by data axes, on the ranks along these that hold
+    the same stages.
 
     A user's own optimizer is known only by name, so that ranks also compare how it updates ones. Reads
     numbers of the device. A state without values, of a step that is lowered, has none to compare.
@@ -73,9 +73,9 @@ def _trees(rule: UpdateRule, state: TrainState, stage: int) -> list[tuple[str, o
 
 
 def _checksums(ranks: TrainingRanks, trees: Iterable[tuple[str, object]]) -> ByAxes:
-    """Digest all bits of named trees, apart for leaves of which ranks keep copies along other data axes.
+    """Write checksums of named trees, by the data axes along which ranks keep the same leaves.
 
-    All ranks get terms of the same axes, to compare one after the other: of any of the data axes.
+    All ranks get the same axes, every combination of data axes, so that they compare one after the other.
     """
     every = ranks.axes.data_axes
     facts: ByAxes = {axes: [] for n in range(len(every), 0, -1) for axes in combinations(every, n)}

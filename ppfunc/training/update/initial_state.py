@@ -127,8 +127,9 @@ def _cut(
 
 
 def _require_parameters_back(optimizer: Optimizer, params: Tree, name: str) -> None:
-    """Raise ValueError for a user's optimizer whose update returns differences, as those of optax do: by
-    gradients of zero, ones become next to nothing.
+    """Raise ValueError for a user's optimizer whose update returns differences, as optax does.
+
+    To find out, update ones by gradients of 0: differences are near 0, parameters near 1.
     """
     if optimizer.text or any(local(leaf).is_meta for leaf in tree_leaves(params)):
         return
@@ -148,9 +149,9 @@ def _require_parameters_back(optimizer: Optimizer, params: Tree, name: str) -> N
 def _laid_out(
     state: Tree, treedef: PyTreeSpec, shards: Sequence[Tensor], layouts: Sequence[MeshLayout | None]
 ) -> Tree:
-    """Lay out, as the parameters are, the trees of an optimizer state that are like them.
+    """Make DTensors of the leaves of an optimizer state that belong to parameters which are DTensors.
 
-    They may have None for parameters that they leave out.
+    Trees like the parameters are found by structure and shapes; they may have None in the place of some.
     """
 
     def numbers_of(node: Any) -> list[int]:

@@ -80,8 +80,10 @@ class TrainingUpdate:
         return start_facts(self._rule, self._ranks, self.state)
 
     def alike(self) -> Iterator[tuple[str, dict[int, list[Tensor | None]]]]:
-        """Yield the parameters of every stage, and what the optimizer makes of ones in their place: groups
-        and masks go by names, which places have of their own.
+        """Yield the parameters of every stage, then updates of ones by the optimizer.
+
+        The updates find an optimizer that treats places of one parameter differently: its groups and masks go
+        by names, which differ.
         """
         trees = {s: tree_flatten(tree) for s, tree in self.state.params.items()}
         yield OTHER_VALUES, {s: leaves for s, (leaves, _) in trees.items()}
@@ -299,7 +301,7 @@ class TrainingUpdate:
         return rows
 
     def _rate(self, like: Tensor) -> Any:
-        """Compute the learning rate of this update: those before it are counted from the call's first."""
+        """Compute the learning rate of this update, from the state before the call and the updates since."""
         rate, begun = self._rule.optimizer.rate, self._given
         if rate is None:
             return None

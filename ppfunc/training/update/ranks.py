@@ -164,7 +164,7 @@ class TrainingRanks(NamedTuple):
         return self.experts if self.axes.experts in self._data_axes_of(leaf) else self.dense
 
     def copied_over(self, leaf: Tensor) -> tuple[str, ...]:
-        """List the data axes along which ranks keep the same of a leaf of a state."""
+        """List the data axes along which ranks keep the same part of a leaf of a state."""
         cut = self._data_axes_of(leaf)
         return tuple(axis for axis in self.axes.data_axes if axis not in cut)
 

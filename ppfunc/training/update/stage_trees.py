@@ -97,10 +97,10 @@ def trees_of(
     """Return the trees of the stages of a state.
 
     Args:
-        known: by stage, those of the state that was checked last; they become those of this one.
+        known: by stage, the trees of the state that was checked last; updated in place.
 
     Raises:
-        TypeError, ValueError: it is none of this trainer, or was donated.
+        TypeError, ValueError: it is not a state of this trainer, or its leaves were donated to an update.
     """
     scale = rule.precision.scale
     keys = set() if scale is None else set(scale.init("cpu"))

@@ -1,4 +1,4 @@
-"""Bring the states of stages together over data ranks, and change them between steps."""
+"""Combine the states of stages over data ranks, and change them between steps."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,7 +30,7 @@ class StateRule(NamedTuple):
     """Define how the states of stages go on from one step to the next.
 
     Args:
-        reduce: what becomes of the changes of all data ranks; None where there is one.
+        reduce: ``"sum"`` or ``"mean"`` over the data ranks, by pattern of names; None for one data rank.
         update: changes the state of a stage at the end of a step.
     """
 
@@ -42,7 +42,7 @@ class StateRule(NamedTuple):
         """Make the rule of a trainer's arguments.
 
         Raises:
-            TypeError, ValueError: other arguments; a pattern all names of which an earlier one takes.
+            TypeError, ValueError: other arguments; a pattern that an earlier one hides.
         """
         if reduce is not None and not (
             isinstance(reduce, Mapping)
@@ -87,10 +87,10 @@ class StateRule(NamedTuple):
     def begin(
         self, ranks: TrainingRanks, stage: int, tree: Tree, before: Leaves, after: Leaves
     ) -> Callable[[], Leaves]:
-        """Begin to bring the state of a stage after a step together over the data ranks.
+        """Begin to combine the state of a stage over the data ranks: sum or average its changes in a step.
 
         Args:
-            tree: the state that the caller gave, of which the layouts are read.
+            tree: the state that the caller gave, for its layouts.
             before, after: the leaves of this rank before and after the step.
 
         Returns:
@@ -128,7 +128,7 @@ class StateRule(NamedTuple):
 
 
 def _change(before: Tensor, after: Tensor) -> Tensor:
-    """Subtract, of integers without overflow; 0 where nothing has changed, of infinities as well."""
+    """Subtract, integers in int64. Equal elements give 0, infinities as well."""
     if not (before.is_floating_point() or before.is_complex()):
         before, after = before.long(), after.long()
     change = after - before

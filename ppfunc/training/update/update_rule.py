@@ -174,11 +174,11 @@ def multiply(gradients: Collection[Tensor], factor: Tensor) -> None:
 
 
 def updated_ones(optimizer: Optimizer, params: Tree, gradients: Sequence[float] = (1.0, -0.5, 0.25)) -> Tree:
-    """Describe an optimizer by some updates of ones, of one element each, in the place of parameters.
+    """Update ones by an optimizer, to compare optimizers: each parameter is replaced by one element.
 
     Args:
-        params: their structure, dimensions and dtypes.
-        gradients: of every element, in update after update.
+        params: a tree, of which the structure, dimensions and dtypes are used.
+        gradients: the gradient of every element, one number per update.
     """
 
     ones = tree_map(_one, params)

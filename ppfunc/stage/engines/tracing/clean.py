@@ -54,8 +54,7 @@ def _skip_copies(joint: Joint) -> None:
 def _is_spare(copy: Node, source: Node) -> bool:
     """Tell whether a source can take the place of its copy.
 
-    What is known of views of the copy holds for those of the source only if both are laid out alike. A
-    constant that is not viewed may have any strides.
+    If the copy has views, both must have the same layout. A constant without views may have any strides.
     """
     if layout(copy) == layout(source):
         return True

@@ -214,8 +214,10 @@ def _accumulating(recipe: Recipe) -> Recipe | None:
         def backward_accumulating(residuals, gy, into):
             gparams, gx = backward(residuals, gy)
             sums, microbatch = into
-            sums.add(gparams, numbers, microbatch)      # in parts, each as soon as its gradients are made,
-            which are then freed return gx
+            sums.add(gparams, numbers, microbatch)
+            return gx
+
+    The gradients are added in parts, each as soon as it is complete, and freed then.
 
     Returns:
         None where nothing would be freed earlier: for a compiled program, which is one call, and for few

@@ -19,9 +19,9 @@ from .joint import Nodes
 def posted_early(body: Nodes) -> Nodes:
     """Order the calls of a program: each collective as soon as its input is computed, its wait at the use.
 
-    Behind a collective come first the calls that neither it nor the next one needs, such as gradients of
-    parameters, and those that do not need it. Collectives keep their order, which ranks share, and random
-    operators theirs. A call moves past one collective at most, so that memory lives little longer.
+    Behind a collective come first the calls that run beside it: those that do not need it, and that the next
+    one does not need, such as gradients of parameters. Collectives and random operators keep their orders,
+    which ranks share. A call moves past one collective at most, so that memory lives little longer.
     """
     inside, drawn, posts = set(body), list[Node](), 0
     needs, before = dict[Node, list[Node]](), dict.fromkeys(body, inf)
@@ -102,10 +102,10 @@ def _in_turn(one: Nodes, two: Nodes) -> list[Node]:
 def _keyed(body: Nodes, which: int, owners: list[int]) -> Iterator[tuple[tuple[float, ...], Node]]:
     """Yield the calls of a body with their places, given whose each collective of the merged program is.
 
-    A place is the number of the collective that a call follows or is; 0 for itself, then 1 or 2; how far the
-    call is on its way between two collectives of its body; and its body. Calls between two of them are spread
-    evenly over the collectives of the other body in between, each behind one. Without any, they follow the
-    first.
+    A place is a tuple to sort by: the number of a collective; 0 for that collective, 1 or 2 for calls behind
+    it; how far the call is between two collectives of its body, from 0 to 1; and its body. Calls between two
+    collectives are spread evenly behind those of the other body in between, or stay behind the first if there
+    are none.
     """
     start, ends = 0, [n for n, node in enumerate(body) if is_post(node)]
     mine = [turn for turn, owner in enumerate(owners) if owner == which]

@@ -1,7 +1,7 @@
-"""Replay traced functions on tensors without values: what they hold while they run, and no arithmetic.
+"""Replay traced functions on tensors without values: they allocate and free, and compute nothing.
 
-Notes are kept of all of them, as :class:`ppfunc.runtime.lowering.ledger.Ledger` does: ``born`` and ``died``
-note what lives within a function alone, ``make`` makes a result, with which the caller goes on.
+A :class:`ppfunc.runtime.lowering.ledger.Ledger` notes what is allocated: ``born`` and ``died`` note a storage
+that lives within a function alone, ``make`` makes a tensor that the caller gets.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class _Call(NamedTuple):
     Args:
         node: its node.
         name, again: of what it makes.
-        counted: its storages that no tensor stands for: a key and bytes.
+        counted: the storages that it makes without a tensor here: key and bytes.
         made: the nodes among its results that are tensors here.
         freed: keys of storages that nothing uses after it.
-        dropped: arguments, and tensors made here, of which the same holds.
+        dropped: the arguments, and the tensors made here, that nothing uses after it.
     """
 
     node: Node
@@ -53,7 +53,7 @@ class _Life:
 
 
 def replayed(program: FlatProgram, notes: Any) -> FlatProgram:
-    """Replace the traced functions of a program by those that only hold what they hold."""
+    """Replace the traced functions of a program by replays of them, which compute nothing."""
     functions: Any = ((getattr(f, "__wrapped__", f), f) for f in program)  # captured in a CUDA graph
     return FlatProgram(*(_Replayed(t, notes) if isinstance(t, TracedFunction) else f for t, f in functions))
 
@@ -76,7 +76,7 @@ class _Replayed(TracedFunction):
 
 
 def _replay(recipe: Recipe, notes: Any) -> Callable[..., Any]:
-    """Make the function that makes and frees in turn what that of a recipe does."""
+    """Make a function that allocates and frees as the function of a recipe does."""
     block, (calls, needed) = recipe.block, _calls(recipe)
     sources: dict[Node, Any] = {node: _source(node) for call in calls for node in call.made}
     used = {n for call in calls for n in call.dropped} | needed
@@ -137,7 +137,7 @@ def _calls(recipe: Recipe) -> tuple[list[_Call], set[Node]]:
 
 
 def _needed(block: Block, body: list[Node]) -> set[Node]:
-    """Find what is returned or added up, and all of which that is a view."""
+    """Find the nodes that are returned or added up, and those that they are views of."""
     needed = {n for row in block.results for n in row if n is not None}
     needed |= {a for n in body if n.op == "call_method" for a in n.all_input_nodes}
     for result in reversed(block.body):
