@@ -1,6 +1,6 @@
 """Make step functions: read what the caller gives, prove the schedule, and tell the peers of a mistake."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from inspect import signature
@@ -144,10 +144,14 @@ def make_step(
     proved = prove(schedule if training or schedule.forward_only else schedules.forward_only(schedule), spec)
     transport = InProcess() if transport is None else transport
     programs, ranks = programs or StagePrograms(engine, loss_engine), transport.local_ranks(proved.ranks)
+    order: Iterable[tuple[int, int]] = ((ranks[0], n) for n in range(len(proved.programs[ranks[0]])))
+    if len(ranks) > 1:
+        order = (place for place in schedules.linearize(proved) if place[0] in ranks)
     weights = read_loss_weights(loss_weights, proved.microbatches)
     pipeline = Pipeline(
-        list(stages), loss_fn, proved, transport, spec, programs, ranks, transport.register_step(), weights
-    )
+        list(stages), loss_fn, proved, transport, spec, programs, ranks,
+        tuple(order), transport.register_step(), weights,
+    )  # fmt: skip
     return StepFunction(pipeline, read, returned or partial(StepResult.asked_for, wants=spec.wants))
 
 

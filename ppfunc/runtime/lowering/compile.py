@@ -8,7 +8,7 @@ A call reads and writes the buffers of the running step. `calls.py` makes the ca
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ppfunc.schedule import Instruction, Op, linearize, parts_of, send_completion
+from ppfunc.schedule import Instruction, Op, parts_of, send_completion
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL
 from ppfunc.stage import Signature, StageProgram
 from ppfunc.stage.device import SideStreams
@@ -129,14 +129,11 @@ class _Binder:
     def bind_all(self) -> list[PlacedCall]:
         """Bind the steps of this process, each after the steps whose values it consumes."""
         schedule, ranks = self._schedule, self._lowered.ranks
-        steps: Sequence[tuple[int, int]] = [(ranks[0], n) for n in range(len(schedule.programs[ranks[0]]))]
-        if len(ranks) > 1:
-            steps = [(rank, position) for rank, position in linearize(schedule) if rank in ranks]
         completed: Mapping[int, Mapping[int, Sequence[Instruction]]] = {}
         if len(ranks) < schedule.ranks:
             completed = {rank: send_completion(schedule, rank) for rank in ranks}
         placed: list[PlacedCall] = []
-        for rank, position in steps:
+        for rank, position in self._lowered.order:
             placed += self._step(rank, position, completed.get(rank, {}).get(position, ()))
         return placed
 

@@ -71,9 +71,8 @@ def lower(
                 assert exchange is not None
                 exchange.send((stage, sink), edges[stage, sink])
     drawing = tuple(sorted({low.model_stage for low in lowered.values() if low.outline.random}))
-    return LoweredStep(
-        schedule, spec, form, tuple(sorted(local)), lowered, _losses(schedule, spec, lowered), drawing
-    )
+    losses = _losses(schedule, spec, lowered)
+    return LoweredStep(schedule, spec, form, pipeline.ranks, pipeline.order, lowered, losses, drawing)
 
 
 def stages_in_order(schedule: Schedule) -> Iterator[tuple[int, range]]:

@@ -92,6 +92,7 @@ class Pipeline(NamedTuple):
         spec: the results that the caller wants.
         programs: of the stages; step functions with the same stages may share them.
         ranks: those of this process.
+        order: the steps of this process as they run, each its rank and its position.
         number: of the step function; ranks make theirs in the same order.
         loss_weights: of a call that gives none of its own; None for ``1/m`` each.
     """
@@ -103,6 +104,7 @@ class Pipeline(NamedTuple):
     spec: StepSpec
     programs: StagePrograms
     ranks: tuple[int, ...]
+    order: tuple[tuple[int, int], ...]
     number: int
     loss_weights: torch.Tensor | None
 
@@ -189,6 +191,7 @@ class LoweredStep(NamedTuple):
         spec: the results that the caller wants.
         form: of the arguments.
         ranks: those of this process.
+        order: its steps as they run, each its rank and its position.
         stages: the stages of this process, by (stage of the schedule, microbatch).
         losses: form of the losses of the stages of this process, by stage of the schedule.
         drawing: the stages of the model, of this process, that are known to draw random numbers.
@@ -198,6 +201,7 @@ class LoweredStep(NamedTuple):
     spec: StepSpec
     form: StepForm
     ranks: tuple[int, ...]
+    order: tuple[tuple[int, int], ...]
     stages: Mapping[Key, LoweredStage]
     losses: Mapping[int, LossPart]
     drawing: tuple[int, ...]

@@ -127,6 +127,7 @@ def _of_rank(step: LoweredStep, rank: int) -> LoweredStep:
     stages = set(step.schedule.stages_of(rank))
     return step._replace(
         ranks=(rank,),
+        order=tuple(place for place in step.order if place[0] == rank),
         stages={key: low for key, low in step.stages.items() if key[0] in stages},
         losses={stage: part for stage, part in step.losses.items() if stage in stages},
     )
