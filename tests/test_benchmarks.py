@@ -16,10 +16,13 @@ SMALL = ("--rounds", "1", "--steps", "1", "--blocks", "2")
 def test_the_time_of_a_step(fresh, store_port):
     printed, _ = fresh(2)(run_script, store_port, FOLDER / "step_time.py", *SMALL)
     times = re.search(
-        r"ppfunc (\S+) ms, torch (\S+) ms, ratio (\S+); ideal (\S+) ms, measured over ideal (\S+)", printed
+        r"ppfunc (\S+) ms, torch (\S+) ms, ratio (\S+); ideal (\S+) ms, measured over ideal (\S+);"
+        r" CPU of all ranks (\S+) and (\S+) ms, ratio (\S+)",
+        printed,
     )
-    ours, theirs, ratio, ideal, over_ideal = map(float, times.groups())
+    ours, theirs, ratio, ideal, over_ideal, cpu, cpu_theirs, cpu_ratio = map(float, times.groups())
     assert ratio == pytest.approx(ours / theirs, rel=0.05)
+    assert cpu_ratio == pytest.approx(cpu / cpu_theirs, rel=0.05)
     assert over_ideal == pytest.approx(ours / ideal, rel=0.05)
 
 

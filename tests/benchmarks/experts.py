@@ -12,14 +12,12 @@ interleaved is faster).
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-import torch
 import torch.distributed as dist
-from timing import measure
+from timing import Cost, measure
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
@@ -56,16 +54,10 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def in_turn(steps: list[Callable[[], object]], count: int, first: int) -> list[tuple[float, float]]:
-    """Seconds of a step of both, and CPU seconds of all ranks; one of them is measured first."""
-    times = [(0.0, 0.0)] * 2
-    for n in (first, 1 - first):
-        before = time.process_time()
-        wall = measure(steps[n], count)
-        cpu = torch.tensor((time.process_time() - before) / (count + 1), dtype=torch.float64)
-        dist.all_reduce(cpu)
-        times[n] = wall, cpu.item()
-    return times
+def in_turn(steps: list[Callable[[], object]], count: int, first: int) -> list[Cost]:
+    """Cost of a step of both; one of them is measured first."""
+    costs = {n: measure(steps[n], count) for n in (first, 1 - first)}
+    return [costs[0], costs[1]]
 
 
 def arguments() -> argparse.Namespace:

@@ -75,7 +75,7 @@ def main() -> None:
     for leaves in options.leaves:
         step_ours, step_theirs, programs = many = sides(schedule, held, leaves, rank)
         rounds = [
-            tuple(measure(step, options.steps) for step in (step_ours, step_theirs, programs))
+            tuple(measure(step, options.steps).wall for step in (step_ours, step_theirs, programs))
             for _ in range(options.rounds)
         ]
         mine, other, bare = (median(column) for column in zip(*rounds, strict=True))

@@ -6,11 +6,11 @@ Run by torchrun, two ranks or more::
 
 Both run in turn in one process group, in rounds that alternate, each rank on a core of its own unless
 ``--unbound`` leaves that to the operating system. Printed are the median step times, the median of the
-ratios round by round (below 1: ppfunc is faster), and the measured over the ideal step, which is the
-simulated makespan with the stages' own measured times. ``--compile`` compares programs compiled by
-inductor with the same programs as traced, ``--cuda-graphs`` those captured as CUDA graphs, and
-``--protection`` steps as they are with steps that hold no signals back, and that ranks neither begin nor end
-together; it prints CPU seconds, too. ``--device cuda`` takes a GPU per rank; on one GPU,
+ratios round by round (below 1: ppfunc is faster), the same for the CPU seconds of all ranks, and the measured
+over the ideal step, which is the simulated makespan with the stages' own measured times. ``--compile``
+compares programs compiled by inductor with the same programs as traced, ``--cuda-graphs`` those captured as
+CUDA graphs, and ``--protection`` steps as they are with steps that hold no signals back, and that ranks
+neither begin nor end together. ``--device cuda`` takes a GPU per rank; on one GPU,
 ``--nproc-per-node 1 --schedule interleaved_1f1b``.
 """
 
@@ -120,11 +120,14 @@ def main() -> None:
     ]
     ideal = ideal_step(stages, schedule, params, inputs[:sequences], targets[:sequences])
     if rank == 0:
-        mine, other = median(a for a, _ in rounds), median(b for _, b in rounds)
+        mine, other = median(a.wall for a, _ in rounds), median(b.wall for _, b in rounds)
+        cpu, cpu_other = median(a.cpu for a, _ in rounds), median(b.cpu for _, b in rounds)
         print(
             f"{options.schedule}, {ranks} ranks, width {options.width}: {names[0]} {mine * 1e3:.2f} ms,"
-            f" {names[1]} {other * 1e3:.2f} ms, ratio {median(a / b for a, b in rounds):.3f}; ideal"
-            f" {ideal * 1e3:.2f} ms, measured over ideal {mine / ideal:.3f}"
+            f" {names[1]} {other * 1e3:.2f} ms, ratio {median(a.wall / b.wall for a, b in rounds):.3f}; ideal"
+            f" {ideal * 1e3:.2f} ms, measured over ideal {mine / ideal:.3f}; CPU of all ranks"
+            f" {cpu * 1e3:.2f} and {cpu_other * 1e3:.2f} ms, ratio"
+            f" {median(a.cpu / b.cpu for a, b in rounds):.3f}"
         )
     dist.destroy_process_group()
 
@@ -159,20 +162,12 @@ def report_protection(step: Callable[[], Gradients], options: argparse.Namespace
     transports included.
     """
 
-    def both() -> tuple[float, float]:
-        wall, before = measure(step, options.steps), time.process_time()
-        for _ in range(options.steps):
-            step()
-        cpu = torch.tensor((time.process_time() - before) / options.steps, dtype=torch.float64)
-        dist.all_reduce(cpu)
-        return wall, cpu.item()
-
     rounds = []
     for n in range(options.rounds):
         with unprotected() if n % 2 else nullcontext():  # who is first takes turns
-            first = both()
+            first = measure(step, options.steps)
         with nullcontext() if n % 2 else unprotected():
-            second = both()
+            second = measure(step, options.steps)
         rounds.append((second, first) if n % 2 else (first, second))
     if dist.get_rank() == 0:
         print(f"{options.schedule}, {dist.get_world_size()} ranks, width {options.width}")

@@ -15,7 +15,8 @@ Run on the CPU::
 * ``step``: training steps of two pipelines of two ranks, beside torch.distributed.pipelining with
   DistributedDataParallel and torch's fused AdamW on the same model and schedule.
 * ``update``: CPU of what follows the gradients (norm over two ranks of a pipeline, clip, AdamW in place):
-  the median training step less the median step that computes gradients alone, of the threads that take them.
+  the median training step less the median step that computes gradients alone, of the threads that take them;
+  and these training steps beside torch's.
 * ``parameters``: bytes of parameters on a rank under ``shard="params"``, between steps and at most within
   one, by the storages that live, beside those that the schedule and the shapes give.
 
@@ -41,6 +42,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from step_time import SIZES, Blocks, squared
+from timing import Cost, measure
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -250,11 +252,17 @@ def step(options: argparse.Namespace) -> None:
 
 
 def update(options: argparse.Namespace) -> None:
-    """What follows the gradients, as the difference of whole steps."""
+    """What follows the gradients, as the difference of whole steps; and whole steps of two ranks."""
+    for width, steps in ((64, 10), (256, 1)):
+        clipped(options, width, steps)
+
+
+def clipped(options: argparse.Namespace, width: int, steps: int) -> None:
+    """Steps of a pipeline with a norm over its ranks, and their gradients alone."""
     count, rank = options.microbatches, dist.get_rank()
     schedule = pp.one_f_one_b(2, count)
-    stages, params = blocks(64, schedule, rank)
-    x, y = batch(64, count, seed=0)
+    stages, params = blocks(width, schedule, rank)
+    x, y = batch(width, count, seed=0)
     module = Blocks(stages[rank], params[rank])
     runtime = Schedule1F1B(PipelineStage(module, rank, 2, torch.device("cpu")), count, loss_fn=squared)
     fused = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
@@ -288,18 +296,24 @@ def update(options: argparse.Namespace) -> None:
         )
         sides = [our_step, lambda: gradients(params, x, y), torch_step, torch_gradients]
         times: list[list[float]] = [[] for _ in sides]
-        for n in range(10 * options.rounds + 10):
+        for n in range(steps * options.rounds + steps):
             for side, seconds in zip(sides, times, strict=True):
                 dist.barrier()
                 start = time.thread_time()
                 side()
-                seconds += [time.thread_time() - start] * (n >= 10)
+                seconds += [time.thread_time() - start] * (n >= steps)
+        title = f"step with clipping, 2 ranks, width {width}"
+        compare(title, dict(zip(SIDES, (torch_step, our_step), strict=True)), options, steps)
     ours, ours_without, theirs, theirs_without = map(median, times)
     found = torch.tensor([ours - ours_without, theirs - theirs_without], dtype=torch.float64)
     dist.all_reduce(found)
     mine, other = (found * 1e6 / 2).tolist()
     if rank == 0:
-        print(f"update, CPU of a rank: ppfunc {mine:.0f} us, torch {other:.0f} us, ratio {mine / other:.3f}")
+        print(
+            f"update, CPU of a rank, width {width}: ppfunc {mine:.0f} us, torch {other:.0f} us, ratio"
+            f" {mine / other:.3f}",
+            flush=True,
+        )
 
 
 def blocks(width: int, schedule: Schedule, pipe: int) -> tuple[list[Any], dict[int, Any]]:
@@ -379,17 +393,8 @@ def most_gathered(schedule: Schedule, rank: int, sizes: dict[int, int]) -> int:
     return most
 
 
-class Cost(NamedTuple):
-    """Seconds of one run: on the wall, and on the CPU, of all ranks together."""
-
-    wall: float
-    cpu: float
-
-
 def compare(title: str, sides: dict[str, Side], options: argparse.Namespace, repeats: int) -> None:
     """Run the sides in turn; the first is what the others are measured against."""
-    for side in sides.values():
-        side()
     rounds = [{name: measure(side, repeats) for name, side in sides.items()} for _ in range(options.rounds)]
     first = next(iter(sides))
     for name in sides if dist.get_rank() == 0 else ():
@@ -401,20 +406,6 @@ def compare(title: str, sides: dict[str, Side], options: argparse.Namespace, rep
                 f" {median(own / other for own, other in times):.3f}"
             )
         print(f"{title}, {name}: {'; '.join(texts)}", flush=True)
-
-
-def measure(side: Side, repeats: int) -> Cost:
-    """Run one side some times, all ranks beginning together."""
-    dist.barrier()
-    wall, cpu = time.perf_counter(), time.process_time()
-    for _ in range(repeats):
-        side()
-    cpu = time.process_time() - cpu
-    dist.barrier()
-    wall = time.perf_counter() - wall
-    total = torch.tensor(cpu, dtype=torch.float64)
-    dist.all_reduce(total)
-    return Cost(wall / repeats, total.item() / repeats)
 
 
 class Piece(NamedTuple):
