@@ -143,7 +143,8 @@ def make_step(
         )
     proved = prove(schedule if training or schedule.forward_only else schedules.forward_only(schedule), spec)
     transport = InProcess() if transport is None else transport
-    programs, ranks = programs or StagePrograms(engine, loss_engine), transport.local_ranks(proved.ranks)
+    programs = programs or StagePrograms(engine, loss_engine, transport.has_peers)
+    ranks = transport.local_ranks(proved.ranks)
     order: Iterable[tuple[int, int]] = ((ranks[0], n) for n in range(len(proved.programs[ranks[0]])))
     if len(ranks) > 1:
         order = (place for place in schedules.linearize(proved) if place[0] in ranks)

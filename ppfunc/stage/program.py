@@ -124,6 +124,20 @@ def _short(text: str, most: int = 600) -> str:
     return text if len(text) <= most else f"{text[: most - 100]} ... {text[-100:]}"
 
 
+class SeenCall(NamedTuple):
+    """Describe a call of an operator, equal for equal programs of several ranks.
+
+    Args:
+        text: the operator, and its arguments by the calls that have made them.
+        place: the user's line, such as ``", called at file:line"``.
+        constants: the tensors among the arguments that are neither given to the stage nor made by it.
+    """
+
+    text: str
+    place: str = ""
+    constants: tuple[torch.Tensor, ...] = ()
+
+
 class Outline(NamedTuple):
     """Hold the result of evaluating a stage without its values.
 
@@ -139,6 +153,7 @@ class Outline(NamedTuple):
         lasts: whether it may be kept. False if the stage raised without values and ran on zeros: it may not
             raise again.
         undeclared: parameters that a module has frozen, and of which the step asks for gradients.
+        calls: what it has called, if that was noted: first its arguments, last what it returns.
     """
 
     y: Signature
@@ -149,6 +164,7 @@ class Outline(NamedTuple):
     known: bool = True
     lasts: bool = True
     undeclared: tuple[str, ...] = ()
+    calls: tuple[SeenCall, ...] = ()
 
     @property
     def random(self) -> bool | None:

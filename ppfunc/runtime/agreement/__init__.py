@@ -7,5 +7,6 @@
                                           new shapes, compared without messages for known ones
     comparison.py    require_same_...     what was compared, in words: steps, facts, modes, layouts
                      checksum             of a tensor, on its device
+    programs.py      require_same_programs: what stages call, on ranks that hold the same
     ties.py          shared_leaves        the parameters that several stages hold
 """

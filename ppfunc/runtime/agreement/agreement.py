@@ -81,8 +81,8 @@ class Agreement:
                 f" shapes before, unlike rank {self._source}; every rank must call the same step function in"
                 " the same order"
             )
-        update = steps[0].update
-        if self.transport.generation != self.generation:
+        update, met = steps[0].update, self.transport.generation != self.generation
+        if met:
             self._meet(steps[0])
         elif update is not None and not update.known:
             common, by_axes = update.facts()
@@ -93,7 +93,7 @@ class Agreement:
         with self._lock:
             if (agreed := self._known(shapes)) is not None:
                 self._agreed.move_to_end((shapes, autocast()))
-        return Exchange(self, shapes, agreed)
+        return Exchange(self, shapes, agreed, met)
 
     def keep(self, agreed: Agreed) -> Agreed:
         """Keep the facts that the ranks agreed on. Return them, or those of a thread that was first."""
@@ -191,10 +191,11 @@ class Exchange:
         agreement: of the step function.
         shapes: of the batch.
         agreed: the facts agreed on for these shapes before; None on all ranks if there are none.
+        met: whether all ranks have met in this step, those of other batches too.
     """
 
-    def __init__(self, agreement: Agreement, shapes: BatchShapes, agreed: Agreed | None) -> None:
-        self.shapes, self.agreed, self._agreement = shapes, agreed, agreement
+    def __init__(self, agreement: Agreement, shapes: BatchShapes, agreed: Agreed | None, met: bool) -> None:
+        self.shapes, self.agreed, self._agreement, self._met = shapes, agreed, agreement, met
         self._received: Edges = {}
         self._early: Edges = {}
         # By stage and the stage that receives: signatures of the microbatches; None receives the losses.
@@ -240,10 +241,10 @@ class Exchange:
         return self._received[edge]
 
     def conclude(self, lowered: LoweredStep) -> Agreed:
-        """Agree on the forms of the losses and of shared parameters.
+        """Agree on the forms of the losses and of shared parameters, and on the programs of stages.
 
         Raises:
-            AgreementError: ranks hold one parameter in different forms.
+            AgreementError: ranks hold one parameter in different forms, or run different programs of a stage.
             ValueError: a stage returns other forms than the ranks agreed on before, or none returns a loss.
         """
         self._returned |= {(stage, None): (part.leaf,) for stage, part in lowered.losses.items()}
@@ -270,6 +271,10 @@ class Exchange:
             raise ValueError("no stage has returned a loss")
         if shares:
             require_same_forms({rank: forms for rank, (_, forms) in enumerate(by_rank)})
+        if self._met and transport.has_peers:
+            from .programs import require_same_programs
+
+            require_same_programs(lowered.stages.values(), transport.gather_replicas)
         losses = dict(sorted(losses.items()))
         generation = self._agreement.generation
         agreed = Agreed(self.shapes, generation, self._received, self._returned, losses, shared)

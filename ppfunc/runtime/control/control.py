@@ -203,12 +203,21 @@ class Control:
             texts = self._pipeline.gather_texts(text)
         return [texts[rank] for rank in self.pipeline]
 
+    def gather_replicas(self, text: str) -> dict[int, str]:
+        # Ranks along the other axes may run parts of a stage that their place tells apart.
+        axes = (self.axes.pipe, *(axis for axis in self.axes.data_axes if axis not in self.axes.of_stages))
+        with self.hold_interrupts():
+            return (self._along(axes) if self.grid.axes else self._pipeline).gather_texts(text)
+
+    def _along(self, axes: Sequence[str]) -> TreeMessages:
+        places = sum(1 << n for n, axis in enumerate(self.grid.axes) if axis in axes)
+        return self._tree(self.grid.along(axes), f"axes{places:x}")  # a channel has 8 bytes
+
     def require_same(
         self, facts: str, among: Literal["world", "peers", "data"] | tuple[str, ...] = "world"
     ) -> None:
         if isinstance(among, tuple):
-            places = sum(1 << n for n, axis in enumerate(self.grid.axes) if axis in among)
-            tree = self._tree(self.grid.along(among), f"axes{places:x}")  # a channel has 8 bytes
+            tree = self._along(among)
         else:
             tree = {"world": self._world, "peers": self._replica, "data": self._data}[among]
         if among == "peers" and tree is self._pipeline:

@@ -105,10 +105,11 @@ class StagePrograms:
     Args:
         engine: builds the programs.
         loss_engine: builds those of the loss; that of the stage by default, if it can.
+        noting: whether evaluations note their calls, for ranks to compare.
     """
 
-    def __init__(self, engine: Engine, loss_engine: Engine | None = None) -> None:
-        self._engine, self._loss_engine = engine, loss_engine
+    def __init__(self, engine: Engine, loss_engine: Engine | None = None, noting: bool = False) -> None:
+        self._engine, self._loss_engine, self._noting = engine, loss_engine, noting
         # By function, then by key of the call.
         self._traced: dict[int, OrderedDict[Hashable, list[_Traced]]] = {}
 
@@ -125,7 +126,7 @@ class StagePrograms:
             for traced in same_form:
                 if traced.holds():
                     return traced.outline
-            evaluation = outline(function, call.example, **call.options)
+            evaluation = outline(function, call.example, **call.options, noting=self._noting)
             referred = (*_modules_referred(function.fn), *_modules_referred(function.loss_fn))
             evaluation = evaluation._replace(modules=tuple(dict.fromkeys((*evaluation.modules, *referred))))
             if evaluation.lasts:

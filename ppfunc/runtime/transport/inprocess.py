@@ -51,6 +51,9 @@ class InProcess:
     def all_gather(self, text: str) -> list[str]:
         return [text]
 
+    def gather_replicas(self, text: str) -> dict[int, str]:
+        return {0: text}
+
     def send_text(self, peer: int, text: str) -> None:
         raise AssertionError("ranks of one process need no texts")
 

@@ -141,6 +141,11 @@ class ControlTransport(Protocol):
     def all_gather(self, text: str) -> list[str]:
         """Gather the text of every process of the pipeline, by rank. Collective."""
 
+    def gather_replicas(self, text: str) -> dict[int, str]:
+        """Gather the texts of all ranks that run stages of this rank's pipeline, on its batch or on others,
+        by number among all ranks. Collective.
+        """
+
     def require_same(
         self, facts: str, among: Literal["world", "peers", "data"] | tuple[str, ...] = "world"
     ) -> None:
