@@ -58,21 +58,6 @@ class Membership(NamedTuple):
     slice_group: Group
     replica_group: Group
 
-    @property
-    def is_first_stage(self) -> bool:
-        """Tell if the stage is the first of the pipeline."""
-        return self.stage == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Tell if the stage is the last of the pipeline."""
-        return self.stage == self.sizes.pipe - 1
-
-    @property
-    def rank_in_replica(self) -> int:
-        """Return the position of the rank in its replica group."""
-        return self.replica_group.index(self.rank)
-
 
 def membership(topology: Topology, rank: int) -> Membership:
     """Find the position of ``rank`` in every kind of group.
