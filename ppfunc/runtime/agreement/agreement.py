@@ -31,13 +31,18 @@ from ..errors import AgreementError
 from ..lowering.lowered import LoweredStep, Pipeline
 from ..lowering.stage_programs import keep
 from ..transport.protocols import LossPart, Route
-from .comparison import laid_out, require_same_layouts, require_whole_parameters
+from .comparison import (
+    NEW_FORMS,
+    laid_out,
+    require_as_agreed,
+    require_same_layouts,
+    require_whole_parameters,
+)
 from .ties import require_same_forms, require_same_values, shared_forms, sharing_ranks
 
 Edges = dict[tuple[int, int], tuple[Signature, ...]]
 """Signatures of the microbatches, by source and destination of an edge."""
 
-_MEND = "make a new step function, or trainer, for parameters or targets of other dtypes or shapes"
 _LEAF = tree_structure(0)
 
 
@@ -253,9 +258,9 @@ class Exchange:
         if shares:
             shared = shared_forms(lowered.schedule, lowered.form.params, lowered.spec.tied, frozen)
         if self.agreed is not None:
-            _require_as_agreed(self._returned, self.agreed.returned, lowered.schedule.model_stages)
+            require_as_agreed(self._returned, self.agreed.returned, lowered.schedule.model_stages)
             if shares:
-                require_same_forms({lowered.ranks[0]: shared}, self.agreed.shared, _MEND)
+                require_same_forms({lowered.ranks[0]: shared}, self.agreed.shared, NEW_FORMS)
             return self.agreed
         transport = self._agreement.transport
         loss_forms = {
@@ -279,25 +284,6 @@ class Exchange:
         generation = self._agreement.generation
         agreed = Agreed(self.shapes, generation, self._received, self._returned, losses, shared)
         return self._agreement.keep(agreed)
-
-
-def _require_as_agreed(
-    now: Mapping[tuple[int, int | None], tuple[object, ...]],
-    before: Mapping[tuple[int, int | None], tuple[object, ...]],
-    model_stages: Sequence[int],
-) -> None:
-    """Raise ValueError for a stage that returns other forms than the ranks agreed on."""
-    for stage, sink in {**before, **now}:
-        got, known = (of.get((stage, sink), ()) for of in (now, before))
-        if got != known:
-            texts = [
-                " and ".join(map(str, dict.fromkeys(signatures))) or "none" for signatures in (got, known)
-            ]
-            what = "the losses" if sink is None else f"stage {model_stages[sink]}"
-            raise ValueError(
-                f"stage {model_stages[stage]} now gives {what} {texts[0]}, the ranks agreed on {texts[1]};"
-                f" what a stage gives may change only with the shapes of the batch: {_MEND}"
-            )
 
 
 class BatchShapes(NamedTuple):

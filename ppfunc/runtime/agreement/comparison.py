@@ -5,7 +5,7 @@ of both ranks.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from itertools import zip_longest
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from ..call.forms import StepForm
 from ..errors import AgreementError
 
 _GOLDEN, _MIX, _LOW = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 2**32 - 1
+NEW_FORMS = "make a new step function, or trainer, for parameters or targets of other dtypes or shapes"
 _PIECE = 2**17  # words that are mixed at a time, while they are in the cache
 
 
@@ -59,6 +60,25 @@ def require_same_modes(training: int, evaluation: int) -> None:
             f" rank {evaluation}; call train() or eval() on every rank (where a stage is frozen on purpose,"
             " leave its outermost module in training mode)"
         )
+
+
+def require_as_agreed(
+    now: Mapping[tuple[int, int | None], tuple[object, ...]],
+    before: Mapping[tuple[int, int | None], tuple[object, ...]],
+    model_stages: Sequence[int],
+) -> None:
+    """Raise ValueError for a stage that returns other forms than the ranks agreed on."""
+    for stage, sink in {**before, **now}:
+        got, known = (of.get((stage, sink), ()) for of in (now, before))
+        if got != known:
+            texts = [
+                " and ".join(map(str, dict.fromkeys(signatures))) or "none" for signatures in (got, known)
+            ]
+            what = "the losses" if sink is None else f"stage {model_stages[sink]}"
+            raise ValueError(
+                f"stage {model_stages[stage]} now gives {what} {texts[0]}, the ranks agreed on {texts[1]};"
+                f" what a stage gives may change only with the shapes of the batch: {NEW_FORMS}"
+            )
 
 
 def _differences(one: str, other: str) -> tuple[str, str]:

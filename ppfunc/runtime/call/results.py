@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import chain
@@ -280,6 +281,26 @@ def shape_of_sum(parts: Mapping[int, LossPart]) -> tuple[int, ...]:
     part = next(iter(parts.values()))
     microbatches = {m for each in parts.values() for m in each.each}
     return (1 + len(microbatches), *part.leaf.shape[2:]) if part.each else part.leaf.shape[1:]
+
+
+def to_text(losses: torch.Tensor) -> str:
+    """Write the bytes of losses as hexadecimal digits."""
+    losses = losses.detach().cpu().contiguous()
+    return ctypes.string_at(losses.data_ptr(), losses.nbytes).hex()
+
+
+def of_text(text: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Read the text of :func:`to_text`."""
+    if not text:  # torch.frombuffer takes no empty buffer
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray.fromhex(text), dtype=dtype).view(shape)
+
+
+def sum_texts(texts: Sequence[str], parts: Mapping[int, LossPart]) -> torch.Tensor:
+    """Sum losses in the order of the stages, at the top of a tree: all ranks get the same bits."""
+    of_stage = dict(text.split(":") for text in texts)
+    leaves = [(of_stage[str(stage)], part.leaf) for stage, part in sorted(parts.items())]
+    return sum_up([of_text(text, leaf.shape, leaf.dtype) for text, leaf in leaves], parts)
 
 
 class Owned:

@@ -1,6 +1,5 @@
 """Keep the ranks of a pipeline together: a step begins, ends or fails on all of them, along a binary tree."""
 
-import ctypes
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from ..agreement.comparison import (
     require_same_modes,
     require_same_step,
 )
-from ..call.results import shape_of_sum, sum_up
+from ..call.results import of_text, shape_of_sum, sum_texts, to_text
 from ..errors import CLOSED, AgreementError, Failure, FailureRecord, LinkError, PipelineError
 from ..execution.buffers import Compared
 from ..transport.grid import Axes, Grid, ShardWhat
@@ -275,7 +274,7 @@ class Control:
             if part.rank == self.rank:
                 got, leaf = losses[stage], part.leaf
                 assert (got.shape, got.dtype) == (leaf.shape, leaf.dtype), (got.shape, got.dtype, leaf)
-                texts.append(f"{stage}:{_to_text(got)}")
+                texts.append(f"{stage}:{to_text(got)}")
         for child in tree.children:
             training, evaluation, below = self._recv_end(tree, child)
             modes, texts = [max(modes[0], training), max(modes[1], evaluation)], texts + below
@@ -283,7 +282,7 @@ class Control:
         if last:
             keep_holding()  # the step may have ended on some ranks already
         if tree.parent is None:
-            texts = [_to_text(_sum_texts(texts, parts))] if parts else []
+            texts = [to_text(sum_texts(texts, parts))] if parts else []
         else:
             if last:
                 self.links.vote(self.ended)
@@ -295,7 +294,7 @@ class Control:
         if not parts:
             return None
         dtype = reduce(torch.promote_types, (part.leaf.dtype for part in parts.values()))
-        return upload(_read(texts[0], shape_of_sum(parts), dtype), self.device)
+        return upload(of_text(texts[0], shape_of_sum(parts), dtype), self.device)
 
     def _recv_end(self, tree: TreeMessages, peer: int) -> tuple[int, int, list[str]]:
         """Receive the modes and the losses, or their sum, of a peer at the end of the same step."""
@@ -352,22 +351,3 @@ class Control:
                 self.fail(Failure(self.rank, None, None, error))
         finally:
             self.close()
-
-
-def _to_text(losses: torch.Tensor) -> str:
-    """Return the bytes of a tensor as hexadecimal digits."""
-    losses = losses.detach().cpu().contiguous()
-    return ctypes.string_at(losses.data_ptr(), losses.nbytes).hex()
-
-
-def _read(text: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    if not text:  # torch.frombuffer takes no empty buffer
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(bytearray.fromhex(text), dtype=dtype).view(shape)
-
-
-def _sum_texts(texts: Sequence[str], parts: Mapping[int, LossPart]) -> torch.Tensor:
-    """Sum losses in the order of the stages, at the top of a tree: all ranks get the same bits."""
-    of_stage = dict(text.split(":") for text in texts)
-    leaves = [(of_stage[str(stage)], part.leaf) for stage, part in sorted(parts.items())]
-    return sum_up([_read(text, leaf.shape, leaf.dtype) for text, leaf in leaves], parts)

@@ -20,6 +20,13 @@ tuple of numbers: ranks of the pipeline, ascending.
 """
 
 
+def named(among: Among) -> tuple[str, tuple[Any, ...]]:
+    """Name a set of ranks, such that sets sort in one order on all ranks."""
+    if not isinstance(among, tuple):
+        return among, ()
+    return (f"axes {','.join(map(str, among))}", ()) if isinstance(among[0], str) else ("line", among)
+
+
 def _call(wait: Wait) -> None:
     wait()
 

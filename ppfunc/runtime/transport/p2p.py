@@ -1,7 +1,5 @@
 """Ranks in separate processes: point-to-point messages over torch.distributed."""
 
-import json
-import os
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc.stage.device import download, record_event, unique_name
+from ppfunc.stage.device import download, record_event
 from ppfunc.stage.interrupts import hold_interrupts
 
 from ..control.connections import in_thread
@@ -25,7 +23,7 @@ from ..errors import CLOSED, Failure, LinkError
 from ..execution.buffers import Compared
 from . import _torch
 from ._torch import CARRIES
-from .collective import Among, Collective
+from .collective import Among, Collective, named
 from .grid import Axes, ShardWhat, grid_of
 from .joining import pair_up, require_group
 from .opening import Opening, open_groups
@@ -261,35 +259,19 @@ class P2P(Control):
             pairs.require_carried(device, f"a stage of rank {self.rank} computes on the device {device}")
             pairs.device = device
         if self.backend == "nccl":
-            self._require_own_device(device)
+            pairs.require_own_device(device, self._world.gather_texts)
         holders: list[tuple[Any, Opening]] = [*pairs.unconnected(routes)]
         # In one order on all ranks, which are on their way here: they have just compared facts.
-        for among, collective in sorted(self._collectives.items(), key=lambda item: _named(item[0])):
+        for among, collective in sorted(self._collectives.items(), key=lambda item: named(item[0])):
             if collective.group is None and collective.size > 1:
                 members = self._members(among)
-                name = f"{_named(among)[0]}/{'-'.join(map(str, members))}"
+                name = f"{named(among)[0]}/{'-'.join(map(str, members))}"
                 holders.append((collective, Opening(name, members)))
         opened = open_groups(
             self._rendezvous, self.links, [opening for _, opening in holders], device, self._groups
         )
         for (holder, _), group in zip(holders, opened, strict=True):
             holder.group = group
-
-    def _require_own_device(self, device: torch.device) -> None:
-        """Raise ValueError on all ranks where two compute on one device, which NCCL does not take.
-
-        As NCCL does, it takes ranks of different ``NCCL_HOSTID`` for those of different hosts.
-        """
-        name = unique_name(device)
-        names = self._world.gather_texts(json.dumps(name and [os.environ.get("NCCL_HOSTID"), name]))
-        first: dict[str, int] = {}
-        for rank, name in sorted(names.items()):
-            if name != "null" and first.setdefault(name, rank) != rank:
-                raise ValueError(
-                    f"ranks {first[name]} and {rank} compute on one device ({json.loads(name)[1]}), expected"
-                    " one for each under NCCL; move the parameters of each rank to a device of its own, or"
-                    " give P2P a group of 'gloo' and compute on the CPU"
-                )
 
     def collective(self, among: Among) -> Collective:
         members = self._members(among)
@@ -349,13 +331,6 @@ class P2P(Control):
             self._aborts.begin([*ended, *self._in_stages()])
             self._aborts.wait()
         return ended
-
-
-def _named(among: Among) -> tuple[str, tuple[Any, ...]]:
-    """Name a set of ranks, such that sets sort in one order on all ranks."""
-    if not isinstance(among, tuple):
-        return among, ()
-    return (f"axes {','.join(map(str, among))}", ()) if isinstance(among[0], str) else ("line", among)
 
 
 def _let_go(error: BaseException | None) -> None:

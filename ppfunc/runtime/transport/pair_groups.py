@@ -1,10 +1,14 @@
 """Carry tensors between pairs of ranks, each way on communicators of its own."""
 
+import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ppfunc.stage.device import unique_name
 
 from ..control.socket_links import SocketLinks, give_way
 from ..errors import GONE, LinkError
@@ -101,6 +105,25 @@ class PairGroups:
                 f"{place}, and the communicators of the rank are on {self.device}; move all parameters of"
                 f" the rank to {self.device}, or make a new P2P() on every rank"
             )
+
+    def require_own_device(self, device: torch.device, gather: Callable[[str], dict[int, str]]) -> None:
+        """Raise ValueError on all ranks where two compute on one device, which NCCL does not take.
+
+        As NCCL does, it takes ranks of different ``NCCL_HOSTID`` for those of different hosts.
+
+        Args:
+            gather: gathers texts of all ranks, which all call.
+        """
+        name = unique_name(device)
+        names = gather(json.dumps(name and [os.environ.get("NCCL_HOSTID"), name]))
+        first: dict[str, int] = {}
+        for rank, name in sorted(names.items()):
+            if name != "null" and first.setdefault(name, rank) != rank:
+                raise ValueError(
+                    f"ranks {first[name]} and {rank} compute on one device ({json.loads(name)[1]}), expected"
+                    " one for each under NCCL; move the parameters of each rank to a device of its own, or"
+                    " give P2P a group of 'gloo' and compute on the CPU"
+                )
 
     def _name(self, route: Route) -> str:
         """Return the name of the communicator of a route, the same at both ends."""

@@ -1,8 +1,9 @@
 """Compare the states of ranks that train together: by what facts, and which are known to go together."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from itertools import combinations
+from typing import Any
 from weakref import ref
 
 import torch
@@ -11,11 +12,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ppfunc.parallel.counts import require_counts
 from ppfunc.runtime.agreement.comparison import checksum
+from ppfunc.runtime.agreement.ties import OTHER_VALUES
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import version
+from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.layout import local
-from ppfunc.stage.tree import tree_leaves
+from ppfunc.stage.tree import tree_flatten, tree_leaves
 
+from ..optim.protocols import Tree
 from .ranks import TrainingRanks
 from .train_state import TrainState
 from .update_rule import UpdateRule, updated_ones
@@ -57,6 +61,27 @@ def start_facts(
         names = rule.frozen.names(s, Signature.of(state.params[s]))
         facts[ranks.axes.data_axes].append(f"{', '.join(names) or 'nothing'} of stage {s} frozen")
     return common, {axes: "; ".join(terms) for axes, terms in facts.items()}
+
+
+def alike_in_places(
+    rule: UpdateRule, ranks: TrainingRanks, params: Mapping[int, Tree]
+) -> Iterator[tuple[str, dict[int, list[Tensor | None]]]]:
+    """Yield the parameters of every stage, then updates of ones by the optimizer, each with words.
+
+    The updates find an optimizer that treats places of one parameter differently: its groups and masks go
+    by names, which differ.
+    """
+    trees = {s: tree_flatten(tree) for s, tree in params.items()}
+    yield OTHER_VALUES, {s: leaves for s, (leaves, _) in trees.items()}
+    changed: dict[int, Any] = {}
+    for s, (_, treedef) in trees.items():
+        trained = rule.frozen.trained(s, params[s])
+        devices = {local(leaf).device for leaf in tree_leaves(trained)}
+        with preserve_rng(devices):
+            for device in devices:  # an optimizer that draws gives each place other numbers
+                torch.rand(1 + s + ranks.schedule.stages * ranks.ranks[0], device=device)
+            changed[s] = treedef.flatten_up_to(updated_ones(rule.optimizer, trained))
+    yield "is updated by the optimizer in another way", changed
 
 
 def _trees(rule: UpdateRule, state: TrainState, stage: int) -> list[tuple[str, object]]:

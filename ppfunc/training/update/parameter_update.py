@@ -8,27 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppfunc.runtime.agreement.ties import OTHER_VALUES
 from ppfunc.runtime.execution.buffers import Buffers, Leaves
 from ppfunc.runtime.execution.gradients import Gradients
 from ppfunc.runtime.execution.nonfinite import NotFinite
 from ppfunc.runtime.transport.collective import Collective, Wait
 from ppfunc.stage import LeafSignature, Signature
-from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.layout import local
 from ppfunc.stage.signature import leaf_names
-from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map
+from ppfunc.stage.tree import tree_leaves, tree_map
 
 from ..optim.norms import clip_coefficient, leaf_sums, norm_of, norm_sum
-from ..optim.protocols import Tree, selected
-from .comparison import start_facts
+from ..optim.protocols import selected
+from .comparison import alike_in_places, start_facts
 from .precision import overflow
 from .ranks import TrainingRanks
 from .reducer import Reducer
 from .sharding import gather
 from .stage_trees import StageTrees, read, rebuilt
 from .train_state import Metrics, TrainState
-from .update_rule import UpdateRule, multiply, updated, updated_ones
+from .update_rule import UpdateRule, multiply, updated
 
 
 class TrainingUpdate:
@@ -80,23 +78,8 @@ class TrainingUpdate:
         return start_facts(self._rule, self._ranks, self.state)
 
     def alike(self) -> Iterator[tuple[str, dict[int, list[Tensor | None]]]]:
-        """Yield the parameters of every stage, then updates of ones by the optimizer.
-
-        The updates find an optimizer that treats places of one parameter differently: its groups and masks go
-        by names, which differ.
-        """
-        trees = {s: tree_flatten(tree) for s, tree in self.state.params.items()}
-        yield OTHER_VALUES, {s: leaves for s, (leaves, _) in trees.items()}
-        trained = {s: self._rule.frozen.trained(s, tree) for s, tree in self.state.params.items()}
-        ones: dict[int, Tree] = {}
-        for s, tree in trained.items():
-            devices = {local(leaf).device for leaf in tree_leaves(tree)}
-            with preserve_rng(devices):
-                for device in devices:  # an optimizer that draws gives each place other numbers
-                    torch.rand(1 + s + self._ranks.schedule.stages * self._ranks.ranks[0], device=device)
-                ones[s] = updated_ones(self._rule.optimizer, tree)
-        changed: dict[int, Any] = {s: treedef.flatten_up_to(ones[s]) for s, (_, treedef) in trees.items()}
-        yield "is updated by the optimizer in another way", changed
+        """Yield what places of one parameter have to share: see :func:`alike_in_places`."""
+        return alike_in_places(self._rule, self._ranks, self.state.params)
 
     def begin(self, weights: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Divide the weights of the losses by their sum over all data ranks.
