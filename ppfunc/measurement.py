@@ -71,7 +71,7 @@ def measure(
     count = len(stages.stages if isinstance(stages, Split) else stages)
     require_counts(repeats=repeats)
     if count < 1:
-        raise ValueError("stages: got none")
+        raise ValueError("stages: got none, expected one function per stage of the model")
     if loss_fn is None:
         if targets is not None:
             raise ValueError(

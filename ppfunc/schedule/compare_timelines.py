@@ -75,7 +75,9 @@ def compare(measured: Timeline, simulated: Timeline) -> Comparison:
     for name, timeline in (("measured", measured), ("simulated", simulated)):
         require_type(name, timeline, Timeline, "a Timeline, as step.record(...)[1] or simulate(...) gives")
         if not timeline.makespan:
-            raise ValueError(f"{name}: got a timeline in which nothing takes time")
+            raise ValueError(
+                f"{name}: got a timeline in which nothing takes time, expected one with durations"
+            )
     if measured.schedule.placement != simulated.schedule.placement or list(_computed(measured)) != list(
         _computed(simulated)
     ):

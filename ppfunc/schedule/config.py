@@ -88,7 +88,7 @@ def configure(config: Mapping[str, Any]) -> Configured:
     if stages not in (None, own):
         raise ValueError(
             f"the configuration cuts the model into {stages} stages, but {schedule.name} has {own} on {ranks}"
-            " ranks"
+            " ranks; give as many split points or layers per stage"
         )
     _warn_of_bubble(schedule, config["batch_size"])
     if layers is not None:

@@ -230,7 +230,7 @@ def _require_same(schedule: Schedule, ranks: int, microbatches: int, first: Sche
     if schedule.forward_only != first.forward_only:
         raise ValueError(
             f"of {schedule.name} and {first.name} one has a backward, the other has none: they do not do the"
-            " same work"
+            " same work; compare one kind, such as forward_only of both"
         )
 
 

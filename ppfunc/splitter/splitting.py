@@ -251,7 +251,7 @@ def _of_partition(called: Sequence[Sequence[str]], partition: Partition) -> list
     counts = ", ".join(f"{len(names)} ({names[0]} to {names[-1]})" for names in called[:-1] if names)
     raise ValueError(
         f"at: got a partition of {partition.layers} layers; the model has"
-        f" {counts or 'no ModuleList or Sequential of layers'}"
+        f" {counts or 'no ModuleList or Sequential of layers'}; make a partition of so many, or give names"
     )
 
 

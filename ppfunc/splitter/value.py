@@ -178,7 +178,9 @@ class Split:
                 )
             for stage, tree in trees.items():
                 if stage not in range(len(self.stages)):
-                    raise ValueError(f"{kind}: got the stage {stage!r}, the split has {len(self.stages)}")
+                    raise ValueError(
+                        f"{kind}: got the stage {stage!r}, the split has {len(self.stages)} stages, from 0"
+                    )
                 if odd := tree.keys() ^ own[stage].keys() if stage in own else None:
                     name = min(odd, key=str)
                     what = "lacks" if name in own[stage] else "does not know"

@@ -186,7 +186,8 @@ def _require_fit(name: str, shape: Sequence[int], dtype: torch.dtype, like: Tens
     """Raise where the model has another shape, or integers for numbers that need not be."""
     if list(shape) != list(like.shape):
         raise ValueError(
-            f"{name}: the weights have the shape {list(shape)}, the model has {list(like.shape)}"
+            f"{name}: the weights have the shape {list(shape)}, the model has {list(like.shape)};"
+            " give the weights of this model"
         )
     if dtype.is_floating_point and not (like.dtype.is_floating_point or like.dtype.is_complex):
         raise ValueError(

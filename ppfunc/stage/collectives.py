@@ -199,11 +199,14 @@ def _apply(kind: str, x: Tensor, mesh: DeviceMesh, *axes: int) -> Tensor:
     require_axis(mesh, name)
     for axis in axes:
         if not -x.ndim <= axis < x.ndim:
-            raise ValueError(f"{name}: got the axis {axis} of a tensor of shape {list(x.shape)}")
+            raise ValueError(
+                f"{name}: got the axis {axis} of a tensor of shape {list(x.shape)}, expected one that it has"
+            )
     size, places = mesh.size(), tuple(axis % x.ndim for axis in axes)
     if kind in ("psum_scatter", "all_to_all") and x.shape[places[0]] % size:
         raise ValueError(
-            f"{name}: got the shape {list(x.shape)}, axis {axes[0]} of which {size} ranks do not divide"
+            f"{name}: got the shape {list(x.shape)}, axis {axes[0]} of which {size} ranks do not divide; pad"
+            " it to a multiple"
         )
     return _Communicate.apply(
         x, _Collective(kind, mesh.get_group().group_name, size, mesh.get_local_rank(), places)

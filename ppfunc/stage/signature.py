@@ -149,13 +149,16 @@ class Signature:
             placements = optree.broadcast_prefix(prefix, self.unflatten(self.leaves), namespace=NAMESPACE)
         except ValueError as error:
             raise ValueError(
-                f"{name}: got {self}, which does not begin like the placements that are declared, {prefix}"
+                f"{name}: got {self}, expected a tree that begins like the declared placements, {prefix}"
             ) from error
         leaves = []
         for path, leaf, placement in zip(self.paths, self.leaves, placements, strict=True):
             layout = cut_by(mesh, [placement], leaf.shape)
             if leaf.layout is not None and not same_placement(leaf.layout, layout):
-                raise ValueError(f"{name}{path}: got {leaf}, declared is {layout}")
+                raise ValueError(
+                    f"{name}{path}: got {leaf}, expected the declared layout {layout}; redistribute it, or"
+                    " declare its own"
+                )
             leaves.append(replace(leaf, layout=leaf.layout or (layout if layout.sharded else None)))
         return replace(self, leaves=tuple(leaves))
 

@@ -211,7 +211,7 @@ def structure_from_json(data: Any) -> optree.PyTreeSpec:
         (tree,) = built
         treedef = tree_structure(tree)
         if structure_to_json(treedef) != data:
-            raise ValueError("it is not written so")
+            raise ValueError("structure_to_json writes the same structure otherwise")
         return treedef
     except (TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
         raise ValueError(f"malformed tree structure {str(data)[:200]} ({error})") from error

@@ -79,7 +79,7 @@ def trainer_of(optimizer=None, stages=None, schedule=None, loss=squared, **optio
         ),
         ({"mesh": "x"}, TypeError, "mesh: got 'x' of type str, expected a DeviceMesh"),
         ({"axes": "dp"}, TypeError, "axes: got 'dp' of type str, expected ppfunc.Axes"),
-        ({"axes": pp.Axes("pp")}, ValueError, "axes: got .*, and no mesh that has them; give the mesh, too"),
+        ({"axes": pp.Axes("pp")}, ValueError, "axes: got .*, and no mesh that has them; give mesh= as well"),
         ({"transport": "gloo"}, TypeError, "transport: got 'gloo' of type str"),
         (
             {"optimizer": torch.optim.Adam},

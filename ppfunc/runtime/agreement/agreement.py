@@ -273,7 +273,9 @@ class Exchange:
             for stage, (rank, form, each) in theirs.items()
         }
         if not losses and "loss" in lowered.spec.wants:
-            raise ValueError("no stage has returned a loss")
+            raise ValueError(
+                "no stage has returned a loss; give loss_fn, or have a stage return Output(y, loss=...)"
+            )
         if shares:
             require_same_forms({rank: forms for rank, (_, forms) in enumerate(by_rank)})
         if self._met and transport.has_peers:

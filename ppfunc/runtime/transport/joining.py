@@ -74,7 +74,7 @@ def require_group(
             "P2P got a process group and a mesh; expected P2P(group), or P2P(mesh=mesh, axes=axes)"
         )
     if axes is not None and mesh is None:
-        raise ValueError(f"axes: got {axes}, and no mesh that has them; give the mesh, too")
+        raise ValueError(f"axes: got {axes}, and no mesh that has them; give mesh= as well")
     require_one_of("shard", shard, get_args(ShardWhat))
     require_shardable(axes, shard)
     if not dist.is_available() or not dist.is_initialized():
@@ -82,4 +82,6 @@ def require_group(
             "P2P got no process group; call torch.distributed.init_process_group first, or use InProcess()"
         )
     if group is outside:
-        raise RuntimeError("P2P got a process group of which this process is not a member")
+        raise RuntimeError(
+            "P2P got a process group of which this process is not a member; call it on its ranks only"
+        )

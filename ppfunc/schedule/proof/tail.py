@@ -25,9 +25,13 @@ def check_loads(schedule: Schedule) -> None:
         key = (part.stage, part.microbatch)
         if part.op is Op.LOAD:
             if part.stage not in loading:
-                raise fault_at(schedule, position, "only the first and the last stage of a chain load")
+                raise fault_at(
+                    schedule,
+                    position,
+                    "this stage loads, expected it of the first and the last stage of a chain only",
+                )
             if key in loads:
-                raise fault_at(schedule, position, "this microbatch is loaded twice")
+                raise fault_at(schedule, position, "this microbatch is loaded twice, expected one LOAD")
             loads.add(key)
         elif part.op is Op.F and part.stage in loading and key not in loads:
             raise fault_at(

@@ -261,15 +261,22 @@ def _stored(name: str, entry: Mapping[str, Any], places: Mapping[Any, Mapping[st
     boxes = [Box(chunk.state["offsets"], chunk.state["sizes"]) for chunk in entry["chunks"]]
     sizes = [shape, *(box.offset for box in boxes), *(box.shape for box in boxes)]
     if not isinstance(dtype, torch.dtype) or not all(is_sizes(list(size)) for size in sizes):
-        raise ValueError(f"tensor {escaped(name)} has the dtype {escaped(dtype)} and sizes {escaped(sizes)}")
+        raise ValueError(
+            f"tensor {escaped(name)} has the dtype {escaped(dtype)} and sizes {escaped(sizes)}, expected a"
+            " torch.dtype and whole numbers"
+        )
     parts = []
     for box in boxes:
         place = places[name, box.offset]
         file = place["relative_path"]
         if Path(file).name != file or not is_sizes([place["offset"], place["length"]]):
-            raise ValueError(f"tensor {escaped(name)} is at {escaped(place)}, no place in the folder")
+            raise ValueError(
+                f"tensor {escaped(name)} is at {escaped(place)}, which is no place in the folder"
+            )
         if place.get("transform_descriptors"):
-            raise ValueError(f"tensor {escaped(name)} is compressed, which is not read")
+            raise ValueError(
+                f"tensor {escaped(name)} is compressed, expected plain bytes; save it without extensions"
+            )
         parts.append(StoredPart(box, file, None))
     require_tiled(boxes, shape, f"tensor {escaped(name)}")
     return Stored(dtype, shape, tuple(parts))

@@ -137,7 +137,9 @@ def open_checkpoint(folder: Path) -> Contents:
                         f"{escaped(f'{folder.name}/{name}')} has {size} bytes, expected {expected}"
                     )
     if step_of(folder) not in (None, contents.step):
-        raise CheckpointError(f"{escaped(folder.name)} holds the checkpoint of step {contents.step}")
+        raise CheckpointError(
+            f"{escaped(folder.name)} holds the checkpoint of step {contents.step}; give it that name"
+        )
     return contents
 
 

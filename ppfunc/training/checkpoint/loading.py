@@ -65,7 +65,7 @@ def load_tree(
     paths = list(map(Path, answers[0]["folders"]))
     loaded = read(folder) if paths == [folder] else first_good(paths, read, folder)
     if loaded is None:
-        raise FileNotFoundError(f"{folder} has no checkpoint")
+        raise FileNotFoundError(f"{folder} has no checkpoint; give a folder that save or export has written")
     return treedef[0].unflatten(loaded)
 
 
@@ -84,13 +84,16 @@ def _read_together(
         CheckpointError: a rank cannot read its part, or finds another checkpoint there than the first rank.
     """
     loaded: list[Leaf] = []
-    told: list[str] = []
+    messages: list[str] = []
 
     def read() -> str:
         contents, reader = opener(path)
         if run is not None and contents.run != run:
-            raise ValueError(f"run: got {run!r}, and {path} is a checkpoint of the run {contents.run!r}")
-        told.append(_require_fit(contents, wanted, partial))
+            raise ValueError(
+                f"run: got {run!r}, and {path} is a checkpoint of the run {contents.run!r}; give that run, or"
+                " none"
+            )
+        messages.append(_require_fit(contents, wanted, partial))
         loaded.extend(_read(contents, leaves, reader))
         return contents.digest
 
@@ -100,15 +103,15 @@ def _read_together(
             f"{path} is another checkpoint on rank {other[0]} than on rank 0; give a folder that all ranks"
             " share"
         )
-    if told[0]:
-        warnings.warn(told[0], stacklevel=5)
+    if messages[0]:
+        warnings.warn(messages[0], stacklevel=5)
     return loaded
 
 
 def _candidates(folder: Path) -> list[Path]:
     """List the folders to try: this one, or the checkpoints in it, the latest first."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder")
+        raise FileNotFoundError(f"folder: {folder} is no folder; give one that save or export has written")
     alone = step_of(folder) is not None or (folder / MANIFEST).exists() or holds_model_files(folder)
     return [folder] if alone else checkpoints(folder)
 
@@ -139,7 +142,8 @@ def _wanted(answers: Sequence[Mapping[str, str]]) -> dict[str, str]:
         for name, form in forms.items():
             if wanted.setdefault(name, form) != form:
                 raise ValueError(
-                    f"like: {escaped(name)} is {form} on rank {rank}, and {wanted[name]} on another"
+                    f"like: {escaped(name)} is {form} on rank {rank}, and {wanted[name]} on a rank before it;"
+                    " give all ranks the state of one trainer"
                 )
     return wanted
 

@@ -164,7 +164,7 @@ def read_manifest(folder: Path) -> Contents:
     try:
         content = signed_content["content"]
         if text != signed(content):
-            raise ValueError("its digest is another")
+            raise ValueError("its digest is another than that of its content")
         if content["format"] != _FORMAT or content["version"] != _VERSION:
             got = f"{escaped(content['format'])}, version {escaped(content['version'])}"
             raise ValueError(f"got the format {got}, expected {_FORMAT!r}, version {_VERSION}")

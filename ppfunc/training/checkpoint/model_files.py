@@ -71,7 +71,7 @@ def export(
         def look() -> dict[str, Any]:
             for name, leaf in named_leaves(params, names, "params")[0]:
                 if not isinstance(leaf, Tensor):
-                    raise TypeError(f"params: {escaped(name)} is no tensor")
+                    raise TypeError(f"params: {escaped(name)} is no tensor; leave it out")
                 leaves.append((name, leaf))
             return {"forms": forms_of(leaves, whole=True), "nonce": secrets.token_hex(8)}
 

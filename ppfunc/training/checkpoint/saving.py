@@ -187,7 +187,10 @@ def prepare(
     for key in "step", "run":
         if other := [rank for rank, answer in enumerate(answers) if answer[key] != first[key]]:
             ours, theirs = first[key], answers[other[0]][key]
-            raise ValueError(f"{key}: rank 0 saves {key} {ours!r}, rank {other[0]} saves {key} {theirs!r}")
+            raise ValueError(
+                f"{key}: rank 0 saves {key} {ours!r}, rank {other[0]} saves {key} {theirs!r}; give all ranks"
+                " the same"
+            )
     path = root / f"step-{first['step']}"
     plan, shared = plan_of(path, first["step"], [answer["forms"] for answer in answers])
     parts = ((name, box_of(leaf, name), local(leaf)) for name, leaf in leaves if isinstance(leaf, Tensor))
@@ -331,6 +334,8 @@ def _commit(contents: Contents, nonce: str) -> None:
         os.rename(folder, target)
     except OSError as error:
         if target.exists():
-            raise FileExistsError(f"{target} has been saved by another at the same time") from error
+            raise FileExistsError(
+                f"{target} has been saved by another job at the same time; give each job a folder of its own"
+            ) from error
         raise
     flush_folder(target.parent)

@@ -245,11 +245,17 @@ def _span(path: str, name: str, entry: Any, base: int) -> Span:
         or entry.keys() != {"dtype", "shape", "data_offsets"}
         or str(entry["dtype"]) not in DTYPES
     ):
-        raise CheckpointError(f"{where} has the entry {escaped(entry)} in the header")
+        raise CheckpointError(
+            f"{where} has the entry {escaped(entry)} in the header, expected a known dtype, shape and"
+            " data_offsets"
+        )
     dtype, shape, offsets = DTYPES[str(entry["dtype"])], entry["shape"], entry["data_offsets"]
     fits = is_sizes(shape) and is_sizes(offsets) and len(offsets) == 2
     if not fits or math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
-        raise CheckpointError(f"{where} has the shape {escaped(shape)} at the bytes {escaped(offsets)}")
+        raise CheckpointError(
+            f"{where} has the shape {escaped(shape)} at the bytes {escaped(offsets)}, expected as many bytes"
+            " as elements take"
+        )
     return Span(dtype, tuple(shape), base + offsets[0], base + offsets[1])
 
 

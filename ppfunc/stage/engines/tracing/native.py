@@ -70,7 +70,10 @@ class _Library:
                 self._begun = True
                 self._begin(choice)
         if choice == "always" and self.make is None:
-            raise RuntimeError(f"PPFUNC_NATIVE is 'always', but there is no native program: {self.failure}")
+            raise RuntimeError(
+                f"PPFUNC_NATIVE is 'always', but there is no native program: {self.failure}"
+                "; mend that, or set it to 'auto'"
+            )
 
     def _begin(self, choice: str) -> None:
         compiler = shutil.which(os.environ.get("CXX", "g++"))
@@ -93,7 +96,9 @@ class _Library:
             if not file.exists():
                 _build(file, *compiler)
             if file.stat().st_uid != os.geteuid() or file.stat().st_mode & 0o022:
-                raise OSError(f"{file} is not of this user alone")
+                raise OSError(
+                    f"{file} is not of this user alone; delete it, or set PPFUNC_CACHE to a folder of yours"
+                )
             loader = ExtensionFileLoader("native", str(file))
             spec = spec_from_loader("native", loader)
             assert spec is not None
