@@ -159,12 +159,6 @@ def _input_gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Bu
     whole = lowered.form.trees["inputs"].whole if "inputs" in lowered.form.trees else None
     if whole is None:
         return without_constants(_in_form_of_inputs(rows, lowered, owned))
-    if len(rows) < schedule.microbatches:
-        raise ValueError(
-            "inputs: got ppfunc.replicated(x) and argnums=1, and several chains, which begin in different"
-            " processes, so that none has the whole gradient of x; take a schedule with one chain, such as"
-            " dualpipev, or give x as a parameter"
-        )
     columns = zip(whole, *map(tree_leaves, rows), strict=True)
     leaves = (reduce(torch.add, column) if of_each else joined(*column) for of_each, *column in columns)
     return without_constants(tree_structure(rows[0]).unflatten(leaves))

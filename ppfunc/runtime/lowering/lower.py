@@ -54,7 +54,7 @@ def lower(
         sources, sinks = ends_of(schedule, stage)
         for source in sources:
             if source == BATCH:
-                edges[source, stage] = _inputs(form, spec, microbatches)
+                edges[source, stage] = _inputs(pipeline, form, microbatches)
             elif home[source] not in local:
                 assert exchange is not None
                 edges[source, stage] = exchange.recv((source, stage))
@@ -165,12 +165,20 @@ def _lower_stage(
     return low
 
 
-def _inputs(form: StepForm, spec: StepSpec, microbatches: range) -> list[Signature]:
+def _inputs(pipeline: Pipeline, form: StepForm, microbatches: range) -> list[Signature]:
     """Return signatures of the batch for the microbatches of a chain."""
     assert form.inputs is not None  # of a process that runs the first stage
     signatures = form.inputs[microbatches.start : microbatches.stop]
-    if "input_grads" not in spec.wants:
+    if "input_grads" not in pipeline.spec.wants:
         return list(signatures)
+    schedule = pipeline.schedule
+    begin = {schedule.placement[chain.stages[0]] for chain in schedule.chains}
+    if form.trees["inputs"].whole is not None and not begin <= set(pipeline.ranks):
+        raise ValueError(
+            "inputs: got ppfunc.replicated(x) and argnums=1, and several chains, which begin in different"
+            " processes, so that none has the whole gradient of x; take a schedule with one chain, such as"
+            " dualpipev, or give x as a parameter"
+        )
     wanted = [s.with_grad() for s in signatures]
     if not any(leaf.grad for s in wanted for leaf in s.leaves):
         raise ValueError(
