@@ -13,6 +13,7 @@ from functools import cache, lru_cache, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._torch import awaited, dtensor, dtensor_class, is_dtensor, part_of, strided_shard
@@ -269,3 +270,24 @@ def _strides(part: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     order = sorted(range(len(part)), key=lambda axis: (-part[axis], axis))
     after = [order[order.index(axis) + 1 :] for axis in range(len(part))]
     return tuple(math.prod(max(shape[axis], 1) for axis in inner) for inner in after)
+
+
+def gather_texts(mesh: DeviceMesh, group: dist.ProcessGroup, text: str) -> list[str]:
+    """Gather the texts of all ranks of a group, in its order, without pickle.
+
+    Args:
+        mesh: whose device carries them.
+        group: all of its ranks call this.
+        text: not empty.
+    """
+    data = torch.frombuffer(bytearray(text.encode(errors="surrogatepass")), dtype=torch.uint8)
+    data = data.to(mesh.device_type)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=data.device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, sizes[0].new_tensor([data.numel()]), group=group)
+    longest = int(torch.stack(sizes).max())
+    padded = [data.new_zeros(longest) for _ in sizes]
+    dist.all_gather(padded, torch.cat([data, data.new_zeros(longest - data.numel())]), group=group)
+    return [
+        bytes(row[: int(size)].tolist()).decode(errors="surrogatepass")
+        for row, size in zip(padded, sizes, strict=True)
+    ]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc.stage import LeafSignature
+from ppfunc.stage.layout import gather_texts
 
 from ..call.forms import StepForm
 from ..errors import AgreementError
@@ -167,25 +168,10 @@ def require_same_layouts(form: StepForm) -> None:
             group = mesh.get_group(axis)
             # All ranks of a fake group are this process.
             if mesh.size(axis) > 1 and dist.get_backend(group) != "fake":
-                leaves, names = map(json.loads, _gather_texts(mesh, group, mine)), mesh.mesh_dim_names
+                leaves, names = map(json.loads, gather_texts(mesh, group, mine)), mesh.mesh_dim_names
                 require_alike(
                     dict(enumerate(leaves)), f"the axis {names[axis]!r}" if names else f"axis {axis}"
                 )
-
-
-def _gather_texts(mesh: DeviceMesh, group: dist.ProcessGroup, text: str) -> list[str]:
-    """Gather the texts of all ranks of a group, without pickle."""
-    data = torch.frombuffer(bytearray(text.encode(errors="surrogatepass")), dtype=torch.uint8)
-    data = data.to(mesh.device_type)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=data.device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, sizes[0].new_tensor([data.numel()]), group=group)
-    longest = int(torch.stack(sizes).max())
-    padded = [data.new_zeros(longest) for _ in sizes]
-    dist.all_gather(padded, torch.cat([data, data.new_zeros(longest - data.numel())]), group=group)
-    return [
-        bytes(row[: int(size)].tolist()).decode(errors="surrogatepass")
-        for row, size in zip(padded, sizes, strict=True)
-    ]
 
 
 def _leaves(form: StepForm) -> Iterator[tuple[str, LeafSignature]]:

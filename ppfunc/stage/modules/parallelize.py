@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
@@ -18,6 +19,7 @@ from ..layout import (
     MeshLayout,
     declaring,
     distributed,
+    gather_texts,
     layout_of,
     require_axis,
     with_layouts,
@@ -161,8 +163,8 @@ def _require_agreed(module: nn.Module, mesh: DeviceMesh, plan: Any) -> None:
     lines = [f"{path!r} as {type(style).__name__} {vars(style)}" for path, style in styles]
     lines += [f"{name} of shape {list(p.shape)}, {p.dtype}" for name, p in module.named_parameters()]
     if mesh.size() > 1 and dist.get_backend(group := mesh.get_group()) != "fake":
-        every: list[Any] = [None] * mesh.size()
-        dist.all_gather_object(every, [_ADDRESS.sub("", line) for line in lines], group)
+        mine = json.dumps([_ADDRESS.sub("", line) for line in lines])
+        every = list(map(json.loads, gather_texts(mesh, group, mine)))
         for rank, theirs in enumerate(every):
             if theirs != every[0]:
                 first, other = next(pair for pair in zip_longest(every[0], theirs) if len(set(pair)) > 1)
