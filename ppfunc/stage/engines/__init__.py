@@ -3,8 +3,9 @@
 An engine is a function ``engine(fn, example) -> StageProgram``. All reduce the stage to a function of its
 differentiable leaves (`differentiable`), and give the same gradients::
 
-    graph        trace forward and backward (`tracing.joint`), clean the trace (`tracing.clean`), cut it in
-                 F, I and W (`tracing.cut`), write each as Python (`tracing.emit`),
+    graph        trace forward and backward (`tracing.joint`), clean the trace (`tracing.clean`), choose
+                 what is computed again (`tracing.again`), cut it in F, I and W (`tracing.cut`), write each
+                 as Python (`tracing.emit`),
                  on request as CUDA graphs (`captured`); `traced` does it, imported for the first stage
     functional   torch.func.vjp at every forward (`dynamic_engines`)
     eager        the tape of autograd, one per forward (`dynamic_engines`)

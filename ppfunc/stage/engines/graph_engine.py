@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 from ..program import Engine, StageProgram
 
 if TYPE_CHECKING:
-    from .tracing.cut import Remat
+    from .tracing.again import Remat
 
 
 @overload
@@ -31,9 +31,9 @@ def graph(
     serves the shapes and dtypes of its example; for others the stage is traced again. Programs are
     straight-line Python on flat tuples. Their source is the docstring of the functions in ``program.flat``.
 
-    The backward gives the same bits whole, or as I and W. No operator is in two programs. Parameters are not
-    copied into the residuals. A warning names parameters on which nothing depends, when a backward first
-    runs; other engines do not see them.
+    The backward gives the same bits whole, or as I and W. No operator is in two programs but those that
+    ``remat`` names. Parameters are not copied into the residuals. A warning names parameters on which nothing
+    depends, when a backward first runs; other engines do not see them.
 
     A program runs in C++ where it can, with the same bits, see :mod:`ppfunc.stage.engines.tracing.native`.
 
@@ -44,8 +44,10 @@ def graph(
         stage, request: the arguments of an :class:`~ppfunc.stage.program.Engine`. Without them, the engine
             with these options is returned: ``graph(remat="full")``.
         remat: results that the backward computes again and the forward does not keep: ``"none"``; ``"full"``,
-            all but the inputs; a predicate ``(operator) -> bool`` on ``torch._ops.OpOverload``, true for
-            operators that run again; or the most bytes to keep of one microbatch, its inputs included.
+            all but what enters blocks of the stage, which are cut where little crosses and computed again one
+            at a time; W apart from I then computes again what it would get from I; a predicate ``(operator)
+            -> bool`` on ``torch._ops.OpOverload``, true for operators that run again; or the most bytes to
+            keep of one microbatch, its inputs included.
         compile: compile each program by inductor (``torch.compile``) when it first runs. Results then agree
             within rounding, no longer bitwise.
         cuda_graphs: capture each program as a CUDA graph for every microbatch in flight. The

@@ -12,9 +12,10 @@ from ..errors import StageError
 from ..program import Example, FlatProgram
 from ..signature import differentiable
 from .differentiable import DifferentiableStage, engine
+from .tracing.again import Remat, cut_for
 from .tracing.clean import clean
 from .tracing.compiled import without_onednn
-from .tracing.cut import Block, ProgramBlocks, Remat, cut_for, residual_bytes
+from .tracing.cut import Block, ProgramBlocks, residual_bytes
 from .tracing.emit import Recipe, TracedFunction
 from .tracing.graph import ancestors, is_post
 from .tracing.interleave import posted_early

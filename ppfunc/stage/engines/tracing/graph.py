@@ -125,6 +125,12 @@ def is_element(node: Node) -> bool:
     return node.target is ELEMENT
 
 
+def operator_of(node: Node) -> Node:
+    """Return the node of the operator that makes the result."""
+    source: Node = arguments(node)[0] if is_element(node) else node
+    return source
+
+
 def is_tensor(node: Node) -> bool:
     """Tell whether the node is one tensor, not several."""
     return isinstance(node.meta.get("val"), torch.Tensor)

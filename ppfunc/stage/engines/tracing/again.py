@@ -1,0 +1,247 @@
+"""Choose what the backward computes again instead of keeping it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import Any, Literal, cast
+
+import optree
+import torch
+from torch.fx import Node
+
+from ..._torch import OpOverload
+from ...abstract.purity import is_collective
+from ...errors import StageError
+from .cut import ProgramBlocks, cut, early_nodes, parameter_views, residual_bytes
+from .graph import (
+    ancestors,
+    arguments,
+    base,
+    is_call,
+    is_dense,
+    is_effect,
+    is_element,
+    is_random,
+    is_tensor,
+    is_wait,
+    operator_of,
+    root,
+)
+from .joint import Joint
+
+Remat = Literal["none", "full"] | Callable[[OpOverload], bool] | int
+"""``"none"`` keeps what the backward needs; ``"full"`` keeps what enters blocks alone; a predicate names the
+operators whose results are computed again; a number is the most bytes that may be kept."""
+
+aten = torch.ops.aten
+_HALVINGS = 20
+_FORWARDS = 2.0  # that W computes at most to hold nothing
+_IN_FLIGHT = 4  # microbatches that a stage keeps at once, supposed where blocks are chosen
+_FLASH = "_scaled_dot_product_flash_attention"
+_COUNTED_AS = {
+    getattr(aten, f"{_FLASH}_for_cpu{end}"): getattr(aten, _FLASH + end) for end in ("", "_backward")
+}
+_COMMUNICATED = 1000.0  # units of work per number that a collective writes
+
+
+def cut_for(joint: Joint, remat: Remat, name: str) -> ProgramBlocks:
+    """Cut the trace so that the backward computes again what ``remat`` says.
+
+    Results of random operators are always kept. No operator runs more than twice; with ``"full"``, where W
+    computes again what it would get from I, no more than three times.
+
+    Raises:
+        StageError: even with everything computed again more bytes are kept than allowed.
+
+    References:
+        Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; for the minimum cut,
+        He and Yu, Transcending Runtime-Memory Tradeoffs in Checkpointing by being Fusion Aware, MLSys 2023.
+    """
+    if isinstance(remat, int) and not isinstance(remat, bool):
+        return _within(joint, remat, name)
+    if remat == "none":
+        return cut(joint)
+    if remat == "full":
+        again = _repeatable(joint) - _boundaries(joint)
+        return cut(joint, again, _twice(joint, again))
+    if not callable(remat):
+        raise ValueError(
+            f'got remat={remat!r}, expected "none", "full", a predicate on operators, or a number of bytes'
+        )
+    return cut(joint, {n for n in _repeatable(joint) if is_call(root(n)) and remat(_operator(root(n)))})
+
+
+def _operator(node: Node) -> OpOverload:
+    """Return the operator that makes the result of a node: for a wait, the collective."""
+    while is_element(node) or is_wait(node):
+        node = arguments(node)[0]
+    assert isinstance(node.target, OpOverload)
+    return node.target
+
+
+def _repeatable(joint: Joint) -> set[Node]:
+    """Find the calls of F that may run again: all but random ones and their results."""
+    calls = filter(is_call, early_nodes(joint))
+    return {n for n in calls if not is_random(operator_of(n))}
+
+
+def _boundaries(joint: Joint) -> set[Node]:
+    """Choose the results of the forward that are kept, so that the backward computes again a block at a time.
+
+    The forward is cut where little crosses: what is kept of `_IN_FLIGHT` microbatches, and what the largest
+    block keeps for its backward, are least together.
+    """
+    calls, repeatable = sorted(filter(is_call, early_nodes(joint))), _repeatable(joint)
+    if not calls:
+        return set()
+    places = {node: n for n, node in enumerate(calls)}
+    last = {a: n for n, node in enumerate(calls) for a in node.all_input_nodes}
+    inner = [n for n in calls if is_tensor(n) and {n, root(n)} <= repeatable]
+    needed = set(map(root, cut(joint).residuals))
+    sizes, crossing = [0.0] * len(calls), [dict[int, float]() for _ in calls]  # by the place of the owner
+    for node in inner:
+        owner = places[root(node)]
+        size = _size(node)
+        sizes[owner] = size if root(node) in needed and size < math.inf else 0
+        for n in range(places[node], last.get(node, 0)):
+            crossing[n][owner] = size
+    held = [0.0, *accumulate(sizes)]
+    total = [sum(each.values()) for each in crossing]
+    ends = [n for n, after in enumerate(calls[1:]) if not is_element(after)]
+    ends = [a for a, b in pairwise([*ends, len(calls) - 1]) if total[a] < total[b]] + [len(calls) - 1]
+
+    def cheapest(most: float) -> tuple[float, tuple[int, ...]]:
+        """Choose the ends of blocks that need at most so many bytes; return what they keep, and them."""
+        best: dict[int, tuple[float, tuple[int, ...]]] = {-1: (0, ())}
+        for end in ends:
+            starts = [b for b in best if held[end + 1] - held[b + 1] <= most]
+            each = ((best[b][0] + sum(size for n, size in crossing[end].items() if n > b), b) for b in starts)
+            size, start = min(each, default=(math.inf, -1))
+            best[end] = size, (*best[start][1], end)
+        return best[ends[-1]]
+
+    choices, most = [], held[-1]
+    while (choice := cheapest(most))[0] < math.inf:
+        most = max(held[b + 1] - held[a + 1] for a, b in pairwise((-1, *choice[1])))
+        choices.append((_IN_FLIGHT * choice[0] + most, choice[1]))
+        most = 0.9 * most - 1
+    kept = {operator_of(n) for n in inner for end in min(choices)[1] if places[n] <= end < last.get(n, 0)}
+    return {n for n in calls if operator_of(n) in kept}
+
+
+def _twice(joint: Joint, again: set[Node]) -> set[Node]:
+    """Choose the operators of I that W computes itself, so that little is held from one to the other.
+
+    They are those of the forward, and those that make gradients whose bytes are worth it: at a price of
+    `_FORWARDS` forwards for all bytes that W would get from I.
+    """
+    pure = {n for n in cut(joint, again).backward_input.body if not (is_effect(n) or is_wait(n))}
+    twice = pure & again
+    blocks = cut(joint, again, twice)
+    held, body = set(blocks.backward_weight.arguments[0]), set(blocks.backward_weight.body)
+    params = set(joint.params)
+    there = set(map(root, held)) - params
+    price = _FORWARDS * sum(map(_work, blocks.forward.body)) / max(sum(map(_size, there)), 1)
+    for node in sorted(held & pure):
+        cone = ancestors([node], (pure - held - body) | {node})
+        more = {root(a) for n in cone for a in n.all_input_nodes} - cone - body - there - params
+        if sum(map(_work, cone)) <= price * (_size(node) - sum(map(_size, more))):
+            twice, body, held = twice | cone, body | cone, held - cone
+    return twice
+
+
+def _size(node: Node) -> float:
+    """Return the bytes of the storage of a node, without end for a sparse one."""
+    return root(node).meta["val"].untyped_storage().nbytes() if is_dense(root(node)) else math.inf
+
+
+def _within(joint: Joint, budget: int, name: str) -> ProgramBlocks:
+    """Find the cheapest cut that keeps at most ``budget`` bytes.
+
+    For a price per byte, the set that is best to compute again is a minimum cut; the price is raised until
+    the bytes fit.
+    """
+    blocks = cut(joint)
+    if residual_bytes(joint, blocks.residuals, name) <= budget:
+        return blocks
+    repeated = _chooser(joint)
+    least = cut(joint, repeated(1e6))
+    size = residual_bytes(joint, least.residuals, name)
+    if size > budget:
+        reason = f"it may keep {budget} bytes, but needs {size} with everything computed again"
+        raise StageError(name, reason, "allow more, or split the stage")
+    low, high, best = -6.0, 6.0, least
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        blocks = cut(joint, repeated(10.0**middle))
+        if residual_bytes(joint, blocks.residuals, name) <= budget:
+            high, best = middle, blocks
+        else:
+            low = middle
+    return best
+
+
+def _chooser(joint: Joint) -> Callable[[float], set[Node]]:
+    """Make a function that chooses the nodes to compute again at a price, in work per kept byte.
+
+    In the flow network every node is a pair of vertices. Cutting ``in -> out`` keeps the result, at the price
+    of its bytes. Leaving ``in`` on the side of the backward computes it again, at the price of its work, for
+    which all it needs must be there.
+    """
+    import networkx as nx  # takes as long to import as the rest of this package
+    from networkx.algorithms.flow import boykov_kolmogorov
+
+    repeatable, free, early = (
+        _repeatable(joint),
+        parameter_views(joint) | set(joint.params),
+        early_nodes(joint),
+    )
+    nodes, demands = [n for n in joint.graph.nodes if n in early], cut(joint).residuals
+
+    def price_of(node: Node, price: float) -> float:
+        if node in free:
+            return 0.0
+        owns_memory = is_tensor(node) and base(node) is None and is_dense(node)
+        return price * node.meta["val"].untyped_storage().nbytes() if owns_memory else math.inf
+
+    def repeated(price: float) -> set[Node]:
+        network = nx.DiGraph()
+        for position, node in enumerate(nodes):
+            # What is kept from the beginning is kept longest. The small difference in price also
+            # lets equal layers be told apart: without it all of them are repeated, or none.
+            network.add_edge(
+                (node, "in"),
+                (node, "out"),
+                capacity=price_of(node, price * (1.1 - 0.1 * position / len(nodes))),
+            )
+            network.add_edge(
+                "forward", (node, "in"), capacity=_work(node) if node in repeatable else math.inf
+            )
+            network.add_edges_from(((argument, "out"), (node, "in")) for argument in node.all_input_nodes)
+        network.add_edges_from(((node, "out"), "backward") for node in demands)
+        _, (_, side) = nx.minimum_cut(network, "forward", "backward", flow_func=boykov_kolmogorov)
+        return {n for n in repeatable if (n, "in") in side}
+
+    return repeated
+
+
+def _work(node: Node) -> float:
+    """Estimate the work of a call: its multiplications and additions, or a few units per number written.
+
+    A collective counts many per number.
+    """
+    if is_element(node) or base(node) is not None:
+        return 0.0
+    from torch.utils.flop_counter import flop_registry
+
+    value, read = node.meta["val"], torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = cast("tuple[Any, dict[str, Any]]", read)
+    written = sum(t.numel() for t in optree.tree_leaves(value) if isinstance(t, torch.Tensor))
+    work = (_COMMUNICATED if is_collective(_operator(node)) else 8.0) * written
+    packet = _operator(node).overloadpacket
+    if packet is aten.linear:
+        return work + 2.0 * written * args[1].shape[1]
+    count = flop_registry.get(_COUNTED_AS.get(packet, packet))
+    return work + (count(*args, **kwargs, out_val=value) if count else 0.0)

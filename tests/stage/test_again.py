@@ -1,0 +1,153 @@
+"""What the backward computes again: the same bits in any stage and schedule, a block at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, strategies as st
+
+import ppfunc as pp
+from ppfunc.schedule import BUILDERS, remove_tail
+from ppfunc.stage import graph
+from ppfunc.stage.tree import tree_leaves, tree_map
+from ppfunc.testing import schedules
+from tests.conftest import few
+from tests.models import attention_block, attention_params, normal, same_bits, squared
+from tests.storages import LiveStorages
+
+D = 8
+REMATS = ["full", 3_000, lambda op: "gelu" in str(op) or "mul" in str(op)]
+TRAINING = [name for name, build in BUILDERS.items() if not build(2, 4).forward_only]
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing depends on")
+@pytest.mark.parametrize("apart", [False, True])
+def test_computing_again_changes_no_bit_of_any_kind_of_stage(case, run, apart):
+    options = {"has_aux": case.has_aux}
+    again = run(graph(remat="full")(case.fn, case.args, **options), case, apart)
+    assert again == run(graph(case.fn, case.args, **options), case)
+
+
+def halves(a, b):
+    """Several results, views of one storage, and a maximum whose places are kept."""
+    left, right = (a + b).chunk(2, dim=-1)
+    return torch.cat((left * right.amax(-1, keepdim=True), right.cummax(-1).values), -1)
+
+
+OPERATORS = [
+    lambda w, a, b: a @ w,
+    lambda w, a, b: F.linear(a, w, b[0]),
+    lambda w, a, b: F.gelu(a) + b,
+    lambda w, a, b: F.layer_norm(a * b, (D,), w[0]),
+    lambda w, a, b: F.dropout(a, 0.5) + b,
+    lambda w, a, b: (a @ b.T).softmax(-1) @ (b * w[1]),
+    lambda w, a, b: F.silu(a).mul_(b) * w[2],
+    lambda w, a, b: halves(a, b),
+    lambda w, a, b: a.T.reshape(b.shape).tanh().exp2() * w.diagonal(),
+]
+
+
+@st.composite
+def stages(draw):
+    """A stage of random operators on any of the values before, and its parameters."""
+    step = st.tuples(st.integers(0, len(OPERATORS) - 1), st.integers(1, 4), st.integers(1, 6))
+    steps = draw(st.lists(step, min_size=1, max_size=8))
+    params = {"w": [normal(D, D, seed=n) / 3 for n in range(len(steps))]}
+
+    def stage(params, x):
+        values = [x]
+        for w, (which, a, b) in zip(params["w"], steps, strict=True):
+            values.append(OPERATORS[which](w, values[-min(a, len(values))], values[-min(b, len(values))]))
+        return (values[-1] + values[len(values) // 2]) * params["w"][0][0]
+
+    return stage, params
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing depends on")
+@few(20)
+@given(stages(), st.sampled_from(REMATS), schedules(TRAINING, max_ranks=3, max_microbatches=4, max_chunks=2))
+def test_computing_again_changes_no_bit_under_any_schedule(case, remat, schedule):
+    (stage, params), schedule = case, remove_tail(schedule)
+    count = len(set(schedule.model_stages))
+    inputs, targets = (normal(schedule.microbatches * 3, D, seed=n) for n in (1, 2))
+
+    def results(engine):
+        step = pp.value_and_grad([stage] * count, squared, schedule, engine=engine)
+        copies = {n: tree_map(torch.clone, params) for n in range(count)}
+        return step(copies, inputs, targets, seed=(1, 2))
+
+    assert same_bits(results(graph(remat=remat)), results(graph))
+
+
+# Memory.
+
+
+def wide(blocks):
+    """A stage of blocks whose activations outweigh its parameters, in float32."""
+    params = [attention_params(16, seed=n, dtype=torch.float32) for n in range(blocks)]
+
+    def stage(params, x):
+        for p in params:
+            x = attention_block(p, x)
+        return x
+
+    return stage, params, torch.randn(4, 128, 16)
+
+
+def backward_of(blocks, remat):
+    """The bytes that a forward keeps, and the most that a whole backward makes beside its gradients."""
+    stage, params, x = wide(blocks)
+    program = graph(stage, (params, x), remat=remat)
+    with torch.no_grad():
+        kept = [program.flat.forward(tuple(tree_leaves(params)), (x,), ())[1]]
+        with LiveStorages() as counted:
+            results = program.flat.backward.function(kept.pop(), (torch.ones_like(x),))
+    return program.residual_bytes, counted.peak - sum(t.nbytes for t in tree_leaves(results))
+
+
+def test_a_backward_computes_again_one_block_at_a_time():
+    (one, _), (kept, most) = backward_of(1, "none"), backward_of(4, "full")
+    activation = wide(1)[2].nbytes
+    assert one > 11 * activation
+    assert kept == 4 * activation
+    assert most < 1.6 * one
+
+
+def test_deep_stages_keep_less_than_each_block():
+    (kept, most), (plain, _) = backward_of(16, "full"), backward_of(16, "none")
+    assert kept <= 8 * wide(1)[2].nbytes and kept + most < 0.3 * plain
+
+
+def handed_on(remat):
+    """The bytes that I hands on to W, and the most in W."""
+    stage, params, x = wide(2)
+    program = graph(stage, (params, x), remat=remat)
+    leaves, gy = tuple(tree_leaves(params)), torch.ones_like(x)
+    with torch.no_grad():
+        kept = [program.flat.forward(leaves, (x,), ())[1]]
+        rest = [program.flat.backward_input.function(kept.pop(), (gy,))[1]]
+        storages = {t.untyped_storage()._cdata: t.nbytes for t in rest[0] if not any(t is p for p in leaves)}
+        with LiveStorages() as counted:
+            program.flat.backward_weight.function(rest.pop())
+    return sum(storages.values()), counted.peak
+
+
+def test_a_weight_gradient_computes_again_instead_of_holding():
+    (plain, _), (full, most) = handed_on("none"), handed_on("full")
+    assert full <= 0.5 * plain
+    assert full + most < plain
+
+
+def test_long_chains_are_cut_as_well():
+    def chain(w, x):
+        for _ in range(600):
+            x = (x * w).sin()
+        return x
+
+    args = (torch.ones(4), torch.randn(2, 4))
+    program = graph(chain, args, remat="full")
+    assert program.residual_bytes < 600 * args[1].nbytes / 10
+    y, kept = program.forward(*args)
+    for a, b in zip(program.backward(kept, y), torch.func.vjp(chain, *args)[1](y), strict=True):
+        torch.testing.assert_close(a, b)
