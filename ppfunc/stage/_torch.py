@@ -71,6 +71,13 @@ def flex_scores(*args: Any, **options: Any) -> Any:
     return math_attention(*args, **options)
 
 
+def indexing() -> Any:
+    """Let a tensor of one index take elements, within a `with`, without its value being read."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()
+
+
 # Leave all torch.func transforms, and all modes, within a `with`: to compute with values during a trace.
 without_transforms, without_modes = temporarily_clear_interpreter_stack, _disable_current_modes
 

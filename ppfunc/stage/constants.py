@@ -1,10 +1,9 @@
 """Carry what inputs of a step hold beside tensors: numbers, texts and flags, and block masks.
 
 A number, a text or a flag is a part of the structure of a tree: a program is traced for its value, as for the
-shapes of tensors. A block mask of flex attention is carried as its tensors. Its function is called once, for
-all rows, when the step begins: what it gives, whatever it reads, is a table of booleans, no larger than the
-scores that it masks. A mask of several rows is cut along axis 0 as other inputs are; one that was made with
-``B=None`` or ``H=None`` is the same for all rows or heads.
+shapes of tensors. A block mask of flex attention is carried as its tensors and those that its function reads,
+see `masks`. A mask of several rows is cut along axis 0 as other inputs are; one that was made with ``B=None``
+or ``H=None`` is the same for all rows or heads.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from .masks import MaskFunction
 from .tree import BLOCK_MASKS, NAMESPACE, PLAIN, register_leafless, tree_flatten
 
 
@@ -42,47 +42,40 @@ class MaskParts(NamedTuple):
 
     Args:
         blocks: its tensors, by attribute.
-        table: what its function gives, bool[B, H, Q, KV]; B or H is 1 where all rows or heads share it.
-        rest: its other attributes.
+        rows: the numbers of its rows in the whole batch, int64[B]; None where all rows share it.
+        tensors: those that its function reads; every microbatch takes them whole.
+        rest: the program of its function, and its other attributes.
     """
 
     blocks: dict[str, torch.Tensor]
-    table: torch.Tensor
+    rows: torch.Tensor | None
+    tensors: tuple[torch.Tensor, ...]
     rest: Constant
 
     @classmethod
     def of(cls, mask: Any) -> MaskParts:
         """Take a block mask apart."""
-        from torch.nn.attention.flex_attention import create_mask
-
-        attributes, rows = {**vars(mask)}, mask.kv_num_blocks
-        function = attributes.pop("mask_mod")
+        attributes, function = {**vars(mask)}, MaskFunction.of(mask)
+        del attributes["mask_mod"]
         blocks = {name: v for name, v in attributes.items() if isinstance(v, torch.Tensor)}
-        rest = Constant(tuple((name, v) for name, v in attributes.items() if name not in blocks))
-        if isinstance(function, TableLookup):
-            return cls(blocks, function.table, rest)
-        (b, h), (q, kv) = rows.shape[:2], mask.seq_lengths
-        return cls(blocks, create_mask(function, b, h, q, kv, rows.device), rest)
+        others = tuple((name, v) for name, v in attributes.items() if name not in blocks)
+        return cls(blocks, function.rows, function.tensors, Constant((function.program, *others)))
 
     @property
     def value(self) -> Any:
         """Put the block mask together again."""
         from torch.nn.attention.flex_attention import BlockMask
 
-        mask = BlockMask.__new__(BlockMask)
-        vars(mask).update(self.blocks, **dict(self.rest.value), mask_mod=TableLookup(self.table))
+        (program, *others), mask = self.rest.value, BlockMask.__new__(BlockMask)
+        function = MaskFunction(program, self.tensors, self.rows)
+        vars(mask).update(self.blocks, **dict(others), mask_mod=function)
         return mask
 
-
-class TableLookup:
-    """Stands for the function of a block mask: looks its values up in a table."""
-
-    def __init__(self, table: torch.Tensor) -> None:
-        self.table = table
-
-    def __call__(self, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        rows, heads = self.table.shape[:2]
-        return self.table[b if rows > 1 else b * 0, h if heads > 1 else h * 0, q, kv]
+    @property
+    def wholes(self) -> list[bool]:
+        """Tell of each leaf whether every microbatch takes it whole."""
+        shared = self.rows is None
+        return [shared] * (len(self.blocks) + (not shared)) + [True] * len(self.tensors)
 
 
 def with_constants(tree: Any, name: str = "tree", *, masks_alone: bool = False) -> Any:

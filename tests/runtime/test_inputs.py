@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import ppfunc as pp
 from ppfunc.stage import StageError, eager, functional, graph
@@ -217,6 +219,7 @@ MASKS = {
     "closure": lambda d: and_masks(causal, packed(d)),
     "partial": lambda d: partial(by_partial, d),
     "without rows": lambda d: causal,
+    "table": lambda d: lambda b, h, q, kv: (d[b] == d[b, q]).any() & (d[b, q] == d[b, kv]),  # not by element
 }
 
 
@@ -280,6 +283,33 @@ def test_a_mask_function_of_another_number_gives_another_mask():
         torch.testing.assert_close(loss, want(model.a, x, t, mask).detach())
 
 
+class Largest(TorchDispatchMode):
+    """Notes the most elements of a result."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for t in tree_leaves(result):
+            self.elements = max(self.elements, t.numel() if isinstance(t, torch.Tensor) else 0)
+        return result
+
+
+@pytest.mark.parametrize("kind", ["options", "partial", "without rows"])
+def test_a_mask_is_as_large_as_what_it_reads(kind):
+    t = 512
+    documents = torch.randint(0, 3, (4, t)).sort(-1).values
+    b, h, q, kv = torch.randint(0, t, (4, 1000))
+    mask = create_block_mask(MASKS[kind](documents), 4, None, t, t, device="cpu")
+    with Largest() as largest:
+        parts = pp.microbatch((documents, mask), 2)
+    assert largest.elements <= documents.numel()
+    for i, (_, part) in enumerate(parts):
+        assert torch.equal(part.kv_indices, mask.kv_indices[2 * i : 2 * i + 2])
+        rows = b % 2
+        assert torch.equal(part.mask_mod(rows, h, q, kv), mask.mask_mod(rows + 2 * i, h, q, kv))
+
+
 class MaskInside(nn.Module):
     def __init__(self, make):
         super().__init__()
@@ -322,6 +352,16 @@ def over_processes(rank, size):
             loss, _ = step(params, inputs, t if rank else None)
             torch.testing.assert_close(loss, want(model, x, t, table, **{**named, **change}).detach())
         assert step.cache_info()[:2] == (1, 3)
+        model, documents = Attentions(), torch.randint(0, 3, (4, T)).sort(-1).values
+        masks = [
+            create_block_mask(MASKS["closure"](d), len(d), None, T, T, device="cpu", BLOCK_SIZE=8)
+            for d in (documents, documents[:2], documents[2:])
+        ]
+        parts = pp.split(model, (x[:2], masks[1]), at=["b"])
+        step = pp.value_and_grad(parts, squared, pp.gpipe(2, 2), transport)
+        loss, _ = step({rank: parts.params[rank]}, None if rank else (x, masks[0]), t if rank else None)
+        expected = [squared(model(x[i : i + 2], masks[1 + i // 2]), t[i : i + 2]) for i in (0, 2)]
+        torch.testing.assert_close(loss, sum(expected).detach() / 2)
 
 
 def test_values_that_change_reach_the_stages_of_other_processes(two):

@@ -61,9 +61,9 @@ def without_marks(tree: Any) -> tuple[Any, tuple[bool, ...] | None]:
     if any(isinstance(part, Replicated) for part in parts):
         plain = treedef.unflatten(part.tree if isinstance(part, Replicated) else part for part in parts)
     wholes = [
-        [isinstance(part, Replicated) or len(part.table) == 1] * len(tree_leaves(part))
-        if _is_marked(part)
-        else [False]
+        part.wholes
+        if isinstance(part, MaskParts)
+        else [isinstance(part, Replicated)] * len(tree_leaves(part))
         for part in parts
     ]
     return plain, tuple(chain.from_iterable(wholes))
