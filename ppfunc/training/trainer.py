@@ -140,21 +140,23 @@ class Trainer:
             )
             self._make_step = partial(
                 make_step, stages, loss_fn, transport=self.transport, engine=engine, loss_engine=loss_engine,
-                read=call,  # of _arguments: the step function tells the peers of a mistake
+                read=call,  # of a partial of _arguments, so that its errors fail the step on all ranks
             )  # fmt: skip
-            self._run_by(schedule)
-        self._closed, self._known = False, KnownState(checksum_every)
+            self._use_schedule(schedule)
+        self._closed, self._known_state = False, KnownState(checksum_every)
 
-    def _run_by(self, schedule: Schedule, programs: StagePrograms | None = None) -> None:
+    def _use_schedule(self, schedule: Schedule, programs: StagePrograms | None = None) -> None:
         """Make the step functions of a schedule, with the programs of an earlier one."""
         spec, updates = self._spec, self._spec.updates
         assert updates is not None
-        self.schedule, ahead = _completed(schedule, updates.sharded, bool(spec.tied))
+        self.schedule, forwards = _completed(schedule, updates.sharded, bool(spec.tied))
         self._ranks = TrainingRanks.of(self.schedule, spec.tied, self.transport)
         self._step = self._make_step(schedule=self.schedule, spec=spec, programs=programs)
         programs = self._step.pipeline.programs
-        looking = spec._replace(name=f"evaluation of {spec.name}", finite=False, overlapped=None)
-        self._evaluate = self._make_step(schedule=ahead, spec=looking, training=False, programs=programs)
+        evaluating = spec._replace(name=f"evaluation of {spec.name}", finite=False, overlapped=None)
+        self._evaluate = self._make_step(
+            schedule=forwards, spec=evaluating, training=False, programs=programs
+        )
         self._observed = ""  # the metrics since the last step, which the next one compares
         self._idle: dict[int, list[Reducer]] = {}
         self._trees: dict[int, StageTrees] = {}  # of the last state
@@ -177,7 +179,7 @@ class Trainer:
             ValueError: it places stages on other ranks, which would move the state.
             ScheduleError: it is none, or a wrong one.
         """
-        before, other = self.schedule, copy(self)
+        before, trainer = self.schedule, copy(self)
         with reporting_mistakes(self.transport):
             require_schedule(schedule)
             if (schedule.placement, schedule.model_stages) != (before.placement, before.model_stages):
@@ -187,8 +189,10 @@ class Trainer:
                     " placement=trainer.schedule.placement, or save, and load into a trainer of this schedule"
                 )
             edges = {(before.model_stages[a], before.model_stages[b]) for a, b in before.skips}
-            other._run_by(with_skips(schedule, edges) if edges else schedule, self._step.pipeline.programs)
-        return other
+            trainer._use_schedule(
+                with_skips(schedule, edges) if edges else schedule, self._step.pipeline.programs
+            )
+        return trainer
 
     def init(self, params: Mapping[int, Any], state: Mapping[int, Any] | None = None) -> TrainState:
         """Make the state before the first step.
@@ -247,7 +251,7 @@ class Trainer:
         """
         batches = Batches([(inputs, targets)], [loss_weights], seed, [extras], return_norms)
         run = self._step.returning(*_chosen(return_losses, return_outputs))
-        after, metrics = _ended(*self._run(run, self._rule, state, batches))
+        after, metrics = _state_and_metrics(*self._run(run, self._rule, state, batches))
         return after, metrics[0]
 
     def steps(
@@ -278,7 +282,7 @@ class Trainer:
             As :meth:`step`.
         """
         run = self._step.returning(*_chosen(return_losses, return_outputs))
-        return _ended(
+        return _state_and_metrics(
             *self._run(run, self._rule, state, Batches(batches, loss_weights, seed, extras, return_norms))
         )
 
@@ -295,7 +299,7 @@ class Trainer:
         batches = Batches([(inputs, targets)], [loss_weights], seed, [extras], return_norms)
         run = self._step.returning(*_chosen(return_losses, return_outputs)).record
         update, (result, timeline) = self._run(run, self._rule, state, batches)
-        after, metrics = _ended(update, result)
+        after, metrics = _state_and_metrics(update, result)
         return (after, metrics[0]), timeline
 
     @naming_arguments
@@ -317,9 +321,9 @@ class Trainer:
             ranks, ``outputs`` and ``aux`` those of this process.
         """
         more, optimizer = _chosen(return_losses, return_outputs), self._rule.optimizer._replace(rate=None)
-        looking = self._rule._replace(on_nonfinite="ignore", optimizer=optimizer)
+        evaluating = self._rule._replace(on_nonfinite="ignore", optimizer=optimizer)
         batches = Batches([(inputs, targets)], [loss_weights], seed, [extras])
-        update, result = self._run(self._evaluate.returning(*more), looking, state, batches)
+        update, result = self._run(self._evaluate.returning(*more), evaluating, state, batches)
         metrics = update.metrics[0]
         if not more and not has_aux:
             return metrics.loss
@@ -345,8 +349,8 @@ class Trainer:
                 " adamw(plateau(1e-3))"
             )
         self._observed += f", {value}"
-        seen = torch.tensor(value, dtype=torch.float64)
-        return state._replace(optimizer={s: observe(tree, seen) for s, tree in state.optimizer.items()})
+        number = torch.tensor(value, dtype=torch.float64)
+        return state._replace(optimizer={s: observe(tree, number) for s, tree in state.optimizer.items()})
 
     def lower(
         self, params: Mapping[int, Any], inputs: Any, targets: Any = None, *,
@@ -365,7 +369,7 @@ class Trainer:
             As :meth:`init` and :meth:`step`.
         """
         initial = self.init(on_meta(params), on_meta(state))
-        # What shares memory is seen in values alone.
+        # Only tensors with values can be seen to share memory.
         valued = {s: tree for s, tree in params.items() if not isinstance(tree, Signature)}
         require_declared_trees(valued, self._ranks.tied)
         update = TrainingUpdate(self._rule, self._ranks, {}, initial, known=True)
@@ -397,12 +401,12 @@ class Trainer:
         self._require_open()
         generation = self.transport.generation
         compared = self._ranks.data.size > 1 or self._ranks.tied or self.schedule.replicas
-        known = not compared or self._known.goes_on(state, generation)
+        known = not compared or self._known_state.goes_on(state, generation)
         update = TrainingUpdate(rule, self._ranks, self._idle, state, known, batches.norms)
         result = run(partial(self._arguments, update, batches))
         self._observed = ""
         if compared and rule is self._rule:  # an evaluation leaves the state as it is
-            self._known.note(update.state, generation, len(update.metrics))
+            self._known_state.note(update.state, generation, len(update.metrics))
         return update, result
 
     def _arguments(self, update: TrainingUpdate, batches: Batches) -> list[RawArguments]:
@@ -441,7 +445,7 @@ def _completed(schedule: Schedule, sharded: bool, tied: bool) -> tuple[Schedule,
     return reduce_early(trained), complete(forward_only(plain))
 
 
-def _ended(update: TrainingUpdate, result: StepResult) -> tuple[TrainState, list[Metrics]]:
+def _state_and_metrics(update: TrainingUpdate, result: StepResult) -> tuple[TrainState, list[Metrics]]:
     """Return the new state, and the metrics of every step."""
     return update.state._replace(stage_state=result.aux.state), with_results(update.metrics, result)
 

@@ -59,13 +59,13 @@ class StepFunction(Generic[P, R]):
         from ..execution.execute import run_step
         from ..lowering.compiled_steps import CompiledSteps
 
-        self.pipeline, self._read, self._returned, self._execute = pipeline, read, returned, run_step
+        self.pipeline, self._read, self._returned, self._run_step = pipeline, read, returned, run_step
         self.__signature__ = inspect.signature(read)  # for help() and editors
         if pipeline.spec.finite:
             pipeline.transport.collective("world")  # to be had before the transport connects
         self._stages = pipeline.model_stages
-        # Form and addresses of the parameters that were last checked.
-        self._memory: tuple[StepForm, list[int]] | None = None
+        # Form and addresses of the parameters that were last checked for shared memory.
+        self._addresses: tuple[StepForm, list[int]] | None = None
         self._compiled = CompiledSteps(pipeline, repr(self))
         self._siblings: dict[tuple[str, ...], StepFunction[P, R]] = {}
 
@@ -129,11 +129,11 @@ class StepFunction(Generic[P, R]):
             try:
                 if transforming():
                     self._require_servable_under_transforms()
-                steps = self._steps(self._read(*args, **kwargs))
+                steps = self._read_steps(self._read(*args, **kwargs))
                 find = find or partial(self._compiled.find, purpose="recorded" if recorder else "run")
                 device = steps[0].form.accelerator
                 with nullcontext() if device is None else on_device(device):
-                    result, timeline = self._execute(find(steps), steps, transport, recorder)
+                    result, timeline = self._run_step(find(steps), steps, transport, recorder)
             except BaseException as raised:
                 self._fail(raised)
             returned = self._returned(result), timeline
@@ -178,7 +178,7 @@ class StepFunction(Generic[P, R]):
             try:
                 raw = self._read(*args, **kwargs)
                 first = raw[0] if isinstance(raw, list) else raw
-                arguments = self._arguments(first, None, abstract=True)
+                arguments = self._read_arguments(first, None, abstract=True)
                 lowered, agreed, guards = self._compiled.lower(arguments)
                 transport.end({}, {})
             except BaseException as raised:
@@ -207,7 +207,7 @@ class StepFunction(Generic[P, R]):
 
     # -- one call --------------------------------------------------------------------------
 
-    def _arguments(
+    def _read_arguments(
         self, raw: RawArguments, last: StepForm | None, *, abstract: bool = False
     ) -> StepArguments:
         with_targets, weights = self.pipeline.loss_fn is not None, self.pipeline.loss_weights
@@ -217,12 +217,12 @@ class StepFunction(Generic[P, R]):
         # Peers wait for the backward of a microbatch whose loss has no weight here.
         return replace(read, left_out=frozenset()) if self.pipeline.transport.mixes_batches else read
 
-    def _steps(self, raw: RawArguments | list[RawArguments]) -> Sequence[StepArguments]:
+    def _read_steps(self, raw: RawArguments | list[RawArguments]) -> Sequence[StepArguments]:
         """Read the arguments of every step of the call, all of one form."""
         steps, entry = [], self._compiled.last
         form = None if entry is None else entry.form
-        for one in raw if isinstance(raw, list) else [raw]:
-            steps.append(self._arguments(one, form))
+        for each in raw if isinstance(raw, list) else [raw]:
+            steps.append(self._read_arguments(each, form))
             form = steps[-1].form
             if form is not steps[0].form:
                 raise ValueError(
@@ -251,10 +251,10 @@ class StepFunction(Generic[P, R]):
         spec, form, params = self.pipeline.spec, arguments.form, arguments.params
         if "grads" in spec.wants or (spec.updates is not None and not spec.updates.sharded):
             leaves = chain.from_iterable(params[stage] for stage in form.params)
-            memory = None if transforming() else (form, list(map(torch.Tensor.data_ptr, leaves)))
-            if memory is None or memory != self._memory:
+            addresses = None if transforming() else (form, list(map(torch.Tensor.data_ptr, leaves)))
+            if addresses is None or addresses != self._addresses:
                 require_declared(params, form.params, form.extents, spec.tied, spec.primal)
-                self._memory = memory
+                self._addresses = addresses
 
     def _fail(self, raised: BaseException) -> NoReturn:
         """Tell the peers of a failure, and raise."""

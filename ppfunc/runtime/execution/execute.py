@@ -22,7 +22,7 @@ from ..lowering.lowered import BATCH, LoweredStep
 from ..transport.protocols import Transport
 from .buffers import Buffers, Tag
 from .gradients import Gradients, Stack, Sum
-from .nonfinite import NotFinite, compare_finite, located
+from .nonfinite import NotFinite, count_nonfinite, locate_nonfinite
 from .record import Recorder, gather
 
 
@@ -37,7 +37,7 @@ def run_step(
     Raises:
         StepFailed: with the place of the call that raised.
     """
-    spec, losses_agreed = entry.compiled.lowered.spec, entry.agreed.losses
+    spec, loss_parts = entry.compiled.lowered.spec, entry.agreed.losses
     compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
     lowered = compiled.lowered
     transport.ready(entry.layouts)
@@ -49,22 +49,22 @@ def run_step(
         if (update := steps[0].update) is not None:
             weights = update.begin([arguments.loss_weights for arguments in steps])
             pairs = zip(steps, weights, strict=True)
-            steps = [replace(arguments, loss_weights=share) for arguments, share in pairs]
-            losses_agreed = {}  # the update has the losses, and sums them over all pipelines
+            steps = [replace(arguments, loss_weights=divided) for arguments, divided in pairs]
+            loss_parts = {}  # the update has the losses, and sums them over all pipelines
         buffers = execute_steps(compiled, steps, transport)
         if update is not None:
             update.finish()
-        losses = losses_of(lowered, buffers) if losses_agreed else {}
+        losses = losses_of(lowered, buffers) if loss_parts else {}
         result, compared = collect(lowered, steps, buffers), buffers.compared
         del buffers  # the step may run again
         if spec.finite and update is None:
             tensors = [*losses.values(), *tree_leaves((result.grads, result.input_grads))]
-            compared = [compare_finite(tensors, entry.compiled, transport), *compared]
+            compared = [count_nonfinite(tensors, entry.compiled, transport), *compared]
         timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), transport)
         try:
-            loss = transport.end(losses, losses_agreed, entry.guards.mode, compared)
+            loss = transport.end(losses, loss_parts, entry.guards.mode, compared)
         except NotFinite as cause:  # on all ranks
-            raise located(entry.compiled, fill(lowered, steps[0]), transport, cause) from cause
+            raise locate_nonfinite(entry.compiled, fill(lowered, steps[0]), transport, cause) from cause
         if loss is not None and "losses" in spec.wants:
             return result._replace(loss=loss[0].clone(), losses=loss[1:].clone()), timeline
         return result._replace(loss=loss), timeline
@@ -89,7 +89,7 @@ def execute_steps(compiled: CompiledStep, steps: Sequence[StepArguments], transp
                 raise
             cause = failed.failure.cause
             buffers = fill(compiled.lowered, arguments, before)
-            raise located(compiled, buffers, transport, cause, which) from cause
+            raise locate_nonfinite(compiled, buffers, transport, cause, which) from cause
     assert buffers is not None
     return buffers
 

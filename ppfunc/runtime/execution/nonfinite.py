@@ -25,7 +25,9 @@ class NotFinite(FloatingPointError):
     """Raised on all ranks, before anything is changed, where the loss or a gradient is not finite."""
 
 
-def compare_finite(tensors: Sequence[torch.Tensor], compiled: CompiledStep, transport: Transport) -> Compared:
+def count_nonfinite(
+    tensors: Sequence[torch.Tensor], compiled: CompiledStep, transport: Transport
+) -> Compared:
     """Count the losses and gradients of all ranks that are not finite, for the end of the step to raise."""
     device = next(iter(compiled.lowered.form.devices.values()))
     bad = [~torch.isfinite(local(t)).all() for t in tensors if differentiable(t.dtype)]
@@ -41,7 +43,7 @@ def _require_none(count: torch.Tensor) -> None:
         raise NotFinite("the loss or a gradient is not finite")
 
 
-def located(
+def locate_nonfinite(
     compiled: CompiledStep,
     buffers: Buffers,
     transport: Transport,

@@ -53,8 +53,8 @@ def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residua
     (stage, microbatch), model_stage, wanted, states = key, low.model_stage, low.kept, len(low.state.leaves)
     # An edge without leaves carries no message.
     sources = [Tag("F", e.stage, stage, microbatch) for e in low.sources if e.leaves]
-    sinks = [(Tag("F", stage, e.stage, microbatch), place) for e, place in _places(low.sinks) if e.leaves]
-    passed = sum(len(e.leaves) for e in low.sinks)
+    sinks = [(Tag("F", stage, e.stage, microbatch), place) for e, place in _slices(low.sinks) if e.leaves]
+    sent = sum(len(e.leaves) for e in low.sinks)
 
     def take(buffers: Buffers) -> tuple[Leaves, Leaves, Leaves]:
         x = tuple([t for tag in sources for t in buffers.values.pop(tag)])
@@ -71,9 +71,9 @@ def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residua
         if keep_residuals:
             buffers.residuals[key] = saved
         if wanted:
-            buffers.kept[key] = outputs[passed : passed + wanted]
+            buffers.kept[key] = outputs[sent : sent + wanted]
         if states:
-            buffers.state[model_stage] = outputs[passed + wanted :]
+            buffers.state[model_stage] = outputs[sent + wanted :]
 
     return ProgramCall(program.forward, take, put)
 
@@ -81,7 +81,7 @@ def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residua
 def forward(low: LoweredStage, program: FlatProgram, key: Key, keep_residuals: bool) -> Call:
     """Make the call of a forward."""
     run, take, put = forward_call(low, program, key, keep_residuals)
-    function = _function(run)
+    function = _fastest(run)
     return lambda buffers: put(buffers, function()(*take(buffers)))
 
 
@@ -132,7 +132,7 @@ def load(low: LoweredStage, key: Key) -> Call | None:
 def backward_call(low: LoweredStage, program: FlatProgram, key: Key, whole: bool) -> ProgramCall:
     """Take apart a full backward, or an input gradient that leaves the rest to a weight gradient."""
     (stage, microbatch), cotangents, pass_on = key, _cotangents(low, key), _pass_on(low, key)
-    numbers = _numbers(program.backward)
+    numbers = _gradient_numbers(program.backward)
 
     def take(buffers: Buffers) -> tuple[tuple[Any, ...], Leaves]:
         return buffers.residuals.pop(key), cotangents(buffers)
@@ -158,7 +158,7 @@ def backward(low: LoweredStage, program: FlatProgram, key: Key, whole: bool) -> 
             add()(buffers.residuals.pop(key), cotangents(buffers), (buffers.gradients[stage], microbatch)),
         )
     run, _, put = backward_call(low, program, key, whole)
-    function = _function(run)
+    function = _fastest(run)
     return lambda buffers: put(buffers, function()(buffers.residuals.pop(key), cotangents(buffers)))
 
 
@@ -201,7 +201,7 @@ def _pass_on(low: LoweredStage, key: Key) -> Callable[[Buffers, LeafGradients], 
     (stage, microbatch), device = key, low.device
     sources = [
         (Tag("B", stage, e.stage, microbatch), e.carrying, place)
-        for e, place in _places(low.sources, carrying=True)
+        for e, place in _slices(low.sources, carrying=True)
         if e.carrying
     ]
 
@@ -218,7 +218,7 @@ def weight(program: FlatProgram, key: Key) -> Call:
     add = _accumulating(run)
     if add is not None:
         return lambda buffers: add()(buffers.residuals.pop(key), (buffers.gradients[stage], microbatch))
-    function, numbers = _function(run), _numbers(run)
+    function, numbers = _fastest(run), _gradient_numbers(run)
     return lambda buffers: _add(
         buffers.gradients[stage], function()(buffers.residuals.pop(key)), numbers, microbatch
     )
@@ -230,10 +230,10 @@ def _accumulating(program: Callable[..., Any]) -> Callable[[], Callable[..., Any
     None where it makes all at once, or few.
     """
     accumulate = getattr(program, "accumulating", None)
-    return None if accumulate is None else _function(accumulate)
+    return None if accumulate is None else _fastest(accumulate)
 
 
-def _function(program: Any) -> Callable[[], Callable[..., Any]]:
+def _fastest(program: Any) -> Callable[[], Callable[..., Any]]:
     """Return a function that gets the fastest form of a program, written when first asked for.
 
     That form may drop its arguments: no caller keeps a reference to them.
@@ -241,7 +241,7 @@ def _function(program: Any) -> Callable[[], Callable[..., Any]]:
     return getattr(program, "fastest", lambda: program)
 
 
-def _numbers(program: Callable[..., Any]) -> Numbers | None:
+def _gradient_numbers(program: Callable[..., Any]) -> Numbers | None:
     """List the leaves for which a program computes gradients; None for one that is not traced."""
     return _present(program.recipe.block.results[0]) if hasattr(program, "recipe") else None
 
@@ -266,7 +266,7 @@ def _dense(gradients: LeafGradients, leaves: tuple[LeafSignature, ...], device: 
     )
 
 
-def _places(edges: tuple[Edge, ...], carrying: bool = False) -> Iterator[tuple[Edge, slice]]:
+def _slices(edges: tuple[Edge, ...], carrying: bool = False) -> Iterator[tuple[Edge, slice]]:
     """Yield each edge with the place of its leaves in the tuple of all of them."""
     start = 0
     for edge in edges:

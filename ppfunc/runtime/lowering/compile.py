@@ -153,7 +153,7 @@ class _Binder:
             ):
                 yield from self._overlap(place)
             elif instruction.op in (Op.UNSHARD, Op.RESHARD):
-                yield from self._gathered(place, instruction.stage)
+                yield from self._await_gather(place, instruction.stage)
                 yield from _at(place, sharding_call(self._lowered, instruction))
                 if instruction.op is Op.UNSHARD:
                     self._gathering[self._schedule.model_stages[instruction.stage]] = place
@@ -171,7 +171,7 @@ class _Binder:
                 place = Origin(rank, position, instruction, transfer.tag)
                 yield from _at(place, self._data.wait_send(transfer))
 
-    def _gathered(self, place: Origin, stage: int) -> Iterator[PlacedCall]:
+    def _await_gather(self, place: Origin, stage: int) -> Iterator[PlacedCall]:
         """Wait for the parameters of a stage before their first use since something may gather them."""
         model_stage = self._schedule.model_stages[stage]
         if model_stage in self._gathering:
@@ -186,7 +186,7 @@ class _Binder:
             tag, peer = tag_of(instruction, edge.stage), self._schedule.placement[edge.stage]
             yield Transfer(instruction.op in SENDS, tag, peer, leaves, low.device)
 
-    def _arrivals(self, place: Origin, part: Instruction) -> Iterator[PlacedCall]:
+    def _await_messages(self, place: Origin, part: Instruction) -> Iterator[PlacedCall]:
         """Bind the waits for the values of other ranks that a forward or a backward consumes."""
         (stage, microbatch), low = _key(part), self._lowered.stages[_key(part)]
         for edge in low.sources if part.op is Op.F else low.sinks:
@@ -220,8 +220,8 @@ class _Binder:
         if part.op is Op.F:  # nothing is left to move after a LOAD
             yield from _at(place, calls.load(self._lowered.stages[key], key))
         if part.op is not Op.W:
-            yield from self._arrivals(place, part)
-        yield from self._gathered(place, part.stage)
+            yield from self._await_messages(place, part)
+        yield from self._await_gather(place, part.stage)
         if key in self._fetched:
             self._fetched.remove(key)
             yield from _at(place, await_residuals(self._lowered.stages[key], key))

@@ -111,7 +111,7 @@ class CompiledSteps:
 
     def find(self, steps: Sequence[StepArguments], purpose: str) -> Entry:
         """Return the compiled step for these arguments; worked out with the peers where their form is new."""
-        self._require_same_frozen()
+        self._require_frozen_unchanged()
         form, last, transport = steps[0].form, self.last, self._pipeline.transport
         if last is not None and (last.form is not form or not last.guards.hold()):
             last = None  # of another form or mode than those of the last call
@@ -122,7 +122,7 @@ class CompiledSteps:
             exchange = self._begin(steps, purpose, last and last.agreed.shapes)
             if last is None or last.agreed is not exchange.agreed:
                 with self._lock:
-                    entry = self._known(form, exchange.agreed)
+                    entry = self._cached(form, exchange.agreed)
                 return entry or self._build(steps[0], exchange)
         self._hits += 1
         return last
@@ -142,7 +142,7 @@ class CompiledSteps:
         """
         exchange = self._begin(steps, "run as it was compiled")
         entry.guards.require()
-        self._require_same_frozen()
+        self._require_frozen_unchanged()
         if entry.agreed.generation != self._pipeline.transport.generation:
             raise RuntimeError(
                 "a step has failed since this one was lowered, and the ranks agree anew; lower and compile it"
@@ -184,7 +184,7 @@ class CompiledSteps:
             self._entries = []  # what was compiled before a failure is of no use after it
         return exchange
 
-    def _known(self, form: StepForm, agreed: Agreed | None) -> Entry | None:
+    def _cached(self, form: StepForm, agreed: Agreed | None) -> Entry | None:
         """Return the entry that holds for arguments of this form, if there is one; under the lock."""
         for n, entry in enumerate(self._entries):
             if entry.agreed is agreed and entry.form.key == form.key and entry.guards.hold():
@@ -210,7 +210,7 @@ class CompiledSteps:
             self._building.active = False
         form = arguments.form
         with self._lock:
-            if (built := self._known(form, agreed)) is not None:
+            if (built := self._cached(form, agreed)) is not None:
                 return built
             last = self.last
             layouts = laid_out(lowered.form) if lowered.form.distributed else NO_LAYOUTS
@@ -222,17 +222,17 @@ class CompiledSteps:
         return entry
 
     def _lower(self, arguments: StepArguments, exchange: Exchange) -> LoweredStep:
-        p, form = self._pipeline, arguments.form
+        pipeline, form = self._pipeline, arguments.form
         if form.inputs is None:  # of a process that was not given the batch
             form = form._replace(rows=exchange.shapes.rows)
         exchange.require_same_layouts(form)
-        lowered = lower(p, form, arguments.example, exchange)
-        if p.spec.frozen is not None:
+        lowered = lower(pipeline, form, arguments.example, exchange)
+        if pipeline.spec.frozen is not None:
             for low in lowered.stages.values():
-                p.spec.frozen.watch(low.model_stage, low.outline.modules)
+                pipeline.spec.frozen.watch(low.model_stage, low.outline.modules)
         return lowered
 
-    def _require_same_frozen(self) -> None:
+    def _require_frozen_unchanged(self) -> None:
         frozen = self._pipeline.spec.frozen
         if frozen is not None and frozen.watched and not self._pipeline.schedule.forward_only:
             frozen.require_unchanged()

@@ -58,7 +58,7 @@ def lower(
             elif home[source] not in local:
                 assert exchange is not None
                 edges[source, stage] = exchange.recv((source, stage))
-        function = _function(pipeline, form, stage, sinks)
+        function = _stage_function(pipeline, form, stage, sinks)
         params = example(model_stages[stage])
         # Microbatches of one form share it.
         lower_one = cache(partial(_lower_stage, pipeline, form, stage, sinks, function, params))
@@ -100,7 +100,7 @@ def ends_of(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], tuple[int,
     )
 
 
-def _function(pipeline: Pipeline, form: StepForm, stage: int, sinks: tuple[int, ...]) -> StageFunction:
+def _stage_function(pipeline: Pipeline, form: StepForm, stage: int, sinks: tuple[int, ...]) -> StageFunction:
     """Put together a stage at its place in the chain: with loss, outputs, skips and frozen leaves."""
     schedule, spec = pipeline.schedule, pipeline.spec
     last, k = any(stage == chain.stages[-1] for chain in schedule.chains), schedule.model_stages[stage]
@@ -139,10 +139,10 @@ def _lower_stage(
     schedule, spec = pipeline.schedule, pipeline.spec
     model_stage = schedule.model_stages[stage]
     boundary = Boundary.of(function.fn)
-    givers = [BATCH if edge.stage == BATCH else schedule.model_stages[edge.stage] for edge in received]
+    senders = [BATCH if edge.stage == BATCH else schedule.model_stages[edge.stage] for edge in received]
     signatures = [edge.signature for edge in received]
-    _require_layouts(model_stage, boundary, form.params[model_stage], zip(givers, signatures, strict=True))
-    example = (params, received_signature(givers, signatures), *extras)
+    _require_layouts(model_stage, boundary, form.params[model_stage], zip(senders, signatures, strict=True))
+    example = (params, received_signature(senders, signatures), *extras)
     call = StageCall(function, example, f"stage {model_stage}", form.devices[model_stage])
     outline = pipeline.programs.outline(call)
     activation, skips, loss = children(outline.y)
@@ -192,12 +192,12 @@ def _losses(schedule: Schedule, spec: StepSpec, lowered: Mapping[Key, LoweredSta
     """Describe the losses of every stage that has some: those of its microbatches beside each other."""
     parts: dict[int, LossPart] = {}
     for stage, microbatches in stages_in_order(schedule):
-        of_each = {
+        by_microbatch = {
             m: low.loss.leaves[0]
             for m in microbatches
             if (low := lowered.get((stage, m))) and low.loss is not None
         }
-        losses = list(of_each.values())
+        losses = list(by_microbatch.values())
         if len(set(losses)) > 1:
             raise ValueError(
                 f"stage {schedule.model_stages[stage]} gives losses of different forms for different"
@@ -210,7 +210,7 @@ def _losses(schedule: Schedule, spec: StepSpec, lowered: Mapping[Key, LoweredSta
             )  # float16 and bfloat16 are too narrow for a sum
             shape, each = (len(losses), *losses[0].shape), "losses" in spec.wants
             leaf = LeafSignature((2, *shape) if each else shape, wide, False)
-            parts[stage] = LossPart(schedule.placement[stage], leaf, tuple(of_each) if each else ())
+            parts[stage] = LossPart(schedule.placement[stage], leaf, tuple(by_microbatch) if each else ())
     return parts
 
 
@@ -247,9 +247,9 @@ def _require_layouts(
         )
         for path, got, want in zip(signature.paths, signature.leaves, wanted.leaves, strict=True):
             if not same_placement(got.layout, want.layout):
-                giver = "the batch" if source == BATCH else f"stage {source}"
+                sender = "the batch" if source == BATCH else f"stage {source}"
                 raise ValueError(
-                    f"x{path}: {giver} gives {got}, and stage {model} declares"
+                    f"x{path}: {sender} gives {got}, and stage {model} declares"
                     f" {want.layout or 'none that is cut'}; declare the same at both ends:"
                     " pp.parallelize(..., inputs=, outputs=), or pp.with_layouts"
                 )

@@ -170,7 +170,7 @@ def prepare(
     root = Path(folder).absolute()
     leaves: list[tuple[str, Leaf]] = []
 
-    def look() -> dict[str, Any]:
+    def describe() -> dict[str, Any]:
         _require_options(keep, run)
         leaves.extend(named_leaves(state, names, "state")[0])
         number = _step(leaves, _training_states(state), step)
@@ -182,7 +182,7 @@ def prepare(
             clear_way(target, answer["nonce"])
         return answer
 
-    answers = peers.together(look)
+    answers = peers.together(describe)
     first = answers[0]
     for key in "step", "run":
         if other := [rank for rank, answer in enumerate(answers) if answer[key] != first[key]]:
@@ -241,8 +241,8 @@ def _training_states(state: Any) -> list[TrainState]:
     """List the training states in a tree; raise ValueError for one that a step has written into."""
     leaves = optree.tree_leaves(state, is_leaf=lambda part: isinstance(part, TrainState))
     states = [leaf for leaf in leaves if isinstance(leaf, TrainState)]
-    for one in states:
-        require_not_donated(one)
+    for training_state in states:
+        require_not_donated(training_state)
     return states
 
 
@@ -264,7 +264,7 @@ def write(peers: Peers, work: SaveWork) -> Path:
     """Write, commit, delete old checkpoints: the second part of a save."""
     target, folder = work.contents.folder, writing(work.contents.folder, work.nonce)
 
-    def put() -> dict[str, Any]:
+    def write_own() -> dict[str, Any]:
         record = None
         if work.mine:
             if not folder.is_dir():
@@ -277,9 +277,9 @@ def write(peers: Peers, work: SaveWork) -> Path:
             flush_folder(folder)
         return {"file": record, "sums": work.sums}
 
-    answers = peers.together(put)
+    answers = peers.together(write_own)
 
-    def end() -> None:
+    def commit() -> None:
         if peers.rank == 0:
             require_same([answer["sums"] for answer in answers])
             _commit(_with_digests(work.contents, [answer["file"] for answer in answers]), work.nonce)
@@ -291,7 +291,7 @@ def write(peers: Peers, work: SaveWork) -> Path:
                 )
 
     with hold_interrupts():  # what one rank has committed is saved on all
-        peers.together(end)
+        peers.together(commit)
     return target
 
 

@@ -56,7 +56,7 @@ class TrainingUpdate:
         by_leaf: bool = False,
     ) -> None:
         self._rule, self._ranks, self._idle, self.known = rule, ranks, idle, known
-        self.state, self._given, self._by_leaf = state, state, by_leaf
+        self.state, self._initial, self._by_leaf = state, state, by_leaf
         self.metrics: list[Metrics] = []
         self.trees: dict[int, StageTrees] = {}
         # By stage, where gradients are added up, and the numbers of the leaves.
@@ -67,8 +67,8 @@ class TrainingUpdate:
         self._factor: Tensor | None = None  # of the gradients, None for 1
         self._found_inf: Tensor | None = None  # 1 where loss or gradients are not finite, float32[]
         self._gathers: dict[int, Callable[[], Leaves]] = {}  # of new parameters, by stage, in order
-        self._totals: list[Wait] = []  # of every update whose sums over all ranks are under way
-        self._left: dict[int, int] = {}  # by stage, how many updates are to come
+        self._conclusions: list[Wait] = []  # of every update whose sums over all ranks are under way
+        self._updates_left: dict[int, int] = {}  # by stage, how many updates are to come
         # Of the states of stages before this update, by stage; and those that are on their way.
         self._stage_state: dict[int, Leaves] = {}
         self._new_states: dict[int, Callable[[], Leaves]] = {}
@@ -88,23 +88,23 @@ class TrainingUpdate:
         """
         state, ranks = self.state, self._ranks
         self.state = state._replace(params=dict(state.params), optimizer=dict(state.optimizer))
-        self._left = dict.fromkeys(state.params, len(weights))
+        self._updates_left = dict.fromkeys(state.params, len(weights))
         self._stage_state = {s: tuple(map(local, tree_leaves(tree))) for s, tree in state.stage_state.items()}
         explicit = [each for each in weights if each is not None]
         if not explicit:
             m = ranks.schedule.microbatches
             equal = torch.full((m,), 1 / (ranks.data.size * m), dtype=torch.float64, device="cpu")
             return [equal] * len(weights)
-        joined = torch.stack(explicit).to(state.step.device)
-        total = joined.sum(1, keepdim=True)
+        by_step = torch.stack(explicit).to(state.step.device)
+        total = by_step.sum(1, keepdim=True)
         ranks.data.all_reduce(total)()
         # On another device neither they nor their sum are read, and the loss is no number.
-        joined = torch.where(joined < 0, torch.nan, joined)
+        by_step = torch.where(by_step < 0, torch.nan, by_step)
         if total.device.type == "cpu" and [0] in total.tolist():
             raise ValueError(
                 "loss_weights: their sum over all data ranks is 0, expected one that losses can be divided by"
             )
-        return (joined / total).unbind()
+        return (by_step / total).unbind()
 
     def sums(self, stage: int, leaves: dict[int, LeafSignature]) -> Reducer | None:
         """Find buckets for the gradients of a stage: idle ones of an earlier step, else new ones.
@@ -129,7 +129,7 @@ class TrainingUpdate:
     def reduce(self, buffers: Buffers, stage: int, sums: Gradients, numbers: Sequence[int]) -> None:
         """Begin to sum the gradients of a stage, and the changes of its state, over the data ranks."""
         if stage in buffers.state:
-            tree = self._given.stage_state[stage]
+            tree = self._initial.stage_state[stage]
             pair = self._stage_state[stage], buffers.state[stage]
             self._new_states[stage] = self._rule.states.begin(self._ranks, stage, tree, *pair)
         if isinstance(sums, Reducer):
@@ -145,7 +145,7 @@ class TrainingUpdate:
         """Sum the norm and the loss over all ranks; conclude from them where the updates are to come."""
         rule, world = self._rule, self._ranks.world
         for stage in sorted({*self._gradients, *self._reducers}) if rule.needs_all else ():
-            self._receive(stage)
+            self._await_sums(stage)
         norms = self._norms_by_stage()
         terms = [value.sum().to(norms[0]) for value in losses if self._ranks.model.index == 0]
         sums = torch.stack([reduce(torch.add, terms, norms[0].new_zeros(())), *norms])
@@ -158,7 +158,7 @@ class TrainingUpdate:
         leaves, self._leaf_sums = self._leaf_sums, {}
         conclude = partial(self._conclude, waits, sums, buffers.scale, rows, leaves)
         if not rule.needs_all:
-            self._totals.append(conclude)
+            self._conclusions.append(conclude)
             return
         conclude()
         buffers.state.update({stage: wait() for stage, wait in self._new_states.items()})
@@ -171,10 +171,10 @@ class TrainingUpdate:
     def step(self, buffers: Buffers, stage: int) -> None:
         """Make the new parameters and optimizer state of a stage; frozen parameters stay."""
         ranks, current, trees = self._ranks, self.state, self.trees[stage]
-        self._left[stage] -= 1
+        self._updates_left[stage] -= 1
         self._gathers.pop(stage, None)  # which this step has waited for
         if not self._rule.needs_all:
-            self._receive(stage)
+            self._await_sums(stage)
             if stage in self._new_states:
                 self._stage_state[stage] = buffers.state[stage] = self._new_states.pop(stage)()
         new = list(ranks.shards(read(current.params[stage], trees.params), trees.dims))
@@ -190,7 +190,7 @@ class TrainingUpdate:
             (read(current.optimizer[stage], trees.optimizer), trees.optimizer),
             ([new[n] for n in trees.trained], trees.bare),
             self._found_inf,
-            self._given,
+            self._initial,
         )
         for n, leaf in zip(trees.trained, changed, strict=True):
             new[n] = leaf
@@ -210,14 +210,14 @@ class TrainingUpdate:
 
     def finish(self) -> None:
         """Wait for the sums and gathers that are still under way."""
-        for wait in (*self._totals, *self._gathers.values()):
+        for wait in (*self._conclusions, *self._gathers.values()):
             wait()
-        self._totals.clear()
+        self._conclusions.clear()
         self._gathers.clear()
 
     def _gather(self, buffers: Buffers, stage: int, shards: Sequence[Tensor]) -> None:
         """Begin to gather the new parameters of a stage; the memory is that of two stages at a time."""
-        params, trees, left = self.state.params, self.trees[stage], self._left[stage]
+        params, trees, left = self.state.params, self.trees[stage], self._updates_left[stage]
         precision, wait = self._rule.precision, gather(shards, trees.dims, self._ranks.parts)
 
         @cache
@@ -232,7 +232,7 @@ class TrainingUpdate:
         for earlier in [*self._gathers.values()][:-2]:
             earlier()
 
-    def _receive(self, stage: int) -> None:
+    def _await_sums(self, stage: int) -> None:
         """Wait for the sums of a stage over data ranks, and note this rank's part in the norm."""
         trees = self.trees[stage]
         if stage in self._reducers:
@@ -285,7 +285,7 @@ class TrainingUpdate:
 
     def _rate(self, like: Tensor) -> Any:
         """Compute the learning rate of this update, from the state before the call and the updates since."""
-        rate, begun = self._rule.optimizer.rate, self._given
+        rate, begun = self._rule.optimizer.rate, self._initial
         if rate is None:
             return None
         values = rate(next(iter(begun.optimizer.values())), self.state.step - begun.step)
