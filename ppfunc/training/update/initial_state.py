@@ -24,7 +24,7 @@ from ..optim.protocols import Optimizer, Tree, text_of
 from .comparison import note_whole
 from .ranks import TrainingRanks
 from .sharding import shard
-from .train_state import TrainState
+from .train_state import TrainState, note_made
 from .update_rule import UpdateRule, updated_ones
 
 _LARGEST = 256  # elements along a dimension: optimizers may treat small ones in another way
@@ -71,7 +71,7 @@ def initial_state(
         _require_storable(getattr(state, name), name)
     if ranks.shards_params:
         note_whole(ranks, state.step, masters)
-    return state
+    return note_made(state)
 
 
 def _require_storable(trees: Mapping[int, Tree], name: str) -> None:

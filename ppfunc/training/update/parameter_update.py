@@ -25,7 +25,7 @@ from .ranks import TrainingRanks
 from .reducer import Reducer
 from .sharding import gather
 from .stage_trees import StageTrees, read, rebuilt
-from .train_state import Metrics, TrainState
+from .train_state import Metrics, TrainState, note_made
 from .update_rule import UpdateRule, multiply, updated
 
 
@@ -214,6 +214,7 @@ class TrainingUpdate:
             wait()
         self._conclusions.clear()
         self._gathers.clear()
+        note_made(self.state)
 
     def _gather(self, buffers: Buffers, stage: int, shards: Sequence[Tensor]) -> None:
         """Begin to gather the new parameters of a stage; the memory is that of two stages at a time."""

@@ -1,6 +1,7 @@
 """Define the state of training and the metrics of a step: trees of tensors."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -8,12 +9,14 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ppfunc._text import answering
-from ppfunc.stage.layout import local
+from ppfunc.stage._torch import storage
 from ppfunc.stage.tree import tree_leaves
 
 from ..optim.protocols import Tree
 
-_DONATED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the step of a state, its leaves that were written
+_made: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the step of a state: the count when it was made
+_written: dict[int | None, tuple[int, ref[Tensor], ref[Tensor]]] = {}  # by storage: the count, leaf and step
+_count = [0]  # of updates in place
 
 
 @answering
@@ -74,19 +77,36 @@ class Metrics(NamedTuple):
     leaf_norms: dict[int, dict[str, Tensor]] | None = None
 
 
-def mark_donated(step: Tensor, written: Iterable[Tensor]) -> None:
-    """Note leaves of the state of this ``step`` that were updated in place: its next use raises.
+def note_made(state: TrainState) -> TrainState:
+    """Note that the leaves of a state have their values from now on."""
+    _made[state.step] = _count[0]
+    return state
 
-    Later states may hold the same leaves.
+
+def mark_donated(step: Tensor, written: Iterable[Tensor]) -> None:
+    """Note leaves that were updated in place in a step from the state of this ``step``: what was made of them
+    before raises at its next use.
     """
-    _DONATED.setdefault(step, []).extend(map(ref, written))
+    for leaf in written:
+        _count[0] += 1
+        at = storage(leaf)
+        _written[at] = _count[0], ref(leaf, partial(_forget, at)), ref(step)
+
+
+def _forget(at: int | None, gone: ref[Tensor]) -> None:
+    if at in _written and _written[at][1] is gone:
+        del _written[at]
 
 
 def require_not_donated(state: TrainState) -> None:
     """Raise ValueError for a state whose leaves were updated in place: they have values of a later step."""
-    written = {id(leaf) for entry in _DONATED.get(state.step, ()) if (leaf := entry()) is not None}
-    if written and any(id(local(leaf)) in written for leaf in tree_leaves((state.params, state.optimizer))):
-        raise ValueError(
-            "state: a step was given it, and has updated it in place, as donate=True says; go on from the"
-            " state that the last step returned, a copy from before it, or a checkpoint"
-        )
+    made = _made.get(state.step, _count[0])
+    for leaf in tree_leaves((state.params, state.optimizer)) if made < _count[0] else ():
+        count, _, step = _written.get(storage(leaf), (0, None, None))
+        if count > made:
+            one = "it" if step is not None and step() is state.step else "another state of the same tensors"
+            raise ValueError(
+                f"state: a step was given {one}, and has updated it in place, as donate=True says; go on from"
+                " the state that the last step returned, a copy from before it, or a checkpoint; give each"
+                " trainer tensors of its own"
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -367,6 +368,29 @@ def test_small_gradients_survive_a_scale_in_half_precision():
         state, metrics = trainer.step(trainer.init(params), x, torch.full((4, 4), 1e-6))
     assert metrics.grad_norm > 0
     assert torch.allclose(1 - state.params[0]["w"], torch.full((4,), 2e-6), rtol=0.1)
+
+
+def test_trainers_that_donate_the_same_tensors_are_told_apart():
+    """The second trained on, from values that the first had written, without an error."""
+    stages, params, x, y = problem(2)
+    make = partial(new_trainer, stages, squared, pp.one_f_one_b(2, 4), pp.optim.sgd(0.1, donate=True))
+    first, second = make(), make()
+    state, other, copy = first.init(params), second.init(params), second.init(map_copies(params))
+    for n in range(2):
+        state, _ = first.step(state, x, y)
+        with pytest.raises(
+            ValueError, match="given another state of the same tensors, .* each trainer tensors"
+        ):
+            (second.step, second.evaluate)[n](other, x, y)
+        copy, _ = second.step(copy, x, y)
+    later, _ = second.step(second.init(state.params), x, y)  # goes on from where the first is
+    assert same_bits(later.params, first.step(first.init(map_copies(copy.params)), x, y)[0].params)
+    with pytest.raises(ValueError, match="given another state of the same tensors"):
+        first.step(state, x, y)
+
+
+def map_copies(params):
+    return {s: copy_of(tree) for s, tree in params.items()}
 
 
 def test_stages_that_share_memory_are_updated_once_each():
