@@ -23,7 +23,7 @@ from ppfunc.stage.abstract.evaluation import (
     quiet,
     without_values,
 )
-from ppfunc.stage.abstract.foreign_draws import without_foreign_draws
+from ppfunc.stage.abstract.purity import without_foreign_draws
 from ppfunc.stage.constants import without_constants
 from ppfunc.stage.errors import line_of
 from ppfunc.stage.layout import distributed, layout_of, local

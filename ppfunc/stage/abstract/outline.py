@@ -29,8 +29,7 @@ from .evaluation import (
     stand_ins,
     without_values,
 )
-from .foreign_draws import without_foreign_draws
-from .purity import Purity, SeenFunctions
+from .purity import Purity, SeenFunctions, without_foreign_draws
 
 if TYPE_CHECKING:
     from .calls import SeenCalls
