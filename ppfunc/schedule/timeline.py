@@ -14,7 +14,7 @@ from .costs import Costs, Number, require_costs
 from .dataflow import Dataflow
 from .earliest import BESIDE, EarliestTimes, Time, earliest
 from .errors import schedule_error
-from .instruction import COMMUNICATION, COMPUTE, TAIL, Instruction, Op, microbatch_of
+from .instruction import COMMUNICATION, COMPUTE, TAIL, Instruction, Op
 from .proof.buffers import HELD
 from .proof.structure import require_schedule
 from .schedule import Schedule
@@ -229,10 +229,10 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
         held = [0] * (2 * len(kinds))
         states = set()
         for instruction in schedule.instructions(rank):
-            for op, stage, *_ in instruction[5] or (instruction,):
-                if op in HELD:
-                    change, share = HELD[op]
-                    at = kind[stage]
+            for part in instruction[5] or (instruction,):
+                if part[0] in HELD:
+                    change, share = HELD[part[0]]
+                    at = kind[part[1]]
                     if change > 0:
                         held[at] += 1
                         states.add(tuple(held))
@@ -256,31 +256,33 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) ->
     if schedule.ops <= COMPUTE:
         return times.starts, times.ends
     flow = Dataflow(schedule)
-    # Per end of a message: the number of its value for microbatch 0, and how long it takes.
+    # Per end of a message: by microbatch, when its value is there, and how long it takes.
     carried = {}
     for end, route in flow.routes.items():
         value = route.first // schedule.stages
-        carried[end] = (value, costs.message_of(flow.place(value)[0]))
-    spans: list[list[tuple[Time, Time]]] = []
+        carried[end] = (times.done.get(value, {}), costs.message_of(flow.place(value)[0]))
+    starts: list[list[Time]] = [[] for _ in schedule.programs]
+    ends: list[list[Time]] = [[] for _ in schedule.programs]
     for rank, program in enumerate(schedule.programs):
-        spans.append([])
+        note_start, note_end = starts[rank].append, ends[rank].append
         timed = zip(times.starts[rank], times.ends[rank], strict=True)
         now: Time = 0
         for step, instructions in enumerate(program):
             for place, instruction in enumerate(instructions):
-                op, stage, _, peer, _, _ = instruction
+                op, stage, microbatch, peer, _, _ = instruction
                 if op in _COUNTED:
-                    start, end = next(timed)
-                    spans[rank].append((start, end))
-                    now = now if op in BESIDE else end
+                    first, last = next(timed)
+                    now = now if op in BESIDE else last
                 elif op in COMMUNICATION:
-                    value, delay = carried.get((op, stage, peer), (0, None))
-                    made = times.done.get(value, {}).get(microbatch_of(instruction))
-                    if delay is None or made is None:
+                    made, delay = carried.get((op, stage, peer), ({}, 0))
+                    if microbatch not in made:
                         raise schedule_error(
                             schedule, rank, (step, place), "nothing computes what this message carries"
                         )
-                    spans[rank].append((made, made + delay))
+                    first = made[microbatch]
+                    last = first + delay
                 else:
-                    spans[rank].append((now, now))
-    return [[start for start, _ in row] for row in spans], [[end for _, end in row] for row in spans]
+                    first = last = now
+                note_start(first)
+                note_end(last)
+    return starts, ends

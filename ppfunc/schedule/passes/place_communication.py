@@ -41,7 +41,7 @@ class Computes(NamedTuple):
     """Where the computes of a rank stand among its instructions. No two of them end at the same time."""
 
     at: dict[int, int]  # by its end, the index of each
-    early: dict[int, int]  # by its end, the index of that ``lookahead`` computes before it, at least 0
+    early: dict[int, int] | None  # likewise of that ``lookahead`` computes before it; None where it is 0
     before: list[int]  # by gap, the end of the last one before it
 
 
@@ -97,7 +97,7 @@ def _computes(program: Program, ends: Sequence[int], lookahead: int) -> Computes
     indices = list(compress(count(), computes))
     end = dict(zip(indices, ends, strict=True))
     before = accumulate(map(end.get, range(len(computes)), repeat(-1)), max, initial=-1)
-    early = dict(zip(ends, chain(repeat(0, lookahead), indices), strict=False))
+    early = dict(zip(ends, chain(repeat(0, lookahead), indices), strict=False)) if lookahead else None
     return Computes(dict(zip(ends, indices, strict=True)), early, list(before))
 
 
@@ -133,9 +133,12 @@ def _along(flow: Dataflow, edge: EdgeFlow, done: Mapping[int, Mapping[int, int]]
 def _gaps(messages: Messages, rank: int, computes: Computes) -> list[int]:
     """Choose the gap of each message on ``rank``, in the order of the messages and receives early."""
     at, early, _ = computes
-    ends = list(zip(messages.made, messages.sender, messages.used, strict=True))
+    ends = zip(messages.made, messages.sender, messages.used, strict=True)
     wanted = [at[made] + 1 if sender == rank else at[used] for made, sender, used in ends]
     latest = list(accumulate(reversed(wanted), min))[::-1]
+    if early is None:
+        return latest
+    ends = zip(messages.made, messages.sender, messages.used, strict=True)
     hoisted = [
         gap if sender == rank or gap < early[used] else early[used]
         for gap, (_, sender, used) in zip(latest, ends, strict=True)

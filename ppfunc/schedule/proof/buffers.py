@@ -30,8 +30,7 @@ def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
     """
     peaks = []
     for rank, program in enumerate(schedule.programs):
-        parts = (part for step in program for i in step for part in i[5] or (i,))
-        changes = (_LIVE.get(part[0], 0) for part in parts)
+        changes = [_LIVE.get(part[0], 0) for step in program for i in step for part in i[5] or (i,)]
         live = list(changes if schedule.forward_only else accumulate(changes))
         peaks.append(max(0, max(live, default=0)))
         if limit is not None and peaks[-1] > limit:

@@ -151,18 +151,18 @@ def _is_pair(instruction: Instruction, rank: int, schedule: Schedule, ranges: Ra
 def _fault(instruction: Instruction, rank: int, schedule: Schedule, ranges: Ranges) -> str:
     """Put the fault of one instruction in words, empty without one."""
     op, stage, m, peer, slot, parts = instruction
-    last = len(schedule.placement) - 1
+    placement = schedule.placement
     if type(op) is not Op:
         return f"the op is {op!r:.40}, expected an Op"
-    if not _is_number(stage) or stage > last:
-        return f"stage {stage!r:.40} is out of range, expected a stage from 0 to {last}"
-    if schedule.placement[stage] != rank:
-        return f"stage {stage} is on rank {schedule.placement[stage]}, this is rank {rank}"
+    if type(stage) is not int or not 0 <= stage < len(placement):  # without calls: in every instruction
+        return f"stage {stage!r:.40} is out of range, expected a stage from 0 to {len(placement) - 1}"
+    if placement[stage] != rank:
+        return f"stage {stage} is on rank {placement[stage]}, this is rank {rank}"
+    first, stop = ranges[stage]
     if op in WHOLE_STAGE:
         if m is not None:
             return f"{op} is for a whole stage, but got microbatch {m!r:.40}"
-    elif not _is_number(m) or not ranges[stage][0] <= m < ranges[stage][1]:
-        first, stop = ranges[stage]
+    elif type(m) is not int or not first <= m < stop:
         return (
             f"microbatch {m!r:.40} is out of range, expected one from {first} to {stop - 1} in stage {stage}"
         )
