@@ -206,8 +206,8 @@ def _require_honoured(schedule: Schedule, spec: StepSpec) -> None:
 
 def map_stages(stages: Sequence[Stage | None], transform: Callable[[Stage], Stage]) -> list[Stage | None]:
     """Transform the stages; equal ones stay equal, so that they share their programs."""
-    made = {id(fn): transform(fn) for fn in stages if callable(fn)}
-    return [made.get(id(fn), fn) for fn in stages]
+    transformed = {id(fn): transform(fn) for fn in stages if callable(fn)}
+    return [transformed.get(id(fn), fn) for fn in stages]
 
 
 def _require(

@@ -94,10 +94,10 @@ def measure(
 def _medians(timelines: Sequence[Timeline]) -> dict[Op, tuple[float, ...]]:
     """Return the median time of every instruction of one rank with one microbatch, by op and stage."""
     schedule = timelines[0].schedule
-    found: dict[Op, list[float]] = {op: [0.0] * schedule.stages for op in schedule.ops}
+    medians: dict[Op, list[float]] = {op: [0.0] * schedule.stages for op in schedule.ops}
     for n, instruction in enumerate(schedule.instructions(0)):
-        found[instruction.op][instruction.stage] = median(t.ends[0][n] - t.starts[0][n] for t in timelines)
-    return {op: tuple(times) for op, times in found.items()}
+        medians[instruction.op][instruction.stage] = median(t.ends[0][n] - t.starts[0][n] for t in timelines)
+    return {op: tuple(times) for op, times in medians.items()}
 
 
 def _total(y: Any, target: Any) -> torch.Tensor:

@@ -101,12 +101,12 @@ def _cut(arguments: argparse.Namespace) -> int:
         else:
             partition = partition_balanced(weights, stages, allow_empty=arguments.allow_empty)
         loads = partition.loads(weights)
-    found: dict[str, tuple[Any, ...]] = {"boundaries": partition.boundaries, "loads": loads}
+    results: dict[str, tuple[Any, ...]] = {"boundaries": partition.boundaries, "loads": loads}
     if split_points is not None:
-        found["split_points"] = split_points
+        results["split_points"] = split_points
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(results))
         return 0
-    for name, values in found.items():
+    for name, values in results.items():
         print(f"{name.replace('_', ' ')}: {list(values)}")
     return 0

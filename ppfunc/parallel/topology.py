@@ -99,9 +99,9 @@ class Topology:
         """
         missing = [axis for axis in self.axes if axis not in coordinate]
         if missing:
-            given = ", ".join(f"{axis}={index}" for axis, index in coordinate.items()) or "nothing"
+            named = ", ".join(f"{axis}={index}" for axis, index in coordinate.items()) or "nothing"
             raise ValueError(
-                f"a rank needs a coordinate on every axis of {self}, got {given} without "
+                f"a rank needs a coordinate on every axis of {self}, got {named} without "
                 f"{', '.join(missing)}: ranks_where(...) takes a part of the axes"
             )
         self._require(coordinate)

@@ -84,16 +84,16 @@ def configure(config: Mapping[str, Any]) -> Configured:
         )
     if stages is not None and not stages % ranks and _takes_chunks(source) and "chunks" not in options:
         schedule = _built(source, ranks, microbatches, options | {"chunks": stages // ranks})
-    own = len(set(schedule.model_stages))
-    if stages not in (None, own):
+    expected = len(set(schedule.model_stages))
+    if stages not in (None, expected):
         raise ValueError(
-            f"the configuration cuts the model into {stages} stages, but {schedule.name} has {own} on {ranks}"
-            " ranks; give as many split points or layers per stage"
+            f"the configuration cuts the model into {stages} stages, but {schedule.name} has {expected} on"
+            f" {ranks} ranks; give as many split points or layers per stage"
         )
     _warn_of_bubble(schedule, config["batch_size"])
     if layers is not None:
         ends = config.get("input_weight", 1), config.get("output_weight", 1)
-        points = partition_layers(layers, own, *ends).split_points()
+        points = partition_layers(layers, expected, *ends).split_points()
     return Configured(schedule, None if points is None else tuple(points))
 
 

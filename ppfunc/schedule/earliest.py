@@ -156,21 +156,21 @@ def _kinds(
     whole: Mapping[Op, Callable[[int], Time]],
 ) -> dict[tuple[Any, ...], TimedOp]:
     """Time the kinds of instruction that occur, by op and stage, pairs excepted."""
-    home, found = schedule.placement, {}
+    home, kinds = schedule.placement, {}
     for stage in range(schedule.stages):
         first = flow.output(stage, 0)
         for op in whole:
-            found[op, stage] = TimedOp(op, (stage,), whole[op](stage), (), ())
+            kinds[op, stage] = TimedOp(op, (stage,), whole[op](stage), (), ())
         for op in schedule.ops & {Op.F, Op.B, Op.I, Op.W}:
             inputs = (
                 (value, delay(origin, stage) if home[origin] != home[stage] else 0)
                 for value, origin in flow.needs[op, stage]
             )
             products = ((lines[first + PRODUCT[op]], 0),) if op is not Op.W else ()
-            found[op, stage] = TimedOp(
+            kinds[op, stage] = TimedOp(
                 op, (stage,), duration(op, stage), tuple((lines[n], 0, late) for n, late in inputs), products
             )
-    return found
+    return kinds
 
 
 def _work(

@@ -225,8 +225,8 @@ def _checked(schedule: Schedule) -> Schedule:
 
 def _require_same(schedule: Schedule, ranks: int, microbatches: int, first: Schedule) -> None:
     if (schedule.ranks, schedule.microbatches) != (ranks, microbatches):
-        found = f"{schedule.ranks} ranks and {schedule.microbatches} microbatches"
-        raise ValueError(f"{schedule.name} is for {found}, expected {ranks} and {microbatches}")
+        got = f"{schedule.ranks} ranks and {schedule.microbatches} microbatches"
+        raise ValueError(f"{schedule.name} is for {got}, expected {ranks} and {microbatches}")
     if schedule.forward_only != first.forward_only:
         raise ValueError(
             f"of {schedule.name} and {first.name} one has a backward, the other has none: they do not do the"

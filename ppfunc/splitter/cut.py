@@ -61,13 +61,13 @@ def cut(trace: Trace, stages: int, state: Mapping[str, int]) -> tuple[StagePart,
         StageError: the model writes into a parameter or an input, or into one buffer in several stages.
         WrittenElsewhereError: the trace has to be made functional first.
     """
-    homes = {**state, **_states(trace)}
+    homes = {**state, **_state_buffers(trace)}
     cutter = _Cutter(trace, homes)
     _require_homes(cutter, state)
     return tuple(reversed([cutter.part(stage, stage == stages - 1) for stage in reversed(range(stages))]))
 
 
-def _states(trace: Trace) -> dict[str, int]:
+def _state_buffers(trace: Trace) -> dict[str, int]:
     """Find the buffers that the trace writes into or replaces, each with its stage."""
     homes: dict[str, set[int]] = {name: {node.meta["stage"]} for name, node in trace.replaced.items()}
     at = {memory: name for name, node in trace.buffers.items() for memory in storages_of(node)}
@@ -203,9 +203,9 @@ class _Cutter:
         """Find the nodes that a stage computes itself, and those that it takes from earlier stages."""
         here: set[Node] = set()
         taken: dict[int, set[Node]] = {}
-        ahead = list(roots)
-        while ahead:
-            node = ahead.pop()
+        todo = list(roots)
+        while todo:
+            node = todo.pop()
             if node in here:
                 continue
             source = self._source(node, stage)
@@ -213,8 +213,8 @@ class _Cutter:
                 taken.setdefault(source, set()).add(node)
                 continue
             here.add(node)
-            ahead += node.all_input_nodes
-            ahead += [w for w in self.writers(node) if w in self.cheap or w.meta["stage"] == stage]
+            todo += node.all_input_nodes
+            todo += [w for w in self.writers(node) if w in self.cheap or w.meta["stage"] == stage]
         return here, taken
 
     def _source(self, node: Node, stage: int) -> int:
@@ -236,9 +236,9 @@ class _Cutter:
         if node.target is aten.as_strided.default:
             # It depends on how its memory was made, which a message does not tell.
             return self._source(self.maker[node.meta["value"].storage], stage)
-        return stage if self._moves(node) else int(node.meta["stage"])
+        return stage if self._runs_after_crossing(node) else int(node.meta["stage"])
 
-    def _moves(self, node: Node) -> bool:
+    def _runs_after_crossing(self, node: Node) -> bool:
         """Tell whether a view or a cast is done after its argument has crossed."""
         return is_view_or_cast(node) and not self.all_writers(node) and not self._of_parameter(node)
 

@@ -23,7 +23,7 @@ from .cut import StagePart, WrittenElsewhereError, cut
 from .functional import MAPPABLE, without_writes
 from .program import StageCode, stage_codes
 from .record import Region, autocast
-from .trace import LeafForm, Tensors, Trace, label, trace
+from .trace import LeafForm, Tensors, Trace, label_stages, trace
 
 _MOST = 32  # forms of inputs whose code is kept
 _PLAIN = {bool, int, float, str, NoneType}
@@ -107,13 +107,13 @@ class Source:
                 if traced is None:
                     form = self.form.with_changes(changes)
                     traced = trace(self.model, form, inputs, device, self.names, compute)
-                self._codes[key] = self._make(traced, device, functional)
+                self._codes[key] = self._make_codes(traced, device, functional)
                 while len(self._codes) > _MOST:
                     self._codes.popitem(last=False)
             self._codes.move_to_end(key)
             return self._codes[key]
 
-    def compute(
+    def compute_dtype(
         self, params: Mapping[str, Tensor], before: torch.dtype | None, stage: int
     ) -> torch.dtype | None:
         """Return the dtype of all floating parameters in a step, None where each has that of the model.
@@ -154,9 +154,9 @@ class Source:
                 self._moved[name, device] = buffer, moved
             return moved
 
-    def _make(self, traced: Trace, device: torch.device, functional: bool) -> tuple[StageCode, ...]:
+    def _make_codes(self, traced: Trace, device: torch.device, functional: bool) -> tuple[StageCode, ...]:
         ambient = Region(True, autocast())
-        label(traced, _begins(self.names, traced))
+        label_stages(traced, _begins(self.names, traced))
         traced = without_writes(traced, device) if functional else traced
         state = {name: stage for stage, code in enumerate(self.first) for name in code.state}
         try:
@@ -196,7 +196,7 @@ def _require_plain(parts: Sequence[StagePart]) -> None:
         for source, nodes in part.received.items():
             for node in nodes:
                 if node.meta["laid"]:
-                    reason = f"it takes the value {_named(node)}, a DTensor, from stage {source}"
+                    reason = f"it takes the value {_described(node)}, a DTensor, from stage {source}"
                     mend = "cut where activations are plain tensors, as use_local_output=True makes them"
                     raise StageError(f"stage {stage}", reason, mend)
 
@@ -207,13 +207,13 @@ def _begins(names: Sequence[str], traced: Trace) -> list[int]:
     Raises:
         ValueError: a named module is not called, or not in this order, or a stage would have no operator.
     """
-    if missing := [name for name in names if name not in traced.begun]:
+    if missing := [name for name in names if name not in traced.starts]:
         raise ValueError(
             f"at: the module {missing[0]} is not called; name one that is, or the modules within it"
         )
-    begins = [traced.begun[name] for name in names]
+    begins = [traced.starts[name] for name in names]
     if begins != sorted(begins):
-        real = sorted(names, key=traced.begun.__getitem__)
+        real = sorted(names, key=traced.starts.__getitem__)
         raise ValueError(f"at: got {list(names)}, expected the order in which they are called, {real}")
     for (before, start), (name, end) in pairwise([("", 0), *zip(names, begins, strict=True)]):
         if start == end:
@@ -237,11 +237,11 @@ def _require_same(first: Sequence[StageCode], parts: Sequence[StagePart]) -> Non
             raise StageError(f"stage {stage}", f"it writes into the buffer {other[0]} {when}", mend)
         for source, (node, *_) in part.received.items():
             if source < stage - 1 and source not in code.received:
-                reason = f"it takes the value {_named(node)}, from stage {source} {when}"
+                reason = f"it takes the value {_described(node)}, from stage {source} {when}"
                 raise StageError(f"stage {stage}", reason, mend)
 
 
-def _named(node: Node) -> str:
+def _described(node: Node) -> str:
     """Name a value, its shape, and the line that makes it."""
     shape = list(node.meta["value"].shape)
     return f"{node.name.removeprefix('v_')} of shape {shape}{node.meta.get('place', '')}"

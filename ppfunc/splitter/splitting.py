@@ -95,29 +95,29 @@ def split(
     inputs = tuple(LeafForm(tuple(t.shape), t.dtype) for t in tensors)
     device = _device(model, tensors)
     if isinstance(at, Sequence):
-        names, traced = _names(model, at), None
+        names, traced = _checked_names(model, at), None
     else:
         names, traced = _choose(model, form, inputs, device, at)
     source = Source(model, form, names)
     codes = source.codes(inputs, device, traced=traced)
-    tensors_of = Tensors.of(model)
-    values = {name: t.detach() for name, t in (*tensors_of.params.items(), *tensors_of.buffers.items())}
+    model_tensors = Tensors.of(model)
+    values = {name: t.detach() for name, t in (*model_tensors.params.items(), *model_tensors.buffers.items())}
     places = {
         name: tuple((stage, name) for stage, code in enumerate(codes) if name in code.params)
-        for name in tensors_of.params
+        for name in model_tensors.params
     }
     params = {stage: {name: values[name] for name in code.params} for stage, code in enumerate(codes)}
     state = {
         stage: {name: values[name] for name in code.state} for stage, code in enumerate(codes) if code.state
     }
-    tied = {name: homes for name, homes in places.items() if len(homes) > 1}
+    tied = {name: at_stages for name, at_stages in places.items() if len(at_stages) > 1}
     return Split(
         tuple(make_stage(source, stage) for stage in range(source.stages)),
         params,
         state,
         tied,
         source.skips,
-        tuple(name for name, homes in places.items() if not homes),
+        tuple(name for name, at_stages in places.items() if not at_stages),
         tuple(names),
         source,
     )
@@ -154,7 +154,7 @@ def _device(model: nn.Module, inputs: Sequence[Tensor]) -> torch.device:
     return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
 
 
-def _names(model: nn.Module, at: Sequence[str]) -> list[str]:
+def _checked_names(model: nn.Module, at: Sequence[str]) -> list[str]:
     """Check the names of modules."""
     if isinstance(at, str):
         raise TypeError(f"at: got {at!r}, expected a list of names of modules, such as [{at!r}]")
@@ -206,18 +206,18 @@ def _choose(
     levels = _levels(model)
     traced = trace(model, form, inputs, device, levels[-1])
     if at is None:
-        if not (names := [name for name in traced.begun if name.startswith(PIPE_SPLIT)]):
+        if not (names := [name for name in traced.starts if name.startswith(PIPE_SPLIT)]):
             raise TypeError(
                 "at: got none, expected names of modules, a number of stages, or a Partition; or a model that"
                 " calls torch.distributed.pipelining.pipe_split()"
             )
         return names, traced
-    called = [_in_order(names, traced.begun) for names in levels]
+    called = [_in_order(names, traced.starts) for names in levels]
     if isinstance(at, Partition):
         return _of_partition(called, at), traced
     if isinstance(at, bool) or not isinstance(at, int) or at < 1:
         raise ValueError(f"at: got {at!r}, expected names of modules, a number of stages, or a Partition")
-    return _balanced(called, traced.begun, _flops(traced, device), at), traced
+    return _balanced(called, traced.starts, _flops(traced, device), at), traced
 
 
 def _levels(model: nn.Module) -> list[list[str]]:
@@ -235,12 +235,12 @@ def _levels(model: nn.Module) -> list[list[str]]:
     return [*levels, [name for name in kinds if name]]
 
 
-def _in_order(names: Sequence[str], begun: Mapping[str, int]) -> list[str]:
+def _in_order(names: Sequence[str], starts: Mapping[str, int]) -> list[str]:
     """Sort the modules that are called by their first calls; keep the first of those at the same operator."""
     first: dict[int, str] = {}
     for name in names:
-        if name in begun:
-            first.setdefault(begun[name], name)
+        if name in starts:
+            first.setdefault(starts[name], name)
     return [first[at] for at in sorted(first)]
 
 
@@ -256,17 +256,17 @@ def _of_partition(called: Sequence[Sequence[str]], partition: Partition) -> list
 
 
 def _balanced(
-    called: Sequence[Sequence[str]], begun: Mapping[str, int], marks: Sequence[float], stages: int
+    called: Sequence[Sequence[str]], starts: Mapping[str, int], marks: Sequence[float], stages: int
 ) -> list[str]:
     """Balance the stages at the outermost level whose heaviest stage is near the least of all levels."""
-    cuts = [[name for name in names if 0 < begun[name] < len(marks) - 1] for names in called]
+    cuts = [[name for name in names if 0 < starts[name] < len(marks) - 1] for names in called]
     levels = [names for names in cuts[:-1] if len(names) >= stages - 1] or [
         names for names in cuts[-1:] if len(names) >= stages - 1
     ]
     choices: list[tuple[float, list[str]]] = []
     for names in levels:
         weights = [
-            marks[b] - marks[a] for a, b in pairwise([0, *(begun[name] for name in names), len(marks) - 1])
+            marks[b] - marks[a] for a, b in pairwise([0, *(starts[name] for name in names), len(marks) - 1])
         ]
         partition = partition_balanced(weights, stages)
         choices.append((max(partition.loads(weights)), [names[b - 1] for b in partition.boundaries[1:-1]]))

@@ -46,7 +46,7 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
         inputs, forms, before, changes = _read(source, stage, without_constants(x))
         device = next(t.device for t in (*params.values(), *inputs, *forms))
         *given, cast = forms
-        compute = source.compute(params, None if cast.dtype is torch.bool else cast.dtype, stage)
+        compute = source.compute_dtype(params, None if cast.dtype is torch.bool else cast.dtype, stage)
         forms = (*given, cast.to(compute or torch.bool))
         leaves = [LeafForm(tuple(f.shape[1:]), f.dtype) for f in given]
         code = source.codes(leaves, device, functional=vmapped(), compute=compute, changes=changes)[stage]

@@ -70,7 +70,7 @@ class Trace(NamedTuple):
         results: the leaves of it: nodes, or values of Python.
         replaced: the nodes of the tensors that the model has put in the place of buffers.
         frozen: the parameters that require no gradient.
-        begun: for the modules that were asked for, and calls of ``pipe_split()``, how many operators came
+        starts: for the modules that were asked for, and calls of ``pipe_split()``, how many operators came
             before the first call.
     """
 
@@ -82,7 +82,7 @@ class Trace(NamedTuple):
     results: tuple[Any, ...]
     replaced: Mapping[str, Node]
     frozen: frozenset[str]
-    begun: Mapping[str, int]
+    starts: Mapping[str, int]
 
 
 class Tensors(NamedTuple):
@@ -149,23 +149,27 @@ def _trace(
         input_tensors = tuple(_input(leaf, device) for leaf in inputs)
         nodes = {name: recording.place(t, "v_" + re.sub(r"\W", "_", name)) for name, t in fakes.items()}
         input_nodes = tuple(recording.place(t, f"input{i}") for i, t in enumerate(input_tensors))
-        begun: dict[str, int] = {}
+        starts: dict[str, int] = {}
         modules = [name for name in names if not name.startswith(PIPE_SPLIT)]
-        called = fakes | {place: fakes[name] for place, name in tensors.places.items()}
+        tensors_by_name = fakes | {place: fakes[name] for place, name in tensors.places.items()}
         with (
             unmodified(model),
             caches_emptied(model),
             values_unchecked(),
             AssignedAttributes(),
-            noted(model, modules, lambda name: begun.setdefault(name, recording.operators)),
+            noted(model, modules, lambda name: starts.setdefault(name, recording.operators)),
             functions_kept(recording),
             in_python(recorded_in(recording)),
         ):
-            result = _call(model, called, without_constants(form.arguments(input_tensors)), recording)
+            result = _call(
+                model, tensors_by_name, without_constants(form.arguments(input_tensors)), recording
+            )
         leaves, treedef = tree_flatten(result, "the result of the model")
         results = tuple(recording.node(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         replaced = {
-            name: recording.node(called[name]) for name in tensors.buffers if called[name] is not fakes[name]
+            name: recording.node(tensors_by_name[name])
+            for name in tensors.buffers
+            if tensors_by_name[name] is not fakes[name]
         }
     return Trace(
         tuple(n for n in recording.graph.nodes if n.op != "placeholder"),
@@ -176,11 +180,11 @@ def _trace(
         results,
         replaced,
         frozenset(name for name, p in tensors.params.items() if not p.requires_grad),
-        begun | {f"{PIPE_SPLIT}{n}": before for n, before in enumerate(recording.cuts, 1)},
+        starts | {f"{PIPE_SPLIT}{n}": before for n, before in enumerate(recording.cuts, 1)},
     )
 
 
-def label(traced: Trace, begins: Sequence[int]) -> None:
+def label_stages(traced: Trace, begins: Sequence[int]) -> None:
     """Give each operator its stage. ``begins`` are the operators with which later stages begin."""
     operators = [node for node in traced.nodes if node.op == "call_function"]
     for stage, (start, end) in enumerate(pairwise([0, *begins, len(operators)])):

@@ -111,8 +111,8 @@ class Split:
         )
         params, state, buffers = read_weights(self._source, self.params, self.state, weights, chosen, dtype)
         source = self._source.with_buffers(buffers)
-        made = tuple(make_stage(source, stage) for stage in range(len(self.stages)))
-        return replace(self, stages=made, params=params, state=state, _source=source)
+        functions = tuple(make_stage(source, stage) for stage in range(len(self.stages)))
+        return replace(self, stages=functions, params=params, state=state, _source=source)
 
     def put_back(self, params: Params, model: nn.Module | None = None, state: Params | None = None) -> None:
         """Copy parameters, and a state, into a model.

@@ -225,14 +225,14 @@ def losses_of(lowered: LoweredStep, buffers: Buffers) -> dict[int, torch.Tensor]
     weighted: dict[int, torch.Tensor] = {}
     for stage, part in lowered.losses.items():
         chain = next(chain for chain in lowered.schedule.chains if stage in chain.stages)
-        own = [m for m in chain.microbatches if lowered.stages[stage, m].loss is not None]
-        each = [buffers.kept[stage, m][0] for m in own]
+        numbers = [m for m in chain.microbatches if lowered.stages[stage, m].loss is not None]
+        each = [buffers.kept[stage, m][0] for m in numbers]
         rows = [
             torch.zeros_like(loss) if m in buffers.left_out else loss
-            for m, loss in zip(own, each, strict=True)
+            for m, loss in zip(numbers, each, strict=True)
         ]
         losses = torch.stack(rows).to(part.leaf.dtype)
-        weights = torch.stack([buffers.weights[stage][m] for m in own])
+        weights = torch.stack([buffers.weights[stage][m] for m in numbers])
         weights = weights.view(-1, *(1,) * (losses.ndim - 1))
         losses = torch.where(weights == 0, torch.zeros_like(losses), losses * weights)
         if part.each:

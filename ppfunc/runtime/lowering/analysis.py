@@ -209,10 +209,10 @@ def costs_of(step: LoweredStep, programs: Mapping[Key, StageProgram]) -> dict[st
         "parameters": {s: 2 * low.params.nbytes for s, (_, low) in sorted(lows.items())},
     }
     if programs:
-        kept = {s: residual_bytes(programs[key], low) for s, (key, low) in sorted(lows.items())}
-        sizes["activation"] = {s: most for s, (most, _) in kept.items()}
+        residuals = {s: residual_bytes(programs[key], low) for s, (key, low) in sorted(lows.items())}
+        sizes["activation"] = {s: most for s, (most, _) in residuals.items()}
         sizes["weight_share"] = {
-            s: min(1.0, rest / most) if most else 0.0 for s, (most, rest) in kept.items()
+            s: min(1.0, rest / most) if most else 0.0 for s, (most, rest) in residuals.items()
         }
     return sizes
 

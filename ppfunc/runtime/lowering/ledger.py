@@ -218,9 +218,9 @@ class Ledger(TorchDispatchMode):
                 bare.set_(within.untyped_storage(), like.storage_offset(), *form)
                 return FakeTensor(self._evaluation, bare, like.device)
             bare = torch.empty_strided(*form, dtype=like.dtype, device="meta")
-            made = FakeTensor(self._evaluation, bare, like.device)
-            self.name(made, name)
-        return made
+            tensor = FakeTensor(self._evaluation, bare, like.device)
+            self.name(tensor, name)
+        return tensor
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
         """Name the storage of a tensor."""

@@ -194,10 +194,10 @@ class PairGroups:
     def _receiver(self, transfer: Transfer) -> Call:
         pair, tag, wire, rank = self._pair(transfer), transfer.tag, _wire(transfer), self._line[transfer.peer]
         device = transfer.device
-        made = [(leaf.shape, leaf.dtype) for leaf in transfer.leaves]
+        forms = [(leaf.shape, leaf.dtype) for leaf in transfer.leaves]
 
         def receive(buffers: Buffers) -> None:
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in made]
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
             try:
                 buffers.pending[tag] = [pair.group.recv([t], 0, 0) for t in wire(tensors)], tensors
             except RuntimeError as error:

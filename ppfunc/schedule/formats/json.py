@@ -107,19 +107,19 @@ def from_document(document: Any, path: str = "$") -> Schedule:
 
 def times_of(path: str, value: Any, rows: int) -> list[list[float]]:
     """Read so many lists of finite numbers from 0 on, as they stand at ``path``."""
-    found = [[_time(*item) for item in _items(*row)] for row in _items(path, value)]
-    if len(found) != rows:
+    times = [[_time(*item) for item in _items(*row)] for row in _items(path, value)]
+    if len(times) != rows:
         raise _wrong(path, value, f"{rows} lists")
-    return found
+    return times
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in entries:
             raise FormatError(f"$: the key {shortened(key)} occurs twice in one object")
-        found[key] = value
-    return found
+        entries[key] = value
+    return entries
 
 
 def _wrong(path: str, value: Any, expected: str) -> FormatError:

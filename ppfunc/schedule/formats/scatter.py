@@ -75,13 +75,13 @@ def _figures(row: ScheduleFigures) -> tuple[float, float]:
 
 def _points(overview: Overview, scale: list[float], bottom: float) -> list[_Point]:
     """List the points from top to bottom; merge those in the same place."""
-    found: dict[tuple[int, int], list[ScheduleFigures]] = {}
+    by_place: dict[tuple[int, int], list[ScheduleFigures]] = {}
     for row in overview.rows:
         x, y = _figures(row)
-        found.setdefault((round(_LEFT + x * scale[0]), round(bottom - y * scale[1])), []).append(row)
+        by_place.setdefault((round(_LEFT + x * scale[0]), round(bottom - y * scale[1])), []).append(row)
     return [
         _Point(x, y, rows, ", ".join(map(_name, rows)))
-        for (x, y), rows in sorted(found.items(), key=lambda item: item[0][1])
+        for (x, y), rows in sorted(by_place.items(), key=lambda item: item[0][1])
     ]
 
 

@@ -99,12 +99,12 @@ def _around_compute(schedule: Schedule, rank: int, timeline: Timeline) -> Iterat
 def _next_stages(compute: list[Instruction]) -> list[list[int]]:
     """List up to three stages used next, soonest first, before each instruction."""
     order: list[int] = []
-    found = []
+    soonest = []
     for instruction in reversed(compute):
-        own = [part.stage for part in parts_of(instruction)]
-        order = list(dict.fromkeys([*own, *order]))
-        found.append(order[:_UNSHARDED])
-    return found[::-1]
+        used = [part.stage for part in parts_of(instruction)]
+        order = list(dict.fromkeys([*used, *order]))
+        soonest.append(order[:_UNSHARDED])
+    return soonest[::-1]
 
 
 def _messages(

@@ -30,7 +30,7 @@ def linearize(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     while ready:
         rank = ready.popleft()
         program = schedule.programs[rank]
-        missing, made = _try(program[at[rank]], flow, there)
+        missing, products = _try(program[at[rank]], flow, there)
         if missing is not None:
             waiting.setdefault(missing, []).append(rank)
             continue
@@ -38,8 +38,8 @@ def linearize(schedule: Schedule) -> tuple[tuple[int, int], ...]:
         at[rank] += 1
         if at[rank] < len(program):
             ready.append(rank)
-        there.update(made)
-        for value in made:
+        there.update(products)
+        for value in products:
             ready += waiting.pop(value, ())
     if waiting:
         raise _stuck(schedule, flow, at, {r: v for v, ranks in waiting.items() for r in ranks})
@@ -48,14 +48,14 @@ def linearize(schedule: Schedule) -> tuple[tuple[int, int], ...]:
 
 def _try(step: Step, flow: Dataflow, there: set[int]) -> tuple[int | None, set[int]]:
     """Return the value that a step waits for, or None, and the values that it computes."""
-    made: set[int] = set()
+    products: set[int] = set()
     for instruction in step:
         if instruction.op in COMPUTE:
             for value, _ in flow.consumed(instruction):
-                if value not in there and value not in made:
-                    return value, made
-            made.update(flow.products(instruction))
-    return None, made
+                if value not in there and value not in products:
+                    return value, products
+            products.update(flow.products(instruction))
+    return None, products
 
 
 def _stuck(schedule: Schedule, flow: Dataflow, at: list[int], missing: dict[int, int]) -> ScheduleError:

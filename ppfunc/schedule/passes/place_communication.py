@@ -220,15 +220,15 @@ def _emit(program: Program, postings: Sequence[Posting]) -> Program:
 
 def _batches(postings: Sequence[Posting]) -> dict[int, list[Step]]:
     """Collect the batches of each gap."""
-    found: dict[int, list[Step]] = {}
+    batches: dict[int, list[Step]] = {}
     for gap, batch, _, _, _, instruction in postings:
-        if gap not in found:
-            found[gap] = [(instruction,)]
-        elif batch < len(found[gap]):
-            found[gap][batch] += (instruction,)
+        if gap not in batches:
+            batches[gap] = [(instruction,)]
+        elif batch < len(batches[gap]):
+            batches[gap][batch] += (instruction,)
         else:
-            found[gap].append((instruction,))
-    return found
+            batches[gap].append((instruction,))
+    return batches
 
 
 def _close(steps: list[Step], batches: Sequence[Step], rest: Step) -> None:

@@ -59,8 +59,8 @@ def cut_layers(
         for at in range(1, len(best) - 1):
             for step in (-1, 1):
                 moved = [*best[:at], best[at] + step, *best[at + 1 :]]
-                if moved[at - 1] < moved[at] < moved[at + 1] and (found := value(moved)) < least:
-                    best, least = moved, found
+                if moved[at - 1] < moved[at] < moved[at + 1] and (load := value(moved)) < least:
+                    best, least = moved, load
         if not least < before:
             break
     return costs_of_stages(costs, best), Partition(tuple(best))

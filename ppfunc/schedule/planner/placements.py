@@ -50,15 +50,15 @@ def candidates(
     require_counts(ranks=ranks)
     shapes = _shapes(ranks, costs, placement, chunks, layers)
     least = min(len(place) for place in shapes.values())
-    found = []
+    listed = []
     for name, place in shapes.items():
         if layers is None:
-            found.append(Candidate(name, place, shared_costs(costs, least, len(place)).fitting(len(place))))
+            listed.append(Candidate(name, place, shared_costs(costs, least, len(place)).fitting(len(place))))
         else:
-            found.append(
+            listed.append(
                 Candidate(name, place, *cut_layers(costs, layers, place, microbatches, cap, objective))
             )
-    return found
+    return listed
 
 
 def _shapes(

@@ -117,9 +117,9 @@ class Search:
         failures = 0
         while True:
             self._trying = name
-            found = self._neighbour(current.order)
-            if found.value <= current.value * (1 + _WARM * self._random.random() * (1 - self.elapsed)):
-                current = found
+            tried = self._neighbour(current.order)
+            if tried.value <= current.value * (1 + _WARM * self._random.random() * (1 - self.elapsed)):
+                current = tried
             failures += 1
             if current.value < best.value:
                 best, failures = current, 0
@@ -136,10 +136,10 @@ class Search:
         def manner(hold: Hold = NO_HOLD) -> Manner:
             return Manner(self._random.uniform(*_PATIENCE), hold=hold)
 
-        found = [self._counted(1, replay(self._forwards, order, manner(self._delays())))]
+        tried = [self._counted(1, replay(self._forwards, order, manner(self._delays())))]
         for _ in range(2):
-            found.append(self._justify(found[-1].order, manner(), manner()))
-        return min(found, key=lambda r: r.value)
+            tried.append(self._justify(tried[-1].order, manner(), manner()))
+        return min(tried, key=lambda r: r.value)
 
     def _delays(self) -> Hold:
         """Delay some operations: one code for a run of microbatches, or half of one microbatch's codes."""

@@ -52,21 +52,21 @@ def check_tail(schedule: Schedule) -> None:
     present = [op for op in TAIL if op in schedule.ops]
     if not present:
         return
-    found: dict[tuple[Op, int], Position] = {}
+    positions: dict[tuple[Op, int], Position] = {}
     last: dict[int, Position] = {}
     for position, instruction in walk(schedule):
         op, stage = instruction.op, instruction.stage
         if op in COMPUTE:
             last |= dict.fromkeys((part.stage for part in parts_of(instruction)), position)
         elif op in TAIL:
-            if (op, stage) in found:
+            if (op, stage) in positions:
                 raise fault_at(schedule, position, f"stage {stage} has {op} twice, expected it once")
             for later in TAIL[TAIL.index(op) + 1 :]:
-                if (later, stage) in found:
+                if (later, stage) in positions:
                     raise fault_at(schedule, position, f"{op} comes after {later}, expected it before")
-            found[op, stage] = position
-    _check_all_stages(schedule, present, found)
-    for (op, stage), position in found.items():
+            positions[op, stage] = position
+    _check_all_stages(schedule, present, positions)
+    for (op, stage), position in positions.items():
         if schedule.forward_only or last[stage] > position:
             reason = (
                 "the schedule has no backward"
@@ -76,14 +76,16 @@ def check_tail(schedule: Schedule) -> None:
             raise fault_at(schedule, position, f"{reason}, expected {op} after all backward work")
 
 
-def _check_all_stages(schedule: Schedule, present: list[Op], found: dict[tuple[Op, int], Position]) -> None:
+def _check_all_stages(
+    schedule: Schedule, present: list[Op], positions: dict[tuple[Op, int], Position]
+) -> None:
     for op in present:
         for stage, rank in enumerate(schedule.placement):
-            if op is not Op.REDUCE_TIED and (op, stage) not in found:
+            if op is not Op.REDUCE_TIED and (op, stage) not in positions:
                 reason = f"stage {stage} has no {op}, but other stages have: expected it in all or none"
                 raise schedule_error(schedule, rank, last_place(schedule, rank), reason)
     for group in schedule.replicas:
-        summed = [stage for stage in group if (Op.REDUCE_TIED, stage) in found]
+        summed = [stage for stage in group if (Op.REDUCE_TIED, stage) in positions]
         for stage in group if summed else ():
             if stage not in summed:
                 rank = schedule.placement[stage]
@@ -102,4 +104,4 @@ def _check_all_stages(schedule: Schedule, present: list[Op], found: dict[tuple[O
                 f"stages {group} are replicas, but their gradients are never summed: expected REDUCE_TIED"
                 " before STEP"
             )
-            raise fault_at(schedule, found[Op.STEP, group[0]], reason)
+            raise fault_at(schedule, positions[Op.STEP, group[0]], reason)

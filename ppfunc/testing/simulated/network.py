@@ -166,13 +166,13 @@ class Network:
 
     def waits(self, rank: int) -> list[tuple[int, int, str]]:
         """List ``(rank, peer, text)``: who waits for whom and for what, from ``rank`` on, until it ends."""
-        found: list[tuple[int, int, str]] = []
+        chain: list[tuple[int, int, str]] = []
         while (awaited := self.members[rank].waits) is not None and rank not in (
-            waiting for waiting, _, _ in found
+            waiting for waiting, _, _ in chain
         ):
-            found.append((rank, *awaited))
+            chain.append((rank, *awaited))
             rank = awaited[0]
-        return found
+        return chain
 
     # -- faults ----------------------------------------------------------------------------
 

@@ -107,8 +107,8 @@ class SimulatedTransport(Control):
             members = tuple(range(self.size))
         if len(members) == 1:
             return Collective()
-        made = SimulatedCollective(self._network, self.rank, members)
-        return self._collectives.setdefault(members, made)
+        collective = SimulatedCollective(self._network, self.rank, members)
+        return self._collectives.setdefault(members, collective)
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
         return self._wires.post(self.rank, batch) if batch else None

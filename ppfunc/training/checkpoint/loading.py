@@ -178,8 +178,8 @@ def _require_fit(contents: Contents, wanted: Mapping[str, str], partial: str | N
                 f"{where}: {escaped(name)} is {stored[name]}, like has {wanted[name]}; give like= a leaf of"
                 " that form, or none"
             )
-    left, kept = (f"{listed(names)}" if names else "nothing" for names in (more, missing))
-    return f"{where} was loaded in part: left out {left}; as in like stays {kept}" if matched else ""
+    left, unchanged = (f"{listed(names)}" if names else "nothing" for names in (more, missing))
+    return f"{where} was loaded in part: left out {left}; as in like stays {unchanged}" if matched else ""
 
 
 def _read(contents: Contents, leaves: Leaves, reader: Reader) -> list[Leaf]:

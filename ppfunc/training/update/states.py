@@ -72,7 +72,7 @@ class StateRule(NamedTuple):
         Raises:
             ValueError: a leaf that no pattern matches, or one of booleans.
         """
-        signature, patterns, found = Signature.of(tree), self.reduce or {}, []
+        signature, patterns, kinds = Signature.of(tree), self.reduce or {}, []
         for name, leaf in zip(leaf_names(signature), signature.leaves, strict=True):
             pattern = first_match(name, patterns)
             if pattern is None or leaf.dtype is torch.bool:
@@ -81,8 +81,8 @@ class StateRule(NamedTuple):
                     f"reduce_state: got {got} for the state of stage {stage}, expected numbers, and a mean or"
                     ' a sum for each: add "*": "mean"'
                 )
-            found.append(patterns[pattern])
-        return found
+            kinds.append(patterns[pattern])
+        return kinds
 
     def begin(
         self, ranks: TrainingRanks, stage: int, tree: Tree, before: Leaves, after: Leaves
