@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import signal
 import subprocess
@@ -312,11 +313,29 @@ def test_a_library_that_others_can_write_is_not_loaded(library, tmp_path, monkey
     monkeypatch.setenv("PPFUNC_CACHE", str(tmp_path))
     monkeypatch.setenv("PPFUNC_NATIVE", "auto")
     file = tmp_path / f"ppfunc-{native._key()}.so"
-    file.write_bytes(b"")
+    file.write_bytes(native._ENDING.format(hashlib.sha256().hexdigest()).encode())
     file.chmod(0o666)
     other = native._Library()
     other.begin()
     assert other.make is None and "is not of this user alone" in other.failure
+
+
+@pytest.mark.parametrize("size", [0, 100, 4096, 200_000, -1])
+def test_a_library_that_was_cut_short_is_built_again(library, tmp_path, size):
+    """Loading it ended the process by SIGBUS."""
+    (built,) = native._folder().glob(f"ppfunc-{native._key()}.so")
+    file = tmp_path / built.name
+    file.write_bytes(built.read_bytes()[:size])
+    file.chmod(0o700)
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\nhead -c -{SEAL} {built} > "{file}.part"\n')
+    compiler.chmod(0o700)
+    done = run_apart(STEP, PPFUNC_NATIVE="always", PPFUNC_CACHE=str(tmp_path), CXX=str(compiler))
+    assert done.returncode == 0 and done.stdout.split() == ["2.0"], done.stderr
+    assert file.read_bytes() == built.read_bytes()
+
+
+SEAL = len(native._ENDING.format(hashlib.sha256().hexdigest()))
 
 
 def test_a_wrong_choice_is_told_at_every_step(monkeypatch):

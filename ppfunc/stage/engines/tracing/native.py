@@ -39,6 +39,8 @@ Program = Callable[..., Any]
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _FLAGS = ("-O1", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-DTORCH_EXTENSION_NAME=native")
+_SCRIPT = 'umask 077 && "$@" && sha256sum < "$0.part" >> "$0.part" && mv "$0.part" "$0"'
+_ENDING = "{}  -\n"  # of a library, as sha256sum writes it
 _LIBRARIES = ("-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10")
 
 
@@ -83,7 +85,7 @@ class _Library:
             self.failure = "it is built on Linux, by g++ or the compiler that CXX names"
         elif (folder := _folder()) is None:
             self.failure = "this user has no home folder; PPFUNC_CACHE names another"
-        elif os.path.exists(file := folder / f"ppfunc-{_key()}.so") or choice == "always":
+        elif _is_whole(file := folder / f"ppfunc-{_key()}.so") or choice == "always":
             self._load(file, compiler)
         else:
             in_background = [shutil.which("nice") or "env", compiler]
@@ -93,12 +95,14 @@ class _Library:
 
     def _load(self, file: Path, *compiler: str) -> None:
         try:
-            if not file.exists():
-                _build(file, *compiler)
-            if file.stat().st_uid != os.geteuid() or file.stat().st_mode & 0o022:
+            if file.exists() and (file.stat().st_uid != os.geteuid() or file.stat().st_mode & 0o022):
                 raise OSError(
                     f"{file} is not of this user alone; delete it, or set PPFUNC_CACHE to a folder of yours"
                 )
+            if not _is_whole(file):
+                _build(file, *compiler)
+                if not _is_whole(file):
+                    raise OSError(f"{file} is not as it was written; free some disk, or set PPFUNC_CACHE")
             loader = ExtensionFileLoader("native", str(file))
             spec = spec_from_loader("native", loader)
             assert spec is not None
@@ -149,6 +153,19 @@ def _key() -> str:
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
+def _is_whole(file: Path) -> bool:
+    """Tell whether a library is as it was written, by the digest at its end.
+
+    Loading one that was cut short ends the process.
+    """
+    try:
+        content = file.read_bytes()
+    except OSError:  # there is none
+        return False
+    end = len(_ENDING.format(hashlib.sha256().hexdigest()))
+    return content[-end:] == _ENDING.format(hashlib.sha256(content[:-end]).hexdigest()).encode()
+
+
 def _build(file: Path, *compiler: str) -> None:
     """Compile the library. Of processes that begin at the same time one does, and the others wait for it.
 
@@ -164,10 +181,10 @@ def _build(file: Path, *compiler: str) -> None:
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(f"{file}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not file.exists():
+        if not _is_whole(file):
             # A shell goes on, and holds the lock, if this process ends before the compiler does.
             subprocess.run(
-                ["sh", "-c", 'umask 077 && "$@" && mv "$0.part" "$0"', str(file), *command],
+                ["sh", "-c", _SCRIPT, str(file), *command],
                 check=True,
                 capture_output=True,
                 text=True,
