@@ -70,7 +70,17 @@ class AgreementError(RuntimeError):
 
 
 CLOSED = "got a call on a P2P() that has been closed; make a new one, on every rank"
+OTHER = (
+    "got a step while another step runs on the same P2P(); the order of their messages would differ between "
+    "ranks: wait for the first, or make a P2P() for each thread, in the same order on every rank"
+)
 GONE = "its process is gone or out of reach, or it has closed its transport"
+
+
+class StepRunning(RuntimeError):
+    """Raised for a step that is called while another one runs on the same transport, which goes on."""
+
+    refused = False  # whether `fail` has returned it
 
 
 class Failure(NamedTuple):

@@ -13,7 +13,7 @@ import platform
 import reprlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from typing import NamedTuple, Self
@@ -30,7 +30,7 @@ from ..call.forms import StepForm
 from ..errors import AgreementError
 from ..lowering.lowered import LoweredStep, Pipeline
 from ..lowering.stage_programs import keep
-from ..transport.protocols import LossPart, Route
+from ..transport.protocols import LossPart, routes_of
 from .comparison import (
     NEW_FORMS,
     laid_out,
@@ -155,15 +155,6 @@ class Agreement:
                 self._schedule, self._ranks, arguments.form.params, update.alike(), self._spec.tied,
                 self.transport,
             )  # fmt: skip
-
-
-def routes_of(schedule: Schedule) -> Iterator[Route]:
-    """List where messages travel between ranks: along edges and back."""
-    home = schedule.placement
-    for a, b in schedule.crossing_edges:
-        yield Route("F", home[a], home[b])
-        if not schedule.forward_only:
-            yield Route("B", home[b], home[a])
 
 
 class Agreed(NamedTuple):

@@ -21,23 +21,22 @@ from ..agreement.comparison import (
     require_same_step,
 )
 from ..call.results import of_text, shape_of_sum, sum_texts, to_text
-from ..errors import CLOSED, AgreementError, Failure, FailureRecord, LinkError, PipelineError
+from ..errors import (
+    CLOSED,
+    OTHER,
+    AgreementError,
+    Failure,
+    FailureRecord,
+    LinkError,
+    PipelineError,
+    StepRunning,
+)
 from ..execution.buffers import Compared
 from ..transport.grid import Axes, Grid, ShardWhat
 from ..transport.protocols import LossPart, Mode
 from .tree import BEGIN, END, Links, TreeMessages
 
 _KEY, _TEXT = "key", "text"  # channels besides those of trees
-_OTHER = (
-    "got a step while another step runs on the same P2P(); the order of their messages would differ between "
-    "ranks: wait for the first, or make a P2P() for each thread, in the same order on every rank"
-)
-
-
-class StepRunning(RuntimeError):
-    """Raised for a step that is called while another one runs on the same transport, which goes on."""
-
-    refused = False  # whether `fail` has returned it
 
 
 class Control:
@@ -135,7 +134,7 @@ class Control:
 
     def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:
         if not self._running.acquire(blocking=False):
-            raise StepRunning(CLOSED if self._closed else _OTHER)
+            raise StepRunning(CLOSED if self._closed else OTHER)
         if self._unusable is not None:
             raise RuntimeError(self._unusable)
         if key is None and self.rank == source:

@@ -15,7 +15,7 @@ from .differentiable import DifferentiableStage, engine
 from .tracing.again import Remat, cut_for
 from .tracing.clean import clean
 from .tracing.compiled import without_onednn
-from .tracing.cut import Block, ProgramBlocks, residual_bytes
+from .tracing.cut import Block, ProgramBlocks, cut, residual_bytes
 from .tracing.emit import Recipe, TracedFunction
 from .tracing.graph import ancestors, is_post
 from .tracing.interleave import posted_early
@@ -39,7 +39,7 @@ def traced(
     if any(map(torch.is_autocast_enabled, kinds())):
         for node in joint.graph.nodes:  # its casts are operators of the trace
             node.meta["within"] = without_autocast
-    blocks = cut_for(joint, remat, name)
+    blocks = cut(joint) if remat == "none" else cut_for(joint, remat, name)
     size = residual_bytes(joint, blocks.residuals, name)
     flat = _emit(blocks, joint, name, compile, _warning_of(_unread(joint, example), name))
     if not cuda_graphs:

@@ -1,8 +1,9 @@
 """Give groups of parameters optimizers of their own, by name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from optree import PyTreeSpec
 from torch import Tensor
 
 from ppfunc._text import shown
@@ -89,35 +90,28 @@ def divided(
     every = [skipping(optimizer) for optimizer in optimizers.values()]
     names = [f"group{n}" for n in range(len(every))]
 
-    def parts(params: Tree, *trees: Tree) -> tuple[list[list[Tree]], list[int]]:
+    def divisions(params: Tree, *trees: Tree) -> tuple[list[list[Tree]], list[int]]:
         """Divide trees like the parameters; also return the group of every leaf."""
         leaves, treedef = tree_flatten(params)
         numbers = [
             group_of(name, ParameterKind(p.ndim, p.dtype)) if differentiable(p.dtype) else 0
             for name, p in zip(leaf_names(Signature.of(params)), leaves, strict=True)
         ]
-        columns = [leaves, *map(treedef.flatten_up_to, trees)]
-        return [
-            [
-                treedef.unflatten(x if n == number else None for x, n in zip(column, numbers, strict=True))
-                for column in columns
-            ]
-            for number in range(len(every))
-        ], numbers
+        return [_groups(tree, treedef, numbers, len(every)) for tree in (params, *trees)], numbers
 
     def init(params: Tree) -> dict[str, Tree]:
-        divisions, _ = parts(params)
-        return {name: o.init(mine) for name, o, (mine,) in zip(names, every, divisions, strict=True)}
+        (divided_params,), _ = divisions(params)
+        return {name: o.init(mine) for name, o, mine in zip(names, every, divided_params, strict=True)}
 
     def update(
         grads: Tree, state: dict[str, Tree], params: Tree, *, found_inf: Tensor | None = None
     ) -> tuple[Tree, dict[str, Tree]]:
         if not isinstance(state, dict) or list(state) != names:
             raise ValueError(f"state: got {shown(state)}, expected the groups {', '.join(names)}")
-        divisions, numbers = parts(params, grads)
+        trees, numbers = divisions(params, grads)
         results = [
             o.update(g, state[name], p, found_inf=found_inf)
-            for name, o, (p, g) in zip(names, every, divisions, strict=True)
+            for name, o, p, g in zip(names, every, *trees, strict=True)
         ]
         treedef = tree_flatten(params)[1]
         columns: list[list[Any]] = [treedef.flatten_up_to(new) for new, _ in results]
@@ -136,3 +130,12 @@ def divided(
     return Optimizer(
         init, update, text=write, elementwise=elementwise, rate=rate, observe=observe if observes else None
     )
+
+
+def _groups(tree: Tree, treedef: PyTreeSpec, numbers: Sequence[int], groups: int) -> list[Tree]:
+    """Divide a tree, given the group of every leaf; None stands for the leaves of other groups."""
+    leaves = treedef.flatten_up_to(tree)
+    return [
+        treedef.unflatten(x if n == number else None for x, n in zip(leaves, numbers, strict=True))
+        for number in range(groups)
+    ]

@@ -88,11 +88,7 @@ def optimizer_of(
     shapes = states if isinstance(states, Mapping) else dict.fromkeys(states, tuple)
     by_formula = partial(_by_formula, formula, shapes)
     by_kernel = by_formula if kernel is None else _by_kernel(kernel, tuple(shapes), donate)
-    begin, observe_rate = getattr(lr, "init", None), getattr(lr, "observe", None)
-
-    def decays_of(params: Tree) -> list[float]:
-        decaying = masked_leaves(True if mask is None else mask, Signature.of(params))
-        return [weight_decay if decays else 0.0 for decays in decaying]
+    rate, decays_of = _Rate(lr), partial(_decays_of, mask, weight_decay)
 
     def init(params: Tree) -> dict[str, Tree]:
         decays_of(params)  # raises for a mask of another form
@@ -101,34 +97,52 @@ def optimizer_of(
             raise TypeError(f"{write()}: got complex parameters, expected real ones; adamw and sgd take them")
         trees = {name: treedef.unflatten(_zeros(p, of) for p in leaves) for name, of in shapes.items()}
         count = zero_count(leaves)
-        return {"updates": count, **trees, **({} if begin is None else {"rate": begin(count.device)})}
+        return {"updates": count, **trees, **rate.init(count.device)}
 
     @naming_arguments
     def update(
         grads: Tree, state: dict[str, Tree], params: Tree, *, found_inf: Tensor | None = None
     ) -> tuple[Tree, dict[str, Tree]]:
-        _require_state(state, tuple(shapes) if begin is None else (*shapes, "rate"))
+        _require_state(state, (*shapes, *(["rate"] if rate.has_state else [])))
         count, trees = state["updates"], {name: state[name] for name in shapes}
-        rate = rate_at(state, count)
-        seen = looked_through((rate, grads, state, params))
+        lr = rate.at(state, count)
+        seen = looked_through((lr, grads, state, params))
         with nullcontext() if seen else torch.no_grad():
             compute = by_formula if seen else by_kernel
-            new, *after = compute(decays_of, grads, trees, params, found_inf, count + 1, rate)
+            new, *after = compute(decays_of, grads, trees, params, found_inf, count + 1, lr)
             made = 1 if found_inf is None else (found_inf <= 0).to(count.device)
             return new, {**state, "updates": count + made, **dict(zip(shapes, after, strict=True))}
 
-    def rate_at(state: dict[str, Tree], updates: Tensor) -> Tensor | float:
-        return lr(updates if begin is None else state["rate"]) if callable(lr) else lr
+    elementwise, observe = kernel is not None, rate.observe if rate.observes else None
+    return Optimizer(init, update, text=write, elementwise=elementwise, rate=rate.since, observe=observe)
 
-    def rate_since(state: dict[str, Tree], since: Tensor) -> Tensor | float:
-        return rate_at(state, state["updates"] + since.to(state["updates"]))
 
-    def observe(state: dict[str, Tree], metric: Tensor) -> dict[str, Tree]:
-        assert observe_rate is not None
-        return {**state, "rate": observe_rate(state["rate"], metric)}
+class _Rate:
+    """Reads a rate from the state of an optimizer; one that depends on metrics has a state there."""
 
-    elementwise, observes = kernel is not None, None if observe_rate is None else observe
-    return Optimizer(init, update, text=write, elementwise=elementwise, rate=rate_since, observe=observes)
+    def __init__(self, rate: LearningRate) -> None:
+        self._rate: Any = rate
+        self.has_state = getattr(rate, "init", None) is not None
+        self.observes = getattr(rate, "observe", None) is not None
+
+    def init(self, device: torch.device) -> dict[str, Tree]:
+        return {"rate": self._rate.init(device)} if self.has_state else {}
+
+    def at(self, state: dict[str, Tree], updates: Tensor) -> Tensor | float:
+        """Return the rate after so many updates."""
+        rate, argument = self._rate, state["rate"] if self.has_state else updates
+        return rate(argument) if callable(rate) else rate
+
+    def since(self, state: dict[str, Tree], more: Tensor) -> Tensor | float:
+        return self.at(state, state["updates"] + more.to(state["updates"]))
+
+    def observe(self, state: dict[str, Tree], metric: Tensor) -> dict[str, Tree]:
+        return {**state, "rate": self._rate.observe(state["rate"], metric)}
+
+
+def _decays_of(mask: Mask | None, weight_decay: float, params: Tree) -> list[float]:
+    decaying = masked_leaves(True if mask is None else mask, Signature.of(params))
+    return [weight_decay if decays else 0.0 for decays in decaying]
 
 
 def _by_kernel(kernel: Kernel, names: Sequence[str], donate: bool) -> Callable[..., list[Tree]]:

@@ -61,8 +61,6 @@ def cut_for(joint: Joint, remat: Remat, name: str) -> ProgramBlocks:
     """
     if isinstance(remat, int) and not isinstance(remat, bool):
         return _within(joint, remat, name)
-    if remat == "none":
-        return cut(joint)
     if remat == "full":
         again = _repeatable(joint) - _boundaries(joint)
         return cut(joint, again, _twice(joint, again))
