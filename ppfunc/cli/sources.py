@@ -64,7 +64,7 @@ def find_schedule(
 
 
 def is_file(name: str) -> bool:
-    """Tell if a word of the command line is the path of a file and not the name of a schedule."""
+    """Tell whether a word of the command line is the path of a file and not the name of a schedule."""
     if name == "-" or os.sep in name:
         return True
     try:
@@ -147,5 +147,5 @@ def _read(name: str, arguments: argparse.Namespace) -> tuple[Schedule, Timeline 
 
 
 def takes_costs(name: str) -> bool:
-    """Tell if the builder called ``name`` takes costs."""
+    """Tell whether the builder called ``name`` takes costs."""
     return not is_file(name) and "costs" in inspect.signature(find_builder(name)).parameters

@@ -144,7 +144,7 @@ def _prove_order(schedule: Schedule) -> bool:
 
 
 def _values_are_atomic(flow: Dataflow, record: OrderRecord) -> bool:
-    """Tell if no value is made in a later step than the step that consumes it, messages left aside."""
+    """Tell whether no value is made in a later step than the step that consumes it, messages left aside."""
     for value, steps in record.made.items():
         stage, _ = flow.place(value)
         for first, _ in flow.needs[Op.I if value % 2 else Op.F, stage]:

@@ -119,7 +119,7 @@ def _require_keys(config: Mapping[str, Any]) -> None:
 
 
 def _takes_chunks(schedule: Any) -> bool:
-    """Tell if a schedule comes from a builder that takes ``chunks``; a file does not."""
+    """Tell whether a schedule comes from a builder that takes ``chunks``; a file does not."""
     if not callable(schedule):
         if not isinstance(schedule, str) or _is_path(schedule):
             return False

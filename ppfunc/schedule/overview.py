@@ -100,7 +100,7 @@ class Overview:
     _repr_svg_ = late("ppfunc.schedule.formats.scatter", "to_scatter")
 
     def exceeds(self, row: ScheduleFigures) -> bool:
-        """Tell if a schedule takes more memory than the cap."""
+        """Tell whether a schedule takes more memory than the cap."""
         return self.cap is not None and row.memory > self.cap
 
     @staticmethod

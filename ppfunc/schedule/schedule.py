@@ -125,7 +125,7 @@ class Schedule:
 
     @cached_property
     def has_slots(self) -> bool:
-        """Tell if any instruction names a slot."""
+        """Tell whether any instruction names a slot."""
         if Op.OVERLAP_F_B in self.counts and any(p.slot is not None for i in self._flat() for p in i.parts):
             return True
         return not set(map(itemgetter(4), self._flat())) <= {None}
@@ -137,7 +137,7 @@ class Schedule:
 
     @cached_property
     def forward_only(self) -> bool:
-        """Tell if the schedule has no backward, as in inference."""
+        """Tell whether the schedule has no backward, as in inference."""
         return not self.ops & {Op.B, Op.I, Op.W}
 
     @cached_property

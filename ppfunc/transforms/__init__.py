@@ -1,4 +1,4 @@
-"""Step functions of other derivatives: forward mode, curvature products, gradients of every sample.
+"""Make step functions of other derivatives: forward mode, curvature products, gradients of every sample.
 
 Each transforms the stages and runs them by an ordinary step::
 

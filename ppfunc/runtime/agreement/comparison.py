@@ -224,5 +224,5 @@ def differing(one: Tensor, other: Tensor) -> Tensor:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one dtype and device have the same shape and bits."""
+    """Tell whether two tensors of one dtype and device have the same shape and bits."""
     return one.shape == other.shape and torch.equal(bits(one), bits(other))

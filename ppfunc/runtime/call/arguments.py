@@ -170,7 +170,7 @@ class _Reader:
 
     @property
     def as_known(self) -> bool:
-        """Return whether the trees have the names and forms of those of the earlier call."""
+        """Tell whether the trees have the names and forms of those of the earlier call."""
         return self.trees.keys() == self._known.keys() and all(
             form is self._known[name] for name, form in self.trees.items()
         )

@@ -1,4 +1,4 @@
-"""Links between processes, along a tree and between pairs, and the failures that are published over them."""
+"""Link processes along a tree and in pairs, and publish failures over these links."""
 
 import json
 import os

@@ -326,7 +326,7 @@ def _require_wanted(low: LoweredStage, form: StepForm, spec: StepSpec, replicate
 
 
 def _same_state(before: Signature, state: Signature) -> bool:
-    """Return whether a state has the form of the one before; a plain tensor may stand for a local one."""
+    """Tell whether a state has the form of the one before; a plain tensor may stand for a local one."""
     laid = all(
         new.layout in (None, old.layout) for old, new in zip(before.leaves, state.leaves, strict=False)
     )

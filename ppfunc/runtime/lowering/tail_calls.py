@@ -146,7 +146,7 @@ def _sum(
 
 
 def _trains(lowered: LoweredStep, place: Place) -> bool:
-    """Tell if a leaf gets gradients other than zeros."""
+    """Tell whether a leaf gets gradients other than zeros."""
     frozen = lowered.spec.frozen_in(place.model, lowered.form.params[place.model])
     return place.number in lowered.differentiated(place.stage) and place.number not in frozen
 

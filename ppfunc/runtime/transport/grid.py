@@ -88,7 +88,7 @@ class Grid(NamedTuple):
 
     @property
     def mixes_batches(self) -> bool:
-        """Tell if stages communicate with ranks that run other batches."""
+        """Tell whether stages communicate with ranks that run other batches."""
         return not set(self.together) <= set(self.model)
 
     def along(self, axes: Sequence[str]) -> tuple[int, ...]:

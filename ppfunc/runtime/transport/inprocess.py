@@ -1,4 +1,4 @@
-"""All ranks in one process: for tests, notebooks, one GPU, and torch.func transforms from outside.
+"""Run all ranks in one process: for tests, notebooks, one GPU, and torch.func transforms from outside.
 
 Those on paper have no processes: steps are lowered for them, and none runs.
 """
@@ -138,7 +138,7 @@ class CollectiveOnPaper(Collective):
 
     @classmethod
     def of(cls, other: Collective) -> Collective:
-        """Stand for another."""
+        """Return a stand-in for a collective, with its size and index."""
         return cls(other.size, other.index)
 
     def _begin(self, operation: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> Wait:

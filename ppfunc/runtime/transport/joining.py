@@ -35,7 +35,7 @@ def pair_up(group: Any, timeout: float | None, mesh: DeviceMesh | None) -> Rende
 
 
 def _is_limit(timeout: object) -> bool:
-    """Tell if this is a limit of time: None, or seconds that a lock can wait."""
+    """Tell whether this is a limit of time: None, or seconds that a lock can wait."""
     return timeout is None or (
         isinstance(timeout, int | float)
         and not isinstance(timeout, bool)

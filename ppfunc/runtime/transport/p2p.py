@@ -1,4 +1,4 @@
-"""Ranks in separate processes: point-to-point messages over torch.distributed."""
+"""Carry messages between ranks in separate processes, point to point, over torch.distributed."""
 
 import traceback
 import weakref

@@ -1,6 +1,4 @@
-"""The two protocols of a transport: data, which carries tensors between stages, and control, which keeps
-ranks together.
-"""
+"""Define the protocols of a transport: data carries tensors between stages, control keeps ranks together."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""The builders of schedules: pure functions ``(ranks, microbatches, ...) -> Schedule``."""
+"""Build schedules: pure functions ``(ranks, microbatches, ...) -> Schedule``."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Schedules of two streams of microbatches in opposite directions: DualPipe, DualPipeV, Chimera."""
+"""Build schedules of two streams of microbatches in opposite directions: DualPipe, DualPipeV, Chimera."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from ._orders import rank_by_rank, require
 
 @naming_arguments
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
-    """Two chains over the same ranks, entering at both ends, with overlapped forward and backward.
+    """Run two chains over the same ranks, entering at both ends, with overlapped forward and backward.
 
     Stages 0..p-1 go up the ranks and walk the first half of the microbatches; stages p..2p-1,
     stage p + k a replica of stage k, go down and walk the second half. With F&B the time of an
@@ -53,7 +53,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
 
 @naming_arguments
 def dualpipev(ranks: int, microbatches: int) -> Schedule:
-    """Rank r runs stages r and 2p - 1 - r; forwards of one overlap with backwards of the other.
+    """Run stages r and 2p - 1 - r on rank r; forwards of one overlap with backwards of the other.
 
     With F&B the time of an overlapped pair of chunks, the bubble time is
     ``(p - 1)(F&B + B - 3W)`` where F = I and W <= F, with ``2p + 1`` live chunk activations.
@@ -86,7 +86,8 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
 
 @naming_arguments
 def chimera(ranks: int, microbatches: int) -> Schedule:
-    """Two chains over the same ranks in opposite directions, in units of p microbatches, half of them each.
+    """Run two chains in opposite directions over the same ranks, in units of p microbatches, half of them
+    each.
 
     Stages 0..p-1 go up the ranks and walk the first half of the microbatches; stages p..2p-1,
     stage p + k a replica of stage k, go down and walk the second half. Where F = B and m is a

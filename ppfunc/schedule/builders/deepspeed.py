@@ -1,4 +1,4 @@
-"""The instruction streams of DeepSpeed: training, inference, data parallelism."""
+"""Build the instruction streams of DeepSpeed: training, inference, data parallelism."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from ._orders import require
 
 @naming_arguments
 def deepspeed_train(ranks: int, microbatches: int, order: str = "source") -> Schedule:
-    """1F1B in ``2(m + p - 1)`` steps, forward where step and stage are both even or both odd.
+    """Run 1F1B in ``2(m + p - 1)`` steps, forward where step and stage are both even or both odd.
 
     The two orders of messages inside a step each go with their own number of buffers:
     ``source`` receives an activation before it sends a gradient and sends an activation before
@@ -70,7 +70,7 @@ def _training_steps(stage: int, stages: int, microbatches: int, head: bool) -> I
 
 @naming_arguments
 def deepspeed_inference(ranks: int, microbatches: int) -> Schedule:
-    """Forward of microbatch ``step - r`` on rank r, in ``m + p - 1`` steps and two buffers.
+    """Run the forward of microbatch ``step - r`` on rank r, in ``m + p - 1`` steps and two buffers.
 
     Even ranks send before they receive, odd ranks after; the first and the last rank load
     their part of the microbatch before the messages. Bubble time ``(p - 1)F``.
@@ -116,7 +116,7 @@ def _inference_steps(stage: int, stages: int, microbatches: int) -> Iterator[Ste
 
 @naming_arguments
 def data_parallel(ranks: int, microbatches: int) -> Schedule:
-    """Load, forward and backward of one microbatch after another, each rank on its own share.
+    """Run load, forward and backward of one microbatch after another, each rank on its own share.
 
     Every rank is a chain of one stage: rank r holds the replica r of the model and works through
     ``m`` microbatches of its own, numbered from ``r * m``. The last step sums the gradients and

@@ -1,6 +1,4 @@
-"""Schedules of several chunks per rank, dealt round the ranks: interleaved 1F1B, interleaved zero bubble,
-breadth first.
-"""
+"""Build schedules of several chunks per rank, dealt round the ranks: interleaved and breadth first."""
 
 from collections.abc import Iterator
 
@@ -152,7 +150,7 @@ def group_size(ranks: int, microbatches: int, chunks: int, group: int | None = N
 
 
 def _stalls(ranks: int, microbatches: int, chunks: int, group: int) -> bool:
-    """Tell if two groups in a row are too small to bridge the way to the last rank and back.
+    """Tell whether two groups in a row are too small to bridge the way to the last rank and back.
 
     The backward of a group on the first rank waits for forwards of the next group that are
     ``2(p - 1)`` further on in 1F1B; these must not need the very backward that waits.

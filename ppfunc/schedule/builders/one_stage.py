@@ -1,4 +1,4 @@
-"""Schedules of one stage per rank, in a fixed pattern: GPipe, 1F1B, ZB-H1, ZB-H2, inference."""
+"""Build schedules of one stage per rank, in a fixed pattern: GPipe, 1F1B, ZB-H1, ZB-H2, inference."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Schedules of two chunks per rank in a V, made of a pattern that repeats: ZB-V, V-Half, V-Min."""
+"""Build schedules of two chunks per rank in a V, from a pattern that repeats: ZB-V, V-Half, V-Min."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from ._orders import rank_by_rank
 
 @naming_arguments
 def zbv(ranks: int, microbatches: int) -> Schedule:
-    """Rank r runs stages r and 2p - 1 - r in a fixed pattern that has no gap at equal costs.
+    """Run stages r and 2p - 1 - r on rank r in a fixed pattern that has no gap at equal costs.
 
     No bubble in the span where F = I = W and ``m >= 2p - 1``, ``(p - 1)F`` per chunk of the
     makespan; at most ``2p`` chunk activations wait for their W.
@@ -58,7 +58,7 @@ def _pattern(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
 
 @naming_arguments
 def v_half(ranks: int, microbatches: int) -> Schedule:
-    """Rank r runs stages r and 2p - 1 - r in a pattern that keeps activations short-lived.
+    """Run stages r and 2p - 1 - r on rank r in a pattern that keeps activations short-lived.
 
     Where F = I = W = 1 per chunk and ``m > p``, the bubble time is ``3p - 7`` for p even,
     ``3p - 4`` for p odd (1 for two ranks, 0 for one), below half of 1F1B's ``6(p - 1)``; at most
@@ -90,7 +90,7 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
 
 @naming_arguments
 def v_min(ranks: int, microbatches: int) -> Schedule:
-    """Rank r runs stages r and 2p - 1 - r, each microbatch through the V without a stop.
+    """Run stages r and 2p - 1 - r on rank r, each microbatch through the V without a stop.
 
     Where F = I = W = 1 per chunk and ``m > p``, the bubble time is ``4p - 7``, ``4p - 5`` or
     ``4p - 6`` for p of remainder 0, 1 or 2 by 3 (0 for one rank), two thirds of 1F1B's

@@ -1,1 +1,1 @@
-"""Passes: pure functions from schedules to schedules, and two questions about a schedule that runs."""
+"""Rewrite schedules: pure functions from schedules to schedules, and two questions about one that runs."""

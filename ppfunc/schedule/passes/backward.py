@@ -77,7 +77,7 @@ def _merge_program(program: Program) -> Program:
 
 
 def _merged(before: Instruction, weight: Instruction) -> Instruction | None:
-    """``before`` with its I turned into B, if that I is the one that ``weight`` belongs to."""
+    """Return ``before`` with its I turned into B, if that I is the one that ``weight`` belongs to."""
     if before.parts:
         backward = _merged(before.parts[1], weight)
         return None if backward is None else before._replace(parts=(before.parts[0], backward))

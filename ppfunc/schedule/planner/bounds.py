@@ -252,7 +252,7 @@ def _filled(load: _Load, c: int) -> Number:
 
 
 def _must_start(load: _Load, later: int, c: int) -> bool:
-    """Tell if memory forces ``later(0)`` to start before c(m - 1) ends, though it is later in the chain."""
+    """Tell whether memory forces ``later(0)``, later in the chain, to start before c(m - 1) ends."""
     chunks = min(c + 1, 2 * load.chunks - max(load.chunks, later))
     return load.microbatches * sum(load.held[:chunks]) > load.cap
 

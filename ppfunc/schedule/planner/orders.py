@@ -179,7 +179,7 @@ def evaluate(d: Direction, order: Order) -> Timing | None:
 
 
 def fits(d: Direction, order: Order) -> bool:
-    """Tell if every rank stays within its cap."""
+    """Tell whether every rank stays within its cap."""
     for word, cap in zip(order, d.cap, strict=True):
         held = 0
         for code in word:

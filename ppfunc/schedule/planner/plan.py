@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def optimal(self) -> bool:
-        """Tell if the schedule is proved to be the shortest of its placement."""
+        """Tell whether the schedule is proved to be the shortest of its placement."""
         return self.gap <= 1e-9
 
 

@@ -163,7 +163,7 @@ def _choose(
 
 
 def _may_overtake(change: list[int], rest: Word, place: int, room: int, extra: int) -> bool:
-    """Tell if the order keeps the cap after the operation at ``place`` goes first."""
+    """Tell whether the order keeps the cap after the operation at ``place`` goes first."""
     if extra <= 0:
         return True
     room -= extra

@@ -72,7 +72,7 @@ class Search:
 
     @property
     def over(self) -> bool:
-        """Tell if the bound is met, or the caller has stopped the search."""
+        """Tell whether the bound is met, or the caller has stopped the search."""
         return self.stopped or self.best.value <= self.bound * _CLOSE
 
     def advance(self, operations: float) -> None:

@@ -56,7 +56,7 @@ class QueueRun(NamedTuple):
 
     @property
     def step_atomic(self) -> bool:
-        """Tell if no rank waits for what another posts in a later step."""
+        """Tell whether no rank waits for what another posts in a later step."""
         return all(
             self.steps[other][awaited] <= steps[at]
             for steps, waits in zip(self.steps, self.waits, strict=True)

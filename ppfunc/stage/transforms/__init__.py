@@ -1,4 +1,4 @@
-"""Transforms: functions from stages to stages, and from losses to losses.
+"""Transform stages into stages, and losses into losses.
 
 What they return is run by the same schedules, interpreter and transports as any stage.
 """

@@ -1,6 +1,4 @@
-"""The simulated transport: all ranks in one process, with faults, in an order and a virtual time that a seed
-decides.
-"""
+"""Simulate a transport: all ranks in one process, with faults, in an order and virtual time set by a seed."""
 
 from .faults import Fault, InjectedError, RankStopped
 from .scheduler import RankResult

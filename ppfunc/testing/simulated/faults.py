@@ -1,4 +1,4 @@
-"""Faults of a simulation: what goes wrong, on which rank, at which of its operations."""
+"""Define the faults of a simulation: what goes wrong, on which rank, at which of its operations."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The links of one rank of a simulated network, over which its control messages go."""
+"""Carry the control messages of one rank of a simulated network."""
 
 from functools import partial
 

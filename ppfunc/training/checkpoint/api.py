@@ -132,7 +132,7 @@ class Saving:
         return f"<save of {self._target}, {state}>"
 
     def done(self) -> bool:
-        """Tell if the save has ended, well or not."""
+        """Tell whether the save has ended, well or not."""
         return self._ended.is_set()
 
     def result(self, timeout: float | None = None) -> Path:

@@ -156,7 +156,7 @@ def require_run(root: Path, run: str | None) -> None:
 
 
 def is_complete(folder: Path) -> bool:
-    """Tell if a checkpoint is complete, without reading tensors."""
+    """Tell whether a checkpoint is complete, without reading tensors."""
     with suppress(CheckpointError):
         open_checkpoint(folder)
         return True

@@ -181,7 +181,7 @@ def _write_index(path: Path, files: Mapping[str, Sequence[str]], size: int) -> N
 
 
 def holds_model_files(folder: Path) -> bool:
-    """Tell if a folder has a model's weights as Hugging Face lays them out."""
+    """Tell whether a folder has a model's weights as Hugging Face lays them out."""
     return any((folder / name).exists() for name in (INDEX, ONE))
 
 

@@ -136,7 +136,7 @@ def _stage_at(accessor: PyTreeAccessor) -> int | None:
 
 
 def _under(accessor: PyTreeAccessor, at: int, field: str) -> bool:
-    """Tell if a path lies in this field of a training state."""
+    """Tell whether a path lies in this field of a training state."""
     entry = accessor[at - 1] if at else None
     return isinstance(entry, optree.NamedTupleEntry) and entry.type is TrainState and entry.field == field
 

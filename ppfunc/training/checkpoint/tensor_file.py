@@ -292,9 +292,9 @@ def read_plain(folder: Path, name: str, most: int) -> bytes:
 
 
 def require_readable(text: bytes, most: int, what: str) -> None:
-    """Raise ValueError for JSON that takes too much memory: 2**30 bytes, or far more than its own text.
+    """Raise ValueError for JSON whose values would take more than 2**30 bytes, or 16 times its text.
 
-    ``[],[],...`` would take 24 times its text, that of a checkpoint takes 3 to 12 times.
+    ``[],[],...`` would take 24 times its text; a checkpoint takes 3 to 12 times.
     """
     memory = sum(text.count(mark) * cost for mark, cost in _MEMORY.items())
     if len(text) > most or memory > min(16 * len(text) + 2**16, 2**30):
@@ -321,5 +321,5 @@ def read_json(text: bytes, name: str) -> dict[str, Any]:
 
 
 def is_sizes(value: Any) -> bool:
-    """Tell if this is a list of sizes."""
+    """Tell whether this is a list of sizes."""
     return type(value) is list and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**63 for n in value)

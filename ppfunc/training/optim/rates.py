@@ -1,4 +1,6 @@
-"""Learning rates: functions of the number of updates made, which the host does not read, or of a metric."""
+"""Make learning rates: functions of the number of updates made, which the host does not read, or of a
+metric.
+"""
 
 from collections.abc import Callable
 from math import inf, pi

@@ -1,4 +1,4 @@
-"""Compare the states of ranks that train together: by what facts, and which are known to go together."""
+"""Compare the states of ranks that train together, unless they are known to be equal."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
@@ -138,7 +138,7 @@ class KnownState:
         self._leaves: list[tuple[ref[Tensor], int | None]] = []  # and how often each was written into
 
     def goes_on(self, state: TrainState, generation: int) -> bool:
-        """Tell if this is the known state, unchanged, and ``generation`` counts no new failure."""
+        """Tell whether this is the known state, unchanged, and ``generation`` counts no new failure."""
         leaves = _leaves(state)
         return (
             self._generation == generation

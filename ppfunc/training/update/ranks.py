@@ -125,7 +125,7 @@ class TrainingRanks(NamedTuple):
 
     @property
     def shards_params(self) -> bool:
-        """Tell if parameters are whole only between UNSHARD and RESHARD."""
+        """Tell whether parameters are whole only between UNSHARD and RESHARD."""
         return self.shard == "params" and self.parts.size > 1
 
     def cuts(self, leaves: Sequence[Tensor]) -> list[Cut]:

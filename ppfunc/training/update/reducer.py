@@ -92,7 +92,7 @@ class Reducer:
 
     @property
     def idle(self) -> bool:
-        """Tell if nobody else holds its memory: an optimizer may have kept a gradient."""
+        """Tell whether nobody else holds its memory: an optimizer may have kept a gradient."""
         return self._waits is None and list(map(users_of, self._storages)) == self._users
 
     @torch.no_grad()

@@ -61,7 +61,7 @@ class StageTrees(NamedTuple):
         return cls(*forms, form_of(*tree_flatten(bare)), fixed, trained, cuts, dims, counted)
 
     def describes(self, stage: int, state: TrainState) -> bool:
-        """Tell if the trees of the stage have these forms."""
+        """Tell whether the trees of the stage have these forms."""
         pairs = (state.params[stage], self.params), (state.optimizer[stage], self.optimizer)
         return all(same_form(tree, form) is not None for tree, form in pairs)
 

@@ -93,7 +93,7 @@ class UpdateRule(NamedTuple):
 
     @property
     def needs_all(self) -> bool:
-        """Tell if an update needs the gradients of all stages."""
+        """Tell whether an update needs the gradients of all stages."""
         clips, scales = self.clip.max_norm < inf, self.precision.scale is not None
         return clips or scales or self.on_nonfinite != "ignore"
 

@@ -259,7 +259,7 @@ class _Slots:
         return self.numbers[node]
 
     def call(self, node: Node) -> tuple[Any, ...]:
-        """Describe a call: operator, operands, slots of results, whether they are one list, what ends."""
+        """Describe a call: operator, operands, slots of results, whether they are one list, slots to free."""
         ended = [n for n in node.all_input_nodes if self._last[n] is node and n.op != "get_attr"]
         if node.op == "call_method":
             _, gradients, numbers, _ = arguments(node)
