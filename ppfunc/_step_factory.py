@@ -120,6 +120,9 @@ def make_step(
         training: the schedule has to have backwards.
         programs: those of a step function with the same stages, to be shared.
         loss_engine: of the loss, if it is another than that of the stages.
+
+    Raises:
+        ScheduleError, TypeError, ValueError: as :func:`value_and_grad`.
     """
     _require(stages, schedule, engine, loss_engine, spec)
     if loss_engine is not None and loss_fn is None:

@@ -50,6 +50,9 @@ def chunks_uniform(layers: int, ranks: int, chunks: int = 1, *, allow_empty: boo
         chunks: stages per rank.
         allow_empty: whether a chunk may have fewer layers than there are ranks.
 
+    Raises:
+        ValueError: ``chunks`` does not divide the layers, or a stage would be empty without ``allow_empty``.
+
     References:
         ColossalAI, ``partition_uniform``.
 

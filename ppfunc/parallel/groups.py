@@ -136,6 +136,9 @@ def model_groups(world_size: int, tensor: int, pipe: int) -> Iterator[Group]:
 
     For grids whose data axis is outermost. Rank ``r`` is number ``r % (tensor * pipe)`` in its group.
 
+    Raises:
+        ValueError: ``tensor * pipe`` does not divide the ranks.
+
     >>> list(model_groups(8, tensor=2, pipe=2))
     [(0, 1, 2, 3), (4, 5, 6, 7)]
 

@@ -114,6 +114,9 @@ class Partition:
     def dealt(self, ranks: int) -> tuple[tuple[Interval, ...], ...]:
         """List the intervals of each rank when the stages are dealt round the ranks, as `loop` places them.
 
+        Raises:
+            ValueError: ``ranks`` does not divide the stages.
+
         >>> Partition((0, 1, 2, 4, 6)).dealt(2)
         (((0, 1), (2, 4)), ((1, 2), (4, 6)))
         """
@@ -168,6 +171,9 @@ def partition_explicit(boundaries: Iterable[int], layers: int, *, allow_empty: b
     Args:
         boundaries: ``[0, ..., layers]``.
         layers: how many layers there are.
+
+    Raises:
+        ValueError: the boundaries do not end at ``layers``, or make no partition.
 
     >>> partition_explicit([0, 2, 5], layers=5).sizes
     (2, 3)

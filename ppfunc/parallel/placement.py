@@ -25,6 +25,9 @@ def v_shape(ranks: int, chunks: int = 2) -> Placement:
         ranks: number of ranks.
         chunks: stages per rank; even, so that the last stage is on rank 0 with the first.
 
+    Raises:
+        ValueError: ``chunks`` is odd.
+
     >>> v_shape(3)
     (0, 1, 2, 2, 1, 0)
     """
@@ -82,6 +85,9 @@ def place(style: str, ranks: int, stages: int) -> Placement:
         style: ``"loop"`` or ``"v"``.
         ranks: number of ranks.
         stages: number of stages, a multiple of ``ranks``; for ``"v"`` an even multiple.
+
+    Raises:
+        ValueError: an unknown style, or stages that do not spread evenly over the ranks.
 
     >>> place("v", ranks=4, stages=8)
     (0, 1, 2, 3, 3, 2, 1, 0)

@@ -59,7 +59,11 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str) -> Topology:
-        """Read a topology as ``str`` writes it: ``Topology.parse("pipe=2,data=3")``."""
+        """Read a topology as ``str`` writes it: ``Topology.parse("pipe=2,data=3")``.
+
+        Raises:
+            ValueError: the text is not ``axis=size`` terms between commas.
+        """
         axes, sizes = [], []
         for part in text.split(","):
             axis, equals, size = part.partition("=")

@@ -119,6 +119,9 @@ def _compute(op: Op, stage: int, microbatch: int) -> Instruction:
 def overlap(forward: Instruction, backward: Instruction) -> Instruction:
     """Join the forward of one microbatch and the backward of another (B, or I), to be run as one program.
 
+    Raises:
+        ValueError: ``forward`` is no F, or ``backward`` no B or I.
+
     >>> print(overlap(F(0, 3), B(3, 1)))
     (0F3;3B1)OVERLAP_F_B
     """
@@ -147,7 +150,11 @@ def microbatch_of(instruction: Instruction) -> int:
 
 
 def parts_of(instruction: Instruction) -> tuple[Instruction, ...]:
-    """Return the elementary instructions in order: the parts of an overlapped pair, else itself."""
+    """Return the elementary instructions in order: the parts of an overlapped pair, else itself.
+
+    Raises:
+        TypeError: not an instruction.
+    """
     try:
         return instruction.parts or (instruction,)
     except AttributeError:

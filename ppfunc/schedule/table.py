@@ -28,7 +28,7 @@ def _cell(value: Any) -> str:
 
 
 def clipped(text: str) -> str:
-    """Return what of a text can be looked at, and how much more there is."""
+    """Cut a text to a number of lines and columns, and say how many more lines there are."""
     lines = text.splitlines()
     shown = [line if len(line) <= _COLUMNS else line[: _COLUMNS - 2] + " …" for line in lines[:_LINES]]
     return "\n".join(shown if len(lines) <= _LINES else [*shown, f"… {len(lines) - _LINES} more lines"])

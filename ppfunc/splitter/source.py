@@ -137,7 +137,11 @@ class Source:
         return cast
 
     def buffer(self, name: str, device: torch.device, stage: int) -> Tensor:
-        """Return the values of a read-only buffer on a device."""
+        """Return the values of a read-only buffer on a device.
+
+        Raises:
+            StageError: the buffer is on the device meta.
+        """
         buffer = self.loaded[name] if name in self.loaded else self.model.get_buffer(name)
         if buffer.device == device:
             return buffer.detach()

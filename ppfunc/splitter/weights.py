@@ -146,7 +146,11 @@ def join(
 
 
 def put_back(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Copy tensors into a model, by name."""
+    """Copy tensors into a model, by name.
+
+    Raises:
+        ValueError: a tensor of the model has another shape, or no values.
+    """
     tensors = Tensors.of(model)
     targets = {**tensors.params, **tensors.buffers}
     for name, value in values.items():

@@ -319,6 +319,9 @@ class Trainer:
         Returns:
             The loss; a :class:`ppfunc.StepResult` if more is asked for. Its ``losses`` are those of all data
             ranks, ``outputs`` and ``aux`` those of this process.
+
+        Raises:
+            As :meth:`step`.
         """
         more, optimizer = _chosen(return_losses, return_outputs), self._rule.optimizer._replace(rate=None)
         evaluating = self._rule._replace(on_nonfinite="ignore", optimizer=optimizer)

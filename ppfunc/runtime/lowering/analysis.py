@@ -30,7 +30,7 @@ from .stage_programs import StagePrograms
 
 
 class Cost(NamedTuple):
-    """Count the floating point operations of one rank in a step, by instruction."""
+    """Hold the floating point operations of one rank in a step, by kind of instruction."""
 
     forward: int
     backward: int

@@ -88,7 +88,7 @@ def start_coalescing(group: Any) -> None:
 
 
 def end_coalescing(group: Any) -> Any:
-    """Issue what was collected."""
+    """Issue the collected operations as one; return its work."""
     return group._end_coalescing()
 
 

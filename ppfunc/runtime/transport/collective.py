@@ -32,7 +32,10 @@ def _call(wait: Wait) -> None:
 
 
 class Collective:
-    """Sums and gathers among some ranks. Every one of them calls the same operations, in the same order.
+    """Sums and gathers among some ranks, all of which call the same operations in the same order.
+
+    An operation begins at once, and returns a function that waits for it. Tensors are read and written until
+    then.
 
     Args:
         size: how many ranks.

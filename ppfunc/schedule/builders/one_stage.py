@@ -126,7 +126,7 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
 
 
 def _zero_bubble(name: str, ranks: int, microbatches: int, times: int) -> Schedule:
-    """Warm up so many times as long as 1F1B, and delay the weight gradients so many times r."""
+    """Warm up ``times`` as long as 1F1B, and delay weight gradients by ``times * r`` input gradients."""
 
     def program_of(r: int) -> Iterator[Instruction]:
         walk = range(microbatches)

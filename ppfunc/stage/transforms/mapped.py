@@ -192,6 +192,9 @@ def clipped_sum(grads: Any, square_norms: torch.Tensor, max_norm: float) -> Any:
     Returns:
         A tree like the parameters.
 
+    Raises:
+        ValueError: ``max_norm`` is not positive.
+
     References:
         Abadi et al., Deep learning with differential privacy, 2016, algorithm 1.
 

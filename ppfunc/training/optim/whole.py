@@ -141,6 +141,9 @@ def adafactor(
         weight_decay: share of each parameter removed per update, times ``lr``.
         mask: as in :func:`adamw`.
 
+    Raises:
+        ValueError, TypeError: numbers out of range, or no numbers.
+
     References:
         Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018. The numbers
         are those of ``torch.optim.Adafactor``.

@@ -85,6 +85,9 @@ class TrainingUpdate:
         """Divide the weights of the losses by their sum over all data ranks.
 
         Gradients of weights that are not divided yet could overflow in half precision.
+
+        Raises:
+            ValueError: the weights add up to 0, as far as the host knows them.
         """
         state, ranks = self.state, self._ranks
         self.state = state._replace(params=dict(state.params), optimizer=dict(state.optimizer))
