@@ -112,7 +112,8 @@ def W(stage: int, microbatch: int) -> Instruction:
 
 
 def _compute(op: Op, stage: int, microbatch: int) -> Instruction:
-    require_counts(0, stage=stage, microbatch=microbatch)
+    if type(stage) is not int or type(microbatch) is not int or stage < 0 or microbatch < 0:
+        require_counts(0, stage=stage, microbatch=microbatch)
     return Instruction(op, stage, microbatch)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, chain, compress, count, repeat
 from math import inf
 from operator import itemgetter
@@ -19,6 +20,8 @@ from .remove import remove_slots
 
 # Any positive durations give a valid order; these are the usual proportions.
 _DURATION = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
+
+_instruction = partial(tuple.__new__, Instruction)  # from its fields; a million times
 
 # Plain tuples, because there are as many as messages: gap (index of the instruction before which it is
 # posted), batch within the gap, end of the producer, sending rank, number of the message, send or receive.
@@ -122,11 +125,8 @@ def _along(flow: Dataflow, edge: EdgeFlow, done: Mapping[int, Mapping[int, int]]
         repeat(flow.schedule.placement[a]),
         (flow.message(first, b) + flow.stride * m for m in numbers),
         map(used.__getitem__, numbers),
-        map(Instruction._make, zip(repeat(send), repeat(a), numbers, repeat(far), repeat(None), repeat(()))),
-        map(
-            Instruction._make,
-            zip(repeat(receive), repeat(b), numbers, repeat(near), repeat(None), repeat(())),
-        ),
+        map(_instruction, zip(repeat(send), repeat(a), numbers, repeat(far), repeat(None), repeat(()))),
+        map(_instruction, zip(repeat(receive), repeat(b), numbers, repeat(near), repeat(None), repeat(()))),
     )
 
 
