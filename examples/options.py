@@ -34,6 +34,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add(
         "--schedule",
+        type=str.lower,
         choices=BUILDERS,
         default="1f1b",
         help="as `ppfunc list` names them (default: %(default)s)",

@@ -6,7 +6,8 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
 
 from ppfunc._text import mend_of, suggestion
 
@@ -47,9 +48,11 @@ def attach(
             places = {inner: f"{home}.{inner}" for home in reversed(homes) for inner in dir(load(home))}
             raise _unknown(package, name, sorted(module_of), places)
         module = module_of[name]
-        if not module:
-            return import_module(f"{package}.{name}")
-        value = getattr(import_module(f"{package}.{module}"), name)
+        value = import_module(f"{package}.{module or name}")
+        if module:
+            value = getattr(value, name)
+        if isinstance(value, ModuleType):
+            value.__class__ = _Package
         setattr(sys.modules[package], name, value)
         return value
 
@@ -57,6 +60,14 @@ def attach(
         if module_of[name] in exports:
             load(name)
     return load, lambda: sorted(module_of), exports
+
+
+class _Package(ModuleType):
+    """A module that says what to write when it is called, as a function elsewhere of its name is."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        mend = mend_of("module", self.__name__.rpartition(".")[2]) or f"dir({self.__name__}) lists its names"
+        raise TypeError(f"{self.__name__} is a module, not a function; here: {mend}")
 
 
 def late(module: str, name: str) -> Callable[..., Any]:

@@ -9,6 +9,8 @@ _EVALUATE = "loss = trainer.evaluate(state, inputs, targets)"
 _MODE = "a split keeps the mode of its model: call model.train() or model.eval(), and split again"
 _MOVE = "move the model before it is split, or values: optree.tree_map(lambda t: t.to(device), split.params)"
 _SAVE = "pp.checkpoint.save(folder, state), pp.checkpoint.load(folder, like=state)"
+_NO_GRAD = "nothing: a step returns its gradients, new ones in every call; no tensor has a .grad"
+_BATCH = "nothing: the batch is what a step gets, and the microbatches of the schedule cut it"
 _TO_MODEL = "split.put_back(state.params) writes what was trained into the model"
 _RANKS = "processes come with the transport, pp.P2P(group) or pp.P2P(mesh=mesh, axes=axes)"
 _PURE = "params, state = optimizer.update(grads, state, params) returns new values; gradients are values too"
@@ -63,6 +65,23 @@ _BY_MEND: dict[str, dict[str, str]] = {
         ),
         "the microbatches of a step are added up; a schedule of more does it": "MultiSteps accumulate",
         _PURE: "apply_updates",
+        f"{_RANKS}; {_TRAINER}": "parallel_state mpu",
+    },
+    "module": {
+        f"{_REMAT} recomputes in the backward; {_SAVE} are for files": "checkpoint",
+        "pp.one_f_one_b(ranks, microbatches) makes one": "schedule",
+        "pp.optim.adamw(lr) makes one": "optim",
+    },
+    "missing": {
+        f"{_SCHEDULE.format('gpipe')}; pp.schedule.single_chain(...) makes one of programs": "programs",
+        "the stages first: (split, loss_fn, pp.one_f_one_b(ranks, microbatches))": "schedule",
+        "like=state, a state of the same form, such as trainer.init(params)": "like",
+        "the state or the parameters first, then the batch, (state, inputs, targets)": "inputs",
+    },
+    "Timeline": {
+        "text = pp.schedule.to_trace(schedule, timeline), or to_svg for a picture": (
+            "save export_chrome_trace to_json plot show draw to_svg svg"
+        ),
     },
     "Schedule": {
         _STEP: "step train_batch",
@@ -91,6 +110,7 @@ _BY_MEND: dict[str, dict[str, str]] = {
         "engine=pp.engines.graph(compile=True), where it is made": "compile",
         "pp.evaluate(split, loss_fn, schedule) makes a step without backwards": "eval eval_batch",
         _OVERLAP: "register_custom_function",
+        _NO_GRAD: "zero_grad",
     },
     "Trainer": {
         _TRAIN: "train_batch forward backward fit training_step zero_grad optimizer_step run",
@@ -101,6 +121,9 @@ _BY_MEND: dict[str, dict[str, str]] = {
         _SAVE: "save load save_checkpoint load_checkpoint save_model load_state_dict",
         _TO_MODEL: "model module",
         "state.optimizer is its state": "optimizer",
+        "state.step is the number of steps": "global_steps",
+        "split.state_dict(state.params, state.stage_state)": "module_state_dict",
+        "schedule.model_stages_of(rank) are the stages of a rank": "is_first_stage is_last_stage",
         f"metrics.lr; {_RATE}": "lr_scheduler scheduler get_last_lr get_lr",
     },
     "Optimizer": {
@@ -123,14 +146,32 @@ _BY_MEND: dict[str, dict[str, str]] = {
     },
     "()": {
         "microbatches": "n_microbatches num_microbatches gradient_accumulation_steps micro_batches",
-        "ranks": "num_ranks world_size pipeline_model_parallel_size num_stages pp_size",
+        "ranks": "num_ranks world_size pipeline_model_parallel_size num_stages pp_size pp",
         "chunks": "virtual_pipeline_model_parallel_size n_chunks num_model_chunks virtual_stages",
         "targets": "target labels",
         "return_losses=True where the step is made": "losses",
         "a loss_fn that returns (loss, aux), and find aux in metrics.aux": "has_aux",
-        "at=[names of modules], or at=4 for stages of like size": "split_spec partition_method balance",
+        "at=[names of modules], or at=4 for stages of like size": (
+            "split_spec split_policy partition_method balance"
+        ),
         "args=(tensor, ...) and kwargs={name: tensor}": "mb_args mb_kwargs example_args",
         "lr": "learning_rate rate",
+        "cap": "memory memory_limit max_memory",
+        _NO_GRAD: "retain_graph create_graph",
+        f"{_PRECISION[:-1]}, scale=pp.dynamic_scale())": "scaler grad_scaler",
+        _BATCH: "train_micro_batch_size_per_gpu train_batch_size per_device_train_batch_size batch_size",
+        f"stages and loss_fn; {_STEP}": "forward_step_func forward_step",
+        "donate=True of pp.optim.adamw(lr)": "donate_argnums",
+        "state = pp.checkpoint.load(folder, like=state) before the first step": "resume_from_checkpoint",
+        "a loop of your own round state, metrics = trainer.step(state, inputs, targets)": (
+            "callbacks max_steps num_train_epochs epochs"
+        ),
+        f"{_EVALUATE}, has_aux=True for metrics of the loss function": "compute_metrics",
+        "model.to(device) before it is split": "device_map",
+        "init_process_group(backend) of torch.distributed before it, and tensors on the device": (
+            "backend device"
+        ),
+        f"one call for the whole model: {_STAGES}": "stage_index",
         _CLIP: "max_grad_norm clip gradient_clipping grad_clip clip_grad_norm",
         _PRECISION: "fp16 bf16 dtype amp mixed_precision",
         _SHARD: "shard zero_stage zero_optimization fsdp",

@@ -68,6 +68,8 @@ def answering(owner: C) -> C:
             f"{owner.__name__}.{name}: it does not change; ._replace({name}=...) makes another"
         )
 
+    if "__init__" in vars(owner):
+        owner.__init__ = naming_arguments(owner.__init__)  # type: ignore[misc]
     owner.__getattr__ = lacking  # type: ignore[attr-defined]
     if issubclass(owner, tuple):
         owner.__getitem__, owner.__setattr__ = item, fixed  # type: ignore[method-assign]
@@ -97,7 +99,8 @@ def with_arguments(error: str, function: Callable[..., Any]) -> str:
     """
     names = [name for name in inspect.signature(function).parameters if name != "self"]
     unknown = re.search(r"unexpected keyword argument '(\w+)'", error)
-    mend = mend_of("()", unknown[1]) if unknown else ""
+    missing = re.search(r"missing .*'(\w+)'", error)
+    mend = mend_of("()", unknown[1]) if unknown else mend_of("missing", missing[1]) if missing else ""
     if unknown and (mend or unknown[1]) not in names:
         mend = mend_of("home", mend or unknown[1]) or mend
     near = f"; write {mend}" if mend else suggestion(unknown[1], names) if unknown else ""

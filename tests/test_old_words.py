@@ -24,7 +24,8 @@ SPLIT = pp.split(MODEL, (INPUTS[:3],), at=["1"])
 OPTIMIZER = pp.optim.adamw(1e-3)
 TRAINER = pp.Trainer(SPLIT, squared, SCHEDULE, OPTIMIZER)
 STATE = TRAINER.init(SPLIT.params)
-OWNERS = [SCHEDULE, SPLIT, STEP, TRAINER, STATE, OPTIMIZER]
+TIMELINE = pp.simulate(SCHEDULE)
+OWNERS = [SCHEDULE, SPLIT, STEP, TRAINER, STATE, OPTIMIZER, TIMELINE]
 
 
 def trainer(**options):
@@ -152,6 +153,21 @@ MISTAKES = {
         lambda: pp.jvp([dense] * 2, lambda y, t: (y.sum(), y), SCHEDULE)(PARAMS, PARAMS, INPUTS, TARGETS),
         "return that alone, or take ppfunc.value_and_grad",
     ),
+    "a module that is called": (lambda: pp.checkpoint(dense), 'graph(remat="full")'),
+    "another that is called": (lambda: pp.schedule("1f1b"), "pp.one_f_one_b(ranks, microbatches) makes"),
+    "one without an answer": (lambda: pp.collectives(1), "dir(ppfunc.stage.collectives) lists its names"),
+    "a backend of a transport": (lambda: pp.P2P(backend="nccl"), "init_process_group(backend) of torch"),
+    "ranks of a schedule by its class": (lambda: pp.Schedule("mine", 4, 8), "pp.gpipe(ranks, microbatches)"),
+    "a schedule of a model": (lambda: pp.gpipe(SPLIT, 4), "go to pp.value_and_grad(stages, loss_fn"),
+    "a timeline that is saved": (lambda: TIMELINE.save("x"), "pp.schedule.to_trace(schedule, timeline)"),
+    "a loss alone": (lambda: pp.value_and_grad(squared), "the stages first: (split, loss_fn, pp"),
+    "a batch alone": (lambda: TRAINER.step(INPUTS), "then the batch, (state, inputs, targets)"),
+    "a folder alone": (lambda: pp.checkpoint.load("no"), "write like=state, a state of the same form"),
+    "numbers of modules": (lambda: pp.split(MODEL, (INPUTS,), at=[1]), "the name of a module, such as '1'"),
+    "modules": (lambda: pp.split(MODEL, (INPUTS,), at=[MODEL[1]]), "the name of a module, such as '1'"),
+    "retain_graph": (lambda: STEP(PARAMS, INPUTS, TARGETS, retain_graph=True), "no tensor has a .grad"),
+    "callbacks": (lambda: trainer(callbacks=[]), "write a loop of your own round state, metrics ="),
+    "parallel_state": (lambda: pp.parallel_state, "pp.P2P(group)"),
     "too few programs": (
         lambda: check(single_chain("mine", [0, 1], 1, [[F(0, 0)]])), "give a program for each rank",
     ),

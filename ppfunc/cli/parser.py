@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from ppfunc._text import limited, suggestion
+from ppfunc._text import limited, mend_of, suggestion
 
 _LONGEST = 4000
 
@@ -32,7 +32,9 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             word = next((w for w in unknown if w.startswith("-")), unknown[0])
             options = [option for action in self._actions for option in action.option_strings]
-            self.error(f"{word} is none of its options or arguments{suggestion(word, options)}")
+            here = f"--{mend_of('()', word.partition('=')[0].lstrip('-').replace('-', '_'))}"
+            near = f"; here: {here}" if here in options else suggestion(word, options)
+            self.error(f"{word} is none of its options or arguments{near}")
         return arguments, unknown
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:

@@ -7,6 +7,7 @@ from itertools import compress
 from operator import sub
 
 from ppfunc._lazy import late
+from ppfunc._text import answering
 
 from .arguments import require_type
 from .collector import collector_paused
@@ -25,6 +26,7 @@ _BUSY = COMPUTE | {Op.STEP}
 _COUNTED = _BUSY | BESIDE
 
 
+@answering
 @dataclass(frozen=True, repr=False)
 class Timeline:
     """Start and end of every instruction, and the figures that follow from them.

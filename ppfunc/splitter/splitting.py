@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ppfunc._text import naming_arguments
+from ppfunc._text import naming_arguments, shown
 from ppfunc.parallel.balance import partition_balanced
 from ppfunc.parallel.partition import Partition
 from ppfunc.stage.abstract.evaluation import without_values
@@ -160,8 +160,11 @@ def _checked_names(model: nn.Module, at: Sequence[str]) -> list[str]:
         raise TypeError(f"at: got {at!r}, expected a list of names of modules, such as [{at!r}]")
     known = dict(model.named_modules(remove_duplicate=False))
     for name in at:
-        if not isinstance(name, str) or not name or name not in known:
-            raise ValueError(f"at: got {name!r}, which is no module of the model; {_near(str(name), known)}")
+        if not isinstance(name, str):
+            names = [n for n, module in known.items() if module is name] or [str(name)]
+            raise TypeError(f"at: got {shown(name)}, expected the name of a module, such as {names[0]!r}")
+        if not name or name not in known:
+            raise ValueError(f"at: got {name!r}, which is no module of the model; {_near(name, known)}")
     if len({id(known[name]) for name in at}) < len(at):
         raise ValueError(f"at: got {list(at)}, expected each module once")
     return list(at)

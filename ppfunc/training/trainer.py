@@ -99,7 +99,6 @@ class Trainer:
         ScheduleError, ValueError, TypeError: as :func:`value_and_grad`; arguments that do not fit together.
     """
 
-    @naming_arguments
     def __init__(
         self,
         stages: Stages,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ppfunc._text import naming_arguments
 from ppfunc.stage.device import download, record_event
 from ppfunc.stage.interrupts import hold_interrupts
 
@@ -88,6 +89,7 @@ class P2P(Control):
         PipelineError: a rank, or the store of the group, is gone or late, or has failed.
     """
 
+    @naming_arguments
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
