@@ -173,7 +173,8 @@ def _inputs(pipeline: Pipeline, form: StepForm, microbatches: range) -> list[Sig
         return list(signatures)
     schedule = pipeline.schedule
     begin = {schedule.placement[chain.stages[0]] for chain in schedule.chains}
-    if form.trees["inputs"].whole is not None and not begin <= set(pipeline.ranks):
+    whole = form.trees["inputs"].whole if "inputs" in form.trees else None  # of Microbatches it is none
+    if whole is not None and not begin <= set(pipeline.ranks):
         raise ValueError(
             "inputs: got ppfunc.replicated(x) and argnums=1, and several chains, which begin in different"
             " processes, so that none has the whole gradient of x; take a schedule with one chain, such as"
