@@ -73,7 +73,7 @@ class StageCall(NamedTuple):
         return {"has_aux": True, "name": self.name, "device": self.device}
 
 
-class _Traced(NamedTuple):
+class _Evaluated(NamedTuple):
     """Hold the evaluation of a stage, valid while its modules are in the modes noted.
 
     Args:
@@ -111,7 +111,7 @@ class StagePrograms:
     def __init__(self, engine: Engine, loss_engine: Engine | None = None, noting: bool = False) -> None:
         self._engine, self._loss_engine, self._noting = engine, loss_engine, noting
         # By function, then by key of the call.
-        self._traced: dict[int, OrderedDict[Hashable, list[_Traced]]] = {}
+        self._evaluated: dict[int, OrderedDict[Hashable, list[_Evaluated]]] = {}
 
     def outline(self, call: StageCall) -> Outline:
         """Evaluate a stage without values, or return the earlier evaluation of an equal one.
@@ -121,36 +121,38 @@ class StagePrograms:
         """
         with without_transforms(), process_lock:
             key, function = call.key, call.function
-            of_function = self._traced.setdefault(id(function.fn), OrderedDict())
+            of_function = self._evaluated.setdefault(id(function.fn), OrderedDict())
             same_form = of_function.get(key, [])
-            for traced in same_form:
-                if traced.holds():
-                    return traced.outline
+            for evaluated in same_form:
+                if evaluated.holds():
+                    return evaluated.outline
             evaluation = outline(function, call.example, **call.options, noting=self._noting)
             referred = (*_modules_referred(function.fn), *_modules_referred(function.loss_fn))
             evaluation = evaluation._replace(modules=tuple(dict.fromkeys((*evaluation.modules, *referred))))
             if evaluation.lasts:
                 modules = ModuleStructure.of(evaluation.modules, "training") if evaluation.modules else None
-                traced = _Traced(function, modules, _trained(evaluation), evaluation, [])
-                keep(of_function, key, [*same_form, traced])
+                evaluated = _Evaluated(function, modules, _trained(evaluation), evaluation, [])
+                keep(of_function, key, [*same_form, evaluated])
             return evaluation
 
-    def program(self, call: StageCall, known: Outline) -> StageProgram:
+    def program(self, call: StageCall, evaluation: Outline) -> StageProgram:
         """Build the program of a stage, or return that of an equal one.
 
         Args:
-            known: the result of :meth:`outline` for this call.
+            evaluation: the result of :meth:`outline` for this call.
 
         Raises:
             StageError: the engine cannot serve it.
             TypeError: the engine returned no :class:`StageProgram`.
         """
         with without_transforms(), process_lock:
-            same_form = self._traced.get(id(call.function.fn), OrderedDict()).get(call.key, [])
-            programs = next((traced.programs for traced in same_form if traced.outline is known), [])
+            same_form = self._evaluated.get(id(call.function.fn), OrderedDict()).get(call.key, [])
+            programs = next(
+                (evaluated.programs for evaluated in same_form if evaluated.outline is evaluation), []
+            )
             if programs:
                 return programs[0]
-            program = self._build(call, known)
+            program = self._build(call, evaluation)
             if not isinstance(program, StageProgram):
                 raise TypeError(
                     f"engine: it returned an object of type {type(program).__name__} for {call.name},"
@@ -160,23 +162,23 @@ class StagePrograms:
                 programs.append(program)
             return program
 
-    def _build(self, call: StageCall, known: Outline) -> StageProgram:
+    def _build(self, call: StageCall, evaluation: Outline) -> StageProgram:
         """Build a program. A loss that the engine cannot serve gets another one, if its stage is served."""
         loss_engine = None if call.function.loss_fn is None else self._loss_engine
         try:
             if loss_engine is None:
-                return self._engine(call.function, call.example, outline=known, **call.options)
-            return with_loss_apart(self._engine, loss_engine, *call, known)
+                return self._engine(call.function, call.example, outline=evaluation, **call.options)
+            return with_loss_apart(self._engine, loss_engine, *call, evaluation)
         except StageError as error:
             # One that raised may not raise again.
-            if loss_engine is not None or call.function.loss_fn is None or not known.lasts:
+            if loss_engine is not None or call.function.loss_fn is None or not evaluation.lasts:
                 raise
             refused = failure = error
         from ppfunc.stage.engines import eager, functional
 
         for loss_engine in (functional, eager):
             try:
-                program = with_loss_apart(self._engine, loss_engine, *call, known)
+                program = with_loss_apart(self._engine, loss_engine, *call, evaluation)
             except StageError as error:
                 if error.stage == call.name:
                     break  # it is not the loss
@@ -192,7 +194,7 @@ class StagePrograms:
 
     def clear(self) -> None:
         """Drop everything that is kept."""
-        self._traced.clear()
+        self._evaluated.clear()
 
 
 def _modules_referred(function: Any) -> Iterator[nn.Module]:

@@ -51,12 +51,12 @@ def engine(build: Callable[..., tuple[FlatProgram, int | None]]) -> Callable[...
         outline: Outline | None = None,
         **options: Any,
     ) -> StageProgram:
-        seen = Example.of(example, device, targeted=getattr(fn, "targeted", False))
+        described = Example.of(example, device, targeted=getattr(fn, "targeted", False))
         outline = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
-        stage = DifferentiableStage(fn, seen, outline, has_aux, name)
+        stage = DifferentiableStage(fn, described, outline, has_aux, name)
         with hold_interrupts():
             flat, size = build(stage, example, **options)
-        return stage_program(flat, seen, stage.outline, has_aux=has_aux, residual_bytes=size)
+        return stage_program(flat, described, stage.outline, has_aux=has_aux, residual_bytes=size)
 
     return program_of
 

@@ -38,7 +38,7 @@ def functional(stage: DifferentiableStage, example: tuple[Any, ...]) -> tuple[Fl
     >>> gx
     tensor([1., 1.])
     """
-    return _tried(_by_vjp, "torch.func", "use the eager engine", stage, example)
+    return _checked_program(_by_vjp, "torch.func", "use the eager engine", stage, example)
 
 
 @engine
@@ -60,10 +60,10 @@ def eager(stage: DifferentiableStage, example: tuple[Any, ...]) -> tuple[FlatPro
     (tensor([0., 0.]), tensor([1., 1.]))
     """
     instead = "rewrite what it refuses; a checkpoint, for instance, needs use_reentrant=False"
-    return _tried(_by_tape, "torch.autograd.grad", instead, stage, example)
+    return _checked_program(_by_tape, "torch.autograd.grad", instead, stage, example)
 
 
-def _tried(
+def _checked_program(
     differentiate: Callable[[DifferentiableStage], tuple[Forward, Backward]],
     by: str,
     instead: str,

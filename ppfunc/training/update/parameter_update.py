@@ -289,10 +289,10 @@ class TrainingUpdate:
 
     def _rate(self, like: Tensor) -> Any:
         """Compute the learning rate of this update, from the state before the call and the updates since."""
-        rate, begun = self._rule.optimizer.rate, self._initial
+        rate, initial = self._rule.optimizer.rate, self._initial
         if rate is None:
             return None
-        values = rate(next(iter(begun.optimizer.values())), self.state.step - begun.step)
+        values = rate(next(iter(initial.optimizer.values())), self.state.step - initial.step)
         return tree_map(lambda v: v.to(like) if isinstance(v, Tensor) else torch.full_like(like, v), values)
 
     def _conclude(

@@ -105,13 +105,13 @@ def updated(
     state: Flat,
     params: Flat,
     found_inf: Tensor | None,
-    begun: TrainState,
+    initial: TrainState,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Run the optimizer on gradients, its state and parameters of a stage, without frozen parameters.
 
     Args:
         found_inf: 1 where nothing may change, of a rule that skips.
-        begun: the state that the caller gave, whose leaves the optimizer may write into.
+        initial: the state that the caller gave, whose leaves the optimizer may write into.
 
     Returns:
         The leaves of the parameters and of the state.
@@ -128,7 +128,7 @@ def updated(
     finally:
         pairs = zip(leaves, before, versions(leaves), strict=True)
         written = [leaf for leaf, one, other in pairs if one != other]
-        mark_donated(begun.step, written)
+        mark_donated(initial.step, written)
     if not isinstance(results, tuple) or len(results) != 2:
         raise TypeError(
             f"the optimizer has returned {reprlib.repr(results)} for stage {stage}, expected (parameters,"

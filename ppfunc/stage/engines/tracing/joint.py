@@ -81,7 +81,7 @@ def trace(stage: DifferentiableStage) -> Joint:
         leaves = (stage.outline.y.leaves[i] for i in stage.y_at)
         gy = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=example.device) for leaf in leaves)
         groups = (params, x, extras, gy)
-        joint = _record(partial(_joint, stage), groups, name)
+        joint = _record(partial(_forward_and_backward, stage), groups, name)
         if any(map(is_mutable, joint.graph.nodes)):
             with without_autocast():  # whose casts have been recorded
                 joint = _record(partial(_without_effects, joint), groups, name)
@@ -111,7 +111,7 @@ def _record(fn: Callable[..., Results], groups: tuple[Leaves, ...], name: str) -
     return Joint(record.graph, params, x, extras, gy)
 
 
-def _joint(
+def _forward_and_backward(
     stage: DifferentiableStage, record: Record, params: Leaves, x: Leaves, extras: Leaves, gy: Leaves
 ) -> Results:
     """Compute outputs, gradients of the parameters and of ``x``."""
@@ -133,11 +133,11 @@ def _joint(
 def _without_effects(joint: Joint, record: Record, *groups: Leaves) -> Results:
     """Compute the same results by operators that write into nothing."""
     with torch.no_grad():
-        results: Results = torch.func.functionalize(_Again(record, joint).run)(*chain(*groups))
+        results: Results = torch.func.functionalize(_Rerun(record, joint).run)(*chain(*groups))
     return results
 
 
-class _Again(Interpreter):
+class _Rerun(Interpreter):
     """Calls the operators of a trace once more, and tells a record where its forward ends."""
 
     def __init__(self, record: Record, joint: Joint) -> None:
