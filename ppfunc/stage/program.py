@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from ppfunc._text import limited
+
 from .layout import local
 from .signature import Signature
 from .tree import tree_flatten, tree_leaves
@@ -89,7 +91,7 @@ class Example:
 
     def __str__(self) -> str:
         return ", ".join(
-            f"{name} = {_short(str(signature))}"
+            f"{name} = {limited(str(signature), 600)}"
             for name, signature in zip(self.names, self.signatures, strict=True)
         )
 
@@ -118,10 +120,6 @@ class Example:
 def _names(arguments: int, targeted: bool) -> tuple[str, ...]:
     target = ["target"] if targeted else []
     return "params", "x", *target, *(f"extra {n}" for n in range(arguments - 2 - targeted))
-
-
-def _short(text: str, most: int = 600) -> str:
-    return text if len(text) <= most else f"{text[: most - 100]} ... {text[-100:]}"
 
 
 class SeenCall(NamedTuple):
