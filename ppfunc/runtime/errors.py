@@ -82,6 +82,9 @@ class StepRunning(RuntimeError):
 
     refused = False  # whether `fail` has returned it
 
+    def __init__(self, text: str = OTHER) -> None:
+        super().__init__(text)
+
 
 class Failure(NamedTuple):
     """Locate the failure of a rank: position and instruction are None outside the program.

@@ -5,6 +5,7 @@ A step flows through these modules::
     rendezvous     pair up the n-th calls of all ranks in the store of their group
         |
     socket_links   connect to the tree, and to peers on demand, over TCP (simulated: ``ppfunc.testing``)
+        |            streams       the connections of this process, by peer
         |            connections   accept and open, by HMAC with a key; frame messages
         |
     control        begin: pass the call and the shapes down the tree, and compare them

@@ -23,7 +23,6 @@ from ..agreement.comparison import (
 from ..call.results import of_text, shape_of_sum, sum_texts, to_text
 from ..errors import (
     CLOSED,
-    OTHER,
     AgreementError,
     Failure,
     FailureRecord,
@@ -34,9 +33,7 @@ from ..errors import (
 from ..execution.buffers import Compared
 from ..transport.grid import Axes, Grid, ShardWhat
 from ..transport.protocols import LossPart, Mode
-from .tree import BEGIN, END, Links, TreeMessages
-
-_KEY, _TEXT = "key", "text"  # channels besides those of trees
+from .tree import BEGIN, END, KEY, TEXT, Links, TreeMessages
 
 
 class Control:
@@ -134,7 +131,7 @@ class Control:
 
     def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:
         if not self._running.acquire(blocking=False):
-            raise StepRunning(CLOSED if self._closed else OTHER)
+            raise StepRunning(CLOSED) if self._closed else StepRunning()
         if self._unusable is not None:
             raise RuntimeError(self._unusable)
         if key is None and self.rank == source:
@@ -188,9 +185,9 @@ class Control:
         """Pass the key of a rank to the top of a tree, and from there to all."""
         if self.links.rank == source:
             assert key is not None
-            self.links.send(tree.top, _KEY, key.encode())
+            self.links.send(tree.top, KEY, key.encode())
         if tree.parent is None:
-            shapes = self.links.recv(source, _KEY).decode()
+            shapes = self.links.recv(source, KEY).decode()
         else:
             shapes = tree.recv(tree.parent, BEGIN)
         tree.send_down(BEGIN, shapes)
@@ -229,11 +226,11 @@ class Control:
 
     def send_text(self, peer: int, text: str) -> None:
         with self.hold_interrupts():
-            self.links.send(self.pipeline[peer], _TEXT, text.encode(errors="surrogatepass"))
+            self.links.send(self.pipeline[peer], TEXT, text.encode(errors="surrogatepass"))
 
     def recv_text(self, peer: int) -> str:
         with self.hold_interrupts():
-            return self.links.recv(self.pipeline[peer], _TEXT).decode(errors="surrogatepass")
+            return self.links.recv(self.pipeline[peer], TEXT).decode(errors="surrogatepass")
 
     # -- the end of a step -----------------------------------------------------------------
 

@@ -2,10 +2,8 @@
 
 import json
 import os
-import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -14,9 +12,10 @@ from typing import Any, TypeVar
 from ppfunc.stage.interrupts import act_on_interrupts
 
 from ..errors import CLOSED, GONE, Failure, FailureRecord, LinkError
-from .connections import Address, Listener, Stream, connect, in_thread
+from .connections import Address, Stream, in_thread
 from .failure_tree import MEETING, FailureTree, Verdict
 from .rendezvous import Rendezvous
+from .streams import PeerStreams
 from .suspects import Answer, find_culprit
 from .tree import RankTree, TreeMessages
 
@@ -51,7 +50,6 @@ class SocketLinks:
         PipelineError, AgreementError: the first failure while they meet.
 
     Attributes:
-        closed: whether all connections have ended, or are about to.
         waiting_on: the rank that this one waits for.
         status: describes the rest of this rank to those that wait for it.
         on_failure: called with the number of steps that were committed before a failure.
@@ -59,24 +57,20 @@ class SocketLinks:
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rank, self.size, self.timeout = rendezvous.rank, rendezvous.size, rendezvous.timeout
-        self.closed, self._met, self._rendezvous = False, False, rendezvous
+        self._met, self._rendezvous = False, rendezvous
         self.waiting_on: int | None = None
         self.status: Callable[[], Answer] = Answer
         self.on_failure: Callable[[int], None] = lambda committed: None
         self.changed = threading.Condition(threading.RLock())  # guards what threads share
         self._tree = RankTree.over(range(self.size), self.rank)
         self._failures = FailureTree(self._tree, self._send, self._heed)
-        self.incoming: dict[int, Stream] = {}
-        self.outgoing: dict[int, Stream] = {}
-        self.watched: dict[int, Stream] = {}
-        self._dials: dict[tuple[int, str], Future[None]] = {}  # connections that are being opened
         self._addresses: dict[int, Address] = {}
         self._answers: dict[int, tuple[float, Answer]] = {}  # by rank, and when
         self._asked = 0.0  # when all were asked last
         self._left: set[int] = set()  # neighbours that need no rank any more
         self._cut_off = False  # whether the rank above has not answered
-        self.listener = Listener(rendezvous.host, self.timeout, self.welcome, 2 * len(self._tree.neighbours))
-        _OPEN.add(self)
+        with self.changed:  # for which the first that connects waits
+            self._streams = PeerStreams(rendezvous, self._tree.neighbours, self._begin_watch, self.changed)
         try:
             self._meet()
         except BaseException as cause:
@@ -89,13 +83,13 @@ class SocketLinks:
 
     def _meet(self) -> None:
         """Connect to the rank above, wait for those below, and exchange the addresses of all ranks."""
-        mine = self._addresses[self.rank] = self.listener.address
+        mine = self._addresses[self.rank] = self._streams.listener.address
         self._rendezvous.publish(mine)
         if (parent := self._tree.parent) is not None:
             self._open(parent, "tree")
             self._open(parent, "watched")
         for child in self._tree.children:
-            self.wait_for(child, partial(self.watched.get, child))
+            self.wait_for(child, partial(self._streams.watched.get, child))
         tree = TreeMessages(self, range(self.size), "meet")
         collected = tree.collect(json.dumps(mine))
         (self.vote if self.rank else self.commit)(MEETING)  # a rank that has met may fail its first step
@@ -107,20 +101,25 @@ class SocketLinks:
         self._rendezvous.forget()
 
     @property
+    def closed(self) -> bool:
+        """Tell whether all connections have ended, or are about to."""
+        return self._streams.closed
+
+    @property
     def generation(self) -> int:
         return self._failures.generation
 
     # -- messages --------------------------------------------------------------------------
 
     def send(self, peer: int, channel: str, data: bytes) -> None:
-        if (stream := self.outgoing.get(peer)) is None:
+        if (stream := self._streams.outgoing.get(peer)) is None:
             self._open(peer)
-            stream = self.outgoing[peer]
+            stream = self._streams.outgoing[peer]
         stream.send(self.generation, channel.encode(), data)
         give_way()
 
     def recv(self, peer: int, channel: str) -> bytes:
-        name, incoming = channel.encode(), self.incoming
+        name, incoming = channel.encode(), self._streams.incoming
 
         def arrived() -> bytes | None:
             return incoming[peer].next(self.generation, name) if peer in incoming else None
@@ -136,39 +135,11 @@ class SocketLinks:
         address = self._addresses.get(peer) or self.wait_for(
             peer, lambda: self._rendezvous.address(peer), pause=partial(time.sleep, _POLL)
         )
-
-        def dial() -> None:
-            connection = connect(address, f"{self.rank} {kind}", self.timeout, lambda: self.closed)
-            self._attach(peer, kind, connection, self.outgoing)
-
-        if (peer, kind) not in self._dials:  # which an interrupt has left
-            self._dials[peer, kind] = in_thread(dial, "connects")
+        settle = partial(self.settle, peer, late=f"rank {peer}, which cannot be reached,")
         try:
-            self.settle(peer, self._dials[peer, kind], f"rank {peer}, which cannot be reached,")
+            self._streams.open(peer, kind, address, settle)
         except (ConnectionRefusedError, TimeoutError) as error:
             raise LinkError(peer, "gone", self._why(error)) from error
-        finally:
-            if self._dials[peer, kind].done():
-                del self._dials[peer, kind]
-
-    def welcome(self, who: str, connection: socket.socket) -> None:
-        """Begin to use a connection that a peer has opened."""
-        rank, _, kind = who.partition(" ")
-        self._attach(int(rank), kind, connection, self.incoming)
-
-    def _attach(self, peer: int, kind: str, connection: socket.socket, one_way: dict[int, Stream]) -> None:
-        """Begin to use a connection. A thread reads it if it is watched."""
-        stream = Stream(connection, self.timeout)
-        tables = {"tree": [self.incoming, self.outgoing], "watched": [self.watched], "one way": [one_way]}
-        with self.changed:
-            for table in tables[kind]:
-                table[peer] = stream
-            if self.closed:
-                stream.close()
-            if kind == "watched":
-                self._failures.connect(peer)
-                in_thread(lambda: self._watch(peer, stream), "watches")
-            self.changed.notify_all()
 
     def settle(self, peer: int, future: Future[T], late: str = "") -> T:
         """Wait for the result of a thread that waits for a peer. Raises as :meth:`wait_for`."""
@@ -227,13 +198,14 @@ class SocketLinks:
             return RuntimeError(CLOSED)
         if self._failures.stopped:
             return LinkError(peer, "failed", "a rank has failed")
-        if peer in self.incoming and self.incoming[peer].ended:
-            return LinkError(peer, "gone", self._why(self.incoming[peer].link_error))
+        incoming = self._streams.incoming.get(peer)
+        if incoming is not None and incoming.ended:
+            return LinkError(peer, "gone", self._why(incoming.link_error))
         return LinkError(peer, "gone", GONE) if self._failures.lost(peer) else None
 
     def _look_after_missing(self) -> None:
         """Take the failure of a rank that is not connected yet from the store."""
-        awaited = [peer for peer in self._tree.neighbours if peer not in self.watched]
+        awaited = [peer for peer in self._tree.neighbours if peer not in self._streams.watched]
         if (failure := self._rendezvous.failure(awaited)) is not None:
             with self.changed:
                 self._failures.report(self.generation, failure)
@@ -245,7 +217,7 @@ class SocketLinks:
         if (problem := self._problem(-1)) is not None:
             raise problem
         for peer in self._failures.gone:
-            raise LinkError(peer, "gone", self._why(self.watched[peer].link_error))
+            raise LinkError(peer, "gone", self._why(self._streams.watched[peer].link_error))
 
     def _why(self, error: BaseException | None) -> str:
         if not isinstance(error, TimeoutError):
@@ -315,13 +287,17 @@ class SocketLinks:
 
     def _answer(self, awaits: int | None) -> Answer:
         """Describe this rank to one that waits. Whatever ``status`` raises, the watch goes on."""
-        cut = [peer for peer, stream in list(self.watched.items()) if stream.cut]
+        cut = [peer for peer, stream in list(self._streams.watched.items()) if stream.cut]
         try:
             return self.status()._replace(awaits=awaits, cut=cut)
         except Exception:
             return Answer(awaits, cut=cut)
 
     # -- messages of neighbours, in threads ------------------------------------------------
+
+    def _begin_watch(self, peer: int, stream: Stream) -> None:
+        self._failures.connect(peer)
+        in_thread(lambda: self._watch(peer, stream), "watches")
 
     def _watch(self, peer: int, stream: Stream) -> None:
         try:
@@ -359,8 +335,8 @@ class SocketLinks:
                 self._send(neighbour, kind, *facts)
 
     def _send(self, neighbour: int, kind: str, *facts: object) -> None:
-        if neighbour in self.watched:
-            self.watched[neighbour].send(0, _WATCH, json.dumps([kind, *facts]).encode())
+        if neighbour in self._streams.watched:
+            self._streams.watched[neighbour].send(0, _WATCH, json.dumps([kind, *facts]).encode())
 
     # -- the end ---------------------------------------------------------------------------
 
@@ -373,30 +349,4 @@ class SocketLinks:
 
     def close(self) -> None:
         """End all connections. Idempotent. Takes no lock, so that it may be called in a finalizer."""
-        self.closed = True
-        self.listener.close()
-        for stream in self.streams:
-            stream.close()
-
-    @property
-    def streams(self) -> list[Stream]:
-        """List all connections."""
-        return [*self.incoming.values(), *self.outgoing.values(), *self.watched.values()]
-
-
-_OPEN: weakref.WeakSet[SocketLinks] = weakref.WeakSet()
-
-
-def _leave_to_parent() -> None:
-    """Close connections in a forked child: peers would not notice that its parent has ended.
-
-    Those of gloo stay open: a peer that waits for data of the parent is released when the child ends.
-    """
-    for links in _OPEN:
-        links.closed = True
-        for inherited in (links.listener.socket, *(stream.socket for stream in links.streams)):
-            inherited.close()
-    _OPEN.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+        self._streams.close()

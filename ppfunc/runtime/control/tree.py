@@ -10,6 +10,7 @@ from ..errors import AgreementError
 
 # Kinds of messages: what a rank does that sends or expects one.
 BEGIN, GATHER, END = "begins a step", "gathers texts", "ends a step"
+KEY, TEXT = "key", "text"  # channels besides those of trees
 
 
 class Links(Protocol):
