@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ppfunc as pp
 from ppfunc.runtime.control.rendezvous import Rendezvous
 from ppfunc.runtime.control.socket_links import SocketLinks
+from ppfunc.runtime.control.streams import PeerStreams
 from ppfunc.runtime.transport import _torch, opening
 from tests.clock import busy
 
@@ -150,7 +151,7 @@ def warm(rank, size):
 
 PLACES = {  # the function at whose call a rank fails, and which call
     "constructor": (Rendezvous, "publish", 1),
-    "meeting": (SocketLinks, "welcome", 1),
+    "meeting": (PeerStreams, "welcome", 1),
     "first agreement": (pp.P2P, "require_same", 1),
     "connecting": (opening, "receive_address", 1),
     "tracing": ("stage", None, 1),

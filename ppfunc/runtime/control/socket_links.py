@@ -36,10 +36,9 @@ give_way: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0)
 class SocketLinks:
     """Implements :class:`~ppfunc.runtime.control.tree.Links` of a process by sockets.
 
-    Neighbours in the tree have a connection that a thread at each end watches. When it ends, or a failure is
-    published, :class:`~.failure_tree.FailureTree` decides which failure is the first. All other messages are
-    read by the thread that waits for them: on a second connection of neighbours, and on one that its sender
-    opens between others.
+    A thread watches each neighbour in the tree. When its connection ends, or a failure is published,
+    :class:`~.failure_tree.FailureTree` decides which failure is the first. The thread that waits for any
+    other message reads it.
 
     All ranks make theirs at the same time, and each is returned when all have met.
 
@@ -220,9 +219,8 @@ class SocketLinks:
             raise LinkError(peer, "gone", self._why(self._streams.watched[peer].link_error))
 
     def _why(self, error: BaseException | None) -> str:
-        if not isinstance(error, TimeoutError):
-            return GONE
-        return f"the link between it and rank {self.rank} has failed ({error})"
+        link = f"the link between it and rank {self.rank} has failed ({error})"
+        return link if isinstance(error, TimeoutError) else GONE
 
     def vote(self, step: int) -> None:
         with self.changed:

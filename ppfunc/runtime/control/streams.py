@@ -45,7 +45,7 @@ class PeerStreams:
         self.outgoing: dict[int, Stream] = {}
         self.watched: dict[int, Stream] = {}
         self._dials: dict[tuple[int, str], Future[None]] = {}  # connections that are being opened
-        self.listener = Listener(rendezvous.host, self._limit, self._welcome, 2 * len(neighbours))
+        self.listener = Listener(rendezvous.host, self._limit, self.welcome, 2 * len(neighbours))
         _OPEN.add(self)
 
     @property
@@ -73,7 +73,7 @@ class PeerStreams:
             if self._dials[peer, kind].done():
                 del self._dials[peer, kind]
 
-    def _welcome(self, who: str, connection: socket.socket) -> None:
+    def welcome(self, who: str, connection: socket.socket) -> None:
         """Begin to use a connection that a peer has opened."""
         rank, _, kind = who.partition(" ")
         self._attach(int(rank), kind, connection, self.incoming)
