@@ -241,7 +241,7 @@ def _require_unchanged(
 def require_weight_gradients(
     results: Iterable[torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]], stage: str
 ) -> None:
-    """Raise StageError for a Function that is given a weight, and returns no gradient of it.
+    """Raise StageError for a Function that is given a weight, and returns no gradient that reaches it.
 
     Such a Function leaves the gradient to a later pass of its own, which no step calls. To find out, the
     backward of a user's Function that is given a weight runs once, on zeros. Its side effects, such as
@@ -254,9 +254,11 @@ def require_weight_gradients(
     named = {t.grad_fn: path for path, t in weights if t.grad_fn}
     for node in filter(_is_own, _histories([t.grad_fn for t in results if t.grad_fn])):
         sources = (source for source, _ in node.next_functions if source)
-        given = [_weight_of(next(sources), named) if needs else "" for needs in node.needs_input_grad]
-        for path, gradient in zip(given, _backward(node) if any(given) else (), strict=False):
-            if path and gradient is None:
+        given = [_weights_of(next(sources), named) if needs else set() for needs in node.needs_input_grad]
+        returned = [*zip(given, _backward(node) if any(given) else (), strict=False)]
+        reached = {path for paths, gradient in returned if gradient is not None for path in paths}
+        for paths, gradient in returned:
+            if gradient is None and (path := min(paths - reached, default="")):
                 cls = function_of(node)
                 code = inspect.unwrap(cls.backward).__code__
                 raise StageError(
@@ -283,14 +285,15 @@ def _histories(ahead: list[Any], ends: Container[Any] = ()) -> Iterator[Any]:
         ahead += new
 
 
-def _weight_of(source: Any, named: dict[Any, str]) -> str:
-    """Name a weight of which a value is made; empty if the value is made of anything else as well."""
-    path = ""
+def _weights_of(source: Any, named: dict[Any, str]) -> set[str]:
+    """Name the weights of which a value is made; none if the value is made of anything else as well."""
+    paths = set()
     for node in _histories([source], named):
         if node not in named and not any(below for below, _ in node.next_functions):
-            return ""
-        path = named.get(node, path)
-    return path
+            return set()
+        if node in named:
+            paths.add(named[node])
+    return paths
 
 
 def _backward(node: Any) -> tuple[Any, ...]:

@@ -37,6 +37,32 @@ class Whole(Deferred):
         return gy @ w, gy.T @ x
 
 
+class Routed(torch.autograd.Function):
+    """Given two values of one weight, it returns the gradient of one: all of it."""
+
+    @staticmethod
+    def forward(x, scores, gates):
+        return x * gates
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, gy):
+        x, scores, gates = ctx.saved_tensors
+        return gy * gates, 2 * gy * x * scores, None
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3).double())
+
+    def forward(self, x):
+        return Routed.apply(x, self.w, self.w.square())
+
+
 class Layer(nn.Module):
     def __init__(self, function, cast=False):
         super().__init__()
@@ -79,3 +105,15 @@ def test_one_that_returns_the_gradient_or_whose_weight_is_frozen_runs(engine):
         want.backward()
         torch.testing.assert_close(loss, want.detach())
         torch.testing.assert_close(grads[0]["0.w"], model[0].w.grad)
+
+
+@pytest.mark.parametrize("engine", [graph, functional, eager])
+def test_one_that_returns_the_gradient_by_another_value_of_the_weight_runs(engine):
+    x, model = torch.randn(4, 3).double(), nn.Sequential(Layer(Whole), Router())
+    for step, params in steps(model, x, engine):
+        loss, grads = step(params, x, x)
+        model.zero_grad()
+        squared(model(x), x).backward()
+        torch.testing.assert_close(loss, squared(model(x), x).detach())
+        got = {name: g for tree in grads.values() for name, g in tree.items()}
+        torch.testing.assert_close(got["1.w"], model[1].w.grad)
