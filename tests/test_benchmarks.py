@@ -45,6 +45,16 @@ def test_the_time_of_a_step_with_experts(fresh, store_port):
         assert ratio == pytest.approx(together / apart, rel=0.05)
 
 
+def test_exchanges_that_arrive_late_are_waited_for_less_where_pairs_interleave(fresh, store_port):
+    small = ("--rounds", "1", "--steps", "1", "--width", "8", "--tokens", "4", "--microbatches", "4")
+    late = ("--pipeline", "1", "--delay", "20")
+    printed, _ = fresh(2)(run_script, store_port, FOLDER / "experts.py", *small, *late)
+    together, apart = map(
+        float, re.search(r"^step: interleaved (\S+) ms, in turn (\S+) ms", printed, re.M).groups()
+    )
+    assert 100 < together < apart
+
+
 def test_the_memory_of_a_step(fresh, store_port):
     small = ("--schedules", "1f1b", "--remats", "none", "full", "--blocks", "2", "--width", "16")
     printed, _ = fresh(2)(run_script, store_port, FOLDER / "memory.py", *small, "--microbatches", "2")

@@ -4,6 +4,10 @@ Run by torchrun, on two pipeline ranks with as many experts each as remain::
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 tests/benchmarks/experts.py --width 256 --tokens 256
 
+and with exchanges that arrive late, as over links between hosts, on one pipeline rank::
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tests/benchmarks/experts.py --pipeline 1 --delay 1
+
 A stage is an exchange of tokens, a perceptron, and the exchange back: ``experts`` of
 ``tests/sharded_models.py``. Sides are measured in rounds that alternate, in one process group. Printed are
 the median step times and CPU seconds of all ranks, and the medians of the ratios round by round (below 1:
@@ -11,11 +15,17 @@ interleaved is faster).
 """
 
 import argparse
+import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
+from typing import Any
+from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from timing import Cost, measure
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,8 +40,16 @@ from tests.sharded_models import expert_params, experts, random
 def main() -> None:
     options = arguments()
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "ep"))
-    schedule = pp.dualpipev(2, options.microbatches)
+    with delayed(options.delay / 1e3) if options.delay else nullcontext():
+        compare(options)
+    dist.destroy_process_group()
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Run both sides in turn, and print what they cost."""
+    ranks = options.pipeline
+    mesh = init_device_mesh("cpu", (ranks, dist.get_world_size() // ranks), mesh_dim_names=("pp", "ep"))
+    schedule = pp.dualpipev(ranks, options.microbatches)
     own = schedule.stages_of(mesh.get_local_rank("pp"))
     params = {s: {k: t.float() for k, t in expert_params(s, options.width).items()} for s in own}
     shape, seed = (options.microbatches * options.tokens, 1, options.width), 2 * mesh.get_local_rank("ep")
@@ -51,7 +69,27 @@ def main() -> None:
             mine, other = (median(sides[n][k] for sides in rounds) for n in range(2))
             ratio = median(a[k] / b[k] for a, b in rounds)
             print(f"{what}: interleaved {mine * 1e3:.2f} ms, in turn {other * 1e3:.2f} ms, ratio {ratio:.3f}")
-    dist.destroy_process_group()
+
+
+@contextmanager
+def delayed(seconds: float) -> Iterator[None]:
+    """Let every exchange arrive so long after it was begun, or later. Programs run in Python for it."""
+    exchange = torch.ops._c10d_functional.all_to_all_single.default
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    begin, end, due = exchange._op, wait._op, dict[int, float]()
+
+    def begun(*args: Any, **kwargs: Any) -> Any:
+        result = begin(*args, **kwargs)
+        due[id(result)] = time.perf_counter() + seconds
+        return result
+
+    def ended(result: torch.Tensor) -> torch.Tensor:
+        time.sleep(max(0.0, due.pop(id(result), 0.0) - time.perf_counter()))
+        return end(result)
+
+    python = patch.dict(os.environ, PPFUNC_NATIVE="never")
+    with python, patch.object(exchange, "_op", begun), patch.object(wait, "_op", ended):
+        yield
 
 
 def in_turn(steps: list[Callable[[], object]], count: int, first: int) -> list[Cost]:
@@ -66,6 +104,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=256, help="of a microbatch, on every expert's rank")
+    parser.add_argument("--pipeline", type=int, default=2, help="pipeline ranks; the others are experts'")
+    parser.add_argument("--delay", type=float, default=0.0, help="of an exchange, in milliseconds")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5, help="steps per round")
