@@ -157,6 +157,8 @@ class Trainer:
             schedule=forwards, spec=evaluating, training=False, programs=programs
         )
         self._observed = ""  # the metrics since the last step, which the next one compares
+        self._last: torch.Tensor | None = None  # `step` of the state that the last step has returned
+        self._begun: int | None = None  # the generation in which a call began that has not returned
         self._idle: dict[int, list[Reducer]] = {}
         self._trees: dict[int, StageTrees] = {}  # of the last state
 
@@ -401,23 +403,35 @@ class Trainer:
     ) -> tuple[TrainingUpdate, Any]:
         """Run the steps of a call. Return their update, and the result of ``run``."""
         self._require_open()
-        generation = self.transport.generation
+        generation, trains = self.transport.generation, rule is self._rule
         compared = self._ranks.data.size > 1 or self._ranks.tied or self.schedule.replicas
         known = not compared or self._known_state.goes_on(state, generation)
+        if self._begun == generation:  # it has neither failed nor returned: an interrupt took its result
+            self._last = None
+        goes_on = known and self._last is state.step
         update = TrainingUpdate(rule, self._ranks, self._idle, state, known, batches.norms)
-        result = run(partial(self._arguments, update, batches))
-        self._observed = ""
-        if compared and rule is self._rule:  # an evaluation leaves the state as it is
+        self._begun = generation if trains else None
+        result = run(partial(self._arguments, update, batches, goes_on))
+        self._observed, self._begun = "", None
+        if trains:  # an evaluation leaves the state as it is
+            self._last = update.state.step
+        if compared and trains:
             self._known_state.note(update.state, generation, len(update.metrics))
         return update, result
 
-    def _arguments(self, update: TrainingUpdate, batches: Batches) -> list[RawArguments]:
-        """Prepare the arguments of the steps of a call: parameters are cast once."""
+    def _arguments(
+        self, update: TrainingUpdate, batches: Batches, goes_on: bool = True
+    ) -> list[RawArguments]:
+        """Prepare the arguments of the steps of a call: parameters are cast once.
+
+        Args:
+            goes_on: whether the state is the one that the last step has returned.
+        """
         state, precision, text = update.state, self._rule.precision, ""
         update.trees = trees_of(self._rule, self._ranks, state, self._trees)
         if self._ranks.world.size > 1:
-            goes_on = "a state that goes on" if update.known else "another state"
-            text = f"; {goes_on}{self._observed and '; observed' + self._observed[1:]}"
+            text = f"; {'a state that goes on' if goes_on else 'another state'}"
+            text += f"{self._observed and '; observed' + self._observed[1:]}"
             text += f"; optimizer {text_of(self._rule.optimizer)}"
         m = self.schedule.microbatches
         common = RawArguments(

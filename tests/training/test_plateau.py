@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
@@ -27,9 +27,10 @@ def batch(n):
     patience=st.integers(0, 3),
     cooldown=st.integers(0, 3),
     threshold=st.sampled_from([0.0, 1e-4, 0.1]),
-    least=st.sampled_from([0.0, 0.03]),
+    least=st.sampled_from([0.0, 0.03, 0.3]),
     mode=st.sampled_from(["min", "max"]),
 )
+@example([1.0, 1.0], 0.1, 0, 0, 0.0, 0.3, "min")  # it rose to the least rate
 def test_the_rate_is_that_of_torch(metrics, factor, patience, cooldown, threshold, least, mode):
     theirs = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(

@@ -117,7 +117,7 @@ def plateau(
         better = metric < best * (1 - threshold)  # mode "max": metric > best * (1 + threshold)
         best, bad = (metric, 0) if better else (best, bad + 1)
         if waits: waits, bad = waits - 1, 0
-        if bad > patience: lr, waits, bad = max(lr * factor, least), cooldown, 0
+        if bad > patience: lr, waits, bad = min(lr, max(lr * factor, least)), cooldown, 0
 
     Args:
         lr: the first rate.
@@ -160,7 +160,7 @@ def plateau(
         bad = torch.where(better | (waits > 0), 0, bad + 1)
         falls = bad > patience
         return {
-            "lr": torch.where(falls, (lr * factor).clamp(min=least), lr),
+            "lr": torch.where(falls, torch.minimum(lr, (lr * factor).clamp(min=least)), lr),
             "best": torch.where(better, metric.to(best), best),
             "bad": torch.where(falls, 0, bad),
             "waits": torch.where(falls, cooldown, (waits - 1).clamp(min=0)),

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import ppfunc as pp
 from ppfunc.parallel import Topology
 from ppfunc.runtime import ProcessGroups, device_mesh
+from ppfunc.runtime.call.step import StepFunction
 from ppfunc.stage.tree import tree_leaves
 from tests.models import new_trainer, same_bits, squared
 from tests.training.trainer.problems import ROWS, STAGES, STEPS, TIED, TOLERANCE, problem, tied_problem, train
@@ -164,3 +165,38 @@ def over_groups(rank, size):
 
 def test_the_groups_of_a_topology_are_those_that_train(four):
     four(over_groups)
+
+
+def interrupted(rank, size, when):
+    """An interrupt takes the result of a step on one rank, after it was committed."""
+    stages, params, x, y = problem(2)
+    with pp.Trainer(stages, squared, pp.one_f_one_b(2, 4), pp.optim.sgd(0.1), pp.P2P()) as trainer:
+        state, _ = trainer.step(trainer.init({rank: params[rank]}), x, y)
+        with pytest.MonkeyPatch.context() as patch:
+            call = StepFunction.__call__
+
+            def taken(*args, **kwargs):
+                call(*args, **kwargs)
+                raise KeyboardInterrupt
+
+            if rank and when == "early":  # before the trainer has it
+                patch.setattr(StepFunction, "__call__", taken)
+                with pytest.raises(KeyboardInterrupt):
+                    trainer.step(state, x, y)
+            else:
+                after, _ = trainer.step(state, x, y)
+                state = state if rank else after
+        for _ in range(2):
+            with pytest.raises(pp.AgreementError, match="rank [01] has another state"):
+                trainer.step(state, x, y)
+        again = trainer.init({rank: params[rank]})
+        for _ in range(2):  # from a checkpoint, on all ranks
+            again, metrics = trainer.step(again, x, y)
+    return metrics.loss.item()
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_stages_of_different_steps_are_not_mixed(two, when):
+    """The stage of one rank went on from a step before that of the other, without an error."""
+    one, other = two(interrupted, when)
+    assert one == other
