@@ -63,14 +63,14 @@ def unpacked(
     loss_fn: Loss | None,
     schedule: Schedule,
     tied: TiedPlaces,
-    parts: Sequence[str] = ("",),
+    prefixes: Sequence[str] = ("",),
     *,
     loss_wanted: bool = True,
 ) -> tuple[Sequence[Stage | None], Schedule, Tied]:
-    """Take apart stages and schedule: the functions, the schedule with the skips of a split, and the ties.
+    """Read stages, loss, schedule and ties: return functions, the schedule with skips, and tied places.
 
     Args:
-        parts: as of :func:`read_tied`.
+        prefixes: see :func:`read_tied`.
 
     Raises:
         TypeError, ValueError: not stages, not a schedule, not a loss function, or not places of ties.
@@ -90,10 +90,10 @@ def unpacked(
                 f"stages: got {shown(stages)}, expected a list of functions, one per stage, or a model that"
                 " was split, ppfunc.split(model, args, at=...)"
             )
-        return stages, schedule, read_tied(tied, schedule, parts)
+        return stages, schedule, read_tied(tied, schedule, prefixes)
     _require_count(stages.stages, schedule)
     schedule = schedules.with_skips(schedule, stages.skips) if stages.skips else schedule
-    return stages.stages, schedule, read_tied(tied, schedule, parts, stages.tied)
+    return stages.stages, schedule, read_tied(tied, schedule, prefixes, stages.tied)
 
 
 def make_step(

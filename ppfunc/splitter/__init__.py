@@ -7,8 +7,8 @@ straight-line code (`program`), and kept for every form of the inputs (`source`)
 (`stages`) look up.
 
 A stage function traces the **whole** model, inside the trace of that one stage, when it first meets a form of
-the inputs (`Source.codes`): the code of all stages comes of one trace, and the others look it up. Each
-process traces the model once per form.
+the inputs (`Source.codes`): this trace gives the code of all stages, and the others look it up. Each process
+traces the model once per form.
 """
 
 from typing import TYPE_CHECKING

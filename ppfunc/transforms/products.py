@@ -133,11 +133,11 @@ def gnvp(
     has_aux: bool = False,
     tied: TiedPlaces = None,
 ) -> StepFunction[..., StepResult]:
-    """Make a function that multiplies the Gauss-Newton matrix of the loss, in the parameters of all stages,
-    by a vector: in one pass.
+    """Make a function that multiplies the Gauss-Newton matrix of the loss by a vector, in one pass.
 
-    The matrix is the weighted sum over microbatches of ``J' H J``, with ``J`` the Jacobian of the outputs
-    in the parameters and ``H`` the Hessian of the loss in the outputs. Equivalent to, for one microbatch::
+    The matrix, in the parameters of all stages, is the weighted sum over microbatches of ``J' H J``, with
+    ``J`` the Jacobian of the outputs in the parameters and ``H`` the Hessian of the loss in the outputs.
+    Equivalent to, for one microbatch::
 
         y, ty    = torch.func.jvp(model, (params,), (tangents,))
         _, h     = torch.func.jvp(torch.func.grad(loss_fn), (y,), (ty,))

@@ -32,7 +32,8 @@ def read_tied(
     """Read tied parameters as the caller gives them, and those that a split has tied.
 
     Args:
-        prefixes: the keys before the name of each leaf, of the trees of a transformed stage.
+        prefixes: the keys of the trees in the parameters of a transformed stage, such as ``"0"`` and
+            ``"1"``; each tie then holds in every tree.
 
     Raises:
         TypeError, ValueError: not a mapping of places, or a place that does not exist or comes twice.

@@ -67,7 +67,7 @@ def compile_step(lowered: LoweredStep, programs: StagePrograms, data: DataTransp
 def bind(
     lowered: LoweredStep, programs: Mapping[Key, StageProgram], data: DataTransport, *, tail: bool = True
 ) -> CompiledStep:
-    """Bind every instruction to these programs; without a tail, nothing that ends a program."""
+    """Bind every instruction to these programs. Without ``tail``, leave out sums over places and updates."""
     binder = _Binder(lowered, programs, data)
     placed = binder.bind_all()
     if tail and lowered.spec.shares(lowered.schedule):

@@ -24,7 +24,7 @@ _WARM, _COLD_AFTER = 0.004, 300
 
 
 class _Start(NamedTuple):
-    """An order to go on from, and the name of what it came from."""
+    """Hold an order to improve, its value, and the name of its source."""
 
     value: Number
     order: Order

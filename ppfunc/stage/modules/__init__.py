@@ -1,4 +1,4 @@
-"""Make stages of ``torch.nn`` modules and of layers, and notice what becomes of the modules.
+"""Make stages of ``torch.nn`` modules and of layers, and detect later changes of the modules.
 
 From what a user has to functions ``fn(params, x) -> y``::
 

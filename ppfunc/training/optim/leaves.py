@@ -23,7 +23,8 @@ class LeafPlan(NamedTuple):
     Args:
         forms: of the parameters, of their gradients, and of each tree of the state.
         trained: the leaves of the parameters that have gradients.
-        groups: positions among them, of one device, real dtype and decay each; with the decay.
+        groups: the decay, and positions in ``trained`` of leaves with that decay, one device and one real
+            dtype.
         plain: the kernels can work on the tensors as they are.
     """
 
