@@ -15,7 +15,6 @@ interleaved is faster).
 """
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from timing import Cost, measure
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
+from ppfunc.stage.engines.tracing import emit
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.models import same_bits, squared
@@ -87,8 +87,11 @@ def delayed(seconds: float) -> Iterator[None]:
         time.sleep(max(0.0, due.pop(id(result), 0.0) - time.perf_counter()))
         return end(result)
 
-    python = patch.dict(os.environ, PPFUNC_NATIVE="never")
-    with python, patch.object(exchange, "_op", begun), patch.object(wait, "_op", ended):
+    with (
+        patch.object(emit, "native", lambda *_: False),
+        patch.object(exchange, "_op", begun),
+        patch.object(wait, "_op", ended),
+    ):
         yield
 
 
