@@ -46,7 +46,7 @@ def test_the_time_of_a_step_with_experts(fresh, store_port):
 
 
 def test_exchanges_that_arrive_late_are_waited_for_less_where_pairs_interleave(fresh, store_port):
-    small = ("--rounds", "1", "--steps", "1", "--width", "8", "--tokens", "4", "--microbatches", "4")
+    small = ("--rounds", "5", "--steps", "1", "--width", "8", "--tokens", "4", "--microbatches", "4")
     late = ("--pipeline", "1", "--delay", "20")
     printed, _ = fresh(2)(run_script, store_port, FOLDER / "experts.py", *small, *late)
     together, apart = map(
