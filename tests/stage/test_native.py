@@ -209,6 +209,21 @@ def test_python_runs_where_somebody_looks_at_operators(in_cpp):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("traced", [False, True])
+def test_autocast_casts_as_in_python(in_cpp, traced):
+    """Bits changed with the library: a program that was traced without autocast, and called within it."""
+    w, x = torch.randn(4, 4), torch.randn(4, 4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=traced):
+        forward = graph(lambda w, x: x @ w, (w, x)).flat.forward
+    for on in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            (y,), _ = forward((w,), (x,), ())
+            (want,), _ = forward.function((w,), (x,), ())
+            assert y.dtype == want.dtype and torch.equal(y, want)
+            assert (forward.fastest() is forward.function) == (on and not traced)
+
+
+@torch.no_grad()
 def test_an_interrupt_cuts_a_long_program(in_cpp):
     def stage(w, x):
         for _ in range(400):

@@ -1,8 +1,9 @@
 """Compare the programs of stages that several ranks hold: data ranks, and copies in another chain.
 
 Compared is what a stage and its loss call when they are evaluated: operators, their attributes, shapes, and
-the bits of tensors that the functions capture; of autograd.Functions also the code of their backward. Not
-compared are what custom operators do inside, hooks on gradients, and ranks that were given other shapes.
+the bits of tensors that the functions capture; of autograd.Functions also the code of their backward. That is
+in the step in which the ranks meet: the first, and the one after a failure. Not compared are what custom
+operators do inside, hooks on gradients, shapes that come later, and ranks that were given other shapes.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch.fx import Graph, Node
 
-from ..._torch import function_modes, operator_modes, transforming
+from ..._torch import any_autocast, function_modes, operator_modes, transforming
 from ...errors import TRACED_LINES, warn
 from .compiled import compiled
 from .cut import Block
@@ -48,6 +48,7 @@ class TracedFunction:
         self.recipe = recipe
         self.written: Callable[..., Any] | None = None
         self._native: Callable[..., Any] | Literal[False] | None = False if recipe.compile else None
+        self._casts = any("within" in n.meta for n in recipe.block.body)  # traced with autocast on
         for node in () if recipe.compile else recipe.block.body:
             if not is_element(node):
                 find_call(node)  # now, since transforms and modes may be active at the first call
@@ -73,7 +74,8 @@ class TracedFunction:
         if self._native is None:
             self._native = native(recipe.block, recipe.names, recipe.title, recipe.settle)
         if self._native and not (operator_modes() or function_modes() or transforming()):
-            return self._native
+            # Those of other programs are made between their operators, which C++ does not.
+            return self._native if self._casts or not any_autocast() else function
         return function
 
     @cached_property
