@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=[], help="of split_zoo.py")
     parser.add_argument("--schedules", nargs="*", default=SCHEDULES)
     parser.add_argument(
-        "--remats", nargs="*", default=["none", "full", "200000"], help="a number: bytes to keep"
+        "--remats", nargs="*", default=["cheap", "none", "full", "200000"], help="a number: bytes to keep"
     )
     parser.add_argument("--shard", choices=["none", "optimizer", "params"], default="optimizer")
     for option, value in (("width", 64), ("blocks", 8), ("tokens", 16), ("microbatches", 8)):

@@ -31,14 +31,14 @@ def blocks(params, x):
     return x
 
 
-def problem(schedule):
+def problem(schedule, width=WIDTH):
     """Stages of blocks in float32, their parameters, and a batch."""
     each = BLOCKS // schedule.stages
     params = {
-        s: [attention_params(WIDTH, seed=s * each + n, dtype=torch.float32) for n in range(each)]
+        s: [attention_params(width, seed=s * each + n, dtype=torch.float32) for n in range(each)]
         for s in range(schedule.stages)
     }
-    inputs, targets = (normal(2 * M, TOKENS, WIDTH, seed=n, dtype=torch.float32) for n in range(2))
+    inputs, targets = (normal(2 * M, TOKENS, width, seed=n, dtype=torch.float32) for n in range(2))
     return [blocks] * schedule.stages, params, inputs, targets
 
 
@@ -100,6 +100,17 @@ def test_the_peak_is_in_the_instruction_in_which_it_is(name, remat):
         assert (made, memory.at) == (pytest.approx(most, abs=8 * M), instruction)
         assert memory.peak == sum(memory.held) == max(moment.most for moment in memory.moments)
         assert [moment.instruction for moment in memory.moments] == list(schedule_of(lowered, rank))
+
+
+@pytest.mark.parametrize("remat", ["cheap", "full"])
+def test_what_wide_stages_compute_again_is_known(remat):
+    stages, params, inputs, targets = problem(pp.zb_h1(2, M), 256)
+    step = pp.value_and_grad(stages, squared, pp.zb_h1(2, M), engine=pp.engines.graph(remat=remat))
+    lowered = step.lower(params, inputs, targets)
+    memory = lowered.memory_analysis()[0]
+    most, _ = run_alone(lowered.step, lowered.compile().step.programs, 0)
+    assert memory.peak - memory.most.params - memory.most.batch == pytest.approx(most, abs=8 * M)
+    assert memory.most.again > 0
 
 
 def schedule_of(lowered, rank):

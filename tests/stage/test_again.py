@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, strategies as st
+from torch import nn
 
 import ppfunc as pp
 from ppfunc.schedule import BUILDERS, remove_tail
-from ppfunc.stage import graph
+from ppfunc.stage import graph, stage_from_module
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.testing import schedules
 from tests.conftest import few
@@ -17,7 +18,7 @@ from tests.models import attention_block, attention_params, normal, same_bits, s
 from tests.storages import LiveStorages
 
 D = 8
-REMATS = ["full", 3_000, lambda op: "gelu" in str(op) or "mul" in str(op)]
+REMATS = ["cheap", "full", 300_000, lambda op: "gelu" in str(op) or "mul" in str(op)]
 TRAINING = [name for name, build in BUILDERS.items() if not build(2, 4).forward_only]
 
 
@@ -50,13 +51,13 @@ OPERATORS = [
 
 @st.composite
 def stages(draw):
-    """A stage of random operators on any of the values before, and its parameters."""
+    """A stage of random operators on any of the values before, beside which a product is most of the work."""
     step = st.tuples(st.integers(0, len(OPERATORS) - 1), st.integers(1, 4), st.integers(1, 6))
     steps = draw(st.lists(step, min_size=1, max_size=8))
-    params = {"w": [normal(D, D, seed=n) / 3 for n in range(len(steps))]}
+    params = {"w": [normal(D, D, seed=n) / 3 for n in range(len(steps))], "up": normal(D, 4096) / 64}
 
     def stage(params, x):
-        values = [x]
+        values = [x + x @ params["up"] @ params["up"].T]
         for w, (which, a, b) in zip(params["w"], steps, strict=True):
             values.append(OPERATORS[which](w, values[-min(a, len(values))], values[-min(b, len(values))]))
         return (values[-1] + values[len(values) // 2]) * params["w"][0][0]
@@ -78,6 +79,81 @@ def test_computing_again_changes_no_bit_under_any_schedule(case, remat, schedule
         return step(copies, inputs, targets, seed=(1, 2))
 
     assert same_bits(results(graph(remat=remat)), results(graph))
+
+
+# What is cheap, by default.
+
+
+class Layer(nn.Module):
+    """A residual layer of a transformer of today, with a dropout: [b, t, d] to the same."""
+
+    def __init__(self, d):
+        super().__init__()
+        self.norm, self.gate, self.up, self.down = (
+            nn.RMSNorm(d),
+            *(nn.Linear(d, 4 * d) for _ in range(2)),
+            None,
+        )
+        self.down = nn.Linear(4 * d, d)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + F.dropout(self.down(F.silu(self.gate(h)) * self.up(h)), 0.1)
+
+
+def encoder(d):
+    return nn.TransformerEncoderLayer(d, 4, 4 * d, 0.0, F.gelu, batch_first=True, norm_first=True)
+
+
+def program_of(make, d, **options):
+    """A program of a module of two layers, and its arguments."""
+    fn, params, _ = stage_from_module(nn.Sequential(make(d), make(d)))
+    args = params, torch.randn(2, 64, d)
+    return graph(fn, args, **options), args
+
+
+def saved_by_autograd(make, d):
+    """The bytes that torch keeps for a backward, without parameters."""
+    module, sizes = nn.Sequential(make(d), make(d)), {}
+
+    def pack(t):
+        sizes[t.untyped_storage()._cdata] = t.untyped_storage()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda _: None):
+        y = module(torch.randn(2, 64, d, requires_grad=True))
+    mine = {p.untyped_storage()._cdata for p in module.parameters()}
+    assert y.requires_grad
+    return sum(storage.nbytes() for key, storage in sizes.items() if key not in mine)
+
+
+def rest_bytes(rest, params):
+    """The bytes of the storages that I hands on to W."""
+    mine = {p.untyped_storage()._cdata for p in tree_leaves(params)}
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(rest)}
+    return sum(size for key, size in sizes.items() if key not in mine)
+
+
+@pytest.mark.parametrize("make, d, share", [(encoder, 256, 0.75), (Layer, 512, 0.65)])
+def test_by_default_less_is_kept_than_by_autograd(make, d, share):
+    program, args = program_of(make, d)
+    plain, _ = program_of(make, d, remat="none")
+    assert program.residual_bytes <= share * saved_by_autograd(make, d)
+    results, handed = [], []
+    for each in (program, plain):
+        torch.manual_seed(1)
+        y, kept = each.forward(*args)
+        state = torch.get_rng_state()
+        gx, rest = each.backward_input(kept, torch.ones_like(y))
+        handed.append(rest_bytes(rest, args[0]))
+        results.append((y, each.backward(kept, torch.ones_like(y)), gx, each.backward_weight(rest)))
+        assert torch.equal(state, torch.get_rng_state())
+    assert same_bits(*results) and handed[0] <= handed[1]
+
+
+def test_nothing_is_computed_again_beside_little_work():
+    args = torch.randn(8), torch.randn(4, 8)
+    program, plain = (graph(lambda w, x: F.gelu(x * w).exp() @ w, args, remat=r) for r in ("cheap", "none"))
+    assert program.flat.backward.__doc__ == plain.flat.backward.__doc__
 
 
 # Memory.

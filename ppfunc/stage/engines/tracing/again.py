@@ -11,7 +11,7 @@ import optree
 import torch
 from torch.fx import Node
 
-from ..._torch import OpOverload
+from ..._torch import OpOverload, schema
 from ...abstract.purity import is_collective
 from ...errors import StageError
 from .cut import ProgramBlocks, cut, early_nodes, parameter_views, residual_bytes
@@ -29,21 +29,25 @@ from .graph import (
     operator_of,
     root,
 )
-from .joint import Joint
+from .joint import Joint, Nodes
 
-Remat = Literal["none", "full"] | Callable[[OpOverload], bool] | int
-"""``"none"`` keeps what the backward needs; ``"full"`` keeps what enters blocks alone; a predicate names the
-operators whose results are computed again; a number is the most bytes that may be kept."""
+Remat = Literal["cheap", "none", "full"] | Callable[[OpOverload], bool] | int
+"""``"cheap"`` computes again what saves most, for 1% of the work of a step; ``"none"`` nothing; ``"full"``
+keeps what enters blocks alone; a predicate names the operators whose results are computed again; a number is
+the most bytes that may be kept."""
 
 aten = torch.ops.aten
+_NORMS = {"native_layer_norm", "_fused_rms_norm", "_to_copy"}
 _HALVINGS = 20
 _FORWARDS = 2.0  # that W computes at most to hold nothing
+_SHARE = 0.01  # of the work of a step, that is computed again by default
 _IN_FLIGHT = 4  # microbatches that a stage keeps at once, supposed where blocks are chosen
 _FLASH = "_scaled_dot_product_flash_attention"
 _COUNTED_AS = {
     getattr(aten, f"{_FLASH}_for_cpu{end}"): getattr(aten, _FLASH + end) for end in ("", "_backward")
 }
-_COMMUNICATED = 1000.0  # units of work per number that a collective writes
+# Units of work per number that a kernel writes: multiplications in the same time, on the CPU and elsewhere.
+_ON_CPU, _ELSEWHERE, _COMMUNICATED = 50.0, 500.0, 1000.0
 
 
 def cut_for(joint: Joint, remat: Remat, name: str) -> ProgramBlocks:
@@ -61,13 +65,14 @@ def cut_for(joint: Joint, remat: Remat, name: str) -> ProgramBlocks:
     """
     if isinstance(remat, int) and not isinstance(remat, bool):
         return _within(joint, remat, name)
+    if remat == "cheap":
+        return _cheap(joint)
     if remat == "full":
         again = _repeatable(joint) - _boundaries(joint)
         return cut(joint, again, _twice(joint, again))
     if not callable(remat):
-        raise ValueError(
-            f'got remat={remat!r}, expected "none", "full", a predicate on operators, or a number of bytes'
-        )
+        expected = '"cheap", "none", "full", a predicate on operators, or a number of bytes'
+        raise ValueError(f"got remat={remat!r}, expected {expected}")
     return cut(joint, {n for n in _repeatable(joint) if is_call(root(n)) and remat(_operator(root(n)))})
 
 
@@ -138,16 +143,74 @@ def _twice(joint: Joint, again: set[Node]) -> set[Node]:
     pure = {n for n in cut(joint, again).backward_input.body if not (is_effect(n) or is_wait(n))}
     twice = pure & again
     blocks = cut(joint, again, twice)
-    held, body = set(blocks.backward_weight.arguments[0]), set(blocks.backward_weight.body)
-    params = set(joint.params)
-    there = set(map(root, held)) - params
-    price = _FORWARDS * sum(map(_work, blocks.forward.body)) / max(sum(map(_size, there)), 1)
-    for node in sorted(held & pure):
-        cone = ancestors([node], (pure - held - body) | {node})
-        more = {root(a) for n in cone for a in n.all_input_nodes} - cone - body - there - params
-        if sum(map(_work, cone)) <= price * (_size(node) - sum(map(_size, more))):
-            twice, body, held = twice | cone, body | cone, held - cone
-    return twice
+    held, body = blocks.backward_weight.arguments[0], set(blocks.backward_weight.body)
+    price = _FORWARDS * sum(map(_work, blocks.forward.body)) / max(_total(joint, held), 1)
+    return twice | _chosen(joint, held, pure, body, price=price)
+
+
+def _cheap(joint: Joint) -> ProgramBlocks:
+    """Compute again what elementwise operators and norms make of what is kept anyway.
+
+    That is at most `_SHARE` of the work of a step, and of what saves most for its work.
+    """
+    blocks = cut(joint)
+    cheap = {n for n in _repeatable(joint) if base(n) is not None or _is_cheap(_operator(n))}
+    most = _SHARE * sum(map(_work, filter(is_call, joint.graph.nodes)))
+    again = _chosen(joint, blocks.residuals, cheap, set(), most=most)
+    if not again:
+        return blocks
+    late = cut(joint, again)
+    held, handed = (_total(joint, each.backward_weight.arguments[0]) for each in (blocks, late))
+    # W may need more to compute something again than that has bytes: I then does.
+    return late if handed <= held else cut(joint, again, ahead=again)
+
+
+def _is_cheap(target: OpOverload) -> bool:
+    return torch.Tag.pointwise in target.tags or schema(target).name.removeprefix("aten::") in _NORMS
+
+
+def _chosen(
+    joint: Joint,
+    held: Nodes,
+    inside: set[Node],
+    body: set[Node],
+    price: float = math.inf,
+    most: float = math.inf,
+) -> set[Node]:
+    """Choose what to compute of what else is held, instead of holding it: what saves most for its work first.
+
+    Args:
+        held: what there is.
+        inside: the calls that may run.
+        body: those that run anyway.
+        price: the most work per byte saved.
+        most: the most work.
+    """
+    there, free = {*map(root, held), *joint.params}, inside - body - set(held)
+    owners, chosen = dict[Node, set[Node]](), set[Node]()
+    for node in held:
+        owners.setdefault(root(node), set()).add(node)
+
+    def anew(owner: Node) -> tuple[float, float, set[Node]]:
+        """Find the work to compute a storage, the bytes saved, and the calls."""
+        cone = ancestors(owners[owner], free | owners[owner])
+        reads = {root(a) for n in cone for a in n.all_input_nodes if a.op != "get_attr"}
+        more = sum(map(_size, reads - cone - body - chosen - there))
+        return sum(map(_work, cone)), _size(owner) - more if owner in cone else 0, cone
+
+    dear = {n: work / max(saved, 1) for n in owners if n in inside for work, saved, _ in [anew(n)]}
+    for owner in sorted(dear, key=dear.__getitem__):
+        work, saved, cone = anew(owner)
+        if saved > 0 and work <= min(price * saved, most):
+            most -= work
+            chosen |= cone
+            free -= cone
+    return chosen
+
+
+def _total(joint: Joint, held: Nodes) -> float:
+    """Count the bytes of storages, each once, without those of parameters."""
+    return sum(map(_size, set(map(root, held)) - set(joint.params)))
 
 
 def _size(node: Node) -> float:
@@ -236,8 +299,10 @@ def _work(node: Node) -> float:
 
     value, read = node.meta["val"], torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     args, kwargs = cast("tuple[Any, dict[str, Any]]", read)
-    written = sum(t.numel() for t in optree.tree_leaves(value) if isinstance(t, torch.Tensor))
-    work = (_COMMUNICATED if is_collective(_operator(node)) else 8.0) * written
+    made = [t for t in optree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+    written = sum(t.numel() for t in made)
+    each = _ON_CPU if all(t.device.type == "cpu" for t in made) else _ELSEWHERE
+    work = (_COMMUNICATED if is_collective(_operator(node)) else each) * written
     packet = _operator(node).overloadpacket
     if packet is aten.linear:
         return work + 2.0 * written * args[1].shape[1]

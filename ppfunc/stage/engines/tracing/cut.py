@@ -52,7 +52,9 @@ class ProgramBlocks(NamedTuple):
         return self.backward.arguments[0]
 
 
-def cut(joint: Joint, again: Iterable[Node] = (), twice: Iterable[Node] = ()) -> ProgramBlocks:
+def cut(
+    joint: Joint, again: Iterable[Node] = (), twice: Iterable[Node] = (), ahead: Iterable[Node] = ()
+) -> ProgramBlocks:
     """Cut by dependency: every operator in one part, save for views of parameters, which are free.
 
     * F: what the outputs depend on, and whatever draws random numbers or communicates in the forward.
@@ -61,15 +63,15 @@ def cut(joint: Joint, again: Iterable[Node] = (), twice: Iterable[Node] = ()) ->
 
     ``backward`` is I and W as one, in the order of the trace: hence bitwise the same. Of ``again``, operators
     of F, no result is kept: where the backward needs them they are computed once more, right before they are
-    used, by I if it needs them, else by W. Of ``twice``, operators of I, no result is handed to W, which
-    computes them itself.
+    used, by I if it needs them or they are ``ahead``, else by W. Of ``twice``, operators of I, no result is
+    handed to W, which computes them itself.
     """
     calls, early = set(filter(is_call, joint.graph.nodes)), early_nodes(joint)
     free = parameter_views(joint)
     late = (calls - early) | set(again) | free
     outputs, gparams, gx = joint.results
     gradients = [*gparams, *gx]
-    whole, inputs = _closure(gradients, late), _closure(gx, late)
+    whole, inputs = _closure(gradients, late), _closure([*gx, *ahead], late)
     weights = _closure(gparams, late - (inputs - free - set(twice)))
     residuals = tuple(n for n in _needed(whole, gradients) if n not in joint.gy)
     rest = _needed(weights, gparams)
