@@ -237,9 +237,8 @@ class Costs:
         if not size or bandwidth is None:
             return latency
         if isinstance(size, Rational) and isinstance(bandwidth, Rational):
-            from fractions import (
-                Fraction,
-            )  # here, because most uses of schedules need none and it loads slowly
+            # Here, because most uses of schedules need none and it loads slowly.
+            from fractions import Fraction
 
             return latency + Fraction(size, bandwidth)
         return latency + size / bandwidth

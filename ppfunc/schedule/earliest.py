@@ -22,9 +22,8 @@ class EarliestTimes(NamedTuple):
 
     starts: tuple[list[Time], ...]  # per rank, one time per instruction
     ends: tuple[list[Time], ...]  # likewise
-    done: dict[
-        int, dict[int, Time]
-    ]  # per line, by microbatch, end of the instruction that produced the value
+    # Per line, by microbatch, end of the instruction that produced the value.
+    done: dict[int, dict[int, Time]]
 
 
 Line = tuple[dict[int, Time], dict[int, list[int]]]

@@ -289,9 +289,8 @@ def _flops(traced: Trace, device: torch.device) -> list[float]:
     """
     marks, elements = [], 0
     with undisturbed(), without_values(), FlopCounterMode(display=False) as counter:
-        sources = {
-            node: t.detach() for node, t in fake_sources(traced, device).items()
-        }  # the counter hooks onto histories of modules
+        # The counter hooks onto histories of modules.
+        sources = {node: t.detach() for node, t in fake_sources(traced, device).items()}
         for node in replay(traced, sources):
             if node.op == "call_function":
                 marks.append(counter.get_total_flops() + elements)

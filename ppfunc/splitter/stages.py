@@ -22,14 +22,14 @@ from .trace import LeafForm
 def make_stage(source: Source, stage: int) -> Callable[..., Any]:
     """Make the function of a stage: ``(params, x) -> y``, or ``(params, x, state) -> Output`` with a state.
 
-    Between stages ``x`` is ``(forms, values)``. A form is a tensor without elements, of shape ``(0, *shape)``
-    for an input of the model: it tells each stage for which inputs to trace the model. The last one has the
-    dtype that all floating parameters are cast to, bool if they are those of the model. The values are those
-    from the stage before. Numbers, texts and flags that differ from those at the split follow as a constant.
+    Between stages ``x`` is ``(forms, values)``, or ``(forms, values, changes)``. ``forms`` tells each stage
+    for which inputs to trace the model: an empty tensor of shape ``(0, *shape)`` per input, and one more,
+    whose dtype is that to which all floating parameters are cast, or bool if they are not cast. ``values``
+    are those that the stage before sends. ``changes`` are the numbers, texts and flags that differ from those
+    at the split.
     """
-    model = (
-        source.model
-    )  # held by the function itself: a step follows the modes of modules that it finds there
+    # The function itself refers to the model: a step follows the modes of modules that it finds there.
+    model = source.model
     names, state_names = source.first[stage].params, source.first[stage].state
     into = [a for a, b in source.skips if b == stage]
     out_of = [b for a, b in source.skips if a == stage]

@@ -128,9 +128,8 @@ def trace(
         StageError: it cannot be traced.
     """
     _require_no_hooks(model)
-    return without_foreign_draws(
-        partial(_trace, model, form, inputs, device, names, compute), MODEL
-    )  # those by names that are not patched
+    # It sees draws by functions that `unseen_refused` does not replace.
+    return without_foreign_draws(partial(_trace, model, form, inputs, device, names, compute), MODEL)
 
 
 def _trace(

@@ -1,8 +1,9 @@
 """Find parameters that several stages hold: replicas in a second chain, and weights that the caller has tied.
 
 They are one parameter in several places. Its gradient is the sum over all places, the same at each of them.
-Its values are the same at all places: plain steps check this each time, steps that update parameters before
-the first, and where somebody has written into the state; with it, that the optimizer treats all places alike.
+Its values have to be equal at all places. A plain step checks this each time. A trainer checks it before the
+first step, and again if somebody has written into the state; it also checks that the optimizer treats all
+places alike.
 """
 
 import json

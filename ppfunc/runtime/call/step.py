@@ -259,9 +259,8 @@ class StepFunction(Generic[P, R]):
     def _fail(self, raised: BaseException) -> NoReturn:
         """Tell the peers of a failure, and raise."""
         trace = raised.__traceback__
-        if (
-            isinstance(raised, TypeError) and trace is not None and trace.tb_next is None
-        ):  # of the call itself
+        # Raised by the call itself, not within it.
+        if isinstance(raised, TypeError) and trace is not None and trace.tb_next is None:
             raised = TypeError(with_arguments(str(raised), self._read))
         failure = (
             raised.described()

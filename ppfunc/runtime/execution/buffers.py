@@ -53,8 +53,8 @@ class Buffers:
         params: leaves of the parameters, by stage of the model.
         shards: this rank's parts of parameters that are whole only between UNSHARD and RESHARD, by stage of
             the model.
-        gathering: by stage of the model, what waits for the parameters that an UNSHARD, or the update of the
-            step before, gathers, and returns them.
+        gathering: by stage of the model, a function that waits for gathered parameters and returns them:
+            those of an UNSHARD, or of the update of the step before.
         bare: the parameters in the form in which they were given; without memory if they are whole only
             between UNSHARD and RESHARD.
         extras: leaves that are not differentiated (targets, extras), by (stage, microbatch).

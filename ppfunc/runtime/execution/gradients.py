@@ -12,15 +12,12 @@ from ppfunc.stage.signature import differentiable
 
 from ..call.batch import Leaves as Leaves
 
-LeafGradients = tuple[
-    torch.Tensor | None, ...
-]  # one tensor of the parameter's shape and dtype per leaf, None for zero
-Numbers = (
-    tuple[int, ...] | range
-)  # of leaves, ascending; a range of all of them, which is looked up in no time
-Owner = Callable[
-    [torch.Tensor], torch.Tensor
-]  # returns a tensor, or a copy where anything else uses its memory
+# One tensor of the parameter's shape and dtype per leaf, None for zero.
+LeafGradients = tuple[torch.Tensor | None, ...]
+# Of leaves, ascending; a range of all of them, which is looked up in no time.
+Numbers = tuple[int, ...] | range
+# Returns a tensor, or a copy where anything else uses its memory.
+Owner = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Gradients(Protocol):

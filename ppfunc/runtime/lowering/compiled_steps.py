@@ -32,7 +32,7 @@ class CacheInfo(NamedTuple):
 
 
 class Guards(NamedTuple):
-    """Note the modes under which a step was lowered, beside the form of its arguments; it is valid in these.
+    """Note the modes under which a step was lowered: it may run under the same modes only.
 
     Args:
         modules: those that run in its stages: their modes, hooks and submodules; None without any.
@@ -110,7 +110,7 @@ class CompiledSteps:
         return entries[-1] if entries else None
 
     def find(self, steps: Sequence[StepArguments], purpose: str) -> Entry:
-        """Return the compiled step for these arguments; worked out with the peers where their form is new."""
+        """Return the compiled step for these arguments, built with the peers if their form is new."""
         self._require_frozen_unchanged()
         form, last, transport = steps[0].form, self.last, self._pipeline.transport
         if last is not None and (last.form is not form or not last.guards.hold()):

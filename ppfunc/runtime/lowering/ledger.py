@@ -170,9 +170,8 @@ class Ledger(TorchDispatchMode):
         if func is _READ and self._place is not None and self._place.op in TAIL:
             return args[0].dtype.is_floating_point and 0.0  # to what asks for infinite numbers
         result = args[0] if func is _PIN else func(*args, **(kwargs or {}))
-        summed = (
-            args[0] if str(func).startswith("aten._foreach") else ()
-        )  # sums have the names of their terms
+        # Sums have the names of their terms.
+        summed = args[0] if str(func).startswith("aten._foreach") else ()
         for t, term in zip_longest(tree_leaves(result), summed):
             if isinstance(t, torch.Tensor) and t.layout is torch.strided:
                 self._note(t, str(func) if term is None else self._note(term, "").name)

@@ -206,9 +206,8 @@ def _losses(schedule: Schedule, spec: StepSpec, lowered: Mapping[Key, LoweredSta
                 " the loss"
             )
         if losses:
-            wide = torch.promote_types(
-                losses[0].dtype, torch.float32
-            )  # float16 and bfloat16 are too narrow for a sum
+            # float16 and bfloat16 are too narrow for a sum.
+            wide = torch.promote_types(losses[0].dtype, torch.float32)
             shape, each = (len(losses), *losses[0].shape), "losses" in spec.wants
             leaf = LeafSignature((2, *shape) if each else shape, wide, False)
             parts[stage] = LossPart(schedule.placement[stage], leaf, tuple(by_microbatch) if each else ())

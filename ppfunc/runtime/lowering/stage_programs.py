@@ -2,8 +2,9 @@
 
 A program depends on the user's function, the loss function folded into it, the form of the arguments, what is
 frozen, autocast, and the modules that run in it: their mode (training or evaluation), hooks and submodules.
-What the function reads from elsewhere is that of the trace, as with ``jax.jit``. Step functions do not share
-programs, so that a new one traces what is there now; those of one trainer do.
+What the function reads from elsewhere keeps the values of the trace, as with ``jax.jit``. Step functions do
+not share programs, so that a new one traces the values of its time. The step functions of one trainer do
+share them.
 """
 
 from __future__ import annotations

@@ -150,9 +150,8 @@ class PairGroups:
 
         def post_all(buffers: Buffers) -> None:
             self._pending = buffers.pending
-            if (
-                yielding
-            ):  # its receive is to be posted before a send, which takes another round trip otherwise
+            # Its receive is to be posted before a send, which takes another round trip otherwise.
+            if yielding:
                 give_way()
             for call in calls:
                 call(buffers)

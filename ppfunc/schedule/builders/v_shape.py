@@ -184,9 +184,8 @@ def _squeeze(pattern: list[SlotNumbers], placement: tuple[int, ...]) -> SlotNumb
     """
     peak = max(map(_peak, pattern))
     busy: list[set[int]] = [set() for _ in pattern]
-    live: list[list[int]] = [
-        [] for _ in pattern
-    ]  # activations in each slot so far; after the last, as many as are held
+    # Activations in each slot so far; after the last, as many as are held.
+    live: list[list[int]] = [[] for _ in pattern]
     held = [0] * len(pattern)
     moved: SlotNumbers = {}
     for i, time in sorted((item for times in pattern for item in times.items()), key=itemgetter(1)):

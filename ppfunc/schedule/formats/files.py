@@ -57,9 +57,8 @@ def read_csv(path: str | PathLike[str]) -> Schedule:
 def read_text(path: str | PathLike[str]) -> str:
     """Read a regular file of text; raises as :func:`read_schedule`."""
     mode = Path(path).stat().st_mode
-    if not (
-        stat.S_ISREG(mode) or stat.S_ISDIR(mode)
-    ):  # opening a directory fails, opening a pipe can wait for ever
+    # Opening a directory fails, opening a pipe can wait for ever.
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise FormatError(
             f"{path}: a pipe or a device, expected a file; ppfunc reads standard input where its file is"
             " called -"

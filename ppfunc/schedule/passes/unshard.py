@@ -8,9 +8,8 @@ from ..schedule import Program, Schedule
 from .remove import remove_unshards
 from .rewrite import insert, rewrite
 
-Orders = list[
-    tuple[int, ...]
-]  # before each compute instruction, the stages in the order in which they are next used
+# Before each compute instruction, the stages in the order in which they are next used.
+Orders = list[tuple[int, ...]]
 
 
 def insert_unshards(schedule: Schedule, most: int = 2) -> Schedule:

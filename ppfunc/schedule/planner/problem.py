@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 Objective = Literal["makespan", "span"]
 Cap = Number | Sequence[Number] | None
 
-_ROUNDING = (
-    2.0**-50
-)  # of a cap that is a float: a sum of activations and shares may be rounded to a float below it
+# Of a cap that is a float: a sum of activations and shares may be rounded to a float below it.
+_ROUNDING = 2.0**-50
 
 
 class Problem(NamedTuple):

@@ -19,9 +19,8 @@ def builder_orders(p: Problem, forwards: Direction, costs: Costs, cap: Cap) -> I
         return
     options = {"chunks": len(p.place) // p.ranks, "costs": costs, "cap": cap}
     for name in BUILDERS:
-        sample = build(
-            name, p.ranks, 1, **options
-        )  # the placement does not depend on the number of microbatches
+        # The placement does not depend on the number of microbatches.
+        sample = build(name, p.ranks, 1, **options)
         schedule = (
             build(name, p.ranks, p.microbatches, **options)
             if sample is None or sample.placement == p.place

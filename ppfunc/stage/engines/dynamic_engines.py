@@ -125,9 +125,8 @@ def _by_vjp(stage: DifferentiableStage) -> tuple[Forward, Backward]:
         with stage.unchanged(params, x, extras):
             if not (stage.y_at and any(primals)):
                 return run(*primals)[1], (stage.no_gradients,)
-            with (
-                torch.enable_grad()
-            ):  # some operators keep what their backward needs only where it is on below the transform, too
+            # Some operators keep what their backward needs only where it is on below the transform, too.
+            with torch.enable_grad():
                 pulled: tuple[Any, ...] = torch.func.vjp(run, *primals, has_aux=True)
             return pulled[2], (pulled[1],)
 

@@ -121,7 +121,7 @@ def _digest(sums: Sequence[Tensor]) -> str:
 
 
 class KnownState:
-    """Knows the state that the last step has returned, on every data rank, while nothing writes into it.
+    """Recognises the state that the last step returned, unless something has written into it.
 
     Every data rank keeps the same count, since a step ends on all ranks or on none.
 

@@ -61,9 +61,8 @@ def compiled(
     for op in {
         node.target for node in block.body
     } & decompositions.keys() - deterministic.keys() - lowerings.keys():
-        make_fallback(
-            op, warn=False, override_decomp=True
-        )  # left to itself, inductor refuses to where CI is set
+        # Left to itself, inductor refuses to where CI is set.
+        make_fallback(op, warn=False, override_decomp=True)
     graph = Graph()
     graph.output(Block((inputs,), block.body, (outputs,)).copied(graph).results[0])
     module = module_of(graph)

@@ -119,12 +119,10 @@ class _Writer:
         self.objects: dict[str, Any] = {}
         self.known: dict[int, str] = {}
         self.places: dict[int, str] = {}  # by line of the source, that of the user which it comes from
-        self.last: dict[Node, Node | None] = {
-            a: n for n in block.body for a in n.all_input_nodes
-        }  # the call that uses a value last
-        self.last.update(
-            (n, None) for results in block.results for n in results if n is not None
-        )  # what is returned stays
+        # The call that uses a value last.
+        self.last: dict[Node, Node | None] = {a: n for n in block.body for a in n.all_input_nodes}
+        # What is returned stays.
+        self.last.update((n, None) for results in block.results for n in results if n is not None)
 
     def unpack(self, names: tuple[str, ...], settle: tuple[str, ...]) -> None:
         for name, nodes in zip(names, self.block.arguments, strict=True):

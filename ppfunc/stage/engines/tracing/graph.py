@@ -181,9 +181,8 @@ def base(node: Node) -> Node | None:
     if is_element(node):
         return base(arguments(node)[0])
     viewed = isinstance(node.target, OpOverload) and is_view(node.target) and node.args[0]
-    return (
-        viewed if isinstance(viewed, Node) else None
-    )  # it may be a complex number, which autograd conjugates as it does tensors
+    # It may be a complex number, which autograd conjugates as it does tensors.
+    return viewed if isinstance(viewed, Node) else None
 
 
 def is_view(target: OpOverload) -> bool:
