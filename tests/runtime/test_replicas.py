@@ -12,7 +12,7 @@ import torch
 
 import ppfunc as pp
 from ppfunc.runtime.agreement.ties import sharing_ranks
-from ppfunc.runtime.transport.protocols import routes_of
+from ppfunc.runtime.lowering.lowered import routes_of
 from ppfunc.schedule import chimera, remove_tail
 from tests import models
 from tests.models import affine, squared

@@ -28,9 +28,9 @@ from ppfunc.stage.tree import tree_structure
 from ..call.arguments import StepArguments
 from ..call.forms import StepForm
 from ..errors import AgreementError
-from ..lowering.lowered import LoweredStep, Pipeline
+from ..lowering.lowered import LoweredStep, Pipeline, routes_of
 from ..lowering.stage_programs import keep
-from ..transport.protocols import LossPart, routes_of
+from ..transport.protocols import LossPart
 from .comparison import (
     NEW_FORMS,
     laid_out,

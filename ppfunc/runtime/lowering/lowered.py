@@ -1,6 +1,6 @@
 """Describe a step function, and its step as it is lowered: every stage and edge for arguments of one form."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from ..agreement.ties import SharedLeaf, Tied, shared_leaves
 from ..call.forms import StepForm
 from ..errors import Failure
 from ..execution.buffers import Key
-from ..transport.protocols import LossPart, Transport
+from ..transport.protocols import LossPart, Route, Transport
 from .overlap import Overlapped
 from .stage_programs import StageCall, StagePrograms
 
@@ -112,6 +112,15 @@ class Pipeline(NamedTuple):
     def model_stages(self) -> tuple[int, ...]:
         """List the stages of the model that this process runs, ascending."""
         return tuple(sorted({stage for rank in self.ranks for stage in self.schedule.model_stages_of(rank)}))
+
+
+def routes_of(schedule: Schedule) -> Iterator[Route]:
+    """List where messages travel between ranks: along edges and back."""
+    home = schedule.placement
+    for a, b in schedule.crossing_edges:
+        yield Route("F", home[a], home[b])
+        if not schedule.forward_only:
+            yield Route("B", home[b], home[a])
 
 
 BATCH = -1

@@ -1,6 +1,6 @@
 """Define the protocols of a transport: data carries tensors between stages, control keeps ranks together."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, Self
@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple, Protocol, Self
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc.schedule import Schedule
 from ppfunc.stage import LeafSignature
 
 from ..agreement.comparison import LaidOut
@@ -32,15 +31,6 @@ class Route(NamedTuple):
     direction: str
     sender: int
     receiver: int
-
-
-def routes_of(schedule: Schedule) -> Iterator[Route]:
-    """List where messages travel between ranks: along edges and back."""
-    home = schedule.placement
-    for a, b in schedule.crossing_edges:
-        yield Route("F", home[a], home[b])
-        if not schedule.forward_only:
-            yield Route("B", home[b], home[a])
 
 
 class Transfer(NamedTuple):

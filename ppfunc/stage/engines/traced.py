@@ -1,8 +1,10 @@
 """Make the programs of the graph engine: trace a stage, clean the trace, cut it, write its parts."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +14,6 @@ from ..errors import StageError
 from ..program import Example, FlatProgram
 from ..signature import differentiable
 from .differentiable import DifferentiableStage, engine
-from .tracing.again import Remat, cut_for
 from .tracing.clean import clean
 from .tracing.compiled import without_onednn
 from .tracing.cut import Block, ProgramBlocks, cut, residual_bytes
@@ -20,6 +21,9 @@ from .tracing.emit import Recipe, TracedFunction
 from .tracing.graph import ancestors, is_post
 from .tracing.interleave import posted_early
 from .tracing.joint import Joint, trace
+
+if TYPE_CHECKING:
+    from .tracing.again import Remat
 
 
 @engine
@@ -39,7 +43,12 @@ def traced(
     if any(map(torch.is_autocast_enabled, kinds())):
         for node in joint.graph.nodes:  # its casts are operators of the trace
             node.meta["within"] = without_autocast
-    blocks = cut(joint) if remat == "none" else cut_for(joint, remat, name)
+    if remat == "none":
+        blocks = cut(joint)
+    else:
+        from .tracing.again import cut_for
+
+        blocks = cut_for(joint, remat, name)
     size = residual_bytes(joint, blocks.residuals, name)
     flat = _emit(blocks, joint, name, compile, _warning_of(_unread(joint, example), name))
     if not cuda_graphs:
