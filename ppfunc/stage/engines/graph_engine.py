@@ -47,9 +47,10 @@ def graph(
             ``"cheap"``: what elementwise operators and norms make of what is kept anyway, for an estimated 1%
             of a step: GELU and layer norm in a transformer 256 wide or more.
             ``"none"``. ``"full"``: all but what enters blocks of the stage, which are cut where little
-            crosses and computed again one at a time; W apart from I then computes again what it would get
-            from I. A predicate ``(operator) -> bool`` on ``torch._ops.OpOverload``, true for operators that
-            run again. Or the most bytes to keep of one microbatch, its inputs included.
+            crosses and computed again one at a time. W apart from I then computes again what it would get
+            from I: in a transformer both take 1.4 times as long as the whole backward. A predicate
+            ``(operator) -> bool`` on ``torch._ops.OpOverload``, true for operators that run again. Or the
+            most bytes to keep of one microbatch, its inputs included.
         compile: compile each program by inductor (``torch.compile``) when it first runs. Results then agree
             within rounding, no longer bitwise.
         cuda_graphs: capture each program as a CUDA graph for every microbatch in flight. The
