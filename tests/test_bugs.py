@@ -1270,6 +1270,38 @@ class Asserting(torch.nn.Module):
         return self.second(h)
 
 
+class Checked(torch.autograd.Function):
+    """Looks at the gradient in its backward."""
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch._assert_async((gradient < 1e6).all(), "too steep")
+        return gradient
+
+
+@every_engine
+@pytest.mark.parametrize("schedule", [pp.gpipe(2, 2), pp.zb_h1(2, 2)], ids=["B", "I and W"])
+@pytest.mark.parametrize("place", ["activation", "weight"])
+def test_what_a_backward_asserts_is_asserted_by_its_program(engine, schedule, place):
+    """No gradient depends on it, so that it was left out of the trace."""
+
+    def stage(w, x):
+        return Checked.apply(x * w) if place == "activation" else x * Checked.apply(w)
+
+    step = pp.value_and_grad([stage] * 2, squared, schedule, engine=engine)
+    step({0: torch.ones(3), 1: torch.ones(3)}, torch.ones(4, 3), torch.zeros(4, 3))
+    with pytest.raises(pp.PipelineError, match="too steep"):
+        step({0: torch.ones(3), 1: torch.ones(3)}, torch.full((4, 3), 1e9), torch.zeros(4, 3))
+
+
 @every_engine
 def test_what_a_model_asserts_is_asserted_by_its_stages(engine):
     """No value depends on it, so that a split left it out."""

@@ -163,7 +163,7 @@ def _fuse_draw(node: Node) -> None:
 
 
 def _drop_dead(joint: Joint) -> None:
-    alive = ancestors([joint.graph.output_node(), *joint.effects])
+    alive = ancestors([joint.graph.output_node(), *joint.effects, *joint.checks])
     for node in reversed(list(joint.graph.nodes)):
         if node not in alive and node.op != "placeholder":
             joint.graph.erase_node(node)

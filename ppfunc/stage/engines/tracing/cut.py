@@ -61,6 +61,8 @@ def cut(
     * I: of the rest, what the gradient of ``x`` depends on.
     * W: the remainder, which only gradients of parameters depend on.
 
+    A check of the backward is in I where that has what it looks at, else in W.
+
     ``backward`` is I and W as one, in the order of the trace: hence bitwise the same. Of ``again``, operators
     of F, no result is kept: where the backward needs them they are computed once more, right before they are
     used, by I if it needs them or they are ``ahead``, else by W. Of ``twice``, operators of I, no result is
@@ -70,9 +72,10 @@ def cut(
     free = parameter_views(joint)
     late = (calls - early) | set(again) | free
     outputs, gparams, gx = joint.results
-    gradients = [*gparams, *gx]
-    whole, inputs = _closure(gradients, late), _closure([*gx, *ahead], late)
-    weights = _closure(gparams, late - (inputs - free - set(twice)))
+    gradients, checks = [*gparams, *gx], joint.checks
+    whole, inputs = _closure([*gradients, *checks], late), _closure([*gx, *ahead], late)
+    inputs |= {n for n in checks if _closure(n.all_input_nodes, late) <= inputs}
+    weights = _closure([*gparams, *checks], late - (inputs - free - set(twice)))
     residuals = tuple(n for n in _needed(whole, gradients) if n not in joint.gy)
     rest = _needed(weights, gparams)
 

@@ -23,6 +23,7 @@ from .graph import (
     TRACED,
     GraphRecorder,
     is_call,
+    is_check,
     is_effect,
     is_element,
     is_mutable,
@@ -66,6 +67,11 @@ class Joint(NamedTuple):
     def effects(self) -> list[Node]:
         """List the operators of the forward that draw random numbers or communicate, used or not."""
         return [n for n in self.graph.nodes if is_effect(n) and is_of_forward(n)]
+
+    @property
+    def checks(self) -> list[Node]:
+        """List the operators of the backward that raise where values are wrong."""
+        return [n for n in self.graph.nodes if is_check(n) and not is_of_forward(n)]
 
 
 def trace(stage: DifferentiableStage) -> Joint:
