@@ -143,6 +143,9 @@ class Trainer:
             )  # fmt: skip
             self._use_schedule(schedule)
         self._closed, self._known_state = False, KnownState(checksum_every)
+        self._observed = ""  # the metrics since the last step, which the next one compares
+        self._last: torch.Tensor | None = None  # `step` of the state that the last step has returned
+        self._begun: int | None = None  # the generation in which a call began that has not returned
 
     def _use_schedule(self, schedule: Schedule, programs: StagePrograms | None = None) -> None:
         """Make the step functions of a schedule, with the programs of an earlier one."""
@@ -156,9 +159,6 @@ class Trainer:
         self._evaluate = self._make_step(
             schedule=forwards, spec=evaluating, training=False, programs=programs
         )
-        self._observed = ""  # the metrics since the last step, which the next one compares
-        self._last: torch.Tensor | None = None  # `step` of the state that the last step has returned
-        self._begun: int | None = None  # the generation in which a call began that has not returned
         self._idle: dict[int, list[Reducer]] = {}
         self._trees: dict[int, StageTrees] = {}  # of the last state
 

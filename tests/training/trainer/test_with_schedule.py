@@ -104,6 +104,22 @@ def test_processes_go_on_together_and_refuse_different_schedules(two):
         assert same and "schedule" in told
 
 
+def from_different_steps(rank, ranks):
+    """One rank goes on from a state before that of the other."""
+    stages, params, x, y = problem(2)
+    with pp.Trainer(stages, squared, pp.one_f_one_b(2, 4), pp.optim.sgd(0.1), pp.P2P(timeout=20)) as trainer:
+        state, _ = trainer.step(trainer.init({rank: params[rank]}), x, y)
+        after, _ = trainer.step(state, x, y)
+        other = trainer.with_schedule(pp.zb_h1(2, 4))
+        with pytest.raises(pp.AgreementError, match="another state"):
+            other.step(state if rank else after, x, y)
+        other.step(after, x, y)
+
+
+def test_stages_of_different_steps_are_not_mixed_by_another_schedule(two):
+    two(from_different_steps)
+
+
 def test_a_slow_stage_gets_what_the_plan_promises():
     """The recipe of the docstring: of what a plan of the new costs gains, the schedule it gives has all."""
     schedule = pp.one_f_one_b(4, 8)
