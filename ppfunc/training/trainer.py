@@ -408,10 +408,9 @@ class Trainer:
         known = not compared or self._known_state.goes_on(state, generation)
         if self._begun == generation:  # it has neither failed nor returned: an interrupt took its result
             self._last = None
-        goes_on = known and self._last is state.step
         update = TrainingUpdate(rule, self._ranks, self._idle, state, known, batches.norms)
         self._begun = generation if trains else None
-        result = run(partial(self._arguments, update, batches, goes_on))
+        result = run(partial(self._arguments, update, batches))
         self._observed, self._begun = "", None
         if trains:  # an evaluation leaves the state as it is
             self._last = update.state.step
@@ -419,17 +418,12 @@ class Trainer:
             self._known_state.note(update.state, generation, len(update.metrics))
         return update, result
 
-    def _arguments(
-        self, update: TrainingUpdate, batches: Batches, goes_on: bool = True
-    ) -> list[RawArguments]:
-        """Prepare the arguments of the steps of a call: parameters are cast once.
-
-        Args:
-            goes_on: whether the state is the one that the last step has returned.
-        """
+    def _arguments(self, update: TrainingUpdate, batches: Batches) -> list[RawArguments]:
+        """Prepare the arguments of the steps of a call: parameters are cast once."""
         state, precision, text = update.state, self._rule.precision, ""
         update.trees = trees_of(self._rule, self._ranks, state, self._trees)
         if self._ranks.world.size > 1:
+            goes_on = update.known and self._last is state.step  # it is what the last step has returned
             text = f"; {'a state that goes on' if goes_on else 'another state'}"
             text += f"{self._observed and '; observed' + self._observed[1:]}"
             text += f"; optimizer {text_of(self._rule.optimizer)}"

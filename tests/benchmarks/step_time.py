@@ -142,7 +142,7 @@ def unprotected() -> Iterator[None]:
             (
                 CompiledSteps,
                 "_begin",
-                lambda self, *_: Exchange(self._agreement, self.last.agreed.shapes, self.last.agreed),
+                lambda self, *_: Exchange(self._agreement, self.last.agreed.shapes, self.last.agreed, False),
             ),
             (pp.P2P, "hold_interrupts", lambda self, later=False: nullcontext()),
             (

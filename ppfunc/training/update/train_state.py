@@ -100,11 +100,12 @@ def _forget(at: int | None, gone: ref[Tensor]) -> None:
 
 def require_not_donated(state: TrainState) -> None:
     """Raise ValueError for a state whose leaves were updated in place: they have values of a later step."""
-    made = _made.get(state.step, _count[0])
-    for leaf in tree_leaves((state.params, state.optimizer)) if made < _count[0] else ():
+    made = _made.get(state.step)  # None for a copy that a caller has made
+    for leaf in () if made == _count[0] else tree_leaves((state.params, state.optimizer)):
         count, _, step = _written.get(storage(leaf), (0, None, None))
-        if count > made:
-            one = "it" if step is not None and step() is state.step else "another state of the same tensors"
+        own = step is not None and step() is state.step
+        if own or (made is not None and count > made):
+            one = "it" if own else "another state of the same tensors"
             raise ValueError(
                 f"state: a step was given {one}, and has updated it in place, as donate=True says; go on from"
                 " the state that the last step returned, a copy from before it, or a checkpoint; give each"
