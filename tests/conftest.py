@@ -83,6 +83,7 @@ def _has_compiler() -> bool:
 
 
 _JOINED = -1  # in the place of a job's number
+_JOBS = 40  # of processes: torch keeps the groups of tests, and threads of each wake a hundred times a second
 
 
 class Processes:
@@ -112,7 +113,10 @@ class Processes:
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
         """Ask every process to run ``function``."""
-        if not self._job:
+        if self._job and self._job % _JOBS == 0:
+            self.close()
+            self._begin()
+        if self._job % _JOBS == 0:
             self._join()
         self._job += 1
         for end in self._ends:
