@@ -10,8 +10,9 @@ ratios round by round (below 1: ppfunc is faster), the same for the CPU seconds 
 over the ideal step, which is the simulated makespan with the stages' own measured times. ``--compile``
 compares programs compiled by inductor with the same programs as traced, ``--cuda-graphs`` those captured as
 CUDA graphs, and ``--protection`` steps as they are with steps that hold no signals back, and that ranks
-neither begin nor end together. ``--device cuda`` takes a GPU per rank; on one GPU,
-``--nproc-per-node 1 --schedule interleaved_1f1b``.
+neither begin nor end together. ``--device cuda`` takes a GPU per rank, or one for all, which
+then pass for hosts of their own and talk over sockets; ``--nproc-per-node 1 --schedule interleaved_1f1b`` has
+no messages.
 """
 
 import argparse
@@ -76,7 +77,10 @@ def main() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = torch.device(options.device)
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if gpus < int(os.environ["LOCAL_WORLD_SIZE"]):  # ranks on one GPU pass for several hosts
+            os.environ |= {"NCCL_HOSTID": f"rank{local}", "NCCL_SOCKET_IFNAME": "lo"}
+        device = torch.device("cuda", local % gpus)
         torch.cuda.set_device(device)
     elif not options.unbound:
         bind_to_core()

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import torch
 import torch.distributed as dist
 
@@ -18,6 +19,9 @@ import ppfunc as pp
 from ppfunc.schedule import insert_offloads
 from tests.forks import forkserver
 from tests.models import dense, problem, same_bits, squared
+from tests.simulated.test_training import train
+
+TRAINED = (((2, 1), "none"), ((1, 2), "none"), ((1, 2), "optimizer"), ((1, 2), "params"))
 
 
 def step_of(
@@ -137,6 +141,15 @@ def survives(rank: int, device: torch.device, how: str) -> str | None:
 def counts_waits(rank: int, device: torch.device) -> int:
     with pp.P2P(timeout=30) as transport:
         return host_waits(lambda: step_of(pp.one_f_one_b(2, 4), transport, device)[0])
+
+
+def trains(rank: int, device: torch.device) -> list[Any]:
+    """Train over a pipeline of two, and over two data ranks with everything whole and in shards.
+
+    Returns metrics and parameters as numbers: the memory of tensors would go with this process.
+    """
+    found = [train(rank, 2, device.type, shape, shard, pp.one_f_one_b) for shape, shard in TRAINED]
+    return [(metrics, [leaf.tolist() for leaf in optree.tree_leaves(params)]) for metrics, params in found]
 
 
 def in_processes(

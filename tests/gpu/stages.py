@@ -144,15 +144,36 @@ def waits_of_two_ranks() -> Facts:
     }
 
 
+def training() -> Facts:
+    """Trainers of two ranks over NCCL, whole and in shards, give what they give over gloo on the CPU."""
+    host = _hosts()
+    from tests.gpu.ranks import TRAINED, in_processes, trains
+
+    wanted = in_processes(trains, "gloo", "cpu", seconds=60)
+    found = in_processes(trains, "nccl", "cuda", environment=host, seconds=120)
+    for mine, others in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, others, rtol=1e-9, atol=1e-12)
+    return {f"{shape} {shard}": found[0][n][0][-1] for n, (shape, shard) in enumerate(TRAINED)}
+
+
 def pytest(*arguments: str) -> Facts:
-    """Run tests; raises AssertionError with the end of what pytest prints where one fails."""
+    """Run tests; raises AssertionError with the end of what pytest prints where one fails.
+
+    Only the plugins that tests need are loaded: any other's warning would be an error.
+    """
+    plugins = {"xdist": "xdist.plugin", "hypothesis": "_hypothesis_pytestplugin"}
+    loaded = [option for name, plugin in plugins.items() if find_spec(name) for option in ("-p", plugin)]
     options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestConfigWarning"]  # of an older pytest
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *arguments],
+        [sys.executable, "-m", "pytest", *loaded, *options, *arguments],
         cwd=_ROOT,
         capture_output=True,
         text=True,
-        env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},  # the same bits on any stream
+        env=os.environ
+        | {
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # the same bits on any stream
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        },
     )
     lines = done.stdout.strip().splitlines()
     assert done.returncode == 0, "\n".join(lines[-20:])
@@ -165,6 +186,7 @@ STAGES = {
     "gloo refuses": Stage(gloo_refuses, 60),
     "one gpu for two": Stage(one_gpu_for_two, 90),
     "two ranks": Stage(two_ranks, 240),
+    "training": Stage(training, 180),
     "host waits": Stage(waits_of_two_ranks, 90),
     "sanitizer": Stage(sanitizer, 60),
     "tests": Stage(marked_tests, 240),
