@@ -1,6 +1,7 @@
 """Train with gradients: the trainer, optimizers, the update of parameters, and checkpoints::
 
 trainer.py    Trainer: init, step, steps, evaluate, record, observe, lower
+  calls.py      what runs its calls, under one schedule, and remembers the last
   batches.py    what the caller gives for the steps of a call
   update/       what lies between gradients and new parameters
     optim/        optimizers as pairs of pure functions, run stage by stage
@@ -9,7 +10,7 @@ lowered.py    a step from shapes alone: its text, memory and cost
 
 A step, from the call to the kernel::
 
-    Trainer.step -> _run -> the step function (runtime/call), which asks _arguments, and calls for every
+    Trainer.step -> Calls.train -> the step function (runtime/call), which asks _arguments, and calls for each
     REDUCE_GRAD  TrainingUpdate.reduce -> Reducer.launch: sums over data ranks begin
     between      TrainingUpdate.join: loss and norm of all ranks, which give the factor of the gradients
     STEP         TrainingUpdate.step -> update_rule.updated -> Optimizer.update (optim/updates.py) -> kernel

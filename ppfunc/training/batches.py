@@ -24,14 +24,22 @@ class Batches(NamedTuple):
         pairs: inputs and targets of every step.
         weights, extras: one entry per step, or None; an entry may be None too.
         seed: of the first step.
-        norms: whether the metrics get norms by stage and by name.
+        losses, outputs, norms: whether the metrics get the losses of all microbatches, the outputs of last
+            stages, and norms by stage and by name.
     """
 
     pairs: Sequence[tuple[Any, Any]]
     weights: Sequence[LossWeights] | None = None
     seed: Seed = None
     extras: Sequence[Mapping[int, Any] | None] | None = None
+    losses: bool = False
+    outputs: bool = False
     norms: bool = False
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """Return the fields of a StepResult that are asked for."""
+        return (*(["losses"] if self.losses else []), *(["outputs"] if self.outputs else []))
 
     def arguments(
         self, common: RawArguments, microbatches: int, to_compute: Callable[[Any], Any]

@@ -1,6 +1,6 @@
 """Train pipelines step by step: gradients, their sums and the update in one schedule."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import partial
 from operator import call
@@ -13,38 +13,24 @@ from ppfunc._step_factory import Stages, make_step, reporting_mistakes, unpacked
 from ppfunc._text import answering, naming_arguments
 from ppfunc.runtime import InProcess, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import TiedPlaces
-from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed
-from ppfunc.runtime.call.forms import require_declared_trees
+from ppfunc.runtime.call.arguments import LossWeights, Seed
 from ppfunc.runtime.call.results import StepResult
 from ppfunc.runtime.lowering.lowered import Updates
 from ppfunc.runtime.lowering.overlap import Overlapped
-from ppfunc.runtime.lowering.stage_programs import StagePrograms
 from ppfunc.schedule import (
     Schedule,
     Timeline,
-    append_tail,
-    forward_only,
-    insert_unshards,
-    reduce_early,
-    remove_tail,
-    remove_unshards,
-    with_skips,
 )
-from ppfunc.schedule.proof.structure import require_schedule
 from ppfunc.splitter import Split
-from ppfunc.stage import Engine, Loss, Signature, graph
+from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.modules.frozen import FrozenLeaves, Trainable
 
-from .batches import Batches, with_results
-from .lowered import LoweredTraining, on_meta
+from .batches import Batches
+from .calls import Calls, History
+from .lowered import LoweredTraining
 from .optim.protocols import Optimizer, text_of
 from .update.comparison import KnownState
-from .update.initial_state import initial_state
-from .update.parameter_update import TrainingUpdate
 from .update.precision import Precision
-from .update.ranks import TrainingRanks
-from .update.reducer import Reducer
-from .update.stage_trees import StageTrees, require_trees, trees_of
 from .update.states import ReduceState, StateRule, UpdateState
 from .update.train_state import Metrics as Metrics, TrainState as TrainState
 from .update.update_rule import OnNonfinite, UpdateRule
@@ -120,14 +106,14 @@ class Trainer:
     ) -> None:
         self.transport: Transport = InProcess() if transport is None else transport
         with reporting_mistakes(self.transport):
-            self._stateful = tuple(stages.state) if isinstance(stages, Split) else ()
+            stateful = tuple(stages.state) if isinstance(stages, Split) else ()
             stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
             frozen = FrozenLeaves(stages, trainable)
             states = StateRule.of(reduce_state, update_state)
             rule = UpdateRule.of(optimizer, precision or Precision(), on_nonfinite, frozen, states)
-            self._rule, shard, reduce = rule, self.transport.shard, rule.precision.reduce
+            shard, reduce = self.transport.shard, rule.precision.reduce
             axes = "" if self.transport.mesh is None else f", {self.transport.axes}"
-            self._spec = StepSpec(
+            spec = StepSpec(
                 f"trainer {rule.options_text}, shard {shard}{axes}",
                 ("loss", "aux"),
                 tied=ties,
@@ -137,33 +123,20 @@ class Trainer:
                 frozen=frozen,
                 overlapped=overlapped,
             )
-            self._make_step = partial(
+            make = partial(
                 make_step, stages, loss_fn, transport=self.transport, engine=engine, loss_engine=loss_engine,
-                read=call,  # of a partial of _arguments, so that its errors fail the step on all ranks
+                read=call,  # of a function that makes the arguments: its errors fail the step on all ranks
             )  # fmt: skip
-            self._use_schedule(schedule)
-        self._closed, self._known_state = False, KnownState(checksum_every)
-        self._observed = ""  # the metrics since the last step, which the next one compares
-        self._last: torch.Tensor | None = None  # `step` of the state that the last step has returned
-        self._begun: int | None = None  # the generation in which a call began that has not returned
+            history = History(KnownState(checksum_every), stateful)
+            self._calls = Calls(schedule, spec, rule, self.transport, make, history)
 
-    def _use_schedule(self, schedule: Schedule, programs: StagePrograms | None = None) -> None:
-        """Make the step functions of a schedule, with the programs of an earlier one."""
-        spec, updates = self._spec, self._spec.updates
-        assert updates is not None
-        self.schedule, forwards = _completed(schedule, updates.sharded, bool(spec.tied))
-        self._ranks = TrainingRanks.of(self.schedule, spec.tied, self.transport)
-        self._step = self._make_step(schedule=self.schedule, spec=spec, programs=programs)
-        programs = self._step.pipeline.programs
-        evaluating = spec._replace(name=f"evaluation of {spec.name}", finite=False, overlapped=None)
-        self._evaluate = self._make_step(
-            schedule=forwards, spec=evaluating, training=False, programs=programs
-        )
-        self._idle: dict[int, list[Reducer]] = {}
-        self._trees: dict[int, StageTrees] = {}  # of the last state
+    @property
+    def schedule(self) -> Schedule:
+        """Return the schedule that trains, with its sums and updates."""
+        return self._calls.schedule
 
     def __repr__(self) -> str:
-        return f"<trainer of {self._step!r}>"
+        return f"<trainer of {self._calls.step!r}>"
 
     def with_schedule(self, schedule: Schedule) -> Self:
         """Return the trainer that goes on with the same state by another schedule, and keeps the programs.
@@ -180,19 +153,9 @@ class Trainer:
             ValueError: it places stages on other ranks, which would move the state.
             ScheduleError: it is none, or a wrong one.
         """
-        before, trainer = self.schedule, copy(self)
+        trainer = copy(self)
         with reporting_mistakes(self.transport):
-            require_schedule(schedule)
-            if (schedule.placement, schedule.model_stages) != (before.placement, before.model_stages):
-                raise ValueError(
-                    f"schedule: got {schedule.name!r} with stages on ranks {list(schedule.placement)}; the"
-                    f" state lies on {list(before.placement)}: plan with"
-                    " placement=trainer.schedule.placement, or save, and load into a trainer of this schedule"
-                )
-            edges = {(before.model_stages[a], before.model_stages[b]) for a, b in before.skips}
-            trainer._use_schedule(
-                with_skips(schedule, edges) if edges else schedule, self._step.pipeline.programs
-            )
+            trainer._calls = self._calls.under(schedule)
         return trainer
 
     def init(self, params: Mapping[int, Any], state: Mapping[int, Any] | None = None) -> TrainState:
@@ -209,18 +172,7 @@ class Trainer:
                 a dtype that no checkpoint holds; stages that share memory and are not tied, which updates
                 would drive apart; a state with several data ranks, each of which would get another.
         """
-        self._require_open()
-        stages, state = self._ranks.stages, {} if state is None else state
-        require_trees("params", params, stages)
-        require_trees("state", state, stages, some=True)
-        if missing := [s for s in self._stateful if s in stages and s not in state]:
-            raise ValueError(
-                f"state: got none of the stages {missing}, whose buffers the model writes into; expected"
-                " trainer.init(params, split.state)"
-            )
-        initial = initial_state(self._rule, self._ranks, self.transport.device, params, state)
-        trees_of(self._rule, self._ranks, initial, self._trees)
-        return initial
+        return self._calls.init(params, {} if state is None else state)
 
     @naming_arguments
     def step(
@@ -250,9 +202,9 @@ class Trainer:
             PipelineError, AgreementError, StageError, ValueError, TypeError: as
                 :func:`ppfunc.value_and_grad`. Nothing is updated.
         """
-        batches = Batches([(inputs, targets)], [loss_weights], seed, [extras], return_norms)
-        run = self._step.returning(*_chosen(return_losses, return_outputs))
-        after, metrics = _state_and_metrics(*self._run(run, self._rule, state, batches))
+        wanted = return_losses, return_outputs, return_norms
+        batches = Batches([(inputs, targets)], [loss_weights], seed, [extras], *wanted)
+        after, metrics = self._calls.train(state, batches)
         return after, metrics[0]
 
     def steps(
@@ -282,10 +234,8 @@ class Trainer:
         Raises:
             As :meth:`step`.
         """
-        run = self._step.returning(*_chosen(return_losses, return_outputs))
-        return _state_and_metrics(
-            *self._run(run, self._rule, state, Batches(batches, loss_weights, seed, extras, return_norms))
-        )
+        wanted = return_losses, return_outputs, return_norms
+        return self._calls.train(state, Batches(batches, loss_weights, seed, extras, *wanted))
 
     def record(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None,
@@ -297,10 +247,9 @@ class Trainer:
         Returns:
             The result of :meth:`step`, and the timeline of all ranks of this pipeline, in seconds.
         """
-        batches = Batches([(inputs, targets)], [loss_weights], seed, [extras], return_norms)
-        run = self._step.returning(*_chosen(return_losses, return_outputs)).record
-        update, (result, timeline) = self._run(run, self._rule, state, batches)
-        after, metrics = _state_and_metrics(update, result)
+        wanted = return_losses, return_outputs, return_norms
+        batches = Batches([(inputs, targets)], [loss_weights], seed, [extras], *wanted)
+        (after, metrics), timeline = self._calls.record(state, batches)
         return (after, metrics[0]), timeline
 
     @naming_arguments
@@ -324,12 +273,9 @@ class Trainer:
         Raises:
             As :meth:`step`.
         """
-        more, optimizer = _chosen(return_losses, return_outputs), self._rule.optimizer._replace(rate=None)
-        evaluating = self._rule._replace(on_nonfinite="ignore", optimizer=optimizer)
-        batches = Batches([(inputs, targets)], [loss_weights], seed, [extras])
-        update, result = self._run(self._evaluate.returning(*more), evaluating, state, batches)
-        metrics = update.metrics[0]
-        if not more and not has_aux:
+        batches = Batches([(inputs, targets)], [loss_weights], seed, [extras], return_losses, return_outputs)
+        metrics, result = self._calls.evaluate(state, batches)
+        if not batches.wanted and not has_aux:
             return metrics.loss
         aux = result.aux if has_aux else None
         return StepResult(metrics.loss, outputs=result.outputs, aux=aux, losses=metrics.losses)
@@ -346,13 +292,13 @@ class Trainer:
         Raises:
             ValueError: no rate of the optimizer depends on a metric.
         """
-        observe, value = self._rule.optimizer.observe, float(metric)
-        if observe is None:
+        optimizer, value = self._calls.rule.optimizer, float(metric)
+        if (observe := optimizer.observe) is None:
             raise ValueError(
-                f"metric: no rate of {text_of(self._rule.optimizer)} depends on one; expected such as"
+                f"metric: no rate of {text_of(optimizer)} depends on one; expected such as"
                 " adamw(plateau(1e-3))"
             )
-        self._observed += f", {value}"
+        self._calls.history.observed += f", {value}"
         number = torch.tensor(value, dtype=torch.float64)
         return state._replace(optimizer={s: observe(tree, number) for s, tree in state.optimizer.items()})
 
@@ -372,19 +318,11 @@ class Trainer:
         Raises:
             As :meth:`init` and :meth:`step`.
         """
-        initial = self.init(on_meta(params), on_meta(state))
-        # Only tensors with values can be seen to share memory.
-        valued = {s: tree for s, tree in params.items() if not isinstance(tree, Signature)}
-        require_declared_trees(valued, self._ranks.tied)
-        update = TrainingUpdate(self._rule, self._ranks, {}, initial, known=True)
-        inputs = on_meta(inputs)
-        batches = Batches([(inputs, on_meta(targets))], extras=[extras])
-        step = self._step.lower(partial(self._arguments, update, batches))
-        return LoweredTraining(step, initial, self._rule, self._ranks, inputs)
+        return self._calls.lower(params, inputs, targets, state, extras)
 
     def close(self) -> None:
         """Close the transport. The trainer takes no steps afterwards."""
-        self._closed = True
+        self._calls.history.closed = True
         self.transport.close()
 
     def __enter__(self) -> Self:
@@ -393,72 +331,5 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._closed = True
+        self._calls.history.closed = True
         self.transport.__exit__(kind, error, trace)
-
-    # -- one call --------------------------------------------------------------------------
-
-    def _run(
-        self, run: Callable[..., Any], rule: UpdateRule, state: TrainState, batches: Batches
-    ) -> tuple[TrainingUpdate, Any]:
-        """Run the steps of a call. Return their update, and the result of ``run``."""
-        self._require_open()
-        generation, trains = self.transport.generation, rule is self._rule
-        compared = self._ranks.data.size > 1 or self._ranks.tied or self.schedule.replicas
-        known = not compared or self._known_state.goes_on(state, generation)
-        if self._begun == generation:  # it has neither failed nor returned: an interrupt took its result
-            self._last = None
-        update = TrainingUpdate(rule, self._ranks, self._idle, state, known, batches.norms)
-        self._begun = generation if trains else None
-        result = run(partial(self._arguments, update, batches))
-        self._observed, self._begun = "", None
-        if trains:  # an evaluation leaves the state as it is
-            self._last = update.state.step
-        if compared and trains:
-            self._known_state.note(update.state, generation, len(update.metrics))
-        return update, result
-
-    def _arguments(self, update: TrainingUpdate, batches: Batches) -> list[RawArguments]:
-        """Prepare the arguments of the steps of a call: parameters are cast once."""
-        state, precision, text = update.state, self._rule.precision, ""
-        update.trees = trees_of(self._rule, self._ranks, state, self._trees)
-        if self._ranks.world.size > 1:
-            goes_on = update.known and self._last is state.step  # it is what the last step has returned
-            text = f"; {'a state that goes on' if goes_on else 'another state'}"
-            text += f"{self._observed and '; observed' + self._observed[1:]}"
-            text += f"; optimizer {text_of(self._rule.optimizer)}"
-        m = self.schedule.microbatches
-        common = RawArguments(
-            {s: self._ranks.for_step(tree, precision) for s, tree in state.params.items()},
-            inputs=None,
-            state=state.stage_state,
-            microbatch_offset=self._ranks.data.index * m,
-            scale=state.scale.get("scale"),
-            update=update,
-            common=text,
-        )
-        return batches.arguments(common, m, precision.to_compute)
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise RuntimeError(
-                "the trainer is closed; take its steps before close(), within its `with` block, or make"
-                " another one"
-            )
-
-
-def _completed(schedule: Schedule, sharded: bool, tied: bool) -> tuple[Schedule, Schedule]:
-    """Complete a schedule by the sums, the updates and the gathers; return the one of evaluations as well."""
-    plain = remove_unshards(remove_tail(schedule))
-    complete = insert_unshards if sharded else lambda schedule: schedule
-    trained = append_tail(complete(plain), tied=tied or bool(schedule.replicas))
-    return reduce_early(trained), complete(forward_only(plain))
-
-
-def _state_and_metrics(update: TrainingUpdate, result: StepResult) -> tuple[TrainState, list[Metrics]]:
-    """Return the new state, and the metrics of every step."""
-    return update.state._replace(stage_state=result.aux.state), with_results(update.metrics, result)
-
-
-def _chosen(losses: bool, outputs: bool) -> tuple[str, ...]:
-    return (*(["losses"] if losses else []), *(["outputs"] if outputs else []))

@@ -75,7 +75,7 @@ def trained(schedule, transport=None, instructions=lambda step: step, times=0):
     """
     stages = [tanh_stage] * len(set(schedule.model_stages))
     trainer = pp.Trainer(stages, squared, schedule, pp.optim.sgd(RATE, momentum=0.5), transport=transport)
-    trainer._step = instructed = instructions(trainer._step)
+    trainer._calls.step = instructed = instructions(trainer._calls.step)
     if not hasattr(instructed, "returning"):
         instructed.returning = lambda *more: instructed
 
