@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import _lru_cache_wrapper, partial, wraps
 from types import FunctionType
 from typing import Any
@@ -37,6 +37,12 @@ def functions_kept(recording: Recording) -> Iterator[None]:
 
     with _replaced(Function, "apply", classmethod(apply)):
         yield
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Call functions that ``torch.compile`` has made as the Python that they were made of."""
+    known = "torch._dynamo" in sys.modules  # nothing is compiled without it, and its import is slow
+    return torch.compiler.set_stance("force_eager") if known else nullcontext()
 
 
 @contextmanager

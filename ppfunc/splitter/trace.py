@@ -39,6 +39,7 @@ from .patches import (
     caches_emptied,
     functions_kept,
     noted,
+    uncompiled,
     unseen_refused,
     values_unchecked,
 )
@@ -159,6 +160,7 @@ def _trace(
             noted(model, modules, lambda name: starts.setdefault(name, recording.operators)),
             functions_kept(recording),
             in_python(recorded_in(recording)),
+            uncompiled(),
         ):
             result = _call(
                 model, tensors_by_name, without_constants(form.arguments(input_tensors)), recording

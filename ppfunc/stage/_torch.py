@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+import torch.nn.attention.flex_attention
 from torch import nn
 from torch._C._dynamo.guards import TensorGuards
 from torch._decomp import decomposition_table
@@ -62,6 +63,10 @@ PYTREE_NODES = SUPPORTED_NODES
 
 # Turn autocast off, of all devices, within a `with`; one that is turned on within is on.
 without_autocast: Any = torch._C._DisableAutocast
+
+
+# The module whose `_validate_device` refuses a gradient of flex attention on the CPU.
+flex_module: Any = torch.nn.attention.flex_attention
 
 
 def flex_scores(*args: Any, **options: Any) -> Any:

@@ -133,7 +133,7 @@ def test_a_trainer_takes_them_too(problem):
         torch.testing.assert_close(trainer.evaluate(state, inputs, t), expected)
 
 
-# -- block masks: flex attention itself has no backward on the CPU
+# -- block masks
 
 
 class Attention(nn.Module):
@@ -266,6 +266,54 @@ def test_the_heads_of_a_mask_are_those_of_the_attention_or_one():
         got = step({0: ()}, x, x, extras={0: mask})
         seen = create_mask(function, 2, 2, 8, 8, device="cpu")
         torch.testing.assert_close(got, squared(F.scaled_dot_product_attention(x, x, x, seen), x))
+
+
+class Flexible(nn.Module):
+    """Flex attention with a mask, and with a parameter in its scores; or the same by hand."""
+
+    def __init__(self, attend):
+        super().__init__()
+        self.qkv, self.slope = nn.Linear(D, 3 * D), nn.Parameter(torch.tensor(0.1))
+        self.attend = attend
+        self.double()
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
+        if self.attend:
+            mask = create_block_mask(causal, None, None, T, T, device="cpu", BLOCK_SIZE=8)
+            score = lambda s, b, h, i, j: s + self.slope * (i - j)  # noqa: E731
+            return x + self.attend(q, k, v, score_mod=score, block_mask=mask).squeeze(1)
+        steps = torch.arange(T)[:, None] - torch.arange(T)
+        scores = (self.slope * steps).masked_fill(steps < 0, -torch.inf)
+        return x + F.scaled_dot_product_attention(q, k, v, scores).squeeze(1)
+
+
+class Two(nn.Module):
+    def __init__(self, attend):
+        super().__init__()
+        self.a, self.b = Flexible(attend), Flexible(attend)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flex_attention_has_gradients_on_the_cpu(engine, compiled):
+    """Torch's kernel has none; one that the model has compiled is called as Python by a split."""
+    torch.manual_seed(0)
+    plain, x, t = Two(None), draw(4, T, D), draw(4, T, D)
+    model = Two(torch.compile(flex_attention, backend="eager") if compiled else flex_attention)
+    model.load_state_dict(plain.state_dict())
+    want(plain, x, t).backward()
+    for stages, params, schedule in split_and_stage(model, (x[:2],)):
+        _, grads = pp.value_and_grad(stages, squared, schedule, engine=engine)(params, x, t)
+        for name, p in plain.named_parameters():
+            got = next(g for tree in grads.values() for n, g in tree.items() if n == name)
+            torch.testing.assert_close(got, p.grad)
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        flex_attention(*[draw(1, 1, 16, D).requires_grad_()] * 3)
 
 
 def test_a_mask_function_of_another_number_gives_another_mask():

@@ -29,6 +29,7 @@ from .._torch import (
     FakeTensorMode,
     OpOverload,
     UnsupportedOperatorException,
+    flex_module,
     flex_scores,
 )
 from ..errors import StageError, line_of
@@ -209,7 +210,7 @@ PYTHON: Handlers = {
 
 
 _handlers: ContextVar[Handlers | None] = ContextVar("handlers", default=None)
-_replaced: list[Any] = []  # what torch.compile was when each user came; the first is torch's own
+_replaced: list[Any] = []  # what `_compile`, `_validate` replace, as each user found it; the first is torch's
 _lock = threading.Lock()
 
 
@@ -217,7 +218,17 @@ def _compile(model: Any = None, *args: Any, **options: Any) -> Any:
     """Stand for ``torch.compile`` while some thread calls a stage, for that thread alone."""
     name = getattr(model, "__name__", "") if getattr(model, "__module__", "").startswith("torch.") else ""
     handler = (_handlers.get() or {}).get(name)
-    return (_replaced or [torch.compile])[0](model, *args, **options) if handler is None else handler
+    own = _replaced[0][0] if _replaced else torch.compile
+    return own(model, *args, **options) if handler is None else handler
+
+
+def _validate(*args: Any) -> None:
+    """Stand for torch's check that flex attention, whose kernel has no backward on the CPU, needs none there.
+
+    Its scores as a matrix have one.
+    """
+    if _handlers.get() is None:
+        (_replaced[0][1] if _replaced else flex_module._validate_device)(*args)
 
 
 @contextmanager
@@ -225,11 +236,11 @@ def in_python(handlers: Handlers = PYTHON) -> Iterator[None]:
     """Call operators that take functions by handlers."""
     token = _handlers.set(handlers)
     with _lock:
-        _replaced.append(torch.compile)
-        torch.compile = _compile
+        _replaced.append((torch.compile, flex_module._validate_device))
+        torch.compile, flex_module._validate_device = _compile, _validate
     try:
         yield
     finally:
         with _lock:
-            torch.compile = _replaced.pop()
+            torch.compile, flex_module._validate_device = _replaced.pop()
         _handlers.reset(token)
