@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from ppfunc.schedule import (
 )
 from ppfunc.schedule.proof.structure import require_schedule
 from ppfunc.stage import Signature
+from ppfunc.stage.tree import tree_leaves
 
 from .batches import Batches, with_results
 from .lowered import LoweredTraining, on_meta
@@ -177,7 +178,10 @@ class Calls:
         update = TrainingUpdate(self.rule, self.ranks, {}, initial, known=True)
         inputs = on_meta(inputs)
         batches = Batches([(inputs, on_meta(targets))], extras=[extras])
-        step = self.step.lower(partial(self._arguments, update, batches))
+        tensors = ((s, leaf) for s, tree in params.items() for leaf in tree_leaves(tree))
+        devices = {s: leaf.device for s, leaf in tensors if isinstance(leaf, Tensor) and not leaf.is_meta}
+        arguments = [replace(each, devices=devices) for each in self._arguments(update, batches)]
+        step = self.step.lower(lambda: arguments)
         return LoweredTraining(step, initial, self.rule, self.ranks, inputs)
 
     def _arguments(self, update: TrainingUpdate, batches: Batches) -> list[RawArguments]:

@@ -171,6 +171,13 @@ def test_a_negative_weight_on_the_device_makes_no_number(gpu):
         assert metrics.loss.isfinite()
 
 
+def test_a_step_is_lowered_for_the_device_of_its_parameters(gpu):
+    params, inputs, targets = moved(problem(2, M), "cuda")
+    engine = pp.engines.graph(cuda_graphs=True)  # refused on the CPU
+    with pp.Trainer([dense] * 2, squared, pp.gpipe(2, M), pp.optim.sgd(1e-2), engine=engine) as trainer:
+        assert "stage 1 on cuda:0" in trainer.lower(params, inputs, targets).as_text()
+
+
 def train(rank, size, device, shape, shard, build):
     """Losses, norms and whole parameters, after some steps one by one and two together."""
     mesh = init_device_mesh(device, shape, mesh_dim_names=("pp", "dp"))

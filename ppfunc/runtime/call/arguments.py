@@ -6,7 +6,7 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, ParamSpec
 
@@ -37,6 +37,7 @@ class RawArguments:
         scale: factor of the cotangents of the loss, a tensor of one element.
         update: updates the parameters, in a step that has updates.
         common: facts beside the call on which all ranks that train together have to agree.
+        devices: where stages compute, by stage, of parameters that are on the device meta.
     """
 
     params: Mapping[int, Any]
@@ -50,6 +51,7 @@ class RawArguments:
     scale: torch.Tensor | None = None
     update: ParameterUpdate | None = None
     common: str = ""
+    devices: Mapping[int, torch.device] = field(default_factory=dict)
 
 
 def named_step(read: Callable[P, RawArguments]) -> Callable[P, RawArguments]:
@@ -145,12 +147,12 @@ def read_arguments(
         _require_batches(raw, schedule, stages, with_targets)
         if not abstract:
             require_values(reader.trees)
-        form = step_form(reader.trees, stages, m, params, inputs)
+        form = step_form(reader.trees, stages, m, params, inputs, raw.devices)
     weights = weights if raw.loss_weights is None else read_loss_weights(raw.loss_weights, m)
     seed = read_seed(raw.seed)
     zeros = frozenset[int]() if abstract else _zeros(weights)
     return StepArguments(
-        params, inputs, targets, seed, raw.microbatch_offset, raw.scale, raw.update, raw.common,
+        params, inputs, targets, seed, raw.microbatch_offset, raw.scale, raw.update, raw.common, raw.devices,
         extras=batches, state=states, loss_weights=weights, form=form, left_out=zeros,
     )  # fmt: skip
 

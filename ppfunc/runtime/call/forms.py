@@ -219,8 +219,9 @@ def step_form(
     microbatches: int,
     params: Mapping[int, Leaves],
     inputs: Sequence[Leaves],
+    known: Mapping[int, torch.device],
 ) -> StepForm:
-    """Put together the form of all arguments."""
+    """Put together the form of all arguments; ``known`` says where stages compute, before their leaves do."""
 
     def batch(name: str) -> tuple[Signature, ...] | None:
         if name in trees:
@@ -229,7 +230,7 @@ def step_form(
         return tuple(form.signature.without_grad() for form in forms) or None
 
     extras = {s: batch(f"extras[{s}]") for s in stages}
-    devices = {s: _device(params, s, inputs) for s in stages}
+    devices = {s: known.get(s) or _device(params, s, inputs) for s in stages}
     first = next(iter(devices.values()))
     return StepForm(
         trees,

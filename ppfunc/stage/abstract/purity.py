@@ -160,14 +160,21 @@ class SeenFunctions(TorchFunctionMode):
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether this call draws random numbers; attention with a dropout of zero does not.
+    """Tell whether this call draws random numbers.
+
+    Attention with a dropout of zero does not, nor does a backward that is given the seed of its forward.
 
     >>> draws(torch.ops.aten.rand_like.default, (torch.zeros(2),), {})
     True
+    >>> draws(torch.ops.aten._scaled_dot_product_efficient_attention_backward.default, (), {"dropout_p": 0.5})
+    False
     """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    for position, argument in enumerate(schema(func).arguments):
+    arguments = schema(func).arguments
+    if any(argument.name == "philox_seed" for argument in arguments):
+        return False
+    for position, argument in enumerate(arguments):
         if argument.name in ("dropout_p", "dropout"):
             if position < len(args):
                 return args[position] != 0
