@@ -101,7 +101,7 @@ def make_step(
     loss_fn: Loss | None,
     schedule: Schedule,
     transport: Transport | None,
-    engine: Engine,
+    engine: Engine | Sequence[Engine],
     spec: StepSpec,
     read: Callable[..., RawArguments | list[RawArguments]],
     returned: Callable[[StepResult], Any] | None = None,
@@ -226,8 +226,13 @@ def _require(
                 f" stage of another process{mend and f'; {mend}'}"
             )
     _require_count(stages, schedule)
-    for name, one in (("engine", engine), ("loss_engine", loss_engine)):
-        if not callable(one) and (one is not None or name == "engine"):
+    if isinstance(engine, list | tuple) and len(engine) != len(stages):
+        raise ValueError(f"engine: got {len(engine)} engines, expected one, or {len(stages)}, one per stage")
+    engines = (
+        [(f"engine[{n}]", one) for n, one in enumerate(engine)] if isinstance(engine, list | tuple) else []
+    )
+    for name, one in (*(engines or [("engine", engine)]), ("loss_engine", loss_engine)):
+        if not callable(one) and (one is not None or name != "loss_engine"):
             raise TypeError(f"{name}: got {shown(one)}, expected ppfunc.engines.graph, functional or eager")
         if one is torch.compile:
             raise TypeError(

@@ -1,6 +1,6 @@
 """Make a pipeline an ordinary function from parameters and a batch to a loss and gradients."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,7 +27,7 @@ def value_and_grad(
     schedule: Schedule,
     transport: Transport | None = None,
     *,
-    engine: Engine = graph,
+    engine: Engine | Sequence[Engine] = graph,
     loss_engine: Engine | None = None,
     loss_weights: LossWeights = None,
     argnums: int | tuple[int, ...] = 0,
@@ -68,7 +68,7 @@ def value_and_grad(
         schedule: the program of every rank. It is proved before anything runs. Communication is placed if it
             has none. An instruction that a step would not carry out, such as ``STEP``, is refused.
         transport: carries the messages: ``InProcess()`` (the default) or ``P2P(group)``.
-        engine: how a stage is differentiated.
+        engine: how a stage is differentiated; or a list of engines, one per stage.
         loss_engine: how the loss is differentiated: with the last stage by default. If the engine can serve
             the stage, but not the loss, such as ``ctc_loss``, ``functional`` or ``eager`` is chosen, and a
             warning says so.
@@ -196,7 +196,7 @@ def evaluate(
     *,
     return_outputs: bool = False,
     return_losses: bool = False,
-    engine: Engine = graph,
+    engine: Engine | Sequence[Engine] = graph,
     loss_engine: Engine | None = None,
     loss_weights: LossWeights = None,
     has_aux: bool = False,

@@ -282,7 +282,7 @@ class Recording(GraphRecorder, PreDispatchMode):
             self._writers.setdefault(memory, []).append(node)
         if node.op == "call_function":
             self.operators += 1
-            node.meta["place"] = calling_place()
+            node.meta |= self.origin()
             if saved_tensor_hooks() is not None:
                 self._warn_of_checkpoint()
 

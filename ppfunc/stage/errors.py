@@ -76,9 +76,14 @@ def line_of(error: BaseException) -> str:
 
 
 def place_of_call(end: str = "") -> str:
-    """Find the user's line that runs now, as ``", called at file:line"``; empty above the file ``end``."""
+    """Find the user's line that runs now, as ``", called at file:line"``; empty above the file ``end``.
+
+    Of a program that was traced, it is the line that was traced.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_of_a_library(frame.f_code.co_filename):
+        if traced := frame.f_globals.get(TRACED_LINES, {}).get(frame.f_lineno):
+            return f", called at {traced}"
         if frame.f_code.co_filename == end:
             return ""
         frame = frame.f_back

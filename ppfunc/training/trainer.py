@@ -93,7 +93,7 @@ class Trainer:
         optimizer: Optimizer,
         transport: Transport | None = None,
         *,
-        engine: Engine = graph,
+        engine: Engine | Sequence[Engine] = graph,
         loss_engine: Engine | None = None,
         tied: TiedPlaces = None,
         trainable: Trainable = None,

@@ -10,7 +10,8 @@ from torch import nn
 
 import ppfunc as pp
 from ppfunc.schedule import BUILDERS, remove_tail
-from ppfunc.stage import graph, stage_from_module
+from ppfunc.stage import StageError, graph, stage_from_module
+from ppfunc.stage.engines.tracing.graph import base, is_of_forward
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.testing import schedules
 from tests.conftest import few
@@ -18,7 +19,8 @@ from tests.models import attention_block, attention_params, normal, same_bits, s
 from tests.storages import LiveStorages
 
 D = 8
-REMATS = ["cheap", "full", 300_000, lambda op: "gelu" in str(op) or "mul" in str(op)]
+LINEAR = torch.ops.aten.linear.default
+REMATS = ["cheap", "full", 300_000, lambda op, _: "gelu" in str(op) or "mul" in str(op)]
 TRAINING = [name for name, build in BUILDERS.items() if not build(2, 4).forward_only]
 
 
@@ -154,6 +156,91 @@ def test_nothing_is_computed_again_beside_little_work():
     args = torch.randn(8), torch.randn(4, 8)
     program, plain = (graph(lambda w, x: F.gelu(x * w).exp() @ w, args, remat=r) for r in ("cheap", "none"))
     assert program.flat.backward.__doc__ == plain.flat.backward.__doc__
+
+
+# By place.
+
+
+def repeated(program):
+    """The names of the modules whose operators a backward calls again."""
+    body = program.flat.backward.recipe.block.body
+    named = [n.meta["module"] for n in body if is_of_forward(n) and n.meta["module"] and base(n) is None]
+    return {place.name for place in named}
+
+
+@pytest.mark.parametrize(
+    "remat, names",
+    [
+        ({"*": "none"}, set()),
+        ({"*.norm": "full"}, {"0.norm", "1.norm"}),
+        ({"*.down|*.gate": "full", "?": "none"}, set()),  # what leaves a module is kept
+        ({"0": "none", "?": "full"}, {"1", "1.norm", "1.gate", "1.up"}),
+        ({"1.up": "none", "*": "full"}, {"0", "1", "0.norm", "0.gate", "0.up", "1.norm", "1.gate"}),
+        ({"?": lambda op, _: op is LINEAR}, {"0.gate", "0.up", "1.gate", "1.up"}),
+        ({"?": lambda op, n: op is LINEAR and n == 1}, {"0.up", "1.up"}),  # the second in each
+    ],
+)  # fmt: skip
+def test_modules_that_patterns_name_are_computed_again(remat, names):
+    program, args = program_of(Layer, 32, remat=remat)
+    assert repeated(program) == names
+    results = []
+    for each in (program, program_of(Layer, 32)[0]):
+        torch.manual_seed(1)
+        y, kept = each.forward(*args)
+        gx, rest = each.backward_input(kept, y)
+        results.append((y, gx, each.backward(kept, y), each.backward_weight(rest)))
+    assert same_bits(*results)
+
+
+class Steps(nn.Module):
+    """Layers that write in place, of which a split has several in a stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.h = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.h:
+            x = F.gelu(layer(x)).mul_(2).tanh()
+        return x
+
+
+def test_names_of_a_split_are_those_of_its_model():
+    split = pp.split(Steps(), normal(4, D).float(), at=2)
+    args = split.params[1], split.stages[0](split.params[0], normal(4, D).float())
+
+    def all_but_gelu(operator, number):
+        return "gelu" not in str(operator)
+
+    assert repeated(graph(split.stages[1], args, remat={"h.3": all_but_gelu})) == {"h.3"}
+    assert repeated(graph(split.stages[1], args, remat={"h.?": "full"})) == set()  # what leaves them is kept
+    with pytest.raises(
+        StageError, match=r"got 'layers\.\*', expected names of modules: h\.0, h\.1, .*Instead"
+    ):
+        graph(split.stages[1], args, remat={"h.*|layers.*": "full"})
+    with pytest.raises(ValueError, match=r"remat\['h\.\*'\]: got 7, expected"):
+        graph(split.stages[1], args, remat={"h.*": 7})
+
+
+def test_each_stage_has_an_engine_of_its_own():
+    stage, params, x = wide(1)
+    schedule, engines = pp.one_f_one_b(4, 2), [graph, graph(remat="none"), graph(remat="full"), graph]
+    step = pp.value_and_grad([stage] * 4, squared, schedule, engine=engines)
+    lowered = step.lower(dict.fromkeys(range(4), params), x, x)
+    sizes = [p.residual_bytes for (_, m), p in sorted(lowered.programs().items()) if m == 0]
+    assert sizes[1] > 3 * sizes[2]
+    with pytest.raises(ValueError, match="got 1 engines, expected one, or 4, one per stage"):
+        pp.value_and_grad([stage] * 4, squared, schedule, engine=[graph])
+
+
+def test_parameters_name_places_where_a_stage_calls_no_module():
+    stage, params, x = wide(4)
+    tree = {"h": dict(enumerate(params))}
+    sizes = [
+        graph(lambda p, x: stage(p["h"].values(), x), (tree, x), remat=remat).residual_bytes
+        for remat in ("none", {"h.1|h.3": "full"}, {"h.?": "full"}, {"h.*": "full"})
+    ]
+    assert sizes[0] > sizes[1] > sizes[2] == sizes[3] == 4 * x.nbytes
 
 
 # Memory.

@@ -217,8 +217,8 @@ def test_derivatives_of_any_order_are_those_of_the_whole(two, name):
 ENGINES = {
     "graph": graph,
     "remat full": graph(remat="full"),
-    "remat of all but collectives": graph(remat=lambda op: "c10d" not in str(op)),
-    "remat of collectives": graph(remat=lambda op: "c10d" in str(op)),
+    "remat of all but collectives": graph(remat=lambda op, _: "c10d" not in str(op)),
+    "remat of collectives": graph(remat=lambda op, _: "c10d" in str(op)),
     "functional": functional,
     "eager": eager,
 }

@@ -143,7 +143,8 @@ def _lower_stage(
     signatures = [edge.signature for edge in received]
     _require_layouts(model_stage, boundary, form.params[model_stage], zip(senders, signatures, strict=True))
     example = (params, received_signature(senders, signatures), *extras)
-    call = StageCall(function, example, f"stage {model_stage}", form.devices[model_stage])
+    device = form.devices[model_stage]
+    call = StageCall(function, example, f"stage {model_stage}", device, model_stage)
     outline = pipeline.programs.outline(call)
     activation, skips, loss = children(outline.y)
     outputs, metrics, aux, state = children(outline.aux)

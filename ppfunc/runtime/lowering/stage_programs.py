@@ -10,7 +10,7 @@ share them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -51,12 +51,14 @@ class StageCall(NamedTuple):
         example: ``(params, x, *extras)``: signatures, or trees of tensors.
         name: of the stage, in errors.
         device: where it computes.
+        stage: of the model.
     """
 
     function: StageFunction
     example: tuple[Any, ...]
     name: str
     device: torch.device
+    stage: int = 0
 
     @property
     def key(self) -> tuple[Hashable, ...]:
@@ -104,15 +106,23 @@ class StagePrograms:
     """Keeps the evaluations and programs of the stages of a step function, or of a trainer.
 
     Args:
-        engine: builds the programs.
+        engine: builds the programs; or one for each stage of the model.
         loss_engine: builds those of the loss; that of the stage by default, if it can.
         noting: whether evaluations note their calls, for ranks to compare.
     """
 
-    def __init__(self, engine: Engine, loss_engine: Engine | None = None, noting: bool = False) -> None:
+    def __init__(
+        self, engine: Engine | Sequence[Engine], loss_engine: Engine | None = None, noting: bool = False
+    ) -> None:
         self._engine, self._loss_engine, self._noting = engine, loss_engine, noting
         # By function, then by key of the call.
         self._evaluated: dict[int, OrderedDict[Hashable, list[_Evaluated]]] = {}
+
+    def _engine_of(self, call: StageCall) -> Engine:
+        return self._engine if callable(self._engine) else self._engine[call.stage]
+
+    def _key(self, call: StageCall) -> Hashable:
+        return call.key, id(self._engine_of(call))
 
     def outline(self, call: StageCall) -> Outline:
         """Evaluate a stage without values, or return the earlier evaluation of an equal one.
@@ -121,7 +131,7 @@ class StagePrograms:
             StageError: it cannot be evaluated.
         """
         with without_transforms(), process_lock:
-            key, function = call.key, call.function
+            key, function = self._key(call), call.function
             of_function = self._evaluated.setdefault(id(function.fn), OrderedDict())
             same_form = of_function.get(key, [])
             for evaluated in same_form:
@@ -147,7 +157,7 @@ class StagePrograms:
             TypeError: the engine returned no :class:`StageProgram`.
         """
         with without_transforms(), process_lock:
-            same_form = self._evaluated.get(id(call.function.fn), OrderedDict()).get(call.key, [])
+            same_form = self._evaluated.get(id(call.function.fn), OrderedDict()).get(self._key(call), [])
             programs = next(
                 (evaluated.programs for evaluated in same_form if evaluated.outline is evaluation), []
             )
@@ -165,11 +175,12 @@ class StagePrograms:
 
     def _build(self, call: StageCall, evaluation: Outline) -> StageProgram:
         """Build a program. A loss that the engine cannot serve gets another one, if its stage is served."""
+        engine, parts = self._engine_of(call), call[:4]
         loss_engine = None if call.function.loss_fn is None else self._loss_engine
         try:
             if loss_engine is None:
-                return self._engine(call.function, call.example, outline=evaluation, **call.options)
-            return with_loss_apart(self._engine, loss_engine, *call, evaluation)
+                return engine(call.function, call.example, outline=evaluation, **call.options)
+            return with_loss_apart(engine, loss_engine, *parts, evaluation)
         except StageError as error:
             # One that raised may not raise again.
             if loss_engine is not None or call.function.loss_fn is None or not evaluation.lasts:
@@ -179,16 +190,16 @@ class StagePrograms:
 
         for loss_engine in (functional, eager):
             try:
-                program = with_loss_apart(self._engine, loss_engine, *call, evaluation)
+                program = with_loss_apart(engine, loss_engine, *parts, evaluation)
             except StageError as error:
                 if error.stage == call.name:
                     break  # it is not the loss
                 failure = error
                 continue
-            engine = f"engines.{loss_engine.__name__}"
+            other = f"engines.{loss_engine.__name__}"
             warn(
-                f"the loss is differentiated by {engine}, since the engine of the stages cannot serve it"
-                f" ({refused.reason}); say so, loss_engine=ppfunc.{engine}"
+                f"the loss is differentiated by {other}, since the engine of the stages cannot serve it"
+                f" ({refused.reason}); say so, loss_engine=ppfunc.{other}"
             )
             return program
         raise failure

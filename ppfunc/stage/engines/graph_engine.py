@@ -49,8 +49,15 @@ def graph(
             ``"none"``. ``"full"``: all but what enters blocks of the stage, which are cut where little
             crosses and computed again one at a time. W apart from I then computes again what it would get
             from I: in a transformer both take 1.4 times as long as the whole backward. A predicate
-            ``(operator) -> bool`` on ``torch._ops.OpOverload``, true for operators that run again. Or the
-            most bytes to keep of one microbatch, its inputs included.
+            ``(operator, number) -> bool``: whether results of this ``torch._ops.OpOverload``, the
+            ``number``-th of its calls from 0, are computed again. The most bytes to keep of one microbatch,
+            its inputs included. Or one of the choices, other than bytes, for each of some modules:
+            ``{"layers.*.mlp": "full", "layers.*": lambda operator, number: operator not in SAVED}``. The
+            first pattern of ``fnmatch`` that matches counts; ``|`` stands between alternatives. ``"full"``
+            keeps what enters each such module and what leaves it, a predicate counts within it. Elsewhere
+            it is as with ``"cheap"``. Names are those within the model that is split, or the outermost
+            module that the stage calls. A stage without modules has those of its parameters: a call belongs
+            to the one that was read last.
         compile: compile each program by inductor (``torch.compile``) when it first runs. Results then agree
             within rounding, no longer bitwise.
         cuda_graphs: capture each program as a CUDA graph for every microbatch in flight. The
@@ -61,7 +68,8 @@ def graph(
     Raises:
         StageError: control flow or shapes depend on values, the gradient cannot be traced, the
             backward draws random numbers or needs a sparse tensor that the forward makes, tensors of a
-            subclass are involved, or CUDA graphs are wanted where the stage does not compute on CUDA.
+            subclass are involved, CUDA graphs are wanted where the stage does not compute on CUDA, or
+            ``remat`` has a pattern that matches no name.
 
     >>> import torch
     >>> program = graph(lambda w, x: (w * x).sin(), (torch.ones(2), torch.zeros(2)))

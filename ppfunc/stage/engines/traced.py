@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,18 +12,16 @@ from .._torch import without_autocast
 from ..device import kinds
 from ..errors import StageError
 from ..program import Example, FlatProgram
-from ..signature import differentiable
+from ..signature import differentiable, leaf_names
 from .differentiable import DifferentiableStage, engine
+from .tracing.again import Remat, cut_for
 from .tracing.clean import clean
 from .tracing.compiled import without_onednn
-from .tracing.cut import Block, ProgramBlocks, cut, residual_bytes
+from .tracing.cut import Block, ProgramBlocks, residual_bytes
 from .tracing.emit import Recipe, TracedFunction
 from .tracing.graph import ancestors, is_post
 from .tracing.interleave import posted_early
 from .tracing.joint import Joint, trace
-
-if TYPE_CHECKING:
-    from .tracing.again import Remat
 
 
 @engine
@@ -43,12 +41,7 @@ def traced(
     if any(map(torch.is_autocast_enabled, kinds())):
         for node in joint.graph.nodes:  # its casts are operators of the trace
             node.meta["within"] = without_autocast
-    if remat == "none":
-        blocks = cut(joint)
-    else:
-        from .tracing.again import cut_for
-
-        blocks = cut_for(joint, remat, name)
+    blocks = cut_for(joint, remat, name, leaf_names(example.params))
     size = residual_bytes(joint, blocks.residuals, name)
     flat = _emit(blocks, joint, name, compile, _warning_of(_unread(joint, example), name))
     if not cuda_graphs:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ppfunc.stage.layout import distributed, layout_of, local
+from ppfunc.stage.patterns import first_match
 
-from ..patterns import first_match
 from .errors import CheckpointError, escaped, listed, reading
 from .folders import checkpoints, open_checkpoint, step_of
 from .manifest import MANIFEST, Contents, box_of

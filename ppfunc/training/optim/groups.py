@@ -9,10 +9,10 @@ from torch import Tensor
 from ppfunc._text import shown
 from ppfunc.stage import Signature
 from ppfunc.stage.modules.frozen import ParameterKind
+from ppfunc.stage.patterns import first_match, require_reachable
 from ppfunc.stage.signature import differentiable, leaf_names
 from ppfunc.stage.tree import tree_flatten
 
-from ..patterns import first_match, require_reachable
 from .protocols import Optimizer, Tree, require_pair, skipping, text_of
 
 Choose = Callable[[str, ParameterKind], str]

@@ -12,11 +12,11 @@ from ppfunc.runtime.execution.buffers import Leaves
 from ppfunc.runtime.transport.collective import Collective, Wait
 from ppfunc.stage import Signature
 from ppfunc.stage.layout import local
+from ppfunc.stage.patterns import first_match, require_reachable
 from ppfunc.stage.signature import leaf_names
 from ppfunc.stage.tree import tree_flatten, tree_map
 
 from ..optim.protocols import Tree
-from ..patterns import first_match, require_reachable
 from .ranks import TrainingRanks
 
 ReduceState = Mapping[str, str]

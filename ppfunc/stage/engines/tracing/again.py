@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate, pairwise
 from typing import Any, Literal, cast
 
@@ -30,11 +31,20 @@ from .graph import (
     root,
 )
 from .joint import Joint, Nodes
+from .stretches import stretches
 
-Remat = Literal["cheap", "none", "full"] | Callable[[OpOverload], bool] | int
+Predicate = Callable[[OpOverload, int], bool]
+"""From an operator, and how many calls of it came before, to: compute its results again?"""
+
+Remat = (
+    Literal["cheap", "none", "full"]
+    | Predicate
+    | int
+    | Mapping[str, Literal["cheap", "none", "full"] | Predicate]
+)
 """``"cheap"`` computes again what saves most, for 1% of the work of a step; ``"none"`` nothing; ``"full"``
-keeps what enters blocks alone; a predicate names the operators whose results are computed again; a number is
-the most bytes that may be kept."""
+keeps what enters blocks alone; a predicate chooses operators; a number is the most bytes that may be kept;
+a mapping chooses by the names of modules."""
 
 aten = torch.ops.aten
 _NORMS = {"native_layer_norm", "_fused_rms_norm", "_to_copy"}
@@ -50,14 +60,21 @@ _COUNTED_AS = {
 _ON_CPU, _ELSEWHERE, _COMMUNICATED = 50.0, 500.0, 1000.0
 
 
-def cut_for(joint: Joint, remat: Remat, name: str) -> ProgramBlocks:
+def cut_for(joint: Joint, remat: Remat, name: str, params: Iterable[str] = ()) -> ProgramBlocks:
     """Cut the trace so that the backward computes again what ``remat`` says.
 
     Results of random operators are always kept. No operator runs more than twice; with ``"full"``, where W
     computes again what it would get from I, no more than three times.
 
+    Args:
+        joint: the trace.
+        remat: see :func:`~ppfunc.stage.graph`.
+        name: of the stage, for errors.
+        params: names of the parameters.
+
     Raises:
-        StageError: even with everything computed again more bytes are kept than allowed.
+        StageError: even with everything computed again more bytes are kept than allowed; or a pattern names
+            nothing.
 
     References:
         Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; for the minimum cut,
@@ -65,23 +82,68 @@ def cut_for(joint: Joint, remat: Remat, name: str) -> ProgramBlocks:
     """
     if isinstance(remat, int) and not isinstance(remat, bool):
         return _within(joint, remat, name)
+    if isinstance(remat, Mapping):
+        return _by_place(joint, remat, name, params)
+    _require_choice(remat, "remat", ', a number of bytes, or {"layers.*.mlp": one of the others}')
     if remat == "cheap":
-        return _cheap(joint)
+        return _cheap(joint, set(), _repeatable(joint))
+    again = set[Node]()
     if remat == "full":
         again = _repeatable(joint) - _boundaries(joint)
         return cut(joint, again, _twice(joint, again))
-    if not callable(remat):
-        expected = '"cheap", "none", "full", a predicate on operators, or a number of bytes'
-        raise ValueError(f"got remat={remat!r}, expected {expected}")
-    return cut(joint, {n for n in _repeatable(joint) if is_call(root(n)) and remat(_operator(root(n)))})
+    return cut(joint, _asked(joint, filter(is_call, early_nodes(joint)), remat) if callable(remat) else ())
+
+
+def _require_choice(choice: Any, what: str, more: str = "") -> None:
+    if not callable(choice) and choice not in ("cheap", "none", "full"):
+        expected = f'"cheap", "none", "full", a predicate (operator, number) -> bool{more}'
+        raise ValueError(f"{what}: got {choice!r}, expected {expected}")
+
+
+def _source(node: Node) -> Node:
+    """Return the call that makes the result of a node: for a wait, the collective."""
+    while is_element(node) or is_wait(node):
+        node = arguments(node)[0]
+    return node
 
 
 def _operator(node: Node) -> OpOverload:
-    """Return the operator that makes the result of a node: for a wait, the collective."""
-    while is_element(node) or is_wait(node):
-        node = arguments(node)[0]
-    assert isinstance(node.target, OpOverload)
-    return node.target
+    """Return the operator that makes the result of a node."""
+    operator = _source(node).target
+    assert isinstance(operator, OpOverload)
+    return operator
+
+
+def _asked(joint: Joint, calls: Iterable[Node], predicate: Predicate) -> set[Node]:
+    """Choose the calls, and the views of their results, for which a predicate is true."""
+    calls, counts, chosen = sorted(calls), Counter[OpOverload](), set[Node]()
+    for node in calls:
+        if _source(node) is node:
+            operator = _operator(node)
+            if predicate(operator, counts[operator]):
+                chosen.add(node)
+            counts[operator] += 1
+    return {n for n in calls if _source(root(n)) in chosen} & _repeatable(joint)
+
+
+def _by_place(joint: Joint, remat: Mapping[str, Any], name: str, params: Iterable[str]) -> ProgramBlocks:
+    """Compute again what is chosen for each module; elsewhere what is cheap."""
+    for pattern, choice in remat.items():
+        _require_choice(choice, f"remat[{pattern!r}]")
+    early = early_nodes(joint)
+    again, full, cheap = set[Node](), set[Node](), _repeatable(joint)
+    names = dict(zip(joint.params, params, strict=True))
+    for pattern, calls in stretches(sorted(filter(is_call, early)), remat, names, name):
+        choice = remat[pattern]
+        if choice != "cheap":
+            cheap -= calls
+        if choice == "full":
+            leaving = {operator_of(n) for n in calls if not calls.issuperset(early.intersection(n.users))}
+            full |= {n for n in calls if operator_of(n) not in leaving}
+        elif callable(choice):
+            again |= _asked(joint, calls, choice)
+    again |= full & _repeatable(joint)
+    return _cheap(joint, again, cheap, _twice(joint, again) if full else set())
 
 
 def _repeatable(joint: Joint) -> set[Node]:
@@ -148,21 +210,25 @@ def _twice(joint: Joint, again: set[Node]) -> set[Node]:
     return twice | _chosen(joint, held, pure, body, price=price)
 
 
-def _cheap(joint: Joint) -> ProgramBlocks:
+def _cheap(joint: Joint, again: set[Node], inside: set[Node], twice: Iterable[Node] = ()) -> ProgramBlocks:
     """Compute again what elementwise operators and norms make of what is kept anyway.
 
     That is at most `_SHARE` of the work of a step, and of what saves most for its work.
+
+    Args:
+        again, twice: what is computed again beside that, see :func:`cut`.
+        inside: calls of which some may run again.
     """
-    blocks = cut(joint)
-    cheap = {n for n in _repeatable(joint) if base(n) is not None or _is_cheap(_operator(n))}
+    blocks = cut(joint, again, twice)
+    cheap = {n for n in inside if base(n) is not None or _is_cheap(_operator(n))}
     most = _SHARE * sum(map(_work, filter(is_call, joint.graph.nodes)))
-    again = _chosen(joint, blocks.residuals, cheap, set(), most=most)
-    if not again:
+    more = _chosen(joint, blocks.residuals, cheap, again, most=most)
+    if not more:
         return blocks
-    late = cut(joint, again)
+    late = cut(joint, again | more, twice)
     held, handed = (_total(joint, each.backward_weight.arguments[0]) for each in (blocks, late))
     # W may need more to compute something again than that has bytes: I then does.
-    return late if handed <= held else cut(joint, again, ahead=again)
+    return late if handed <= held else cut(joint, again | more, twice, ahead=more)
 
 
 def _is_cheap(target: OpOverload) -> bool:

@@ -19,6 +19,7 @@ from .cut import Block
 from .fast_dispatch import OperatorCall, find_call
 from .graph import arguments, is_element, root
 from .native import native
+from .places import TRACED_MODULES, ModulePlace
 
 _TOGETHER = 2**20  # bytes of gradients that are added up at once: one by one, small ones take longer
 _writing = threading.RLock()  # one thread at a time
@@ -103,7 +104,7 @@ def write(recipe: Recipe) -> Callable[..., Any]:
     else:
         writer.calls()
     source = writer.source(title, recipe.names)
-    scope = writer.objects | {TRACED_LINES: writer.places}
+    scope = writer.objects | {TRACED_LINES: writer.places, TRACED_MODULES: writer.modules}
     exec(builtins.compile(source, f"<{title}>", "exec"), scope)  # the source was written right here
     function = scope[title.split()[-1]]
     function.__doc__ = source
@@ -119,6 +120,7 @@ class _Writer:
         self.objects: dict[str, Any] = {}
         self.known: dict[int, str] = {}
         self.places: dict[int, str] = {}  # by line of the source, that of the user which it comes from
+        self.modules: dict[int, ModulePlace] = {}  # likewise
         # The call that uses a value last.
         self.last: dict[Node, Node | None] = {a: n for n in block.body for a in n.all_input_nodes}
         # What is returned stays.
@@ -156,6 +158,8 @@ class _Writer:
         self.lines.append(f"{', '.join(targets)}{end} = {text}")
         if place := node.meta.get("place"):
             self.places[len(self.lines) + 1] = place.removeprefix(", called at ")
+        if module := node.meta.get("module"):
+            self.modules[len(self.lines) + 1] = module
         dead = [n.name for n in node.all_input_nodes if self.last.get(n) is node and n.op != "get_attr"]
         if "_" in targets:
             dead.append("_")

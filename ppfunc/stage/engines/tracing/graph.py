@@ -13,6 +13,7 @@ from ..._torch import FUNCTIONAL_COLLECTIVES, FakeTensor, OpOverload, schema
 from ...abstract.evaluation import NoValuesError
 from ...abstract.purity import draws, is_collective
 from ...errors import StageError, place_of_call
+from .places import Names, module_of_call
 
 TRACED = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 """The classes of tensors whose operators are recorded."""
@@ -42,6 +43,7 @@ class GraphRecorder:
         self.graph = Graph()
         # Held weakly: of a new tensor that somebody else holds, torch returns a copy.
         self._nodes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._names: Names = {}
 
     def place(self, tensor: torch.Tensor, name: str) -> Node:
         """Make a tensor an input of the graph."""
@@ -83,6 +85,10 @@ class GraphRecorder:
     def called_at(self) -> str:
         """Return the innermost line of the user, as ``", called at file:line"``; empty if unknown."""
         return place_of_call(self.entry)
+
+    def origin(self) -> dict[str, Any]:
+        """Return the ``meta`` that says where an operator is called: ``place``, a line, and ``module``."""
+        return {"place": self.called_at(), "module": module_of_call(self.entry, self._names)}
 
     def require_operator(self, func: Any) -> None:
         """Raise for an operator that takes functions."""

@@ -38,6 +38,7 @@ Maybe = tuple[Node | None, ...]
 Results = tuple[Leaves, Gradients, Gradients]  # outputs, gradients of the parameters and of x
 
 _ENTRY = inspect.getfile(DifferentiableStage)  # which calls the stage
+_ORIGIN = "place", "module"
 _HIDDEN = {aten.miopen_batch_norm.default}  # writes into its arguments in secret, and has no other form
 # name of the backward of operators that no derivative is registered for
 _WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"
@@ -151,8 +152,10 @@ class _Rerun(Interpreter):
         self.record = record
 
     def run_node(self, n: Node) -> Any:
-        if is_call(n) and not is_element(n) and not is_of_forward(n):  # an element has the place of its list
-            self.record.end_of_forward()
+        if is_call(n) and not is_element(n):  # an element has the place of its list
+            self.record.repeats = n
+            if not is_of_forward(n):
+                self.record.end_of_forward()
         return super().run_node(n)
 
 
@@ -185,6 +188,7 @@ class Record(GraphRecorder, TorchDispatchMode):
         # before the call.
         self._doubtful: list[tuple[Node, list[tuple[Any, Any]]]] = []
         self._in_forward = True
+        self.repeats: Node | None = None  # of an earlier trace, which is called once more
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -226,7 +230,8 @@ class Record(GraphRecorder, TorchDispatchMode):
         node = self.add(func, nodes, named, result, _name(func))
         node.meta["val"] = result
         if self._in_forward:
-            node.meta["place"] = self.called_at()
+            earlier = self.repeats
+            node.meta |= self.origin() if earlier is None else {k: earlier.meta[k] for k in _ORIGIN}
         if histories is not None:
             histories += [(t, None) for t in tensors_in(result) if differentiable(t.dtype)]
             self._doubtful.append((node, histories))
