@@ -15,7 +15,8 @@ from ._torch import is_wrapped
 from .process import process_lock
 
 # Runs a function in memory that stays, and returns its results with what runs it again in the same memory.
-Record = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
+# The second function does the same, where nothing is recorded.
+Record = Callable[[Callable[[], Any], Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
 
 def available() -> bool:
@@ -95,10 +96,16 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def download(tensor: torch.Tensor) -> torch.Tensor:
-    """Begin to copy a tensor to pinned memory. The copy is complete when an event recorded now is done."""
+    """Begin to copy a tensor to pinned memory. The copy is complete when an event recorded now is done.
+
+    It has no gaps there: one with gaps, such as a part of a larger tensor, would be copied by the host.
+    """
     if not accelerates(tensor.device):
         return tensor
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    there = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    if there.stride() != tensor.stride():
+        tensor = torch.empty_like(tensor).copy_(tensor)
+    return there.copy_(tensor, non_blocking=True)
 
 
 def generator_of(device: torch.device) -> torch.Generator:
@@ -148,13 +155,13 @@ def graph_recorder(device: torch.device) -> Record:
     cuda = torch.get_device_module(device)
     pool, generator = cuda.graph_pool_handle(), generator_of(device)
 
-    def record(run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def record(run: Callable[[], Any], unrecorded: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         drawn = generator.get_state()
         with on_device(device):
             beside, graph = cuda.Stream(device), cuda.CUDAGraph()
             beside.wait_stream(current_stream(device))
             with beside:
-                run()  # opens libraries and compiles kernels, which a graph cannot hold
+                unrecorded()  # opens libraries and compiles kernels, which a graph cannot hold
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a program may consist of views
                 # It waits for the device first. The threads of NCCL go on asking for events meanwhile.

@@ -64,7 +64,10 @@ class Shown:
     def memory_analysis(self) -> dict[int, Memory]:
         """Return the bytes of every rank over the step, by running it on tensors without values.
 
-        Programs that are compiled, or captured in CUDA graphs, are counted as they are traced.
+        Programs that are compiled are counted as they are traced.
+
+        Raises:
+            StageError: stages are captured in CUDA graphs, which keep more memory than is counted.
         """
         step, programs = self._lowered, self.programs()
         return {rank: memory_of(step, programs, rank, self._completed) for rank in step.ranks}

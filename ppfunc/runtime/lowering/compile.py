@@ -68,6 +68,7 @@ def bind(
     lowered: LoweredStep, programs: Mapping[Key, StageProgram], data: DataTransport, *, tail: bool = True
 ) -> CompiledStep:
     """Bind every instruction to these programs. Without ``tail``, leave out sums over places and updates."""
+    lowered = _without_tensors(lowered)  # first: what is bound holds stages
     binder = _Binder(lowered, programs, data)
     placed = binder.bind_all()
     if tail and lowered.spec.shares(lowered.schedule):
@@ -77,7 +78,7 @@ def bind(
     if not tail:
         placed = [(call, place) for call, place in placed if place.instruction.op not in TAIL]
     return CompiledStep(
-        _without_tensors(lowered),
+        lowered,
         programs,
         tuple(call for call, _ in placed),
         tuple(place for _, place in placed),

@@ -50,13 +50,19 @@ def captured(
         lease = lend(params)
         slot = lease.slot
         _fill(slot.x + slot.extras, x + extras)
-        outputs, _ = slot.run("forward", flat.forward, lease.static.params, slot.x, slot.extras)
+        outputs, _ = slot.run("forward", partial(flat.forward, lease.static.params, slot.x, slot.extras))
         return _fresh(outputs), (lease,)
 
+    def unrecorded(lease: _Lease) -> Any:
+        """Compute residuals outside of a graph, for what runs there: an operator may keep others in one."""
+        return flat.forward(lease.static.params, lease.slot.x, lease.slot.extras)[1]
+
     def pull(name: str, function: Callable[..., Any], residuals: tuple[_Lease], gy: Leaves) -> Any:
-        slot = residuals[0].slot
+        (lease,) = residuals
+        slot = lease.slot
         _fill(slot.gy, gy)
-        return slot.run(name, function, slot.results["forward"][1], slot.gy)
+        run = partial(function, slot.results["forward"][1], slot.gy)
+        return slot.run(name, run, lambda: function(unrecorded(lease), slot.gy))
 
     def backward(residuals: tuple[_Lease], gy: Leaves) -> tuple[Gradients, Gradients]:
         gparams, gx = pull("backward", flat.backward, residuals, gy)
@@ -66,8 +72,14 @@ def captured(
         return _fresh(pull("backward_input", flat.backward_input, residuals, gy)[0]), residuals
 
     def backward_weight(rest: tuple[_Lease]) -> Gradients:
-        slot = rest[0].slot
-        return _fresh(slot.run("backward_weight", flat.backward_weight, slot.results["backward_input"][1]))
+        (lease,) = rest
+        slot = lease.slot
+        run = partial(flat.backward_weight, slot.results["backward_input"][1])
+
+        def outside() -> Any:
+            return flat.backward_weight(flat.backward_input(unrecorded(lease), slot.gy)[1])
+
+        return _fresh(slot.run("backward_weight", run, outside))
 
     functions: Any = forward, backward, backward_input, backward_weight
     for function, traced in zip(functions, flat, strict=True):
@@ -88,10 +100,13 @@ class _Slot:
         self.results: dict[str, Any] = {}
         self._replays: dict[str, Callable[[], None]] = {}
 
-    def run(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run ``function(*arguments)`` in memory that the next run of the same name overwrites."""
+    def run(self, name: str, function: Callable[[], Any], unrecorded: Callable[[], Any] | None = None) -> Any:
+        """Run a function in memory that the next run of the same name overwrites.
+
+        ``unrecorded`` does the same outside of any graph; it is ``function`` unless given.
+        """
         if name not in self._replays:
-            self.results[name], self._replays[name] = self.record(partial(function, *arguments))
+            self.results[name], self._replays[name] = self.record(function, unrecorded or function)
         self._replays[name]()
         return self.results[name]
 

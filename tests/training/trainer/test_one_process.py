@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from functools import partial
@@ -434,3 +435,21 @@ def test_tensors_are_made_elsewhere_by_default(engine, optimizer):
     with torch.device("meta"):
         found = run()
     assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+def test_a_trainer_keeps_no_parameters_of_its_calls(compute):
+    """Nor what they were cast to, or every run holds one copy more of the model."""
+
+    def alive():
+        return {id(t) for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype is torch.bfloat16}
+
+    stages, params, x, y = problem()
+    precision, before = pp.Precision(compute=compute), alive()
+    with new_trainer(stages, squared, pp.gpipe(4, 8), pp.optim.sgd(1e-2), precision=precision) as trainer:
+        state = trainer.init(params)
+        seen = [weakref.ref(t) for t in tree_leaves(state.params)]
+        del params
+        state, _ = trainer.step(state, x, y)
+        gc.collect()
+        assert not [ref for ref in seen if ref() is not None] and alive() <= before
