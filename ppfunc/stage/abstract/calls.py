@@ -6,10 +6,11 @@ Left out is what may differ where the program is the same: names of groups, numb
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,22 +32,7 @@ from .purity import draws, tensors_in
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, type(None))
 
 
-class _Noted(NamedTuple):
-    """Describe a call before its tensors have their last numbers.
-
-    Args:
-        pieces: of its text; a number stands for a tensor that the call of this number has made.
-        constants: as of :class:`SeenCall`.
-        place: likewise.
-        made: the numbers of its results, that of the call, or of one whose memory it views or writes into.
-        counts: whether it counts for the program if nothing reads its results.
-    """
-
-    pieces: list[str | int]
-    constants: list[torch.Tensor]
-    place: str = ""
-    made: frozenset[str | int] = frozenset()
-    counts: bool = True
+_NAME = re.compile("\0.*?\0")  # of a tensor, in the text of a call
 
 
 class SeenCalls(TorchDispatchMode):
@@ -61,24 +47,25 @@ class SeenCalls(TorchDispatchMode):
     def __init__(self, arguments: Iterable[tuple[str, torch.Tensor]]) -> None:
         super().__init__()
         arguments = list(arguments)
-        self._names: dict[int | None, str | int] = {storage(t): path for path, t in arguments}
+        self._names = {storage(t): f"\0{path}\0" for path, t in arguments}
         self._held: list[Any] = [arguments]  # no later tensor takes the memory of one that has a name
-        self._calls = [self._noted("takes", *(t for _, t in arguments))]
+        # Each with the names of its results, and whether it counts if nothing reads them.
+        takes = self._seen("takes", [t for _, t in arguments])
+        self._calls: list[tuple[SeenCall, set[str], bool]] = [(takes, set(), True)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, operator = kwargs or {}, schema(func) if isinstance(func, OpOverload) else None
         names = [a.name for a in operator.arguments] if operator else []
-        given = (value for n, value in enumerate(args) if names[n : n + 1] != ["group_name"])
-        named = ((name, value) for name, value in sorted(kwargs.items()) if name != "group_name")
-        call = self._noted(
-            str(func) + ("" if torch.is_grad_enabled() else " without gradient"), *given, *named
-        )
+        given = [value for n, value in enumerate(args) if names[n : n + 1] != ["group_name"]]
+        named = [(name, value) for name, value in sorted(kwargs.items()) if name != "group_name"]
+        call = self._seen(str(func) + ("" if torch.is_grad_enabled() else " without gradient"), given + named)
         results = func(*args, **kwargs)
         self._held.append(results)
-        places = [storage(t) for t in tensors_in(results)]
-        made = frozenset(self._names.setdefault(at, len(self._calls)) for at in places)
+        number = f"\0{len(self._calls)}\0"
+        made = {self._names.setdefault(storage(t), number) for t in tensors_in(results)}
         counts = operator is None or not operator.returns or draws(func, args, kwargs)
-        self._calls.append(call._replace(place=place_of_call(), made=made, counts=counts))
+        text = f"{' '.join(sorted(made))} = {call.text}"
+        self._calls.append((call._replace(text=text, place=place_of_call()), made, counts))
         return results
 
     def ended(self, results: Iterable[torch.Tensor], functions: Iterable[Any]) -> tuple[SeenCall, ...]:
@@ -86,55 +73,44 @@ class SeenCalls(TorchDispatchMode):
 
         What nothing depends on may differ: a mesh looks up the place of this rank by operators.
         """
-        last = self._noted("returns", *results)
-        needed, used = set(last.pieces), [last]
-        for call in reversed(self._calls):
-            if call.counts or call.made & needed:
-                needed.update(call.pieces)
+        last = self._seen("returns", list(results))
+        needed, used = set(_NAME.findall(last.text)), [last]
+        for call, made, counts in reversed(self._calls):
+            if counts or made & needed:
+                needed.update(_NAME.findall(call.text))
                 used.append(call)
-        numbers: dict[str | int, str] = {}
+        numbers: dict[str, str] = {}
 
-        def written(call: _Noted) -> SeenCall:
-            for number in sorted(n for n in call.made if isinstance(n, int)):
-                numbers.setdefault(number, f"%{len(numbers)}")
-            text = "".join(p if isinstance(p, str) else numbers[p] for p in call.pieces)
-            return SeenCall(text, call.place, tuple(call.constants))
+        def numbered(name: re.Match[str]) -> str:
+            text = name[0].strip("\0")
+            return numbers.setdefault(text, f"%{len(numbers)}") if text.isdecimal() else text
 
-        *calls, returned = map(written, reversed(used))
+        *calls, returned = (c._replace(text=_NAME.sub(numbered, c.text)) for c in reversed(used))
         return (*calls, *sorted(map(_backward_of, functions)), returned)
 
-    def _noted(self, name: str, *values: Any) -> _Noted:
-        call = _Noted([name], [])
-        for value in values:
-            call.pieces.append(" ")
-            self._write(value, call)
-        return call
+    def _seen(self, name: str, values: Sequence[Any]) -> SeenCall:
+        """Write a call, in which the names of tensors stand between NUL characters."""
+        constants: list[torch.Tensor] = []
+        text = " ".join([name, *(self._text(value, constants) for value in values)])
+        return SeenCall(text, constants=tuple(constants))
 
-    def _write(self, value: Any, call: _Noted) -> None:
-        if isinstance(value, torch.Tensor):
-            self._write_tensor(value, call)
-        elif isinstance(value, list | tuple):
-            for n, inner in enumerate(value):
-                call.pieces.append(", " if n else "(")
-                self._write(inner, call)
-            call.pieces.append(")" if value else "()")
-        elif isinstance(value, torch.device):
-            call.pieces.append(value.type)
-        else:
-            call.pieces.append(repr(value) if isinstance(value, _PLAIN) else type(value).__name__)
-
-    def _write_tensor(self, tensor: torch.Tensor, call: _Noted) -> None:
-        grad = " with gradient" if tensor.requires_grad else ""
-        tensor = part_of(tensor) if isinstance(tensor, dtensor_class()) else tensor
+    def _text(self, value: Any, constants: list[torch.Tensor]) -> str:
+        """Write an argument; add to ``constants`` what is neither given to the stage nor made by it."""
+        if isinstance(value, list | tuple):
+            return f"({', '.join([self._text(inner, constants) for inner in value])})"
+        if isinstance(value, torch.device):
+            return value.type
+        if not isinstance(value, torch.Tensor):
+            return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+        grad = " with gradient" if value.requires_grad else ""
+        tensor = part_of(value) if isinstance(value, dtensor_class()) else value
         kind = f"{str(tensor.dtype)[6:]}{grad}"
         if tensor.layout is not torch.strided or tensor.is_nested or is_wrapped(tensor):
-            call.pieces.append(kind)
-            return
+            return kind
         name = self._names.get(storage(tensor), "constant")
         if name == "constant" and not isinstance(tensor, FakeTensor):
-            call.constants.append(tensor)
-        form = f": {kind}{list(tensor.shape)} {tensor.stride()} + {tensor.storage_offset()}"
-        call.pieces.extend([name, form])
+            constants.append(tensor)
+        return f"{name}: {kind}{list(tensor.shape)} {tensor.stride()} + {tensor.storage_offset()}"
 
 
 def _backward_of(node: Any) -> SeenCall:
