@@ -81,12 +81,12 @@ class Schedule:
     _repr_pretty_ = late("ppfunc.schedule.formats.grid", "show_grid")
     _repr_svg_ = late("ppfunc.schedule.formats.svg", "picture")
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         """Count the ranks."""
         return len(self.programs)
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """Count the stages, including the replicas in further chains."""
         return len(self.placement)

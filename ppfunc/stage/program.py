@@ -268,7 +268,6 @@ class Engine(Protocol):
         Raises:
             StageError: the engine cannot serve the stage; says why, and which one can.
         """
-        ...
 
 
 def stage_program(

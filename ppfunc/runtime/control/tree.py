@@ -34,7 +34,6 @@ class Links(Protocol):
 
     def send(self, peer: int, channel: str, data: bytes) -> None:
         """Send a message of any length without waiting. A peer that is gone does not receive it."""
-        ...
 
     def recv(self, peer: int, channel: str) -> bytes:
         """Receive the next message.
@@ -43,19 +42,15 @@ class Links(Protocol):
             LinkError: no message comes, and the peer is gone or late, or a failure was published. After
                 ``vote(step)``, a failure published after rank 0 committed that step does not raise.
         """
-        ...
 
     def check(self) -> None:
         """Raise LinkError for a published failure (peer -1), or for a neighbour in the tree that is gone."""
-        ...
 
     def vote(self, step: int) -> None:
         """Vote for this step, unless ``check`` raises: from now on rank 0 alone decides whether it fails."""
-        ...
 
     def commit(self, step: int) -> None:
         """Mark the step committed. Rank 0 calls it first, unless ``check`` raises, others by its message."""
-        ...
 
     def publish(self, failure: str) -> str:
         """Publish a failure of this generation and begin the next one.
@@ -63,15 +58,12 @@ class Links(Protocol):
         Returns:
             The failure that was published first, the same on every rank that can be reached.
         """
-        ...
 
     def suspect(self, peer: int) -> tuple[int, str]:
         """Return the rank that holds up a late peer, and its state: the peer, or whom it waits for."""
-        ...
 
     def close(self) -> None:
         """End all connections, so that peers that wait raise at once."""
-        ...
 
 
 class RankTree(NamedTuple):

@@ -8,7 +8,7 @@ A call reads and writes the buffers of the running step. `calls.py` makes the ca
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ppfunc.schedule import Instruction, Op, parts_of, send_completion
+from ppfunc.schedule import Instruction, Op, send_completion
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL
 from ppfunc.stage import Signature, StageProgram
 from ppfunc.stage.device import SideStreams
@@ -165,7 +165,7 @@ class _Binder:
                     yield from _at(place, update_call(self._lowered, instruction))
             elif instruction.op is not Op.REDUCE_TIED and instruction.op not in COMMUNICATION:
                 # REDUCE_TIED: sums over places end the program, see sum_over_places.
-                for part in parts_of(instruction):
+                for part in instruction.parts or (instruction,):
                     yield from self._compute(Origin(rank, position, part))
         for instruction in completed:
             for transfer in self._transfers(instruction):

@@ -312,10 +312,10 @@ class P2P(Control):
         return self._pair_groups.post(batch)
 
     def wait_recv(self, transfer: Transfer) -> Call | None:
-        return self._pair_groups.wait_recv(transfer)
+        return self._pair_groups.wait(transfer)
 
     def wait_send(self, transfer: Transfer) -> Call | None:
-        return self._pair_groups.wait_send(transfer)
+        return self._pair_groups.wait(transfer)
 
     def disconnect(self) -> list[Any]:
         """Drop every communicator, which ends with its last reference: peers that wait on one raise at once.

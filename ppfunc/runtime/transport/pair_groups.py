@@ -176,57 +176,31 @@ class PairGroups:
         return post_coalesced
 
     def _end(self, transfer: Transfer) -> Call:
-        return self._sender(transfer) if transfer.outgoing else self._receiver(transfer)
+        """Make the call that posts one end of a message."""
+        pair, wire, rank = self._pair(transfer), _wire(transfer), self._line[transfer.peer]
+        outgoing, tag, _, leaves, device = transfer
+        forms = [(leaf.shape, leaf.dtype) for leaf in leaves]
 
-    def _sender(self, transfer: Transfer) -> Call:
-        pair, tag, wire, rank = self._pair(transfer), transfer.tag, _wire(transfer), self._line[transfer.peer]
-
-        def send(buffers: Buffers) -> None:
-            tensors = wire([t.contiguous() for t in buffers.values.pop(tag)])
+        def post_end(buffers: Buffers) -> None:
+            group = pair.group
+            if outgoing:
+                posted = tensors = wire([t.contiguous() for t in buffers.values.pop(tag)])
+            else:
+                tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
+                posted = wire(tensors)
             try:
-                buffers.pending[tag] = [pair.group.send([t], 1, 0) for t in tensors], tensors
+                works = [group.send([t], 1, 0) if outgoing else group.recv([t], 0, 0) for t in posted]
             except RuntimeError as error:
                 raise lost(rank, error) from error
+            buffers.pending[tag] = works, tensors
 
-        return send
+        return post_end
 
-    def _receiver(self, transfer: Transfer) -> Call:
-        pair, tag, wire, rank = self._pair(transfer), transfer.tag, _wire(transfer), self._line[transfer.peer]
-        device = transfer.device
-        forms = [(leaf.shape, leaf.dtype) for leaf in transfer.leaves]
+    def wait(self, transfer: Transfer) -> Call:
+        """Make the call that waits for what was posted for a transfer."""
+        outgoing, tag, peer, links = transfer.outgoing, transfer.tag, self._line[transfer.peer], self._links
 
-        def receive(buffers: Buffers) -> None:
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
-            try:
-                buffers.pending[tag] = [pair.group.recv([t], 0, 0) for t in wire(tensors)], tensors
-            except RuntimeError as error:
-                raise lost(rank, error) from error
-
-        return receive
-
-    def wait_recv(self, transfer: Transfer) -> Call | None:
-        tag, wait = transfer.tag, self._waiter(transfer)
-
-        def take(buffers: Buffers) -> None:
-            buffers.values[tag] = tuple(wait(buffers))
-
-        return take
-
-    def wait_send(self, transfer: Transfer) -> Call | None:
-        wait = self._waiter(transfer)
-
-        def let_go(buffers: Buffers) -> None:
-            wait(buffers)
-
-        return let_go
-
-    def _waiter(self, transfer: Transfer) -> Callable[[Buffers], list[torch.Tensor]]:
-        """Make the call that waits for what was posted for a transfer, and returns its tensors."""
-        tag, peer, links = transfer.tag, self._line[transfer.peer], self._links
-
-        def wait(buffers: Buffers) -> list[torch.Tensor]:
-            works: list[Any]
-            tensors: list[torch.Tensor]
+        def wait(buffers: Buffers) -> None:
             works, tensors = buffers.pending.pop(tag)
             links.waiting_on = peer
             try:
@@ -235,7 +209,8 @@ class PairGroups:
             except RuntimeError as error:
                 raise lost(peer, error) from error
             links.waiting_on = None
-            return tensors
+            if not outgoing:
+                buffers.values[tag] = tuple(tensors)
 
         return wait
 
