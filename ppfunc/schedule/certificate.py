@@ -13,8 +13,7 @@ from .proof.buffers import check_activations, check_offloads, check_slots
 from .proof.order import OrderRecord, check_order
 from .proof.queues import check_queues
 from .proof.structure import check_structure
-from .proof.tail import check_loads, check_tail
-from .proof.unshards import check_unshards
+from .proof.tail import check_loads, check_tail, check_unshards
 from .schedule import Schedule
 from .table import show_table
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, get_args, overload
 from ppfunc.parallel.counts import require_counts
 
 from .arguments import require_type
-from .formats.costs_json import plain, read_values
+from .formats.json import plain, read_values
 from .proof.structure import require_schedule
 from .schedule import Schedule
 from .table import show_table, table

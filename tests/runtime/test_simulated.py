@@ -19,7 +19,7 @@ from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import LeafSignature
 from ppfunc.stage.interrupts import act_on_interrupts
 from ppfunc.testing.simulated import Fault, InjectedError, RankStopped, Simulated
-from ppfunc.testing.simulated.faults import KINDS
+from ppfunc.testing.simulated.network import KINDS
 from tests.models import dense, squared
 
 LEAF = LeafSignature((3,), torch.float64, True)

@@ -1,6 +1,6 @@
 """Simulate a transport: all ranks in one process, with faults, in an order and virtual time set by a seed."""
 
-from .faults import Fault, InjectedError, RankStopped
+from .network import Fault, InjectedError, RankStopped
 from .scheduler import RankResult
 from .simulation import Simulated
 

@@ -13,12 +13,10 @@ from ppfunc.runtime.transport.collective import Among, Collective
 from ppfunc.runtime.transport.protocols import Call, Route, Transfer
 from ppfunc.stage.interrupts import hold_interrupts
 
-from .collective import SimulatedCollective
-from .faults import Fault
 from .links import SimulatedLinks
-from .network import Network
+from .network import Fault, Network
 from .scheduler import RankResult
-from .wires import Wires
+from .wires import SimulatedCollective, Wires
 
 
 class Simulated:
