@@ -47,8 +47,11 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, Uns
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Evaluate with fake tensors, and delay signals. Fake tensors that escape are detected and rejected."""
-    with hold_interrupts(), Evaluation() as evaluation:
+    """Evaluate with fake tensors, and delay signals. Fake tensors that escape are detected and rejected.
+
+    Functions of TorchScript run operator by operator: on a GPU it fuses them into kernels, which need memory.
+    """
+    with hold_interrupts(), torch.jit.optimized_execution(False), Evaluation() as evaluation:
         try:
             yield
         finally:

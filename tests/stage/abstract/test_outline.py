@@ -93,3 +93,27 @@ def test_a_stage_that_needs_values_is_not_traced():
     args = torch.ones(2, 2), torch.ones(3, 2)
     with pytest.raises(StageError, match="stage 1: its control flow .* Instead: use the functional engine"):
         graph(fn, args, name="stage 1", outline=outline(fn, args))
+
+
+def test_scripted_functions_run_operator_by_operator():
+    """On a GPU they are fused, once they have run, into kernels that read memory, of which there is none."""
+    optimizing = torch._C._get_graph_executor_optimize
+    seen = []
+
+    def fn(w, x):
+        seen.append(optimizing())
+        return w * x
+
+    outline(fn, (torch.ones(3), torch.ones(3)))
+    assert optimizing() and set(seen) == {False}
+
+
+@pytest.mark.cuda
+def test_scripted_functions_on_cuda():
+    @torch.jit.script
+    def gated(x: torch.Tensor):
+        return x * torch.sigmoid(x) + torch.tanh(x)
+
+    for _ in range(4):
+        outline(lambda w, x: gated(w * x), (torch.ones(64, device="cuda"), torch.ones(64, device="cuda")))
+    torch.cuda.synchronize()
