@@ -116,12 +116,6 @@ def generator_of(device: torch.device) -> torch.Generator:
     return torch.get_device_module(device).default_generators[index]
 
 
-def generators() -> tuple[torch.Generator, ...]:
-    """List the default generators of all devices."""
-    modules = [torch.get_device_module(kind) for kind in kinds()[1:]]
-    return torch.default_generator, *(g for module in modules for g in module.default_generators)
-
-
 _before: dict[torch.device, torch.Tensor] = {}
 _preserving = 0
 

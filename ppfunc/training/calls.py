@@ -124,7 +124,7 @@ class Calls:
                 " trainer.init(params, split.state)"
             )
         initial = initial_state(self.rule, self.ranks, self.transport.device, params, state)
-        self._trees_of(initial)
+        trees_of(self.rule, self.ranks, initial, self._trees)
         return initial
 
     def train(self, state: TrainState, batches: Batches) -> tuple[TrainState, list[Metrics]]:
@@ -187,7 +187,7 @@ class Calls:
     def _arguments(self, update: TrainingUpdate, batches: Batches) -> list[RawArguments]:
         """Prepare the arguments of the steps of a call: parameters are cast once."""
         state, precision, history, text = update.state, self.rule.precision, self.history, ""
-        update.trees = self._trees_of(state)
+        update.trees = trees_of(self.rule, self.ranks, state, self._trees)
         if self.ranks.world.size > 1:
             goes_on = update.known and history.last is state.step  # it is what the last step has returned
             text = f"; {'a state that goes on' if goes_on else 'another state'}"
@@ -204,10 +204,6 @@ class Calls:
             common=text,
         )
         return batches.arguments(common, m, precision.to_compute)
-
-    def _trees_of(self, state: TrainState) -> dict[int, StageTrees]:
-        """Describe the trees of a state; raise TypeError or ValueError for one of another trainer."""
-        return trees_of(self.rule, self.ranks, state, self._trees)
 
     def _require_open(self) -> None:
         if self.history.closed:

@@ -17,10 +17,7 @@ from ppfunc.runtime.call.arguments import LossWeights, Seed
 from ppfunc.runtime.call.results import StepResult
 from ppfunc.runtime.lowering.lowered import Updates
 from ppfunc.runtime.lowering.overlap import Overlapped
-from ppfunc.schedule import (
-    Schedule,
-    Timeline,
-)
+from ppfunc.schedule import Schedule, Timeline
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.modules.frozen import FrozenLeaves, Trainable
