@@ -16,7 +16,7 @@ def test_two_ranks_agree_with_one(name):
     assert first == second
 
 
-@pytest.mark.parametrize("how", ["raises", "killed"])
+@pytest.mark.parametrize("how", ["raises", "killed", "reads out of bounds"])
 def test_a_rank_that_fails_is_named(how):
     mine, told = in_processes(survives, "gloo", "cpu", how, seconds=120)
     assert "rank 0" in told and ("on purpose" in told) == (how == "raises")
@@ -46,4 +46,4 @@ def test_a_stage_that_does_not_end_fails():
 def test_a_stage_says_why_it_is_skipped():
     row = run_stage("two ranks", 120)
     assert (row["result"], row["why"]) == ("skipped", "no CUDA device")
-    assert run_stage("probe", 120)["result"] == "passed" and len(STAGES) == 9
+    assert run_stage("probe", 120)["result"] == "passed" and len(STAGES) == 10

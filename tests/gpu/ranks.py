@@ -19,7 +19,9 @@ import ppfunc as pp
 from ppfunc.schedule import insert_offloads
 from tests.forks import forkserver
 from tests.models import dense, problem, same_bits, squared
+from tests.simulated import test_experts as experts
 from tests.simulated.test_training import train
+from tests.training.trainer import test_context as context
 
 TRAINED = (((2, 1), "none"), ((1, 2), "none"), ((1, 2), "optimizer"), ((1, 2), "params"))
 
@@ -91,10 +93,11 @@ def leaves(rank: int, device: torch.device) -> float:
     return step_of(pp.one_f_one_b(2, 4), pp.P2P(timeout=30), device)[0]()[0].item()
 
 
-def agrees(rank: int, device: torch.device, name: str) -> float:
+def agrees(rank: int, device: torch.device, name: str, overlapped: str | None = None) -> float:
     """Take two steps, and compare them with the model in one process on the CPU."""
     with pp.P2P(timeout=30) as transport:
-        step, (loss, grads) = step_of(getattr(pp, name)(2, 4), transport, device)
+        pairs = overlapped and getattr(pp, overlapped)()
+        step, (loss, grads) = step_of(getattr(pp, name)(2, 4), transport, device, overlapped=pairs)
         for _ in range(2):
             mine, found = step()
             torch.testing.assert_close(mine.cpu(), loss, rtol=1e-9, atol=0)
@@ -124,6 +127,10 @@ def survives(rank: int, device: torch.device, how: str) -> str | None:
         if armed and rank == 0:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "runs out of memory":
+                x = torch.empty(2**50, device=device)
+            if how == "reads out of bounds":
+                return dense(params, x + x[torch.tensor([99], device=device)])
             raise ArithmeticError("on purpose")
         return dense(params, x)
 
@@ -134,6 +141,9 @@ def survives(rank: int, device: torch.device, how: str) -> str | None:
         try:
             step()
         except pp.PipelineError as error:
+            armed.clear()
+            if how in ("raises", "runs out of memory"):  # the next step is right
+                step()
             return str(error)
     return None
 
@@ -150,6 +160,17 @@ def trains(rank: int, device: torch.device) -> list[Any]:
     """
     found = [train(rank, 2, device.type, shape, shard, pp.one_f_one_b) for shape, shard in TRAINED]
     return [(metrics, [leaf.tolist() for leaf in optree.tree_leaves(params)]) for metrics, params in found]
+
+
+def exchanges(rank: int, device: torch.device) -> list[bool]:
+    """Exchange tokens between experts, in turn and beside compute; says whether the bits are the same."""
+    alone, *others = (experts.step(rank, 2, how) for how in (None, pp.interleaved(), pp.two_streams()))
+    return [same_bits(alone, other) for other in others]
+
+
+def attends(rank: int, device: torch.device, shard: str) -> float:
+    """Train with sequences cut over the ranks; returns how far that is from one process."""
+    return context.trained(rank, 2, (1, 2), ("cp",), "1f1b", shard, context.alone(1), device)
 
 
 def in_processes(

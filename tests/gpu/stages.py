@@ -113,13 +113,13 @@ def one_gpu_for_two() -> Facts:
 
 
 def two_ranks() -> Facts:
-    """Two ranks over NCCL: two schedules, a rank that fails or is killed, an exit without ``close``."""
+    """Two ranks over NCCL: schedules, a rank that fails in several ways, an exit without ``close``."""
     host, found = _hosts(), Facts()
     from tests.gpu.ranks import agrees, in_processes, leaves, survives
 
-    for name in ("one_f_one_b", "dualpipe"):
-        found[name] = in_processes(agrees, "nccl", "cuda", name, environment=host, seconds=60)
-    for how in ("raises", "killed"):
+    for name, *overlapped in (("one_f_one_b",), ("dualpipe",), ("dualpipev", "two_streams")):
+        found[name] = in_processes(agrees, "nccl", "cuda", name, *overlapped, environment=host, seconds=60)
+    for how in ("raises", "killed", "runs out of memory", "reads out of bounds"):
         _, says = in_processes(survives, "nccl", "cuda", how, environment=host, seconds=90)
         assert says is not None and "rank 0" in says, says
         found[how] = says[:_SHOWN]
@@ -156,6 +156,18 @@ def training() -> Facts:
     return {f"{shape} {shard}": found[0][n][0][-1] for n, (shape, shard) in enumerate(TRAINED)}
 
 
+def collectives() -> Facts:
+    """Experts and sequences over two ranks: what stages exchange, in turn and beside compute."""
+    host = _hosts()
+    from tests.gpu.ranks import attends, exchanges, in_processes
+
+    same = in_processes(exchanges, "nccl", "cuda", environment=host, seconds=60)
+    assert all(map(all, same)), same
+    far = [in_processes(attends, "nccl", "cuda", s, environment=host, seconds=60) for s in ("none", "params")]
+    assert max(map(max, far)) < 1e-12, far
+    return {"experts": same, "context": far}
+
+
 def pytest(*arguments: str) -> Facts:
     """Run tests; raises AssertionError with the end of what pytest prints where one fails.
 
@@ -187,6 +199,7 @@ STAGES = {
     "one gpu for two": Stage(one_gpu_for_two, 90),
     "two ranks": Stage(two_ranks, 240),
     "training": Stage(training, 180),
+    "collectives": Stage(collectives, 180),
     "host waits": Stage(waits_of_two_ranks, 90),
     "sanitizer": Stage(sanitizer, 60),
     "tests": Stage(marked_tests, 240),

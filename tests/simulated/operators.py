@@ -180,9 +180,14 @@ class Operators:
             device.wait("copy of much pageable memory", mark)
 
     def _copy_out(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
-        """Copy to the host, which waits unless the memory is pinned; there it finds NaN until then."""
+        """Copy to the host, which waits unless the memory is pinned; there it finds NaN until then.
+
+        What has gaps or another order there goes by way of pageable memory, and waits too.
+        """
         device, of = self.device, self.device.host_view(source)
-        late = non_blocking and target.is_pinned()
+        dense = torch.ops.aten.is_non_overlapping_and_dense.default(target)
+        as_it_lies = target.is_contiguous() or (dense and target.stride() == source.stride())
+        late = non_blocking and target.is_pinned() and as_it_lies
         if late and target.is_contiguous():
             ctypes.memset(target.data_ptr(), 255, target.numel() * target.itemsize)
         stream = device.current(source.device.index)

@@ -9,7 +9,7 @@ import torch
 
 import ppfunc as pp
 from ppfunc.schedule import insert_offloads
-from tests.models import dense, problem, same_bits, squared
+from tests.models import dense, normal, problem, same_bits, squared
 from tests.simulated.cases import cases, on_device, on_host
 
 PLAIN = pp.one_f_one_b(2, 4)
@@ -28,6 +28,23 @@ def test_offloaded_residuals_give_the_same_bits_and_hold_up_nothing(simulate, na
     result = step(held, x, y)
     assert not gpu.waits, dict(gpu.waits)
     assert same_bits(on_host(result), step(params, inputs, targets))
+
+
+def test_parts_of_tensors_move_without_holding_up_the_host(gpu):
+    """As queries, keys and values do, which lie beside each other in one tensor, with heads before rows."""
+
+    def heads(params, x):
+        q, k, v = (x @ params["w"]).unflatten(1, (2, 3, 2)).permute(2, 1, 0, 3)
+        return x + torch.tanh(q * k * v).transpose(0, 1).flatten(1).repeat(1, 2)
+
+    params = {s: {"w": normal(8, 12, seed=s)} for s in range(2)}
+    held, x, y = on_device((params, normal(12, 8, seed=2), normal(12, 8, seed=3)))
+    moving, plain = (pp.value_and_grad([heads] * 2, squared, s) for s in (MOVING, PLAIN))
+    moving(held, x, y)
+    gpu.waits.clear()
+    result = moving(held, x, y)
+    assert not gpu.waits, dict(gpu.waits)
+    assert same_bits(on_host(result), on_host(plain(held, x, y)))
 
 
 def test_memory_is_counted_on_the_device_alone(gpu):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
+from ppfunc.stage.tree import tree_map
 from tests.models import new_trainer, normal
 from tests.sharded_models import full, largest_difference
 
@@ -64,9 +65,9 @@ def alone(stages):
     return found, pp.stage.tree.tree_map(torch.Tensor.detach, trees)
 
 
-def trained(rank, size, sizes, data, schedule, shard, expected):
+def trained(rank, size, sizes, data, schedule, shard, expected, device="cpu"):
     names = ("pp", *data)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    mesh = init_device_mesh(torch.device(device).type, sizes, mesh_dim_names=names)
     build = SCHEDULES[schedule](sizes[0], MICROBATCHES)
     found, wanted = expected
     with new_trainer(
@@ -74,10 +75,11 @@ def trained(rank, size, sizes, data, schedule, shard, expected):
         axes=pp.Axes("pp", data, context="cp"), shard=shard, clip=0.3,
         overlapped=pp.interleaved() if schedule == "dualpipev" else None,
     ) as trainer:  # fmt: skip
-        state = trainer.init({s: params(s) for s in build.model_stages_of(mesh.get_local_rank("pp"))})
+        own = {s: params(s) for s in build.model_stages_of(mesh.get_local_rank("pp"))}
+        state = trainer.init(tree_map(lambda leaf: leaf.to(device), own))
         deviation = 0.0
         for step in range(STEPS):
-            x, (target, seen) = batch(step)
+            x, (target, seen) = tree_map(lambda leaf: leaf.to(device), batch(step))
             for axis, dim in (("dp", 0), ("cp", 1)):
                 if axis in names:
                     n = mesh[axis].size(), mesh.get_local_rank(axis)
@@ -86,7 +88,8 @@ def trained(rank, size, sizes, data, schedule, shard, expected):
             state, metrics = trainer.step(state, x, (target, seen), loss_weights=tokens)
             pairs = zip((metrics.loss.item(), metrics.grad_norm.item()), found[step], strict=True)
             deviation = max(deviation, *(abs(a - b) for a, b in pairs))
-        return max(deviation, *(largest_difference(full(t), wanted[s]) for s, t in state.params.items()))
+        whole = {s: tree_map(torch.Tensor.cpu, full(tree)) for s, tree in state.params.items()}
+        return max(deviation, *(largest_difference(tree, wanted[s]) for s, tree in whole.items()))
 
 
 @pytest.mark.parametrize(
