@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import ppfunc as pp
+from ppfunc.cli.parser import CommandParser
 from ppfunc.parallel import Partition, partition_balanced, partition_uniform
 from ppfunc.schedule import BUILDERS, Schedule
 
@@ -30,7 +31,7 @@ MOST_CONTEXT = 8192
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a byte-level GPT through a pipeline.")
+    parser = CommandParser(description="Train a byte-level GPT through a pipeline.")
     add = parser.add_argument
     add(
         "--schedule",

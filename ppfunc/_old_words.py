@@ -16,6 +16,11 @@ _RANKS = "processes come with the transport, pp.P2P(group) or pp.P2P(mesh=mesh, 
 _PURE = "params, state = optimizer.update(grads, state, params) returns new values; gradients are values too"
 _RATE = "a rate is a part of the optimizer: pp.optim.adamw(pp.optim.warmup_cosine(1e-3, 100, 1000))"
 _CLIP = "optimizer=pp.optim.chain(pp.optim.clip_by_global_norm(1.0), optimizer)"
+_CLIP_ALL = f"{_CLIP} of a trainer, by the norm of all stages; pp.optim.global_norm(grads) of these alone"
+_EVALUATION = "pp.evaluate(split, loss_fn, schedule) makes a step without backwards"
+_LOADER = "inputs, targets = pp.Microbatches.from_iterator(iter(loader), microbatches).unzip()"
+_SEED = "seed=(seed, step) of a step sets the numbers that stages draw by torch"
+_MESH = "mesh=init_device_mesh(...) of torch, with an axis for each, and pp.P2P(mesh=mesh, axes=axes)"
 _PRECISION = "precision=pp.Precision(compute=torch.bfloat16)"
 _SHARD = 'transport=pp.P2P(mesh=mesh, axes=axes, shard="params"), with one axis for data'
 _REMAT = 'engine=pp.engines.graph(remat="full") of a step or a trainer'
@@ -30,7 +35,8 @@ _BY_MEND: dict[str, dict[str, str]] = {
     "ppfunc": {
         _SCHEDULE.format("gpipe"): "ScheduleGPipe",
         _SCHEDULE.format("one_f_one_b"): (
-            "Schedule1F1B PipeDreamFlush TrainSchedule forward_backward_pipelining_without_interleaving"
+            "Schedule1F1B PipeDreamFlush Std1F1B Eager1F1B TrainSchedule"
+            " forward_backward_pipelining_without_interleaving"
         ),
         _SCHEDULE.format("interleaved_one_f_one_b"): (
             "ScheduleInterleaved1F1B Interleaved1F1B forward_backward_pipelining_with_interleaving"
@@ -41,10 +47,24 @@ _BY_MEND: dict[str, dict[str, str]] = {
         _SCHEDULE.format("zbv"): "ScheduleZBVZeroBubble",
         _SCHEDULE.format("dualpipev"): "ScheduleDualPipeV",
         _STEP: "get_forward_backward_func train_batch vjp grad",
-        _STAGES: "PipelineStage build_stage Pipe SplitPoint PipelineModule LayerSpec TiedLayerSpec pipeline",
+        _STAGES: (
+            "PipelineStage build_stage Pipe SplitPoint PipelineModule LayerSpec TiedLayerSpec pipeline"
+            " pipeline_yield pipeline_enter_stage"
+        ),
         "pp.split(model, args) cuts a model where it calls torch's pipe_split()": "pipe_split",
         "pp.schedule.find_builder(name), or pp.{name of the schedule}": "get_schedule_class",
-        _TRAINER: "initialize DeepSpeedEngine train_step make_train_step",
+        _TRAINER: "initialize DeepSpeedEngine train_step make_train_step prepare Accelerator LightningModule",
+        _CLIP_ALL: (
+            "clip_grad_norm_ clip_grad_norm clip_grads_with_norm_ clip_grad_value_ get_total_norm clip"
+            " get_grad_norm get_global_grad_norm"
+        ),
+        _SAVE: "save_checkpoint load_checkpoint save_state load_state",
+        _SHARD: "zero ZeroRedundancyOptimizer DistributedOptimizer FullyShardedDataParallel fully_shard FSDP",
+        _LOADER: "DataLoader RepeatingLoader",
+        _MESH: "Mesh make_mesh init_device_mesh DistributedDataParallel DDP",
+        "pp.parallel.pipe_model_data(...) or pipe_data(...) makes a topology": (
+            "PipeModelDataParallelTopology PipeDataParallelTopology ProcessTopology PipelineParallelGrid"
+        ),
         f"{_TRAINER}; its arguments are there and in the optimizer": "TrainingArguments TrainerArguments",
         _RANKS: "initialize_model_parallel get_pipeline_model_parallel_rank pmap shard_map",
         "torch.func.vmap goes round a step in one process; pp.ensemble trains several": "vmap",
@@ -52,10 +72,10 @@ _BY_MEND: dict[str, dict[str, str]] = {
         "pp.parallel.partition_balanced(weights, stages)": (
             "partition_by_weights partition_by_parameters partition_by_time partition_min_range"
         ),
-        _REMAT: "remat",
+        _REMAT: "remat checkpoint_policies",
         "a loop in a stage is Python's, and one over stages is the schedule's": "scan",
         "optree.tree_map(function, tree)": "tree_map tree tree_util",
-        "seed=(seed, step) of a step sets the numbers that stages draw by torch": "random",
+        _SEED: "random PRNGKey manual_seed seed_everything set_seed",
         "stages are functions of tensors, written with torch": "numpy nn",
         "pp.collectives has psum and others for stages": "lax",
         "pp.optim.adamw(lr, weight_decay=0.0) makes one": "adam Adam",
@@ -65,7 +85,7 @@ _BY_MEND: dict[str, dict[str, str]] = {
         ),
         "the microbatches of a step are added up; a schedule of more does it": "MultiSteps accumulate",
         _PURE: "apply_updates",
-        f"{_RANKS}; {_TRAINER}": "parallel_state mpu",
+        f"{_RANKS}; {_TRAINER}": "parallel_state mpu ModelParallelConfig TransformerConfig",
     },
     "module": {
         f"{_REMAT} recomputes in the backward; {_SAVE} are for files": "checkpoint",
@@ -77,6 +97,8 @@ _BY_MEND: dict[str, dict[str, str]] = {
         "the stages first: (split, loss_fn, pp.one_f_one_b(ranks, microbatches))": "schedule",
         "like=state, a state of the same form, such as trainer.init(params)": "like",
         "the state or the parameters first, then the batch, (state, inputs, targets)": "inputs",
+        "what trainer.init or trainer.step has returned, save(folder, state)": "state",
+        "the rate first, such as 1e-3, or pp.optim.warmup_cosine(1e-3, 100, 1000)": "lr",
     },
     "Timeline": {
         "text = pp.schedule.to_trace(schedule, timeline), or to_svg for a picture": (
@@ -85,7 +107,7 @@ _BY_MEND: dict[str, dict[str, str]] = {
     },
     "Schedule": {
         _STEP: "step train_batch",
-        "pp.evaluate(split, loss_fn, schedule) makes a step without backwards": "eval eval_batch",
+        _EVALUATION: "eval eval_batch",
         "schedule.microbatches": "n_microbatches num_microbatches",
         "pp.simulate(schedule) has it": "bubble makespan span idle timeline",
         "pp.schedule.to_svg(schedule) returns the text of a picture": "to_svg svg plot draw save",
@@ -108,13 +130,19 @@ _BY_MEND: dict[str, dict[str, str]] = {
         _CALL: "step train_batch run backward",
         "step.lower(params, inputs, targets)": "trace",
         "engine=pp.engines.graph(compile=True), where it is made": "compile",
-        "pp.evaluate(split, loss_fn, schedule) makes a step without backwards": "eval eval_batch",
+        _EVALUATION: "eval eval_batch",
         _OVERLAP: "register_custom_function",
         _NO_GRAD: "zero_grad",
     },
     "Trainer": {
         _TRAIN: "train_batch forward backward fit training_step zero_grad optimizer_step run",
         f"{_TRAIN}; {_MODE}": "train",
+        _CLIP: "clip_grad_norm_ clip_grad_norm clip_gradients",
+        f"{_LOADER}, for trainer.step": "set_dataloader set_dataiterator train_dataloader set_batch_fn",
+        "metrics, the second result of trainer.step, has loss, grad_norm, lr and others": (
+            "get_global_grad_norm logged_metrics callback_metrics log metrics loss_scale"
+        ),
+        _BATCH: "no_sync accumulate",
         _EVALUATE: "eval eval_batch validate predict",
         "state.params, {stage: tree}, of the state that init and step return": "parameters named_parameters",
         f"the state is the value that init and step return; {_SAVE}": "state_dict",
@@ -145,9 +173,15 @@ _BY_MEND: dict[str, dict[str, str]] = {
         "take the state that its init and step return": "Trainer",
     },
     "()": {
-        "microbatches": "n_microbatches num_microbatches gradient_accumulation_steps micro_batches",
+        "microbatches": (
+            "n_microbatches num_microbatches gradient_accumulation_steps micro_batches gradient_accumulation"
+            " accumulate_grad_batches"
+        ),
         "ranks": "num_ranks world_size pipeline_model_parallel_size num_stages pp_size pp",
-        "chunks": "virtual_pipeline_model_parallel_size n_chunks num_model_chunks virtual_stages",
+        "chunks": (
+            "virtual_pipeline_model_parallel_size n_chunks num_model_chunks virtual_stages"
+            " num_layers_per_virtual_pipeline_stage"
+        ),
         "targets": "target labels",
         "return_losses=True where the step is made": "losses",
         "a loss_fn that returns (loss, aux), and find aux in metrics.aux": "has_aux",
@@ -159,7 +193,10 @@ _BY_MEND: dict[str, dict[str, str]] = {
         "cap": "memory memory_limit max_memory",
         _NO_GRAD: "retain_graph create_graph",
         f"{_PRECISION[:-1]}, scale=pp.dynamic_scale())": "scaler grad_scaler",
-        _BATCH: "train_micro_batch_size_per_gpu train_batch_size per_device_train_batch_size batch_size",
+        _BATCH: (
+            "train_micro_batch_size_per_gpu train_batch_size per_device_train_batch_size batch_size"
+            " global_batch_size"
+        ),
         f"stages and loss_fn; {_STEP}": "forward_step_func forward_step",
         "donate=True of pp.optim.adamw(lr)": "donate_argnums",
         "state = pp.checkpoint.load(folder, like=state) before the first step": "resume_from_checkpoint",
@@ -175,9 +212,26 @@ _BY_MEND: dict[str, dict[str, str]] = {
         _CLIP: "max_grad_norm clip gradient_clipping grad_clip clip_grad_norm",
         _PRECISION: "fp16 bf16 dtype amp mixed_precision",
         _SHARD: "shard zero_stage zero_optimization fsdp",
-        _REMAT: "activation_checkpoint_interval gradient_checkpointing activation_checkpointing remat",
+        _REMAT: (
+            "activation_checkpoint_interval gradient_checkpointing activation_checkpointing remat"
+            " recompute_granularity recompute"
+        ),
+        _EVALUATION: "forward_only",
+        "return_outputs=True where the step is made": "collect_non_loss_data",
+        "nothing: the model's first and last modules are in its first and last stage": (
+            "pre_process post_process"
+        ),
+        "nothing: what nobody reads is freed, and messages overlap with compute": (
+            "deallocate_pipeline_outputs overlap_p2p_comm batch_p2p_comm"
+        ),
+        "nothing: numbers, texts and flags among the inputs are constants, each traced once": (
+            "static_argnums static_argnames"
+        ),
+        _MESH: (
+            "tensor_model_parallel_size tensor_parallel_size data_parallel_size context_parallel_size tp dp"
+        ),
         _WEIGHTS: "dw_builder",
-        _SHAPES: "input_args output_args tensor_shape seq_length micro_batch_size",
+        _SHAPES: "input_args output_args tensor_shape seq_length micro_batch_size variable_seq_lengths",
         "loss_weights=[1.0] * microbatches for a sum; they are 1/m each by default": "scale_grads",
         "its options as arguments": "config config_params args training_args",
         "batches as arguments of trainer.step": "train_dataset eval_dataset training_data dataloader",

@@ -83,6 +83,8 @@ def unpacked(
     is_class = isinstance(loss_fn, type)
     if (loss_fn is None and loss_wanted) or (loss_fn is not None and (is_class or not callable(loss_fn))):
         mend = f"; make one: {loss_fn.__name__}()" if isinstance(loss_fn, type) else ""
+        if loss_fn is None or isinstance(loss_fn, str):
+            mend = ", such as torch.nn.functional.mse_loss; pp.evaluate does without"
         raise TypeError(f"loss_fn: got {shown(loss_fn)}, expected a function loss(y, target) -> scalar{mend}")
     if not isinstance(stages, Split):
         if not isinstance(stages, Sequence) or isinstance(stages, str):

@@ -56,6 +56,9 @@ def answering(owner: C) -> C:
         error = f"{owner.__name__!r} object has no attribute {name!r}"
         if mend := mend_of(owner.__name__, name):
             raise AttributeError(f"{error}; here: {mend}", name=name)
+        if not name.startswith("_"):
+            known = sorted(n for n in {*dir(self)} - {*dir(tuple)} if not n.startswith("_"))
+            error = f"{error}; it has {', '.join(known)}"
         raise AttributeError(error, name=name, obj=self)
 
     def item(self: Any, key: Any) -> Any:

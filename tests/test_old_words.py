@@ -168,6 +168,19 @@ MISTAKES = {
     "retain_graph": (lambda: STEP(PARAMS, INPUTS, TARGETS, retain_graph=True), "no tensor has a .grad"),
     "callbacks": (lambda: trainer(callbacks=[]), "write a loop of your own round state, metrics ="),
     "parallel_state": (lambda: pp.parallel_state, "pp.P2P(group)"),
+    "clip_grad_norm_": (lambda: pp.clip_grad_norm_({}, 1.0), "pp.optim.clip_by_global_norm(1.0)"),
+    "clip_grad_norm_ of a trainer": (lambda: TRAINER.clip_grad_norm_(1.0), "clip_by_global_norm(1.0)"),
+    "static_argnums": (lambda: made(static_argnums=0), "write nothing: numbers, texts and flags"),
+    "a mesh by sizes": (lambda: pp.P2P(tensor_model_parallel_size=2), "pp.P2P(mesh=mesh, axes=axes)"),
+    "a name of a loss": (lambda: made(loss_fn="mse"), "such as torch.nn.functional.mse_loss"),
+    "layers": (lambda: pp.split([nn.Linear(4, 4)], (INPUTS,), at=1), "torch.nn.Sequential(*layers)"),
+    "a name of a model": (lambda: pp.split("gpt2", (INPUTS,), at=1), "AutoModelForCausalLM.from_pretrained"),
+    "a name alone": (lambda: pp.split(MODEL, (INPUTS,), at="1"), "['1'] if it is one, or a number of stages"),
+    "cuts in a dictionary": (lambda: pp.split(MODEL, (INPUTS,), at={"1": 0}), "such as ['1'], a number of"),
+    "a list of arguments": (lambda: pp.split(MODEL, [INPUTS], at=["1"]), "several arguments are a tuple"),
+    "a pair as the batch": (lambda: TRAINER.step(STATE, (INPUTS, TARGETS)), "as the argument after inputs"),
+    "a state alone": (lambda: pp.checkpoint.save(STATE), "save(folder, state); it takes folder, state"),
+    "a split that is saved": (lambda: pickle.dumps(SPLIT), "split the model in each process"),
     "too few programs": (
         lambda: check(single_chain("mine", [0, 1], 1, [[F(0, 0)]])), "give a program for each rank",
     ),
@@ -187,8 +200,11 @@ def test_only_names_that_are_unknown_are_old(owner):
     words = OLD_WORDS[type(owner).__name__]
     assert not [name for name in words if name in dir(type(owner))]
     assert not hasattr(owner, "_repr_png_")
-    with pytest.raises(AttributeError, match=f"^'{type(owner).__name__}' object has no attribute 'xyz'$"):
+    told = f"^'{type(owner).__name__}' object has no attribute 'xyz'; it has "
+    with pytest.raises(AttributeError, match=told) as error:
         owner.xyz  # noqa: B018
+    names = re.sub(told, "", str(error.value)).split(", ")
+    assert names and all(hasattr(owner, name) for name in names)
 
 
 def test_names_of_the_package_are_no_old_ones():

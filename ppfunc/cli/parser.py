@@ -32,8 +32,9 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             word = next((w for w in unknown if w.startswith("-")), unknown[0])
             options = [option for action in self._actions for option in action.option_strings]
-            here = f"--{mend_of('()', word.partition('=')[0].lstrip('-').replace('-', '_'))}"
-            near = f"; here: {here}" if here in options else suggestion(word, options)
+            mend = mend_of("()", word.partition("=")[0].lstrip("-").replace("-", "_"))
+            here = f"--{mend}" if f"--{mend}" in options else mend if mend.startswith("nothing: ") else ""
+            near = f"; here: {here}" if here else suggestion(word, options)
             self.error(f"{word} is none of its options or arguments{near}")
         return arguments, unknown
 

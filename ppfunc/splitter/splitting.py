@@ -157,7 +157,10 @@ def _device(model: nn.Module, inputs: Sequence[Tensor]) -> torch.device:
 def _checked_names(model: nn.Module, at: Sequence[str]) -> list[str]:
     """Check the names of modules."""
     if isinstance(at, str):
-        raise TypeError(f"at: got {at!r}, expected a list of names of modules, such as [{at!r}]")
+        raise TypeError(
+            f"at: got {at!r}, expected a list of names of modules, [{at!r}] if it is one, or a number of"
+            " stages, which are then balanced"
+        )
     known = dict(model.named_modules(remove_duplicate=False))
     for name in at:
         if not isinstance(name, str):
@@ -219,7 +222,10 @@ def _choose(
     if isinstance(at, Partition):
         return _of_partition(called, at), traced
     if isinstance(at, bool) or not isinstance(at, int) or at < 1:
-        raise ValueError(f"at: got {at!r}, expected names of modules, a number of stages, or a Partition")
+        raise ValueError(
+            f"at: got {at!r}, expected names of modules, such as {[*at] if isinstance(at, dict) else ['0']},"
+            " a number of stages, or a Partition"
+        )
     return _balanced(called, traced.starts, _flops(traced, device), at), traced
 
 

@@ -217,6 +217,8 @@ def _call(
             if "fake impl" in reason
             else f"call the model itself on inputs of this form; if that works, {BY_HAND}"
         )
+        if any(isinstance(argument, list) for argument in arguments[0]):
+            mend = f"a list is one argument, where several arguments are a tuple; else {mend}"
         raise StageError(MODEL, reason, mend) from error
     mend = f"make that part independent of values, or {BY_HAND}"
     if getattr(getattr(model, "config", None), "_experts_implementation", None) == "eager":

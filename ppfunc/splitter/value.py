@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,12 @@ class Split:
         return (
             f"<split of {type(self.model).__name__} into {len(self.stages)} stages{cuts}; parameters"
             f" {sizes}{tied}>"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a split is not copied, pickled or sent to a process: save split.state_dict() or, by"
+            " ppfunc.checkpoint.save, a state, and split the model in each process"
         )
 
     @property

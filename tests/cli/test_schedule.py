@@ -610,6 +610,7 @@ def test_huge_numbers_end_at_once(arguments, message, run):
         ),
         (("plan", *SHAPE, "--memory", 4), "--memory is none of its options or arguments; here: --cap"),
         (("show", "1f1b", "--pp=2", "--num-microbatches=4"), "here: --ranks"),
+        (("show", "1f1b", *SHAPE, "--micro-batch-size=4"), "here: nothing: every step reads the shapes"),
         (("compare", *SHAPE, "dualpip"), "did you mean 'dualpipe'?"),
         (("compare", *SHAPE, "plann"), "did you mean 'plan'?"),
         (("partition", "--layers", 4, "--stages", 2, "--method", "balancd"), "did you mean 'balanced'?"),

@@ -131,7 +131,7 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
     if arguments.seed is None and lowered.drawing:
         raise ValueError(
             f"stage {lowered.drawing[0]} draws random numbers; pass seed=(seed, step) to the step, two"
-            " integers"
+            " integers, or, to leave out the dropout of a model that was split, call model.eval()"
         )
     buffers = Buffers(params=dict(arguments.params), state=dict(arguments.state), seed=arguments.seed)
     buffers.microbatch_offset, buffers.left_out = arguments.microbatch_offset, arguments.left_out

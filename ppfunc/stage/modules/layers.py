@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ppfunc._text import shown
+from ppfunc._text import naming_arguments, shown
 from ppfunc.parallel.partition import Partition
 from ppfunc.schedule.arguments import require_type
 
@@ -74,6 +74,7 @@ def params_of_stages(params: Sequence[Any], partition: Partition) -> dict[int, t
     return dict(enumerate(partition.split(params)))
 
 
+@naming_arguments
 def split_sequential(
     module: nn.Sequential | nn.ModuleList, boundaries: Sequence[int] | Partition
 ) -> list[nn.Sequential]:

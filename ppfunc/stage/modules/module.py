@@ -117,9 +117,13 @@ def require_usable(module: Any) -> None:
     mend = mend_of("value", type(module).__name__)
     if isinstance(module, type) and issubclass(module, nn.Module):
         mend = f"make one: {module.__name__}(...)"
+    if isinstance(module, list | tuple):
+        mend = "make one of layers: torch.nn.Sequential(*layers)"
+    elif isinstance(module, str):
+        mend = "make one, such as transformers' AutoModelForCausalLM.from_pretrained(name)"
     if mend or not isinstance(module, nn.Module):
         raise TypeError(
-            f"got {shown(module)}, expected a torch.nn.Module as it is;"
+            f"model: got {shown(module)}, expected a torch.nn.Module as it is;"
             f" {mend or 'a function is a stage by itself'}"
         )
     for name, part in module.named_modules():

@@ -19,6 +19,7 @@ from .peers import Group, Peers
 from .saving import SaveWork, prepare, write
 
 
+@naming_arguments
 def save(
     folder: str | Path,
     state: Any,
@@ -75,6 +76,7 @@ def save(
         return write(peers, prepare(peers, folder, state, step, keep, names, run, None, stack))
 
 
+@naming_arguments
 def save_async(
     folder: str | Path,
     state: Any,

@@ -90,6 +90,7 @@ def optimizer_of(
     by_kernel = by_formula if kernel is None else _by_kernel(kernel, tuple(shapes), donate)
     rate, decays_of = _Rate(lr), partial(_decays_of, mask, weight_decay)
 
+    @naming_arguments
     def init(params: Tree) -> dict[str, Tree]:
         decays_of(params)  # raises for a mask of another form
         leaves, treedef = tree_flatten(params)
