@@ -5,18 +5,8 @@ from __future__ import annotations
 import sys
 import traceback
 import warnings
-from functools import cache
-from pathlib import Path
-from types import FrameType
 
-import torch
-
-TRACED_LINES = "ppfunc_traced_lines"
-"""A global name of programs that were traced: by line, the place in the user's code."""
-
-_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
-_LAYERS = Path(torch.__file__).parent / "nn" / "modules"
-_PYTHON = Path(traceback.__file__).parent
+from .places import is_of_a_library, line_of
 
 
 class StageError(RuntimeError):
@@ -58,62 +48,9 @@ def by_dtensor(error: BaseException) -> bool:
     )
 
 
-def line_of(error: BaseException) -> str:
-    """Find the innermost user's line, as ``" at file:line"``; without one, that of a layer of torch.
-
-    Of a program that was traced, it is the line that was traced.
-    """
-    frames = list(traceback.walk_tb(error.__traceback__))
-    if traced := [
-        place for frame, line in frames if (place := frame.f_globals.get(TRACED_LINES, {}).get(line))
-    ]:
-        return f" at {traced[-1]}"
-    files = [(frame.f_code.co_filename, line) for frame, line in frames]
-    candidates = [place for place in files if not is_of_a_library(place[0])] or [
-        place for place in files if _is_layer(place[0])
-    ]
-    return f" at {candidates[-1][0]}:{candidates[-1][1]}" if candidates else ""
-
-
-def place_of_call(end: str = "") -> str:
-    """Find the user's line that runs now, as ``", called at file:line"``; empty above the file ``end``.
-
-    Of a program that was traced, it is the line that was traced.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_of_a_library(frame.f_code.co_filename):
-        if traced := frame.f_globals.get(TRACED_LINES, {}).get(frame.f_lineno):
-            return f", called at {traced}"
-        if frame.f_code.co_filename == end:
-            return ""
-        frame = frame.f_back
-    return "" if frame is None else f", called at {frame.f_code.co_filename}:{frame.f_lineno}"
-
-
 def warn(text: str) -> None:
     """Warn at the innermost line that runs now and is neither of torch nor of Python nor of this library."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and is_of_a_library(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
-
-
-@cache
-def _is_layer(path: str) -> bool:
-    """Tell whether a file defines layers of torch, rather than calls or contains them."""
-    file = Path(path)
-    return file.is_relative_to(_LAYERS) and file.name not in ("module.py", "container.py")
-
-
-@cache
-def is_of_a_library(path: str) -> bool:
-    """Tell whether a file is of torch, of Python or of this library, or a program that was traced."""
-    file = Path(path)
-    installed = {"site-packages", "dist-packages"}.intersection(file.parts)
-    if file.name == "typing_extensions.py":  # torch decorates functions with it
-        return True
-    return (
-        any(map(file.is_relative_to, _LIBRARIES))
-        or (file.is_relative_to(_PYTHON) and not installed)
-        or path.startswith("<")
-    )

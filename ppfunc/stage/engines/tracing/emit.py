@@ -13,13 +13,13 @@ from typing import Any, Literal, NamedTuple
 from torch.fx import Graph, Node
 
 from ..._torch import any_autocast, function_modes, operator_modes, transforming
-from ...errors import TRACED_LINES, warn
+from ...errors import warn
+from ...places import TRACED_LINES, TRACED_MODULES, ModulePlace
 from .compiled import compiled
 from .cut import Block
 from .fast_dispatch import OperatorCall, find_call
 from .graph import arguments, is_element, root
 from .native import native
-from .places import TRACED_MODULES, ModulePlace
 
 _TOGETHER = 2**20  # bytes of gradients that are added up at once: one by one, small ones take longer
 _writing = threading.RLock()  # one thread at a time
