@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppfunc as pp
@@ -118,6 +119,39 @@ def test_arguments_that_others_refer_to_stay(in_cpp):
     assert all(
         torch.equal(a, b) for p, q in zip(first, second, strict=True) for a, b in zip(p, q, strict=True)
     )
+
+
+@torch.no_grad()
+def test_views_are_made_again_without_their_operators(in_cpp):
+    """Of a tensor that lies as that of the first call did, with its memory; of another by the operator."""
+
+    def stage(p, x):
+        q, k = F.linear(x, p["w"], p["b"]).view(4, 2, 3).permute(2, 0, 1)[:2].unbind()
+        y = F.linear((q + k).reshape(2, 4), p["w"].reshape(8, 3).flatten()[3:19].view(4, 4))
+        return y.t().chunk(2), p["w"].t()[1:].unsqueeze(0), x.detach()[1:].unsqueeze(0).expand(2, 3, 4)
+
+    def call(*values):
+        (w, b), x = values[:2], values[2]
+        return program.fastest()((w, b), (x,), ()), program.function((w, b), (x,), ())
+
+    def tensors(**lies):
+        w = torch.randn(4, 6).t() if "turned" in lies else torch.randn(6, 4)
+        return w, torch.randn(6), torch.randn(5, 4)[1:] if "late" in lies else torch.randn(4, 4)
+
+    program = graph(stage, ({"w": torch.ones(6, 4), "b": torch.ones(6)}, torch.ones(4, 4))).flat.forward
+    for lies in ({}, {}, {"turned": True}, {"late": True}, {}):
+        values = tensors(**lies)
+        (got, saved), (want, others) = call(*values)
+        for a, b in zip((*got, *saved), (*want, *others), strict=True):
+            assert torch.equal(a, b) and a.stride() == b.stride()
+            assert (a.untyped_storage().data_ptr() in {v.untyped_storage().data_ptr() for v in values}) == (
+                b.untyped_storage().data_ptr() in {v.untyped_storage().data_ptr() for v in values}
+            )
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        program.fastest()(values[:2], values[2:], ())
+    names = {event.name for event in profile.events()}
+    assert "aten::mm" in names and "aten::addmm" in names
+    assert names.isdisjoint({"aten::linear", "aten::t", "aten::view", "aten::permute", "aten::unbind"})
 
 
 @torch.no_grad()

@@ -11,8 +11,11 @@
 #include <torch/extension.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <atomic>
 #include <chrono>
+#include <set>
 #include <string>
+#include <typeinfo>
 #include <vector>
 
 namespace {
@@ -23,15 +26,64 @@ constexpr int NONE = -1;                                // in the place of a slo
 constexpr std::chrono::milliseconds PATIENCE(50);       // signals are looked for so often
 
 struct Operand {
-  enum Kind { CONSTANT, SLOT, TENSORS, OPTIONAL_TENSORS } kind = CONSTANT;
+  enum Kind { CONSTANT, SLOT, TRANSPOSED, TENSORS, OPTIONAL_TENSORS } kind = CONSTANT;
+  bool last = false;  // whether nothing uses the slot afterwards
+  int slot = NONE;
   IValue constant;
   std::vector<int> slots;
-  bool last = false;  // whether nothing uses the slot afterwards
+};
+
+struct Layout {
+  c10::DimVector sizes, strides;
+  int64_t offset;
+};
+
+// Tell if a tensor is described by its keys, its dtype, its memory and its layout alone.
+bool is_plain(const at::Tensor& tensor) {
+  return typeid(*tensor.unsafeGetTensorImpl()) == typeid(c10::TensorImpl) && tensor.layout() == at::kStrided;
+}
+
+// The first call of an operator that makes views of one tensor. For a tensor that lies in the same way, its
+// views lie as they did then, and are made without the operator.
+struct Views {
+  enum State { UNKNOWN, LEARNING, KNOWN, OTHER };
+  std::atomic<State> state{UNKNOWN};
+  bool made_here = false;  // the tensor is a result of an operator, of which nobody outside knows
+  c10::DispatchKeySet keys;
+  caffe2::TypeMeta dtype;
+  Layout from;
+  std::vector<Layout> to;
+
+  bool fit(const c10::TensorImpl& of) const {
+    return of.key_set() == keys && of.storage_offset() == from.offset && of.sizes() == from.sizes &&
+           of.strides() == from.strides && of.dtype() == dtype;
+  }
+
+  void learn(const at::Tensor& of, const std::vector<at::Tensor>& views) {
+    auto unknown = UNKNOWN;
+    if (!state.compare_exchange_strong(unknown, LEARNING)) return;
+    bool plain = is_plain(of);
+    for (const auto& view : views)
+      plain = plain && view.has_storage() && view.is_alias_of(of) && view.key_set() == of.key_set() &&
+              view.dtype() == of.dtype();
+    if (plain) {
+      keys = of.key_set();
+      dtype = of.dtype();
+      from = layout(of);
+      for (const auto& view : views) to.push_back(layout(view));
+    }
+    state = plain ? KNOWN : OTHER;
+  }
+
+  static Layout layout(const at::Tensor& tensor) {
+    return {c10::DimVector(tensor.sizes()), c10::DimVector(tensor.strides()), tensor.storage_offset()};
+  }
 };
 
 struct Call {
   std::optional<c10::OperatorHandle> op;  // none: `sums.add(gradients, ...)` of Python
   bool foreign = false;      // whether its kernels may be Python's, which may differentiate
+  std::unique_ptr<Views> views;
   std::vector<Operand> operands;
   std::vector<int> results;  // slots, one for each
   bool one_list = false;     // whether the results come as one list of tensors
@@ -64,9 +116,9 @@ Operand read_operand(const py::tuple& text, const c10::Argument& argument) {
   } else if (kind == "constant") {
     torch::jit::ToIValueAllowNumbersAsTensors numbers(true);
     operand.constant = torch::jit::toIValue(text[1], argument.real_type());
-  } else if (kind == "slot") {
-    operand.kind = Operand::SLOT;
-    operand.slots = {text[1].cast<int>()};
+  } else if (kind == "slot" || kind == "transposed") {
+    operand.kind = kind == "slot" ? Operand::SLOT : Operand::TRANSPOSED;
+    operand.slot = text[1].cast<int>();
     operand.last = text[2].cast<bool>();
   } else {
     auto optional = argument.type()->castRaw<c10::ListType>();
@@ -97,6 +149,12 @@ Call read_call(const py::tuple& text) {
   TORCH_CHECK(arguments.size() == operands.size(), op, ": wrong number of operands");
   for (size_t n = 0; n < arguments.size(); n++)
     call.operands.push_back(read_operand(operands[n].cast<py::tuple>(), arguments[n]));
+  // It names what its results may share memory with. `as_strided` depends on the size of the memory, too.
+  const auto* shared = arguments.empty() ? nullptr : arguments[0].alias_info();
+  bool one = !call.foreign && op != "aten::as_strided" && call.op->schema().returns().size() == 1 && shared &&
+             !shared->isWrite() && call.operands[0].kind == Operand::SLOT;
+  for (size_t n = 1; n < arguments.size(); n++) one &= call.operands[n].kind == Operand::CONSTANT;
+  if (one) call.views = std::make_unique<Views>();
   return call;
 }
 
@@ -140,20 +198,60 @@ IValue listed(const Operand& operand, const Slots& slots) {
   return tensors;
 }
 
+at::Tensor view_of(const at::Tensor& tensor, const Layout& layout) {
+  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(tensor.storage()),
+                                                       tensor.key_set(), tensor.dtype());
+  view.unsafeGetTensorImpl()->set_sizes_and_strides(layout.sizes, layout.strides, layout.offset);
+  return view;
+}
+
+at::Tensor transposed(const at::Tensor& of) {
+  if (of.dim() != 2 || !is_plain(of)) return of.t();
+  return view_of(of, {{of.size(1), of.size(0)}, {of.stride(1), of.stride(0)}, of.storage_offset()});
+}
+
+// Make the views of a call as they were made before; false where the tensor lies otherwise, or none were made.
+bool view_again(const Call& call, Slots& slots) {
+  const auto& views = *call.views;
+  if (views.state != Views::KNOWN) return false;
+  const auto& operand = call.operands[0];
+  auto& slot = slots[operand.slot];
+  const auto& tensor = slot.toTensor();
+  auto* impl = tensor.unsafeGetTensorImpl();
+  if (!views.fit(*impl)) return false;
+  if (operand.last && views.made_here && views.to.size() == 1 && tensor.use_count() == 1 &&
+      impl->allow_tensor_metadata_change()) {
+    impl->set_sizes_and_strides(views.to[0].sizes, views.to[0].strides, views.to[0].offset);
+    if (call.results[0] != NONE) slots[call.results[0]] = std::move(slot);
+  } else {
+    for (size_t n = 0; n < views.to.size(); n++)
+      if (call.results[n] != NONE) slots[call.results[n]] = view_of(tensor, views.to[n]);
+  }
+  if (operand.last) slot = IValue();
+  for (int dead : call.dead) slots[dead] = IValue();
+  return true;
+}
+
 void run(const Call& call, Slots& slots, torch::jit::Stack& stack) {
+  if (call.views && view_again(call, slots)) return;
   stack.clear();
   for (const auto& operand : call.operands) {
     if (operand.kind == Operand::CONSTANT) stack.push_back(operand.constant);
-    else if (operand.kind == Operand::SLOT && operand.last) stack.push_back(std::move(slots[operand.slots[0]]));
-    else if (operand.kind == Operand::SLOT) stack.push_back(slots[operand.slots[0]]);
+    else if (operand.kind == Operand::SLOT && operand.last) stack.push_back(std::move(slots[operand.slot]));
+    else if (operand.kind == Operand::SLOT) stack.push_back(slots[operand.slot]);
+    else if (operand.kind == Operand::TRANSPOSED) stack.push_back(transposed(slots[operand.slot].toTensor()));
     else stack.push_back(listed(operand, slots));
+    if (operand.last) slots[operand.slot] = IValue();
   }
+  auto of = call.views && call.views->state == Views::UNKNOWN ? stack[0].toTensor() : at::Tensor();
   if (call.foreign) {
     call.op->callBoxed(stack);
   } else {
     at::AutoDispatchBelowADInplaceOrView below;  // no operator of a table writes into its arguments
     call.op->callBoxed(stack);
   }
+  if (of.defined())
+    call.views->learn(of, call.one_list ? stack[0].toTensorVector() : std::vector{stack[0].toTensor()});
   if (call.one_list) {
     auto results = stack[0].toTensorVector();
     TORCH_CHECK(results.size() == call.results.size(), "the operator returned another number of tensors");
@@ -259,7 +357,12 @@ py::object make(std::string title, std::string name, py::dict globals, size_t sl
   for (const auto& [slot, tensor] : constants) program->initial[slot] = tensor;
   for (const auto& [numbers, settle] : arguments) program->arguments.push_back({numbers, settle});
   program->sums = sums;
-  for (const auto& text : calls) program->calls.push_back(read_call(text.cast<py::tuple>()));
+  std::set<int> here;  // slots of results
+  for (const auto& text : calls) {
+    auto& call = program->calls.emplace_back(read_call(text.cast<py::tuple>()));
+    if (call.views) call.views->made_here = here.contains(call.operands[0].slot);
+    here.insert(call.results.begin(), call.results.end());
+  }
   program->results = std::move(results);
   py::capsule owner(program.release(), [](void* it) { delete static_cast<Program*>(it); });
   return py::reinterpret_steal<py::object>(PyCFunction_New(&execute_method, owner.ptr()));

@@ -35,6 +35,7 @@ from .cut import Block
 from .fast_dispatch import RECORDING
 from .graph import arguments, is_element, is_mutable
 
+aten = torch.ops.aten
 Program = Callable[..., Any]
 
 _SOURCE = Path(__file__).with_name("native.cpp")
@@ -260,26 +261,33 @@ class _Slots:
 
     def call(self, node: Node) -> tuple[Any, ...]:
         """Describe a call: operator, operands, slots of results, whether they are one list, slots to free."""
-        ended = [n for n in node.all_input_nodes if self._last[n] is node and n.op != "get_attr"]
+        read = node.all_input_nodes
+        ended = [n for n in read if self._last[n] is node and n.op != "get_attr"]
         if node.op == "call_method":
             _, gradients, numbers, _ = arguments(node)
             dead = [self.numbers[n] for n in ended if n in self.numbers]
             return None, ([self.of(n) for n in gradients], (numbers,)), [], False, dead
-        operator = schema(node.target)
-        given = dict(zip((a.name for a in operator.arguments), node.args, strict=False)) | node.kwargs
+        target, args, turned = node.target, arguments(node), ""
+        if target is aten.linear.default and [n.meta["val"].dim() for n in read] in ([2, 2], [2, 2, 1]):
+            # It calls this in the end.
+            target, turned = (aten.mm if len(read) == 2 else aten.addmm).default, "mat2"
+            args = (*read[2:], *read[:2])
+        operator = schema(target)
+        given = dict(zip((a.name for a in operator.arguments), args, strict=False))
+        given |= {} if turned else node.kwargs
         uses = Counter(id(value) for value in given.values())
         taken = {n for n in ended if uses[id(n)] == 1 and not _is_listed(n, given)}
         operands = tuple(
-            self._operand(given[a.name], taken) if a.name in given else ("default",)
+            self._operand(given[a.name], taken, a.name == turned) if a.name in given else ("default",)
             for a in operator.arguments
         )
         dead = [self.of(n) for n in ended if n not in taken]
         one_list = len(operator.returns) == 1 and isinstance(node.meta["val"], list | tuple)
         return (operator.name, operator.overload_name), operands, self._results(node), one_list, dead
 
-    def _operand(self, value: Any, taken: set[Node]) -> tuple[Any, ...]:
+    def _operand(self, value: Any, taken: set[Node], turned: bool) -> tuple[Any, ...]:
         if isinstance(value, Node):
-            return "slot", self.of(value), value in taken
+            return "transposed" if turned else "slot", self.of(value), value in taken
         if isinstance(value, list | tuple) and any(isinstance(v, Node) for v in value):
             return "slots", [NONE if v is None else self.of(v) for v in value]
         return "constant", value
