@@ -312,7 +312,12 @@ def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], Py
 
 def leaf_names(signature: Signature) -> list[str]:
     """Join the keys on the way to each leaf by dots."""
-    return [".".join(map(str, path)) for path in treespec_paths(signature.treedef)]
+    return names_in(signature.treedef)
+
+
+def names_in(treedef: PyTreeSpec) -> list[str]:
+    """Name the leaves of a structure, as :func:`leaf_names` does."""
+    return [".".join(map(str, path)) for path in treespec_paths(treedef)]
 
 
 def leaf_number(signature: Signature, name: str, tree: str) -> int:

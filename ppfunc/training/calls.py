@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 
@@ -37,7 +38,7 @@ from .update.initial_state import initial_state
 from .update.parameter_update import TrainingUpdate
 from .update.ranks import TrainingRanks
 from .update.reducer import Reducer
-from .update.stage_trees import StageTrees, require_trees, trees_of
+from .update.stage_trees import StageTrees, require_trees, stages_of
 from .update.train_state import Metrics, TrainState
 from .update.update_rule import UpdateRule
 
@@ -58,7 +59,7 @@ class History:
     known: KnownState
     stateful: tuple[int, ...] = ()
     observed: str = ""
-    last: Tensor | None = None
+    last: Callable[[], Tensor | None] = lambda: None
     begun: int | None = None
     closed: bool = False
 
@@ -124,7 +125,7 @@ class Calls:
                 " trainer.init(params, split.state)"
             )
         initial = initial_state(self.rule, self.ranks, self.transport.device, params, state)
-        trees_of(self.rule, self.ranks, initial, self._trees)
+        stages_of(self.rule, self.ranks, initial, self._trees)  # raises for an optimizer of other states
         return initial
 
     def train(self, state: TrainState, batches: Batches) -> tuple[TrainState, list[Metrics]]:
@@ -152,18 +153,16 @@ class Calls:
         """Run the steps of a call. Return their update, and the result of ``run``."""
         self._require_open()
         history, generation, trains = self.history, self.transport.generation, rule is self.rule
-        compared = self.ranks.data.size > 1 or self.ranks.tied or self.schedule.replicas
-        known = not compared or history.known.goes_on(state, generation)
         if history.begun == generation:  # it has neither failed nor returned: an interrupt took its result
-            history.last = None
-        update = TrainingUpdate(rule, self.ranks, self.idle, state, known, batches.norms)
+            history.last = History.last
+        update = TrainingUpdate(rule, self.ranks, self.idle, state, not self._compares, batches.norms)
         history.begun = generation if trains else None
         result = run(partial(self._arguments, update, batches))
         history.observed, history.begun = "", None
         if trains:  # an evaluation leaves the state as it is
-            history.last = update.state.step
-        if compared and trains:
-            history.known.note(update.state, generation, len(update.metrics))
+            history.last = ref(update.state.step)
+        if self._compares and trains:
+            history.known.note(update.state, update.stages, generation, len(update.metrics))
         return update, result
 
     def lower(
@@ -187,9 +186,11 @@ class Calls:
     def _arguments(self, update: TrainingUpdate, batches: Batches) -> list[RawArguments]:
         """Prepare the arguments of the steps of a call: parameters are cast once."""
         state, precision, history, text = update.state, self.rule.precision, self.history, ""
-        update.trees = trees_of(self.rule, self.ranks, state, self._trees)
+        update.stages, as_made = stages_of(self.rule, self.ranks, state, self._trees)
+        if as_made and not update.known:
+            update.known = history.known.goes_on(state, update.stages, self.transport.generation)
         if self.ranks.world.size > 1:
-            goes_on = update.known and history.last is state.step  # it is what the last step has returned
+            goes_on = update.known and history.last() is state.step  # it is what the last step has returned
             text = f"; {'a state that goes on' if goes_on else 'another state'}"
             text += f"{history.observed and '; observed' + history.observed[1:]}"
             text += f"; optimizer {text_of(self.rule.optimizer)}"
@@ -204,6 +205,11 @@ class Calls:
             common=text,
         )
         return batches.arguments(common, m, precision.to_compute)
+
+    @property
+    def _compares(self) -> bool:
+        """Tell whether ranks, or places of a parameter, have copies of one state."""
+        return bool(self.ranks.data.size > 1 or self.ranks.tied or self.schedule.replicas)
 
     def _require_open(self) -> None:
         if self.history.closed:

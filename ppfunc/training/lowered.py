@@ -22,7 +22,7 @@ from ppfunc.stage.tree import tree_leaves, tree_map
 from .optim.protocols import Tree
 from .update.parameter_update import TrainingUpdate
 from .update.ranks import TrainingRanks
-from .update.stage_trees import StageTrees
+from .update.stage_trees import stages_of
 from .update.train_state import TrainState
 from .update.update_rule import UpdateRule
 
@@ -64,7 +64,7 @@ class LoweredTraining(Shown):
         )
         ranks = self._ranks.on_paper(step.ranks)
         update = TrainingUpdate(self._rule, ranks, {}, state, known=True)
-        update.trees = {s: StageTrees.of(self._rule, ranks, s, state) for s in state.params}
+        update.stages, _ = stages_of(self._rule, ranks, state, {})
         update.begin([None])
         params = {s: ranks.for_step(tree, self._rule.precision) for s, tree in state.params.items()}
         arguments = replace(

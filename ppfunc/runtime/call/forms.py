@@ -110,11 +110,14 @@ def same_form(tree: Any, form: Form) -> tuple[torch.Tensor, ...] | None:
     DTensor the layout and the mesh. A tree that holds one tensor twice never has the form.
     """
     leaves = leaves_like(tree, form)
-    if leaves is None or not form.guards(*leaves):
+    if leaves is None or not has_form(leaves, form):
         return None
-    if form.layouts is None:
-        return tuple(leaves)
-    return tuple(map(local, leaves)) if all(map(same_layout, leaves, form.layouts)) else None
+    return tuple(leaves if form.layouts is None else map(local, leaves))
+
+
+def has_form(leaves: Sequence[Any], form: Form) -> bool:
+    """Tell whether the leaves of a tree of this structure have this form, see :func:`same_form`."""
+    return form.guards(*leaves) and (form.layouts is None or all(map(same_layout, leaves, form.layouts)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -183,7 +183,8 @@ def _aux(
         if any(row is not None for row in rows):
             metrics[model] = _stacked(rows, owned)
     state = {s: arguments.form.state[s].wrap(map(owned, leaves)) for s, leaves in buffers.state.items()}
-    rows = _rows(lowered, buffers, lasts, "aux")
+    returned = any([low.aux.treedef != _NOTHING for low in lowered.stages.values()])
+    rows = _rows(lowered, buffers, lasts, "aux") if returned else []
     return Aux(metrics, state, _stacked(rows, owned) if any(row is not None for row in rows) else None)
 
 

@@ -118,14 +118,14 @@ class ParameterUpdate(Protocol):
         that is not compared.
         """
 
-    def begin(self, weights: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
+    def begin(self, weights: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Return the loss weights of every step of the call, from the caller's; before the first."""
 
-    def sums(self, stage: int, leaves: dict[int, LeafSignature]) -> Gradients | None:
+    def sums(self, stage: int, leaves: Iterable[tuple[int, LeafSignature]]) -> Gradients | None:
         """Return the accumulator for the gradients of a stage of the model; None for one of the step's own.
 
         Args:
-            leaves: by number, the signature of the sum of the gradients of a leaf.
+            leaves: the number of each that gets a gradient, and the signature of their sum.
         """
 
     def reduce(self, buffers: Buffers, stage: int, sums: Gradients, numbers: Sequence[int]) -> None:

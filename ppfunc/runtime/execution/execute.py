@@ -182,7 +182,7 @@ def _gradients_of(lowered: LoweredStep, buffers: Buffers, model_stage: int) -> G
     if buffers.update is None:
         return gradients
     leaves = enumerate(lowered.form.params[model_stage].leaves)
-    forms = {n: gradients.signature(leaf) for n, leaf in leaves if leaf.grad}
+    forms = ((n, gradients.signature(leaf)) for n, leaf in leaves if leaf.grad)
     return buffers.update.sums(model_stage, forms) or gradients
 
 

@@ -1,16 +1,17 @@
 """Give groups of parameters optimizers of their own, by name."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
+import torch
 from optree import PyTreeSpec
 from torch import Tensor
 
 from ppfunc._text import shown
-from ppfunc.stage import Signature
 from ppfunc.stage.modules.frozen import ParameterKind
 from ppfunc.stage.patterns import first_match, require_reachable
-from ppfunc.stage.signature import differentiable, leaf_names
+from ppfunc.stage.signature import differentiable, names_in
 from ppfunc.stage.tree import tree_flatten
 
 from .protocols import Optimizer, Tree, require_pair, skipping, text_of
@@ -90,13 +91,18 @@ def divided(
     every = [skipping(optimizer) for optimizer in optimizers.values()]
     names = [f"group{n}" for n in range(len(every))]
 
+    @lru_cache(maxsize=64)  # stages
+    def numbers_of(treedef: PyTreeSpec, kinds: tuple[tuple[int, torch.dtype], ...]) -> list[int]:
+        """Return the group of every parameter."""
+        pairs = zip(names_in(treedef), kinds, strict=True)
+        return [
+            group_of(name, ParameterKind(*kind)) if differentiable(kind[1]) else 0 for name, kind in pairs
+        ]
+
     def divisions(params: Tree, *trees: Tree) -> tuple[list[list[Tree]], list[int]]:
         """Divide trees like the parameters; also return the group of every leaf."""
         leaves, treedef = tree_flatten(params)
-        numbers = [
-            group_of(name, ParameterKind(p.ndim, p.dtype)) if differentiable(p.dtype) else 0
-            for name, p in zip(leaf_names(Signature.of(params)), leaves, strict=True)
-        ]
+        numbers = numbers_of(treedef, tuple([(p.ndim, p.dtype) for p in leaves]))
         return [_groups(tree, treedef, numbers, len(every)) for tree in (params, *trees)], numbers
 
     def init(params: Tree) -> dict[str, Tree]:

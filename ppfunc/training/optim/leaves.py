@@ -11,35 +11,54 @@ from torch import Tensor
 from ppfunc.runtime.call.forms import Form, form_of, same_form, sharing
 from ppfunc.stage._torch import FakeTensor
 from ppfunc.stage.signature import differentiable, flatten
-from ppfunc.stage.tree import tree_paths
+from ppfunc.stage.tree import tree_leaves, tree_paths, tree_structure
 
 from .._torch import copy_into_each
 from .protocols import Tree
 
+Leaves = Sequence[Tensor]
+
+Shapes = Mapping[str, Callable[[torch.Size], Sequence[int] | None]]
+"""By the name of a tree of the state: from the shape of a parameter to that of its leaf, None for none."""
+
 
 class LeafPlan(NamedTuple):
-    """Describe how to flatten the trees of an update, for trees of one form.
+    """Describe the leaves of the trees of an update, for trees of one form.
 
     Args:
-        forms: of the parameters, of their gradients, and of each tree of the state.
+        structures: of the parameters, of their gradients, and of the state.
+        forms: likewise; none for trees that a transform wraps.
+        spans: by name, the leaves of each tree of the state, and its structure.
+        present: by name of the trees of the state that are like the parameters, which of these have a leaf.
+        decays: of every parameter.
         trained: the leaves of the parameters that have gradients.
         groups: the decay, and positions in ``trained`` of leaves with that decay, one device and one real
             dtype.
         plain: the kernels can work on the tensors as they are.
     """
 
+    structures: tuple[PyTreeSpec, ...]
     forms: tuple[Form, ...]
+    spans: Mapping[str, tuple[slice, PyTreeSpec]]
+    present: Mapping[str, Sequence[bool]]
+    decays: Sequence[float]
     trained: tuple[int, ...]
     groups: tuple[tuple[float, tuple[int, ...]], ...]
     plain: bool
 
+    def part(self, name: str, state: Leaves) -> Tree:
+        """Return a tree of the state."""
+        span, structure = self.spans[name]
+        return structure.unflatten(state[span])
 
-Leaves = tuple[Tensor, ...]
+    def like_first(self, grads: Leaves) -> Leaves:
+        """Return gradients in row-major memory, if those of the plan were."""
+        return grads if self.forms[1].guards(*grads) else tuple(map(_dense, grads))
 
 
 def leaves_of(plan: LeafPlan, trees: Sequence[Tree]) -> list[Leaves] | None:
     """Return the leaves of trees that have the forms of a plan, else None."""
-    leaves = []
+    leaves: list[Leaves] = []
     for tree, form in zip(trees, plan.forms, strict=True):
         same = same_form(tree, form)
         if same is None:
@@ -49,32 +68,45 @@ def leaves_of(plan: LeafPlan, trees: Sequence[Tree]) -> list[Leaves] | None:
 
 
 def plan_of(
-    params: Tree, grads: Tree, states: Mapping[str, Tree], decays: Sequence[float]
-) -> tuple[LeafPlan, list[Leaves]]:
+    params: Tree, grads: Tree, state: Mapping[str, Tree], shapes: Shapes, decays: Sequence[float],
+    *, guarded: bool = True,
+) -> tuple[LeafPlan, list[Leaves]]:  # fmt: skip
     """Check that the trees of an update fit together; return their plan and their leaves.
 
     Args:
+        shapes: of the leaves of the state that belong to parameters.
         decays: of every parameter.
+        guarded: note their forms.
 
     Raises:
         ValueError: gradients or state that do not match the parameters; names the leaf.
     """
-    wanted, structure = flatten(params, "params")
-    gradients, of_grads = flatten(grads, "grads")
+    pairs = [flatten(params, "params"), flatten(grads, "grads"), flatten(state, "state")]
+    (wanted, structure), (gradients, of_grads), _ = pairs
     require_match("grads", gradients, of_grads, wanted, structure)
-    for name, tree in states.items():
-        state_column(name, tree, wanted, structure)
-    pairs = [flatten(tree) for tree in (params, grads, *states.values())]
+    columns = {name: state_column(name, state[name], wanted, structure, of) for name, of in shapes.items()}
     trained = tuple(n for n, p in enumerate(wanted) if differentiable(p.dtype))
     groups: dict[tuple[torch.device, torch.dtype, float], list[int]] = {}
     for k, n in enumerate(trained):
         p = wanted[n]
         dtype = p.real.dtype if p.dtype.is_complex else p.dtype
         groups.setdefault((p.device, dtype, decays[n]), []).append(k)
-    plain = all(_is_plain(leaf) for leaves, _ in pairs for leaf in leaves if differentiable(leaf.dtype))
-    forms = tuple(form_of(leaves, treedef) for leaves, treedef in pairs)
-    alike = tuple((decay, tuple(group)) for (_, _, decay), group in groups.items())
-    return LeafPlan(forms, trained, alike, plain), [tuple(leaves) for leaves, _ in pairs]
+    spans, first = {}, 0
+    for name, tree in state.items():
+        last = first + len(tree_leaves(tree))
+        spans[name], first = (slice(first, last), tree_structure(tree)), last
+    every = chain(wanted, gradients, *columns.values())
+    plan = LeafPlan(
+        tuple(treedef for _, treedef in pairs),
+        tuple(form_of(*pair) for pair in pairs) if guarded else (),
+        spans,
+        {name: [leaf is not None for leaf in column] for name, column in columns.items()},
+        decays,
+        trained,
+        tuple((decay, tuple(group)) for (_, _, decay), group in groups.items()),
+        guarded and all(_is_plain(leaf) for leaf in every if leaf is not None and differentiable(leaf.dtype)),
+    )
+    return plan, [tuple(leaves) for leaves, _ in pairs]
 
 
 def state_column(
@@ -82,7 +114,7 @@ def state_column(
     tree: Tree,
     params: Sequence[Tensor],
     treedef: PyTreeSpec,
-    shape_of: Callable[[torch.Size], Sequence[int] | None] = tuple,
+    shape_of: Callable[[torch.Size], Sequence[int] | None],
 ) -> list[Tensor | None]:
     """Return the leaf of each parameter in a tree of the state; None where it has none.
 
@@ -117,35 +149,15 @@ def require_match(
             )
 
 
-def owned(plan: LeafPlan, names: Sequence[str], leaves: Sequence[Leaves], donate: bool) -> list[Leaves]:
-    """Copy the parameters and the state for an update in place; donated ones are taken as they are.
-
-    Args:
-        names: of the trees, the parameters first.
+def owned(plan: LeafPlan, columns: Sequence[Leaves], donate: bool) -> list[Leaves]:
+    """Copy the parameters that train and the state for an update in place; donated ones stay where they are.
 
     Returns:
         The leaves of each tree that the update writes into.
-
-    Raises:
-        ValueError: donated leaves that share memory.
     """
-    columns = [trained_leaves(plan, leaves[0]), *leaves[1:]]  # a state has no others
     if not donate:
         return [_copies(column) for column in columns]
-    if not plan.plain:
-        columns = [tuple(map(_dense, column)) for column in columns]
-    _require_own_memory(plan, columns, names)
-    return columns
-
-
-def rebuilt(plan: LeafPlan, params: Leaves, columns: Sequence[Leaves]) -> list[Tree]:
-    """Make the trees after an update of the leaves that it has written into."""
-    every = list(params)
-    for n, leaf in zip(plan.trained, columns[0], strict=True):
-        every[n] = leaf
-    of_params, _, *of_state = plan.forms
-    trees = zip((of_params, *of_state), (every, *columns[1:]), strict=True)
-    return [form.treedef.unflatten(leaves) for form, leaves in trees]
+    return list(columns) if plan.plain else [tuple(map(_dense, column)) for column in columns]
 
 
 def for_kernels(plan: LeafPlan, leaves: Leaves) -> Leaves:
@@ -180,20 +192,24 @@ def _copies(leaves: Leaves) -> Leaves:
     """Copy leaves into row-major memory."""
     fresh = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in leaves)
     if fresh:
-        copy_into_each(fresh, leaves)
+        copy_into_each(fresh, tuple(leaves))
     return fresh
 
 
-def _require_own_memory(plan: LeafPlan, columns: Sequence[Leaves], names: Sequence[str]) -> None:
-    """Raise ValueError if two leaves share memory, which in-place updates would change twice."""
-    every = [leaf for column in columns for leaf in column]
+def require_own_memory(plan: LeafPlan, leaves: Sequence[Leaves]) -> None:
+    """Raise ValueError if two donated leaves share memory, which in-place updates would change twice."""
+    params, _, state = leaves
+    spans = {name: plan.spans[name] for name in plan.present}
+    every = [*trained_leaves(plan, params), *chain(*(state[span] for span, _ in spans.values()))]
+    if not plan.plain:
+        every = list(map(_dense, every))
     if every and isinstance(every[0], FakeTensor):
         return  # without values, nor addresses
     if len(set(map(Tensor.data_ptr, every))) == len(every):
         return
-    forms = plan.forms[0], *plan.forms[2:]
-    of_params, *of_state = (tree_paths(form.treedef, name) for form, name in zip(forms, names, strict=True))
-    paths = [*(of_params[n] for n in plan.trained), *chain(*of_state)]
+    of_params = tree_paths(plan.structures[0], "params")
+    of_state = (path for name, (_, treedef) in spans.items() for path in tree_paths(treedef, name))
+    paths = [*(of_params[n] for n in plan.trained), *of_state]
     for one, other in sharing(every, [leaf.nbytes for leaf in every]):
         raise ValueError(
             f"{paths[one]} and {paths[other]} share their memory, so that they cannot both be updated in"

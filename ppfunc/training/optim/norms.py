@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import inf, isinf
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from ppfunc.stage.tree import tree_leaves, tree_map
 from .._torch import looked_through, norms_of_each
 from ..checks import require_real
 
+_KIND = attrgetter("dtype", "device")
 _ROW, _LONG = 4096, 16_384  # elements of a row, and of the shortest leaf that is read in rows
 
 
@@ -26,37 +28,45 @@ def leaf_sums(leaves: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     Returns:
         float64[leaves], on the device of the first. Halves are squared in float32.
     """
-    sums = torch.zeros(len(leaves), dtype=torch.float64, device=leaves[0].device if leaves else None)
-    by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for n, leaf in enumerate(leaves):
-        if leaf.numel():
-            by_kind.setdefault((leaf.dtype, leaf.device), []).append(n)
-    for (dtype, _), alike in by_kind.items():
-        if not differentiable(dtype):
-            continue
-        norms = torch.stack(_norms([leaves[n] for n in alike], norm_type)).to(sums)
-        if len(alike) == len(leaves):
-            sums = norms
-            break
-        by_leaf = list(sums.unbind())
-        for n, norm in zip(alike, norms.unbind(), strict=True):  # an index would be a tensor of the host
-            by_leaf[n] = norm
-        sums = torch.stack(by_leaf)
+    sizes = list(map(Tensor.numel, leaves))
+    if all(sizes) and len(set(map(_KIND, leaves))) == 1:
+        sums = _norms(leaves, norm_type, max(sizes))
+    else:
+        sums = torch.zeros(len(leaves), dtype=torch.float64, device=leaves[0].device if leaves else None)
+        by_leaf, by_kind = list(sums.unbind()), dict[tuple[torch.dtype, torch.device], list[int]]()
+        for n, leaf in enumerate(leaves):
+            if sizes[n]:
+                by_kind.setdefault(_KIND(leaf), []).append(n)
+        for alike in by_kind.values():
+            norms = _norms([leaves[n] for n in alike], norm_type, max(sizes)).to(sums)
+            for n, norm in zip(alike, norms.unbind(), strict=True):  # an index would be a tensor of the host
+                by_leaf[n] = norm
+        sums = torch.stack(by_leaf) if by_leaf else sums
     if isinf(norm_type):
         return sums
     return sums.square() if norm_type == 2 else sums.pow(norm_type)
 
 
-def _norms(leaves: list[Tensor], norm_type: float) -> list[Tensor]:
-    """Compute the norms of leaves of one dtype, none of them empty, in float32 or wider."""
+def _norms(leaves: Sequence[Tensor], norm_type: float, largest: int) -> Tensor:
+    """Compute the norms of leaves of one dtype and device, none of them empty: float64[leaves].
+
+    Args:
+        largest: elements of a leaf, at most.
+    """
+    if not differentiable(leaves[0].dtype):
+        return torch.zeros(len(leaves), dtype=torch.float64, device=leaves[0].device)
     if leaves[0].dtype.is_complex:
         leaves = [leaf.abs() for leaf in leaves]
     wide = torch.promote_types(leaves[0].dtype, torch.float32)
     if leaves[0].dtype != wide:
         leaves = [leaf.to(wide) for leaf in leaves]
     if looked_through(leaves):
-        return [torch.linalg.vector_norm(leaf, norm_type, dtype=torch.float64) for leaf in leaves]
-    return list(norms_of_each([_in_rows(leaf, norm_type) for leaf in leaves], norm_type))
+        return torch.stack(
+            [torch.linalg.vector_norm(leaf, norm_type, dtype=torch.float64) for leaf in leaves]
+        )
+    if leaves[0].is_cpu and largest > _LONG:
+        leaves = [_in_rows(leaf, norm_type) if leaf.numel() > _LONG else leaf for leaf in leaves]
+    return torch.stack(norms_of_each(tuple(leaves), norm_type)).to(torch.float64)
 
 
 def _in_rows(leaf: Tensor, norm_type: float) -> Tensor:
@@ -64,8 +74,6 @@ def _in_rows(leaf: Tensor, norm_type: float) -> Tensor:
 
     There torch adds up the squares one by one: 10**6 of float32 are off by 1e-5.
     """
-    if not leaf.is_cpu or leaf.numel() <= _LONG:
-        return leaf
     flat = leaf.flatten()
     rows = flat[: flat.numel() // _ROW * _ROW].unflatten(0, (-1, _ROW))
     rest = flat[rows.numel() :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,6 +31,23 @@ class Update(Protocol):
     ) -> tuple[Tree, Tree]: ...
 
 
+class UpdateLeaves(Protocol):
+    """Update the leaves of trees that are known, by torch's kernels: each call goes on from the last.
+
+    Returns the leaves of the parameters and of the state. ``written`` gets those of its arguments that it
+    writes into, before it does.
+    """
+
+    def __call__(
+        self,
+        grads: Sequence[Tensor],
+        state: Sequence[Tensor],
+        params: Sequence[Tensor],
+        found_inf: Tensor | None,
+        written: list[Tensor],
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]: ...
+
+
 @answering
 class Optimizer(NamedTuple):
     """Pair the functions of an optimizer; any such pair serves as one.
@@ -54,6 +71,9 @@ class Optimizer(NamedTuple):
             is made ``since`` updates, int64[], after this state; of several groups a dictionary.
         observe: ``observe(state, metric) -> state``, for rates that depend on a metric, such as those of
             :func:`plateau`; ``metric`` is float64[].
+        on_leaves: the ``update`` that this replaces, and ``prepare(state, params)``, which checks trees once
+            and makes the function that updates their leaves in the steps of a trainer. Beside another
+            ``update`` it is not used.
 
     The optimizers of this package can be differentiated and mapped by ``torch.func`` and autograd, through
     the gradients, the state, the rate, and parameters other than ``torch.nn.Parameter``, which count as
@@ -68,6 +88,14 @@ class Optimizer(NamedTuple):
     elementwise: bool = False
     rate: Callable[[Tree, Tensor], Any] | None = None
     observe: Callable[[Tree, Tensor], Tree] | None = None
+    on_leaves: tuple[Update, Callable[[Tree, Tree], UpdateLeaves]] | None = None
+
+
+def prepared(optimizer: Optimizer, state: Tree, params: Tree) -> UpdateLeaves | None:
+    """Make the update of trees of this form from the leaves of one to those of the next; None without one."""
+    if optimizer.on_leaves is None or optimizer.on_leaves[0] is not optimizer.update:
+        return None
+    return optimizer.on_leaves[1](state, params)
 
 
 def require_pair(name: str, pair: Any) -> None:

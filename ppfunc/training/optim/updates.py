@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,23 +20,23 @@ from ppfunc._text import naming_arguments, shown
 from ppfunc.stage import Signature
 from ppfunc.stage.device import accelerates
 from ppfunc.stage.modules.frozen import Mask, masked_leaves
-from ppfunc.stage.signature import differentiable, flatten
+from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_flatten
 
 from .._torch import looked_through
 from ..checks import require_number
 from .leaves import (
     LeafPlan,
+    Leaves,
+    Shapes,
     for_kernels,
     leaves_of,
     owned,
     plan_of,
-    rebuilt,
-    require_match,
-    state_column,
+    require_own_memory,
     trained_leaves,
 )
-from .protocols import Optimizer, Tree, selected
+from .protocols import Optimizer, Tree, UpdateLeaves, selected
 
 LearningRate = float | Callable[[Any], Tensor | float]
 """Number, or function of the number of updates made before, such as :func:`warmup_cosine`, or of a state."""
@@ -47,11 +46,8 @@ Formula = Callable[..., tuple[Tensor | None, ...]]
 Kernel = Callable[..., None]
 """``kernel(params, grads, *states, step, *, lr, weight_decay, found_inf)`` updates lists in place."""
 
-Shapes = Mapping[str, Callable[[torch.Size], Sequence[int] | None]]
-"""By the name of a tree of the state: from the shape of a parameter to that of its leaf, None for none."""
-
-Decays = Callable[[Tree], list[float]]
-"""From parameters to the weight decay of each."""
+Compute = Callable[..., list[Leaves]]
+"""``compute(plan, params, grads, states, found_inf, step, rate, written)``: new parameters, then states."""
 
 # Numbers of updates at which ranks compare a rate of which only a name is known.
 _PROBED = 0, 1, 10, 100, 1_000, 10_000, 100_000
@@ -86,9 +82,10 @@ def optimizer_of(
 
     write()  # raises for a rate that is none
     shapes = states if isinstance(states, Mapping) else dict.fromkeys(states, tuple)
-    by_formula = partial(_by_formula, formula, shapes)
-    by_kernel = by_formula if kernel is None else _by_kernel(kernel, tuple(shapes), donate)
+    by_formula: Compute = partial(_by_formula, formula)
+    compute = by_formula if kernel is None else partial(_by_kernel, kernel, donate)
     rate, decays_of = _Rate(lr), partial(_decays_of, mask, weight_decay)
+    last: LeafPlan | None = None  # of the last update: the next trees mostly have its forms
 
     @naming_arguments
     def init(params: Tree) -> dict[str, Tree]:
@@ -100,22 +97,69 @@ def optimizer_of(
         count = zero_count(leaves)
         return {"updates": count, **trees, **rate.init(count.device)}
 
+    def planned(params: Tree, grads: Tree, state: dict[str, Tree]) -> tuple[LeafPlan, list[Leaves]]:
+        """Return the plan of these trees, and their leaves."""
+        nonlocal last
+        plan = last  # read once: another thread may set it
+        leaves = None if plan is None else leaves_of(plan, (params, grads, state))
+        if plan is None or leaves is None:
+            plan, leaves = plan_of(params, grads, state, shapes, decays_of(params))
+            last = plan
+        require_own_memory(plan, leaves) if donate else None
+        return plan, leaves
+
+    def run(
+        compute: Compute, plan: LeafPlan, leaves: Sequence[Leaves], found_inf: Tensor | None,
+        written: list[Tensor],
+    ) -> tuple[Leaves, Leaves]:  # fmt: skip
+        params, grads, state = leaves
+        (count,) = state[plan.spans["updates"][0]]
+        columns = [state[plan.spans[name][0]] for name in plan.present]
+        lr = rate.at({name: plan.part(name, state) for name in rate.names}, count)
+        new, *after = compute(plan, params, grads, columns, found_inf, count + 1, lr, written)
+        made = 1 if found_inf is None else (found_inf <= 0).to(count.device)
+        every = list(state)
+        for name, column in zip(("updates", *plan.present), ((count + made,), *after), strict=True):
+            every[plan.spans[name][0]] = column
+        return new, every
+
     @naming_arguments
     def update(
         grads: Tree, state: dict[str, Tree], params: Tree, *, found_inf: Tensor | None = None
     ) -> tuple[Tree, dict[str, Tree]]:
-        _require_state(state, (*shapes, *(["rate"] if rate.has_state else [])))
-        count, trees = state["updates"], {name: state[name] for name in shapes}
-        lr = rate.at(state, count)
-        seen = looked_through((lr, grads, state, params))
-        with nullcontext() if seen else torch.no_grad():
-            compute = by_formula if seen else by_kernel
-            new, *after = compute(decays_of, grads, trees, params, found_inf, count + 1, lr)
-            made = 1 if found_inf is None else (found_inf <= 0).to(count.device)
-            return new, {**state, "updates": count + made, **dict(zip(shapes, after, strict=True))}
+        _require_state(state, (*shapes, *rate.names))
+        if looked_through((rate.at(state, state["updates"]), grads, state, params)):
+            plan, leaves = plan_of(params, grads, state, shapes, decays_of(params), guarded=False)
+            new, after = run(by_formula, plan, leaves, found_inf, [])
+        else:
+            with torch.no_grad():
+                plan, leaves = planned(params, grads, state)
+                new, after = run(compute, plan, leaves, found_inf, [])
+        of_params, _, of_state = plan.structures
+        state_after: Any = of_state.unflatten(after)
+        return of_params.unflatten(new), state_after
 
-    elementwise, observe = kernel is not None, rate.observe if rate.observes else None
-    return Optimizer(init, update, text=write, elementwise=elementwise, rate=rate.since, observe=observe)
+    def prepare(state: dict[str, Tree], params: Tree) -> UpdateLeaves:
+        _require_state(state, (*shapes, *rate.names))
+        plan, _ = planned(params, params, state)
+        of_params, _, of_state = plan.structures
+
+        def update_leaves(
+            grads: Leaves, state: Leaves, params: Leaves, found_inf: Tensor | None, written: list[Tensor]
+        ) -> tuple[Leaves, Leaves]:
+            nonlocal plan
+            if not plan.plain:  # those that the last update has made may be
+                tree = of_params.unflatten(params)
+                whole: Any = of_state.unflatten(state)
+                plan, _ = planned(tree, tree, whole)
+            return run(compute, plan, (params, plan.like_first(grads), state), found_inf, written)
+
+        return update_leaves
+
+    return Optimizer(
+        init, update, text=write, elementwise=kernel is not None, rate=rate.since,
+        observe=rate.observe if rate.observes else None, on_leaves=(update, prepare),
+    )  # fmt: skip
 
 
 class _Rate:
@@ -123,19 +167,20 @@ class _Rate:
 
     def __init__(self, rate: LearningRate) -> None:
         self._rate: Any = rate
-        self.has_state = getattr(rate, "init", None) is not None
+        self.names = ("rate",) if getattr(rate, "init", None) is not None else ()
         self.observes = getattr(rate, "observe", None) is not None
 
     def init(self, device: torch.device) -> dict[str, Tree]:
-        return {"rate": self._rate.init(device)} if self.has_state else {}
+        return {name: self._rate.init(device) for name in self.names}
 
-    def at(self, state: dict[str, Tree], updates: Tensor) -> Tensor | float:
+    def at(self, state: Mapping[str, Tree], updates: Tensor) -> Tensor | float:
         """Return the rate after so many updates."""
-        rate, argument = self._rate, state["rate"] if self.has_state else updates
+        rate, argument = self._rate, state["rate"] if self.names else updates
         return rate(argument) if callable(rate) else rate
 
     def since(self, state: dict[str, Tree], more: Tensor) -> Tensor | float:
-        return self.at(state, state["updates"] + more.to(state["updates"]))
+        count = state["updates"]
+        return self.at(state, count + more.to(count) if callable(self._rate) else count)
 
     def observe(self, state: dict[str, Tree], metric: Tensor) -> dict[str, Tree]:
         return {**state, "rate": self._rate.observe(state["rate"], metric)}
@@ -146,62 +191,59 @@ def _decays_of(mask: Mask | None, weight_decay: float, params: Tree) -> list[flo
     return [weight_decay if decays else 0.0 for decays in decaying]
 
 
-def _by_kernel(kernel: Kernel, names: Sequence[str], donate: bool) -> Callable[..., list[Tree]]:
-    """Make a function like :func:`_by_formula` that updates in place, in new memory or in that of its
-    arguments, one group of leaves after the other.
+def _by_kernel(
+    kernel: Kernel, donate: bool, plan: LeafPlan, params: Leaves, grads: Leaves, columns: Sequence[Leaves],
+    found_inf: Tensor | None, step: Tensor, rate: Any, written: list[Tensor],
+) -> list[Leaves]:  # fmt: skip
+    """Update in place, in new memory or in that of the arguments, one group of leaves after the other.
 
     Args:
-        names: of the trees of the state.
         donate: see :func:`adamw`.
+        written: gets the leaves of the arguments that are written into.
+
+    Returns:
+        The parameters, then each tree of the state.
     """
-    last: LeafPlan | None = None  # of the last update: the next trees mostly have its forms
-
-    def update(
-        decays_of: Decays, grads: Tree, state: Mapping[str, Tree], params: Tree, found_inf: Tensor | None,
-        step: Tensor, rate: Any,
-    ) -> list[Tree]:  # fmt: skip
-        nonlocal last
-        plan = last  # read once: another thread may set it
-        leaves = None if plan is None else leaves_of(plan, (params, grads, *state.values()))
-        if plan is None or leaves is None:
-            plan, leaves = plan_of(params, grads, state, decays_of(params))
-            last = plan
-        columns = owned(plan, ("params", *names), (leaves[0], *leaves[2:]), donate)
-        if donate:  # the kernels do not count that they write
-            increment_version([leaf for column in columns for leaf in column])
-        every = [for_kernels(plan, c) for c in (columns[0], trained_leaves(plan, leaves[1]), *columns[1:])]
-        for decay, group in plan.groups:
-            chosen = [column if len(group) == len(column) else [column[n] for n in group] for column in every]
-            device = chosen[0][0].device
-            kernel(
-                *chosen,
-                step.float().to(device),
-                lr=_rate(rate, device),
-                weight_decay=decay,
-                found_inf=None if found_inf is None else found_inf.to(device, torch.float32),
-            )
-        return rebuilt(plan, leaves[0], columns)
-
-    return update
+    own = owned(plan, (trained_leaves(plan, params), *columns), donate)
+    if donate:
+        written += [leaf for column in own for leaf in column]
+        increment_version(written)  # the kernels do not count that they write
+    every = [for_kernels(plan, c) for c in (own[0], trained_leaves(plan, grads), *own[1:])]
+    for decay, group in plan.groups:
+        chosen = [column if len(group) == len(column) else [column[n] for n in group] for column in every]
+        device = chosen[0][0].device
+        kernel(
+            *chosen,
+            step.float().to(device),
+            lr=_rate(rate, device),
+            weight_decay=decay,
+            found_inf=None if found_inf is None else found_inf.to(device, torch.float32),
+        )
+    new = list(params)
+    for n, leaf in zip(plan.trained, own[0], strict=True):
+        new[n] = leaf
+    return [new, *own[1:]]
 
 
 def _by_formula(
-    formula: Formula, shapes: Shapes, decays_of: Decays, grads: Tree, state: Mapping[str, Tree], params: Tree,
-    found_inf: Tensor | None, step: Tensor, rate: Any,
-) -> list[Tree]:  # fmt: skip
+    formula: Formula, plan: LeafPlan, params: Leaves, grads: Leaves, columns: Sequence[Leaves],
+    found_inf: Tensor | None, step: Tensor, rate: Any, written: list[Tensor],
+) -> list[Leaves]:  # fmt: skip
     """Update leaf by leaf by operators that transforms see through; return the parameters, then the state."""
-    leaves, treedef = flatten(params, "params")
-    gradients, structure = flatten(grads, "grads")
-    require_match("grads", gradients, structure, leaves, treedef)
-    columns = [state_column(name, state[name], leaves, treedef, of) for name, of in shapes.items()]
+    states = map(iter, columns)
+    spread = [
+        [next(c) if has else None for has in row]
+        for c, row in zip(states, plan.present.values(), strict=True)
+    ]
     rows = []
-    for p, g, decay, *each in zip(leaves, gradients, decays_of(params), *columns, strict=True):
+    for p, g, decay, *each in zip(params, grads, plan.decays, *spread, strict=True):
         old = (p.detach() if isinstance(p, nn.Parameter) else p, *each)  # a module's are values
         if differentiable(p.dtype):
             new = applied(formula, old, g, step, lr=_rate(rate, p.device), weight_decay=decay)
             old = selected(found_inf, old, new)
         rows.append(old)
-    return list(map(treedef.unflatten, zip(*rows, strict=True) if rows else [()] * (1 + len(shapes))))
+    new, *after = zip(*rows, strict=True) if rows else [()] * (1 + len(columns))
+    return [new, *([leaf for leaf in column if leaf is not None] for column in after)]
 
 
 def _zeros(p: Tensor, shape_of: Callable[[torch.Size], Sequence[int] | None]) -> Tensor | None:
@@ -308,7 +350,7 @@ def _rate(rate: Tensor | float, device: torch.device) -> Tensor | float:
     """Convert a learning rate for the kernels: those of an accelerator read float32 alone."""
     if not isinstance(rate, Tensor):
         return float(rate)
-    return rate.to(device, torch.float32 if accelerates(device) else rate.dtype)
+    return rate.to(device, torch.float32 if accelerates(device) else rate.dtype).reshape(())
 
 
 def zero_count(leaves: Sequence[Tensor]) -> Tensor:

@@ -1,6 +1,6 @@
 """Compare the states of ranks that train together, unless they are known to be equal."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from itertools import combinations
 from typing import Any
@@ -14,13 +14,14 @@ from ppfunc.parallel.counts import require_counts
 from ppfunc.runtime.agreement.comparison import checksum
 from ppfunc.runtime.agreement.ties import OTHER_VALUES
 from ppfunc.stage import Signature
-from ppfunc.stage._torch import version
+from ppfunc.stage._torch import versions
 from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_flatten, tree_leaves
 
 from ..optim.protocols import Tree
 from .ranks import TrainingRanks
+from .stage_trees import StageLeaves, read
 from .train_state import TrainState
 from .update_rule import UpdateRule, updated_ones
 
@@ -135,27 +136,35 @@ class KnownState:
         self._every = every
         self._steps = 0  # of all calls that have ended well
         self._generation: int | None = None  # the failures before; None where no state is known
-        self._leaves: list[tuple[ref[Tensor], int | None]] = []  # and how often each was written into
+        self._step: Callable[[], Tensor | None] = _nothing
+        self._versions: list[int | None] = []  # how often each leaf was written into
 
-    def goes_on(self, state: TrainState, generation: int) -> bool:
-        """Tell whether this is the known state, unchanged, and ``generation`` counts no new failure."""
-        leaves = _leaves(state)
+    def goes_on(self, state: TrainState, stages: Mapping[int, StageLeaves], generation: int) -> bool:
+        """Tell whether this is the known state, unwritten, and ``generation`` counts no new failure.
+
+        Args:
+            stages: its leaves, which a step has made.
+        """
         return (
             self._generation == generation
-            and len(self._leaves) == len(leaves)
-            and all(
-                was() is leaf and count == version(local(leaf))
-                for (was, count), leaf in zip(self._leaves, leaves, strict=True)
-            )
+            and self._step() is state.step
+            and self._versions == _versions(state, stages)
         )
 
-    def note(self, state: TrainState, generation: int, steps: int) -> None:
+    def note(self, state: TrainState, stages: Mapping[int, StageLeaves], generation: int, steps: int) -> None:
         """Note the state after so many more steps."""
         before, self._steps = self._steps, self._steps + steps
         due = self._every is not None and before // self._every != self._steps // self._every
         self._generation = None if due else generation
-        self._leaves = [(ref(leaf), version(local(leaf))) for leaf in _leaves(state)]
+        self._step, self._versions = ref(state.step), _versions(state, stages)
 
 
-def _leaves(state: TrainState) -> list[Tensor]:
-    return tree_leaves((state.step, state.params, state.optimizer, state.scale))
+def _nothing() -> None:
+    return None
+
+
+def _versions(state: TrainState, stages: Mapping[int, StageLeaves]) -> list[int | None]:
+    leaves = [state.step, *state.scale.values()]
+    for trees, params, optimizer, _ in stages.values():
+        leaves += [*read(params, trees.params), *read(optimizer, trees.optimizer)]
+    return versions(leaves)

@@ -71,7 +71,7 @@ def initial_state(
         _require_storable(getattr(state, name), name)
     if ranks.shards_params:
         note_whole(ranks, state.step, masters)
-    return note_made(state)
+    return note_made(state, {})
 
 
 def _require_storable(trees: Mapping[int, Tree], name: str) -> None:

@@ -1,6 +1,6 @@
 """Update parameters within a call of a trainer: sum over ranks, conclude, and run the optimizer."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial, reduce
 from math import isinf
 from typing import Any
@@ -17,6 +17,7 @@ from ppfunc.stage.layout import local
 from ppfunc.stage.signature import leaf_names
 from ppfunc.stage.tree import tree_leaves, tree_map
 
+from .._torch import multiply_into_each
 from ..optim.norms import clip_coefficient, leaf_sums, norm_of, norm_sum
 from ..optim.protocols import selected
 from .comparison import alike_in_places, start_facts
@@ -24,9 +25,9 @@ from .precision import overflow
 from .ranks import TrainingRanks
 from .reducer import Reducer
 from .sharding import gather
-from .stage_trees import StageTrees, read, rebuilt
+from .stage_trees import StageLeaves, laid_out, read
 from .train_state import Metrics, TrainState, note_made
-from .update_rule import UpdateRule, multiply, updated
+from .update_rule import StageUpdate, UpdateRule
 
 
 class TrainingUpdate:
@@ -41,7 +42,7 @@ class TrainingUpdate:
         by_leaf: the metrics get norms by stage and by leaf.
 
     Attributes:
-        trees: those of the state, by stage, known before the call begins.
+        stages: leaves of the state, by stage, known before the call begins.
         state: after each update the new one.
         metrics: of every update.
     """
@@ -58,7 +59,7 @@ class TrainingUpdate:
         self._rule, self._ranks, self._idle, self.known = rule, ranks, idle, known
         self.state, self._initial, self._by_leaf = state, state, by_leaf
         self.metrics: list[Metrics] = []
-        self.trees: dict[int, StageTrees] = {}
+        self.stages: dict[int, StageLeaves] = {}
         # By stage, where gradients are added up, and the numbers of the leaves.
         self._reducers: dict[int, tuple[Reducer, Sequence[int]]] = {}
         self._gradients: dict[int, dict[int, Tensor]] = {}  # by stage and number of the leaf
@@ -81,7 +82,7 @@ class TrainingUpdate:
         """Yield what places of one parameter have to share: see :func:`alike_in_places`."""
         return alike_in_places(self._rule, self._ranks, self.state.params)
 
-    def begin(self, weights: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    def begin(self, weights: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Divide the weights of the losses by their sum over all data ranks.
 
         Gradients of weights that are not divided yet could overflow in half precision.
@@ -96,6 +97,8 @@ class TrainingUpdate:
         explicit = [each for each in weights if each is not None]
         if not explicit:
             m = ranks.schedule.microbatches
+            if ranks.data.size == 1:
+                return weights
             equal = torch.full((m,), 1 / (ranks.data.size * m), dtype=torch.float64, device="cpu")
             return [equal] * len(weights)
         by_step = torch.stack(explicit).to(state.step.device)
@@ -109,7 +112,7 @@ class TrainingUpdate:
             )
         return (by_step / total).unbind()
 
-    def sums(self, stage: int, leaves: dict[int, LeafSignature]) -> Reducer | None:
+    def sums(self, stage: int, leaves: Iterable[tuple[int, LeafSignature]]) -> Reducer | None:
         """Find buckets for the gradients of a stage: idle ones of an earlier step, else new ones.
 
         A step takes them out of the idle ones, and returns them once it has used their sums. A step that
@@ -118,10 +121,11 @@ class TrainingUpdate:
         ranks = self._ranks
         if ranks.data.size == 1:
             return None
-        trees, idle = self.trees[stage], self._idle.setdefault(stage, [])
-        fixed = frozenset(position for position, n in enumerate(leaves) if n in trees.fixed)
-        over = tuple(trees.cuts[n].over for n in leaves)
-        form = tuple(leaves.values()), tuple(trees.dims[n] for n in leaves), over, fixed
+        trees, idle = self.stages[stage].trees, self._idle.setdefault(stage, [])
+        sums = dict(leaves)
+        fixed = frozenset(position for position, n in enumerate(sums) if n in trees.fixed)
+        over = tuple(trees.cuts[n].over for n in sums)
+        form = tuple(sums.values()), tuple(trees.dims[n] for n in sums), over, fixed
         while idle:
             reducer = idle.pop()
             if reducer.form == form and reducer.idle:
@@ -139,10 +143,9 @@ class TrainingUpdate:
             sums.launch()
             self._reducers[stage] = sums, numbers
         else:
-            fixed, leaves = self.trees[stage].fixed, buffers.params[stage]
-            like = tuple(leaves[n].new_empty(0) if n in fixed else leaves[n] for n in numbers)
-            taken = zip(numbers, sums.take(like, torch.clone), strict=True)
-            self._gradients[stage] = {n: gradient for n, gradient in taken if n not in fixed}
+            fixed, leaves = self.stages[stage].trees.fixed, buffers.params[stage]
+            like = tuple([leaves[n].new_empty(0) if n in fixed else leaves[n] for n in numbers])
+            self._gradients[stage] = dict(zip(numbers, sums.take(like, torch.clone), strict=True))
 
     def join(self, buffers: Buffers, losses: Sequence[Tensor], each: Mapping[int, Tensor] | None) -> None:
         """Sum the norm and the loss over all ranks; conclude from them where the updates are to come."""
@@ -173,33 +176,40 @@ class TrainingUpdate:
 
     def step(self, buffers: Buffers, stage: int) -> None:
         """Make the new parameters and optimizer state of a stage; frozen parameters stay."""
-        ranks, current, trees = self._ranks, self.state, self.trees[stage]
+        rule, ranks, stages, current = self._rule, self._ranks, self.stages, self.state
+        trees, params, optimizer, update = stages[stage]
         self._updates_left[stage] -= 1
         self._gathers.pop(stage, None)  # which this step has waited for
-        if not self._rule.needs_all:
+        if not rule.needs_all:
             self._await_sums(stage)
             if stage in self._new_states:
                 self._stage_state[stage] = buffers.state[stage] = self._new_states.pop(stage)()
-        new = list(ranks.shards(read(current.params[stage], trees.params), trees.dims))
-        # Cast before they are multiplied, which would lose small ones.
-        sums = self._gradients.pop(stage)
-        gradients = {n: sums[n].to(new[n].dtype) for n in trees.trained if n in sums}
-        if self._factor is not None:  # not by the fused kernels, which divide by a float32
-            multiply(gradients.values(), self._factor)
-        changed, after = updated(
-            self._rule,
-            stage,
-            [gradients[n] if n in gradients else torch.zeros_like(new[n]) for n in trees.trained],
-            (read(current.optimizer[stage], trees.optimizer), trees.optimizer),
-            ([new[n] for n in trees.trained], trees.bare),
-            self._found_inf,
-            self._initial,
+        new = list(ranks.shards(read(params, trees.params), trees.dims))
+        trained = [new[n] for n in trees.trained]
+        by_number = self._gradients.pop(stage)
+        for n in trees.fixed & by_number.keys():
+            del by_number[n]
+        if (
+            rule.precision.compute or rule.precision.reduce
+        ):  # before they are multiplied, which would lose small ones
+            by_number = {n: g.to(new[n].dtype) for n, g in by_number.items()}
+        gradients = list(by_number.values())
+        if self._factor is not None and gradients:  # the fused kernels would divide by a float32
+            multiply_into_each(gradients, self._factor.to(gradients[0].device))
+        if len(gradients) < len(trained):
+            zeros = zip(trees.trained, trained, strict=True)
+            gradients = [by_number[n] if n in by_number else torch.zeros_like(leaf) for n, leaf in zeros]
+        update = update or StageUpdate(rule, stage, trees.bare, trees.optimizer)
+        changed, after = update(
+            gradients, read(optimizer, trees.optimizer), trained, self._found_inf, self._initial.step
         )
         for n, leaf in zip(trees.trained, changed, strict=True):
             new[n] = leaf
-        current.optimizer[stage] = rebuilt(after, trees.optimizer)
+        after = laid_out(after, trees.optimizer)
+        current.optimizer[stage] = trees.optimizer.treedef.unflatten(after)
+        stages[stage] = StageLeaves(trees, params, after, update)
         if ranks.shards_params:
-            current.params[stage] = rebuilt(new, trees.params)
+            self._renew(stage, new)
         else:
             self._gather(buffers, stage, new)
         if stage in self._reducers:
@@ -207,9 +217,10 @@ class TrainingUpdate:
 
     def unshard(self, buffers: Buffers, stage: int) -> None:
         """Begin to gather the parameters of a stage."""
-        leaves = list(map(local, tree_leaves(self.state.params[stage])))
-        shards = buffers.shards[stage] = tuple(self._rule.precision.to_compute(leaves))
-        buffers.gathering[stage] = gather(shards, self.trees[stage].dims, self._ranks.parts)
+        trees, leaves, *_ = self.stages[stage]
+        shards = tuple(self._rule.precision.to_compute(read(leaves, trees.params)))
+        buffers.shards[stage] = shards
+        buffers.gathering[stage] = gather(shards, trees.dims, self._ranks.parts)
 
     def finish(self) -> None:
         """Wait for the sums and gathers that are still under way."""
@@ -217,40 +228,48 @@ class TrainingUpdate:
             wait()
         self._conclusions.clear()
         self._gathers.clear()
-        note_made(self.state)
+        note_made(self.state, self.stages)
+
+    def _renew(self, stage: int, params: Sequence[Tensor]) -> None:
+        """Replace the parameters of a stage in the state by new ones, of which this rank has these parts."""
+        form = self.stages[stage].trees.params
+        leaves = laid_out(params, form)
+        self.state.params[stage] = form.treedef.unflatten(leaves)
+        self.stages[stage] = self.stages[stage]._replace(params=leaves)
 
     def _gather(self, buffers: Buffers, stage: int, shards: Sequence[Tensor]) -> None:
         """Begin to gather the new parameters of a stage; the memory is that of two stages at a time."""
-        params, trees, left = self.state.params, self.trees[stage], self._updates_left[stage]
-        precision, wait = self._rule.precision, gather(shards, trees.dims, self._ranks.parts)
+        left, precision = self._updates_left[stage], self._rule.precision
+        del buffers.params[stage]
+        if self._ranks.parts.size == 1:
+            self._renew(stage, shards)
+            buffers.params[stage] = tuple(precision.to_compute(list(shards))) if left else ()
+            return
+        wait = gather(shards, self.stages[stage].trees.dims, self._ranks.parts)
 
         @cache
         def gathered() -> Leaves:
             whole = wait()
-            params[stage] = rebuilt(whole, trees.params)
+            self._renew(stage, whole)
             # After the last update nobody computes with them.
             return tuple(precision.to_compute(list(whole))) if left else ()
 
-        del buffers.params[stage]
         buffers.gathering[stage] = self._gathers[stage] = gathered
         for earlier in [*self._gathers.values()][:-2]:
             earlier()
 
     def _await_sums(self, stage: int) -> None:
         """Wait for the sums of a stage over data ranks, and note this rank's part in the norm."""
-        trees = self.trees[stage]
+        trees = self.stages[stage].trees
         if stage in self._reducers:
             reducer, numbers = self._reducers[stage]
             self._gradients[stage] = dict(zip(numbers, reducer.wait(), strict=True))
-        counted, gradients = dict[int, Tensor](), self._gradients[stage]
-        for n in trees.counted:
-            if (g := gradients.get(n)) is None:
-                continue
-            cut = trees.cuts[n]
-            if cut.dim is None and cut.part is not None:
-                parts = cut.over.parts
-                g = g.tensor_split(parts.size, cut.part)[parts.index].contiguous()
-            counted[n] = g
+        gradients = self._gradients[stage]
+        counted = {n: gradients[n] for n in trees.counted if n in gradients}
+        for n in trees.parted & counted.keys():
+            parts, dim = trees.cuts[n].over.parts, trees.cuts[n].part
+            assert dim is not None
+            counted[n] = counted[n].tensor_split(parts.size, dim)[parts.index].contiguous()
         sums = leaf_sums(list(counted.values()), self._rule.clip.norm_type).to(self.state.step.device)
         self._norms[stage] = sums
         if self._by_leaf:
@@ -259,7 +278,7 @@ class TrainingUpdate:
     def _over_ranks(self, stage: int, mine: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """Add up the sums of the leaves of a stage over the ranks that hold parts of it, by name."""
         every = enumerate(leaf_names(Signature.of(self.state.params[stage])))
-        names = {n: name for n, name in every if n not in self.trees[stage].fixed}
+        names = {n: name for n, name in every if n not in self.stages[stage].trees.fixed}
         none = torch.zeros((), dtype=torch.float64, device=self.state.step.device)
         sums = torch.stack([none, *(mine.get(n, none) for n in names)])[1:]
         for ranks in (self._ranks.data, self._ranks.model):

@@ -180,11 +180,11 @@ class TrainingRanks(NamedTuple):
         pairs = zip(layout.axes, layout.placements, strict=True)
         return [axis for axis, placement in pairs if axis in self.axes.data_axes and placement != "R"]
 
-    def shards(self, leaves: Sequence[Tensor], dims: Dims) -> tuple[Tensor, ...]:
-        """Return the shards of leaves that this data rank updates."""
-        if self.shards_params:
-            return tuple(map(local, leaves))
-        return shard(tuple(map(local, leaves)), dims, self.parts.size, self.parts.index)
+    def shards(self, leaves: Sequence[Tensor], dims: Dims) -> Sequence[Tensor]:
+        """Return the shards of leaves of this rank that this data rank updates."""
+        if self.shards_params or self.parts.size == 1:
+            return leaves
+        return shard(leaves, dims, self.parts.size, self.parts.index)
 
     def for_step(self, params: Tree, precision: Precision) -> Tree:
         """Cast the parameters of a stage for a step; those that it gathers have no memory yet."""

@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from ppfunc._text import shown
-from ppfunc.runtime.call.forms import Form, form_of, leaves_like, same_form
+from ppfunc.runtime.call.forms import Form, form_of, has_form, leaves_like
 from ppfunc.stage import Signature
 from ppfunc.stage.layout import distributed, local
 from ppfunc.stage.signature import leaf_number
 from ppfunc.stage.tree import tree_flatten, tree_leaves
 
-from ..optim.protocols import Tree
 from .ranks import Cut, TrainingRanks
 from .sharding import Dims
-from .train_state import TrainState, require_not_donated
-from .update_rule import UpdateRule, require_state_of
+from .train_state import TrainState, require_not_donated, stages_made
+from .update_rule import StageUpdate, UpdateRule, require_state_of
 
 
 class StageTrees(NamedTuple):
@@ -35,6 +34,7 @@ class StageTrees(NamedTuple):
             they are kept so.
         counted: the numbers of the parameters whose gradients this rank counts in the norm. Of the ranks that
             hold the same, and of tied or replicated places, the first counts it.
+        parted: the numbers of those of which each data rank counts its part, although it has the whole.
     """
 
     params: Form
@@ -45,6 +45,7 @@ class StageTrees(NamedTuple):
     cuts: list[Cut]
     dims: Dims
     counted: tuple[int, ...]
+    parted: frozenset[int]
 
     @classmethod
     def of(cls, rule: UpdateRule, ranks: TrainingRanks, stage: int, state: TrainState) -> StageTrees:
@@ -58,23 +59,53 @@ class StageTrees(NamedTuple):
         whole = frozenset[int]() if ranks.shards_params else fixed
         dims = tuple(None if n in whole else cut.dim for n, cut in enumerate(cuts))
         counted = tuple(n for n in trained if n not in again and _counts(ranks, cuts[n]))
-        return cls(*forms, form_of(*tree_flatten(bare)), fixed, trained, cuts, dims, counted)
+        parted = frozenset(n for n, cut in enumerate(cuts) if cut.dim is None and cut.part is not None)
+        return cls(*forms, form_of(*tree_flatten(bare)), fixed, trained, cuts, dims, counted, parted)
 
-    def describes(self, stage: int, state: TrainState) -> bool:
-        """Tell whether the trees of the stage have these forms."""
-        pairs = (state.params[stage], self.params), (state.optimizer[stage], self.optimizer)
-        return all(same_form(tree, form) is not None for tree, form in pairs)
+    def leaves_of(self, stage: int, state: TrainState) -> StageLeaves | None:
+        """Return the leaves of the stage of a state, if its trees have these structures; else None."""
+        params = leaves_like(state.params[stage], self.params)
+        try:  # in half the time, in any order of keys
+            optimizer: list[Any] = self.optimizer.treedef.flatten_up_to(state.optimizer[stage])
+        except ValueError:
+            return None
+        return None if params is None else StageLeaves(self, params, optimizer)
 
 
-def read(tree: Tree, form: Form) -> list[Tensor]:
+class StageLeaves(NamedTuple):
+    """Hold the leaves of a stage of a state.
+
+    Args:
+        trees: describe them.
+        params, optimizer: as the state has them, tensors or DTensors.
+        update: of these leaves, None until it was needed; the next step goes on with it.
+    """
+
+    trees: StageTrees
+    params: list[Tensor]
+    optimizer: list[Tensor]
+    update: StageUpdate | None = None
+
+    def has_form(self) -> bool:
+        """Tell whether they have the forms of the trees."""
+        return has_form(self.params, self.trees.params) and has_form(self.optimizer, self.trees.optimizer)
+
+    def same(self, other: StageLeaves | None) -> bool:
+        """Tell whether others are the same objects."""
+        if other is None or len(self.optimizer) != len(other.optimizer):
+            return False
+        pairs = zip((*self.params, *self.optimizer), (*other.params, *other.optimizer), strict=False)
+        return len(self.params) == len(other.params) and all([a is b for a, b in pairs])
+
+
+def read(leaves: list[Tensor], form: Form) -> list[Tensor]:
     """Return the local leaves of a tree of this form."""
-    leaves = leaves_like(tree, form) or []
     return leaves if form.layouts is None else list(map(local, leaves))
 
 
-def rebuilt(leaves: Sequence[Tensor], form: Form) -> Tree:
-    """Make a tree of this form of its local leaves."""
-    return form.treedef.unflatten(leaves if form.layouts is None else map(distributed, leaves, form.layouts))
+def laid_out(leaves: Sequence[Tensor], form: Form) -> list[Tensor]:
+    """Make the leaves of a tree of this form of its local leaves."""
+    return list(leaves if form.layouts is None else map(distributed, leaves, form.layouts))
 
 
 def _counts(ranks: TrainingRanks, cut: Cut) -> bool:
@@ -91,27 +122,37 @@ def _further_places(ranks: TrainingRanks, stage: int, signature: Signature) -> s
     return {leaf_number(signature, name, "params") for name in names}
 
 
-def trees_of(
+def stages_of(
     rule: UpdateRule, ranks: TrainingRanks, state: TrainState, known: dict[int, StageTrees]
-) -> dict[int, StageTrees]:
-    """Return the trees of the stages of a state.
+) -> tuple[dict[int, StageLeaves], bool]:
+    """Read the stages of a state.
 
     Args:
         known: by stage, the trees of the state that was checked last; updated in place.
 
+    Returns:
+        The leaves by stage, and whether all are those that a step has made.
+
     Raises:
         TypeError, ValueError: it is not a state of this trainer, or its leaves were donated to an update.
     """
-    scale = rule.precision.scale
+    scale, here = rule.precision.scale, ranks.stages
     keys = set() if scale is None else set(scale.init("cpu"))
-    _require_parts(state, ranks.stages, keys, 1 if rule.states.reduce is not None else ranks.data.size)
+    _require_parts(state, here, keys, 1 if rule.states.reduce is not None else ranks.data.size)
     require_not_donated(state)
-    for s in ranks.stages:
-        if s not in known or not known[s].describes(s, state):
+    made, stages, same = stages_made(state), dict[int, StageLeaves](), dict[int, bool]()
+    for s in here:
+        leaves, before = known[s].leaves_of(s, state) if s in known else None, made.get(s)
+        if leaves is None or not leaves.has_form():
             trained = rule.frozen.trained(s, state.params[s])
             require_state_of(rule, trained, state.optimizer[s], f"state.optimizer[{s}]")
             known[s] = StageTrees.of(rule, ranks, s, state)
-    return dict(known)
+            leaves = known[s].leaves_of(s, state)
+        assert leaves is not None
+        same[s] = leaves.same(before)
+        # What has updated these leaves goes on with them, and checks nothing again.
+        stages[s] = before if before and same[s] and before.trees is leaves.trees else leaves
+    return stages, all(same.values())
 
 
 def _require_parts(state: TrainState, stages: Sequence[int], scale: Set[str], data_ranks: int) -> None:

@@ -1,7 +1,6 @@
 """Define the state of training and the metrics of a step: trees of tensors."""
 
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -9,13 +8,14 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ppfunc._text import answering
-from ppfunc.stage._torch import storage
 from ppfunc.stage.tree import tree_leaves
 
+from .._torch import note_on_memory, noted_on_memory
 from ..optim.protocols import Tree
 
-_made: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the step of a state: the count when it was made
-_written: dict[int | None, tuple[int, ref[Tensor], ref[Tensor]]] = {}  # by storage: the count, leaf and step
+_made: WeakIdKeyDictionary = (
+    WeakIdKeyDictionary()
+)  # by the step of a state: the count when it was made, and its stages
 _count = [0]  # of updates in place
 
 
@@ -77,34 +77,40 @@ class Metrics(NamedTuple):
     leaf_norms: dict[int, dict[str, Tensor]] | None = None
 
 
-def note_made(state: TrainState) -> TrainState:
-    """Note that the leaves of a state have their values from now on."""
-    _made[state.step] = _count[0]
+def note_made(state: TrainState, stages: Mapping[int, Any]) -> TrainState:
+    """Note that the leaves of a state have their values from now on, and what is known of them, by stage."""
+    _made[state.step] = _count[0], stages
     return state
 
 
-def mark_donated(step: Tensor, written: Iterable[Tensor]) -> None:
-    """Note leaves that were updated in place in a step from the state of this ``step``: what was made of them
-    before raises at its next use.
+def stages_made(state: TrainState) -> Mapping[int, Any]:
+    """Return what is known of the leaves of a state; nothing of a copy that a caller has made."""
+    return _made.get(state.step, (0, {}))[1]
+
+
+class Donation:
+    """Notes, on the memory of leaves, the last update of them in place: its number, and the step of the state
+    that it was given. What was made of these leaves before raises at its next use.
     """
-    for leaf in written:
+
+    count: int
+    step: ref[Tensor]
+
+    def mark(self, step: Tensor, written: Sequence[Tensor]) -> None:
+        """Note an update from the state of this ``step``, of leaves that are marked, and of ``written``."""
         _count[0] += 1
-        at = storage(leaf)
-        _written[at] = _count[0], ref(leaf, partial(_forget, at)), ref(step)
-
-
-def _forget(at: int | None, gone: ref[Tensor]) -> None:
-    if at in _written and _written[at][1] is gone:
-        del _written[at]
+        self.count, self.step = _count[0], ref(step)
+        for leaf in written:
+            note_on_memory(leaf, self)
 
 
 def require_not_donated(state: TrainState) -> None:
     """Raise ValueError for a state whose leaves were updated in place: they have values of a later step."""
-    made = _made.get(state.step)  # None for a copy that a caller has made
-    for leaf in () if made == _count[0] else tree_leaves((state.params, state.optimizer)):
-        count, _, step = _written.get(storage(leaf), (0, None, None))
-        own = step is not None and step() is state.step
-        if own or (made is not None and count > made):
+    since, _ = _made.get(state.step, (None, {}))
+    for leaf in () if since == _count[0] else tree_leaves((state.params, state.optimizer)):
+        donation: Donation | None = noted_on_memory(leaf)
+        own = donation is not None and donation.step() is state.step
+        if own or (donation is not None and since is not None and donation.count > since):
             one = "it" if own else "another state of the same tensors"
             raise ValueError(
                 f"state: a step was given {one}, and has updated it in place, as donate=True says; go on from"

@@ -1,8 +1,9 @@
 """Define how gradients become new parameters."""
 
 import reprlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from math import inf
+from operator import is_
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
@@ -17,16 +18,14 @@ from ppfunc.stage.modules.frozen import FrozenLeaves
 from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 
-from .._torch import multiply_into_each
+from .._torch import looked_through
 from ..optim.norms import Clip
-from ..optim.protocols import Optimizer, Tree, require_pair, skipping, text_of
+from ..optim.protocols import Optimizer, Tree, UpdateLeaves, prepared, require_pair, skipping, text_of
 from .precision import Precision
 from .states import StateRule
-from .train_state import TrainState, mark_donated
+from .train_state import Donation
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
-Flat = tuple[list[Tensor], Form]
-"""Leaves of a tree, and its form."""
 
 
 class UpdateRule(NamedTuple):
@@ -98,48 +97,87 @@ class UpdateRule(NamedTuple):
         return clips or scales or self.on_nonfinite != "ignore"
 
 
-def updated(
-    rule: UpdateRule,
-    stage: int,
-    grads: list[Tensor],
-    state: Flat,
-    params: Flat,
-    found_inf: Tensor | None,
-    initial: TrainState,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Run the optimizer on gradients, its state and parameters of a stage, without frozen parameters.
+class StageUpdate:
+    """Updates the leaves of a stage, each time those that it made the last time, without frozen parameters.
 
     Args:
-        found_inf: 1 where nothing may change, of a rule that skips.
-        initial: the state that the caller gave, whose leaves the optimizer may write into.
-
-    Returns:
-        The leaves of the parameters and of the state.
+        rule: how gradients become new parameters.
+        stage: of the model, for errors.
+        params, optimizer: forms of the parameters that train, and of the optimizer state.
     """
-    leaves = [*state[0], *params[0]]
-    before = versions(leaves)
-    try:
-        results = rule.optimizer.update(
-            params[1].treedef.unflatten(grads),
-            state[1].treedef.unflatten(state[0]),
-            params[1].treedef.unflatten(params[0]),
-            found_inf=found_inf if rule.on_nonfinite == "skip" else None,
+
+    def __init__(self, rule: UpdateRule, stage: int, params: Form, optimizer: Form) -> None:
+        self._rule, self._stage, self._forms = rule, stage, (params, optimizer)
+        self._run: UpdateLeaves | None = None
+        self._donation, self._written = Donation(), list[Tensor]()
+
+    def __call__(
+        self,
+        grads: list[Tensor],
+        state: list[Tensor],
+        params: list[Tensor],
+        found_inf: Tensor | None,
+        step: Tensor,
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Run the optimizer.
+
+        Args:
+            found_inf: 1 where nothing may change, of a rule that skips.
+            step: of the state that the caller gave, whose leaves the optimizer may write into.
+
+        Returns:
+            The leaves of the parameters and of the state.
+        """
+        rule, (of_params, of_state) = self._rule, self._forms
+        found_inf = found_inf if rule.on_nonfinite == "skip" else None
+        seen, written = looked_through((grads, state, params)), list[Tensor]()
+        if self._run is None and not seen:
+            trees = of_state.treedef.unflatten(state), of_params.treedef.unflatten(params)
+            self._run = prepared(rule.optimizer, *trees) or self._by_trees
+        try:
+            run = self._by_trees if seen or self._run is None else self._run
+            return run(grads, state, params, found_inf, written)
+        finally:
+            if written:
+                new = len(written) != len(self._written) or not all(map(is_, written, self._written))
+                self._donation.mark(step, written if new else ())
+                self._written = written
+
+    def _by_trees(
+        self,
+        grads: Sequence[Tensor],
+        state: Sequence[Tensor],
+        params: Sequence[Tensor],
+        found_inf: Tensor | None,
+        written: list[Tensor],
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Run an update that knows trees alone; ``written`` gets the leaves that it has written into."""
+        stage, (of_params, of_state) = self._stage, self._forms
+        leaves = [*state, *params]
+        before = versions(leaves)
+        try:
+            results = self._rule.optimizer.update(
+                of_params.treedef.unflatten(grads),
+                of_state.treedef.unflatten(state),
+                of_params.treedef.unflatten(params),
+                found_inf=found_inf,
+            )
+        finally:
+            pairs = zip(leaves, before, versions(leaves), strict=True)
+            written += [leaf for leaf, one, other in pairs if one != other]
+        if not isinstance(results, tuple) or len(results) != 2:
+            raise TypeError(
+                f"the optimizer has returned {reprlib.repr(results)} for stage {stage}, expected (parameters,"
+                " state)"
+            )
+        new, after = results
+        return _alike(stage, "parameter", params, of_params, new), _alike(
+            stage, "state", state, of_state, after
         )
-    finally:
-        pairs = zip(leaves, before, versions(leaves), strict=True)
-        written = [leaf for leaf, one, other in pairs if one != other]
-        mark_donated(initial.step, written)
-    if not isinstance(results, tuple) or len(results) != 2:
-        raise TypeError(
-            f"the optimizer has returned {reprlib.repr(results)} for stage {stage}, expected (parameters,"
-            " state)"
-        )
-    return _alike(stage, "parameter", params, results[0]), _alike(stage, "state", state, results[1])
 
 
-def _alike(stage: int, name: str, old: Flat, new: Tree) -> list[Tensor]:
+def _alike(stage: int, name: str, before: Sequence[Tensor], form: Form, new: Tree) -> list[Tensor]:
     """Return the leaves of a tree that the optimizer has made; raise ValueError for one of another form."""
-    before, form = old
     after = leaves_like(new, form)
     if after is None:  # its keys may be in another order
         after, structure = tree_flatten(new)
@@ -165,12 +203,6 @@ def _alike(stage: int, name: str, old: Flat, new: Tree) -> list[Tensor]:
                 f"the optimizer has made {got} of {where}; expected the same shape, dtype and device"
             )
     return after
-
-
-def multiply(gradients: Collection[Tensor], factor: Tensor) -> None:
-    """Multiply gradients in place, each in its dtype."""
-    for device in dict.fromkeys(g.device for g in gradients):
-        multiply_into_each([g for g in gradients if g.device == device], factor.to(device))
 
 
 def updated_ones(optimizer: Optimizer, params: Tree, gradients: Sequence[float] = (1.0, -0.5, 0.25)) -> Tree:

@@ -14,7 +14,8 @@ from torch import nn
 
 import ppfunc as pp
 from ppfunc.schedule import Op
-from ppfunc.stage.tree import tree_leaves
+from ppfunc.stage.tree import tree_leaves, tree_map
+from ppfunc.training.update import train_state
 from tests import models
 from tests.models import affine, dense, mlp, mlp_params, new_trainer, normal, same_bits, squared
 from tests.training.trainer.problems import (
@@ -140,6 +141,46 @@ def test_a_donated_state_has_the_same_bits_also_where_a_step_is_skipped():
         found.append((state, str(metrics)))
     assert same_bits(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.params[0].update(w=state.params[0]["w"] / 2),
+        lambda state: state.optimizer[2]["mean"].update(w=torch.ones_like(state.params[2]["w"])),
+        lambda state: state.optimizer[1].update(updates=torch.tensor(7)),
+        lambda state: state.params[3]["w"].mul_(0.5),
+        lambda state: setattr(state.optimizer[1]["square"]["w"], "data", normal(WIDTH, WIDTH).square().T),
+    ],
+)
+def test_a_state_that_was_changed_in_its_place_is_read_anew(change):
+    """A step goes on with the leaves that the last has made, and looks at each all the same."""
+    stages, params, x, y = problem()
+    optimizer = pp.optim.adamw(1e-2, donate=True)
+    with new_trainer(stages, squared, pp.zb_h1(4, 4), optimizer, clip=0.1) as trainer:
+        state, _ = train(trainer, {s: copy_of(tree) for s, tree in params.items()}, x, y, steps=2)
+        change(state)
+        copied = tree_map(torch.clone, state)
+        wanted, _ = trainer.step(copied, x, y)
+        after, _ = trainer.step(state, x, y)
+    assert same_bits(after, wanted)
+
+
+def test_a_warm_step_prepares_nothing_and_marks_nothing_again(monkeypatch):
+    stages, params, x, y = problem()
+    counted, optimizer = [], pp.optim.adamw(1e-2, donate=True)
+    update, prepare = optimizer.on_leaves
+    optimizer = optimizer._replace(on_leaves=(update, lambda *trees: counted.append("") or prepare(*trees)))
+    marked = train_state.note_on_memory
+    monkeypatch.setattr(train_state, "note_on_memory", lambda *args: counted.append("") or marked(*args))
+    with new_trainer(stages, squared, pp.zb_h1(4, 4), optimizer, clip=0.1) as trainer:
+        state, _ = train(trainer, {s: copy_of(tree) for s, tree in params.items()}, x, y, steps=1)
+        assert len(counted) == 4 + 4 * 3  # a matrix and two moments of each stage
+        state, _ = trainer.step(state, x, y)
+        state, _ = trainer.steps(state, [(x, y)] * 2)
+        assert len(counted) == 16
+        trainer.step(tree_map(torch.clone, state), x, y)
+        assert len(counted) == 32
 
 
 def test_what_is_not_finite_raises_or_is_ignored_where_asked():
