@@ -78,6 +78,14 @@ def record_event(device: torch.device, timing: bool = False) -> torch.Event:
     return event
 
 
+def record_sleeping_event(device: torch.device) -> Any:
+    """Record an event for which a thread sleeps; while it waits for another kind, it keeps a core busy."""
+    with on_device(device):
+        event = torch.get_device_module(device).Event(blocking=True)  # of which torch.Event knows nothing
+        event.record()
+    return event
+
+
 class SideStreams(dict[torch.device, torch.Stream]):
     """Holds a stream of its own for every device, made when it is first used."""
 

@@ -455,7 +455,9 @@ def as_nccl(gpu=None):
     with (
         patch.object(dist, "ProcessGroupNCCL", FakeNCCL, create=True),
         patch.object(opening, "open_nccl", over_gloo),
-        patch.object(p2p, "record_event", lambda device: SimpleNamespace(synchronize=gpu or (lambda: None))),
+        patch.object(
+            p2p, "record_sleeping_event", lambda device: SimpleNamespace(synchronize=gpu or (lambda: None))
+        ),
         patch.object(dist, "get_backend_config", lambda group: "cpu:nccl"),
         patch.dict(_torch.CARRIES, nccl="cpu"),
         pp.P2P(timeout=30) as transport,

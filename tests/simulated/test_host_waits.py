@@ -112,11 +112,22 @@ SHARED = {
 
 
 @pytest.mark.parametrize("shared", SHARED)
-def test_a_step_between_ranks_waits_at_its_end_alone(simulate, shared):
-    """It waited for each of the losses, their sum, their weights, and for comparisons of what is shared."""
-    gpu, (schedule, options) = simulate(devices=2), SHARED[shared]
+def test_a_step_between_ranks_waits_at_its_end_alone(simulate, shared, monkeypatch):
+    """It waited for each of the losses, their sum, their weights, and for comparisons of what is shared.
+
+    Who waits there sleeps: the thread kept a core busy as long as the device had work.
+    """
+    gpu, (schedule, options), sleeping = simulate(devices=2), SHARED[shared], []
+
+    class Event(torch.cuda.Event):
+        def __new__(cls, blocking=False):
+            sleeping.append(blocking)
+            return super().__new__(cls, blocking=blocking)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     with simulated_nccl():
         (waits, polls), _ = in_threads(2, partial(counted, **options), remove_tail(schedule), gpu)
+    assert len(sleeping) >= 4 and all(sleeping)
     assert [kind for kind, _ in waits] == ["event"], waits
     assert sum(waits.values()) == 2  # one of each rank
     assert not polls

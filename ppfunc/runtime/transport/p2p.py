@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc._text import naming_arguments
-from ppfunc.stage.device import download, record_event
+from ppfunc.stage.device import download, record_sleeping_event
 from ppfunc.stage.interrupts import hold_interrupts
 
 from ..control.connections import in_thread
@@ -188,7 +188,7 @@ class P2P(Control):
             return
         self._synchronizing, peer = True, (self.links.rank + 1) % self.links.size
         try:
-            ended = in_thread(record_event(device).synchronize, "waits for the GPU")
+            ended = in_thread(record_sleeping_event(device).synchronize, "waits for the GPU")
             self.links.settle(peer, ended, "what it has given its GPU, which has not ended,")
         finally:
             self._synchronizing = False
