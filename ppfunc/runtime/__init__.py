@@ -26,11 +26,8 @@ from typing import TYPE_CHECKING
 from ppfunc._lazy import attach
 
 if TYPE_CHECKING:
-    from .call.batch import (
-        Microbatches as Microbatches,
-        microbatch as microbatch,
-        replicated as replicated,
-    )
+    from .call.batch import Microbatches as Microbatches, replicated as replicated
+    from .call.forms import microbatch as microbatch
     from .call.results import Aux as Aux, StepResult as StepResult
     from .call.step import StepFunction as StepFunction
     from .errors import AgreementError as AgreementError, PipelineError as PipelineError

@@ -9,4 +9,5 @@
                      checksum             of a tensor, on its device
     programs.py      require_same_programs: what stages call, on ranks that hold the same
     ties.py          shared_leaves        the parameters that several stages hold
+                     require_declared     refuses untied parameters that share memory
 """

@@ -9,19 +9,27 @@ places alike.
 import json
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from operator import add, gt
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Signature
+from ppfunc.stage._torch import is_wrapped
 from ppfunc.stage.layout import local
-from ppfunc.stage.signature import leaf_names, leaf_number
+from ppfunc.stage.signature import differentiable, leaf_names, leaf_number
+from ppfunc.stage.tree import tree_leaves
 
-from ..call.forms import Tied as Tied
+from ..call.batch import Leaves
+from ..call.forms import extent
 from ..errors import AgreementError
 from ..transport.protocols import ControlTransport
 from .comparison import checksum
+
+Tied = tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
+"""By name, in order, the places of each tied parameter: (stage of the model, name of the leaf)."""
 
 TiedPlaces = Mapping[str, Sequence[tuple[int, str]]] | None
 """By name, the places of each tied parameter, as callers write them."""
@@ -270,3 +278,67 @@ def differs(what: str, here: str, there: str) -> str:
 
 OTHER_VALUES = "has other values"
 """Words for a parameter of which places have different values."""
+
+
+# -- parameters that share memory
+
+
+def require_declared(
+    params: Mapping[int, Leaves],
+    forms: Mapping[int, Signature],
+    extents: Sequence[int],
+    tied: Tied,
+    primal: str = "",
+) -> None:
+    """Raise ValueError for parameters of two stages that share memory and are not tied.
+
+    Each would get a part of the gradient. Leaves of one stage may share memory, as under ``torch.func.grad``,
+    unless one of them is tied.
+
+    Args:
+        forms: of the parameters.
+        extents: of all leaves, bytes from the first element to the last.
+        primal: prefix of the names of parameters that are no tangents.
+    """
+    leaves = [leaf for stage in forms for leaf in params[stage]]
+    names: list[tuple[int, str]] = []
+    for one, other in sharing(leaves, extents):
+        names = names or [
+            (stage, name) for stage, signature in forms.items() for name in leaf_names(signature)
+        ]
+        groups = [{name for name, group in tied if names[n] in group} for n in (one, other)]
+        proper = all(names[n][1].startswith(primal) and differentiable(leaves[n].dtype) for n in (one, other))
+        if proper and not groups[0] & groups[1] and (names[one][0] != names[other][0] or any(groups)):
+            (a, first), (b, second) = sorted((names[one], names[other]))
+            mend = "give each a copy of its own"
+            same = (torch.Tensor.size, torch.Tensor.stride, torch.Tensor.data_ptr)
+            if all(read(leaves[one]) == read(leaves[other]) for read in same):
+                declared = f"tied={{'name': [({a}, {first!r}), ({b}, {second!r})]}}"
+                mend = f"declare it, {declared}, to get the sum of both gradients at each, or {mend}"
+            raise ValueError(f"params[{a}] {first!r} and params[{b}] {second!r} share memory; {mend}")
+
+
+def require_declared_trees(params: Mapping[int, Any], tied: Tied) -> None:
+    """Apply :func:`require_declared` to trees as a caller gives them, which may have no values yet."""
+    leaves = {stage: tuple(local(leaf) for leaf in tree_leaves(tree)) for stage, tree in params.items()}
+    extents = [0 if leaf.is_meta else extent(leaf) for tree in leaves.values() for leaf in tree]
+    require_declared(leaves, {stage: Signature.of(tree) for stage, tree in params.items()}, extents, tied)
+
+
+def sharing(tensors: Sequence[torch.Tensor], extents: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Find tensors whose memory overlaps, as pairs of numbers; views that lie between each other count too.
+
+    Args:
+        extents: of each tensor, bytes from its first element to its last.
+    """
+    # What is transformed has no memory to look at.
+    addresses = [0 if is_wrapped(t) else t.data_ptr() for t in tensors]
+    # Where nothing overlaps, each tensor ends before the next begins.
+    if not any(map(gt, sorted(map(add, addresses, extents)), sorted(addresses)[1:])):
+        return
+    before: list[int] = []  # those that may reach beyond the address
+    for address, number in sorted(zip(addresses, range(len(tensors)), strict=True)):
+        if address and extents[number]:
+            before = [other for other in before if addresses[other] + extents[other] > address]
+            yield from ((other, number) for other in before)
+            before.append(number)

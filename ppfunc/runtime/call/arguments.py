@@ -18,7 +18,7 @@ from ppfunc.stage._torch import is_wrapped, without_transforms
 from ppfunc.stage.constants import with_constants
 
 from ..execution.buffers import ParameterUpdate
-from .batch import Leaves, Microbatches, cut
+from .batch import Leaves, Microbatches
 from .forms import StepForm, TreeForm, read_tree, require_values, same_form, step_form
 
 P = ParamSpec("P")
@@ -214,7 +214,8 @@ class _Reader:
                 )
             return [self.read(tree, f"{name}[{i}]", 0) for i, tree in enumerate(batch)]
         try:
-            return cut(self.read(batch, name, m), m, self.trees[name].whole)
+            leaves = self.read(batch, name, m)
+            return self.trees[name].cut(leaves, m)
         except ValueError as error:
             if isinstance(batch, list) and len(batch) == m:
                 raise ValueError(

@@ -1,23 +1,20 @@
-"""Cut batches into microbatches, or take microbatches as the caller made them."""
+"""Hold microbatches, and mark parts of a batch; refuse batches that cannot be cut."""
 
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice, repeat
-from numbers import Integral
+from itertools import chain, islice
 from typing import Any
 
 import optree
 import torch
-from einops import rearrange
 from optree import PyTreeSpec
 
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import register_pytree_node
-from ppfunc.stage.constants import MaskParts, with_constants, without_constants
+from ppfunc.stage.constants import MaskParts
 from ppfunc.stage.layout import distributed, layout_of, local
-from ppfunc.stage.signature import flatten
-from ppfunc.stage.tree import NAMESPACE, tree_leaves, tree_map, tree_paths
+from ppfunc.stage.tree import NAMESPACE, tree_leaves, tree_map
 
 Leaves = tuple[torch.Tensor, ...]
 
@@ -45,6 +42,7 @@ def replicated(tree: Any) -> Replicated:
     Args:
         tree: a tensor, of any shape, or a tree of tensors.
 
+    >>> from ppfunc.runtime import microbatch
     >>> x, table = torch.zeros(4, 2), torch.ones(3, 2)
     >>> [(part.shape[0], whole.shape[0]) for part, whole in microbatch((x, replicated(table)), 2)]
     [(2, 3), (2, 3)]
@@ -76,8 +74,8 @@ def _is_marked(value: Any) -> bool:
 class Microbatches:
     """Holds the microbatches of one batch: trees of tensors, which may differ in structure and shape.
 
-    It is a sequence, and a node of torch's pytrees. :func:`microbatch` makes one from a batch. A step whose
-    inputs are Microbatches returns their gradients and its outputs as Microbatches.
+    It is a sequence, and a node of torch's pytrees. :func:`ppfunc.microbatch` makes one from a batch. A
+    step whose inputs are Microbatches returns their gradients and its outputs as Microbatches.
 
     Args:
         trees: one tree of tensors per microbatch, in order.
@@ -144,8 +142,9 @@ class Microbatches:
         return Microbatches(map(function, self.trees))
 
     def join(self) -> Any:
-        """Concatenate the microbatches along axis 0 into one tree, which undoes :func:`microbatch`.
+        """Concatenate the microbatches along axis 0 into one tree, which undoes :func:`ppfunc.microbatch`.
 
+        >>> from ppfunc.runtime import microbatch
         >>> microbatch(torch.arange(4), 2).join()
         tensor([0, 1, 2, 3])
         """
@@ -174,38 +173,6 @@ register_pytree_node(
 )
 
 
-def microbatch(batch: Any, microbatches: int) -> Microbatches:
-    """Cut a batch along axis 0: every leaf ``[m b, ...]`` becomes ``m`` views ``[b, ...]``.
-
-    Of a DTensor, each rank cuts its local tensor.
-
-    Args:
-        batch: a tree of tensors with the same size of axis 0; others are :func:`replicated`.
-        microbatches: ``m``, at least 1, which must divide that size.
-
-    Raises:
-        ValueError: a leaf has no axis 0, or one that is not divisible by ``m``, or leaves disagree on its
-            size.
-        TypeError: a leaf is not a tensor, or ``microbatches`` is not an integer.
-
-    >>> microbatch({"x": torch.zeros(6, 2)}, 3)[0]["x"].shape
-    torch.Size([2, 2])
-    """
-    if not isinstance(microbatches, Integral):
-        raise TypeError(
-            f"got {type(microbatches).__name__} as the number of microbatches, expected an integer"
-        )
-    if microbatches < 1:
-        raise ValueError(f"got {microbatches} microbatches, expected at least 1")
-    batch, whole = without_marks(with_constants(batch, "batch"))
-    leaves, treedef = flatten(batch, "batch")
-    refuse_microbatches(treedef, "batch")
-    m, tensors, signature = int(microbatches), tuple(map(local, leaves)), Signature.of(batch)
-    require_divisible(tensors, tree_paths(treedef), m, "batch", whole)
-    wrap = signature.cut(m, whole).wrap
-    return Microbatches(without_constants(wrap(part)) for part in cut(tensors, m, whole))
-
-
 def refuse_microbatches(treedef: PyTreeSpec, name: str) -> None:
     """Raise TypeError for Microbatches within a tree, whose rows would be cut again."""
     nodes = [treedef]
@@ -217,21 +184,6 @@ def refuse_microbatches(treedef: PyTreeSpec, name: str) -> None:
                 " tree, ...])"
             )
         nodes += node.children()
-
-
-def cut(
-    leaves: Sequence[torch.Tensor], microbatches: int, whole: Sequence[bool] | None = None
-) -> list[Leaves]:
-    """Cut leaves into those of every microbatch, as views; each has those that are ``whole``."""
-    if not leaves:
-        return [()] * microbatches
-    columns = [
-        [leaf] * microbatches
-        if of_each
-        else rearrange(leaf, "(m b) ... -> m b ...", m=microbatches).unbind(0)
-        for leaf, of_each in zip(leaves, whole or repeat(False), strict=False)
-    ]
-    return list(zip(*columns, strict=True))
 
 
 def require_divisible(

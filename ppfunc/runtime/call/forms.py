@@ -1,27 +1,29 @@
-"""Describe the arguments of one call by all that a program depends on beside the values.
+"""Read trees and batches, and describe them by all that a program depends on beside the values.
 
 Every step compares its trees with the form of its program, so comparing has to be fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from operator import add, gt
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
+from einops import rearrange
 from optree import PyTreeSpec
 
 from ppfunc.stage import LeafSignature, Signature
-from ppfunc.stage._torch import guards, is_dtensor, is_wrapped, transforming, values
+from ppfunc.stage._torch import guards, is_dtensor, transforming, values
+from ppfunc.stage.constants import with_constants, without_constants
 from ppfunc.stage.device import accelerates
 from ppfunc.stage.layout import MeshLayout, layout_of, local, same_layout
-from ppfunc.stage.signature import differentiable, flatten, leaf_names
-from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_paths, tree_structure
+from ppfunc.stage.signature import flatten
+from ppfunc.stage.tree import tree_flatten, tree_paths, tree_structure
 
-from .batch import Leaves, refuse_microbatches, require_divisible, without_marks
+from .batch import Leaves, Microbatches, refuse_microbatches, require_divisible, without_marks
 
 
 class NestedDicts(NamedTuple):
@@ -142,6 +144,18 @@ class TreeForm:
     rows: int | None
     whole: tuple[bool, ...] | None
 
+    def cut(self, leaves: Leaves, microbatches: int) -> list[Leaves]:
+        """Cut the leaves of a whole batch into those of every microbatch, as views."""
+        if not leaves:
+            return [()] * microbatches
+        columns = [
+            [leaf] * microbatches
+            if of_each
+            else rearrange(leaf, "(m b) ... -> m b ...", m=microbatches).unbind(0)
+            for leaf, of_each in zip(leaves, self.whole or repeat(False), strict=False)
+        ]
+        return list(zip(*columns, strict=True))
+
     @property
     def key(self) -> tuple[Any, ...]:
         """Return a hashable key, equal for equal forms."""
@@ -216,6 +230,34 @@ def read_tree(tree: Any, name: str, microbatches: int) -> tuple[Leaves, TreeForm
     )
 
 
+def microbatch(batch: Any, microbatches: int) -> Microbatches:
+    """Cut a batch along axis 0: every leaf ``[m b, ...]`` becomes ``m`` views ``[b, ...]``.
+
+    Of a DTensor, each rank cuts its local tensor.
+
+    Args:
+        batch: a tree of tensors with the same size of axis 0; others are :func:`replicated`.
+        microbatches: ``m``, at least 1, which must divide that size.
+
+    Raises:
+        ValueError: a leaf has no axis 0, or one that is not divisible by ``m``, or leaves disagree on its
+            size.
+        TypeError: a leaf is not a tensor, or ``microbatches`` is not an integer.
+
+    >>> microbatch({"x": torch.zeros(6, 2)}, 3)[0]["x"].shape
+    torch.Size([2, 2])
+    """
+    if not isinstance(microbatches, Integral):
+        raise TypeError(
+            f"got {type(microbatches).__name__} as the number of microbatches, expected an integer"
+        )
+    if microbatches < 1:
+        raise ValueError(f"got {microbatches} microbatches, expected at least 1")
+    leaves, form = read_tree(with_constants(batch, "batch"), "batch", int(microbatches))
+    parts = map(form.signature.wrap, form.cut(leaves, int(microbatches)))
+    return Microbatches(map(without_constants, parts))
+
+
 def step_form(
     trees: Mapping[str, TreeForm],
     stages: Sequence[int],
@@ -274,73 +316,6 @@ def _device(params: Mapping[int, Leaves], stage: int, inputs: Sequence[Leaves]) 
     if device is None:
         device = next((t.device for row in inputs for t in row), None)
     return torch.get_default_device() if device is None or device.type == "meta" else device
-
-
-# -- memory that parameters share
-
-Tied = tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
-"""By name, in order, the places of each tied parameter: (stage of the model, name of the leaf)."""
-
-
-def require_declared(
-    params: Mapping[int, Leaves],
-    forms: Mapping[int, Signature],
-    extents: Sequence[int],
-    tied: Tied,
-    primal: str = "",
-) -> None:
-    """Raise ValueError for parameters of two stages that share memory and are not tied.
-
-    Each would get a part of the gradient. Leaves of one stage may share memory, as under ``torch.func.grad``,
-    unless one of them is tied.
-
-    Args:
-        forms: of the parameters.
-        extents: of all leaves, bytes from the first element to the last.
-        primal: prefix of the names of parameters that are no tangents.
-    """
-    leaves = [leaf for stage in forms for leaf in params[stage]]
-    names: list[tuple[int, str]] = []
-    for one, other in sharing(leaves, extents):
-        names = names or [
-            (stage, name) for stage, signature in forms.items() for name in leaf_names(signature)
-        ]
-        groups = [{name for name, group in tied if names[n] in group} for n in (one, other)]
-        proper = all(names[n][1].startswith(primal) and differentiable(leaves[n].dtype) for n in (one, other))
-        if proper and not groups[0] & groups[1] and (names[one][0] != names[other][0] or any(groups)):
-            (a, first), (b, second) = sorted((names[one], names[other]))
-            mend = "give each a copy of its own"
-            same = (torch.Tensor.size, torch.Tensor.stride, torch.Tensor.data_ptr)
-            if all(read(leaves[one]) == read(leaves[other]) for read in same):
-                declared = f"tied={{'name': [({a}, {first!r}), ({b}, {second!r})]}}"
-                mend = f"declare it, {declared}, to get the sum of both gradients at each, or {mend}"
-            raise ValueError(f"params[{a}] {first!r} and params[{b}] {second!r} share memory; {mend}")
-
-
-def require_declared_trees(params: Mapping[int, Any], tied: Tied) -> None:
-    """Apply :func:`require_declared` to trees as a caller gives them, which may have no values yet."""
-    leaves = {stage: tuple(local(leaf) for leaf in tree_leaves(tree)) for stage, tree in params.items()}
-    extents = [0 if leaf.is_meta else extent(leaf) for tree in leaves.values() for leaf in tree]
-    require_declared(leaves, {stage: Signature.of(tree) for stage, tree in params.items()}, extents, tied)
-
-
-def sharing(tensors: Sequence[torch.Tensor], extents: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Find tensors whose memory overlaps, as pairs of numbers; views that lie between each other count too.
-
-    Args:
-        extents: of each tensor, bytes from its first element to its last.
-    """
-    # What is transformed has no memory to look at.
-    addresses = [0 if is_wrapped(t) else t.data_ptr() for t in tensors]
-    # Where nothing overlaps, each tensor ends before the next begins.
-    if not any(map(gt, sorted(map(add, addresses, extents)), sorted(addresses)[1:])):
-        return
-    before: list[int] = []  # those that may reach beyond the address
-    for address, number in sorted(zip(addresses, range(len(tensors)), strict=True)):
-        if address and extents[number]:
-            before = [other for other in before if addresses[other] + extents[other] > address]
-            yield from ((other, number) for other in before)
-            before.append(number)
 
 
 def extent(tensor: torch.Tensor) -> int:

@@ -19,10 +19,11 @@ from ppfunc._text import answering, with_arguments
 from ppfunc.stage._torch import transforming
 from ppfunc.stage.device import on_device
 
+from ..agreement.ties import require_declared
 from ..errors import Failure, StepFailed
 from ..lowering.lowered import Pipeline
 from .arguments import RawArguments, StepArguments, read_arguments
-from .forms import StepForm, require_declared
+from .forms import StepForm
 from .results import StepResult
 
 if TYPE_CHECKING:

@@ -52,7 +52,8 @@ def without_values() -> Iterator[None]:
 
     Functions of TorchScript run operator by operator: on a GPU it fuses them into kernels, which need memory.
     """
-    with hold_interrupts(), torch.jit.optimized_execution(False), Evaluation() as evaluation:
+    unfused = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
+    with hold_interrupts(), unfused, Evaluation() as evaluation:
         try:
             yield
         finally:

@@ -8,7 +8,8 @@ import torch
 from optree import PyTreeSpec
 from torch import Tensor
 
-from ppfunc.runtime.call.forms import Form, form_of, same_form, sharing
+from ppfunc.runtime.agreement.ties import sharing
+from ppfunc.runtime.call.forms import Form, form_of, same_form
 from ppfunc.stage._torch import FakeTensor
 from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.tree import tree_leaves, tree_paths, tree_structure

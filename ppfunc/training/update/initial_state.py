@@ -12,7 +12,7 @@ import torch
 from optree import PyTreeSpec
 from torch import Tensor
 
-from ppfunc.runtime.call.forms import require_declared_trees
+from ppfunc.runtime.agreement.ties import require_declared_trees
 from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.errors import raised
 from ppfunc.stage.layout import MeshLayout, distributed, local
