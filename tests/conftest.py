@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import random
 import shutil
+import signal
 import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -82,6 +85,7 @@ def _has_compiler() -> bool:
     return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))))
 
 
+_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _JOINED = -1  # in the place of a job's number
 _JOBS = 40  # of processes: torch keeps the groups of tests, and threads of each wake a hundred times a second
 
@@ -97,9 +101,9 @@ class Processes:
         self._begin()
 
     def _begin(self) -> None:
-        from tests.forks import forkserver
+        from tests.forks import forked
 
-        context = forkserver()
+        context = forked()
         size, meeting = self.size, f"tcp://127.0.0.1:{_free_port()}"
         pipes = [context.Pipe() for _ in range(size)]
         self._ends = [ours for ours, _ in pipes]
@@ -118,6 +122,7 @@ class Processes:
             self._begin()
         if self._job % _JOBS == 0:
             self._join()
+        self._signal(signal.SIGCONT)
         self._job += 1
         for end in self._ends:
             end.send((self._job, function.__code__.co_filename, function.__name__, args))
@@ -139,7 +144,7 @@ class Processes:
         answers: list[Any] = [None] * self.size
         waiting = {end: rank for rank, end in enumerate(self._ends) if rank != stopped}
         while waiting:
-            ready = wait(waiting, timeout * busy())
+            ready = wait(waiting, timeout) or wait(waiting, timeout * (busy() - 1))
             if not ready:
                 raise TimeoutError(f"ranks {list(waiting.values())} did not answer within {timeout} s")
             for end in ready:
@@ -155,10 +160,16 @@ class Processes:
         """Run ``function`` on every rank; raises the first exception."""
         self.start(function, *args)
         answers = self.answers(timeout)
+        self._signal(signal.SIGSTOP)  # the threads of each group of theirs would wake a hundred times a second
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
         return answers
+
+    def _signal(self, number: int) -> None:
+        for worker in self.workers:
+            if worker.is_alive():
+                os.kill(worker.pid, number)
 
     def close(self) -> None:
         for worker in self.workers:
@@ -168,7 +179,7 @@ class Processes:
 
 def _reply(end: Connection) -> Exception | None:
     """Return what has kept a process from joining the group; None if it has joined."""
-    if not end.poll(120 * busy()):
+    if not end.poll(120) and not end.poll(120 * (busy() - 1)):
         return TimeoutError("a process did not join the group within two minutes")
     try:
         _, error = end.recv()
@@ -188,6 +199,9 @@ def _work(rank: int, size: int, meeting: str, end: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    if sys.platform == "linux":  # ends with its server, though stopped; and that with the tests, who alone hold this
+        ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
+        os.close(forkserver._forkserver._forkserver_alive_fd)
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)

@@ -7,7 +7,7 @@ from typing import Any
 import torch.multiprocessing as mp
 
 
-def forkserver() -> Any:
+def forked() -> Any:
     """The context of a server that imports once, and forks each process."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import ppfunc as pp
 from ppfunc.schedule import insert_offloads
-from tests.forks import forkserver
+from tests.forks import forked
 from tests.models import dense, problem, same_bits, squared
 from tests.simulated import test_experts as experts
 from tests.simulated.test_training import train
@@ -188,7 +188,7 @@ def in_processes(
 
     Raises AssertionError with the traceback of a rank that raises, TimeoutError for one that is late.
     """
-    context, port = forkserver(), free_port()
+    context, port = forked(), free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(2)]
     settings = environment or {}
     workers = [

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
-from tests.forks import forkserver
+from tests.forks import forked
 
 LIMIT = 30.0  # seconds
 _NETWORK = 0x40000000  # CLONE_NEWNET
@@ -73,7 +73,7 @@ class Hosts:
         """Start the ranks; each makes the group, and goes on when :meth:`go` is called."""
         for rank in range(self.size):
             arguments = self.name(rank), rank, self.size, limit, steps, self.folder
-            self.processes.append(forkserver().Process(target=work, args=arguments, daemon=True))
+            self.processes.append(forked().Process(target=work, args=arguments, daemon=True))
             self.processes[-1].start()
         self.wait_for("grouped")
 
