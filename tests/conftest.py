@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.util
 import os
 import random
@@ -23,6 +24,7 @@ from tests.clock import busy
 
 # Inductor would start processes that import torch, in each process that compiles a few kernels.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+gc.set_threshold(10_000)  # by 700 new objects, what torch imports and traces is visited again and again
 # Programs run in Python unless a test, or who runs them, asks for C++: no test waits for a compiler.
 os.environ.setdefault("PPFUNC_NATIVE", "never")
 
