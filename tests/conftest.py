@@ -24,7 +24,8 @@ from tests.clock import busy
 
 # Inductor would start processes that import torch, in each process that compiles a few kernels.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-gc.set_threshold(10_000)  # by 700 new objects, what torch imports and traces is visited again and again
+# After each 700 new objects, all that torch imports and traces would be visited again and again.
+gc.set_threshold(10_000)
 # Programs run in Python unless a test, or who runs them, asks for C++: no test waits for a compiler.
 os.environ.setdefault("PPFUNC_NATIVE", "never")
 
@@ -89,7 +90,7 @@ def _has_compiler() -> bool:
 
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _JOINED = -1  # in the place of a job's number
-_JOBS = 40  # of processes: torch keeps the groups of tests, and threads of each wake a hundred times a second
+_JOBS = 40  # of processes: torch keeps the groups of tests, and their threads wake in each job
 
 
 class Processes:
@@ -162,7 +163,7 @@ class Processes:
         """Run ``function`` on every rank; raises the first exception."""
         self.start(function, *args)
         answers = self.answers(timeout)
-        self._signal(signal.SIGSTOP)  # the threads of each group of theirs would wake a hundred times a second
+        self._signal(signal.SIGSTOP)  # threads of each group would wake a hundred times a second
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
@@ -201,7 +202,7 @@ def _work(rank: int, size: int, meeting: str, end: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    if sys.platform == "linux":  # ends with its server, though stopped; and that with the tests, who alone hold this
+    if sys.platform == "linux":  # end with the server, though stopped, and let it end with the tests
         ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
         os.close(forkserver._forkserver._forkserver_alive_fd)
     torch.set_num_threads(1)
