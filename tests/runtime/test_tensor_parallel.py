@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import time
+from functools import cache
 
 import pytest
 import torch
@@ -49,21 +50,17 @@ class Pipelines:
     def __init__(self, size, pipe, schedule, kind):
         self.mesh = init_device_mesh("cpu", (pipe, size // pipe), mesh_dim_names=("pp", "tp"))
         self.tp, self.schedule = self.mesh["tp"], schedule
-        stages = sorted(set(schedule.model_stages))
-        self.model, self.count = MODELS[kind], len(stages)
+        stages = range(count_of(schedule))
+        self.model = MODELS[kind]
         self.transport = (
             pp.InProcess()
             if pipe == 1
             else pp.P2P(timeout=60, mesh=self.mesh, axes=pp.Axes("pp", model="tp"))
         )
-        self.held = stages if pipe == 1 else sorted(schedule.model_stages_of(self.mesh.get_local_rank("pp")))
-        self.whole = {s: self.model.params(s) for s in stages}
-        placements = self.model.placements
-        self.params = pp.stage.shard(
-            {s: self.whole[s] for s in self.held},
-            self.tp,
-            lambda name, leaf: placements[name.partition(".")[2]],
+        self.held = (
+            list(stages) if pipe == 1 else sorted(schedule.model_stages_of(self.mesh.get_local_rank("pp")))
         )
+        self.params = self.shard({s: self.model.params(s) for s in self.held})
         cut = self.model.cut(self.tp)
         self.cut_x = None if self.model.x is None else Shard(self.model.x)
         stage = (
@@ -71,7 +68,11 @@ class Pipelines:
             if self.cut_x is None
             else pp.with_layouts(cut, self.tp, inputs=self.cut_x, outputs=self.cut_x)
         )
-        self.stages, self.reference = [stage] * self.count, [self.model.whole] * self.count
+        self.stages = [stage] * len(stages)
+
+    def shard(self, params):
+        placements = self.model.placements
+        return pp.stage.shard(params, self.tp, lambda name, leaf: placements[name.partition(".")[2]])
 
     def lay(self, batch):
         """A batch, cut as the activations are."""
@@ -87,16 +88,29 @@ class Pipelines:
         return {s: tree[s] for s in self.held}
 
 
+def count_of(schedule):
+    return len(set(schedule.model_stages))
+
+
 def batch():
     return random((M * B, T, D), 7), random((M * B, T, D), 8)
 
 
-def gradients(rank, size, pipe, name, kind):
+@cache
+def whole_gradients(kind, stages):
+    """What ``gradients`` compares with: of as many stages, whole, in one process."""
+    model, schedule = MODELS[kind], pp.gpipe(stages, M)
+    parts, params, (x, target) = [model.whole] * stages, {s: model.params(s) for s in range(stages)}, batch()
+    outputs = pp.evaluate(parts, None, schedule, return_outputs=True)(params, x)
+    step = pp.value_and_grad(parts, squared, schedule, argnums=(0, 1))(params, x, target)
+    apart = pp.value_and_grad(parts, squared, schedule, per_microbatch=True)(params, x, target)
+    return outputs, step.loss, step.grads, step.input_grads, apart[1]
+
+
+def gradients(rank, size, pipe, name, kind, want_y, want, grads, gx, apart):
     """Losses, gradients and input gradients of two steps, as DTensors of the placements given."""
     p = Pipelines(size, pipe, SCHEDULES[name](), kind)
     x, target = batch()
-    result = pp.value_and_grad(p.reference, squared, p.schedule, argnums=(0, 1))(p.whole, x, target)
-    want, grads, gx = result.loss, result.grads, result.input_grads
     with p.transport:
         step = pp.value_and_grad(p.stages, p.loss, p.schedule, p.transport, argnums=(0, 1))
         for _ in range(2):
@@ -109,27 +123,26 @@ def gradients(rank, size, pipe, name, kind):
                 assert got_x.shape == x.shape and isinstance(got_x, DTensor) == (p.cut_x is not None)
                 assert largest_difference(full(got_x), gx) < TOLERANCE
         assert step.cache_info().misses == 1
-        apart = pp.value_and_grad(p.stages, p.loss, p.schedule, p.transport, per_microbatch=True)
-        want_apart = pp.value_and_grad(p.reference, squared, p.schedule, per_microbatch=True)(
-            p.whole, x, target
-        )[1]
-        assert (
-            largest_difference(full(apart(p.params, p.lay(x), p.lay(target))[1]), p.own(want_apart))
-            < TOLERANCE
-        )
+        step = pp.value_and_grad(p.stages, p.loss, p.schedule, p.transport, per_microbatch=True)
+        got = step(p.params, p.lay(x), p.lay(target))[1]
+        assert largest_difference(full(got), p.own(apart)) < TOLERANCE
         outputs = pp.evaluate(p.stages, None, p.schedule, p.transport, return_outputs=True)(
             p.params, p.lay(x)
         )
         if outputs is not None:
-            want_y = pp.evaluate(p.reference, None, p.schedule, return_outputs=True)(p.whole, x)
             assert isinstance(outputs, DTensor) == (p.cut_x is not None)
             assert largest_difference(full(outputs), want_y) < TOLERANCE
+
+
+def compare(processes, pipe, name, kind):
+    wanted = whole_gradients(kind, count_of(SCHEDULES[name]()))
+    processes(gradients, pipe, name, kind, *wanted, timeout=120)
 
 
 @pytest.mark.parametrize("kind", ["rows and columns", "sequence", "heads"])
 def test_one_pipeline_per_process_over_two_tensor_ranks(two, kind):
     for name in ("1f1b", "zb-h1") if kind == "heads" else ("zb-h1",):
-        two(gradients, 1, name, kind)
+        compare(two, 1, name, kind)
 
 
 # Below, 1f1b and zb-h1 have two pipelines of their own.
@@ -138,25 +151,25 @@ def test_one_pipeline_per_process_over_two_tensor_ranks(two, kind):
     [pytest.param(n, marks=pytest.mark.large) if n in ("1f1b", "zb-h1") else n for n in SCHEDULES],
 )
 def test_two_pipelines_of_two_ranks(four, name):
-    four(gradients, 2, name, "rows and columns", timeout=120)
+    compare(four, 2, name, "rows and columns")
 
 
 @pytest.mark.parametrize("kind", ["sequence", "heads"])
 def test_two_pipelines_with_activations_that_are_cut(four, kind):
-    four(gradients, 2, "1f1b", kind, timeout=120)
+    compare(four, 2, "1f1b", kind)
 
 
-def derivatives(rank, size, pipe, kind):
+ALONG = {"hvp": pp.hvp, "gnvp": pp.gnvp, "jvp": pp.jvp}
+
+
+def derivatives(rank, size, pipe, kind, along, wanted):
     """Products with second derivatives, slopes, and gradients of samples."""
     p = Pipelines(size, pipe, SCHEDULES["1f1b"](), kind)
     x, target = batch()
-    along = {s: p.model.params(s + 10) for s in p.whole}
-    placements = p.model.placements
-    tangents = pp.stage.shard(p.own(along), p.tp, lambda name, leaf: placements[name.partition(".")[2]])
-    make = {"hvp": pp.hvp, "gnvp": pp.gnvp, "jvp": pp.jvp}
+    tangents = p.shard(p.own(along))
     with p.transport:
-        for which, transform in make.items():
-            want = transform(p.reference, squared, p.schedule)(p.whole, along, x, target)
+        for which, transform in ALONG.items():
+            want = wanted[which]
             got = transform(p.stages, p.loss, p.schedule, p.transport)(
                 p.params, tangents, p.lay(x), p.lay(target)
             )
@@ -179,14 +192,21 @@ def derivatives(rank, size, pipe, kind):
 
 @pytest.mark.parametrize("kind", ["rows and columns", "sequence"])
 def test_hessian_vector_products_through_two_pipelines(four, kind):
-    four(derivatives, 2, kind, timeout=120)
+    model, schedule = MODELS[kind], SCHEDULES["1f1b"]()
+    params, along = ({s: model.params(s + first) for s in range(2)} for first in (0, 10))
+    wanted = {
+        which: transform([model.whole] * 2, squared, schedule)(params, along, *batch())
+        for which, transform in ALONG.items()
+    }
+    four(derivatives, 2, kind, along, wanted, timeout=120)
 
 
 def samples(rank, size):
     """Gradients of every sample, their norms over all ranks, and the sum of clipped ones."""
     p = Pipelines(size, 1, SCHEDULES["1f1b"](), "rows and columns")
     x, target = batch()
-    want, grads = pp.per_sample_grad(p.reference, squared, p.schedule, samples=B)(p.whole, x, target)
+    whole = {s: p.model.params(s) for s in p.held}
+    want, grads = pp.per_sample_grad([p.model.whole] * 2, squared, p.schedule, samples=B)(whole, x, target)
     loss, got = pp.per_sample_grad(p.stages, p.loss, p.schedule, samples=B)(p.params, x, target)
     assert abs(loss - want) < TOLERANCE and largest_difference(full(got), grads) < TOLERANCE
     assert got[0]["a"].placements == (Shard(3),) and got[0]["c"].placements == (Replicate(),)
@@ -229,16 +249,25 @@ PLANS = {
 }
 
 
-def blocks(rank, size, pipe, name, which):
+def two_blocks():
+    torch.manual_seed(0)
+    return [Block().double() for _ in range(2)]
+
+
+@cache
+def whole_blocks():
+    plain = [pp.stage_from_module(m) for m in two_blocks()]
+    params = {s: p.params for s, p in enumerate(plain)}
+    return pp.value_and_grad([p.fn for p in plain], squared, pp.gpipe(2, M))(params, *batch())
+
+
+def blocks(rank, size, pipe, name, which, wanted, grads):
     """Modules under torch's plan, through pipelines: DTensors outside, and traced through."""
     plan, cut = PLANS[which]
-    torch.manual_seed(0)
     schedule = SCHEDULES[name]()
-    modules = [Block().double() for _ in range(len(set(schedule.model_stages)))]
     mesh = init_device_mesh("cpu", (pipe, size // pipe), mesh_dim_names=("pp", "tp"))
     tp = mesh["tp"]
-    plain = [pp.stage_from_module(copy.deepcopy(m)) for m in modules]
-    made = [pp.parallelize(m, tp, plan, inputs=cut, outputs=cut) for m in modules]
+    made = [pp.parallelize(m, tp, plan, inputs=cut, outputs=cut) for m in two_blocks()]
     transport = pp.InProcess() if pipe == 1 else pp.P2P(mesh["pp"].get_group(), timeout=60)
     held = range(len(made)) if pipe == 1 else schedule.model_stages_of(mesh.get_local_rank("pp"))
     params = {s: made[s].params for s in held}
@@ -248,9 +277,6 @@ def blocks(rank, size, pipe, name, which):
         squared
         if cut is None
         else lambda y, t: pp.collectives.psum((y - t).square().sum(), tp) / (y.numel() * tp.size())
-    )
-    wanted, grads = pp.value_and_grad([p.fn for p in plain], squared, schedule)(
-        {s: p.params for s, p in enumerate(plain)}, x, target
     )
     with transport:
         for engine in (pp.engines.graph, pp.engines.eager):
@@ -274,12 +300,12 @@ def blocks(rank, size, pipe, name, which):
 
 @pytest.mark.parametrize("which", PLANS)
 def test_modules_under_a_plan(two, which):
-    two(blocks, 1, "1f1b", which)
+    two(blocks, 1, "1f1b", which, *whole_blocks())
 
 
 @pytest.mark.parametrize("which", PLANS)
 def test_modules_under_a_plan_through_two_pipelines(four, which):
-    four(blocks, 2, "zb-h1", which, timeout=120)
+    four(blocks, 2, "zb-h1", which, *whole_blocks(), timeout=120)
 
 
 class Prepared(nn.Module):
