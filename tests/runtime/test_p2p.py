@@ -93,10 +93,13 @@ def alone(name, ranks):
     judged = pp.evaluate(stages, loss_fn, schedule, return_outputs=True)(
         params, pp.microbatch(inputs, schedule.microbatches), targets
     )
-    if schedule.forward_only:
-        return judged.loss, judged.outputs, None, None
-    loss, grads = pp.value_and_grad(stages, loss_fn, schedule)(params, inputs, targets)
-    return judged.loss, judged.outputs, loss, grads
+    wanted = (None, None) if schedule.forward_only else gradients_alone(name, ranks)
+    return judged.loss, judged.outputs, *wanted
+
+
+def gradients_alone(name, ranks):
+    params, inputs, targets = problem(schedule := SCHEDULES[name](ranks))
+    return pp.value_and_grad([stage] * len(params), loss_fn, schedule)(params, inputs, targets)
 
 
 def compare(rank, ranks, name, judged_loss, judged_outputs, loss, grads):
@@ -486,7 +489,7 @@ def test_an_error_whose_causes_go_in_a_circle(two):
     two(in_a_circle)
 
 
-def in_batches(rank, ranks, name):
+def in_batches(rank, ranks, name, wanted, all_grads):
     schedule = SCHEDULES[name](ranks)
     params, inputs, targets = problem(schedule)
     stages = [stage] * len(params)
@@ -494,7 +497,6 @@ def in_batches(rank, ranks, name):
         loss, grads = pp.value_and_grad(stages, loss_fn, schedule, transport)(
             held_by(schedule, rank, params), inputs, targets
         )
-    wanted, all_grads = pp.value_and_grad(stages, loss_fn, schedule)(params, inputs, targets)
     assert torch.equal(loss, wanted)
     assert all(torch.equal(grads[s]["w"], all_grads[s]["w"]) for s in grads)
     return len(FakeNCCL.made), [size for group in FakeNCCL.made for size in group.sizes]
@@ -506,7 +508,7 @@ def test_messages_of_each_way_have_a_communicator_under_nccl(two, name):
     Replicas have one more, for all ranks that hold them.
     """
     schedule = SCHEDULES[name](2)
-    for communicators, sizes in two(in_batches, name):
+    for communicators, sizes in two(in_batches, name, *gradients_alone(name, 2)):
         assert communicators == 2 * bool(schedule.crossing_edges) + bool(schedule.replicas)
         assert not schedule.crossing_edges or max(sizes) > 1
 
