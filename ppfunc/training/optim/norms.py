@@ -42,9 +42,7 @@ def leaf_sums(leaves: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
             for n, norm in zip(alike, norms.unbind(), strict=True):  # an index would be a tensor of the host
                 by_leaf[n] = norm
         sums = torch.stack(by_leaf) if by_leaf else sums
-    if isinf(norm_type):
-        return sums
-    return sums.square() if norm_type == 2 else sums.pow(norm_type)
+    return sums if isinf(norm_type) else sums.pow(norm_type)
 
 
 def _norms(leaves: Sequence[Tensor], norm_type: float, largest: int) -> Tensor:
@@ -90,9 +88,7 @@ def norm_sum(sums: Tensor, norm_type: float = 2.0) -> Tensor:
 
 def norm_of(total: Tensor, norm_type: float = 2.0) -> Tensor:
     """Compute the norm from the sum over all ranks of :func:`norm_sum`."""
-    if isinf(norm_type):
-        return total
-    return total.sqrt() if norm_type == 2 else total.pow(1 / norm_type)
+    return total if isinf(norm_type) else total.pow(1 / norm_type)
 
 
 def global_norm(tree: Any, norm_type: float = 2.0) -> Tensor:
