@@ -266,3 +266,19 @@ def test_only_programs_that_run_are_written(transformer, monkeypatch):
         y, residuals = program.forward(*case.args)
         program.backward(residuals, torch.ones_like(y))
     assert written == ["the stage forward", "the stage backward"]
+
+
+def test_a_power_of_one_in_the_derivative_of_a_square_is_left_out():
+    def norm(w, x):
+        y = x.pow(1.0)
+        return w * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) + y.mul_(2)
+
+    w, x, gy = torch.randn(8), torch.randn(4, 8), torch.randn(4, 8)
+    program, before = graph(norm, (w, x)), x.clone()
+    y, residuals = program.forward(w, x)
+    gw, gx = program.backward(residuals, gy)
+    a, b = w.clone().requires_grad_(), x.clone().requires_grad_()
+    wanted = norm(a, b)
+    for got, want in zip((y, gw, gx), (wanted, *torch.autograd.grad(wanted, (a, b), gy)), strict=True):
+        assert torch.equal(got, want)
+    assert torch.equal(x, before) and "pow(1.0)" not in program.flat.backward.__doc__

@@ -41,7 +41,7 @@ def clean(joint: Joint) -> None:
 def _skip_copies(joint: Joint) -> None:
     """Use earlier nodes in the place of those with the same value: copies, and views that change nothing."""
     for node in filter(is_call, joint.graph.nodes):
-        if node.target in _COPIES and _is_spare(node, node.args[0]):
+        if _is_copy(node) and _is_spare(node, node.args[0]):
             node.replace_all_uses_with(node.args[0], propagate_meta=False)
             continue
         below = base(node) if is_tensor(node) else None
@@ -49,6 +49,11 @@ def _skip_copies(joint: Joint) -> None:
             below = base(below)
         if below is not None:
             node.replace_all_uses_with(below, propagate_meta=False)
+
+
+def _is_copy(node: Node) -> bool:
+    """Tell copies; the derivative of a square has a power of 1, which is one."""
+    return node.target in _COPIES or (node.target is aten.pow.Tensor_Scalar and node.args[1] in (1,))
 
 
 def _is_spare(copy: Node, source: Node) -> bool:
