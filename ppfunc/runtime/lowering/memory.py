@@ -168,7 +168,7 @@ def _run(
 ) -> Iterator[Moment]:
     """Run the calls of a rank, and make the results."""
     (rank,) = step.ranks
-    program = step.schedule.programs[rank]
+    program, flat = step.schedule.programs[rank], tuple(step.schedule.instructions(rank))
     starts = [0, *accumulate(map(len, program))]
     moments: dict[int, Moment] = {}
     buffers = fill(step, arguments)
@@ -180,9 +180,9 @@ def _run(
         call(buffers)
         _mark(ledger, buffers, instruction, step.schedule.model_stages[instruction.stage])
         found = instructions.index(instruction) if instruction in instructions else len(instructions) - 1
-        number = starts[place.position] + found
+        number = max(0, starts[place.position] + found)  # of what a step without instructions waits for
         before = moments[number].most if number in moments else 0
-        moments[number] = Moment(instructions[found], max(before, ledger.high), Bytes(**ledger.held))
+        moments[number] = Moment(flat[number], max(before, ledger.high), Bytes(**ledger.held))
     ledger.begin(None)
     if buffers.update is None:
         losses_of(step, buffers)
@@ -193,7 +193,7 @@ def _run(
     ledger.mark_rest("outputs")
     del results, buffers
     last = Moment(Instruction(Op.F, 0), 0, Bytes(**ledger.held))
-    for number, instruction in enumerate(step.schedule.instructions(rank)):
+    for number, instruction in enumerate(flat):
         last = moments.get(number, Moment(instruction, sum(last.after), last.after))
         yield last
 
