@@ -254,7 +254,7 @@ def _figures(name: str, schedule: Schedule, costs: Costs, cap: Number | None) ->
         messages=_messages(schedule),
         parameters=float(parameters * schedule.ranks / sum(size.values())),
         memory=memory,
-        bound=_bound(schedule, costs, cap if cap is not None and memory <= cap else None),
+        bound=bound_of_order(schedule, costs, cap if cap is not None and memory <= cap else None),
     )
 
 
@@ -263,7 +263,8 @@ def _messages(schedule: Schedule) -> int:
     return sum(walked[source] for source, _ in schedule.crossing_edges) * (1 if schedule.forward_only else 2)
 
 
-def _bound(schedule: Schedule, costs: Costs, cap: Number | None) -> Number | None:
+def bound_of_order(schedule: Schedule, costs: Costs, cap: Number | None) -> Number | None:
+    """Return the least makespan of any order of the placement of a schedule; None where no bound is known."""
     paired = Op.OVERLAP_F_B in schedule.ops and costs.overlapped is not None
     if len(schedule.chains) > 1 or paired or schedule.forward_only:
         return None

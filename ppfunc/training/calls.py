@@ -83,7 +83,7 @@ class Calls:
         self.rule, self.transport, self.history = rule, transport, history
         self._spec, self._make_step, updates = spec, make_step, spec.updates
         assert updates is not None
-        self.schedule, forwards = _completed(schedule, updates.sharded, bool(spec.tied))
+        self.schedule, forwards = completed(schedule, updates.sharded, bool(spec.tied))
         self.ranks = TrainingRanks.of(self.schedule, spec.tied, transport)
         self.step = make_step(schedule=self.schedule, spec=spec, programs=programs)
         evaluating = spec._replace(name=f"evaluation of {spec.name}", finite=False, overlapped=None)
@@ -219,7 +219,7 @@ class Calls:
             )
 
 
-def _completed(schedule: Schedule, sharded: bool, tied: bool) -> tuple[Schedule, Schedule]:
+def completed(schedule: Schedule, sharded: bool, tied: bool) -> tuple[Schedule, Schedule]:
     """Complete a schedule by the sums, the updates and the gathers; return the one of evaluations as well."""
     plain = remove_unshards(remove_tail(schedule))
     complete = insert_unshards if sharded else lambda schedule: schedule

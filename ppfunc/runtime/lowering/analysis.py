@@ -28,17 +28,19 @@ from .lowered import BATCH, LoweredStage, LoweredStep
 from .memory import Completed, cotangents_of, empty, memory_of, residual_bytes
 from .stage_programs import StagePrograms
 
+Counts = tuple[float, float, float, float]
+
 
 class Cost(NamedTuple):
     """Hold the floating point operations of one rank in a step, by kind of instruction."""
 
-    forward: int
-    backward: int
-    backward_input: int
-    backward_weight: int
+    forward: float
+    backward: float
+    backward_input: float
+    backward_weight: float
 
     @property
-    def total(self) -> int:
+    def total(self) -> float:
         """Add all of them up."""
         return sum(self)
 
@@ -87,14 +89,21 @@ class Shown:
         """
         return replace(times or Costs(), **costs_of(self._lowered, self.programs()))
 
-    def cost_analysis(self) -> dict[int, Cost]:
-        """Return floating point operations per rank, as torch's flop counter counts them; nothing runs."""
-        step, counted = self._lowered, dict[int, tuple[int, int, int, int]]()
-        flops: dict[Key, tuple[int, int, int, int]] = {}
+    def cost_analysis(self, counter: Callable[[], Any] | None = None) -> dict[int, Cost]:
+        """Return floating point operations per rank, as torch's flop counter counts them; nothing runs.
+
+        Args:
+            counter: makes a mode that counts something else, and returns it by ``get_total_flops()``.
+        """
+        step, counted = self._lowered, dict[int, Counts]()
+        flops, by = (
+            dict[Key, Counts](),
+            counter or partial(FlopCounterMode, display=False),
+        )
         for key, program in self.programs().items():
             if id(program) not in counted:
                 training = not step.schedule.forward_only
-                counted[id(program)] = _flops(program, step.stages[key], training=training)
+                counted[id(program)] = _flops(program, step.stages[key], by, training=training)
             flops[key] = counted[id(program)]
         return {rank: _cost(step.schedule, flops, rank) for rank in step.ranks}
 
@@ -220,36 +229,36 @@ def costs_of(step: LoweredStep, programs: Mapping[Key, StageProgram]) -> dict[st
     return sizes
 
 
-def _flops(program: StageProgram, low: LoweredStage, *, training: bool) -> tuple[int, int, int, int]:
+def _flops(program: StageProgram, low: LoweredStage, counter: Callable[[], Any], *, training: bool) -> Counts:
     """Count the operations of forward, backward, input and weight gradient of one microbatch."""
-    flat = program.flat
+    flat, counted = program.flat, partial(_counted, counter)
     with torch.no_grad(), without_values():
         example = Example.of(low.call.example, low.device)
-        (_, saved), forward = _counted(flat.forward, *example.make())
+        (_, saved), forward = counted(flat.forward, *example.make())
         if not training:
             return forward, 0, 0, 0
         cotangents = cotangents_of(low)
-        _, backward = _counted(flat.backward, saved, cotangents)
-        (_, saved), _ = _counted(flat.forward, *example.make())
-        (_, rest), backward_input = _counted(flat.backward_input, saved, cotangents)
-        _, backward_weight = _counted(flat.backward_weight, rest)
+        _, backward = counted(flat.backward, saved, cotangents)
+        (_, saved), _ = counted(flat.forward, *example.make())
+        (_, rest), backward_input = counted(flat.backward_input, saved, cotangents)
+        _, backward_weight = counted(flat.backward_weight, rest)
     return forward, backward, backward_input, backward_weight
 
 
-def _counted(function: Callable[..., Any], *args: Any) -> tuple[Any, int]:
+def _counted(counter: Callable[[], Any], function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
     """Return the result of a function of a program, as traced where it is compiled, and its operations."""
     recipe = getattr(function, "recipe", None)
     if recipe is not None and recipe.compile:
         from ppfunc.stage.engines.tracing.emit import TracedFunction
 
         function = TracedFunction(recipe._replace(compile=False))
-    with FlopCounterMode(display=False) as counter:
+    with counter() as counting:
         result = function(*args)
-    return result, counter.get_total_flops()
+    return result, counting.get_total_flops()
 
 
-def _cost(schedule: Schedule, flops: dict[Key, tuple[int, int, int, int]], rank: int) -> Cost:
-    totals = {Op.F: 0, Op.B: 0, Op.I: 0, Op.W: 0}
+def _cost(schedule: Schedule, flops: dict[Key, Counts], rank: int) -> Cost:
+    totals: dict[Op, float] = {Op.F: 0, Op.B: 0, Op.I: 0, Op.W: 0}
     for instruction in schedule.instructions(rank):
         for part in parts_of(instruction):
             if part.op in totals and part.microbatch is not None:

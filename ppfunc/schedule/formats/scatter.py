@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import hypot
 from typing import NamedTuple
 
@@ -26,12 +26,12 @@ _DARK = """
 .label { fill: #e8ebf1; stroke: #12161d }"""
 
 
-class _Point(NamedTuple):
-    """Schedules of equal figures, on the page."""
+class Point(NamedTuple):
+    """A point of a picture: its figures, its class, and its label."""
 
     x: float
     y: float
-    rows: list[ScheduleFigures]
+    kind: str
     label: str
 
 
@@ -47,42 +47,24 @@ def to_scatter(overview: Overview, *, width: float | None = None) -> str:
     Raises:
         ValueError: a width out of range.
     """
-    width = 900 if width is None else width
     require_type("overview", overview, Overview, "what compare_schedules returns")
-    require_width(width, 720)
-    height = _TOP + max(440.0, 24.0 * len(overview.rows)) + _BOTTOM
-    right, bottom = width - _RIGHT, height - _BOTTOM
-    most = [1.05 * max(values) or 1.0 for values in zip(*map(_figures, overview.rows), strict=True)]
-    points = _points(overview, [(right - _LEFT) / most[0], (bottom - _TOP) / most[1]], bottom)
-    elements = [
-        *_axes(overview, most, right, bottom),
-        *_labels(points, width, bottom),
-        *_marks(overview, points),
-    ]
+    pale = "" if overview.cap is None else f"; pale: over the cap of {short(overview.cap)}"
     size = f"{overview.ranks} ranks, {overview.microbatches} microbatches"
-    rows = "; ".join(
-        f"{_name(row)}: bubble {x:.1%}, peak activations {number(y)}"
+    points = [
+        Point(
+            float(row.timeline.bubble),
+            row.peak_activations,
+            ("twice" if row.parameters > 1 else "point") + (" over" if overview.exceeds(row) else ""),
+            _name(row),
+        )
         for row in overview.rows
-        for x, y in [_figures(row)]
-    )
-    title = f"Schedules for {size}: simulated"
-    return page(title, f"{rows}.", width, height, _STYLE, _DARK, [text("ink h", _LEFT, 34, title), *elements])
-
-
-def _figures(row: ScheduleFigures) -> tuple[float, float]:
-    return float(row.timeline.bubble), row.peak_activations
-
-
-def _points(overview: Overview, scale: list[float], bottom: float) -> list[_Point]:
-    """List the points from top to bottom; merge those in the same place."""
-    by_place: dict[tuple[int, int], list[ScheduleFigures]] = {}
-    for row in overview.rows:
-        x, y = _figures(row)
-        by_place.setdefault((round(_LEFT + x * scale[0]), round(bottom - y * scale[1])), []).append(row)
-    return [
-        _Point(x, y, rows, ", ".join(map(_name, rows)))
-        for (x, y), rows in sorted(by_place.items(), key=lambda item: item[0][1])
     ]
+    rows = "; ".join(f"{p.label}: bubble {p.x:.1%}, peak activations {number(p.y)}" for p in points)
+    return draw(
+        points, f"Schedules for {size}: simulated", f"{rows}.", width,
+        ("bubble: share of the makespan in which ranks wait", lambda x: f"{short(100 * x)}%"),
+        (f"peak activations, in those of one microbatch in one rank's share of the model{pale}", short),
+    )  # fmt: skip
 
 
 def _name(row: ScheduleFigures) -> str:
@@ -90,33 +72,68 @@ def _name(row: ScheduleFigures) -> str:
     return name if row.parameters <= 1 else f"{name} ({number(row.parameters)} x parameters)"
 
 
-def _axes(overview: Overview, most: list[float], right: float, bottom: float) -> Iterator[str]:
-    pale = "" if overview.cap is None else f"; pale: over the cap of {short(overview.cap)}"
-    yield text(
-        "soft",
-        _LEFT,
-        56,
-        f"peak activations, in those of one microbatch in one rank's share of the model{pale}",
-    )
+Axis = tuple[str, Callable[[float], str]]  # what it shows, and how its numbers are written
+
+
+def draw(
+    points: Sequence[Point], title: str, description: str, width: float | None, across: Axis, upwards: Axis
+) -> str:
+    """Draw points with labels as an SVG file; of points in one place, the labels stand together.
+
+    Args:
+        points: of the classes ``point``, ``twice`` and ``over``.
+        title, description: for all readers, and for those who cannot see it.
+        width: in pixels from 720 to 100000; by default 900.
+        across, upwards: the axes, which begin at 0.
+    """
+    width = 900 if width is None else width
+    require_width(width, 720)
+    height = _TOP + max(440.0, 24.0 * len(points)) + _BOTTOM
+    right, bottom = width - _RIGHT, height - _BOTTOM
+    most = [1.05 * max(values) or 1.0 for values in zip(*((p.x, p.y) for p in points), strict=True)]
+    placed = _placed(points, [(right - _LEFT) / most[0], (bottom - _TOP) / most[1]], bottom)
+    head = [text("ink h", _LEFT, 34, title), *_axes(most, right, bottom, across, upwards)]
+    elements = [*head, *_labels(placed, width, bottom), *map(_mark, placed)]
+    return page(title, description, width, height, _STYLE, _DARK, elements)
+
+
+def _placed(points: Sequence[Point], scale: list[float], bottom: float) -> list[Point]:
+    """Return the points on the page from top to bottom; merge those in the same place."""
+    by_place: dict[tuple[int, int], list[Point]] = {}
+    for p in points:
+        place = round(_LEFT + p.x * scale[0]), round(bottom - p.y * scale[1])
+        by_place.setdefault(place, []).append(p)
+    return [
+        Point(
+            x,
+            y,
+            ("twice" if any("twice" in p.kind for p in there) else "point")
+            + (" over" if all("over" in p.kind for p in there) else ""),
+            ", ".join(p.label for p in there if p.label),
+        )
+        for (x, y), there in sorted(by_place.items(), key=lambda item: item[0][1])
+    ]
+
+
+def _axes(most: list[float], right: float, bottom: float, across: Axis, upwards: Axis) -> Iterator[str]:
+    yield text("soft", _LEFT, 56, upwards[0])
     for value in ticks(most[0], right - _LEFT):
         x = _LEFT + value / most[0] * (right - _LEFT)
         yield line(x, _TOP, x, bottom + 5)
-        yield text("soft mid", x, bottom + 18, f"{short(100 * value)}%")
+        yield text("soft mid", x, bottom + 18, across[1](value))
     for value in ticks(most[1], bottom - _TOP, 40):
         y = bottom - value / most[1] * (bottom - _TOP)
         yield line(_LEFT - 5, y, right, y)
-        yield text("soft end", _LEFT - 10, y + 4, short(value))
-    yield text("soft end", right, bottom + 40, "bubble: share of the makespan in which ranks wait")
+        yield text("soft end", _LEFT - 10, y + 4, upwards[1](value))
+    yield text("soft end", right, bottom + 40, across[0])
 
 
-def _marks(overview: Overview, points: list[_Point]) -> Iterator[str]:
-    for point in points:
-        kind = "twice" if any(row.parameters > 1 for row in point.rows) else "point"
-        kind += " over" if all(map(overview.exceeds, point.rows)) else ""
-        yield f'<circle class="{kind}" cx="{number(point.x)}" cy="{number(point.y)}" r="{number(_RADIUS)}"/>'
+def _mark(point: Point) -> str:
+    x, y, kind, _ = point
+    return f'<circle class="{kind}" cx="{number(x)}" cy="{number(y)}" r="{number(_RADIUS)}"/>'
 
 
-def _labels(points: list[_Point], width: float, bottom: float) -> Iterator[str]:
+def _labels(points: list[Point], width: float, bottom: float) -> Iterator[str]:
     """Put each label at the nearest place where it covers nothing, nor does the line to it from its point."""
     taken = [
         _Box(point.x - _CLEAR, point.y - _RADIUS, point.x + _CLEAR, point.y + _RADIUS) for point in points
@@ -133,7 +150,7 @@ def _labels(points: list[_Point], width: float, bottom: float) -> Iterator[str]:
         taken += [box, *lead]
         if lead:
             yield line(point.x, point.y, lead[-1].left, lead[-1].top, "lead")
-        labels.append(text("label", box.left, box.bottom - 3, point.label))
+        labels += [text("label", box.left, box.bottom - 3, point.label)] * bool(point.label)
     yield from labels
 
 
@@ -152,7 +169,7 @@ class _Box(NamedTuple):
         )
 
 
-def _lead(point: _Point, box: _Box) -> list[_Box]:
+def _lead(point: Point, box: _Box) -> list[_Box]:
     """Return the line from a point to its label as a row of dots; none where the label is beside it."""
     x, y = min(max(point.x, box.left), box.right), min(max(point.y, box.top), box.bottom)
     if y == point.y:
@@ -163,7 +180,7 @@ def _lead(point: _Point, box: _Box) -> list[_Box]:
     return [_Box(left, top, left + 1, top + 1) for left, top in dots]
 
 
-def _places(point: _Point, length: float) -> Iterator[_Box]:
+def _places(point: Point, length: float) -> Iterator[_Box]:
     """Yield places of a label: right of its point, left, below and above, then ever farther away."""
     for away in range(_TRIES):
         for side in (1, -1) if away else (1,):
