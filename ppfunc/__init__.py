@@ -137,6 +137,8 @@ if TYPE_CHECKING:
         jvp as jvp,
         per_sample_grad as per_sample_grad,
     )
+    from .tuning.replan import replan as replan
+    from .tuning.tune import tune as tune
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,

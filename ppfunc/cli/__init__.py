@@ -18,6 +18,7 @@ from .parallel import add_parallel
 from .parser import CommandParser, in_options, printable
 from .plan import add_plan
 from .schedule import add_schedules
+from .tune import add_tune
 
 
 @collector_paused()
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"ppfunc {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (add_schedules, add_compare, add_plan, add_parallel):
+    for add in (add_schedules, add_compare, add_plan, add_tune, add_parallel):
         add(commands)
     return _run(parser.parse_args(argv))
 

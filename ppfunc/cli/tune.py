@@ -1,0 +1,49 @@
+"""Run ``ppfunc tune``: rank configurations for a model of the user's own file."""
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from .number import count, number
+from .output import write
+
+
+def add_tune(commands: Any) -> None:
+    """Add ``tune`` to the subparsers of a command line."""
+    tuning = commands.add_parser(
+        "tune",
+        help="rank grids, cuts, schedules, rematerialisation and shards for a model, with torch",
+        description=(
+            "FUNCTION of the file FILE, which is run, returns a dictionary of arguments of ppfunc.tune; the"
+            " options here come before those. Ctrl-C ends the search with the best so far."
+        ),
+        example="  ppfunc tune train.py:arguments --ranks 8 --memory 80e9 --out frontier.svg",
+    )
+    tuning.add_argument("source", metavar="FILE:FUNCTION", help="where the arguments come from")
+    for name, kind, meaning in (
+        ("ranks", count, "of all pipelines together"), ("batch", count, "rows of a step"),
+        ("memory", number, "bytes of a rank"), ("top", count, "rows that fit; default: 5"),
+        ("effort", number, "of plans; default: 0.1"),
+    ):  # fmt: skip
+        tuning.add_argument(f"--{name}", type=kind, metavar="N", help=meaning)
+    tuning.add_argument("--json", action="store_true", help="print one JSON object")
+    tuning.add_argument("--out", metavar="FILE", type=Path, help="draw seconds over bytes there, as an svg")
+    tuning.set_defaults(func=_tune)
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from ppfunc.tuning.tune import tune  # here, because it loads torch
+
+    file, _, name = arguments.source.rpartition(":")
+    if not file or (function := runpy.run_path(file).get(name)) is None:
+        raise ValueError(f"FILE:FUNCTION is {arguments.source!r}, expected such as train.py:arguments")
+    options = ("ranks", "batch", "memory", "top", "effort")
+    chosen = {k: v for k in options if (v := getattr(arguments, k)) is not None}
+    say = {"progress": lambda *step: print(*step, file=sys.stderr)} if sys.stderr.isatty() else {}
+    found = tune(**function() | say | chosen)
+    if arguments.out:
+        write(found.to_svg(), arguments.out)
+    write(f"{found.to_json() if arguments.json else found}\n")
+    return 0 if found.rows and found.rows[0].fits else 1

@@ -1,0 +1,16 @@
+"""Choose how to train a model: the grid, cuts, schedule, microbatch, rematerialisation and shards that fit::
+
+tune.py      tune: what is searched, and the search: best first, each candidate only as exactly as needed
+  times.py   seconds and bytes of stages: measured here, or counted over given speeds
+  rows.py      Row and Tuning: the ranked table, its text, JSON and picture; Row.make is the trainer
+replan.py    replan: what another schedule of the same placement would gain, from a step that was recorded
+
+A candidate becomes known in steps, and the next step is that of the candidate with the least seconds so far::
+
+    group      grid, microbatch, rematerialisation, shards: the work of a rank, which no schedule beats
+    schedule   simulated with the costs of its stages, sums and messages: its seconds
+    row        Trainer.lower(...).memory_analysis(): its peaks; and the bound of a plan of its placement
+    plan       searched under what its ranks have left for activations, then simulated like a schedule
+
+So rows come out ranked, what cannot be among them is never traced, and an interrupt loses nothing.
+"""

@@ -1,0 +1,143 @@
+"""Hold what `tune` has found: rows of configurations with their seconds and bytes, ranked."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ppfunc.runtime.lowering.ledger import Memory
+from ppfunc.runtime.transport.grid import ShardWhat
+from ppfunc.schedule import Schedule, Timeline
+from ppfunc.schedule.formats.elements import amount, short
+from ppfunc.schedule.formats.scatter import Point, draw
+from ppfunc.schedule.table import show_table, table
+from ppfunc.training import Trainer
+
+
+class Choice(NamedTuple):
+    """What is chosen beside the schedule.
+
+    Args:
+        pipe, data: ranks of a pipeline, and pipelines.
+        microbatch: rows of a microbatch.
+        remat: of the engine, ``engines.graph(remat=...)``.
+        shard: of the transport, ``P2P(mesh=..., axes=..., shard=...)``.
+    """
+
+    pipe: int
+    data: int
+    microbatch: int
+    remat: Any
+    shard: ShardWhat
+
+    def __str__(self) -> str:
+        grid = f"{self.pipe} x {self.data}, shard {self.shard}" if self.data > 1 else f"{self.pipe}"
+        return f"ranks {grid}, microbatches of {self.microbatch}, remat {self.remat}"
+
+
+class Row(NamedTuple):
+    """A configuration, and what it takes on paper.
+
+    Args:
+        choice: all but schedule and cuts.
+        schedule: compute only.
+        at: names of the modules that begin the stages after the first.
+        seconds: of a step.
+        bound: the least seconds of any order of this placement, without a limit of memory; None if unknown.
+        peaks: bytes of every rank of a pipeline.
+        fits: whether no rank exceeds the limit.
+        binds: what is short: the bytes, or the time, of which rank.
+        make: ``make(transport=None) -> Trainer``, whose parameters are those of ``pp.split(model, args,
+            at=row.at)``. Several pipelines take ``P2P(mesh=mesh, axes=Axes("pp", data="dp"), shard=...)``.
+    """
+
+    choice: Choice
+    schedule: Schedule
+    at: tuple[str, ...]
+    seconds: float
+    bound: float | None
+    peaks: tuple[int, ...]
+    fits: bool
+    binds: str
+    make: Callable[..., Trainer]
+
+    def __str__(self) -> str:
+        return f"{self.schedule.name}, {self.choice}"
+
+
+def binding(memory: Mapping[int, Memory], timeline: Timeline, fits: bool) -> str:
+    """Say which rank has most of what is short: bytes, or time."""
+    if fits:
+        idle, rank = min((idle, rank) for rank, idle in enumerate(timeline.idle))
+        return f"rank {rank} computes {1 - idle / timeline.makespan:.0%}"
+    rank = max(memory, key=lambda rank: memory[rank].peak)
+    kind, size = max(memory[rank].held._asdict().items(), key=lambda item: item[1])
+    return f"needs {memory[rank].peak} bytes on rank {rank}, {amount(size)}B of {kind}"
+
+
+@dataclass(frozen=True, repr=False)
+class Tuning:
+    """The rows that were worked out: those that fit, the fastest first, then the others, the smallest first.
+
+    Args:
+        rows: ranked.
+        memory: the limit.
+        complete: whether the search came to its end.
+        waiting: how many candidates were left: slower than the rows that fit, or too large.
+        refused: schedules that the numbers do not allow, with the reasons.
+    """
+
+    rows: tuple[Row, ...]
+    memory: float
+    complete: bool
+    waiting: int
+    refused: Mapping[str, str]
+
+    @property
+    def best(self) -> Row:
+        """Return the fastest row that fits.
+
+        Raises:
+            ValueError: none fits; it says the least limit of memory in which one would.
+        """
+        if not self.rows or not self.rows[0].fits:
+            least = f"the least that would is {max(self.rows[0].peaks)}" if self.rows else self.refused
+            raise ValueError(f"memory: got {self.memory} bytes a rank, in which nothing fits; {least}")
+        return self.rows[0]
+
+    @property
+    def frontier(self) -> tuple[Row, ...]:
+        """List the rows than which none is both faster and smaller, the fastest first."""
+        rows = sorted(self.rows, key=lambda row: (row.seconds, max(row.peaks)))
+        return tuple(r for n, r in enumerate(rows) if all(max(r.peaks) < max(q.peaks) for q in rows[:n]))
+
+    def __str__(self) -> str:
+        cells = [[r.seconds, r.bound, f"{amount(max(r.peaks))}B", str(r), r.binds] for r in self.rows]
+        end = "" if self.complete else "; interrupted"
+        rows = table(["seconds", "bound", "peak", "configuration", "what binds"], cells)
+        return f"{rows}\n{self.waiting} candidates were left{end}"
+
+    _repr_pretty_ = show_table
+
+    def to_json(self) -> str:
+        """Return one JSON object with the fields of the tuning and of its rows; schedules are names."""
+        rows = [
+            {**r.choice._asdict(), **r._asdict(), "schedule": r.schedule.name, "choice": str(r), "make": None}
+            for r in self.rows
+        ]
+        return json.dumps(vars(self) | {"rows": rows}, default=str)
+
+    def to_svg(self, *, width: float | None = None) -> str:
+        """Draw the rows as an SVG file, seconds over bytes; those of the frontier have their names.
+
+        Args:
+            width: in pixels from 720 to 100000; by default 900.
+        """
+        points = [
+            Point(max(r.peaks), r.seconds, "point" + " over" * (not r.fits), str(r) * (r in self.frontier))
+            for r in self.rows
+        ]
+        across = "peak of the fullest rank; pale: over the limit", lambda size: f"{amount(size)}B"
+        return draw(points, "Configurations on paper", str(self), width, across, ("seconds of a step", short))
+
+    _repr_svg_ = to_svg

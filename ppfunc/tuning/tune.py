@@ -1,0 +1,321 @@
+"""Tune: rank configurations of a training step by predicted time, under a limit of memory."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from heapq import heappop, heappush
+from inspect import signature
+from itertools import count, product
+from math import inf
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ppfunc.parallel.counts import require_counts
+from ppfunc.runtime import Axes, OnPaper, Transport
+from ppfunc.runtime.lowering.stage_programs import StageCall
+from ppfunc.runtime.transport.grid import ShardWhat
+from ppfunc.schedule import BUILDERS, Costs, Schedule, Timeline, find_builder, one_f_one_b, plan, simulate
+from ppfunc.schedule.overview import bound_of_order
+from ppfunc.splitter import Split, split
+from ppfunc.stage import Engine, Loss, StageProgram, graph
+from ppfunc.stage.tree import tree_leaves, tree_map
+from ppfunc.training import Trainer
+from ppfunc.training.calls import completed
+from ppfunc.training.lowered import on_meta
+from ppfunc.training.optim import Optimizer
+
+from .rows import Choice, Row, Tuning, binding
+from .times import MICROBATCHES, Speeds, times_of
+
+_ALIKE = ("data_parallel", "deepspeed_train")  # to several pipelines, and 1f1b
+TRAINING = tuple(n for n, build in BUILDERS.items() if n not in _ALIKE and not build(2, 4).forward_only)
+
+
+def tune(
+    model: torch.nn.Module | Split,
+    args: Any,
+    loss_fn: Loss,
+    targets: Any = None,
+    *,
+    ranks: int,
+    optimizer: Optimizer,
+    batch: int | None = None,
+    memory: float = inf,
+    grids: Literal["any"] | Sequence[tuple[int, int]] = "any",
+    schedules: Sequence[str] = TRAINING,
+    microbatch: Sequence[int] | None = None,
+    remat: Sequence[Any] = ("cheap", "full"),
+    shard: Sequence[ShardWhat] = get_args(ShardWhat),
+    latency: float = 0.0,
+    bandwidth: float = inf,
+    speeds: Speeds = None,
+    effort: float = 0.1,
+    top: int = 5,
+    progress: Callable[[str, Row | None], object] = lambda step, best: None,
+    **options: Any,
+) -> Tuning:
+    """Rank grids, cuts, schedules, microbatches, rematerialisations and shards by the time of a step.
+
+    Stages are timed once per cut, microbatch and rematerialisation that the search needs: here, alone, on one
+    rank. A step is simulated with its messages, sums and updates; its peaks are those of
+    ``Trainer.lower(...).memory_analysis()``. Sums over tied places take no time. Residuals are not moved to
+    the host: :func:`ppfunc.schedule.insert_offloads` does it in a row's schedule, and no time of it is known.
+
+    Args:
+        model: any module, which :func:`ppfunc.split` cuts into balanced stages, or a split, whose cuts stay;
+            for ``speeds`` also on ``meta``.
+        args, targets: of some rows, as for ``pp.split`` and ``loss_fn``; they are repeated to fill a batch.
+        ranks: of all pipelines together.
+        optimizer, options: as of :class:`ppfunc.Trainer`.
+        batch: rows of a step, of all pipelines; by default those of ``args``.
+        memory: bytes of a rank; by default without limit.
+        grids: ``(ranks of a pipeline, pipelines)`` to try; ``"any"`` for all that ``ranks`` allows.
+        schedules: names of ``ppfunc list``; of one rank, always ``1f1b``.
+        microbatch: rows of a microbatch to try; by default the powers of two that leave at least one
+            microbatch per rank.
+        remat: of :func:`ppfunc.engines.graph`, the one that computes least again first.
+        shard: of :class:`ppfunc.P2P`, for several pipelines.
+        latency, bandwidth: seconds of a message and bytes per second, between ranks of a pipeline and between
+            data ranks; by default messages take no time.
+        speeds: floating point operations and bytes per second of a device, over which those of every
+            operator are counted; nothing runs then.
+        effort: of :func:`ppfunc.plan` for each placement that can be faster by it; 0 for none.
+        top: rows that fit after which the search ends.
+        progress: called after every step of the search, with its name and the best row so far.
+
+    Returns:
+        The ranked table. Ctrl-C, or a ``KeyboardInterrupt`` from ``progress``, ends the search with what was
+        found so far.
+
+    Raises:
+        ValueError: numbers that do not divide, or names that do not exist; a model with DTensors, since how
+            ranks cut tensors is not searched; a process group that is there: during the call one of torch's
+            backend ``fake`` stands for the ranks.
+        StageError, TypeError: as :func:`ppfunc.split`.
+    """
+    batch = len(next(iter(tree_leaves(args)))) if batch is None else batch
+    require_counts(ranks=ranks, batch=batch, top=top)
+    choices = list(_choices(ranks, batch, grids, microbatch, remat, shard))
+    builders = {name: find_builder(name) for name in schedules}
+
+    def parts_of(stages: int | None) -> Split:
+        cut = model if isinstance(model, Split) else split(model, rows_of(args, 1), at=stages or 1)
+        if stages not in (None, len(cut.stages)):
+            raise ValueError(f"{stages} stages, and the model was split into {len(cut.stages)}")
+        return cut
+
+    def trainer(
+        parts: Split, schedule: Schedule, engine: Engine, transport: Transport | None = None
+    ) -> Trainer:
+        return Trainer(parts, loss_fn, schedule, optimizer, transport, engine=engine, **options)
+
+    search = Candidates(
+        parts_of, trainer, (args, targets), choices, builders, batch, memory, (latency, bandwidth), speeds,
+        effort,
+    )  # fmt: skip
+    complete = True
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        for step in search.steps(top):
+            fitting = [row for row in search.rows if row.fits]
+            progress(step, min(fitting, key=lambda row: row.seconds, default=None))
+    except KeyboardInterrupt:
+        complete = False
+    finally:
+        dist.destroy_process_group()
+    rows = sorted(search.rows, key=lambda r: (not r.fits, r.seconds if r.fits else max(r.peaks), r.seconds))
+    return Tuning(tuple(rows), memory, complete, len(search.heap), search.refused)
+
+
+def _choices(
+    ranks: int, batch: int, grids: Any, sizes: Sequence[int] | None, remats: Sequence[Any],
+    shards: Sequence[ShardWhat],
+) -> Iterator[Choice]:  # fmt: skip
+    """List what is chosen beside the schedule."""
+    every = [(p, ranks // p) for p in range(1, ranks + 1) if ranks % p == 0]
+    sizes = sizes or [2**n for n in range(batch.bit_length()) if batch % (ranks * 2**n) == 0]
+    if not sizes:
+        raise ValueError(f"batch: got {batch} rows, expected a multiple of the {ranks} ranks, or microbatch=")
+    for size, remat, grid in product(sizes, remats, every if grids == "any" else grids):
+        if tuple(grid) not in every:
+            raise ValueError(
+                f"grids: got {grid}, expected (ranks of a pipeline, pipelines) whose product is {ranks}; how"
+                " ranks cut tensors is not searched"
+            )
+        if batch % (grid[1] * size):
+            raise ValueError(
+                f"microbatch: got {size}, expected a divisor of {batch} rows over {grid[1]} pipelines"
+            )
+        for each in shards if grid[1] > 1 else get_args(ShardWhat)[:1]:
+            yield Choice(grid[0], grid[1], size, remat, each)
+
+
+class Candidates:
+    """Holds the configurations by the least seconds that they can take, and what is known of their parts.
+
+    Args:
+        parts_of: splits the model into so many stages, or into as few as there may be.
+        trainer: makes a trainer of stages, schedule, engine and transport.
+        rows: inputs and targets.
+        choices: to try, those with the least remat first.
+        link: latency and bandwidth.
+
+    The others are those of :func:`ppfunc.tune`.
+    """
+
+    def __init__(
+        self, parts_of: Callable[[int | None], Split], trainer: Callable[..., Trainer], rows: tuple[Any, Any],
+        choices: Sequence[Choice], builders: Mapping[str, Callable[..., Schedule]], batch: int, memory: float,
+        link: tuple[float, float], speeds: Speeds, effort: float,
+    ) -> None:  # fmt: skip
+        self._trainer, self._inputs, self._choices, self._builders = trainer, rows, choices, builders
+        self._batch, self._memory, self._link, self._speeds, self._effort = (
+            batch,
+            memory,
+            link,
+            speeds,
+            effort,
+        )
+        self.heap, self.rows, self.refused = list[Any](), list[Row](), dict[str, str]()
+        self._numbers, self._seen = count(), set[Any]()
+        self._parts, self._costs = cache(parts_of), cache(self._measure)
+        self._engine = cache(lambda remat: _remembering(graph(remat=remat)))
+        for size in dict.fromkeys(choice.microbatch for choice in choices):
+            self._push(0, "times", self._times, size)
+
+    def steps(self, top: int) -> Iterator[str]:
+        """Take the best candidate a step further until so many rows fit; yield the name of each step.
+
+        Candidates that are too large by an estimate come last, and only for want of rows: the smallest.
+        """
+        while self.heap and sum(row.fits for row in self.rows) < top and not (self.heap[0][0] and self.rows):
+            *_, name, step = heappop(self.heap)
+            try:
+                self.rows += filter(None, [step()])
+            except ValueError as error:
+                if name in ("times", "row"):
+                    raise
+                self.refused[f"{name} of {step.args[0].pipe} ranks"] = str(error)
+            yield name
+
+    def _push(self, key: float, name: str, step: Callable[..., Any], *args: Any, late: bool = False) -> None:
+        heappush(self.heap, (late, key, next(self._numbers), name, partial(step, *args)))
+
+    # -- costs
+
+    def _measure(self, size: int, remat: Any, stages: int | None) -> Costs:
+        """Time so many stages in microbatches of a size."""
+        batch = (rows_of(tree, MICROBATCHES * size) for tree in self._inputs)
+        make = partial(self._trainer, engine=self._engine(remat))
+        return times_of(make, self._parts(stages), tuple(batch), self._speeds)
+
+    def _of_stages(self, choice: Choice, stages: int) -> Costs:
+        """Return the costs of stages, with messages, sums over data ranks and over replicas, and updates."""
+        costs, d = self._costs(choice.microbatch, choice.remat, stages), choice.data
+        names, (latency, bandwidth) = ("bytes", "parameters", "step"), self._link
+        sent, sizes, steps = ([costs.of(name, s) for s in range(stages)] for name in names)
+        seconds = [size / 2 / bandwidth for size in sizes]  # of all gradients
+        passed = [(d - 1) * (s / d + latency) for s in seconds]  # each has its part, or gets all parts
+        return replace(
+            costs,
+            communication=[latency + size / bandwidth for size in sent],
+            reduce_grad=passed if choice.shard == "params" else [2 * s for s in passed],
+            unshard=passed,
+            reduce_tied=[latency + s for s in seconds],
+            step=steps if choice.shard == "none" else [s / d for s in steps],
+        )
+
+    # -- the steps of a candidate
+
+    def _times(self, size: int) -> None:
+        """Time as few stages as there may be, which bounds the choices: to compute again takes longer."""
+        costs = self._costs(size, self._choices[0].remat, None)
+        apart, stages = replace(costs, backward=None), range(len(costs.forward))
+        work = sum(costs.forward) + sum(min(costs.backward_of(n), apart.backward_of(n)) for n in stages)
+        for choice in (choice for choice in self._choices if choice.microbatch == size):
+            bound = work * self._batch / size / choice.data / choice.pipe
+            for name, build in (self._builders if choice.pipe > 1 else {"1f1b": one_f_one_b}).items():
+                self._push(bound, name, self._schedule, choice, build)
+
+    def _schedule(self, choice: Choice, builder: Callable[..., Schedule]) -> None:
+        """Build a schedule."""
+        build = partial(builder, choice.pipe, m := self._batch // choice.data // choice.microbatch)
+        if (schedule := build()).microbatches != m:
+            raise ValueError("each rank has microbatches of its own; expected several pipelines instead")
+        costs = self._of_stages(choice, len(set(schedule.model_stages))).of_stages(schedule.model_stages)
+        if "costs" in signature(builder).parameters:
+            schedule = build(costs=replace(costs, backward=None))
+        self._simulate(choice, schedule, costs)
+
+    def _simulate(self, choice: Choice, schedule: Schedule, costs: Costs) -> None:
+        """Find the seconds of a schedule that is new, and whether its activations alone are too many."""
+        if (choice, schedule.programs) in self._seen:
+            return
+        self._seen.add((choice, schedule.programs))
+        timeline = simulate(completed(schedule, choice.shard == "params", False)[0], costs)
+        held = [
+            0 if choice.shard == "params" else costs.of("parameters", s) / 2 for s in range(schedule.stages)
+        ]
+        of_ranks = [sum(held[s] for s in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
+        least = max(map(sum, zip(of_ranks, timeline.peak_activations, strict=True)))
+        late, found = least > self._memory, (choice, schedule, costs, timeline)
+        self._push(least if late else timeline.makespan, "row", self._row, *found, late=late)
+
+    def _row(self, choice: Choice, schedule: Schedule, costs: Costs, timeline: Timeline) -> Row:
+        """Find the peak of every rank; then plan for the same placement, if that can be faster."""
+        parts, rows = self._parts(len(set(schedule.model_stages))), self._batch // choice.data
+        mesh = init_device_mesh("cpu", (choice.pipe, choice.data), mesh_dim_names=("pp", "dp"))
+        paper = OnPaper(mesh=mesh, axes=Axes("pp", data="dp"), shard=choice.shard)
+        trainer = self._trainer(parts, schedule, self._engine(choice.remat), paper)
+        batch = (rows_of(on_meta(tree), rows) for tree in self._inputs)
+        memory = trainer.lower(parts.params, *batch, state=parts.state).memory_analysis()
+        peaks = tuple(memory[rank].peak for rank in range(choice.pipe))
+        bound = bound_of_order(schedule, costs, None)
+        if bound is not None:  # and the least that updates add
+            bound += min(sum(costs.of("step", s) for s in schedule.stages_of(r)) for r in memory)
+            if self._effort and choice.pipe > 1 and (choice, schedule.placement) not in self._seen:
+                self._seen.add((choice, schedule.placement))
+                left = [self._memory - p + a for p, a in zip(peaks, timeline.peak_activations, strict=True)]
+                self._push(bound, "plan", self._plan, choice, schedule, costs, left)
+        fits, make = max(peaks) <= self._memory, partial(self._make, choice, schedule, parts)
+        found = schedule, parts.at, timeline.makespan, bound, peaks, fits
+        return Row(choice, *found, binding(memory, timeline, fits), make)
+
+    def _plan(self, choice: Choice, like: Schedule, costs: Costs, left: list[float]) -> None:
+        """Plan for what ranks have left beside what they hold in a schedule of this placement."""
+        bare = replace(costs, backward=None, parameters=0, step=0, unshard=0, reduce_grad=0, reduce_tied=0)
+        place, cap = like.placement, None if max(left) == inf else left
+        found = plan(like.ranks, like.microbatches, bare, cap=cap, placement=place, effort=self._effort)
+        self._simulate(choice, replace(found.schedule, name="plan"), costs)
+
+    def _make(
+        self, choice: Choice, schedule: Schedule, parts: Split, transport: Transport | None = None
+    ) -> Trainer:
+        """Make the trainer of a row; see :class:`Row`."""
+        shard = "none" if transport is None else transport.shard
+        if shard != choice.shard or (transport is None and choice.data > 1):
+            raise ValueError(
+                f"transport: got {transport}, with shard={shard!r}, expected P2P(mesh=mesh, axes=Axes('pp',"
+                f" data='dp'), shard={choice.shard!r}) of a mesh of {choice.pipe} x {choice.data} ranks"
+            )
+        return self._trainer(parts, schedule, graph(remat=choice.remat), transport)
+
+
+def rows_of(tree: Any, rows: int) -> Any:
+    """Return so many rows of a batch; they begin anew after the last."""
+    return tree_map(lambda t: t[torch.arange(rows, device=t.device) % len(t)], tree)
+
+
+def _remembering(engine: Engine) -> Engine:
+    """Return an engine that traces a stage once for all trainers."""
+    programs: dict[Any, StageProgram] = {}
+
+    def remembered(fn: Any, example: tuple[Any, ...], **request: Any) -> StageProgram:
+        key = id(fn.fn), StageCall(fn, example, request["name"], request["device"]).key
+        return programs.get(key) or programs.setdefault(key, engine(fn, example, **request))
+
+    return remembered

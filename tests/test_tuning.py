@@ -1,0 +1,212 @@
+"""Configurations ranked on paper: against the whole space, against what a trainer says, and under limits."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ppfunc as pp
+from ppfunc.tuning.times import MICROBATCHES, times_of
+from tests.models import squared
+
+D, ROWS = 16, 8
+SPEEDS = (1e9, 1e9)
+
+
+def model_of(layers=4):
+    torch.manual_seed(0)
+    pairs = [(torch.nn.Linear(D, D), torch.nn.Tanh()) for _ in range(layers)]
+    return torch.nn.Sequential(*(layer for pair in pairs for layer in pair))
+
+
+def arguments(**options):
+    """Of a small search that counts, in which nothing is planned."""
+    x = torch.randn(ROWS, D)
+    some = {"schedules": ["1f1b", "gpipe", "zbv"], "remat": ["none", "full"], "effort": 0, "speeds": SPEEDS}
+    given = {"model": model_of(), "args": x, "loss_fn": squared, "targets": x, "ranks": 2}
+    return given | some | {"optimizer": pp.optim.adamw(0.1), "latency": 1e-6, "bandwidth": 1e9} | options
+
+
+@pytest.fixture(scope="module")
+def every():
+    """All configurations of the small search."""
+    return pp.tune(**arguments(top=1000))
+
+
+def names(rows):
+    return [str(row) for row in rows]
+
+
+def test_what_is_pruned_is_not_among_the_best(every):
+    """The rows of a search that ends early are the first of the whole space, at any limit."""
+    assert every.complete and not every.waiting and len(every.rows) > 30
+    assert {(row.choice.pipe, row.choice.shard) for row in every.rows} == {
+        (2, "none"), (1, "none"), (1, "optimizer"), (1, "params")
+    }  # fmt: skip
+    assert [row.seconds for row in every.rows] == sorted(row.seconds for row in every.rows)
+    peaks = sorted(max(row.peaks) for row in every.rows)
+    for limit in (float("inf"), peaks[len(peaks) // 2], peaks[3]):
+        first = pp.tune(**arguments(top=3, memory=limit))
+        fitting = [row for row in every.rows if max(row.peaks) <= limit]
+        assert [r.seconds for r in first.rows if r.fits] == [r.seconds for r in fitting[:3]]
+        assert all(max(row.peaks) > limit for row in first.rows if not row.fits)
+        assert first.best.peaks in [r.peaks for r in fitting if r.seconds == first.best.seconds]
+
+
+def test_seconds_and_peaks_are_those_of_the_trainer_that_a_row_makes(every):
+    """Stages that are counted whole, in the schedule with its updates, take the seconds of the row."""
+    given = arguments()
+    for row in [row for row in every.rows if row.choice.pipe == 2][::5]:
+        trainer = row.make()
+        parts = pp.split(given["model"], given["args"], at=row.at)
+        assert len(parts.stages) == len(set(row.schedule.model_stages))
+        x, size = given["args"], row.choice.microbatch * MICROBATCHES
+        rows = x.repeat(size // ROWS + 1, 1)[:size]
+        engine = pp.engines.graph(remat=row.choice.remat)
+        make = lambda parts, schedule, e=engine: pp.Trainer(  # noqa: E731
+            parts, squared, schedule, given["optimizer"], engine=e
+        )
+        costs = times_of(make, parts, (rows, rows), SPEEDS)
+        sent = [1e-6 + costs.of("bytes", s) / 1e9 for s in range(len(parts.stages))]
+        timed = pp.simulate(trainer.schedule, replace(costs, communication=sent))
+        assert row.seconds == pytest.approx(timed.makespan, rel=1e-9)
+        assert row.bound <= row.seconds
+        memory = trainer.lower(parts.params, x, x).memory_analysis()
+        assert row.peaks == tuple(memory[rank].peak for rank in range(2))
+
+
+def test_what_does_not_fit_says_the_least_memory_that_would(every):
+    least = min(max(row.peaks) for row in every.rows)
+    tight = pp.tune(**arguments(memory=least - 1))
+    assert not any(row.fits for row in tight.rows) and f"needs {max(tight.rows[0].peaks)} bytes" in str(tight)
+    needed = max(tight.rows[0].peaks)
+    with pytest.raises(ValueError, match=rf"in which nothing fits; the least that would is {needed}"):
+        tight.best  # noqa: B018
+    assert pp.tune(**arguments(memory=needed)).best.fits
+
+
+def test_a_plan_is_ranked_where_it_is_faster():
+    options = {"schedules": ["1f1b"], "grids": [(4, 1)], "microbatch": [1], "remat": ["none"], "effort": 0.05}
+    found = pp.tune(**arguments(**options, ranks=4, batch=12))
+    assert [row.schedule.name for row in found.rows] == ["plan", "one_f_one_b"]
+    assert found.rows[0].seconds < found.rows[1].seconds and found.rows[0].bound <= found.rows[0].seconds
+    limit = max(found.rows[1].peaks)
+    assert all(
+        max(row.peaks) <= limit
+        for row in pp.tune(**arguments(**options, ranks=4, batch=12, memory=limit)).rows
+        if row.fits
+    )
+
+
+def test_measured_pieces_make_a_trainer_that_trains():
+    given = arguments(speeds=None, grids=[(2, 1)], top=1, microbatch=[2], remat=["none"])
+    row = pp.tune(**given).best
+    parts = pp.split(given["model"], given["args"], at=row.at)
+    before = [p.clone() for p in given["model"].parameters()]
+    with row.make() as trainer:
+        state = trainer.init(parts.params)
+        _, metrics = trainer.step(state, given["args"], given["targets"])
+    assert metrics.loss.item() == pytest.approx(squared(given["model"](given["args"]), given["args"]).item())
+    assert all(map(torch.equal, before, given["model"].parameters())) and row.seconds > 0
+
+
+def test_an_interrupt_returns_what_was_found():
+    def interrupt(step, best):
+        if best is not None:
+            raise KeyboardInterrupt
+
+    found = pp.tune(**arguments(progress=interrupt))
+    assert not found.complete and len(found.rows) == 1 and found.waiting and "interrupted" in str(found)
+    assert not dist.is_initialized()
+
+
+def test_a_table_is_also_json_and_a_picture(every):
+    read = json.loads(every.to_json())
+    assert [row["seconds"] for row in read["rows"]] == [row.seconds for row in every.rows]
+    assert read["rows"][0]["schedule"] == every.best.schedule.name and read["rows"][0]["peaks"]
+    peaks = [max(row.peaks) for row in every.frontier]
+    assert every.frontier[0].seconds == every.best.seconds and peaks == sorted(peaks, reverse=True)
+    picture = ElementTree.fromstring(every.to_svg())
+    labels = [t.text for t in picture.iter("{http://www.w3.org/2000/svg}text") if t.get("class") == "label"]
+    assert {str(row) for row in every.frontier} <= set(", ".join(labels).split(", ")) or labels
+    assert len(str(every).splitlines()) == len(every.rows) + 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"grids": [(2, 2)]}, ValueError, r"grids: got \(2, 2\).*whose product is 2"),
+        (
+            {"grids": [(2, 1, 1)]},
+            ValueError,
+            r"grids: got \(2, 1, 1\).*how ranks cut tensors is not searched",
+        ),
+        ({"batch": 7}, ValueError, "batch: got 7 rows, expected a multiple of the 2 ranks"),
+        ({"microbatch": [3]}, ValueError, "microbatch: got 3, expected a divisor of 8 rows"),
+        ({"schedules": ["1f2b"]}, ValueError, "unknown schedule '1f2b'"),
+        ({"engine": pp.engines.eager}, TypeError, "engine"),
+        ({"ranks": 0}, ValueError, "ranks = 0"),
+        ({"on_nonfinite": "stop"}, ValueError, "on_nonfinite"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(options, error, message):
+    with pytest.raises(error, match=message):
+        pp.tune(**arguments(**options))
+    assert not dist.is_initialized()
+
+
+def test_a_row_of_several_pipelines_needs_its_transport(every):
+    row = next(row for row in every.rows if row.choice.shard == "params")
+    with pytest.raises(ValueError, match=r"transport: got None.*shard='params'\) of a mesh of 1 x 2 ranks"):
+        row.make()
+    whole = next(row for row in every.rows if row.choice.pipe == 2)
+    assert whole.make(pp.InProcess()).schedule.ranks == 2
+
+
+def test_every_schedule_that_trains_has_its_seconds_and_bytes():
+    """Also those with replicas, loads and overlapped pairs; none whose microbatches are others."""
+    names = [name for name, build in pp.schedule.BUILDERS.items() if not build(2, 4).forward_only]
+    options = {"grids": [(2, 1)], "microbatch": [2], "remat": ["none"], "top": 1000}
+    found = pp.tune(**arguments(schedules=names, **options))
+    assert list(found.refused) == ["data_parallel of 2 ranks"] and len(found.rows) >= len(names) - 4
+    assert {row.schedule.microbatches for row in found.rows} == {4}
+
+
+def test_a_split_keeps_its_cuts():
+    parts = pp.split(model_of(), torch.randn(2, D), at=["4"])
+    found = pp.tune(**arguments(model=parts, top=1000))
+    assert {row.at for row in found.rows} == {("4",)}
+    assert found.refused == {
+        "1f1b of 1 ranks": "1 stages, and the model was split into 2",
+        "zbv of 2 ranks": "4 stages, and the model was split into 2",
+    }
+
+
+def slowed(params, x):
+    return torch.tanh(x @ params["w"])
+
+
+def test_another_schedule_gains_what_is_promised_where_a_stage_is_slow():
+    """Stage 2 takes half as long again: the plan for it is run on paper with the costs that were measured."""
+    stages, x = [slowed] * 4, torch.randn(16, D)
+    params = {s: {"w": torch.randn(D, D)} for s in range(4)}
+    trainer = pp.Trainer(stages, squared, pp.one_f_one_b(4, 8), pp.optim.sgd(0.1))
+    state = trainer.init(params)
+    (state, _), timeline = trainer.record(state, x, x)
+    costs = pp.Costs([1, 1, 1.5, 1], [1, 1, 1.5, 1], [1, 1, 1.5, 1])
+    timeline = replace(pp.simulate(timeline.schedule, costs), measured=True)
+    again = pp.replan(trainer, timeline, effort=0.1)
+    assert 0 < again.gain < 1 and again.now == pp.simulate(pp.one_f_one_b(4, 8), costs).makespan
+    assert max(again.plan.timeline.peak_activations) <= 4
+    after = trainer.with_schedule(again.plan.schedule)
+    assert pp.simulate(pp.schedule.compute_only(after.schedule), costs).makespan == again.plan.value
+    after.step(state, x, x)
+    with pytest.raises(ValueError, match="timeline: got a simulated one"):
+        pp.replan(trainer, pp.simulate(trainer.schedule))
+    with pytest.raises(ValueError, match=r"timeline: got a measured one of 'one_f_one_b'.*expected that"):
+        pp.replan(after, timeline)
