@@ -180,6 +180,7 @@ MISTAKES = {
     "a list of arguments": (lambda: pp.split(MODEL, [INPUTS], at=["1"]), "several arguments are a tuple"),
     "a pair as the batch": (lambda: TRAINER.step(STATE, (INPUTS, TARGETS)), "as the argument after inputs"),
     "a state alone": (lambda: pp.checkpoint.save(STATE), "save(folder, state); it takes folder, state"),
+    "a split that is called": (lambda: SPLIT(INPUTS), "pp.evaluate(split, None, schedule, return_outputs"),
     "a split that is saved": (lambda: pickle.dumps(SPLIT), "split the model in each process"),
     "too few programs": (
         lambda: check(single_chain("mine", [0, 1], 1, [[F(0, 0)]])), "give a program for each rank",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ppfunc._text import answering
+from ppfunc._text import answering, mend_of
 
 if TYPE_CHECKING:
     from .source import Source
@@ -62,6 +62,9 @@ class Split:
             f"<split of {type(self.model).__name__} into {len(self.stages)} stages{cuts}; parameters"
             f" {sizes}{tied}>"
         )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(f"a split is not called as its model is; here: {mend_of('Split', 'forward')}")
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
