@@ -26,23 +26,22 @@ def test_the_time_of_a_step(fresh, store_port):
     assert over_ideal == pytest.approx(ours / ideal, rel=0.05)
 
 
-def test_the_price_of_protection(fresh, store_port):
-    printed, _ = fresh(2)(run_script, store_port, FOLDER / "step_time.py", *SMALL, "--protection")
-    found = re.findall(r"^(.+): (\S+) ms, unprotected (\S+) ms, ratio (\S+)$", printed, re.MULTILINE)
+@pytest.mark.parametrize(
+    "script, options, sides",
+    [
+        ("step_time.py", (*SMALL, "--protection"), ("", "unprotected ")),
+        ("experts.py", (*SMALL[:4], "--width", "8", "--tokens", "4"), ("interleaved ", "in turn ")),
+    ],
+)
+def test_the_prices_of_protection_and_of_pairs(fresh, store_port, script, options, sides):
+    printed, _ = fresh(2)(run_script, store_port, FOLDER / script, *options)
+    one, other = sides
+    line = rf"^(.+): {one}(\S+) ms, {other}(\S+) ms, ratio (\S+)$"
+    found = re.findall(line, printed, re.MULTILINE)
     assert [what for what, *_ in found] == ["step", "CPU of all ranks"]
     for _, *figures in found:
-        protected, bare, ratio = map(float, figures)
-        assert ratio == pytest.approx(protected / bare, rel=0.05)
-
-
-def test_the_time_of_a_step_with_experts(fresh, store_port):
-    small = ("--rounds", "1", "--steps", "1", "--width", "8", "--tokens", "4")
-    printed, _ = fresh(2)(run_script, store_port, FOLDER / "experts.py", *small)
-    found = re.findall(r"^(.+): interleaved (\S+) ms, in turn (\S+) ms, ratio (\S+)$", printed, re.MULTILINE)
-    assert [what for what, *_ in found] == ["step", "CPU of all ranks"]
-    for _, *figures in found:
-        together, apart, ratio = map(float, figures)
-        assert ratio == pytest.approx(together / apart, rel=0.05)
+        first, second, ratio = map(float, figures)
+        assert ratio == pytest.approx(first / second, rel=0.05)
 
 
 def test_exchanges_that_arrive_late_are_waited_for_less_where_pairs_interleave(fresh, store_port):

@@ -19,21 +19,12 @@ import torch.distributed as dist
 
 import ppfunc as pp
 from tests import models
+from tests.clock import caught
 from tests.models import dense, squared
 
 D = 4
 ROWS = 3  # of a microbatch
 problem = partial(models.problem, dtype=torch.float32)
-
-
-def caught(call, *args, **kwargs):
-    """The exception of a call, and how long it took."""
-    start = time.perf_counter()
-    try:
-        call(*args, **kwargs)
-    except Exception as error:
-        return type(error).__name__, str(error), time.perf_counter() - start
-    return None, "", time.perf_counter() - start
 
 
 # -- wrong arguments, in process ---------------------------------------------------------------

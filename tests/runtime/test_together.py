@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import ppfunc as pp
 from ppfunc.runtime.errors import Failure
 from ppfunc.runtime.transport.protocols import Route
-from tests import models
+from tests import clock, models
 from tests.clock import busy
 from tests.models import dense, squared
 
@@ -27,18 +27,7 @@ ROWS = 3  # of a microbatch
 problem = partial(models.problem, dtype=torch.float32)
 
 
-def caught(call, *args, **kwargs):
-    """The exception of a call, and how long it took; it is kept for as long as the process lives."""
-    start = time.perf_counter()
-    try:
-        call(*args, **kwargs)
-    except Exception as error:
-        KEPT.append(error)
-        return type(error).__name__, str(error), time.perf_counter() - start
-    return None, "", time.perf_counter() - start
-
-
-KEPT = []
+caught = partial(clock.caught, keep=[])  # for as long as the process lives
 
 
 class Fails(torch.autograd.Function):

@@ -338,6 +338,7 @@ def first_call(rank, size, environment):
         ({"PPFUNC_NATIVE": "auto", "CXX": "no-such-compiler"}, "2.0 it is built on Linux, by g++"),
         ({"PPFUNC_NATIVE": "always", "CXX": "no-such-compiler"}, "PPFUNC_NATIVE is 'always', but"),
         ({"PPFUNC_NATIVE": "auto", "PPFUNC_CACHE": "x" * 5000}, "2.0"),
+        ({"PPFUNC_NATIVE": "always", "PPFUNC_CACHE": "x" * 5000}, "there is no native program: OSError"),
         (
             {"PPFUNC_NATIVE": "auto", "PPFUNC_CACHE": "~nobody-of-this-name/x"},
             "2.0 this user has no home folder",

@@ -93,18 +93,28 @@ def one_leaf(stage, state):
     return state["bias"]
 
 
-def test_a_skipped_update_leaves_the_state():
-    state = {"bias": torch.zeros(()), "counts": torch.zeros(())}
-    with new_trainer(
-        [counting], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), update_state=balanced
-    ) as trainer:
-        first = trainer.init({0: {"w": torch.ones(D)}}, {0: state})
+def in_place(stage, state):
+    state["bias"] += 1
+    return state
+
+
+def counted(update):
+    """A trainer of a stage that counts, its first state, and the state of the stage that it was given."""
+    given = {"bias": torch.zeros(()), "counts": torch.zeros(())}
+    trainer = new_trainer([counting], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), update_state=update)
+    return trainer, trainer.init({0: {"w": torch.ones(D)}}, {0: given}), given
+
+
+@pytest.mark.parametrize("update, bias, counts", [(balanced, ROWS, 0), (in_place, 1, ROWS)])
+def test_a_skipped_update_and_one_in_place_leave_the_states_before(update, bias, counts):
+    trainer, first, given = counted(update)
+    with trainer:
         x = torch.ones(ROWS, D)
         after, _ = trainer.step(first, x, x)
         skipped, metrics = trainer.step(after, x * math.inf, x)
-        assert metrics.skipped == 1
+        assert metrics.skipped == 1 and given["bias"] == 0
         for each in (after, skipped):
-            assert each.stage_state[0]["bias"] == ROWS and each.stage_state[0]["counts"] == 0
+            assert each.stage_state[0]["bias"] == bias and each.stage_state[0]["counts"] == counts
 
 
 @pytest.mark.parametrize(
@@ -130,19 +140,10 @@ def test_ranks_tell_functions_of_one_name_apart():
 
 
 def test_a_state_of_another_form_is_refused():
-    state = {"bias": torch.zeros(()), "counts": torch.zeros(())}
-    with new_trainer(
-        [counting],
-        squared,
-        pp.gpipe(1, 2),
-        pp.optim.sgd(0.1),
-        update_state=one_leaf,
-    ) as trainer:
-        first = trainer.init({0: {"w": torch.ones(D)}}, {0: state})
-        with pytest.raises(
-            pp.PipelineError, match=r"update_state\(0, ...\): got .* the form of the state before"
-        ):
-            trainer.step(first, torch.ones(ROWS, D), torch.ones(ROWS, D))
+    trainer, first, _ = counted(one_leaf)
+    words = r"update_state\(0, ...\): got .* the form of the state before"
+    with trainer, pytest.raises(pp.PipelineError, match=words):
+        trainer.step(first, torch.ones(ROWS, D), torch.ones(ROWS, D))
 
 
 def unreduced(rank, size):
@@ -164,24 +165,6 @@ def unreduced(rank, size):
 
 def test_leaves_without_a_way_are_refused(two):
     assert two(unreduced) == [True] * 2
-
-
-def in_place(stage, state):
-    state["bias"] += 1
-    return state
-
-
-def test_an_update_that_writes_in_place_leaves_the_states_before():
-    given = {"bias": torch.zeros(()), "counts": torch.zeros(())}
-    with new_trainer(
-        [counting], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), update_state=in_place
-    ) as trainer:
-        first = trainer.init({0: {"w": torch.ones(D)}}, {0: given})
-        x = torch.ones(ROWS, D)
-        after, _ = trainer.step(first, x, x)
-        skipped, _ = trainer.step(after, x * math.inf, x)
-        assert given["bias"] == 0 and after.stage_state[0]["bias"] == 1
-        assert skipped.stage_state[0]["bias"] == 1
 
 
 def extremes(p, x, state):
