@@ -3,13 +3,16 @@
 Run by torchrun, two ranks or more::
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tests/benchmarks/memory.py --schedules 1f1b zbv
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 tests/benchmarks/memory.py --models gpt2 t5 --shard params
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 tests/benchmarks/memory.py --models gpt2 t5 --shards params
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 tests/benchmarks/memory.py --covering
 
 Measured are the storages that operators make in a second step, with those that it is given: parameters,
 batch and optimizer state. Without ``--models`` the stages are blocks of a small GPT, whose steps make
 gradients and are compared with torch's. With ``--models``, those of ``split_zoo.py``, which need
 transformers, are split and trained by AdamW; of four ranks or more, half are data ranks. ``llama`` computes
-in bfloat16.
+in bfloat16. ``--covering`` takes few cases of five models, in which each two choices meet. Of ``--remats`` a
+number is the most bytes to keep, ``places`` is one choice for some modules of a model, and ``save`` computes
+again all but products and attention. Torch checkpoints each block where the choice is ``full`` or ``save``.
 """
 
 import argparse
@@ -18,7 +21,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +30,30 @@ import torch
 import torch.distributed as dist
 from step_time import THEIRS, Blocks, their_step
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 import ppfunc as pp
-from ppfunc.schedule import BUILDERS, Schedule
+from ppfunc.schedule import BUILDERS, Op, Schedule
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves
 
 sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "examples")]
 import gpt
 
+from tests.covering import pairwise as covering
 from tests.storages import LiveStorages
 
+PLACES = {
+    "gpt2": "transformer.h.*.mlp",
+    "vit": "vit.layers.*",
+    "t5": "*.layer.?",
+    "mixtral": "model.layers.*.self_attn|model.layers.*.mlp",
+    "llama": "model.layers.[02]",
+}
+ATEN = torch.ops.aten
+SAVED = [ATEN.mm.default, ATEN.addmm.default, ATEN.linear.default]
+SAVED += [ATEN._scaled_dot_product_flash_attention_for_cpu.default]
+REMATS = "cheap", "none", "full", "200000", "places"
 SCHEDULES = "gpipe", "1f1b", "interleaved_1f1b", "zbv", "dualpipev", "zb_h1"
 Row = tuple[int, int]  # predicted and measured bytes
 
@@ -69,8 +86,12 @@ def blocks(options: argparse.Namespace, schedule: Schedule, remat: Any, rank: in
         predicted = step.lower(params, *batch).memory_analysis()[rank].peak
         step(params, *batch)
         row = predicted, measured(lambda: step(params, *batch), (params, batch))
-    if remat != "none" or options.schedule not in THEIRS:
+    if remat not in ("none", "full", computed_again) or options.schedule not in THEIRS:
         return row, None
+    if remat is computed_again and Op.I in schedule.ops:
+        return row, None  # torch refuses a backward in two parts there
+    if remat != "none":
+        stages = [checkpointed([model[k] for k in run], save=remat is computed_again) for run in runs]
     modules = {s: Blocks(stages[s], params[s]) for s in params}
     theirs = their_step(options, schedule, modules, inputs, targets, rank)
     theirs()
@@ -78,6 +99,23 @@ def blocks(options: argparse.Namespace, schedule: Schedule, remat: Any, rank: in
         module.zero_grad(set_to_none=True)
     held = [list(module.parameters()) for module in modules.values()]
     return row, measured(theirs, (held, batch))
+
+
+def computed_again(operator: Any, _: int) -> bool:
+    """Compute again all but products and attention."""
+    return operator not in SAVED
+
+
+def checkpointed(run: list[gpt.Layer], save: bool) -> Callable[..., torch.Tensor]:
+    """A stage of blocks, each in torch's checkpoint, which may save products and attention."""
+    contexts = partial(create_selective_checkpoint_contexts, SAVED) if save else noop_context_fn
+
+    def apply(params: list[gpt.Params], x: torch.Tensor) -> torch.Tensor:
+        for layer, p in zip(run, params, strict=True):
+            x = checkpoint(layer.apply, p, x, use_reentrant=False, context_fn=contexts)
+        return x
+
+    return apply
 
 
 def ends(schedule: Schedule, rank: int) -> Iterator[bool]:
@@ -89,7 +127,7 @@ def squared(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (y - target).square().mean()
 
 
-def trained(options: argparse.Namespace, name: str, schedule: Schedule, remat: Any) -> Row:
+def trained(options: argparse.Namespace, name: str, schedule: Schedule, remat: Any, shard: str) -> Row:
     """Of a training step of a model that is split."""
     from split_zoo import MODELS
 
@@ -102,8 +140,7 @@ def trained(options: argparse.Namespace, name: str, schedule: Schedule, remat: A
     batch = inputs(rows, options.tokens)
     parts = pp.split(model, kwargs={k: t[:2] for k, t in batch.items()}, at=schedule.stages)
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
-    shard = options.shard if sharded else "none"
-    transport = pp.P2P(mesh=mesh, axes=pp.Axes("pp", data="dp"), shard=shard)
+    transport = pp.P2P(mesh=mesh, axes=pp.Axes("pp", data="dp"), shard=shard if sharded else "none")
     rank = mesh.get_local_rank("pp")
     first, last = ends(schedule, rank)
     given = batch if first else None, torch.zeros(rows) if last else None
@@ -132,10 +169,10 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="*", default=[], help="of split_zoo.py")
     parser.add_argument("--schedules", nargs="*", default=SCHEDULES)
-    parser.add_argument(
-        "--remats", nargs="*", default=["cheap", "none", "full", "200000"], help="a number: bytes to keep"
-    )
-    parser.add_argument("--shard", choices=["none", "optimizer", "params"], default="optimizer")
+    parser.add_argument("--remats", nargs="*", default=REMATS[:-1])
+    parser.add_argument("--shards", nargs="*", default=["optimizer"], help="none, optimizer, params")
+    parser.add_argument("--offload", action="store_true", help="residuals, where they are unused")
+    parser.add_argument("--covering", action="store_true")
     for option, value in (("width", 64), ("blocks", 8), ("tokens", 16), ("microbatches", 8)):
         parser.add_argument(f"--{option}", type=int, default=value)
     options = parser.parse_args()
@@ -143,17 +180,22 @@ def main() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    for model in options.models or ["blocks"]:
-        for name in options.schedules:
-            options.schedule = name
-            for remat in (int(r) if r.isdigit() else r for r in options.remats):
-                ranks = 2 if options.models else dist.get_world_size()
-                schedule = BUILDERS[name](ranks, options.microbatches)
-                if options.models:
-                    row, theirs = trained(options, model, schedule, remat), None
-                else:
-                    row, theirs = blocks(options, schedule, remat, rank)
-                report(f"{model} {name} {remat}", row, theirs)
+    models, offloads = options.models or ["blocks"], [options.offload]
+    cases = list(product(models, options.schedules, options.remats, offloads, options.shards))
+    if options.covering:
+        cases = covering(PLACES, SCHEDULES, REMATS[1:], (False, True), ("none", "optimizer", "params"))
+    for model, name, remat, offload, shard in cases:
+        options.schedule = name
+        ranks = dist.get_world_size() if model == "blocks" else 2
+        schedule = BUILDERS[name](ranks, options.microbatches)
+        schedule = pp.schedule.insert_offloads(schedule) if offload else schedule
+        chosen: Any = int(remat) if remat.isdigit() else computed_again if remat == "save" else remat
+        chosen = {PLACES[model]: "full"} if remat == "places" else chosen
+        if model == "blocks":
+            row, theirs = blocks(options, schedule, chosen, rank)
+        else:
+            row, theirs = trained(options, model, schedule, chosen, shard), None
+        report(f"{model} {name} {remat} {shard}{' offload' * offload}", row, theirs)
     dist.destroy_process_group()
 
 
