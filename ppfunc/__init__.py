@@ -120,7 +120,7 @@ if TYPE_CHECKING:
     from .stage.layout import with_layouts as with_layouts
     from .stage.modules.parallelize import parallelize as parallelize
     from .stage.output import Output as Output, Received as Received
-    from .stage.transforms import ensemble as ensemble
+    from .stage.transforms import cast_messages as cast_messages, ensemble as ensemble
     from .steps import eval_shape as eval_shape, evaluate as evaluate, value_and_grad as value_and_grad
     from .training import (
         Precision as Precision,

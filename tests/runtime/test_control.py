@@ -516,6 +516,34 @@ def hand_on(transport, rank, ranks, break_at=None):
         raise transport.fail(Failure(rank, None if instruction is None else 3, instruction, cause)) from cause
 
 
+def small_and_large(rank, ranks):
+    """How many messages carry four small tensors, an empty one and a large one; and the bytes that arrive."""
+    leaves = (
+        *(leaf(n, dtype=torch.float64 if n % 2 else torch.bool) for n in range(1, 5)),
+        leaf(0),
+        leaf(2**13),
+    )
+    values = tuple(
+        torch.arange(each.nbytes).to(torch.uint8).remainder(2).to(each.dtype)[: each.shape[0]]
+        for each in leaves
+    )
+    with P2P(timeout=60) as transport:
+        transport.begin("small", "k" if rank == 0 else None, 0)
+        transport.connect([Route("F", 0, 1)], [torch.device("cpu")])
+        buffers, end = Buffers(), transfer(rank == 0, 0, 1, leaves)._replace(peer=1 - rank)
+        buffers.values = {end.tag: values} if rank == 0 else {}
+        transport.post([end])(buffers)
+        messages = len(buffers.pending[end.tag][0])
+        transport.wait(end)(buffers)
+        transport.end({}, {})
+        transport.count_step()
+        return messages, not rank or all(map(torch.equal, buffers.values[end.tag], values))
+
+
+def test_small_tensors_travel_in_one_buffer(two):
+    assert two(small_and_large) == [(2, True)] * 2
+
+
 def ring(rank, ranks):
     with P2P(timeout=60) as transport:
         hand_on(transport, rank, ranks)

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ _PLAIN = {
     torch.int8,
     torch.uint8,
 }
+_SMALL, _ALIGNED = 2**14, 64  # bytes: of tensors that travel in one buffer, and between their beginnings
 _LOST = (
     "Connection closed",
     "Connection reset",
@@ -179,22 +181,42 @@ class PairGroups:
         """Make the call that posts one end of a message."""
         pair, wire, rank = self._pair(transfer), _wire(transfer), self._line[transfer.peer]
         outgoing, tag, _, leaves, device = transfer
-        forms = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        forms, joined = [(leaf.shape, leaf.dtype) for leaf in leaves], self._joined(transfer)
 
         def post_end(buffers: Buffers) -> None:
             group = pair.group
             if outgoing:
-                posted = tensors = wire([t.contiguous() for t in buffers.values.pop(tag)])
+                tensors = [t.contiguous() for t in buffers.values.pop(tag)]
             else:
                 tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
-                posted = wire(tensors)
+            posted = wire(tensors if joined is None else joined(tensors))
             try:
                 works = [group.send([t], 1, 0) if outgoing else group.recv([t], 0, 0) for t in posted]
             except RuntimeError as error:
                 raise lost(rank, error) from error
-            buffers.pending[tag] = works, tensors
+            buffers.pending[tag] = works, posted if outgoing else tensors
 
         return post_end
+
+    def _joined(self, transfer: Transfer) -> Callable[[list[torch.Tensor]], list[torch.Tensor]] | None:
+        """Return a function that moves small tensors of a list into one buffer: those that travel, with it.
+
+        None for one or two, and under NCCL, where the messages of a batch are one operation.
+        """
+        small = {n: leaf for n, leaf in enumerate(transfer.leaves) if 0 < leaf.nbytes <= _SMALL}
+        if len(small) < 3 or self._backend == "nccl":
+            return None
+        starts = [0, *accumulate(-(-leaf.nbytes // _ALIGNED) * _ALIGNED for leaf in small.values())]
+
+        def join(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            buffer = torch.empty(starts[-1], dtype=torch.uint8, device=transfer.device)
+            alone = [t for n, t in enumerate(tensors) if n not in small]
+            for at, (n, leaf) in zip(starts, small.items(), strict=False):
+                part = buffer[at : at + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
+                tensors[n] = part.copy_(tensors[n]) if transfer.outgoing else part
+            return [buffer, *alone]
+
+        return join
 
     def wait(self, transfer: Transfer) -> Call:
         """Make the call that waits for what was posted for a transfer."""

@@ -19,3 +19,4 @@ from .mapped import (
     per_sample_loss as per_sample_loss,
     square_norms as square_norms,
 )
+from .messages import cast_messages as cast_messages
