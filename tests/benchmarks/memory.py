@@ -195,7 +195,8 @@ def main() -> None:
             row, theirs = blocks(options, schedule, chosen, rank)
         else:
             row, theirs = trained(options, model, schedule, chosen, shard), None
-        report(f"{model} {name} {remat} {shard}{' offload' * offload}", row, theirs)
+        sharded = "" if model == "blocks" else f" {shard}"
+        report(f"{model} {name} {remat}{sharded}{' offload' * offload}", row, theirs)
     dist.destroy_process_group()
 
 

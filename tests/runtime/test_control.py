@@ -534,7 +534,7 @@ def small_and_large(rank, ranks):
         buffers.values = {end.tag: values} if rank == 0 else {}
         transport.post([end])(buffers)
         messages = len(buffers.pending[end.tag][0])
-        transport.wait(end)(buffers)
+        (transport.wait_recv if rank else transport.wait_send)(end)(buffers)
         transport.end({}, {})
         transport.count_step()
         return messages, not rank or all(map(torch.equal, buffers.values[end.tag], values))
