@@ -64,7 +64,7 @@ def test_the_memory_of_a_step(fresh, store_port):
     )
     assert [row[:2] for row in found] == [("none", "0"), ("none", "1"), ("full", "0"), ("full", "1")]
     assert all(0.99 < float(ratio) < 1.01 for _, _, ratio, _ in found)
-    assert [bool(torch) for *_, torch in found] == [True, True, False, False]
+    assert all(torch for *_, torch in found)
 
 
 def test_the_bytes_of_a_large_model_on_paper(monkeypatch, capsys):
