@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import ppfunc as pp
 from ppfunc.tuning.times import MICROBATCHES, times_of
+from ppfunc.tuning.tune import rows_of
 from tests.models import squared
 
 D, ROWS = 16, 8
@@ -175,6 +176,12 @@ def test_every_schedule_that_trains_has_its_seconds_and_bytes():
     found = pp.tune(**arguments(schedules=names, **options))
     assert list(found.refused) == ["data_parallel of 2 ranks"] and len(found.rows) >= len(names) - 4
     assert {row.schedule.microbatches for row in found.rows} == {4}
+
+
+def test_rows_are_repeated_and_flags_stay():
+    few = torch.arange(6).view(3, 2)
+    taken = rows_of({"ids": few, "flag": False}, 5)
+    assert torch.equal(taken["ids"], few[[0, 1, 2, 0, 1]]) and taken["flag"] is False
 
 
 def test_a_split_keeps_its_cuts():

@@ -97,7 +97,7 @@ def tune(
             backend ``fake`` stands for the ranks.
         StageError, TypeError: as :func:`ppfunc.split`.
     """
-    batch = len(next(iter(tree_leaves(args)))) if batch is None else batch
+    batch = len(next(t for t in tree_leaves(args) if isinstance(t, torch.Tensor))) if batch is None else batch
     require_counts(ranks=ranks, batch=batch, top=top)
     choices = list(_choices(ranks, batch, grids, microbatch, remat, shard))
     builders = {name: find_builder(name) for name in schedules}
@@ -306,8 +306,14 @@ class Candidates:
 
 
 def rows_of(tree: Any, rows: int) -> Any:
-    """Return so many rows of a batch; they begin anew after the last."""
-    return tree_map(lambda t: t[torch.arange(rows, device=t.device) % len(t)], tree)
+    """Return so many rows of a batch, which begin anew after the last; values other than tensors stay."""
+
+    def taken(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf[torch.arange(rows, device=leaf.device) % len(leaf)]
+
+    return tree_map(taken, tree)
 
 
 def _remembering(engine: Engine) -> Engine:

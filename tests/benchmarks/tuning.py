@@ -1,0 +1,180 @@
+"""What `tune` takes, beside configurations tried by hand: predicted and measured seconds and bytes.
+
+Run by torchrun, with a core for each process::
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tests/benchmarks/tuning.py --models gpt mlp vit
+
+Process 0 tunes alone, without a limit and for one in which a third of the configurations fits. Then all
+processes run what it takes and rows of every grid, schedule, microbatch and rematerialisation, in turn; the
+seconds of each are the least of several steps. Printed are, for each row, predicted and measured seconds, CPU
+seconds of the busiest rank and predicted over measured peaks; then the rank correlation of predicted and
+measured seconds, and for each limit what tune takes over the best that fits. ``--cpu-clock`` times stages in
+CPU seconds, for machines on which others run.
+"""
+
+import argparse
+import os
+import pickle
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import ppfunc as pp
+from ppfunc.runtime.execution import record
+from ppfunc.stage.layout import local
+from ppfunc.stage.tree import tree_leaves, tree_map
+
+sys.path.append(str(Path(__file__).parents[2]))
+from tests.storages import LiveStorages
+
+Problem = tuple[nn.Module, Tensor, Tensor, Any]
+
+
+class Block(nn.Module):
+    """A block of a transformer, or without heads its perceptron."""
+
+    def __init__(self, width: int, heads: int = 0) -> None:
+        super().__init__()
+        self.heads, self.first, self.second = heads, nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.heads:
+            q, k, v = self.qkv(self.first(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
+
+
+def problem(name: str) -> Problem:
+    """A model, a row of its inputs and of its targets, and its loss."""
+    torch.manual_seed(0)
+    if name == "gpt":  # whose head takes as long as some blocks
+        ids = torch.randint(2000, (1, 64))
+        blocks = [Block(128, 4) for _ in range(6)]
+        model = nn.Sequential(nn.Embedding(2000, 128), *blocks, nn.Linear(128, 2000))
+        return model, ids, ids, lambda y, t: nn.functional.cross_entropy(y.flatten(0, 1), t.flatten())
+    if name == "mlp":  # whose parameters are most of its memory
+        x = torch.randn(1, 32, 256)
+        return nn.Sequential(*(Block(256) for _ in range(4))), x, x, nn.functional.mse_loss
+    x = torch.randn(1, 128, 96)  # whose first blocks have longer sequences
+    early, late = [Block(96, 4) for _ in range(4)], [Block(192, 4) for _ in range(4)]
+    model = nn.Sequential(*early, nn.AvgPool2d((4, 1)), nn.Linear(96, 192), *late)
+    return model, x, torch.randn(1, 32, 192), nn.functional.mse_loss
+
+
+def tuned(name: str, options: argparse.Namespace, ranks: int) -> tuple[list[Any], list[float]]:
+    """Rows, of which the first two are what is taken for each of the two limits."""
+    given = {"ranks": ranks, "batch": options.batch, "optimizer": pp.optim.adamw(1e-3)}
+    given |= {"latency": options.latency, "bandwidth": options.bandwidth, "schedules": options.schedules}
+    given |= {"shard": ["none"], "microbatch": options.microbatch, "effort": options.effort}
+    if options.cpu_clock:
+        record.time = argparse.Namespace(perf_counter=time.thread_time)  # type: ignore[attr-defined]
+    start = time.perf_counter()
+    every = pp.tune(*problem(name)[:2], problem(name)[3], problem(name)[2], top=1000, **given)
+    record.time = time  # type: ignore[attr-defined]
+    print(f"{name}: {len(every.rows)} rows in {time.perf_counter() - start:.0f} s", flush=True)
+    peaks = sorted(max(row.peaks) for row in every.rows)
+    limits = [float("inf"), float(peaks[len(peaks) // 3])]
+    best = [next(row for row in every.rows if max(row.peaks) <= limit) for limit in limits]
+    rest = [row for row in every.rows if row not in best]
+    chosen = [*best, *rest[:: max(1, len(rest) // options.tries)]]
+    return [row[:-1] for row in chosen], limits  # without the functions that make trainers
+
+
+def run(
+    name: str, rows: list[Any], options: argparse.Namespace
+) -> tuple[list[float], list[float], list[int]]:
+    """Wall and CPU seconds and peak bytes of every row on this rank."""
+    model, x, y, loss_fn = problem(name)
+    trained, peaks = [], []
+    for choice, schedule, at, *_ in rows:
+        parts = pp.split(model, x, at=at)
+        mesh = init_device_mesh("cpu", (choice.pipe, choice.data), mesh_dim_names=("pp", "dp"))
+        transport = pp.P2P(mesh=mesh, axes=pp.Axes("pp", data="dp"), shard=choice.shard)
+        engine = pp.engines.graph(remat=choice.remat)
+        trainer = pp.Trainer(parts, loss_fn, schedule, pp.optim.adamw(1e-3), transport, engine=engine)
+        mine, size = schedule.model_stages_of(mesh.get_local_rank("pp")), options.batch // choice.data
+        ends = 0 in mine, len(parts.stages) - 1 in mine
+        batch = [
+            t.repeat(size, *[1] * (t.ndim - 1)) if e else None for t, e in zip((x, y), ends, strict=True)
+        ]
+        params = {s: tree_map(torch.clone, parts.params[s]) for s in mine}
+        state, _ = trainer.step(trainer.init(params), *batch)
+        held = [local(t) for t in tree_leaves((state, batch)) if t is not None]
+        with LiveStorages(held) as counted:
+            trainer.step(state, *batch)
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
+        peaks.append(sum(storages.values()) + counted.peak)
+        trained.append((trainer, state, batch))
+    walls, cpus = ([float("inf")] * len(rows) for _ in range(2))
+    for _ in range(options.rounds):
+        for n, (trainer, state, batch) in enumerate(trained):
+            dist.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            trainer.step(state, *batch)
+            walls[n] = min(walls[n], time.perf_counter() - wall)
+            cpus[n] = min(cpus[n], time.process_time() - cpu)
+    for trainer, _, _ in trained:
+        trainer.close()
+    return walls, cpus, peaks
+
+
+def report(name: str, rows: list[Any], limits: list[float], ranks: list[Any]) -> None:
+    walls, cpus, peaks = ([max(of) for of in zip(*each, strict=True)] for each in zip(*ranks, strict=True))
+    for row, wall, cpu, peak in zip(rows, walls, cpus, peaks, strict=True):
+        figures = f"predicted {row[3]:.4f} s, measured {wall:.4f}, CPU {cpu:.4f}"
+        print(f"{name}: {row[1].name}, {row[0]}: {figures}; peak {max(row[5]) / peak:.3f}")
+    orders = [torch.tensor(seconds).argsort().argsort().double() for seconds in ([r[3] for r in rows], walls)]
+    print(f"{name}: rank correlation {torch.corrcoef(torch.stack(orders))[0, 1]:.3f}")
+    for taken, limit in enumerate(limits):
+        best = min(wall for wall, peak in zip(walls, peaks, strict=True) if peak <= limit)
+        fits = f"its peak is {peaks[taken] / limit:.3f} of {limit:.0f}"
+        print(
+            f"{name}: what tune takes is {walls[taken] / best:.3f} of the best of {len(rows)}; {fits}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="*", default=["gpt", "mlp", "vit"])
+    parser.add_argument("--schedules", nargs="*", default=["gpipe", "1f1b", "interleaved_1f1b", "zbv"])
+    parser.add_argument("--microbatch", type=int, nargs="*", default=[2, 4, 8])
+    parser.add_argument("--cpu-clock", action="store_true")
+    for option, value in (("batch", 32), ("tries", 14), ("rounds", 15)):
+        parser.add_argument(f"--{option}", type=int, default=value)
+    for option, number in (("latency", 2e-4), ("bandwidth", 1e9), ("effort", 0.1)):
+        parser.add_argument(f"--{option}", type=float, default=number)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rank, size, run_id = (os.environ[k] for k in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"))
+    paths = {name: Path(tempfile.gettempdir(), f"{run_id}-{size}-{name}") for name in options.models}
+    for name, path in paths.items() if rank == "0" else ():  # before there is a group
+        path.write_bytes(pickle.dumps(tuned(name, options, int(size))))
+    dist.init_process_group("gloo")
+    for name, path in paths.items():
+        dist.barrier()
+        rows, limits = pickle.loads(path.read_bytes())
+        ranks: list[Any] = [None] * int(size)
+        dist.all_gather_object(ranks, run(name, rows, options))
+        if rank == "0":
+            report(name, rows, limits, ranks)
+            path.unlink()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
