@@ -49,7 +49,9 @@ def run_step(
         if (update := steps[0].update) is not None:
             weights = update.begin([arguments.loss_weights for arguments in steps])
             pairs = zip(steps, weights, strict=True)
-            steps = [replace(arguments, loss_weights=divided) for arguments, divided in pairs]
+            steps = [
+                args if divided is None else replace(args, loss_weights=divided) for args, divided in pairs
+            ]
             loss_parts = {}  # the update has the losses, and sums them over all pipelines
         buffers = execute_steps(compiled, steps, transport)
         if update is not None:

@@ -14,7 +14,7 @@ from ppfunc.stage.tree import tree_leaves, tree_map
 from .._torch import looked_through, norms_of_each
 from ..checks import require_real
 
-_KIND = attrgetter("dtype", "device")
+_DTYPE = attrgetter("dtype")
 _ROW, _LONG = 4096, 16_384  # elements of a row, and of the shortest leaf that is read in rows
 
 
@@ -29,14 +29,14 @@ def leaf_sums(leaves: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         float64[leaves], on the device of the first. Halves are squared in float32.
     """
     sizes = list(map(Tensor.numel, leaves))
-    if all(sizes) and len(set(map(_KIND, leaves))) == 1:
+    if all(sizes) and len(set(map(_DTYPE, leaves))) == len(set(map(Tensor.get_device, leaves))) == 1:
         sums = _norms(leaves, norm_type, max(sizes))
     else:
         sums = torch.zeros(len(leaves), dtype=torch.float64, device=leaves[0].device if leaves else None)
         by_leaf, by_kind = list(sums.unbind()), dict[tuple[torch.dtype, torch.device], list[int]]()
         for n, leaf in enumerate(leaves):
             if sizes[n]:
-                by_kind.setdefault(_KIND(leaf), []).append(n)
+                by_kind.setdefault((leaf.dtype, leaf.device), []).append(n)
         for alike in by_kind.values():
             norms = _norms([leaves[n] for n in alike], norm_type, max(sizes)).to(sums)
             for n, norm in zip(alike, norms.unbind(), strict=True):  # an index would be a tensor of the host

@@ -46,7 +46,9 @@ def adamw(
             decay. It sees the names, ``ndim`` and ``dtype`` of parameters only: sizes and values may be those
             of a shard. It is called once for parameters of one form. By default all decay.
         donate: let an update write into its parameters and state: tensors in row-major memory are updated in
-            place and returned, without a copy. By default the arguments of an update stay as they are.
+            place and returned, without a copy. By default the arguments of an update stay as they are: it is
+            a function, and earlier states can be used again, also after a step that failed once some of its
+            state was updated. The copies about double the time of an update.
 
     Raises:
         ValueError, TypeError: not a number, or one that is negative or not finite; betas of 1 or more.

@@ -219,6 +219,8 @@ def _by_kernel(
             weight_decay=decay,
             found_inf=None if found_inf is None else found_inf.to(device, torch.float32),
         )
+    if len(own[0]) == len(params):
+        return own
     new = list(params)
     for n, leaf in zip(plan.trained, own[0], strict=True):
         new[n] = leaf

@@ -228,7 +228,7 @@ class TrainingUpdate:
             wait()
         self._conclusions.clear()
         self._gathers.clear()
-        note_made(self.state, self.stages)
+        note_made(self.state, {stage: leaves.made() for stage, leaves in self.stages.items()})
 
     def _renew(self, stage: int, params: Sequence[Tensor]) -> None:
         """Replace the parameters of a stage in the state by new ones, of which this rank has these parts."""
@@ -241,10 +241,6 @@ class TrainingUpdate:
         """Begin to gather the new parameters of a stage; the memory is that of two stages at a time."""
         left, precision = self._updates_left[stage], self._rule.precision
         del buffers.params[stage]
-        if self._ranks.parts.size == 1:
-            self._renew(stage, shards)
-            buffers.params[stage] = tuple(precision.to_compute(list(shards))) if left else ()
-            return
         wait = gather(shards, self.stages[stage].trees.dims, self._ranks.parts)
 
         @cache
@@ -254,6 +250,9 @@ class TrainingUpdate:
             # After the last update nobody computes with them.
             return tuple(precision.to_compute(list(whole))) if left else ()
 
+        if self._ranks.parts.size == 1:
+            buffers.params[stage] = gathered()
+            return
         buffers.gathering[stage] = self._gathers[stage] = gathered
         for earlier in [*self._gathers.values()][:-2]:
             earlier()
@@ -312,6 +311,8 @@ class TrainingUpdate:
         if rate is None:
             return None
         values = rate(next(iter(initial.optimizer.values())), self.state.step - initial.step)
+        if isinstance(values, float):
+            return torch.full_like(like, values)
         return tree_map(lambda v: v.to(like) if isinstance(v, Tensor) else torch.full_like(like, v), values)
 
     def _conclude(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from ppfunc.stage.tree import tree_flatten, tree_leaves
 
 from .ranks import Cut, TrainingRanks
 from .sharding import Dims
-from .train_state import TrainState, require_not_donated, stages_made
+from .train_state import TrainState, are, refs, require_not_donated, stages_made
 from .update_rule import StageUpdate, UpdateRule, require_state_of
 
 
@@ -90,12 +91,17 @@ class StageLeaves(NamedTuple):
         """Tell whether they have the forms of the trees."""
         return has_form(self.params, self.trees.params) and has_form(self.optimizer, self.trees.optimizer)
 
-    def same(self, other: StageLeaves | None) -> bool:
-        """Tell whether others are the same objects."""
-        if other is None or len(self.optimizer) != len(other.optimizer):
-            return False
-        pairs = zip((*self.params, *self.optimizer), (*other.params, *other.optimizer), strict=False)
-        return len(self.params) == len(other.params) and all([a is b for a, b in pairs])
+    def made(self) -> StageMade:
+        """Return what :func:`note_made` notes of them, which keeps none alive."""
+        return StageMade(self.trees, self.update, refs((*self.params, *self.optimizer)))
+
+
+class StageMade(NamedTuple):
+    """Note what is known of the leaves of a stage, see :class:`StageLeaves`."""
+
+    trees: StageTrees
+    update: StageUpdate | None
+    leaves: list[ref[Tensor]]
 
 
 def read(leaves: list[Tensor], form: Form) -> list[Tensor]:
@@ -149,9 +155,10 @@ def stages_of(
             known[s] = StageTrees.of(rule, ranks, s, state)
             leaves = known[s].leaves_of(s, state)
         assert leaves is not None
-        same[s] = leaves.same(before)
-        # What has updated these leaves goes on with them, and checks nothing again.
-        stages[s] = before if before and same[s] and before.trees is leaves.trees else leaves
+        same[s] = before is not None and are(before.leaves, (*leaves.params, *leaves.optimizer))
+        if before is not None and same[s] and before.trees is leaves.trees:
+            leaves = leaves._replace(update=before.update)  # which goes on, and checks nothing again
+        stages[s] = leaves
     return stages, all(same.values())
 
 

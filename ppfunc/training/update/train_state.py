@@ -1,6 +1,7 @@
 """Define the state of training and the metrics of a step: trees of tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -86,6 +87,16 @@ def note_made(state: TrainState, stages: Mapping[int, Any]) -> TrainState:
 def stages_made(state: TrainState) -> Mapping[int, Any]:
     """Return what is known of the leaves of a state; nothing of a copy that a caller has made."""
     return _made.get(state.step, (0, {}))[1]
+
+
+def refs(leaves: Iterable[Tensor]) -> list[ref[Tensor]]:
+    """Refer to tensors without keeping them alive."""
+    return list(map(ref, leaves))
+
+
+def are(known: Sequence[ref[Tensor]], leaves: Sequence[Tensor]) -> bool:
+    """Tell whether these are the tensors that are referred to: one that lives has one reference."""
+    return len(known) == len(leaves) and all(map(is_, known, map(ref, leaves)))
 
 
 class Donation:

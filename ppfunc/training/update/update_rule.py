@@ -3,7 +3,6 @@
 import reprlib
 from collections.abc import Sequence
 from math import inf
-from operator import is_
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
@@ -23,7 +22,7 @@ from ..optim.norms import Clip
 from ..optim.protocols import Optimizer, Tree, UpdateLeaves, prepared, require_pair, skipping, text_of
 from .precision import Precision
 from .states import StateRule
-from .train_state import Donation
+from .train_state import Donation, are, refs
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
 
@@ -109,7 +108,7 @@ class StageUpdate:
     def __init__(self, rule: UpdateRule, stage: int, params: Form, optimizer: Form) -> None:
         self._rule, self._stage, self._forms = rule, stage, (params, optimizer)
         self._run: UpdateLeaves | None = None
-        self._donation, self._written = Donation(), list[Tensor]()
+        self._donation, self._written = Donation(), refs(())
 
     def __call__(
         self,
@@ -139,9 +138,8 @@ class StageUpdate:
             return run(grads, state, params, found_inf, written)
         finally:
             if written:
-                new = len(written) != len(self._written) or not all(map(is_, written, self._written))
-                self._donation.mark(step, written if new else ())
-                self._written = written
+                self._donation.mark(step, () if are(self._written, written) else written)
+                self._written = refs(written)
 
     def _by_trees(
         self,

@@ -166,6 +166,22 @@ def test_a_state_that_was_changed_in_its_place_is_read_anew(change):
     assert same_bits(after, wanted)
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_what_is_known_of_a_state_does_not_keep_it_alive(donate):
+    stages, params, x, y = problem()
+    kept, leaves = [], []
+    with new_trainer(
+        stages, squared, pp.zb_h1(4, 4), pp.optim.adamw(1e-2, donate=donate), clip=0.1
+    ) as trainer:
+        state = trainer.init({s: copy_of(tree) for s, tree in params.items()})
+        for _ in range(3):
+            state, metrics = trainer.step(state, x, y)
+            kept.append((state.step, metrics))
+            leaves += map(weakref.ref, tree_leaves((state.params, state.optimizer)))
+        del state
+        assert not any(leaf() is not None for leaf in leaves)
+
+
 def test_a_warm_step_prepares_nothing_and_marks_nothing_again(monkeypatch):
     stages, params, x, y = problem()
     counted, optimizer = [], pp.optim.adamw(1e-2, donate=True)
