@@ -35,6 +35,9 @@ from torch._subclasses.fake_tensor import (
 # The history of a result of an `autograd.Function` is an object of a subclass of it.
 from torch.autograd.function import BackwardCFunction as BackwardCFunction
 
+# Refuses a gradient of flex attention on the CPU.
+from torch.nn.attention.flex_attention import _validate_device
+
 # Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node as register_pytree_node
@@ -65,8 +68,9 @@ PYTREE_NODES = SUPPORTED_NODES
 without_autocast: Any = torch._C._DisableAutocast
 
 
-# The module whose `_validate_device` refuses a gradient of flex attention on the CPU.
+# The module of flex attention, and its check of devices, which it calls by name.
 flex_module: Any = torch.nn.attention.flex_attention
+require_flex_device = _validate_device
 
 
 def flex_scores(*args: Any, **options: Any) -> Any:

@@ -31,6 +31,7 @@ from .._torch import (
     UnsupportedOperatorException,
     flex_module,
     flex_scores,
+    require_flex_device,
 )
 from ..errors import StageError
 from ..interrupts import hold_interrupts
@@ -233,7 +234,7 @@ def _validate(*args: Any) -> None:
     Its scores as a matrix have one.
     """
     if _handlers.get() is None:
-        (_replaced[0][1] if _replaced else flex_module._validate_device)(*args)
+        require_flex_device(*args)
 
 
 @contextmanager
