@@ -1,15 +1,18 @@
 """Write loads and offloads into a schedule."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ppfunc.parallel.counts import require_counts
 
 from ..arguments import require_stages
+from ..costs import Costs, Number, require_costs
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, parts_of
 from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step
 from .remove import remove_slots
 from .rewrite import Place, insert, rewrite
+
+Residuals = tuple[int, int | None]  # stage, microbatch
 
 
 def insert_loads(schedule: Schedule, *, targets: bool | None = None) -> Schedule:
@@ -54,44 +57,90 @@ def _messages_first(step: Step) -> Step:
 
 
 def insert_offloads(
-    schedule: Schedule, stages: Iterable[int] | None = None, *, lookahead: int = 1
+    schedule: Schedule,
+    stages: Iterable[int] | None = None,
+    *,
+    lookahead: int = 1,
+    cap: Number | None = None,
+    costs: Costs | None = None,
 ) -> Schedule:
     """Move residuals away after their forward and back before the backward that uses them first.
 
     Equivalent to: after each F of the chosen stages write OFFLOAD; before the compute instruction
     that comes ``lookahead`` compute instructions before its B or I, write FETCH. Residuals that
     would not be away during any compute instruction stay where they are, and so do those that
-    move already.
+    move already. With a cap only those move that exceed it, the longest unused first.
 
     Args:
         stages: the stages whose residuals move; all of them by default.
         lookahead: compute instructions of the rank that hide the way back.
+        cap: the most memory of residuals on a rank, in the unit of the costs: bytes, with those of
+            ``step.lower(...).costs()``.
+        costs: sizes of residuals; by default 1 each.
 
     Raises:
-        ValueError: a negative lookahead, or a stage that does not exist.
+        ValueError: a negative lookahead, or a stage that does not exist; or residuals exceed the cap that
+            cannot be away.
+
+    >>> from ppfunc.schedule import gpipe
+    >>> print(*insert_offloads(gpipe(ranks=1, microbatches=4), cap=3).instructions(0))
+    0F0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0F3 0FETCH1 0B0 0FETCH2 0B1 0B2 0B3
     """
     require_schedule(schedule)
     chosen = require_stages("stages", range(schedule.stages) if stages is None else stages, schedule.stages)
     require_counts(0, lookahead=lookahead)
-    return rewrite(remove_slots(schedule), lambda program: _moved(program, chosen, lookahead))
+    costs = require_costs(costs).fitting(schedule.stages)
+    return rewrite(remove_slots(schedule), lambda program: _moved(program, chosen, lookahead, cap, costs))
 
 
-def _moved(program: Program, chosen: set[int], lookahead: int) -> Program:
+def _moved(program: Program, chosen: set[int], lookahead: int, cap: Number | None, costs: Costs) -> Program:
     """Write OFFLOAD behind the forwards, and FETCH before the backwards, of residuals that move."""
     program = tuple(map(_messages_first, program))
     away = {(i.stage, i.microbatch) for step in program for i in step if i.op in (Op.OFFLOAD, Op.FETCH)}
     places = [(s, p) for s, step in enumerate(program) for p, i in enumerate(step) if i.op in COMPUTE]
-    forwards: dict[tuple[int, int | None], int] = {}  # the number of the compute instruction
-    leave: dict[Place, list[Instruction]] = {}
-    back: dict[Place, list[Instruction]] = {}
+    forwards: dict[Residuals, int] = {}  # the number of the compute instruction
+    spans: dict[Residuals, range] = {}  # the compute instructions during which they may be away
+    held: list[Number] = [0] * len(places)  # during each compute instruction
     for number, (at, place) in enumerate(places):
         for op, stage, microbatch, *_ in parts_of(program[at][place]):
-            residuals = (stage, microbatch)
-            if stage not in chosen or residuals in away:
-                continue
+            residuals, size = (stage, microbatch), costs.of("activation", stage)
             if op is Op.F:
                 forwards[residuals] = number
-            elif op is not Op.W and number - lookahead > forwards.get(residuals, number) + 1:
-                leave.setdefault(places[forwards[residuals]], []).append(Instruction(Op.OFFLOAD, *residuals))
-                back.setdefault(places[number - lookahead], []).append(Instruction(Op.FETCH, *residuals))
+            elif residuals in forwards:
+                share = costs.of("weight_share", stage) if op is Op.W else 1
+                start, forwards[residuals] = forwards[residuals], number + 1  # what W needs is held on
+                _add(held, range(start, number + 1), share * size)
+                if op is not Op.W and stage in chosen and residuals not in away:
+                    spans[residuals] = range(start + 1, number - lookahead)
+    spans = {residuals: span for residuals, span in spans.items() if span}
+    leave: dict[Place, list[Instruction]] = {}
+    back: dict[Place, list[Instruction]] = {}
+    for residuals in spans if cap is None else _exceeding(held, spans, cap, costs):
+        start, stop = spans[residuals].start, spans[residuals].stop
+        leave.setdefault(places[start - 1], []).append(Instruction(Op.OFFLOAD, *residuals))
+        back.setdefault(places[stop], []).append(Instruction(Op.FETCH, *residuals))
     return insert(program, back, leave)
+
+
+def _exceeding(
+    held: list[Number], spans: Mapping[Residuals, range], cap: Number, costs: Costs
+) -> list[Residuals]:
+    """Choose residuals to be away so that the others fit, those with the longest spans first, in order."""
+    moving = set[Residuals]()
+    for number in range(len(held)):
+        while held[number] > cap:
+            there = [r for r, span in spans.items() if number in span and r not in moving]
+            if not there:
+                raise ValueError(
+                    f"cap: got {cap}, expected {held[number]} or more: so much is in use, or too soon, at"
+                    f" compute instruction {number} of a rank; offload more stages, or raise it"
+                )
+            longest = max(there, key=lambda residuals: len(spans[residuals]))
+            moving.add(longest)
+            _add(held, spans[longest], -costs.of("activation", longest[0]))
+    return [residuals for residuals in spans if residuals in moving]
+
+
+def _add(held: list[Number], numbers: range, size: Number) -> None:
+    for number in numbers:
+        held[number] += size
