@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from functools import cache, partial
+from itertools import product
 
 import pytest
 import torch
@@ -89,18 +90,18 @@ def replicas_differ(rank, ranks, name, kind, want, wanted):
     return max(held), found
 
 
-@pytest.mark.parametrize("kind", CHANGES)
-def test_replicas_with_other_parameters_are_told_on_every_rank_and_the_next_step_is_right(two, kind, soon):
-    check(two(replicas_differ, "dualpipe", kind, *alone("dualpipe", 2)), soon)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("kind", ["transposed, contiguous", "one bit", "another leaf"])
-def test_replicas_in_four_processes_are_compared(four, name, kind, soon):
-    check(four(replicas_differ, name, kind, *alone(name, 4)), soon)
-
-
-def check(answers, soon):
+@pytest.mark.parametrize(
+    "ranks, name, kind",
+    [
+        *((2, "dualpipe", kind) for kind in CHANGES),
+        *product([4], SCHEDULES, ("transposed, contiguous", "one bit", "another leaf")),
+    ],
+)
+def test_replicas_with_other_parameters_are_told_on_every_rank_and_the_next_step_is_right(
+    request, ranks, name, kind, soon
+):
+    processes = request.getfixturevalue({2: "two", 4: "four"}[ranks])
+    answers = processes(replicas_differ, name, kind, *alone(name, ranks))
     changed = answers[-1][0]
     for _, (first, second, third, fourth) in answers:
         assert second is fourth is None

@@ -134,29 +134,21 @@ def gradients(rank, size, pipe, name, kind, want_y, want, grads, gx, apart):
             assert largest_difference(full(outputs), want_y) < TOLERANCE
 
 
-def compare(processes, pipe, name, kind):
-    wanted = whole_gradients(kind, count_of(SCHEDULES[name]()))
-    processes(gradients, pipe, name, kind, *wanted, timeout=120)
-
-
-@pytest.mark.parametrize("kind", ["rows and columns", "sequence", "heads"])
-def test_one_pipeline_per_process_over_two_tensor_ranks(two, kind):
-    for name in ("1f1b", "zb-h1") if kind == "heads" else ("zb-h1",):
-        compare(two, 1, name, kind)
-
-
-# Below, 1f1b and zb-h1 have two pipelines of their own.
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.large) if n in ("1f1b", "zb-h1") else n for n in SCHEDULES],
+    "pool, pipelines, name, kind",
+    [
+        *(("two", 1, "zb-h1", kind) for kind in ("rows and columns", "sequence", "heads")),
+        ("two", 1, "1f1b", "heads"),
+        *(("four", 2, name, "rows and columns") for name in ("gpipe", "interleaved", "zbv")),
+        # Below, 1f1b and zb-h1 have two pipelines of their own.
+        pytest.param("four", 2, "1f1b", "rows and columns", marks=pytest.mark.large),
+        pytest.param("four", 2, "zb-h1", "rows and columns", marks=pytest.mark.large),
+        *(("four", 2, "1f1b", kind) for kind in ("sequence", "heads")),
+    ],
 )
-def test_two_pipelines_of_two_ranks(four, name):
-    compare(four, 2, name, "rows and columns")
-
-
-@pytest.mark.parametrize("kind", ["sequence", "heads"])
-def test_two_pipelines_with_activations_that_are_cut(four, kind):
-    compare(four, 2, "1f1b", kind)
+def test_pipelines_over_two_tensor_ranks(request, pool, pipelines, name, kind):
+    wanted = whole_gradients(kind, count_of(SCHEDULES[name]()))
+    request.getfixturevalue(pool)(gradients, pipelines, name, kind, *wanted, timeout=120)
 
 
 ALONG = {"hvp": pp.hvp, "gnvp": pp.gnvp, "jvp": pp.jvp}
@@ -298,14 +290,10 @@ def blocks(rank, size, pipe, name, which, wanted, grads):
                 pp.hvp([m.fn for m in made], loss_fn, schedule)(params, params, lay(x), lay(target))
 
 
+@pytest.mark.parametrize("pool, pipelines, name", [("two", 1, "1f1b"), ("four", 2, "zb-h1")])
 @pytest.mark.parametrize("which", PLANS)
-def test_modules_under_a_plan(two, which):
-    two(blocks, 1, "1f1b", which, *whole_blocks())
-
-
-@pytest.mark.parametrize("which", PLANS)
-def test_modules_under_a_plan_through_two_pipelines(four, which):
-    four(blocks, 2, "zb-h1", which, *whole_blocks(), timeout=120)
+def test_modules_under_a_plan(request, pool, pipelines, name, which):
+    request.getfixturevalue(pool)(blocks, pipelines, name, which, *whole_blocks(), timeout=120)
 
 
 class Prepared(nn.Module):

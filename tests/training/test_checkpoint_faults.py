@@ -11,7 +11,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -114,40 +114,47 @@ def in_child(job: Callable[[], None]) -> int:
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
+def killed_at_every_call(
+    tmp_path: Path,
+    die: Any,
+    inside: str = "",
+    begin: Callable[[Path], None] = lambda root: None,
+    **options: Any,
+) -> Iterator[Path]:
+    """Save in children that end at the first call, at the second and so on, until one lives; yields the folder
+    of each, in which a save may have been before.
+    """
+    for number in range(500):
+        root = tmp_path / str(number) / inside
+        if (tmp_path / "first").exists():
+            shutil.copytree(tmp_path / "first", root)
+
+        def job(root: Path = root, number: int = number) -> None:
+            begin(root)
+            Count(number, die).patch(setattr)
+            pp.checkpoint.save(root, state(2), **options)
+
+        ended = in_child(job)
+        yield root
+        if not ended:
+            return
+
+
 @pytest.mark.parametrize(("die", "keep"), [(die_before, 1), (die_before, 2), (die_within, 1)])
 def test_a_save_that_is_killed_at_any_call_leaves_old_or_new(tmp_path, die, keep):
     pp.checkpoint.save(tmp_path / "first", state(1))
     outcomes = []
-    for number in range(500):
-        root = tmp_path / str(number)
-        shutil.copytree(tmp_path / "first", root)
-
-        def job(root=root, number=number):
-            Count(number, die).patch(setattr)
-            pp.checkpoint.save(root, state(2), keep=keep)
-
-        ended = in_child(job)
+    for root in killed_at_every_call(tmp_path, die, keep=keep):
         outcomes.append(load(root))
         pp.checkpoint.save(root, state(3), keep=1)
         assert load(root) == 3 and os.listdir(root) == ["step-3"]
-        if not ended:
-            break
     assert len(outcomes) > 25 and outcomes[0] == 1 and outcomes[-1] == 2
     assert outcomes == sorted(outcomes)
 
 
 def test_the_first_save_that_is_killed_leaves_nothing_or_all(tmp_path):
-    for number in range(500):
-        root = tmp_path / str(number) / "runs"
-
-        def job(root=root, number=number):
-            Count(number, die_before).patch(setattr)
-            pp.checkpoint.save(root, state(2))
-
-        ended = in_child(job)
+    for root in killed_at_every_call(tmp_path, die_before, inside="runs"):
         assert (pp.checkpoint.latest(root) is None) or load(root) == 2
-        if not ended:
-            break
     assert load(root) == 2
 
 
@@ -221,24 +228,17 @@ def test_what_was_not_flushed_may_be_lost(tmp_path, lost):
     """The power fails at any call: bytes that no fsync has followed are gone, or names in folders that none
     has followed.
     """
+
+    def begin(root):
+        log = os.open(f"{root}.log", os.O_WRONLY | os.O_CREAT)
+        for name in ("open", "mkdir", "write", "pwrite", "fsync", "rename"):
+            setattr(os, name, logged(log, getattr(os, name)))
+
     pp.checkpoint.save(tmp_path / "first", state(1))
     outcomes = []
-    for number in range(500):
-        root = tmp_path / str(number)
-        shutil.copytree(tmp_path / "first", root)
-
-        def job(root=root, number=number):
-            log = os.open(f"{root}.log", os.O_WRONLY | os.O_CREAT)
-            for name in ("open", "mkdir", "write", "pwrite", "fsync", "rename"):
-                setattr(os, name, logged(log, getattr(os, name)))
-            Count(number, die_before).patch(setattr)
-            pp.checkpoint.save(root, state(2), keep=1)
-
-        ended = in_child(job)
+    for root in killed_at_every_call(tmp_path, die_before, begin=begin, keep=1):
         lose(root, [json.loads(line) for line in Path(f"{root}.log").read_text().splitlines()], lost)
         outcomes.append(load(root))
-        if not ended:
-            break
     assert outcomes[0] == 1 and outcomes[-1] == 2 and outcomes == sorted(outcomes)
 
 
