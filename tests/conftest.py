@@ -88,7 +88,6 @@ def _has_compiler() -> bool:
     return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++"))))
 
 
-_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _JOINED = -1  # in the place of a job's number
 _JOBS = 40  # of processes: torch keeps the groups of tests, and their threads wake in each job
 
@@ -203,7 +202,7 @@ def _work(rank: int, size: int, meeting: str, end: Connection) -> None:
     import torch.distributed as dist
 
     if sys.platform == "linux":  # end with the server, though stopped, and let it end with the tests
-        ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         os.close(forkserver._forkserver._forkserver_alive_fd)
     torch.set_num_threads(1)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -124,6 +125,11 @@ class BatchNormed(nn.Sequential):
 def dense(params: Params, x: Tensor) -> Tensor:
     """A layer without a bias: [..., d] to the same."""
     return torch.tanh(x @ params["w"])
+
+
+def slow(params: Any, x: Tensor) -> Tensor:
+    time.sleep(0.01)
+    return dense(params, x)
 
 
 def affine(params: Params, x: Tensor) -> Tensor:

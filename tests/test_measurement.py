@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -10,14 +9,9 @@ import torch
 
 import ppfunc as pp
 from ppfunc.measurement import measure
-from tests.models import dense, normal, squared
+from tests.models import dense, normal, slow, squared
 
 D = 16
-
-
-def slow(params, x):
-    time.sleep(0.01)
-    return dense(params, x)
 
 
 def params_of(count):

@@ -68,8 +68,8 @@ def measured_by(rank, size, graphs):
 
 def test_the_peak_is_that_of_processes_that_run(two, request):
     """Some pairs, since those of the test below are all."""
-    large = request.config.getoption("--large")
-    graphs = [*product(SCHEDULES, REMATS)] if large else [*zip(SCHEDULES, REMATS * 2, strict=True)]
+    every, some = product(SCHEDULES, REMATS), zip(SCHEDULES, REMATS * 2, strict=True)
+    graphs = list(every if request.config.getoption("--large") else some)
     for rank, answers in enumerate(two(measured_by, graphs)):
         off = [(name, rank, memory.peak, most) for name, memory, most, _ in answers]
         assert all(predicted == pytest.approx(most, rel=0.01) for _, _, predicted, most in off), off

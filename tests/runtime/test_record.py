@@ -12,14 +12,9 @@ import torch
 import ppfunc as pp
 from ppfunc.runtime.execution import record
 from ppfunc.schedule.instruction import COMPUTE
-from tests.models import dense, problem, same_bits, squared
+from tests.models import dense, problem, same_bits, slow, squared
 
 M = 4
-
-
-def slow(params, x):
-    time.sleep(0.01)
-    return dense(params, x)
 
 
 SCHEDULES = {

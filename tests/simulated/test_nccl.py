@@ -10,13 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tests.simulated import names
+from tests.simulated.cases import take
 from tests.simulated.nccl import Options
-
-
-def take(reports):
-    """What was reported until now, which is expected."""
-    taken, reports[:] = list(reports), []
-    return taken
 
 
 def meet():

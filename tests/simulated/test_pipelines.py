@@ -12,17 +12,11 @@ import torch
 import ppfunc as pp
 from ppfunc.schedule import BUILDERS, remove_tail
 from tests.models import dense, problem, same_bits, squared
-from tests.simulated.cases import cases, on_device, on_host
+from tests.simulated.cases import cases, on_device, on_host, take
 from tests.simulated.kernels import Work
 
 FEW = [*((name, 2) for name in BUILDERS), ("interleaved_1f1b", 3), ("chimera", 4)]
 BUILD = {"1f1b": pp.one_f_one_b, "dualpipe": pp.dualpipe, "dualpipev": pp.dualpipev}
-
-
-def take(reports):
-    """What was reported until now, which is expected."""
-    taken, reports[:] = list(reports), []
-    return taken
 
 
 def built(name, ranks):

@@ -121,8 +121,8 @@ def killed_at_every_call(
     begin: Callable[[Path], None] = lambda root: None,
     **options: Any,
 ) -> Iterator[Path]:
-    """Save in children that end at the first call, at the second and so on, until one lives; yields the folder
-    of each, in which a save may have been before.
+    """Save in children that end at the first call, the second and so on, until one lives; yields the folder of
+    each, in which a save may have been before.
     """
     for number in range(500):
         root = tmp_path / str(number) / inside
