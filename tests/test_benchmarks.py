@@ -27,15 +27,14 @@ def test_the_time_of_a_step(fresh, store_port):
 
 
 @pytest.mark.parametrize(
-    "script, options, sides",
+    "script, options, one, other",
     [
-        ("step_time.py", (*SMALL, "--protection"), ("", "unprotected ")),
-        ("experts.py", (*SMALL[:4], "--width", "8", "--tokens", "4"), ("interleaved ", "in turn ")),
+        ("step_time.py", (*SMALL, "--protection"), "", "unprotected "),
+        ("experts.py", (*SMALL[:4], "--width", "8", "--tokens", "4"), "interleaved ", "in turn "),
     ],
 )
-def test_the_prices_of_protection_and_of_pairs(fresh, store_port, script, options, sides):
+def test_the_prices_of_protection_and_of_pairs(fresh, store_port, script, options, one, other):
     printed, _ = fresh(2)(run_script, store_port, FOLDER / script, *options)
-    one, other = sides
     line = rf"^(.+): {one}(\S+) ms, {other}(\S+) ms, ratio (\S+)$"
     found = re.findall(line, printed, re.MULTILINE)
     assert [what for what, *_ in found] == ["step", "CPU of all ranks"]

@@ -385,13 +385,12 @@ SEAL = len(native._ENDING.format(hashlib.sha256().hexdigest()))
 
 
 def test_a_wrong_choice_is_told_at_every_step(monkeypatch):
-    monkeypatch.setenv("PPFUNC_NATIVE", "sometimes")
-    library = native._Library()
-    for _ in range(2):
-        with pytest.raises(ValueError, match="got 'sometimes', expected 'auto', 'always' or 'never'"):
-            library.begin()
-    monkeypatch.setenv("PPFUNC_NATIVE", "always")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="there is no native program: it is built on Linux"):
+    library = native._Library()
+    for choice, error, words in (
+        *[("sometimes", ValueError, "got 'sometimes', expected 'auto', 'always' or 'never'")] * 2,
+        *[("always", RuntimeError, "there is no native program: it is built on Linux")] * 2,
+    ):
+        monkeypatch.setenv("PPFUNC_NATIVE", choice)
+        with pytest.raises(error, match=words):
             library.begin()

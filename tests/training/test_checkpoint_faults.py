@@ -121,7 +121,7 @@ def killed_at_every_call(
     begin: Callable[[Path], None] = lambda root: None,
     **options: Any,
 ) -> Iterator[Path]:
-    """Save in children that end at the first call, the second and so on, until one lives; yields the folder of
+    """Save in children that end at the first call, the second and so on, until one lives; yield the folder of
     each, in which a save may have been before.
     """
     for number in range(500):
