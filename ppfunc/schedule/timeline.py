@@ -1,10 +1,11 @@
 """Compute time and memory of a schedule on paper."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import compress
 from operator import sub
+from typing import Any
 
 from ppfunc._lazy import late
 from ppfunc._text import answering
@@ -259,7 +260,8 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) ->
         return times.starts, times.ends
     flow = Dataflow(schedule)
     # Per end of a message: by microbatch, when its value is there, and how long it takes.
-    carried = {}
+    carried: dict[object, tuple[Mapping[Any, Time], Time]] = {}
+    nothing: tuple[Mapping[Any, Time], Time] = {}, 0
     for end, route in flow.routes.items():
         value = route.first // schedule.stages
         carried[end] = (times.done.get(value, {}), costs.message_of(flow.place(value)[0]))
@@ -276,7 +278,7 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) ->
                     first, last = next(timed)
                     now = now if op in BESIDE else last
                 elif op in COMMUNICATION:
-                    made, delay = carried.get((op, stage, peer), ({}, 0))
+                    made, delay = carried.get((op, stage, peer), nothing)
                     if microbatch not in made:
                         raise schedule_error(
                             schedule, rank, (step, place), "nothing computes what this message carries"

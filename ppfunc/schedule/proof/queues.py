@@ -236,9 +236,10 @@ def _run(steps: list[list[int]], waits: list[list[Wait]]) -> list[list[int]]:
     while ready:
         rank = ready.pop()
         next(runs[rank], None)
-        past = len(late[rank])
-        ready += [waiter for before, waiter in blocked[rank] if before <= past]
-        blocked[rank] = [entry for entry in blocked[rank] if entry[0] > past]
+        if blocked[rank]:
+            past = len(late[rank])
+            ready += [waiter for before, waiter in blocked[rank] if before <= past]
+            blocked[rank] = [entry for entry in blocked[rank] if entry[0] > past]
     return late
 
 
