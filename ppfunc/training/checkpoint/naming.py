@@ -100,10 +100,10 @@ def _model_name(names: Names, stage: int, leaf: str) -> str:
     name: Any
     if isinstance(names, Mapping):
         name = names.get(stage, {}).get(leaf)
+    elif names is not None and hasattr(names, "params") and hasattr(names, "state"):  # a split
+        name = leaf if leaf in {**names.params.get(stage, {}), **names.state.get(stage, {})} else None
     elif callable(names):
         name = names(stage, leaf)
-    elif names is not None and hasattr(names, "params") and hasattr(names, "state"):
-        name = leaf if leaf in {**names.params.get(stage, {}), **names.state.get(stage, {})} else None
     else:
         raise TypeError(
             f"names: got {shown(names)}, expected a split, {{stage: {{leaf: name in the model}}}}, or a"
