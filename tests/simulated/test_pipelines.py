@@ -94,7 +94,7 @@ class _Forgetful:
 
     def __call__(self, work):
         with self._lock:
-            self.count += sys._getframe(3).f_code.co_name == "take"
+            self.count += sys._getframe(2).f_locals.get("outgoing") is False  # in the wait of a transfer
             if self.count == self.left_out:
                 self.left_out = None
                 return True
