@@ -47,6 +47,10 @@ aten = torch.ops.aten
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
+_REMEMBERED = 2**13
+"""Most calls of operators of which torch remembers the form of the results; each takes 2 KB."""
+
+
 @contextmanager
 def without_values() -> Iterator[None]:
     """Evaluate with fake tensors, and delay signals. Fake tensors that escape are detected and rejected.
@@ -72,6 +76,8 @@ class Evaluation(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.over = False
+        if len(FakeTensorMode.cache) > _REMEMBERED:
+            FakeTensorMode.cache_clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
