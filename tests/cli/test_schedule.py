@@ -33,6 +33,7 @@ from ppfunc.schedule import (
     zbv,
     zero_bubble,
 )
+from tests.cli.test_tune import TUNED
 from tests.clock import busy
 
 NAMES = (
@@ -735,7 +736,8 @@ def test_every_help_has_an_example_that_works(run, tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)])}
     code, out, _ = run("--help")
     commands = re.findall(r"^    ([a-z]+)\b", out, re.MULTILINE)
-    assert code == 0 and commands == "list show check simulate compare plan topology partition".split()
+    assert code == 0 and commands == "list show check simulate compare plan tune topology partition".split()
+    (tmp_path / "train.py").write_text(TUNED)
     for name in commands:
         code, out, err = run(name, "--help")
         examples = out.partition("\nexample:\n")[2].splitlines()

@@ -2,12 +2,12 @@
 
 import json
 
-FILE = """
+TUNED = """
 import torch
 import ppfunc as pp
 
 def arguments():
-    model, x = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2))), torch.randn(4, 8)
+    model, x = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(8))), torch.randn(16, 8)
     return {"model": model, "args": x, "loss_fn": lambda y, t: (y - t).square().mean(), "targets": x,
             "optimizer": pp.optim.sgd(0.1), "speeds": (1e9, 1e9), "schedules": ["1f1b"], "remat": ["none"],
             "ranks": 8}
@@ -16,7 +16,7 @@ def arguments():
 
 def test_rows_come_from_a_file_of_the_user(run, tmp_path):
     file, picture = tmp_path / "model.py", tmp_path / "rows.svg"
-    file.write_text(FILE)
+    file.write_text(TUNED)
     options = "--ranks", 2, "--batch", 4, "--effort", 0
     code, out, err = run("tune", f"{file}:arguments", *options, "--json", "--out", picture)
     rows = json.loads(out)["rows"]
