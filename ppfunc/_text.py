@@ -107,7 +107,7 @@ def with_arguments(error: str, function: Callable[..., Any]) -> str:
     if unknown and (mend or unknown[1]) not in names:
         mend = mend_of("home", mend or unknown[1]) or mend
     near = f"; write {mend}" if mend else suggestion(unknown[1], names) if unknown else ""
-    error = re.sub(r"\S+<locals>\.", "", error)  # the function that made it
+    error = re.sub(r"\S+<locals>\.|\b_\w+\.", "", error)  # what made it
     return f"{error}{near}; it takes {', '.join(names)}"
 
 

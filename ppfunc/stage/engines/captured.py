@@ -32,25 +32,15 @@ def captured(
     """
     copies: list[_StaticParams] = []  # several where stages share the program
 
-    def lend(params: Leaves) -> _Lease:
-        static = next((s for s in copies if s.holds(params)), None)
-        if static is None:
-            static = next((s for s in copies if not s.lent), None)
-            if static is None:
-                copies.append(static := _StaticParams(example.make()[0]))
-            static.fill(params)
-        return _Lease(
-            static, static.free.pop() if static.free else _Slot(example, y, recorder(example.device))
-        )
-
     def forward(params: Leaves, x: Leaves, extras: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
         if transforming():
             got = "a stage captured in CUDA graphs under a torch.func transform, which cannot follow a replay"
             raise RuntimeError(f"got {got}; use the functional engine")
-        lease = lend(params)
-        slot = lease.slot
+        static = _copy_of(params, copies, example)
+        slot = static.free.pop() if static.free else _Slot(example, y, recorder(example.device))
+        lease = _Lease(static, slot)
         _fill(slot.x + slot.extras, x + extras)
-        outputs, _ = slot.run("forward", partial(flat.forward, lease.static.params, slot.x, slot.extras))
+        outputs, _ = slot.run("forward", partial(flat.forward, static.params, slot.x, slot.extras))
         return _fresh(outputs), (lease,)
 
     def unrecorded(lease: _Lease) -> Any:
@@ -140,6 +130,17 @@ class _Lease:
     def __del__(self) -> None:
         self.static.lent -= 1
         self.static.free.append(self.slot)
+
+
+def _copy_of(params: Leaves, copies: list[_StaticParams], example: Example) -> _StaticParams:
+    """Return the copy of these parameters, else one that is not lent, filled with them."""
+    static = next((s for s in copies if s.holds(params)), None)
+    if static is None:
+        static = next((s for s in copies if not s.lent), None)
+        if static is None:
+            copies.append(static := _StaticParams(example.make()[0]))
+        static.fill(params)
+    return static
 
 
 def _fill(static: Leaves | list[torch.Tensor], sources: Leaves | list[torch.Tensor]) -> None:

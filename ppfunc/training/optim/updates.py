@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -85,63 +86,63 @@ def optimizer_of(
     by_formula: Compute = partial(_by_formula, formula)
     compute = by_formula if kernel is None else partial(_by_kernel, kernel, donate)
     rate, decays_of = _Rate(lr), partial(_decays_of, mask, weight_decay)
-    last: LeafPlan | None = None  # of the last update: the next trees mostly have its forms
+    made = _Updates(write, shapes, by_formula, compute, rate, decays_of, kernel is not None, donate)
+    update = naming_arguments(made.update)
+    return Optimizer(
+        naming_arguments(made.init), update, text=write, elementwise=kernel is not None, rate=rate.since,
+        observe=rate.observe if rate.observes else None, on_leaves=(update, made.prepare),
+    )  # fmt: skip
 
-    @naming_arguments
-    def init(params: Tree) -> dict[str, Tree]:
-        decays_of(params)  # raises for a mask of another form
+
+@dataclass(eq=False, slots=True)
+class _Updates:
+    """Make and update the state of :func:`optimizer_of`.
+
+    Attributes:
+        last: the plan of the last update: the next trees mostly have its forms.
+    """
+
+    write: Callable[[], str]
+    shapes: Shapes
+    by_formula: Compute
+    compute: Compute
+    rate: _Rate
+    decays_of: Callable[[Tree], list[float]]
+    complex: bool
+    donate: bool
+    last: LeafPlan | None = None
+
+    def init(self, params: Tree) -> dict[str, Tree]:
+        self.decays_of(params)  # raises for a mask of another form
         leaves, treedef = tree_flatten(params)
-        if kernel is None and any(p.dtype.is_complex for p in leaves):
-            raise TypeError(f"{write()}: got complex parameters, expected real ones; adamw and sgd take them")
-        trees = {name: treedef.unflatten(_zeros(p, of) for p in leaves) for name, of in shapes.items()}
+        if not self.complex and any(p.dtype.is_complex for p in leaves):
+            raise TypeError(
+                f"{self.write()}: got complex parameters, expected real ones; adamw and sgd take them"
+            )
+        shapes = self.shapes.items()
+        trees = {name: treedef.unflatten(_zeros(p, of) for p in leaves) for name, of in shapes}
         count = zero_count(leaves)
-        return {"updates": count, **trees, **rate.init(count.device)}
+        return {"updates": count, **trees, **self.rate.init(count.device)}
 
-    def planned(params: Tree, grads: Tree, state: dict[str, Tree]) -> tuple[LeafPlan, list[Leaves]]:
-        """Return the plan of these trees, and their leaves."""
-        nonlocal last
-        plan = last  # read once: another thread may set it
-        leaves = None if plan is None else leaves_of(plan, (params, grads, state))
-        if plan is None or leaves is None:
-            plan, leaves = plan_of(params, grads, state, shapes, decays_of(params))
-            last = plan
-        require_own_memory(plan, leaves) if donate else None
-        return plan, leaves
-
-    def run(
-        compute: Compute, plan: LeafPlan, leaves: Sequence[Leaves], found_inf: Tensor | None,
-        written: list[Tensor],
-    ) -> tuple[Leaves, Leaves]:  # fmt: skip
-        params, grads, state = leaves
-        (count,) = state[plan.spans["updates"][0]]
-        columns = [state[plan.spans[name][0]] for name in plan.present]
-        lr = rate.at({name: plan.part(name, state) for name in rate.names}, count)
-        new, *after = compute(plan, params, grads, columns, found_inf, count + 1, lr, written)
-        made = 1 if found_inf is None else (found_inf <= 0).to(count.device)
-        every = list(state)
-        for name, column in zip(("updates", *plan.present), ((count + made,), *after), strict=True):
-            every[plan.spans[name][0]] = column
-        return new, every
-
-    @naming_arguments
     def update(
-        grads: Tree, state: dict[str, Tree], params: Tree, *, found_inf: Tensor | None = None
+        self, grads: Tree, state: dict[str, Tree], params: Tree, *, found_inf: Tensor | None = None
     ) -> tuple[Tree, dict[str, Tree]]:
-        _require_state(state, (*shapes, *rate.names))
-        if looked_through((rate.at(state, state["updates"]), grads, state, params)):
-            plan, leaves = plan_of(params, grads, state, shapes, decays_of(params), guarded=False)
-            new, after = run(by_formula, plan, leaves, found_inf, [])
+        _require_state(state, (*self.shapes, *self.rate.names))
+        if looked_through((self.rate.at(state, state["updates"]), grads, state, params)):
+            decays = self.decays_of(params)
+            plan, leaves = plan_of(params, grads, state, self.shapes, decays, guarded=False)
+            new, after = self._run(self.by_formula, plan, leaves, found_inf, [])
         else:
             with torch.no_grad():
-                plan, leaves = planned(params, grads, state)
-                new, after = run(compute, plan, leaves, found_inf, [])
+                plan, leaves = self._plan(params, grads, state)
+                new, after = self._run(self.compute, plan, leaves, found_inf, [])
         of_params, _, of_state = plan.structures
         state_after: Any = of_state.unflatten(after)
         return of_params.unflatten(new), state_after
 
-    def prepare(state: dict[str, Tree], params: Tree) -> UpdateLeaves:
-        _require_state(state, (*shapes, *rate.names))
-        plan, _ = planned(params, params, state)
+    def prepare(self, state: dict[str, Tree], params: Tree) -> UpdateLeaves:
+        _require_state(state, (*self.shapes, *self.rate.names))
+        plan, _ = self._plan(params, params, state)
         of_params, _, of_state = plan.structures
 
         def update_leaves(
@@ -151,15 +152,36 @@ def optimizer_of(
             if not plan.plain:  # those that the last update has made may be
                 tree = of_params.unflatten(params)
                 whole: Any = of_state.unflatten(state)
-                plan, _ = planned(tree, tree, whole)
-            return run(compute, plan, (params, plan.like_first(grads), state), found_inf, written)
+                plan, _ = self._plan(tree, tree, whole)
+            return self._run(self.compute, plan, (params, plan.like_first(grads), state), found_inf, written)
 
         return update_leaves
 
-    return Optimizer(
-        init, update, text=write, elementwise=kernel is not None, rate=rate.since,
-        observe=rate.observe if rate.observes else None, on_leaves=(update, prepare),
-    )  # fmt: skip
+    def _plan(self, params: Tree, grads: Tree, state: dict[str, Tree]) -> tuple[LeafPlan, list[Leaves]]:
+        """Return the plan of these trees, and their leaves."""
+        plan = self.last  # read once: another thread may set it
+        leaves = None if plan is None else leaves_of(plan, (params, grads, state))
+        if plan is None or leaves is None:
+            plan, leaves = plan_of(params, grads, state, self.shapes, self.decays_of(params))
+            self.last = plan
+        if self.donate:
+            require_own_memory(plan, leaves)
+        return plan, leaves
+
+    def _run(
+        self, compute: Compute, plan: LeafPlan, leaves: Sequence[Leaves], found_inf: Tensor | None,
+        written: list[Tensor],
+    ) -> tuple[Leaves, Leaves]:  # fmt: skip
+        params, grads, state = leaves
+        (count,) = state[plan.spans["updates"][0]]
+        columns = [state[plan.spans[name][0]] for name in plan.present]
+        lr = self.rate.at({name: plan.part(name, state) for name in self.rate.names}, count)
+        new, *after = compute(plan, params, grads, columns, found_inf, count + 1, lr, written)
+        made = 1 if found_inf is None else (found_inf <= 0).to(count.device)
+        every = list(state)
+        for name, column in zip(("updates", *plan.present), ((count + made,), *after), strict=True):
+            every[plan.spans[name][0]] = column
+        return new, every
 
 
 class _Rate:
