@@ -134,8 +134,14 @@ def test_a_table_is_also_json_and_a_picture(every):
     assert every.frontier[0].seconds == every.best.seconds and peaks == sorted(peaks, reverse=True)
     picture = ElementTree.fromstring(every.to_svg())
     labels = [t.text for t in picture.iter("{http://www.w3.org/2000/svg}text") if t.get("class") == "label"]
-    assert {str(row) for row in every.frontier} <= set(", ".join(labels).split(", ")) or labels
+    assert set(labels) == {str(row) for row in every.frontier}
     assert len(str(every).splitlines()) == len(every.rows) + 2
+
+
+def test_of_what_does_not_fit_the_table_shows_the_smallest(every):
+    over = replace(every, rows=tuple(row._replace(fits=False) for row in every.rows))
+    assert len(over.rows) > 5 and f"\n{len(over.rows) - 3} more do not fit; " in str(over)
+    assert len(str(over).splitlines()) == 3 + 2 and len(json.loads(over.to_json())["rows"]) == len(over.rows)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from ppfunc.schedule.formats.scatter import Point, draw
 from ppfunc.schedule.table import show_table, table
 from ppfunc.training import Trainer
 
+_OVER = 3  # rows of a table that do not fit
+
 
 class Choice(NamedTuple):
     """What is chosen beside the schedule.
@@ -112,10 +114,12 @@ class Tuning:
         return tuple(r for n, r in enumerate(rows) if all(max(r.peaks) < max(q.peaks) for q in rows[:n]))
 
     def __str__(self) -> str:
-        cells = [[r.seconds, r.bound, f"{amount(max(r.peaks))}B", str(r), r.binds] for r in self.rows]
+        rows = self.rows[: sum(r.fits for r in self.rows) + _OVER]
+        cells = [[r.seconds, r.bound, f"{amount(max(r.peaks))}B", str(r), r.binds] for r in rows]
+        more = f"{len(self.rows) - len(rows)} more do not fit; " if len(rows) < len(self.rows) else ""
         end = "" if self.complete else "; interrupted"
-        rows = table(["seconds", "bound", "peak", "configuration", "what binds"], cells)
-        return f"{rows}\n{self.waiting} candidates were left{end}"
+        text = table(["seconds", "bound", "peak", "configuration", "what binds"], cells)
+        return f"{text}\n{more}{self.waiting} candidates were left{end}"
 
     _repr_pretty_ = show_table
 

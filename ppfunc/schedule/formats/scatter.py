@@ -88,7 +88,7 @@ def draw(
     """
     width = 900 if width is None else width
     require_width(width, 720)
-    height = _TOP + max(440.0, 24.0 * len(points)) + _BOTTOM
+    height = _TOP + max(440.0, 24.0 * sum(bool(point.label) for point in points)) + _BOTTOM
     right, bottom = width - _RIGHT, height - _BOTTOM
     most = [1.05 * max(values) or 1.0 for values in zip(*((p.x, p.y) for p in points), strict=True)]
     placed = _placed(points, [(right - _LEFT) / most[0], (bottom - _TOP) / most[1]], bottom)
