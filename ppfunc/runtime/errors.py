@@ -111,11 +111,11 @@ class Failure(NamedTuple):
 
 
 class StepFailed(Exception):
-    """Carries where a program failed to the caller, who tells the peers.
+    """Carries the place of a failure from the program to the caller, who publishes it to the peers.
 
     Args:
-        context: ``context(failure)`` says more about it.
-        which: of several steps of a call, see :func:`in_step`.
+        context: ``context(failure)`` describes the arguments and the line of the user's code that failed.
+        which: the step of a call that runs several, see :func:`in_step`.
     """
 
     def __init__(self, failure: Failure, context: Callable[[Failure], str], which: str = "") -> None:

@@ -38,7 +38,7 @@ def autocast() -> tuple[Hashable, ...]:
 
 
 def accelerates(device: torch.device) -> bool:
-    """Tell whether a device runs later, on a stream, what the host gives it."""
+    """Tell whether a device runs asynchronously: the host only queues operations on its stream."""
     return device.type not in ("cpu", "meta")
 
 

@@ -53,11 +53,11 @@ class MeshLayout:
         return any(placement != "R" for placement in self.placements)
 
     def cut(self, pieces: int) -> MeshLayout:
-        """Return the layout of one of so many pieces, into which every rank cuts its part along axis 0."""
+        """Return the layout of one of ``pieces`` equal pieces. Every rank cuts its part along axis 0."""
         return replace(self, shape=(self.shape[0] // pieces, *self.shape[1:]))
 
     def stacked(self, rows: int) -> MeshLayout:
-        """Return the layout of so many such tensors, stacked along a new axis 0."""
+        """Return the layout of ``rows`` such tensors, stacked along a new axis 0."""
         return self._moved(1, (rows, *self.shape))
 
     def without(self, axes: int) -> MeshLayout:
@@ -183,7 +183,7 @@ class Boundary(NamedTuple):
         return getattr(fn, "boundary", cls())
 
     def map(self, change: Callable[[Any], Any]) -> Boundary:
-        """Change the inputs and outputs that are declared."""
+        """Return this boundary with ``change`` applied to the declared inputs and outputs."""
         inputs, outputs = (None if part is None else change(part) for part in (self.inputs, self.outputs))
         return self._replace(inputs=inputs, outputs=outputs)
 

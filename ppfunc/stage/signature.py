@@ -59,7 +59,7 @@ class LeafSignature:
         )
 
     def cut(self, pieces: int) -> LeafSignature:
-        """Return the signature of one of so many equal pieces along axis 0."""
+        """Return the signature of one of ``pieces`` equal pieces along axis 0."""
         return replace(
             self,
             shape=(self.shape[0] // pieces, *self.shape[1:]),
@@ -67,7 +67,7 @@ class LeafSignature:
         )
 
     def stacked(self, rows: int) -> LeafSignature:
-        """Return the signature of so many such tensors, stacked along a new axis 0."""
+        """Return the signature of ``rows`` such tensors, stacked along a new axis 0."""
         return replace(self, shape=(rows, *self.shape), layout=self.layout and self.layout.stacked(rows))
 
     @property

@@ -17,7 +17,7 @@ _OVER = 3  # rows of a table that do not fit
 
 
 class Choice(NamedTuple):
-    """What is chosen beside the schedule.
+    """Hold the choices of a row beside its schedule.
 
     Args:
         pipe, data: ranks of a pipeline, and pipelines.

@@ -272,6 +272,18 @@ def test_a_slot_waits_for_the_message_that_reads_it():
     assert check(allocate_slots(with_slot(0))).slots[0] == 2
 
 
+@pytest.mark.parametrize(
+    "skips, text",
+    [
+        (((0, 1),), "skip (0, 1): expected a destination two stages or more after its source"),
+        (((2, 0),), "skip (2, 0): expected a destination two stages or more after its source"),
+        (((0, 2), (0, 2)), "skip (0, 2) is there twice, expected each once"),
+    ],
+)
+def test_skips_that_lead_nowhere_or_are_there_twice_are_refused(skips, text):
+    assert text in refused(replace(gpipe(ranks=3, microbatches=2), skips=skips)).reason
+
+
 def test_copies_that_are_stepped_must_be_summed():
     schedule = dualpipe(ranks=2, microbatches=4)
     check(append_tail(schedule))

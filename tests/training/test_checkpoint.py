@@ -277,7 +277,7 @@ PARTS = {  # like, patterns, and what the warning or the error says
     "meta": (
         {"w": 0.0, "x": torch.zeros(2, device="meta")},
         "x|a.*|n",
-        "like: 'x', which step-1 lacks, has no values",
+        "like: 'x', which step-1 lacks, has no values on meta; give a tensor",
     ),
     "shape": ({"w": torch.zeros(2)}, "a.*|n", "'w' is float32\\[\\], like has float32\\[2\\]"),
 }

@@ -319,7 +319,10 @@ def test_batches_of_several_steps_are_pairs():
     "update, text",
     [
         (lambda g, s, p: p, "has returned .* for stage ., expected \\(parameters, state\\)"),
-        (lambda g, s, p: (None, s), "has made the structure .* of the parameters of stage"),
+        (
+            lambda g, s, p: (None, s),
+            "has made the structure .* of the parameters of stage 0, expected .* as before; let its update",
+        ),
         (
             lambda g, s, p: ({"w": 1.0}, s),
             r"has made 1.0 of the parameter torch.float64\[4, 4\] of stage ., parameter\['w'\]",

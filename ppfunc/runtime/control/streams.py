@@ -74,7 +74,7 @@ class PeerStreams:
                 del self._dials[peer, kind]
 
     def welcome(self, who: str, connection: socket.socket) -> None:
-        """Begin to use a connection that a peer has opened."""
+        """Use a connection that a peer has opened; ``who`` is the rank and the kind that it announced."""
         rank, _, kind = who.partition(" ")
         self._attach(int(rank), kind, connection, self.incoming)
 

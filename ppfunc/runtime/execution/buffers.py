@@ -119,7 +119,11 @@ class ParameterUpdate(Protocol):
         """
 
     def begin(self, weights: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Return the loss weights of every step of the call, from the caller's; before the first."""
+        """Return the loss weight of every step that this call runs. Called once, before the first step.
+
+        Args:
+            weights: as the caller gave them, one per step; None for the default.
+        """
 
     def sums(self, stage: int, leaves: Iterable[tuple[int, LeafSignature]]) -> Gradients | None:
         """Return the accumulator for the gradients of a stage of the model; None for one of the step's own.

@@ -41,7 +41,7 @@ class Cost(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Add all of them up."""
+        """Return the floating point operations of all kinds together."""
         return sum(self)
 
 

@@ -79,7 +79,7 @@ def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residua
 
 
 def forward(low: LoweredStage, program: FlatProgram, key: Key, keep_residuals: bool) -> Call:
-    """Make the call of a forward."""
+    """Make the call of a forward, which keeps the residuals where a backward follows."""
     run, take, put = forward_call(low, program, key, keep_residuals)
     function = _fastest(run)
     return lambda buffers: put(buffers, function()(*take(buffers)))

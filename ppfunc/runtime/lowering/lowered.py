@@ -140,12 +140,12 @@ class Edge(NamedTuple):
 
     @property
     def leaves(self) -> tuple[LeafSignature, ...]:
-        """Return signatures of the tensors that travel forward."""
+        """Return the signatures of the tensors that travel forward."""
         return self.signature.leaves
 
     @property
     def carrying(self) -> tuple[LeafSignature, ...]:
-        """Return signatures of those whose gradients travel back."""
+        """Return the signatures of the tensors whose gradients travel back."""
         return tuple(leaf for leaf in self.leaves if leaf.grad)
 
     def travelling(self, forward: bool) -> tuple[LeafSignature, ...]:
@@ -182,7 +182,7 @@ class LoweredStage(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Return where it computes."""
+        """Return the device on which the stage computes."""
         return self.call.device
 
     @property

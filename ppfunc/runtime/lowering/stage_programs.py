@@ -50,7 +50,7 @@ class StageCall(NamedTuple):
         function: the stage with its loss.
         example: ``(params, x, *extras)``: signatures, or trees of tensors.
         name: of the stage, in errors.
-        device: where it computes.
+        device: on which it computes.
         stage: of the model.
     """
 

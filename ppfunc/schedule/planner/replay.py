@@ -25,7 +25,7 @@ NO_HOLD: Hold = {}
 
 
 class Manner(NamedTuple):
-    """How a replay chooses.
+    """Choose how a replay picks the next operation.
 
     Args:
         patience: a rank waits for an operation that the order has earlier than the first ready one, if it

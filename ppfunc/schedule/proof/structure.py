@@ -110,9 +110,12 @@ def _check_skips(schedule: Schedule) -> None:
             )
         (chain, source), (other, destination) = at[skip[0]], at[skip[1]]
         if chain != other or destination < source + 2:
-            raise _plain(f"skip {skip} does not lead over at least one stage forward in its chain")
+            raise _plain(
+                f"skip {skip}: expected a destination two stages or more after its source, in one chain; a"
+                " stage gives its neighbour what it needs in its output"
+            )
         if skip in seen:
-            raise _plain(f"skip {skip} is there twice")
+            raise _plain(f"skip {skip} is there twice, expected each once")
         seen.add(skip)
 
 

@@ -228,7 +228,7 @@ def detached(name: str, parameter: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def noting_undeclared() -> Iterator[list[str]]:
-    """Collect the names of the parameters that are detached within."""
+    """Collect the frozen parameters of which a step asks the gradient, by name; ``detached`` notes them."""
     names: list[str] = []
     token = _undeclared.set(names)
     try:

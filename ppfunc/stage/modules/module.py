@@ -34,7 +34,7 @@ _WRAPPERS = {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel"
 
 
 class ModuleStage(NamedTuple):
-    """A module as a pure function.
+    """Hold a module as a pure function.
 
     Args:
         fn: ``(params, x) -> y``; given a state too, ``(params, x, state) -> Output(y, state=new)``. Extras of

@@ -210,7 +210,7 @@ class _Record:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a class."""
+        """Return a stand-in for the class that the pickle names; raise for one that DCP does not write."""
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         if (module, name) == ("torch", "Size"):

@@ -194,7 +194,10 @@ def _read(contents: Contents, leaves: Leaves, reader: Reader) -> list[Leaf]:
         if name not in contents.tensors:
             if local_part.is_meta:
                 where = contents.folder.name
-                raise ValueError(f"like: {escaped(name)}, which {where} lacks, has no values; make it first")
+                raise ValueError(
+                    f"like: {escaped(name)}, which {where} lacks, has no values on meta; give a tensor with"
+                    " values, such as of trainer.init(params)"
+                )
             loaded.append(local_part.clone())
             continue
         new = torch.empty_like(local_part, device="cpu" if local_part.is_meta else local_part.device)

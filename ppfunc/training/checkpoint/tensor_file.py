@@ -77,7 +77,7 @@ def require_storable(tensor: Tensor, name: str) -> None:
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         raise TypeError(
             f"{name} is on {tensor.device} with the layout {tensor.layout}, expected a dense tensor with"
-            " values"
+            " values; save it as one, such as by to_dense()"
         )
 
 

@@ -100,8 +100,9 @@ def are(known: Sequence[ref[Tensor]], leaves: Sequence[Tensor]) -> bool:
 
 
 class Donation:
-    """Notes, on the memory of leaves, the last update of them in place: its number, and the step of the state
-    that it was given. What was made of these leaves before raises at its next use.
+    """Notes on the memory of leaves their last update in place: its number, and the step of the given state.
+
+    A state of these leaves from before that update raises at its next use.
     """
 
     count: int

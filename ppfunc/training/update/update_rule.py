@@ -182,7 +182,7 @@ def _alike(stage: int, name: str, before: Sequence[Tensor], form: Form, new: Tre
         if structure != form.treedef:
             raise ValueError(
                 f"the optimizer has made the structure {structure} of the {name}s of stage {stage},"
-                f" expected {form.treedef} as before"
+                f" expected {form.treedef} as before; let its update return trees of the form it was given"
             )
     for n, (one, other) in enumerate(zip(before, after, strict=True)):
         if one is other:

@@ -17,10 +17,10 @@ from .graph import operator_of
 def stretches(
     calls: Sequence[Node], patterns: Collection[str], params: Mapping[Node, str], stage: str
 ) -> Iterator[tuple[str, set[Node]]]:
-    """Group the calls of a forward by the modules that patterns name. What is in a module belongs to it.
+    """Group the calls of a forward by the modules that patterns name; a module has those of its submodules.
 
-    In a stage that calls no module, names are those of parameters, without or with what is left of a dot: a
-    call belongs to the parameter that was read last, before it or by it.
+    A stage that calls no module is grouped by its parameters. Patterns match the name of a parameter, or the
+    part of it before a dot. A call belongs to the parameter that it reads, or else to the one read last.
 
     Args:
         calls: in order.
