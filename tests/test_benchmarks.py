@@ -1,6 +1,6 @@
 """Benchmarks start: they use parts of the package that have no other users."""
 
-import importlib
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -74,6 +74,16 @@ def test_the_bytes_of_a_large_model_on_paper(monkeypatch, capsys):
     found = re.findall(r"(shards|optimizer|gradients) \S+ GB x (\S+?)[,\n]", printed)
     assert len(found) == 3 * 8
     assert all(float(ratio) == pytest.approx(1, rel=0.001) for _, ratio in found), printed
+
+
+def test_without_jax_the_comparison_with_it_is_skipped_in_one_sentence(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setattr(sys, "argv", ["beside_jax.py"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    importlib.import_module("beside_jax").main()
+    assert capsys.readouterr().out.splitlines() == [
+        "Skipped: JAX is missing; pip install jax, or name --sides without it."
+    ]
 
 
 def import_all(rank, size, names):

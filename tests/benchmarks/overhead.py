@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import measure
+from timing import add_foremost, foremost, measure
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
@@ -64,7 +64,10 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=10, help="steps per round")
+    add_foremost(parser)
     options = parser.parse_args()
+    if options.foremost:
+        foremost()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -75,18 +78,19 @@ def main() -> None:
     for leaves in options.leaves:
         step_ours, step_theirs, programs = many = sides(schedule, held, leaves, rank)
         rounds = [
-            tuple(measure(step, options.steps).wall for step in (step_ours, step_theirs, programs))
+            [measure(step, options.steps) for step in (step_ours, step_theirs, programs)]
             for _ in range(options.rounds)
         ]
-        mine, other, bare = (median(column) for column in zip(*rounds, strict=True))
-        ratio = median(a / b for a, b, _ in rounds)
+        mine, other, bare = (median(cost.wall for cost in column) for column in zip(*rounds, strict=True))
+        ratio, cpu = (median(a[k] / b[k] for a, b, _ in rounds) for k in range(2))
         more = runtime_seconds(many, one_leaf, options)
         per_leaf = f", {more / (leaves - 1) / len(held) * 1e6:.2f} us per leaf and step" if leaves > 1 else ""
         if rank == 0:
             print(
                 f"{ranks} ranks, {schedule.stages} stages, {options.microbatches} microbatches, {leaves}"
                 f" leaves: ppfunc {mine / count * 1e6:.1f} us per instruction ({bare / count * 1e6:.1f} of"
-                f" them programs and sums), torch {other / count * 1e6:.1f} us, ratio {ratio:.3f}{per_leaf}",
+                f" them programs and sums), torch {other / count * 1e6:.1f} us, ratio {ratio:.3f}, of CPU"
+                f" {cpu:.3f}{per_leaf}",
                 flush=True,
             )
     dist.destroy_process_group()
@@ -148,7 +152,8 @@ def run_programs(compiled: CompiledStep, params: dict[int, Any], rank: int) -> N
         if instruction.op is Op.F:
             _, residuals[key] = program.forward(tuple(params[s].values()), (x,), targets)
         elif instruction.op is Op.B:
-            gradients, _ = program.backward(residuals.pop(key), (one if targets else x,))
+            gy = (one if targets else x,) if params[s] else ()  # nothing has a gradient without leaves
+            gradients, _ = program.backward(residuals.pop(key), gy)
             sums[s].add(gradients, numbers[s], m)
 
 

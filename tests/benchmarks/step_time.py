@@ -29,7 +29,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from timing import measure
+from timing import add_foremost, foremost, measure
 from torch.distributed.pipelining import PipelineStage, schedules as theirs
 
 import ppfunc as pp
@@ -84,6 +84,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     elif not options.unbound:
         bind_to_core()
+    if options.foremost:
+        foremost()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     schedule = BUILDERS[options.schedule](ranks, options.microbatches)
@@ -214,6 +216,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--cuda-graphs", action="store_true", help="likewise for programs captured as CUDA graphs"
     )
+    add_foremost(parser)
     return parser.parse_args()
 
 

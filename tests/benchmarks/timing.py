@@ -1,11 +1,19 @@
 """Timing of one side of a comparison."""
 
+import argparse
+import ctypes
+import os
+import platform
+import struct
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+
+_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine(), -1)  # number of the system call
 
 
 class Cost(NamedTuple):
@@ -30,6 +38,30 @@ def measure(step: Callable[[], object], steps: int) -> Cost:
         total = total.cuda()
     dist.all_reduce(total)
     return Cost(wall / steps, total.item() / steps)
+
+
+def add_foremost(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--foremost", action="store_true", help="run before all other processes, as root on Linux"
+    )
+
+
+def foremost() -> None:
+    """Run before other processes: in a group of its own, at the highest priority, in slices of 0.1 ms.
+
+    A core is shared between groups of processes, one for each session, and `nice` acts within one (sched(7)).
+
+    Raises:
+        PermissionError: this process is not root's.
+    """
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+    Path("/proc/self/autogroup").write_text("-20")
+    # struct sched_attr: size, policy, flags, nice, priority; runtime, here the slice in ns; deadline, period
+    attributes = struct.pack("IIQiIQQQ", 48, os.SCHED_OTHER, 0, -20, 0, 100_000, 0, 0)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(_SCHED_SETATTR, os.getpid(), attributes, 0):
+        raise OSError(ctypes.get_errno(), "sched_setattr")
 
 
 def _together() -> None:

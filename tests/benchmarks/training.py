@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from step_time import SIZES, Blocks, squared
-from timing import Cost, measure
+from timing import Cost, add_foremost, foremost, measure
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -429,6 +429,8 @@ def work(rank: int, name: str, store: str, options: argparse.Namespace) -> None:
     """One rank of a piece."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     piece = PIECES[name]
+    if options.foremost:
+        foremost()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=piece.ranks)
     piece.run(options)
     dist.destroy_process_group()
@@ -441,6 +443,7 @@ def main() -> None:
     parser.add_argument("pieces", nargs="*", choices=[*PIECES], help="all by default")
     parser.add_argument("--microbatches", type=int, default=8, help="of reductions and steps")
     parser.add_argument("--rounds", type=int, default=9)
+    add_foremost(parser)
     options = parser.parse_args()
     for name in options.pieces or PIECES:
         with tempfile.TemporaryDirectory() as folder:
