@@ -1035,6 +1035,25 @@ def test_a_rank_that_has_kept_a_program_takes_part_where_the_others_agree_anew(m
         assert torch.equal(*outcome.value)
 
 
+@pytest.mark.parametrize("who", [0, 1])
+def test_arguments_that_a_rank_cannot_lower_fail_the_call_on_all_ranks(who):
+    """They were read before the call began: the other ranks waited for their whole limit."""
+    params, x, y = problem(2)
+
+    def function(rank, transport):
+        trainer = new_trainer([dense] * 2, squared, pp.gpipe(2, 2), pp.optim.sgd(1e-2), transport=transport)
+        mine = {rank: params[rank]}
+        with pytest.raises((pp.PipelineError, TypeError), match="params") as caught:
+            trainer.lower({rank: {"w": "no tensor"}} if rank == who else mine, x, y)
+        trainer.lower(mine, x, y)
+        return caught.value
+
+    for rank, outcome in enumerate(Simulated(2, 0).run(function)):
+        assert outcome.error is None, outcome.error
+        assert type(outcome.value) is (TypeError if rank == who else pp.PipelineError)
+        assert rank == who or (outcome.value.rank == who and "TypeError: params" in str(outcome.value))
+
+
 @pytest.mark.parametrize("which", ["made", "parameter", "constant"])
 def test_an_assignment_to_data_is_no_operator(which):
     """Programs were traced as if the tensor had kept its values: wrong losses and gradients, without an

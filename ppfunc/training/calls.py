@@ -170,18 +170,21 @@ class Calls:
         state: Mapping[int, Any] | None, extras: Mapping[int, Any] | None,
     ) -> LoweredTraining:  # fmt: skip
         """Lower a training step for arguments of these shapes."""
-        initial = self.init(on_meta(params), {} if state is None else on_meta(state))
-        # Only tensors with values can be seen to share memory.
-        valued = {s: tree for s, tree in params.items() if not isinstance(tree, Signature)}
-        require_declared_trees(valued, self.ranks.tied)
-        update = TrainingUpdate(self.rule, self.ranks, {}, initial, known=True)
-        inputs = on_meta(inputs)
-        batches = Batches([(inputs, on_meta(targets))], extras=[extras])
-        tensors = ((s, leaf) for s, tree in params.items() for leaf in tree_leaves(tree))
-        devices = {s: leaf.device for s, leaf in tensors if isinstance(leaf, Tensor) and not leaf.is_meta}
-        arguments = [replace(each, devices=devices) for each in self._arguments(update, batches)]
-        step = self.step.lower(lambda: arguments)
-        return LoweredTraining(step, initial, self.rule, self.ranks, inputs)
+        initial, inputs = list[TrainState](), on_meta(inputs)
+
+        def read() -> list[RawArguments]:  # what it raises fails the call on all ranks
+            initial.append(self.init(on_meta(params), {} if state is None else on_meta(state)))
+            # Only tensors with values can be seen to share memory.
+            valued = {s: tree for s, tree in params.items() if not isinstance(tree, Signature)}
+            require_declared_trees(valued, self.ranks.tied)
+            update = TrainingUpdate(self.rule, self.ranks, {}, initial[0], known=True)
+            batches = Batches([(inputs, on_meta(targets))], extras=[extras])
+            tensors = ((s, leaf) for s, tree in params.items() for leaf in tree_leaves(tree))
+            devices = {s: leaf.device for s, leaf in tensors if isinstance(leaf, Tensor) and not leaf.is_meta}
+            return [replace(each, devices=devices) for each in self._arguments(update, batches)]
+
+        step = self.step.lower(read)
+        return LoweredTraining(step, initial[0], self.rule, self.ranks, inputs)
 
     def _arguments(self, update: TrainingUpdate, batches: Batches) -> list[RawArguments]:
         """Prepare the arguments of the steps of a call: parameters are cast once."""
