@@ -62,7 +62,7 @@ _BY_MEND: dict[str, dict[str, str]] = {
         _SHARD: "zero ZeroRedundancyOptimizer DistributedOptimizer FullyShardedDataParallel fully_shard FSDP",
         _LOADER: "DataLoader RepeatingLoader",
         _MESH: "Mesh make_mesh init_device_mesh DistributedDataParallel DDP",
-        "pp.parallel.pipe_model_data(...) or pipe_data(...) makes a topology": (
+        "pp.parallel.Topology.of(pipe=..., data=..., model=...) makes a topology": (
             "PipeModelDataParallelTopology PipeDataParallelTopology ProcessTopology PipelineParallelGrid"
         ),
         f"{_TRAINER}; its arguments are there and in the optimizer": "TrainingArguments TrainerArguments",

@@ -165,28 +165,6 @@ def partition_uniform(
     return Partition.from_sizes(sizes if remainder == "first" else sizes[::-1], allow_empty)
 
 
-def partition_explicit(boundaries: Iterable[int], layers: int, *, allow_empty: bool = False) -> Partition:
-    """Make the partition with these boundaries, checked against the number of layers.
-
-    Args:
-        boundaries: ``[0, ..., layers]``.
-        layers: how many layers there are.
-
-    Raises:
-        ValueError: the boundaries do not end at ``layers``, or make no partition.
-
-    >>> partition_explicit([0, 2, 5], layers=5).sizes
-    (2, 3)
-    """
-    partition = Partition(tuple(boundaries), allow_empty)
-    if partition.layers != layers:
-        raise ValueError(
-            f"the boundaries {_abridged(partition.boundaries)} end at {partition.layers}, but there are"
-            f" {layers} layers: the last boundary has to be {layers}"
-        )
-    return partition
-
-
 def _require_range(name: str, number: int, stop: int) -> None:
     if not 0 <= number < stop:
         raise ValueError(f"{name} {number} is out of range: the {name}s are 0..{stop - 1}")

@@ -161,14 +161,6 @@ class Topology:
         self._require(coordinate)
         return tuple(self._ranks(**coordinate))
 
-    def ranks_at(self, axis: str, index: int) -> tuple[int, ...]:
-        """List the ranks at ``index`` along ``axis``, ascending.
-
-        >>> Topology.of(x=2, y=3).ranks_at("y", 0)
-        (0, 3)
-        """
-        return self.ranks_where(**{axis: index})
-
     def rank_repr(
         self,
         rank: int,
@@ -225,46 +217,24 @@ class Topology:
             )
 
 
-def pipe_data(pipe: int, data: int) -> Topology:
-    """Combine pipeline and data parallelism, data innermost: its reductions get the fastest links."""
-    return Topology.of(pipe=pipe, data=data)
-
-
-def pipe_model_data(pipe: int, model: int, data: int) -> Topology:
-    """Combine pipeline, data parallelism and tensor slices: axes (pipe, data, model).
-
-    Slices communicate most, so they are innermost.
-    """
-    return Topology.of(pipe=pipe, data=data, model=model)
-
-
 def default_grid(world_size: int) -> Topology:
-    """Choose a `pipe_data` topology of ``world_size`` ranks.
+    """Choose a topology of ``world_size`` ranks with the axes pipe and data.
 
-    The prime factors, ascending, go to the pipeline and to data parallelism in turn.
+    The prime factors, ascending, go to the pipeline and to data parallelism in turn. Data is innermost: its
+    reductions get the fastest links.
 
     >>> [str(default_grid(n)) for n in (1, 6, 12, 30)]
     ['pipe=1,data=1', 'pipe=2,data=3', 'pipe=6,data=2', 'pipe=10,data=3']
     """
     require_counts(world_size=world_size)
-    factors = prime_factors(world_size)
-    return pipe_data(pipe=math.prod(factors[0::2]), data=math.prod(factors[1::2]))
-
-
-def prime_factors(number: int) -> tuple[int, ...]:
-    """Factor a positive whole number into primes, ascending, with their multiplicity.
-
-    >>> prime_factors(12), prime_factors(1)
-    ((2, 2, 3), ())
-    """
-    require_counts(number=number)
-    factors, candidate = [], 2
-    while candidate * candidate <= number:
-        while number % candidate == 0:
+    factors, candidate, left = list[int](), 2, world_size
+    while left > 1:
+        if left % candidate == 0:
             factors.append(candidate)
-            number //= candidate
-        candidate += 1
-    return (*factors, number) if number > 1 else tuple(factors)
+            left //= candidate
+        else:
+            candidate = candidate + 1 if candidate * candidate <= left else left
+    return Topology.of(pipe=math.prod(factors[0::2]), data=math.prod(factors[1::2]))
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, strategies as st
 
-from ppfunc.parallel import count_layer_parameters, partition_balanced
+from ppfunc.parallel import partition_balanced
 from tests.clock import busy
 
 
@@ -93,32 +93,3 @@ def test_what_is_refused():
                 partition_balanced([wrong] + [1] * (layers - 1), 1)
     with pytest.raises(ValueError, match="stages = 0, expected an integer of at least 1"):
         partition_balanced([1], 0)
-
-
-class Tensor:
-    def __init__(self, size, requires_grad=True):
-        self.size, self.requires_grad = size, requires_grad
-
-    def numel(self):
-        return self.size
-
-
-class Module:
-    def __init__(self, *parameters):
-        self._parameters = parameters
-
-    def parameters(self):
-        return iter(self._parameters)
-
-
-def test_parameters_of_modules_trees_and_numbers():
-    shared = Tensor(5)
-    layers = [
-        Module(Tensor(3), Tensor(100, requires_grad=False)),
-        {"w": Tensor(4), "b": [Tensor(1), 7]},
-        (shared, shared),
-        9,
-        {},
-    ]
-    assert count_layer_parameters(layers) == (3, 5, 5, 9, 0)
-    assert partition_balanced(count_layer_parameters(layers), 2).boundaries == (0, 3, 5)

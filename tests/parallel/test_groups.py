@@ -5,21 +5,16 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from ppfunc.parallel import (
-    Topology,
-    data_parallel_groups,
-    groups_in_creation_order,
-    membership,
-    model_groups,
-    neighbour_pairs,
-    parallel_sizes,
-    pipe_data,
-    pipe_model_data,
-    pipeline_groups,
-    rank_of_stage,
-    replica_groups,
-    slice_groups,
-)
+from ppfunc.parallel import Topology, groups_in_creation_order, membership, neighbour_pairs, rank_of_stage
+
+CUBE = Topology.of(pipe=2, data=2, model=2)
+
+
+def groups_of(topology):
+    groups = {}
+    for kind, ranks in groups_in_creation_order(topology):
+        groups.setdefault(kind, []).append(ranks)
+    return groups
 
 
 @st.composite
@@ -31,7 +26,7 @@ def topologies(draw):
 
 
 def test_creation_order_without_slices():
-    assert list(groups_in_creation_order(pipe_data(2, 2))) == [
+    assert list(groups_in_creation_order(Topology.of(pipe=2, data=2))) == [
         ("replica", (0, 2)),
         ("replica", (1, 3)),
         ("data", (0, 1)),
@@ -50,17 +45,17 @@ def test_creation_order_without_slices():
 
 
 def test_groups_with_slices():
-    cube = pipe_model_data(pipe=2, model=2, data=2)
-    assert list(replica_groups(cube)) == [(0, 1, 4, 5), (2, 3, 6, 7)]
-    assert list(data_parallel_groups(cube)) == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert list(pipeline_groups(cube)) == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert list(slice_groups(cube)) == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert list(neighbour_pairs(cube)) == [(0, 4), (1, 5), (2, 6), (3, 7), (4, 0), (5, 1), (6, 2), (7, 3)]
+    groups = groups_of(CUBE)
+    assert groups["replica"] == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert groups["data"] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert groups["pipe"] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert groups["slice"] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert groups["neighbours"] == [(0, 4), (1, 5), (2, 6), (3, 7), (4, 0), (5, 1), (6, 2), (7, 3)]
 
 
 def test_neighbours_of_five_stages_and_two_replicas():
     # Stages 3 and 4 of replica 1 are ranks 7 and 9, and stage 4 wraps to rank 1, because data is innermost.
-    pairs = list(neighbour_pairs(pipe_data(pipe=5, data=2)))
+    pairs = list(neighbour_pairs(Topology.of(pipe=5, data=2)))
     assert pairs[7] == (7, 9)
     assert pairs[9] == (9, 1)
     # With the axes in the other order, stages 2 and 3 of replica 1 are ranks 7 and 8.
@@ -70,8 +65,8 @@ def test_neighbours_of_five_stages_and_two_replicas():
 @given(topologies())
 def test_every_kind_covers_every_rank_once(topology):
     everyone = list(range(topology.world_size))
-    for kind in (replica_groups, data_parallel_groups, pipeline_groups, slice_groups):
-        assert sorted(rank for group in kind(topology) for rank in group) == everyone
+    for kind in ("replica", "data", "pipe", "slice"):
+        assert sorted(rank for group in groups_of(topology)[kind] for rank in group) == everyone
     pairs = list(neighbour_pairs(topology))
     assert [rank for rank, _ in pairs] == everyone
     assert sorted(buddy for _, buddy in pairs) == everyone
@@ -79,26 +74,23 @@ def test_every_kind_covers_every_rank_once(topology):
 
 @given(topologies())
 def test_membership_agrees_with_the_groups(topology):
-    sizes = parallel_sizes(topology)
+    sizes = [max(topology.axis_size(axis), 1) for axis in ("pipe", "data", "model")]
+    groups = groups_of(topology)
     pairs = dict(neighbour_pairs(topology))
     for rank in range(topology.world_size):
         mine = membership(topology, rank)
         for group, kind in (
-            (mine.replica_group, replica_groups),
-            (mine.data_parallel_group, data_parallel_groups),
-            (mine.pipeline_group, pipeline_groups),
-            (mine.slice_group, slice_groups),
+            (mine.replica_group, "replica"),
+            (mine.data_parallel_group, "data"),
+            (mine.pipeline_group, "pipe"),
+            (mine.slice_group, "slice"),
         ):
-            assert [g for g in kind(topology) if rank in g] == [group]
+            assert [g for g in groups[kind] if rank in g] == [group]
         assert mine.pipeline_group.index(rank) == mine.stage
         assert mine.data_parallel_group.index(rank) == mine.replica
         assert mine.slice_group.index(rank) == mine.slice
-        assert (
-            (len(mine.pipeline_group), len(mine.data_parallel_group), len(mine.slice_group))
-            == sizes
-            == mine.sizes
-        )
-        assert (mine.stage == sizes.pipe - 1) == (pairs[rank] == mine.pipeline_group[0])
+        assert [*map(len, (mine.pipeline_group, mine.data_parallel_group, mine.slice_group))] == sizes
+        assert (mine.stage == sizes[0] - 1) == (pairs[rank] == mine.pipeline_group[0])
 
 
 @given(topologies().filter(lambda t: "pipe" in t.axes), st.data())
@@ -109,36 +101,33 @@ def test_rank_of_another_stage_of_my_replica(topology, data):
 
 
 def test_rank_of_a_stage_with_other_axes_replaced():
-    cube = pipe_model_data(pipe=2, model=2, data=2)
-    assert rank_of_stage(cube, rank=3, stage=1) == 7
-    assert rank_of_stage(cube, rank=3, stage=1, data=0) == 5
-    assert rank_of_stage(cube, rank=3, stage=0, data=0, model=0) == 0
+    assert rank_of_stage(CUBE, rank=3, stage=1) == 7
+    assert rank_of_stage(CUBE, rank=3, stage=1, data=0) == 5
+    assert rank_of_stage(CUBE, rank=3, stage=0, data=0, model=0) == 0
     with pytest.raises(ValueError, match=r"pipe=2 is out of range"):
-        rank_of_stage(cube, rank=3, stage=2)
+        rank_of_stage(CUBE, rank=3, stage=2)
     with pytest.raises(ValueError, match="unknown axis 'expert'"):
-        rank_of_stage(cube, rank=3, stage=0, expert=0)
+        rank_of_stage(CUBE, rank=3, stage=0, expert=0)
     with pytest.raises(ValueError, match="unknown axis 'pipe'"):
         rank_of_stage(Topology.of(data=2), rank=0, stage=0)
 
 
 def test_axes_that_are_missing_make_groups_of_one():
     only_model = Topology.of(model=2)
-    assert parallel_sizes(only_model) == (1, 1, 2)
-    assert parallel_sizes(only_model).slices == 2
-    assert list(replica_groups(only_model)) == [(0, 1)]
-    assert list(data_parallel_groups(only_model)) == [(0,), (1,)]
-    assert list(pipeline_groups(only_model)) == [(0,), (1,)]
-    assert list(neighbour_pairs(only_model)) == [(0, 0), (1, 1)]
+    assert groups_of(only_model) == {
+        "replica": [(0, 1)],
+        "data": [(0,), (1,)],
+        "neighbours": [(0, 0), (1, 1)],
+        "pipe": [(0,), (1,)],
+        "slice": [(0, 1)],
+    }
     mine = membership(only_model, 1)
     assert (mine.stage, mine.replica, mine.slice) == (0, 0, 1)
 
 
-def test_model_groups_are_contiguous():
-    groups = list(model_groups(16, tensor=4, pipe=2))
-    assert groups == [tuple(range(8)), tuple(range(8, 16))]
-    assert all(group.index(rank) == rank % 8 for group in groups for rank in group)
-    assert all(g.index(r) == r % 16 for g in model_groups(32, tensor=8, pipe=2) for r in g)
-    # The same as the groups of a replica where data is the outermost axis.
-    assert groups == list(replica_groups(Topology.of(data=2, pipe=2, model=4)))
-    with pytest.raises(ValueError, match="12 ranks do not divide into replicas of tensor x pipe = 4 x 2"):
-        model_groups(12, tensor=4, pipe=2)
+def test_replicas_are_contiguous_where_data_is_outermost():
+    """As ``ParallelMode.MODEL`` of ColossalAI has all model parallel ranks of a replica."""
+    for tensor, model in ((4, 8), (8, 16)):
+        replicas = groups_of(Topology.of(data=2, pipe=2, model=tensor))["replica"]
+        assert replicas == [tuple(range(model)), tuple(range(model, 2 * model))]
+        assert all(group.index(rank) == rank % model for group in replicas for rank in group)

@@ -8,7 +8,7 @@ import pickle
 import pytest
 from hypothesis import given, strategies as st
 
-from ppfunc.parallel import Partition, partition_explicit, partition_uniform
+from ppfunc.parallel import Partition, partition_uniform
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8))
@@ -93,7 +93,6 @@ def test_uniform_sizes_differ_by_at_most_one(layers, stages, remainder):
         (lambda: partition_uniform(-1, 2), "layers = -1, expected an integer of at least 0"),
         (lambda: partition_uniform(4.0, 2), r"layers = 4\.0, expected an integer"),
         (lambda: partition_uniform(4, 2, remainder="middle"), "'first' or the 'last' stages, got 'middle'"),
-        (lambda: partition_explicit([0, 2, 4], layers=5), "end at 4, but there are 5 layers"),
         (lambda: Partition((0, 2)).split([1, 2, 3]), "got 3 items, expected 2, one for each layer"),
         (lambda: Partition((0, 2)).loads([1]), "got 1 items, expected 2, one for each layer"),
         (lambda: Partition((0, 2)).layers_of(1), r"stage 1 is out of range: the stages are 0\.\.0"),
@@ -105,8 +104,3 @@ def test_uniform_sizes_differ_by_at_most_one(layers, stages, remainder):
 def test_errors_say_what_is_valid(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_boundaries_that_are_written_out():
-    assert partition_explicit([0, 2, 5], layers=5) == Partition((0, 2, 5))
-    assert partition_explicit(iter([0, 5, 5]), layers=5, allow_empty=True).sizes == (5, 0)

@@ -74,38 +74,13 @@ def test_empty_stages_have_to_be_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("layers", "stages", "weights", "sizes"),
-    [
-        # Made with torchtitan's generate_llm_fqn_per_model_part.
-        (8, 4, (1, 1), (2, 3, 2, 1)),
-        (16, 4, (1, 1), (4, 5, 4, 3)),
-        (61, 8, (1, 1), (7, 8, 8, 8, 8, 8, 8, 6)),
-        (3, 2, (2, 2), (2, 1)),
-        (32, 8, (1, 1), (4, 5, 4, 4, 4, 4, 4, 3)),
-        (5, 1, (3, 3), (5,)),
-    ],
-)
-def test_extra_layers_for_the_first_stages(layers, stages, weights, sizes):
-    assert partition_layers(layers, stages, *weights, extra="first").sizes == sizes
-
-
-@pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: partition_layers(8, 4, 4, 1, extra="first"),
-            "input_weight=4 is more than the 3 of 13 effective layers",
-        ),
-        (lambda: partition_layers(8, 4, 1, 4, extra="first"), "output_weight=4 is more than the 3"),
-        (lambda: partition_layers(4, 4, extra="first"), r"sizes \[1, 2, 1, 0\]"),
-        (lambda: partition_layers(8, 4, 0.5, 0.25, extra="first"), "whole weights"),
-        (lambda: partition_layers(8, 4, 0.5, 0.5, extra="first"), "whole weights"),
         (
             lambda: partition_layers(8, 4, -1),
             "input_weight is the cost of modules in layers, zero or more; got -1",
         ),
         (lambda: partition_layers(8, 4, 1, float("nan")), "output_weight is the cost"),
-        (lambda: partition_layers(8, 4, extra="last"), "'middle' or the 'first' stages, got 'last'"),
         (lambda: partition_layers(8, 0), "stages = 0, expected an integer of at least 1"),
     ],
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 import timeit
 
 import pytest
 from hypothesis import given, strategies as st
 
-from ppfunc.parallel import Topology, default_grid, pipe_data, pipe_model_data, prime_factors
+from ppfunc.parallel import Topology, default_grid
 
 
 @st.composite
@@ -64,7 +65,7 @@ def test_filters_agree_with_a_table(topology, data):
     assert list(topology.ranks_where(**wanted)) == matching
     for axis, index in wanted.items():
         expected = tuple(r for r, c in enumerate(table_of(topology)) if c[axis] == index)
-        assert topology.ranks_at(axis, index) == expected
+        assert topology.ranks_where(**{axis: index}) == expected
 
 
 @given(topologies())
@@ -75,37 +76,30 @@ def test_text_round_trip(topology):
 
 
 def test_groups_of_a_cube():
-    cube = pipe_model_data(pipe=2, model=2, data=2)
+    cube = Topology.of(pipe=2, data=2, model=2)
     assert list(cube.groups("pipe")) == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert list(cube.groups("data")) == [(0, 2), (1, 3), (4, 6), (5, 7)]
     assert list(cube.groups("model")) == [(0, 1), (2, 3), (4, 5), (6, 7)]
     assert cube.ranks_where(pipe=0, data=1) == (2, 3)
 
 
-def test_the_order_of_arguments_is_not_the_order_of_axes():
-    topology = pipe_model_data(2, 3, 4)
-    assert topology.axes == ("pipe", "data", "model")
-    assert topology.sizes == (2, 4, 3)
-    assert pipe_data(2, 3) == Topology(("pipe", "data"), (2, 3))
-
-
 def test_an_axis_that_is_missing_has_no_size_and_no_groups():
-    topology = pipe_data(2, 3)
+    topology = Topology.of(pipe=2, data=3)
     assert topology.axis_size("model") == 0
     assert list(topology.groups("model")) == []
     assert topology.axes == ("pipe", "data")
 
 
 def test_text_of_a_rank_and_its_options():
-    assert pipe_data(2, 2).rank_repr(3) == ""
-    assert pipe_model_data(2, 2, 2).rank_repr(0) == "model_00"
-    assert pipe_model_data(2, 2, 2).rank_repr(1) == "model_01"
+    assert Topology.of(pipe=2, data=2).rank_repr(3) == ""
+    assert Topology.of(pipe=2, data=2, model=2).rank_repr(0) == "model_00"
+    assert Topology.of(pipe=2, data=2, model=2).rank_repr(1) == "model_01"
     topology = Topology.of(a=2, b=200)
     assert topology.rank_repr(3) == "a_00-b_03"
     assert topology.rank_repr(399) == "a_01-b_199"
     assert topology.rank_repr(3, omit_axes=["a"]) == "b_03"
     assert topology.rank_repr(3, omit_axes=(), inner_sep="=", outer_sep="/") == "a=00/b=03"
-    assert pipe_model_data(2, 2, 2).rank_repr(5, omit_axes=[]) == "pipe_01-data_00-model_01"
+    assert Topology.of(pipe=2, data=2, model=2).rank_repr(5, omit_axes=[]) == "pipe_01-data_00-model_01"
 
 
 @pytest.mark.parametrize(
@@ -126,18 +120,17 @@ def test_text_of_a_rank_and_its_options():
     ],
 )
 def test_default_grid(world, pipe, data):
-    assert default_grid(world) == pipe_data(pipe=pipe, data=data)
+    assert default_grid(world) == Topology.of(pipe=pipe, data=data)
 
 
 @given(st.integers(1, 5000))
-def test_prime_factors_multiply_to_the_number(number):
-    factors = prime_factors(number)
-    product = 1
-    for factor in factors:
-        assert all(factor % d for d in range(2, factor))
-        product *= factor
-    assert product == number
-    assert list(factors) == sorted(factors)
+def test_the_default_grid_deals_prime_factors_in_turn(number):
+    factors, left = [], number
+    while left > 1:
+        factors.append(next(d for d in range(2, left + 1) if left % d == 0))
+        left //= factors[-1]
+    pipe, data = default_grid(number).sizes
+    assert (pipe, data) == (math.prod(factors[::2]), math.prod(factors[1::2]))
 
 
 def test_a_question_about_a_million_ranks_takes_microseconds():
@@ -168,8 +161,7 @@ def test_a_question_about_a_million_ranks_takes_microseconds():
         (lambda t: t.group_of(0, "model"), "unknown axis 'model'"),
         (lambda t: t.group_of(6, "pipe"), "rank 6 is not in the topology"),
         (lambda t: t.ranks_where(model=0), "unknown axis 'model'"),
-        (lambda t: t.ranks_at("model", 0), "unknown axis 'model'"),
-        (lambda t: t.ranks_at("data", 3), r"data=3 is out of range.*0\.\.2"),
+        (lambda t: t.ranks_where(data=3), r"data=3 is out of range.*0\.\.2"),
         (lambda t: t.rank_repr(6), "rank 6 is not in the topology"),
         (lambda t: t.require_world_size(8), "2 x 3 = 6 ranks, but the world has 8"),
         (lambda t: Topology(("pipe",), (2, 3)), "one size per axis"),
@@ -182,14 +174,13 @@ def test_a_question_about_a_million_ranks_takes_microseconds():
         (lambda t: Topology.parse("pipe=x"), "cannot read 'pipe=x'"),
         (lambda t: Topology.parse(""), "cannot read ''"),
         (lambda t: default_grid(0), "world_size = 0, expected an integer of at least 1"),
-        (lambda t: prime_factors(-4), "number = -4, expected an integer of at least 1"),
     ],
 )
 def test_errors_say_what_was_got_and_what_is_valid(call, message):
     with pytest.raises(ValueError, match=message):
-        call(pipe_data(2, 3))
+        call(Topology.of(pipe=2, data=3))
 
 
 def test_a_topology_that_fits_is_returned():
-    topology = pipe_data(2, 3)
+    topology = Topology.of(pipe=2, data=3)
     assert topology.require_world_size(6) is topology

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc.parallel import Topology, membership, pipe_data
+from ppfunc.parallel import Topology, membership
 from ppfunc.runtime import ProcessGroups, device_mesh, topology_of_mesh
 
 
@@ -41,19 +41,19 @@ def groups_of_a_topology(rank, topology):
 
 
 def mesh_of_a_topology(rank):
-    topology = pipe_data(2, 2)
+    topology = Topology.of(pipe=2, data=2)
     mesh = device_mesh(topology)
     assert topology_of_mesh(mesh) == topology
     assert summed(mesh.get_group("pipe")) == sum_of(topology.group_of(rank, "pipe"))
     with pytest.raises(ValueError, match="2 x 3 = 6 ranks, but the world has 4"):
-        ProcessGroups(pipe_data(2, 3))
+        ProcessGroups(Topology.of(pipe=2, data=3))
 
 
 def mesh_of_the_user(rank):
     order = [3, 1, 2, 0]
     mesh = DeviceMesh("cpu", torch.tensor(order).view(2, 2), mesh_dim_names=("pp", "dp"))
     with ProcessGroups(mesh=mesh, names={"pp": "pipe", "dp": "data"}) as groups:
-        assert groups.topology == pipe_data(2, 2)
+        assert groups.topology == Topology.of(pipe=2, data=2)
         assert order[groups.position] == rank
         place = membership(groups.topology, groups.position)
         assert set(groups.ranks("pipe")) == {order[p] for p in place.pipeline_group}
@@ -67,7 +67,7 @@ def work(rank, store):
     """What each process does; a failure leaves a traceback and an exit status."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
-    groups_of_a_topology(rank, pipe_data(2, 2))
+    groups_of_a_topology(rank, Topology.of(pipe=2, data=2))
     groups_of_a_topology(rank, Topology.of(model=2, pipe=2))
     mesh_of_a_topology(rank)
     mesh_of_the_user(rank)
@@ -99,16 +99,16 @@ def test_a_mesh_without_names_is_refused(world_of_one):
     mesh = DeviceMesh("cpu", torch.zeros(1, 1, dtype=torch.int))
     with pytest.raises(ValueError, match="the mesh has no names"):
         topology_of_mesh(mesh)
-    mesh = device_mesh(pipe_data(1, 1))
+    mesh = device_mesh(Topology.of(pipe=1, data=1))
     with pytest.raises(ValueError, match="no dimension pp: its dimensions are pipe, data"):
         topology_of_mesh(mesh, {"pp": "pipe"})
-    for wrong in ({}, {"topology": pipe_data(1, 1), "mesh": mesh}):
+    for wrong in ({}, {"topology": Topology.of(pipe=1, data=1), "mesh": mesh}):
         with pytest.raises(ValueError, match="a topology or a mesh, one of the two"):
             ProcessGroups(**wrong)
 
 
 def test_processes_have_to_be_there_first():
     with pytest.raises(RuntimeError, match="init_process_group first"):
-        device_mesh(pipe_data(1, 1))
+        device_mesh(Topology.of(pipe=1, data=1))
     with pytest.raises(RuntimeError, match="init_process_group first"):
-        ProcessGroups(pipe_data(1, 1))
+        ProcessGroups(Topology.of(pipe=1, data=1))
