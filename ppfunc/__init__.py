@@ -111,8 +111,6 @@ if TYPE_CHECKING:
         StageError as StageError,
         collectives as collectives,
         engines as engines,
-        params_of_stages as params_of_stages,
-        split_sequential as split_sequential,
         stage_from_module as stage_from_module,
         stages_from_layers as stages_from_layers,
     )

@@ -77,7 +77,7 @@ MISTAKES = {
     "Split.parameters": (lambda: SPLIT.parameters(), "split.params"),
     "torch.compile": (lambda: made(engine=torch.compile), "engine=ppfunc.engines.graph(compile=True)"),
     "layers that are modules": (
-        lambda: pp.stages_from_layers(list(MODEL), pp.parallel.Partition((0, 2))), "split_sequential(",
+        lambda: pp.stages_from_layers(list(MODEL), pp.parallel.Partition((0, 2))), "pp.split(torch.nn.",
     ),
     "Split.num_stages": (lambda: SPLIT.num_stages, "len(split.stages)"),
     "Split.generate": (lambda: SPLIT.generate(INPUTS), "split.put_back(state.params), then generate"),

@@ -8,14 +8,6 @@ if TYPE_CHECKING:
     from .balance import (
         partition_balanced as partition_balanced,
     )
-    from .groups import (
-        Membership as Membership,
-        NamedGroup as NamedGroup,
-        groups_in_creation_order as groups_in_creation_order,
-        membership as membership,
-        neighbour_pairs as neighbour_pairs,
-        rank_of_stage as rank_of_stage,
-    )
     from .partition import (
         Partition as Partition,
         partition_uniform as partition_uniform,

@@ -36,12 +36,7 @@ if TYPE_CHECKING:
     from .lowering.lower import lower as lower
     from .lowering.lowered import StepSpec as StepSpec
     from .lowering.overlap import interleaved as interleaved, two_streams as two_streams
-    from .transport.grid import (
-        Axes as Axes,
-        ProcessGroups as ProcessGroups,
-        device_mesh as device_mesh,
-        topology_of_mesh as topology_of_mesh,
-    )
+    from .transport.grid import Axes as Axes
     from .transport.inprocess import InProcess as InProcess, OnPaper as OnPaper
     from .transport.p2p import P2P as P2P
     from .transport.protocols import Transport as Transport

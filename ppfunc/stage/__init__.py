@@ -24,11 +24,7 @@ if TYPE_CHECKING:
     from .abstract.outline import outline as outline
     from .engines import eager as eager, functional as functional, graph as graph
     from .errors import StageError as StageError
-    from .modules.layers import (
-        params_of_stages as params_of_stages,
-        split_sequential as split_sequential,
-        stages_from_layers as stages_from_layers,
-    )
+    from .modules.layers import stages_from_layers as stages_from_layers
     from .modules.module import ModuleStage as ModuleStage, stage_from_module as stage_from_module
     from .modules.parallelize import shard as shard
     from .program import (

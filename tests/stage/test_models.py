@@ -136,9 +136,15 @@ def resnet() -> nn.Sequential:
     ).double()
 
 
+def split_sequential(whole: nn.Sequential, boundaries: list[int]) -> list[nn.Sequential]:
+    """Cut a chain of modules before these positions; an empty part does nothing."""
+    partition = pp.parallel.Partition((0, *boundaries, len(whole)), allow_empty=True)
+    return [nn.Sequential(*part) for part in partition.split([*whole])]
+
+
 def split_resnet() -> Cut:
     whole = resnet()
-    return Cut(whole, pp.split_sequential(whole, [5]), entropy, draw(M * 3, 3, 8, 8), tokens(M * 3, below=10))
+    return Cut(whole, split_sequential(whole, [5]), entropy, draw(M * 3, 3, 8, 8), tokens(M * 3, below=10))
 
 
 @ways
@@ -190,7 +196,7 @@ class Packed(Recurrent):
 def language_model(recurrent: type[nn.Module]) -> Cut:
     whole = nn.Sequential(nn.Embedding(32, 8), recurrent(8), nn.Linear(8, 32)).double()
     # An empty stage does nothing.
-    return Cut(whole, pp.split_sequential(whole, [1, 1, 2]), entropy, tokens(M * 2, 5), tokens(M * 2, 5))
+    return Cut(whole, split_sequential(whole, [1, 1, 2]), entropy, tokens(M * 2, 5), tokens(M * 2, 5))
 
 
 @engines
@@ -270,7 +276,7 @@ class Sorting(Experts):
 def mixture(experts: type[Experts]) -> Cut:
     whole = nn.Sequential(*(experts(8, 4) for _ in range(3))).double()
     # Few tokens and many experts: some microbatches leave an expert without any.
-    return Cut(whole, pp.split_sequential(whole, [1, 2]), squared, draw(M, 2, 8), draw(M, 2, 8))
+    return Cut(whole, split_sequential(whole, [1, 2]), squared, draw(M, 2, 8), draw(M, 2, 8))
 
 
 @engines
@@ -303,7 +309,7 @@ def test_parametrised_weights(engine):
         nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)),
         nn.Sequential(nn.PReLU(), nn.LayerNorm(8), nn.Linear(8, 4)),
     ).double()
-    parts = pp.split_sequential(whole, [1, 2, 3])
+    parts = split_sequential(whole, [1, 2, 3])
     compare(Cut(whole, parts, squared, draw(M * 3, 8), draw(M * 3, 4)), engine)
 
 
@@ -324,7 +330,7 @@ class Tied(nn.Module):
 @engines
 def test_embeddings_tied_inside_a_stage(engine):
     whole = nn.Sequential(Tied(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 32)).double()
-    parts = pp.split_sequential(whole, [1, 3])
+    parts = split_sequential(whole, [1, 3])
     assert "0.head.weight" not in pp.stage_from_module(parts[0]).params
     compare(Cut(whole, parts, entropy, tokens(M * 2, 5), tokens(M * 2, 5)), engine)
 
@@ -333,7 +339,7 @@ def test_embeddings_tied_inside_a_stage(engine):
 def test_layers_that_are_frozen(engine):
     whole = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).double()
     whole[:2].requires_grad_(False)
-    parts = pp.split_sequential(whole, [1, 3])
+    parts = split_sequential(whole, [1, 3])
     compare(Cut(whole, parts, squared, draw(M * 3, 8), draw(M * 3, 8)), engine)
 
 

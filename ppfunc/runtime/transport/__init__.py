@@ -8,7 +8,6 @@
       collective.py     Collective     sums and gathers among several ranks
         opening.py        open_groups    opens the communicators of both, in one order on all ranks
       grid.py           Grid           the pipelines around a rank, by the axes of a mesh
-                        device_mesh    meshes and process groups of a topology
 
 ``_torch.py`` has the private names of torch, and what NCCL needs.
 """

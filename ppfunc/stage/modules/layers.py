@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ppfunc._text import naming_arguments, shown
+from ppfunc._text import shown
 from ppfunc.parallel.partition import Partition
 from ppfunc.schedule.arguments import require_type
 
@@ -27,7 +27,7 @@ def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[La
         partition: the layers of each stage.
 
     Returns:
-        Stages whose ``params`` is the tuple of the params of their layers, see `params_of_stages`.
+        Stages whose ``params`` are those of their layers, ``partition.split(params)[stage]``.
 
     Raises:
         TypeError: not a partition, or layers that are no functions.
@@ -43,8 +43,7 @@ def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[La
         if isinstance(layer, nn.Module) or not callable(layer):
             raise TypeError(
                 f"layers[{n}]: got {shown(layer)}, expected a function layer(params, x) -> y;"
-                " ppfunc.split_sequential(torch.nn.Sequential(*modules), partition) takes modules, those that"
-                " LayerSpecs build"
+                " pp.split(torch.nn.Sequential(*modules), args, at=...) takes modules, those that LayerSpecs build"
             )
     return [
         _stage(chosen, interval)
@@ -56,52 +55,10 @@ def _stage(layers: tuple[Layer, ...], interval: tuple[int, int]) -> Layer:
     def stage(params: Sequence[Any], x: Any, *extras: Any) -> Any:
         if len(params) != len(layers):
             got = f"{stage.__name__} takes params for {len(layers)} layers, got {len(params)}"
-            raise ValueError(f"{got}: split them by pp.params_of_stages")
+            raise ValueError(f"{got}: split them by partition.split(params)")
         for layer, layer_params in zip(layers, params, strict=True):
             x = layer(layer_params, x, *extras)
         return x
 
     stage.__name__ = stage.__qualname__ = "layers_{}_to_{}".format(*interval)
     return stage
-
-
-def params_of_stages(params: Sequence[Any], partition: Partition) -> dict[int, tuple[Any, ...]]:
-    """Group the params of layers, one tree per layer, by stage.
-
-    >>> params_of_stages(["a", "b", "c"], Partition((0, 2, 3)))
-    {0: ('a', 'b'), 1: ('c',)}
-    """
-    return dict(enumerate(partition.split(params)))
-
-
-@naming_arguments
-def split_sequential(
-    module: nn.Sequential | nn.ModuleList, boundaries: Sequence[int] | Partition
-) -> list[nn.Sequential]:
-    """Cut a chain of modules before the given positions, without copying anything.
-
-    Args:
-        module: modules to be applied one after the other.
-        boundaries: position of the first module of every stage but the first, ascending; or a partition of
-            the modules.
-
-    Returns:
-        ``len(boundaries) + 1`` modules, one per stage; an empty one does nothing.
-
-    Raises:
-        ValueError: positions out of order or out of range.
-
-    >>> layers = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
-    >>> [len(part) for part in split_sequential(layers, [1, 1])]
-    [1, 0, 2]
-    """
-    if not isinstance(module, nn.Sequential | nn.ModuleList):
-        raise TypeError(f"got {type(module).__name__}, expected an nn.Sequential or an nn.ModuleList")
-    if not isinstance(boundaries, Sequence | Partition):
-        raise TypeError(
-            f"boundaries: got {boundaries!r}, expected a list of the modules that begin the stages after the"
-            " first, such as [2], or a Partition"
-        )
-    if not isinstance(boundaries, Partition):
-        boundaries = Partition((0, *boundaries, len(module)), allow_empty=True)
-    return [nn.Sequential(*part) for part in boundaries.split([*module])]

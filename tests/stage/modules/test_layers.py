@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ppfunc.parallel import Partition
-from ppfunc.stage.modules.layers import params_of_stages, stages_from_layers
+from ppfunc.stage.modules.layers import stages_from_layers
 
 
 def affine(params, x, *extras):
@@ -21,11 +21,11 @@ def test_stages_one_after_the_other_are_the_layers(sizes, data):
     for layer_params in params:
         expected = affine(layer_params, expected, 7)
     x = 5
-    split = params_of_stages(params, partition)
+    split = partition.split(params)
     for stage, fn in enumerate(stages_from_layers([affine] * partition.layers, partition)):
         x = fn(split[stage], x, 7)
     assert x == expected
-    assert [layer for stage in split.values() for layer in stage] == params
+    assert [layer for stage in split for layer in stage] == params
 
 
 def test_a_stage_says_which_layers_it_has():
@@ -39,7 +39,5 @@ def test_numbers_of_layers_have_to_fit():
     partition = Partition((0, 2, 3))
     with pytest.raises(ValueError, match="got 2 items, expected 3, one for each layer"):
         stages_from_layers([affine] * 2, partition)
-    with pytest.raises(ValueError, match="got 4 items, expected 3, one for each layer"):
-        params_of_stages([1] * 4, partition)
     with pytest.raises(TypeError, match=r"partition: got \[1, 2\] of type list, expected a Partition"):
         stages_from_layers([affine] * 3, [1, 2])

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import ppfunc as pp
-from ppfunc.parallel.partition import Partition
-from ppfunc.stage import StageError, eager, functional, graph, split_sequential, stage_from_module
+from ppfunc.stage import StageError, eager, functional, graph, stage_from_module
 from tests.models import squared
 
 ENGINES = [graph, functional, eager]
@@ -22,7 +21,7 @@ def test_gradients_of_a_chain_of_module_stages_are_those_of_the_whole():
     whole = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
     x = torch.randn(5, 3, dtype=torch.float64)
     value, kept = x, []
-    for part in split_sequential(whole, [2, 4]):
+    for part in (whole[:2], whole[2:4], whole[4:]):
         fn, params, _ = stage_from_module(part)
         program = graph(fn, (params, value))
         value, residuals = program.forward(params, value)
@@ -206,12 +205,6 @@ def test_a_parameter_that_requires_no_gradient_is_frozen():
     torch.testing.assert_close([gx, gparams["1.weight"]], list(want), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("boundaries", [[2, 1], [-1], [4], [1, 5]])
-def test_boundaries_out_of_order_or_range(boundaries):
-    with pytest.raises(ValueError, match="boundaries have to ascend, got "):
-        split_sequential(nn.ModuleList([nn.ReLU() for _ in range(3)]), boundaries)
-
-
 def test_a_step_follows_the_mode_of_the_module():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
@@ -253,7 +246,7 @@ class Scaled(nn.Module):
 WRAPPED = {
     "partial": lambda fn: pp.value_and_grad([functools.partial(fn)], squared, pp.gpipe(1, 2)),
     "layers": lambda fn: pp.value_and_grad(
-        pp.stages_from_layers([fn], Partition((0, 1))), squared, pp.gpipe(1, 2)
+        pp.stages_from_layers([fn], pp.parallel.Partition((0, 1))), squared, pp.gpipe(1, 2)
     ),
     "ensemble": lambda fn: pp.value_and_grad(*pp.ensemble([fn], squared), pp.gpipe(1, 2), loss_shape=(1,)),
     "jvp": lambda fn: pp.jvp([fn], squared, pp.gpipe(1, 2)),
@@ -313,15 +306,6 @@ def test_a_module_with_buffers_may_return_an_output():
 def test_what_is_no_module_is_refused():
     with pytest.raises(TypeError, match="expected a torch.nn.Module"):
         stage_from_module(squared)
-    with pytest.raises(TypeError, match=r"such as \[2\]"):
-        split_sequential(nn.Sequential(nn.ReLU()), 2)
-    layers = nn.Sequential(nn.ReLU(), nn.Tanh(), nn.ReLU())
-    assert [[*part] for part in split_sequential(layers, Partition((0, 2, 3)))] == [
-        [*layers[:2]],
-        [layers[2]],
-    ]
-    with pytest.raises(TypeError, match=r"expected an nn.Sequential"):
-        split_sequential(nn.Linear(2, 2), [1])
     with pytest.raises(
         TypeError, match="got RecursiveScriptModule, .* give the module from before it was scripted"
     ):

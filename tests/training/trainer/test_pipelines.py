@@ -12,8 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import ppfunc as pp
-from ppfunc.parallel import Topology
-from ppfunc.runtime import ProcessGroups, device_mesh
 from ppfunc.runtime.call.step import StepFunction
 from ppfunc.stage.tree import tree_leaves
 from tests.models import new_trainer, same_bits, squared
@@ -147,7 +145,10 @@ def over_groups(rank, size):
     """Pipelines of neighbouring ranks: the norm is that over the group of a replica, parameters are those of
     the group of data.
     """
-    mesh, (stages, params, x, y) = device_mesh(Topology.of(data=2, pipe=2)), problem(2)
+    mesh, (stages, params, x, y) = (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe")),
+        problem(2),
+    )
     pipe, data = mesh.get_local_rank("pipe"), mesh.get_local_rank("data")
     part = slice(data * ROWS // 2, (data + 1) * ROWS // 2)
     with new_trainer(
@@ -155,10 +156,9 @@ def over_groups(rank, size):
     ) as trainer:
         state, metrics = trainer.step(trainer.init({pipe: params[pipe]}), x[part], y[part])
     own = state.params[pipe]["w"]
-    with ProcessGroups(mesh=mesh) as groups:
-        squares, others = (params[pipe]["w"] - own).square().sum(), [torch.empty_like(own) for _ in range(2)]
-        dist.all_reduce(squares, group=groups["replica"])
-        dist.all_gather(others, own, group=groups["data"])
+    squares, others = (params[pipe]["w"] - own).square().sum(), [torch.empty_like(own) for _ in range(2)]
+    dist.all_reduce(squares, group=mesh.get_group("pipe"))
+    dist.all_gather(others, own, group=mesh.get_group("data"))
     assert metrics.grad_norm.item() == pytest.approx(squares.sqrt().item(), rel=TOLERANCE)
     assert all(torch.equal(other, own) for other in others)
 
