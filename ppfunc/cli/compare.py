@@ -8,10 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from ppfunc._text import suggestion
-from ppfunc.schedule.builders import BUILDERS
 from ppfunc.schedule.config import find_builder
-from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.formats.scatter import to_scatter
 from ppfunc.schedule.overview import Overview, compare_schedules
 from ppfunc.schedule.schedule import Schedule
@@ -20,7 +17,6 @@ from .costs import add_cost_options, read_costs, require_effect
 from .output import form_of, write
 from .sources import add_options, is_file, read_file, require_size
 
-_PLAN = "plan"
 _COLUMNS = """Columns: the makespan in the unit of the costs; the bubble as a share of the makespan, and of
 the span (the largest time, over the ranks, from their first start to their last end); the peak of
 activations in those of one microbatch in one rank's share of the model; messages in a step; parameters held,
@@ -42,7 +38,7 @@ def add_compare(commands: Any) -> None:
         description=_COLUMNS.replace("\n", " "),
         example=(
             "  ppfunc compare --ranks 8 --microbatches 32\n"
-            "  ppfunc compare --ranks 4 --microbatches 8 1f1b zbv dualpipe plan --cap 4 --effort 0.1\n"
+            "  ppfunc compare --ranks 4 --microbatches 8 1f1b zbv dualpipe --cap 4\n"
             "  ppfunc compare --ranks 8 --microbatches 32 --format svg --out schedules.svg"
         ),
     )
@@ -50,7 +46,7 @@ def add_compare(commands: Any) -> None:
         "names",
         metavar="NAME|FILE",
         nargs="*",
-        help="names of `ppfunc list`, files, or plan; default: the list",
+        help="names of `ppfunc list`, or files; default: the list",
     )
     add_options(
         comparing,
@@ -58,7 +54,6 @@ def add_compare(commands: Any) -> None:
         microbatches="number of microbatches; default: that of the first file",
         chunks="stages per rank, where that is a choice; default: 2",
         cap="memory of a rank, in the unit of the costs; default: no limit",
-        effort="how long a plan is searched for; default: 1, some seconds",
         width="pixels of an svg",
         out="write there instead of to standard output",
     )
@@ -81,10 +76,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     _require_use(arguments, items)
     chunks = 2 if arguments.chunks is None else arguments.chunks
     require_size(ranks, microbatches, chunks)
-    schedules = [_planned(arguments, ranks, microbatches, costs) if item == _PLAN else item for item in items]
-    overview = compare_schedules(
-        ranks, microbatches, schedules or None, costs, cap=arguments.cap, chunks=chunks
-    )
+    overview = compare_schedules(ranks, microbatches, items or None, costs, cap=arguments.cap, chunks=chunks)
     sizes = () if form == "json" or arguments.cap is not None else ("activation", "parameters")
     unseen = [name for name in sizes if not isinstance(getattr(arguments, name), tuple)]
     require_effect(arguments, [row.timeline.schedule for row in overview.rows], unseen)
@@ -103,31 +95,17 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _items(names: list[str]) -> Iterator[str | Schedule]:
     """Read the schedules of files, named after the file; pass names on as they are."""
     for name in names:
-        if name != _PLAN and is_file(name):
+        if is_file(name):
             schedule, _ = read_file(name)
             yield replace(schedule, name=schedule.name if name == "-" else Path(name).name)
         else:
-            _require_name(name)
+            find_builder(name)  # else it is unknown
             yield name
-
-
-def _require_name(name: str) -> None:
-    try:
-        if name != _PLAN:
-            find_builder(name)
-    except ValueError:
-        known = [*BUILDERS, _PLAN]
-        raise ValueError(
-            f"unknown schedule {name!r}: expected {_PLAN}, a file, or one of"
-            f" {', '.join(BUILDERS)}{suggestion(name, known)}"
-        ) from None
 
 
 def _require_use(arguments: argparse.Namespace, items: list[str | Schedule]) -> None:
     """Refuse options that none of the schedules takes."""
-    if arguments.effort is not None and _PLAN not in items:
-        raise ValueError("--effort is for a plan: leave it out, or name plan")
-    built = [item for item in items if isinstance(item, str) and item != _PLAN]
+    built = [item for item in items if isinstance(item, str)]
     if (
         arguments.chunks is not None
         and items
@@ -146,19 +124,6 @@ def _numbers(arguments: argparse.Namespace, items: list[str | Schedule]) -> tupl
             raise ValueError(f"--{name} is missing: say how many there are, or name a file")
         numbers.append(getattr(first, name) if value is None else value)
     return numbers[0], numbers[1]
-
-
-def _planned(arguments: argparse.Namespace, ranks: int, microbatches: int, costs: Costs | None) -> Schedule:
-    from ppfunc.schedule.planner.plan import plan  # here, because nothing else needs it
-
-    best = plan(
-        ranks,
-        microbatches,
-        costs or Costs(),
-        cap=arguments.cap,
-        effort=1 if arguments.effort is None else arguments.effort,
-    )
-    return replace(best.schedule, name=_PLAN)
 
 
 def _document(overview: Overview) -> dict[str, Any]:

@@ -14,9 +14,7 @@ from .sources import text_of_path
 
 _OPTIONS = {
     "forward": "time of a forward; default 1",
-    "backward": (
-        "time of a whole backward, in place of its parts; a part not given takes half or what is left"
-    ),
+    "backward": "time of a whole backward, in place of its parts, each of which takes half",
     "backward_input": "time of an input gradient; default 1",
     "backward_weight": "time of a weight gradient; default 1",
     "overlapped": "time of an overlapped pair; default: the sum of its parts",
@@ -70,8 +68,17 @@ def read_costs(arguments: argparse.Namespace) -> Costs | None:
     costs = given_costs(arguments)
     if ("bytes" in costs) != ("bandwidth" in costs):
         raise ValueError("--bytes and --bandwidth go together: a message takes latency + bytes / bandwidth")
+    if (whole := costs.pop("backward", None)) is not None:
+        if both := costs.keys() & {*_HALVES}:
+            raise ValueError(
+                f"--backward and --{min(both).replace('_', '-')}: give the time of a whole backward, or those of"
+                " both parts"
+            )
+        costs |= dict.fromkeys(
+            _HALVES, tuple(t / 2 for t in whole) if isinstance(whole, tuple) else whole / 2
+        )
     if arguments.costs is None:
-        return Costs(**_with_halves(costs)) if costs else None
+        return Costs(**costs) if costs else None
     if costs:
         raise ValueError(
             f"--costs {arguments.costs} and --{next(iter(costs)).replace('_', '-')}: give the costs in one"
@@ -125,33 +132,3 @@ def fitted(costs: Costs, schedule: Schedule) -> Costs:
         if schedule.replicas and lengths == {model}
         else costs.fitting(schedule.stages)
     )
-
-
-def _with_halves(costs: dict[str, Any]) -> dict[str, Any]:
-    """Split the cost of a whole backward into its two parts, per stage if any cost is per stage."""
-    if "backward" not in costs:
-        return costs
-    values = [costs.get(name) for name in ("backward", "backward_input", "backward_weight")]
-    sizes = {len(value) for value in values if isinstance(value, tuple)}
-    if not sizes:
-        return costs | dict(zip(_HALVES, _halves(*values), strict=True))
-    if len(sizes) > 1:
-        raise ValueError(
-            f"--backward and its parts have {' and '.join(map(str, sorted(sizes)))} numbers, expected as many"
-            " of each"
-        )
-    (stages,) = sizes
-    rows = zip(*(value if isinstance(value, tuple) else (value,) * stages for value in values), strict=True)
-    return costs | dict(zip(_HALVES, zip(*(_halves(*row) for row in rows), strict=True), strict=True))
-
-
-def _halves(whole: Any, inputs: Any, weights: Any) -> tuple[Any, Any]:
-    """Return the times of I and W, of which each may be None."""
-    for name, part in (("input", inputs), ("weight", weights)):
-        if part is not None and part > whole:
-            raise ValueError(
-                f"--backward-{name} {part} is a part of --backward {whole}: expected at most that"
-            )
-    if inputs is None:
-        inputs = whole / 2 if weights is None else whole - weights
-    return inputs, whole - inputs if weights is None else weights

@@ -5,7 +5,6 @@ import json
 from typing import Any
 
 from ppfunc.parallel.balance import partition_balanced
-from ppfunc.parallel.partition import partition_uniform
 from ppfunc.parallel.stack import effective_loads, partition_layers
 from ppfunc.parallel.topology import Topology
 
@@ -38,8 +37,6 @@ def add_parallel(commands: Any) -> None:
     source.add_argument("--weights", help="the weight of each layer, as in 1,2,3")
     source.add_argument("--layers", type=count, help="the number of equal layers")
     partition.add_argument("--stages", type=count, help="the number of stages")
-    methods = "equal counts, or least maximum load (the default for weights)"
-    partition.add_argument("--method", choices=("uniform", "balanced"), help=methods)
     partition.add_argument(
         "--input-weight", type=number, help="cost of the embedding in layers (1 with --layers)"
     )
@@ -86,20 +83,15 @@ def _cut(arguments: argparse.Namespace) -> int:
     if arguments.layers is not None and arguments.layers < 1:
         raise ValueError(f"--layers is one or more, got {arguments.layers}")
     split_points: tuple[str, ...] | None = None
-    if arguments.weights is None and arguments.method is None:
+    if arguments.weights is None:
         ends = (1 if first is None else first, 1 if last is None else last)
         partition = partition_layers(arguments.layers, stages, *ends, allow_empty=arguments.allow_empty)
         loads, split_points = effective_loads(partition, *ends), partition.split_points()
     else:
-        weights: list[float] = [1] * (arguments.layers or 0)
-        if arguments.weights is not None:
-            weights = [number(text) for text in arguments.weights.split(",")]
+        weights = [number(text) for text in arguments.weights.split(",")]
         weights[0] += first or 0
         weights[-1] += last or 0
-        if arguments.method == "uniform":
-            partition = partition_uniform(len(weights), stages, allow_empty=arguments.allow_empty)
-        else:
-            partition = partition_balanced(weights, stages, allow_empty=arguments.allow_empty)
+        partition = partition_balanced(weights, stages, allow_empty=arguments.allow_empty)
         loads = partition.loads(weights)
     results: dict[str, tuple[Any, ...]] = {"boundaries": partition.boundaries, "loads": loads}
     if split_points is not None:

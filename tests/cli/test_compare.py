@@ -12,7 +12,6 @@ from ppfunc.schedule import (
     Costs,
     compare_schedules,
     place_communication,
-    plan,
     simulate,
     to_csv,
     to_scatter,
@@ -35,13 +34,13 @@ def test_without_names_all_schedules_are_compared(run):
     assert set(names) == {name for name in BUILDERS if "inference" not in name}
 
 
-def test_names_files_and_a_plan_with_costs(run, tmp_path):
+def test_names_and_files_with_costs(run, tmp_path):
     (tmp_path / "mine.csv").write_text(to_csv(place_communication(zbv(4, 8))))
     (tmp_path / "trace.json").write_text(to_trace(zbv(4, 8)))
     costs = Costs(forward=1.5, communication=0.1)
     files = (tmp_path / "mine.csv", tmp_path / "trace.json")
-    options = ("--forward", 1.5, "--communication", 0.1, "--cap", 6, "--effort", 0.02)
-    code, out, err = run("compare", "ZBV", *files, "plan", *options, "--format", "json")
+    options = ("--forward", 1.5, "--communication", 0.1, "--cap", 6)
+    code, out, err = run("compare", "ZBV", *files, *options, "--format", "json")
     found = json.loads(out)
     rows = {row["name"]: row for row in found["schedules"]}
     assert (code, err, found["ranks"], found["microbatches"], found["cap"], found["left_out"]) == (
@@ -52,15 +51,10 @@ def test_names_files_and_a_plan_with_costs(run, tmp_path):
         6,
         {},
     )
-    assert rows.keys() == {"zbv", "mine.csv", "trace.json", "plan"}
+    assert rows.keys() == {"zbv", "mine.csv", "trace.json"}
     expected = simulate(zbv(4, 8), costs.per_rank(zbv(4, 8)))
     for name in ("zbv", "mine.csv", "trace.json"):
         assert rows[name]["makespan"] == expected.makespan and rows[name]["bubble"] == expected.bubble
-    planned = plan(4, 8, costs, cap=6, effort=0.02)
-    assert rows["plan"]["makespan"] <= rows["zbv"]["makespan"] and rows["plan"]["bound"] == pytest.approx(
-        float(planned.bound.value)
-    )
-    assert rows["plan"]["memory"] <= 6 and not rows["plan"]["over_cap"]
 
 
 def test_costs_of_a_file_are_those_of_the_model(run, tmp_path):
@@ -85,18 +79,13 @@ def test_the_picture(run, tmp_path):
     [
         ((), "--ranks is missing: say how many there are, or name a file"),
         (("--ranks", 4), "--microbatches is missing"),
-        ((*SHAPE, "nope"), "unknown schedule 'nope': expected plan, a file, or one of gpipe"),
+        ((*SHAPE, "nope"), "unknown schedule 'nope': expected one of gpipe"),
         ((*SHAPE, "/nowhere/at/all"), "no such file: /nowhere/at/all"),
         ((*SHAPE, "1f1b", "inference"), "one has a backward, the other has none"),
         ((*SHAPE, "--width", 1000), "--width is for an svg: leave it out of --format table"),
-        ((*SHAPE, "--effort", 1), "--effort is for a plan"),
         ((*SHAPE, "1f1b", "--chunks", 3), "--chunks changes nothing"),
         ((*SHAPE, "--chunks", 0), "--chunks 0, expected"),
         ((*SHAPE, "1f1b", "--forward", "1,2,3"), "costs for 3 stages are not those of the"),
-        (
-            (*SHAPE, "plan", "--forward", "1,2,3"),
-            "costs are given for 3 stages, expected a multiple of 4 ranks",
-        ),
         (
             ("--ranks", 0, "--microbatches", 2),
             "--ranks 0, expected an integer of at least 1: pass --ranks 1 or more",

@@ -34,7 +34,6 @@ def test_topology_as_text(run):
     ("words", "boundaries", "loads"),
     [
         (["--weights", "1,2,3", "--stages", "2"], [0, 2, 3], [3, 3]),
-        (["--weights", "1,2,3", "--stages", "2", "--method", "uniform"], [0, 2, 3], [3, 3]),
         (["--weights", "3", "--stages", "1"], [0, 1], [3]),
         (["--weights", "0.5,0.25,4", "--stages", "2"], [0, 2, 3], [0.75, 4.0]),
         (["--weights", "1,1,1,1", "--stages", "2", "--input-weight", "2"], [0, 1, 4], [3, 3]),
@@ -44,8 +43,7 @@ def test_topology_as_text(run):
             [0, 2, 4, 6, 8],
             [2] * 4,
         ),
-        (["--layers", "10", "--stages", "4", "--method", "uniform"], [0, 3, 6, 8, 10], [3, 3, 2, 2]),
-        (["--layers", "2", "--stages", "3", "--method", "uniform", "--allow-empty"], [0, 1, 2, 2], [1, 1, 0]),
+        (["--layers", "2", "--stages", "3", "--allow-empty"], [0, 0, 2, 2], [1, 2, 1]),
     ],
 )
 def test_partition(run, words, boundaries, loads):

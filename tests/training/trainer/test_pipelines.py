@@ -1,5 +1,5 @@
 """Pipelines in processes train as one process: random numbers, weights of losses, evaluation, steps that
-overlap, groups of a topology.
+overlap, groups of a mesh.
 """
 
 from __future__ import annotations
@@ -145,10 +145,8 @@ def over_groups(rank, size):
     """Pipelines of neighbouring ranks: the norm is that over the group of a replica, parameters are those of
     the group of data.
     """
-    mesh, (stages, params, x, y) = (
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe")),
-        problem(2),
-    )
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
+    stages, params, x, y = problem(2)
     pipe, data = mesh.get_local_rank("pipe"), mesh.get_local_rank("data")
     part = slice(data * ROWS // 2, (data + 1) * ROWS // 2)
     with new_trainer(
@@ -163,7 +161,7 @@ def over_groups(rank, size):
     assert all(torch.equal(other, own) for other in others)
 
 
-def test_the_groups_of_a_topology_are_those_that_train(four):
+def test_the_groups_of_a_mesh_are_those_that_train(four):
     four(over_groups)
 
 
