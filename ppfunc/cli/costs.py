@@ -71,12 +71,11 @@ def read_costs(arguments: argparse.Namespace) -> Costs | None:
     if (whole := costs.pop("backward", None)) is not None:
         if both := costs.keys() & {*_HALVES}:
             raise ValueError(
-                f"--backward and --{min(both).replace('_', '-')}: give the time of a whole backward, or those of"
-                " both parts"
+                f"--backward and --{min(both).replace('_', '-')}: give the time of a whole backward, or those"
+                " of both parts"
             )
-        costs |= dict.fromkeys(
-            _HALVES, tuple(t / 2 for t in whole) if isinstance(whole, tuple) else whole / 2
-        )
+        half = tuple(time / 2 for time in whole) if isinstance(whole, tuple) else whole / 2
+        costs |= dict.fromkeys(_HALVES, half)
     if arguments.costs is None:
         return Costs(**costs) if costs else None
     if costs:

@@ -43,7 +43,8 @@ def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[La
         if isinstance(layer, nn.Module) or not callable(layer):
             raise TypeError(
                 f"layers[{n}]: got {shown(layer)}, expected a function layer(params, x) -> y;"
-                " pp.split(torch.nn.Sequential(*modules), args, at=...) takes modules, those that LayerSpecs build"
+                " pp.split(torch.nn.Sequential(*modules), args, at=...) takes modules, those that LayerSpecs"
+                " build"
             )
     return [
         _stage(chosen, interval)
