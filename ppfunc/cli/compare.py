@@ -8,8 +8,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from ppfunc.schedule.config import find_builder
 from ppfunc.schedule.formats.scatter import to_scatter
+from ppfunc.schedule.names import find_builder
 from ppfunc.schedule.overview import Overview, compare_schedules
 from ppfunc.schedule.schedule import Schedule
 

@@ -10,7 +10,6 @@ from typing import Any
 from ppfunc.schedule.builders import BUILDERS
 from ppfunc.schedule.certificate import check
 from ppfunc.schedule.compare_timelines import compare
-from ppfunc.schedule.config import find_builder
 from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.formats.csv import to_csv
 from ppfunc.schedule.formats.grid import to_grid
@@ -19,6 +18,7 @@ from ppfunc.schedule.formats.steps import to_steps
 from ppfunc.schedule.formats.svg import to_svg
 from ppfunc.schedule.formats.torch_csv import to_torch_csv
 from ppfunc.schedule.formats.trace import to_trace
+from ppfunc.schedule.names import find_builder
 from ppfunc.schedule.passes.place_communication import place_communication
 from ppfunc.schedule.passes.remove import compute_only, remove_slots
 from ppfunc.schedule.schedule import Schedule

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ppfunc._text import suggestion
-from ppfunc.schedule.config import find_builder
 from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.formats.files import parse, read_text, text_of
 from ppfunc.schedule.formats.text import FormatError
+from ppfunc.schedule.names import find_builder
 from ppfunc.schedule.schedule import Schedule
 from ppfunc.schedule.timeline import Timeline
 

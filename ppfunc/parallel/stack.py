@@ -60,59 +60,6 @@ def effective_loads(
     return tuple(loads)
 
 
-def count_stages(
-    layers: int,
-    ranks: int,
-    *,
-    several: bool,
-    layers_per_stage: int | None = None,
-    input_weight: int = 0,
-    output_weight: int = 0,
-) -> int:
-    """Choose the number of stages for so many ranks, each with the same number of stages.
-
-    Args:
-        layers: number of layers.
-        ranks: number of ranks of the pipeline.
-        several: whether the schedule gives a rank several stages, or exactly one.
-        layers_per_stage: gives the number of stages, ``layers / layers_per_stage`` rounded up; where it is
-            None, a rank has one stage, or two if ``several``.
-        input_weight, output_weight: added to the layers before they are divided.
-
-    Raises:
-        ValueError: where the stages do not divide among the ranks, do not fit the schedule, or are
-            more than the layers.
-
-    >>> count_stages(32, 4, several=True, layers_per_stage=4), count_stages(32, 4, several=True)
-    (8, 8)
-    """
-    require_counts(ranks=ranks)
-    require_counts(0, layers=layers)
-    if layers_per_stage is None:
-        stages = ranks * (2 if several else 1)
-        if stages > layers:
-            raise ValueError(
-                f"{layers} layers cannot fill {stages} stages ({stages // ranks} on each of {ranks} ranks):"
-                " use fewer ranks"
-            )
-        return stages
-    require_counts(layers_per_stage=layers_per_stage)
-    stages = -(-(layers + input_weight + output_weight) // layers_per_stage)
-    if stages % ranks or not stages:
-        raise ValueError(
-            f"{layers} layers at {layers_per_stage} per stage make {stages} stages, which do not divide among"
-            f" {ranks} ranks: change layers_per_stage so that their number is a multiple of the ranks"
-        )
-    if several != (stages > ranks):
-        wanted = "two or more stages" if several else "exactly one stage"
-        raise ValueError(
-            f"the schedule has {wanted} per rank, but {layers} layers at {layers_per_stage} per stage make"
-            f" {stages // ranks} on each of {ranks} ranks: {'decrease' if several else 'increase'}"
-            " layers_per_stage"
-        )
-    return stages
-
-
 def _lightest_get_more(
     layers: int, stages: int, input_weight: float, output_weight: float, floor: int
 ) -> list[int]:

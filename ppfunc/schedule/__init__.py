@@ -44,11 +44,6 @@ if TYPE_CHECKING:
     from .builders.zero_bubble import zbv_greedy as zbv_greedy, zero_bubble as zero_bubble
     from .certificate import Certificate as Certificate, check as check
     from .compare_timelines import Comparison as Comparison, compare as compare
-    from .config import (
-        Configured as Configured,
-        configure as configure,
-        find_builder as find_builder,
-    )
     from .costs import Costs as Costs
     from .errors import ScheduleError as ScheduleError
     from .formats.csv import from_csv as from_csv, to_csv as to_csv
@@ -71,6 +66,7 @@ if TYPE_CHECKING:
         overlap as overlap,
         parts_of as parts_of,
     )
+    from .names import find_builder as find_builder
     from .overview import Overview as Overview, compare_schedules as compare_schedules
     from .passes.allocate_slots import allocate_slots as allocate_slots
     from .passes.backward import merge_backward as merge_backward, split_backward as split_backward

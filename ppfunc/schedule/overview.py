@@ -16,9 +16,9 @@ from ppfunc.parallel.counts import require_counts
 from .builders import BUILDERS
 from .certificate import check
 from .collector import collector_paused
-from .config import find_builder
 from .costs import SENT, Costs, Number, portion, require_costs
 from .instruction import Op
+from .names import find_builder
 from .planner.bounds import lower_bound
 from .planner.layers import costs_of_stages
 from .schedule import Schedule
@@ -134,7 +134,7 @@ def compare_schedules(
     Args:
         ranks: number of ranks p.
         microbatches: number of microbatches of a step.
-        schedules: names as of :func:`ppfunc.schedule.config.find_builder`, or schedules; by default all
+        schedules: names as of :func:`ppfunc.schedule.find_builder`, or schedules; by default all
             builders with a backward.
         costs: one number for all is that of one rank's share of the model, a p-th of it; by default F = I = W
             = 1. A sequence has a number for each stage of the model, in order. A schedule with fewer stages

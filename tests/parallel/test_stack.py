@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from ppfunc.parallel import count_stages, effective_loads, partition_layers
+from ppfunc.parallel import effective_loads, partition_layers
 
 
 @pytest.mark.parametrize(
@@ -87,23 +87,3 @@ def test_empty_stages_have_to_be_asked_for():
 def test_errors_say_what_is_valid(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_number_of_stages():
-    assert count_stages(32, 4, several=False) == 4
-    assert count_stages(32, 4, several=True) == 8
-    assert count_stages(32, 4, several=False, layers_per_stage=8) == 4
-    assert count_stages(32, 4, several=True, layers_per_stage=2) == 16
-    assert count_stages(30, 4, several=True, layers_per_stage=4) == 8
-    # The modules at the ends are counted only where they are given.
-    assert count_stages(32, 4, several=True, layers_per_stage=3, input_weight=2, output_weight=2) == 12
-    with pytest.raises(ValueError, match="make 5 stages, which do not divide among 4 ranks"):
-        count_stages(33, 4, several=False, layers_per_stage=8)
-    with pytest.raises(ValueError, match="exactly one stage per rank.*increase layers_per_stage"):
-        count_stages(32, 4, several=False, layers_per_stage=4)
-    with pytest.raises(ValueError, match="two or more stages per rank.*decrease layers_per_stage"):
-        count_stages(32, 4, several=True, layers_per_stage=8)
-    with pytest.raises(ValueError, match="6 layers cannot fill 8 stages"):
-        count_stages(6, 4, several=True)
-    with pytest.raises(ValueError, match="layers_per_stage = 0, expected an integer of at least 1"):
-        count_stages(6, 4, several=True, layers_per_stage=0)

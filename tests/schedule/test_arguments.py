@@ -134,7 +134,6 @@ def test_what_is_no_schedule_is_refused(name):
         ),
         (lambda: ps.parts_of("0F0"), TypeError, "instruction: got '0F0', expected an instruction such as"),
         (lambda: ps.zbv_greedy(2, 4, costs="ab"), TypeError, "costs: got 'ab' of type str"),
-        (lambda: ps.configure(None), TypeError, "config: got None of type NoneType, expected a mapping"),
         (
             lambda: ps.to_grid(GPIPE, width="wide"),
             ValueError,

@@ -1,0 +1,42 @@
+"""Find builders by their names, in any spelling."""
+
+import re
+from collections.abc import Callable
+
+from ppfunc._text import suggestion
+
+from .arguments import require_type
+from .builders import BUILDERS
+from .schedule import Schedule
+
+# Names of torch.distributed.pipelining that are not those of our builders in another spelling.
+_NAMES_IN_TORCH = {"interleavedzerobubble": "interleaved_zb", "zbvzerobubble": "zbv"}
+
+
+def find_builder(name: str) -> Callable[..., Schedule]:
+    """Find a builder by its name in any spelling.
+
+    ``"1f1b"``, ``"Schedule1F1B"`` and ``"one_f_one_b"`` are the same builder.
+
+    Raises:
+        ValueError: for an unknown name, with the known ones and the most similar.
+    """
+    require_type("name", name, str, "that of a schedule, such as '1f1b'")
+    spellings = {_plain(builder.__name__): builder for builder in BUILDERS.values()}
+    spellings |= {_plain(known): builder for known, builder in BUILDERS.items()}
+    spellings |= {theirs: BUILDERS[ours] for theirs, ours in _NAMES_IN_TORCH.items()}
+    plain = _plain(name)
+    if plain not in spellings:
+        raise ValueError(
+            f"unknown schedule {name!r}: expected one of {', '.join(BUILDERS)}{_nearest(name.lower())}"
+        )
+    return spellings[plain]
+
+
+def _nearest(name: str) -> str:
+    """Suggest the first builder whose name begins so, else the most similar."""
+    return suggestion(next((known for known in BUILDERS if known.startswith(name)), name), BUILDERS)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("schedule")

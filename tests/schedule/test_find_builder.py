@@ -1,0 +1,58 @@
+"""Builders by their names, in any spelling."""
+
+from __future__ import annotations
+
+import pytest
+
+from ppfunc.parallel import partition_layers
+from ppfunc.schedule import (
+    BUILDERS,
+    find_builder,
+    gpipe,
+    interleaved_one_f_one_b,
+    interleaved_zero_bubble,
+    one_f_one_b,
+    zbv,
+)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_builder_has_its_name(name):
+    assert find_builder(name) is BUILDERS[name]
+    assert find_builder(BUILDERS[name].__name__) is BUILDERS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "builder"),
+    [
+        ("1F1B", one_f_one_b),
+        ("Schedule1F1B", one_f_one_b),
+        ("GPipe", gpipe),
+        ("Interleaved1F1B", interleaved_one_f_one_b),
+        ("InterleavedZeroBubble", interleaved_zero_bubble),
+        ("ZBVZeroBubble", zbv),
+        ("one_f_one_b", one_f_one_b),
+        ("one-f-one-b", one_f_one_b),
+    ],
+)
+def test_names_of_torch_and_other_spellings(name, builder):
+    assert find_builder(name) is builder
+
+
+def test_unknown_names_show_the_known_ones():
+    with pytest.raises(
+        ValueError, match="unknown schedule 'gpip': expected one of gpipe, .*did you mean 'gpipe'"
+    ):
+        find_builder("gpip")
+
+
+def test_a_configuration_is_a_builder_and_a_partition():
+    """As torchtitan's ``build_pipeline_schedule`` and ``generate_split_points`` take them."""
+    ranks, layers, layers_per_stage = 2, 12, 2
+    stages = -(-layers // layers_per_stage)
+    schedule = find_builder("Interleaved1F1B")(ranks, 32 // 4, chunks=stages // ranks)
+    assert schedule == interleaved_one_f_one_b(2, 8, chunks=3)
+    points = partition_layers(layers, stages, input_weight=0, output_weight=0).split_points()
+    assert points == tuple(f"layers.{n}" for n in (2, 4, 6, 8, 10))
+    with pytest.raises(ValueError, match="4 layers in 8 stages"):
+        partition_layers(4, find_builder("zbv")(4, 8).stages)
