@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         v_shape as v_shape,
     )
     from .stack import (
+        count_stages as count_stages,
         effective_loads as effective_loads,
         partition_layers as partition_layers,
     )

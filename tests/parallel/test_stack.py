@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from ppfunc.parallel import effective_loads, partition_layers
+from ppfunc.parallel import count_stages, effective_loads, partition_layers
 
 
 @pytest.mark.parametrize(
@@ -74,16 +74,61 @@ def test_empty_stages_have_to_be_asked_for():
 
 
 @pytest.mark.parametrize(
+    ("layers", "stages", "weights", "sizes"),
+    [
+        # Made with torchtitan's generate_llm_fqn_per_model_part.
+        (8, 4, (1, 1), (2, 3, 2, 1)),
+        (16, 4, (1, 1), (4, 5, 4, 3)),
+        (61, 8, (1, 1), (7, 8, 8, 8, 8, 8, 8, 6)),
+        (3, 2, (2, 2), (2, 1)),
+        (32, 8, (1, 1), (4, 5, 4, 4, 4, 4, 4, 3)),
+        (5, 1, (3, 3), (5,)),
+    ],
+)
+def test_extra_layers_for_the_first_stages(layers, stages, weights, sizes):
+    assert partition_layers(layers, stages, *weights, extra="first").sizes == sizes
+
+
+@pytest.mark.parametrize(
     ("call", "message"),
     [
+        (
+            lambda: partition_layers(8, 4, 4, 1, extra="first"),
+            "input_weight=4 is more than the 3 of 13 effective layers",
+        ),
+        (lambda: partition_layers(8, 4, 1, 4, extra="first"), "output_weight=4 is more than the 3"),
+        (lambda: partition_layers(4, 4, extra="first"), r"sizes \[1, 2, 1, 0\]"),
+        (lambda: partition_layers(8, 4, 0.5, 0.25, extra="first"), "whole weights"),
+        (lambda: partition_layers(8, 4, 0.5, 0.5, extra="first"), "whole weights"),
         (
             lambda: partition_layers(8, 4, -1),
             "input_weight is the cost of modules in layers, zero or more; got -1",
         ),
         (lambda: partition_layers(8, 4, 1, float("nan")), "output_weight is the cost"),
+        (lambda: partition_layers(8, 4, extra="last"), "'middle' or the 'first' stages, got 'last'"),
         (lambda: partition_layers(8, 0), "stages = 0, expected an integer of at least 1"),
     ],
 )
 def test_errors_say_what_is_valid(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_number_of_stages():
+    assert count_stages(32, 4, several=False) == 4
+    assert count_stages(32, 4, several=True) == 8
+    assert count_stages(32, 4, several=False, layers_per_stage=8) == 4
+    assert count_stages(32, 4, several=True, layers_per_stage=2) == 16
+    assert count_stages(30, 4, several=True, layers_per_stage=4) == 8
+    # The modules at the ends are counted only where they are given.
+    assert count_stages(32, 4, several=True, layers_per_stage=3, input_weight=2, output_weight=2) == 12
+    with pytest.raises(ValueError, match="make 5 stages, which do not divide among 4 ranks"):
+        count_stages(33, 4, several=False, layers_per_stage=8)
+    with pytest.raises(ValueError, match="exactly one stage per rank.*increase layers_per_stage"):
+        count_stages(32, 4, several=False, layers_per_stage=4)
+    with pytest.raises(ValueError, match="two or more stages per rank.*decrease layers_per_stage"):
+        count_stages(32, 4, several=True, layers_per_stage=8)
+    with pytest.raises(ValueError, match="6 layers cannot fill 8 stages"):
+        count_stages(6, 4, several=True)
+    with pytest.raises(ValueError, match="layers_per_stage = 0, expected an integer of at least 1"):
+        count_stages(6, 4, several=True, layers_per_stage=0)
