@@ -24,8 +24,8 @@ from tests.clock import busy
 
 # Inductor would start processes that import torch, in each process that compiles a few kernels.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# After each 700 new objects, all that torch imports and traces would be visited again and again.
-gc.set_threshold(10_000)
+# All that torch imports would be visited again and again: not before the tests, and not by the tests.
+gc.disable()
 # Programs run in Python unless a test, or who runs them, asks for C++: no test waits for a compiler.
 os.environ.setdefault("PPFUNC_NATIVE", "never")
 
@@ -68,6 +68,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("compiler"):
             item.add_marker(pytest.mark.filterwarnings("ignore"))  # those of inductor
+
+
+def pytest_collection_finish() -> None:
+    _collect_garbage()
+
+
+def _collect_garbage() -> None:
+    """Collect the garbage of what is made from now on, not as often as after each 700 new objects."""
+    gc.freeze()
+    gc.set_threshold(10_000)
+    gc.enable()
 
 
 def _skip(items: list[pytest.Item], marker: str, reason: str, available: Callable[[], bool]) -> None:
@@ -205,6 +216,7 @@ def _work(rank: int, size: int, meeting: str, end: Connection) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         os.close(forkserver._forkserver._forkserver_alive_fd)
     torch.set_num_threads(1)
+    _collect_garbage()
     try:
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
     except Exception as error:
