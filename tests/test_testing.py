@@ -10,7 +10,8 @@ from hypothesis import find, given
 from ppfunc.schedule import BUILDERS
 from ppfunc.schedule.certificate import check
 from ppfunc.schedule.errors import ScheduleError
-from ppfunc.testing import mutated_schedules, schedules
+from ppfunc.testing import schedules
+from tests.schedule.mutated import mutated_schedules
 
 
 @given(schedules())

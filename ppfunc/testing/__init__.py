@@ -11,6 +11,6 @@ if TYPE_CHECKING:
         RankStopped as RankStopped,
         Simulated as Simulated,
     )
-    from .strategies import mutated_schedules as mutated_schedules, schedules as schedules
+    from .strategies import schedules as schedules
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -14,8 +14,9 @@ from ppfunc.schedule.formats.json import to_json
 from ppfunc.schedule.formats.text import FormatError
 from ppfunc.schedule.instruction import Instruction, Op
 from ppfunc.schedule.schedule import Chain, Schedule
-from ppfunc.testing import mutated_schedules, schedules
+from ppfunc.testing import schedules
 from tests.clock import busy
+from tests.schedule.mutated import mutated_schedules
 
 SCHEDULES = [build(ranks, 8) for build in BUILDERS.values() for ranks in (2, 4)]
 
