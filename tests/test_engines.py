@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.schedule import BUILDERS, insert_offloads, remove_tail, split_backward
-from tests.models import dropout_stage, same_bits, squared
+from ppfunc.schedule import BUILDERS, Op, insert_offloads, insert_recomputes, remove_tail, split_backward
+from tests.models import BatchNormed, dropout_stage, same_bits, squared
 
 D = 6
 SEED = (3, 1)
@@ -69,6 +69,36 @@ def test_offload_and_split_backwards_change_nothing(name):
     schedule = BUILDERS[name](2, 4)
     assert same_bits(run(insert_offloads(schedule), pp.engines.graph), wanted(name))
     assert same_bits(run(split_backward(schedule), pp.engines.graph), wanted(name))
+
+
+@every
+def test_residuals_that_are_computed_again_have_the_same_bits(name):
+    schedule = insert_recomputes(BUILDERS[name](2, 4))
+    assert Op.RECOMPUTE in schedule.ops
+    assert same_bits(run(schedule, pp.engines.graph), wanted(name))
+
+
+@pytest.mark.parametrize("engine", EXACT)
+def test_every_engine_computes_again(engine):
+    schedule = pp.zbv(2, 4)
+    again = run(insert_recomputes(schedule, stages=[0, 3]), EXACT[engine])
+    assert same_bits(again, run(schedule, EXACT[engine]))
+
+
+def test_running_statistics_are_those_of_one_forward():
+    """A RECOMPUTE reads the state that its forward has read, and gives none."""
+    schedule = split_backward(pp.gpipe(2, 4))
+    parts = pp.split(
+        torch.nn.Sequential(BatchNormed(D), BatchNormed(D)), torch.zeros(4, D).double(), at=["1"]
+    )
+    rows = torch.randn(16, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    plain, again = (
+        pp.value_and_grad(parts, squared, s, has_aux=True)(
+            parts.params, rows, rows.flip(0), state=parts.state
+        )
+        for s in (schedule, insert_recomputes(schedule))
+    )
+    assert same_bits(plain, again)
 
 
 @pytest.mark.compiler

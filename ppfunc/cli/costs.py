@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfunc.schedule.costs import Costs
-from ppfunc.schedule.instruction import Op
+from ppfunc.schedule.instruction import MOVES, TAIL, Op
 from ppfunc.schedule.schedule import Schedule
 
 from .number import numbers
@@ -26,6 +26,10 @@ _OPTIONS = {
         "share of it that is held from the input to the weight gradient; default 0 (zero_bubble, zbv_greedy"
         " without costs: 1)"
     ),
+    "recompute": "time of a forward that runs again; default: as the first; a plan recomputes where given",
+    "checkpoint": "memory that a forward keeps to run again; default 0",
+    "offload": "time to copy an activation to the host; default 0; a plan offloads where given",
+    "fetch": "time to copy it back; default: that of --offload",
     "parameters": "memory that a stage takes all the time; default 0",
     "unshard": "time of a gather of parameters, beside compute; default 0",
     "reduce_tied": "time of a sum over tied places, beside compute; default 0",
@@ -37,8 +41,9 @@ _HALVES = ("backward_input", "backward_weight")
 _OF = {
     "overlapped": {Op.OVERLAP_F_B},
     "weight_share": {Op.W},
+    "checkpoint": {Op.RECOMPUTE},
     **{name: {Op.B, Op.I, Op.W, Op.OVERLAP_F_B} for name in ("backward", *_HALVES)},
-    **{op.lower(): {op} for op in (Op.UNSHARD, Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP)},
+    **{op.lower(): {op} for op in (Op.UNSHARD, *TAIL, *MOVES, Op.RECOMPUTE)},
 }
 
 

@@ -12,8 +12,8 @@ WORDS = {
     "instruction": (
         "a thing that a rank does: F forward, B backward, I and W its two parts, the input and the weight"
         " gradient, (F;B)OVERLAP_F_B a pair as one; SEND and RECV messages, LOAD data, OFFLOAD and FETCH"
-        " activations, UNSHARD and RESHARD parameters, REDUCE_GRAD and REDUCE_TIED sums of gradients over"
-        " replicas and over tied parameters, STEP the optimizer"
+        " activations, RECOMPUTE them, UNSHARD and RESHARD parameters, REDUCE_GRAD and REDUCE_TIED sums of"
+        " gradients over replicas and over tied parameters, STEP the optimizer"
     ),
     "input gradient": (
         "the part I of a backward B, which the stage before waits for; the weight gradient W is the other"

@@ -70,7 +70,11 @@ if TYPE_CHECKING:
     from .overview import Overview as Overview, compare_schedules as compare_schedules
     from .passes.allocate_slots import allocate_slots as allocate_slots
     from .passes.backward import merge_backward as merge_backward, split_backward as split_backward
-    from .passes.insert import insert_loads as insert_loads, insert_offloads as insert_offloads
+    from .passes.insert import (
+        insert_loads as insert_loads,
+        insert_offloads as insert_offloads,
+        insert_recomputes as insert_recomputes,
+    )
     from .passes.linearize import linearize as linearize
     from .passes.place_communication import place_communication as place_communication
     from .passes.remove import (

@@ -86,7 +86,7 @@ def check(schedule: Schedule, *, max_activations: int | None = None) -> Certific
     schedule has no backward at all, once backward (one B, or one I and then one W), in the order
     of the data; every message has one send and one receive, in one order at both ends; nothing
     waits for ever, be it in a rendezvous or with one queue in order at each end of each pair of
-    ranks; no slot is overwritten while in use; offloaded residuals come back before they are used;
+    ranks; no slot is overwritten while in use; what is offloaded or dropped is back before its use;
     parameters are unsharded before they are used, and resharded in the end; loads, reductions and
     optimizer steps are complete and in their place.
 

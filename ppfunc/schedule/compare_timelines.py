@@ -13,7 +13,14 @@ from .schedule import Schedule
 from .table import show_table
 from .timeline import Timeline
 
-_KINDS = {Op.F: "F", Op.B: "B", Op.I: "I", Op.W: "W", Op.OVERLAP_F_B: "overlapped"}
+_KINDS = {
+    Op.F: "F",
+    Op.B: "B",
+    Op.I: "I",
+    Op.W: "W",
+    Op.RECOMPUTE: "recomputed",
+    Op.OVERLAP_F_B: "overlapped",
+}
 _UNEVEN = 1.1  # times as long as the others is worth a word
 
 

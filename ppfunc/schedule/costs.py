@@ -17,7 +17,7 @@ from .table import show_table, table
 
 Number = Any  # int, float or Fraction; nothing is converted
 PerStage = Number | Sequence[Number] | Mapping[int, Number]
-_Optional = Literal["backward", "overlapped", "bandwidth"]
+_Optional = Literal["backward", "overlapped", "bandwidth", "recompute", "offload", "fetch"]
 _MOST = 1e100  # sums of many stay within the floats
 _TIMES = (
     "forward",
@@ -29,6 +29,9 @@ _TIMES = (
     "reduce_tied",
     "reduce_grad",
     "step",
+    "recompute",
+    "offload",
+    "fetch",
 )
 SENT = ("communication", "bytes", "bandwidth")
 _OF_THE_MODEL = (*_TIMES, "activation", "parameters")
@@ -53,6 +56,11 @@ class Costs:
         bandwidth: bytes per unit of time, by the stage that sends; by default without limit.
         activation: memory that a forward keeps for its backward.
         weight_share: share of it that is held on from I to W, between 0 and 1.
+        recompute: time of RECOMPUTE; by default that of F. A plan recomputes where it is given.
+        checkpoint: memory that a forward keeps for its RECOMPUTE: the inputs of the stage.
+        offload: time of OFFLOAD, which copies all residuals of a microbatch to the host; by default none. A
+            plan offloads where it is given.
+        fetch: time of FETCH, which copies them back; by default that of OFFLOAD.
         parameters: memory that the stage takes all the time: parameters, gradients, optimizer state.
         unshard: time of UNSHARD, which runs beside compute.
         reduce_tied: time of REDUCE_TIED, which runs beside compute.
@@ -78,6 +86,10 @@ class Costs:
     bandwidth: PerStage | None = None
     activation: PerStage = 1
     weight_share: PerStage = 0
+    recompute: PerStage | None = None
+    checkpoint: PerStage = 0
+    offload: PerStage | None = None
+    fetch: PerStage | None = None
     parameters: PerStage = 0
     unshard: PerStage = 0
     reduce_tied: PerStage = 0
@@ -217,6 +229,15 @@ class Costs:
         return (
             self.of("backward_input", stage) + self.of("backward_weight", stage) if whole is None else whole
         )
+
+    def time_of(self, op: str, stage: int) -> Number:
+        """Return the time of an instruction: B, RECOMPUTE, a copy to or from the host, one of a whole stage."""
+        if op == "B":
+            return self.backward_of(stage)
+        time = self.of(op.lower(), stage)
+        if time is None and op == "FETCH":
+            time = self.of("offload", stage)
+        return time if time is not None else self.of("forward", stage) if op == "RECOMPUTE" else 0
 
     def pair_of(self, forward: int, backward: int, whole: bool = True) -> Number:
         """Return the time of an overlapped pair from the stages of its parts; ``whole`` for B, else I."""

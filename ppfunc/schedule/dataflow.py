@@ -15,8 +15,8 @@ from .instruction import Instruction, Op, microbatch_of, parts_of
 from .schedule import Schedule
 
 # Distance from a stage's output to the product of an instruction. W counts as its input gradient, which no
-# other instruction produces.
-PRODUCT = {Op.F: 0, Op.B: 1, Op.I: 1, Op.W: 1}
+# other instruction produces; RECOMPUTE as its forward.
+PRODUCT = {Op.F: 0, Op.RECOMPUTE: 0, Op.B: 1, Op.I: 1, Op.W: 1}
 
 
 class EdgeFlow(NamedTuple):
@@ -78,11 +78,11 @@ class Dataflow:
         return f"{kind} of stage {stage} for microbatch {microbatch}"
 
     def products(self, instruction: Instruction) -> tuple[int, ...]:
-        """Return the values that a compute instruction produces: none for W, two for an overlapped pair."""
+        """Return the values that a compute instruction produces: two for a pair, none for W and RECOMPUTE."""
         return tuple(
             self.output(part.stage, microbatch_of(part)) + PRODUCT[part.op]
             for part in parts_of(instruction)
-            if part.op is not Op.W
+            if part.op not in (Op.W, Op.RECOMPUTE)
         )
 
     def consumed(self, instruction: Instruction) -> tuple[tuple[int, int], ...]:
@@ -102,6 +102,7 @@ class Dataflow:
             needs[Op.F, stage] = ()
             needs[Op.B, stage] = ((output, stage),)
             needs[Op.W, stage] = ((output + 1, stage),)
+            needs[Op.RECOMPUTE, stage] = ((output, stage),)
         for a, b in self.schedule.edges:
             needs[Op.F, b] += ((self.output(a, 0), a),)
             needs[Op.B, a] += ((self.output(b, 0) + 1, b),)

@@ -13,8 +13,8 @@ from .schedule import Program, Schedule
 Time = Any  # int, float or Fraction: whatever the durations are, nothing is converted
 Duration = Callable[[Op, int], Time]
 PairDuration = Callable[[Instruction, Instruction], Time]
-BESIDE = frozenset({Op.UNSHARD, Op.REDUCE_TIED, Op.REDUCE_GRAD})
-"""Collectives, which run beside compute, one after the other."""
+BESIDE = frozenset({Op.UNSHARD, Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.FETCH})
+"""Collectives and copies from the host, which run beside compute, each kind one after the other."""
 
 
 class EarliestTimes(NamedTuple):
@@ -39,29 +39,54 @@ class TimedOp(NamedTuple):
     """Instructions of one op and stage, or pairs of them; distances are from the microbatch of the first."""
 
     op: Op
-    stages: tuple[int, ...]
+    parts: tuple[tuple[Op, int, int], ...]  # op, stage, distance of the microbatch
     length: Time
     inputs: tuple[tuple[Line, int, Time], ...]  # line, distance of the microbatch, delay
     products: tuple[tuple[Line, int], ...]  # line, distance of the microbatch
 
 
-class _Lane:
-    """The collectives of one rank, and its optimizer steps, which wait for them."""
+class _Engines:
+    """What runs beside the compute of one rank: collectives, as if all that take part were there, and copies
+    to the host and from it, each of the three one after the other.
 
-    def __init__(self) -> None:
-        self.free: Time = 0  # end of the last collective
-        self.unsharded: dict[int, Time] = {}  # by stage, when its parameters are there
-        self.reduced: dict[int, Time] = {}  # by stage, when its gradients are
+    Args:
+        copied: the time of the copy to the host of every microbatch that has an OFFLOAD, by its stage.
+    """
 
-    def start(self, op: Op, stages: tuple[int, ...], free: Time, length: Time) -> Time:
-        """Return the start of an instruction on a rank that is free from ``free`` on."""
-        if op in COMPUTE:
-            return max(free, *(self.unsharded.get(stage, 0) for stage in stages))
+    def __init__(self, copied: Mapping[tuple[int, int | None], Time]) -> None:
+        self.free: dict[Op, Time] = {}  # by engine, the end of its last work
+        self.ready: dict[tuple[Op, int, int | None], Time] = {}  # by engine or UNSHARD, stage and microbatch
+        self.copied = copied
+
+    def run(self, work: TimedOp, microbatch: int | None, free: Time) -> tuple[Time, Time]:
+        """Return start and end of an instruction that is no compute, on a rank that is free from ``free``."""
+        op, ((_, stage, _),), length = work[:3]
+        if op is Op.OFFLOAD:
+            end: Time = self.ready[op, stage, microbatch]
+            return end - length, end
         if op is Op.STEP:
-            return max(free, self.reduced.get(stages[0], 0))
-        start: Time = max(free, self.free)
-        self.free = (self.unsharded if op is Op.UNSHARD else self.reduced)[stages[0]] = start + length
-        return start
+            start = max(free, self.ready.get((Op.REDUCE_GRAD, stage, None), 0))
+            return start, start + length
+        engine = op if op is Op.FETCH else Op.REDUCE_GRAD
+        start = max(free, self.free.get(engine, 0))
+        end = self.free[engine] = self.ready[op if op is Op.UNSHARD else engine, stage, microbatch] = (
+            start + length
+        )
+        return start, end
+
+    def arrival(self, work: TimedOp, microbatch: int) -> Time:
+        """Return when the parameters and residuals that a compute instruction needs are there."""
+        needs = ((Op.UNSHARD, s, None) for _, s, _ in work.parts)
+        back = ((Op.FETCH, s, microbatch + distance) for _, s, distance in work.parts)
+        return max(self.ready.get(key, 0) for key in (*needs, *back))
+
+    def begin_copies(self, work: TimedOp, microbatch: int, end: Time) -> None:
+        """Begin to copy what a forward that ends then has kept, if it has an OFFLOAD."""
+        for op, stage, distance in work.parts:
+            key = stage, microbatch + distance
+            if op is Op.F and key in self.copied:
+                end = max(end, self.free.get(Op.OFFLOAD, 0)) + self.copied[key]
+                self.free[Op.OFFLOAD] = self.ready[Op.OFFLOAD, *key] = end
 
 
 def earliest(
@@ -78,16 +103,15 @@ def earliest(
         start = max(end of the rank's previous instruction, *(done[i] + delay for i in inputs))
         end = start + duration
 
-    The previous instruction is one that occupies the rank: compute or STEP. Collectives occupy their own lane
-    of the rank, one after the other, as if all that take part were there; the compute of a stage waits for
-    its UNSHARD, its STEP for its reductions.
+    The previous instruction is one that occupies the rank: compute or STEP. Collectives, and the copies of
+    each direction, occupy engines of their own, see :class:`_Engines`.
 
     Args:
         schedule: compute only or lowered.
         duration: time of an instruction, from its op and stage.
         pair: time of an overlapped pair, from its forward and its backward, whatever their microbatches.
         delay: time of a message, from its stage of origin and the stage that consumes it.
-        whole: time of UNSHARD, REDUCE_TIED, REDUCE_GRAD or STEP, from the stage; by default they are skipped.
+        whole: time of a collective, a copy or STEP, from the stage; by default they are skipped.
 
     Raises:
         ScheduleError: a value that is no schedule, or an instruction that waits for something
@@ -102,7 +126,14 @@ def earliest(
     times = EarliestTimes(tuple([] for _ in schedule.programs), tuple([] for _ in schedule.programs), {})
     ready = list(range(schedule.ranks - 1, -1, -1))
     runs = [
-        _run(rank, _work(program, timed, kinds, pair), times.starts[rank], times.ends[rank], ready)
+        _run(
+            rank,
+            _work(program, timed, kinds, pair),
+            _engines(program, whole),
+            times.starts[rank],
+            times.ends[rank],
+            ready,
+        )
         for rank, program in enumerate(schedule.programs)
     ]
     while ready:
@@ -118,15 +149,35 @@ def earliest(
     return times
 
 
+def _engines(program: Program, whole: Mapping[Op, Callable[[int], Time]]) -> _Engines | None:
+    """Return what runs beside the compute of a rank; None if nothing does."""
+    if not whole:
+        return None
+    moved = (i for step in program for i in step if i.op is Op.OFFLOAD)
+    return _Engines({(i.stage, i.microbatch): whole[i.op](i.stage) for i in moved if i.op in whole})
+
+
 def _run(
-    rank: int, work: Sequence[Work], starts: list[Time], ends: list[Time], ready: list[int]
+    rank: int,
+    work: Sequence[Work],
+    engines: _Engines | None,
+    starts: list[Time],
+    ends: list[Time],
+    ready: list[int],
 ) -> Iterator[None]:
     """Run the instructions of one rank; pause at each missing value until ``ready`` names the rank again."""
-    lane, free = _Lane(), 0
-    for microbatch, (op, stages, length, inputs, outputs) in work:
-        start: Time = free
-        if microbatch is None or lane.unsharded:
-            start = lane.start(op, stages, free, length)
+    free: Time = 0
+    for microbatch, timed in work:
+        op, _, length, inputs, outputs = timed
+        if op not in COMPUTE:
+            assert engines
+            start, end = engines.run(timed, microbatch, free)
+            starts.append(start)
+            ends.append(end)
+            if op not in BESIDE:
+                free = max(free, end)
+            continue
+        start = max(free, engines.arrival(timed, microbatch)) if engines else free
         for (done, waiting), distance, late in inputs:
             while (arrival := done.get(microbatch + distance)) is None:
                 waiting.setdefault(microbatch + distance, []).append(rank)
@@ -135,13 +186,13 @@ def _run(
                 arrival += late
             if arrival > start:
                 start = arrival
-        end = start + length
+        free = start + length
         starts.append(start)
-        ends.append(end)
-        if op not in BESIDE:
-            free = end
+        ends.append(free)
+        if engines and engines.copied:
+            engines.begin_copies(timed, microbatch, free)
         for (done, waiting), distance in outputs:
-            done[microbatch + distance] = end
+            done[microbatch + distance] = free
             if microbatch + distance in waiting:
                 ready += waiting.pop(microbatch + distance)
 
@@ -159,16 +210,15 @@ def _kinds(
     for stage in range(schedule.stages):
         first = flow.output(stage, 0)
         for op in whole:
-            kinds[op, stage] = TimedOp(op, (stage,), whole[op](stage), (), ())
-        for op in schedule.ops & {Op.F, Op.B, Op.I, Op.W}:
+            kinds[op, stage] = TimedOp(op, ((op, stage, 0),), whole[op](stage), (), ())
+        for op in schedule.ops & {*PRODUCT}:
             inputs = (
                 (value, delay(origin, stage) if home[origin] != home[stage] else 0)
                 for value, origin in flow.needs[op, stage]
             )
-            products = ((lines[first + PRODUCT[op]], 0),) if op is not Op.W else ()
-            kinds[op, stage] = TimedOp(
-                op, (stage,), duration(op, stage), tuple((lines[n], 0, late) for n, late in inputs), products
-            )
+            products = ((lines[first + PRODUCT[op]], 0),) if op not in (Op.W, Op.RECOMPUTE) else ()
+            reads = tuple((lines[n], 0, late) for n, late in inputs)
+            kinds[op, stage] = TimedOp(op, ((op, stage, 0),), duration(op, stage), reads, products)
     return kinds
 
 
@@ -184,9 +234,8 @@ def _work(
             one, other = kinds[forward[:2]], kinds[backward[:2]]
             inputs = (*one.inputs, *((line, distance, late) for line, _, late in other.inputs))
             products = (*one.products, *((line, distance) for line, _ in other.products))
-            kinds[key] = TimedOp(
-                Op.OVERLAP_F_B, one.stages + other.stages, pair(forward, backward), inputs, products
-            )
+            parts = (*one.parts, (*other.parts[0][:2], distance))
+            kinds[key] = TimedOp(Op.OVERLAP_F_B, parts, pair(forward, backward), inputs, products)
         return kinds[key]
 
     return [

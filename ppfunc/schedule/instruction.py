@@ -28,6 +28,7 @@ class Op(StrEnum):
     LOAD = "LOAD"
     OFFLOAD = "OFFLOAD"
     FETCH = "FETCH"
+    RECOMPUTE = "RECOMPUTE"
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE_TIED = "REDUCE_TIED"
@@ -35,10 +36,12 @@ class Op(StrEnum):
     STEP = "STEP"
 
 
-COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.OVERLAP_F_B})
+COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.OVERLAP_F_B, Op.RECOMPUTE})
 COMMUNICATION = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
+# Copies of residuals to the host and back.
+MOVES = frozenset({Op.OFFLOAD, Op.FETCH})
 # What ends a step of training, in its order.
 TAIL = (Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP)
 # What gathers the parameters of a stage, and frees them again.

@@ -318,6 +318,7 @@ def _pieces(costs: Costs, count: int, pieces: int) -> Costs:
         if name in SENT and value is not None:
             cut[name] = [costs.of(name, stage) for stage in inner]
         elif value is not None:
-            parts = 1 if name == "weight_share" else pieces
-            cut[name] = [portion(costs.of(name, stage), 1, parts) for stage in whole]
+            parts = 1 if name in ("weight_share", "checkpoint") else pieces
+            values = (costs.of(name, stage) for stage in whole)
+            cut[name] = [value if value is None else portion(value, 1, parts) for value in values]
     return replace(costs, **cut)

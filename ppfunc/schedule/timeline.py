@@ -16,15 +16,15 @@ from .costs import Costs, Number, require_costs
 from .dataflow import Dataflow
 from .earliest import BESIDE, EarliestTimes, Time, earliest
 from .errors import schedule_error
-from .instruction import COMMUNICATION, COMPUTE, TAIL, Instruction, Op
-from .proof.buffers import HELD
+from .instruction import COMMUNICATION, COMPUTE, MOVES, TAIL, Instruction, Op
+from .proof.buffers import HELD, recomputed
 from .proof.structure import require_schedule
 from .schedule import Schedule
 from .table import show_table, table
 
-_WHOLE = (Op.UNSHARD, *TAIL)
+_TIMED = (Op.UNSHARD, Op.OFFLOAD, Op.FETCH, *TAIL)
 _BUSY = COMPUTE | {Op.STEP}
-_COUNTED = _BUSY | BESIDE
+_COUNTED = _BUSY | BESIDE | MOVES
 
 
 @answering
@@ -42,7 +42,8 @@ class Timeline:
         peak_activations: per rank, the largest memory held for backwards, in the unit of the costs.
         starts: per rank, the start of every instruction in the order of its program.
         ends: per rank, the end of every instruction. A message lasts from the end of its producer
-            until it is there, at both ends; loads, offloads and RESHARD take no time.
+            until it is there, at both ends, an OFFLOAD until its copy ends, for which compute waits. Loads
+            and RESHARD take no time.
         measured: the times are seconds of a step that ran; else they are simulated, in the unit of the costs.
     """
 
@@ -87,7 +88,8 @@ class Timeline:
         """Return the median time of each kind per stage, and the shortest message that each stage sends.
 
         A message lasts until its receiver has waited for it, so the shortest is the nearest to its latency.
-        Where a schedule has no I and W apart, each is half of B; memory is that of the default costs.
+        Where a schedule has no I and W apart, each is half of B; memory is that of the default costs. What a
+        measured OFFLOAD or FETCH takes is not known: the copies run beside compute, and only waits are seen.
         """
         from statistics import median  # here, because it loads slowly
 
@@ -111,7 +113,9 @@ class Timeline:
         together = [i + w for i, w in zip(*halves, strict=True)]
         backward = tuple(b or both for b, both in zip(whole, together, strict=True))
         inputs, weights = halves
-        rest = {op.lower(): of(op) for op in _WHOLE if op in self.schedule.ops}
+        unseen = MOVES if self.measured else {}
+        timed = [op for op in (*_TIMED, Op.RECOMPUTE) if op in self.schedule.ops and op not in unseen]
+        rest = {op.lower(): of(op) for op in timed}
         whole_apart = None if list(backward) == together else backward
         return Costs(of(Op.F), inputs, weights, whole_apart, overlapped, communication=sent, **rest)
 
@@ -123,7 +127,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     A message delays its consumer on another rank and occupies no rank, so the times of a schedule
     are the same with and without its communications. Nor does a collective: those of a rank run beside its
     compute, one after the other, as if all that take part were there; the compute of a stage waits for its
-    UNSHARD, and STEP for the reductions of its stage.
+    UNSHARD, and STEP for the reductions of its stage. Copies of residuals run beside compute, one after the
+    other in each direction. One to the host begins with the end of its forward, and its OFFLOAD, after which
+    the memory is free, waits for its end; one from the host begins at its FETCH, and the backward waits.
 
     Args:
         schedule: one that ``check`` accepts.
@@ -145,10 +151,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     pair_of = cache(costs.pair_of)
     times = earliest(
         schedule,
-        lambda op, stage: costs.backward_of(stage) if op is Op.B else costs.of(single[op], stage),
+        lambda op, stage: costs.of(single[op], stage) if op in single else costs.time_of(op, stage),
         lambda f, b: pair_of(f.stage, b.stage, b.op is Op.B),
         lambda origin, _: costs.message_of(origin),
-        {op: partial(costs.of, op.lower()) for op in _WHOLE if op in schedule.ops},
+        {op: partial(costs.time_of, op) for op in _TIMED if op in schedule.ops},
     )
     return timeline_of(schedule, *_all_instructions(schedule, costs, times), costs)
 
@@ -217,33 +223,42 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
     """Return the largest memory that each rank holds for its backwards.
 
     An activation is held from the start of its F to the end of its B, or of its I, after which
-    its weight share is held until the end of its W; not while it is offloaded.
+    its weight share is held until the end of its W; not while it is offloaded. One that is computed again is
+    held during its F and from the start of its RECOMPUTE, its checkpoint in between.
     """
     require_schedule(schedule)
     costs = require_costs(costs)
-    sizes = [(costs.of("activation", s), costs.of("weight_share", s)) for s in range(schedule.stages)]
-    kinds = {size: 2 * number for number, size in enumerate(dict.fromkeys(sizes))}
+    names, dropped = ("activation", "weight_share", "checkpoint"), recomputed(schedule)
+    sizes = [tuple(costs.of(name, s) for name in names) for s in range(schedule.stages)]
+    kinds = {size: 3 * number for number, size in enumerate(dict.fromkeys(sizes))}
     kind = [kinds[size] for size in sizes]
     keep = 0 if schedule.forward_only else 1
     peaks = []
     for rank in range(schedule.ranks):
         # Whole activations and shares are counted by kind and only then multiplied, so that floats do not
         # drift.
-        held = [0] * (2 * len(kinds))
+        held = [0] * (3 * len(kinds))
         states = set()
         for instruction in schedule.instructions(rank):
             for part in instruction[5] or (instruction,):
                 if part[0] in HELD:
                     change, share = HELD[part[0]]
-                    at = kind[part[1]]
+                    at, lasts = kind[part[1]], keep
+                    if dropped and part[1:3] in dropped:
+                        held[at + 2] -= part[0] is Op.RECOMPUTE
+                        lasts *= part[0] is not Op.F
                     if change > 0:
                         held[at] += 1
                         states.add(tuple(held))
                         held[at] -= 1
-                    held[at] += change * keep
+                    held[at] += change * lasts
                     held[at + 1] += share
+                    held[at + 2] += lasts < keep
         memory = [
-            sum(size * (state[at] + share * state[at + 1]) for (size, share), at in kinds.items())
+            sum(
+                size * (state[at] + share * state[at + 1]) + c * state[at + 2]
+                for (size, share, c), at in kinds.items()
+            )
             for state in states
         ]
         peaks.append(max(memory, default=0))
@@ -276,7 +291,7 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) ->
                 op, stage, microbatch, peer, _, _ = instruction
                 if op in _COUNTED:
                     first, last = next(timed)
-                    now = now if op in BESIDE else last
+                    now = now if op in BESIDE else max(now, last)
                 elif op in COMMUNICATION:
                     made, delay = carried.get((op, stage, peer), nothing)
                     if microbatch not in made:

@@ -661,7 +661,8 @@ def test_every_cost_changes_what_simulate_prints_or_is_refused(run):
                 changed.add(option)
             else:
                 assert code == 2 and f"--{option} changes nothing" in err, (name, option)
-    tail = {"unshard", "reduce-tied", "reduce-grad", "step"}  # in files, such as the schedule of a trainer
+    # In files, such as the schedule of a trainer, or of a plan.
+    tail = {"unshard", "reduce-tied", "reduce-grad", "step", "recompute", "checkpoint", "offload", "fetch"}
     assert changed == {o.replace("_", "-") for o in _OPTIONS} - tail
 
 

@@ -77,7 +77,7 @@ def sanitized() -> int:
     there = torch.device("cuda")
     steps = [
         step_of(pp.dualpipev(2, 4), None, there, overlapped=pp.two_streams())[0],
-        step_of(insert_offloads(pp.one_f_one_b(2, 4)), None, there)[0],
+        step_of(insert_offloads(pp.gpipe(2, 4)), None, there)[0],
     ]
     for step in steps:  # traced first: the sanitizer asks each tensor where its memory is
         step()

@@ -177,7 +177,8 @@ def test_memory_of_weight_gradients():
 
 
 def test_memory_of_what_is_offloaded_and_of_inference():
-    assert simulate(insert_offloads(gpipe(2, 6))).peak_activations == (2, 2)
+    assert simulate(insert_offloads(gpipe(2, 6))).peak_activations == (3, 3)
+    assert simulate(insert_offloads(gpipe(2, 6), lookahead=0)).peak_activations == (1, 1)
     assert simulate(inference(2, 6)).peak_activations == (1, 1)
 
 

@@ -103,7 +103,7 @@ def first_message_that_fails() -> bool:
 
 PROGRAMS: dict[str, Callable[[], Any]] = {
     "two streams": lambda: in_process((0,), pp.dualpipev(2, 4), overlapped=pp.two_streams()),
-    "offload": lambda: in_process((0,), insert_offloads(pp.one_f_one_b(2, 4))),
+    "offload": lambda: in_process((0,), insert_offloads(pp.gpipe(2, 4))),
     "offload on two": lambda: in_process((0, 1), insert_offloads(pp.zb_h1(2, 4), lookahead=0)),
     "recorded": lambda: in_process((0, 1), pp.one_f_one_b(2, 4), record=True),
     "1f1b": threads(steps, pp.one_f_one_b(2, 4), {}),

@@ -24,7 +24,7 @@ SCHEDULES = {
     "1f1b": lambda: pp.one_f_one_b(2, 4),
     "zero bubble": lambda: pp.zb_h1(2, 4),
     "dualpipev": lambda: pp.dualpipev(2, 4),
-    "offload": lambda: insert_offloads(pp.one_f_one_b(2, 4)),
+    "offload": lambda: insert_offloads(pp.gpipe(2, 4)),
 }
 PLACES = {"one device": ["cuda:0"], "two devices": ["cuda:0", "cuda:1"]}
 PLAIN = ["1f1b", "zero bubble", "dualpipev"]

@@ -12,12 +12,12 @@ from ppfunc.schedule import insert_offloads
 from tests.models import dense, normal, problem, same_bits, squared
 from tests.simulated.cases import cases, on_device, on_host
 
-PLAIN = pp.one_f_one_b(2, 4)
+PLAIN = pp.gpipe(2, 4)
 MOVING = insert_offloads(PLAIN)
-SCHEDULES = {"1f1b": MOVING, "zb": insert_offloads(pp.zb_h1(2, 4), lookahead=0)}
+SCHEDULES = {"gpipe": MOVING, "zb": insert_offloads(pp.zb_h1(2, 4), lookahead=0)}
 
 
-@pytest.mark.parametrize(("name", "seed"), cases(product(SCHEDULES, range(5)), [("1f1b", 0), ("zb", 1)]))
+@pytest.mark.parametrize(("name", "seed"), cases(product(SCHEDULES, range(5)), [("gpipe", 0), ("zb", 1)]))
 def test_offloaded_residuals_give_the_same_bits_and_hold_up_nothing(simulate, name, seed):
     gpu, schedule = simulate(seed=seed), SCHEDULES[name]
     params, inputs, targets = problem(schedule)

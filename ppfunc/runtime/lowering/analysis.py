@@ -214,13 +214,17 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def costs_of(step: LoweredStep, programs: Mapping[Key, StageProgram]) -> dict[str, dict[int, float]]:
-    """Return bytes, by cost and stage of the model: messages and parameters; with programs also residuals."""
+    """Return bytes, by cost and stage of the model: messages and parameters; with programs also residuals and
+    checkpoints.
+    """
     lows = {low.model_stage: (key, low) for key, low in sorted(step.stages.items(), reverse=True)}
     sizes: dict[str, dict[int, float]] = {
         "bytes": {s: sum(e.signature.nbytes for e in low.sinks[:1]) for s, (_, low) in sorted(lows.items())},
         "parameters": {s: 2 * low.params.nbytes for s, (_, low) in sorted(lows.items())},
     }
     if programs:
+        inputs = {s: sum(e.signature.nbytes for e in low.sources) for s, (_, low) in sorted(lows.items())}
+        sizes["checkpoint"] = {s: size + lows[s][1].state.nbytes for s, size in inputs.items()}
         residuals = {s: residual_bytes(programs[key], low) for s, (key, low) in sorted(lows.items())}
         sizes["activation"] = {s: most for s, (most, _) in residuals.items()}
         sizes["weight_share"] = {
@@ -261,8 +265,9 @@ def _cost(schedule: Schedule, flops: dict[Key, Counts], rank: int) -> Cost:
     totals: dict[Op, float] = {Op.F: 0, Op.B: 0, Op.I: 0, Op.W: 0}
     for instruction in schedule.instructions(rank):
         for part in parts_of(instruction):
-            if part.op in totals and part.microbatch is not None:
-                totals[part.op] += flops[part.stage, part.microbatch][list(totals).index(part.op)]
+            op = Op.F if part.op is Op.RECOMPUTE else part.op
+            if op in totals and part.microbatch is not None:
+                totals[op] += flops[part.stage, part.microbatch][list(totals).index(op)]
     return Cost(*totals.values())
 
 

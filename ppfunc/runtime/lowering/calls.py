@@ -81,7 +81,7 @@ def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residua
 def forward(low: LoweredStage, program: FlatProgram, key: Key, keep_residuals: bool) -> Call:
     """Make the call of a forward, which keeps the residuals where a backward follows."""
     run, take, put = forward_call(low, program, key, keep_residuals)
-    function = _fastest(run)
+    function = fastest(run)
     return lambda buffers: put(buffers, function()(*take(buffers)))
 
 
@@ -158,7 +158,7 @@ def backward(low: LoweredStage, program: FlatProgram, key: Key, whole: bool) -> 
             add()(buffers.residuals.pop(key), cotangents(buffers), (buffers.gradients[stage], microbatch)),
         )
     run, _, put = backward_call(low, program, key, whole)
-    function = _fastest(run)
+    function = fastest(run)
     return lambda buffers: put(buffers, function()(buffers.residuals.pop(key), cotangents(buffers)))
 
 
@@ -218,7 +218,7 @@ def weight(program: FlatProgram, key: Key) -> Call:
     add = _accumulating(run)
     if add is not None:
         return lambda buffers: add()(buffers.residuals.pop(key), (buffers.gradients[stage], microbatch))
-    function, numbers = _fastest(run), _gradient_numbers(run)
+    function, numbers = fastest(run), _gradient_numbers(run)
     return lambda buffers: _add(
         buffers.gradients[stage], function()(buffers.residuals.pop(key)), numbers, microbatch
     )
@@ -230,10 +230,10 @@ def _accumulating(program: Callable[..., Any]) -> Callable[[], Callable[..., Any
     None where it makes all at once, or few.
     """
     accumulate = getattr(program, "accumulating", None)
-    return None if accumulate is None else _fastest(accumulate)
+    return None if accumulate is None else fastest(accumulate)
 
 
-def _fastest(program: Any) -> Callable[[], Callable[..., Any]]:
+def fastest(program: Any) -> Callable[[], Callable[..., Any]]:
     """Return a function that gets the fastest form of a program, written when first asked for.
 
     That form may drop its arguments: no caller keeps a reference to them.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ppfunc.schedule import Instruction, Op, send_completion
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL
+from ppfunc.schedule.proof.buffers import recomputed
 from ppfunc.stage import Signature, StageProgram
 from ppfunc.stage.device import SideStreams
 from ppfunc.stage.interrupts import act_on_interrupts
@@ -19,7 +20,16 @@ from ..transport.protocols import Call, DataTransport, Transfer
 from . import calls
 from .calls import Origin, PlacedCall
 from .lowered import LoweredStep
-from .residual_calls import await_residuals, fetch, offload, release_params, restore_params
+from .residual_calls import (
+    await_residuals,
+    begin_offload,
+    checkpointed,
+    fetch,
+    offload,
+    recompute,
+    release_params,
+    restore_params,
+)
 from .stage_programs import StagePrograms
 from .tail_calls import (
     await_params,
@@ -118,6 +128,10 @@ class _Binder:
         self._schedule = lowered.schedule
         self._trains = not self._schedule.forward_only
         self._frees = Op.RESHARD in self._schedule.ops  # parameters, between a forward and its backward
+        moves = (
+            i for rank in lowered.ranks for i in lowered.schedule.instructions(rank) if i.op is Op.OFFLOAD
+        )
+        self._leaving, self._dropped = frozenset(map(_key, moves)), recomputed(lowered.schedule)
         self._fetched = set[Key]()
         self._received: dict[Tag, Transfer] = {}  # posted, and not waited for
         self._away, self._back = SideStreams(), SideStreams()  # of residuals
@@ -204,11 +218,11 @@ class _Binder:
         match part.op:
             case Op.LOAD:
                 yield from _at(place, calls.load(low, key))
-            case Op.F | Op.B | Op.I | Op.W:
+            case Op.F | Op.B | Op.I | Op.W | Op.RECOMPUTE:
                 yield from self._prepare(place, part)
-                yield from _at(place, self._run(part), self._finish(part))
+                yield from _at(place, self._run(part), *self._finish(part))
             case Op.OFFLOAD:
-                yield from _at(place, offload(low, key, self._away))
+                yield from _at(place, offload(low, key))
             case Op.FETCH:
                 self._fetched.add(key)
                 yield from _at(place, fetch(low, key, self._back))
@@ -220,28 +234,36 @@ class _Binder:
         key = _key(part)
         if part.op is Op.F:  # nothing is left to move after a LOAD
             yield from _at(place, calls.load(self._lowered.stages[key], key))
-        if part.op is not Op.W:
+        if part.op not in (Op.W, Op.RECOMPUTE):
             yield from self._await_messages(place, part)
         yield from self._await_gather(place, part.stage)
         if key in self._fetched:
             self._fetched.remove(key)
             yield from _at(place, await_residuals(self._lowered.stages[key], key))
-        if part.op is not Op.F and self._frees:
+        if part.op not in (Op.F, Op.RECOMPUTE) and self._frees:
             yield from _at(place, restore_params(self._lowered.stages[key], key))
 
     def _run(self, part: Instruction) -> Call:
         key, op = _key(part), part.op
         low, program = self._lowered.stages[key], self._programs[key].flat
+        if op is Op.RECOMPUTE:
+            return calls.seeded(low, key[1], recompute(low, program, key))
         if op is Op.F:
-            return calls.seeded(low, key[1], calls.forward(low, program, key, self._trains))
+            forward = self._checkpointed(key, calls.forward(low, program, key, self._trains))
+            return calls.seeded(low, key[1], forward)
         run = calls.weight(program, key) if op is Op.W else calls.backward(low, program, key, op is Op.B)
         return calls.unless_left_out(key[1], run, calls.leave_out(low, key, op))
 
-    def _finish(self, part: Instruction) -> Call | None:
-        """Release the parameters among residuals that wait for a later part."""
-        key = _key(part)
-        waits = self._frees and self._trains and part.op in (Op.F, Op.I)
-        return release_params(self._lowered.stages[key], key) if waits else None
+    def _checkpointed(self, key: Key, forward: Call) -> Call:
+        return checkpointed(self._lowered.stages[key], key, forward) if key in self._dropped else forward
+
+    def _finish(self, part: Instruction) -> Iterator[Call | None]:
+        """Release the parameters among residuals that wait for a later part, and begin to move residuals."""
+        key, low = _key(part), self._lowered.stages[_key(part)]
+        if self._frees and self._trains and part.op in (Op.F, Op.I, Op.RECOMPUTE):
+            yield release_params(low, key)
+        if part.op is Op.F and key in self._leaving:
+            yield begin_offload(low, key, self._away)
 
     def _overlap(self, place: Origin) -> Iterator[PlacedCall]:
         """Run a forward and a backward as one: both wait for what they consume first."""
@@ -265,10 +287,11 @@ class _Binder:
             alone(buffers)
             without(buffers)
 
-        run = calls.seeded(f_low, f_key[1], calls.unless_left_out(b_key[1], both, one))
+        run = self._checkpointed(f_key, calls.unless_left_out(b_key[1], both, one))
+        run = calls.seeded(f_low, f_key[1], run)
         yield from self._prepare(place, forward)
         yield from self._prepare(place, backward)
-        yield from _at(place, run, self._finish(forward), self._finish(backward))
+        yield from _at(place, run, *self._finish(forward), *self._finish(backward))
 
 
 def _at(place: Origin, *calls: Call | None) -> Iterator[PlacedCall]:

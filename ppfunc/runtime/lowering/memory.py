@@ -37,6 +37,7 @@ _LEFT = {
     Op.F: "residuals",
     Op.I: "residuals",
     Op.FETCH: "residuals",
+    Op.RECOMPUTE: "residuals",
     Op.UNSHARD: "gathered",
     Op.STEP: "updated",
 }

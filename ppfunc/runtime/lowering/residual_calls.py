@@ -1,5 +1,5 @@
 """Make calls that take residuals out of the way between a forward and its backward: their parameters, or all
-to another device.
+to another device, or all but the inputs, from which they are computed again.
 """
 
 from typing import Any, NamedTuple
@@ -8,10 +8,11 @@ import torch
 
 from ppfunc.stage._torch import address
 from ppfunc.stage.device import SideStreams, accelerates, current_stream, download, record_event, upload
-from ppfunc.stage.program import LossResiduals
+from ppfunc.stage.program import FlatProgram, LossResiduals
 
-from ..execution.buffers import Buffers, Key
+from ..execution.buffers import Buffers, Key, Tag
 from ..transport.protocols import Call
+from .calls import fastest
 from .lowered import LoweredStage
 
 
@@ -73,7 +74,7 @@ class Moving(NamedTuple):
     """Hold residuals on their way to another device.
 
     Args:
-        resting: all of them, with None for those that move.
+        resting: all of them, with None for those that have moved.
         moving: copies of those that move, by their place in ``resting``.
         done: the event after which the copies are complete.
     """
@@ -83,8 +84,8 @@ class Moving(NamedTuple):
     done: torch.Event
 
 
-def offload(low: LoweredStage, key: Key, streams: SideStreams) -> Call | None:
-    """Begin to move residuals to the host while the device computes.
+def begin_offload(low: LoweredStage, key: Key, streams: SideStreams) -> Call | None:
+    """Begin to copy residuals to the host while the device computes; :func:`offload` waits for the copies.
 
     Parameters, held by reference, stay where they are, and so do residuals on the host.
     """
@@ -93,7 +94,7 @@ def offload(low: LoweredStage, key: Key, streams: SideStreams) -> Call | None:
     if not accelerates(device):
         return None
 
-    def run_offload(buffers: Buffers) -> None:
+    def begin(buffers: Buffers) -> None:
         saved, beside = _tensors(buffers, key, fault, mend), streams[device]
         stay = {address(t) for t in buffers.params[model_stage]}
         moving = {
@@ -105,9 +106,21 @@ def offload(low: LoweredStage, key: Key, streams: SideStreams) -> Call | None:
         with beside:
             copies = {n: download(t) for n, t in moving.items()}
             done = record_event(device)
-        for t in moving.values():
-            t.record_stream(beside)
-        resting = tuple([None if n in moving else t for n, t in enumerate(saved)])
+        buffers.residuals[key] = Moving(saved, copies, done)
+
+    return begin
+
+
+def offload(low: LoweredStage, key: Key) -> Call | None:
+    """Let the device wait for the copies on the host, and free what they were made of."""
+    device = low.device
+    if not accelerates(device):
+        return None
+
+    def run_offload(buffers: Buffers) -> None:
+        saved, copies, done = buffers.residuals[key]
+        done.wait(current_stream(device))
+        resting = tuple([None if n in copies else t for n, t in enumerate(saved)])
         buffers.residuals[key] = Moving(resting, copies, done)
 
     return run_offload
@@ -120,9 +133,9 @@ def fetch(low: LoweredStage, key: Key, streams: SideStreams) -> Call | None:
         return None
 
     def run_fetch(buffers: Buffers) -> None:
-        (resting, moving, away), beside = buffers.residuals[key], streams[device]
+        (resting, moving, _), beside = buffers.residuals[key], streams[device]
+        beside.wait_stream(current_stream(device))
         with beside:
-            away.wait(current_stream(device))
             back = {n: upload(t, device) for n, t in moving.items()}
             buffers.residuals[key] = Moving(resting, back, record_event(device))
 
@@ -143,6 +156,33 @@ def await_residuals(low: LoweredStage, key: Key) -> Call | None:
         buffers.residuals[key] = tuple([moving.get(n, t) for n, t in enumerate(resting)])
 
     return run_await
+
+
+def checkpointed(low: LoweredStage, key: Key, forward: Call) -> Call:
+    """Keep the inputs and the state of a forward in place of its residuals, for :func:`recompute`."""
+    (stage, microbatch), model_stage = key, low.model_stage
+    tags = [Tag("F", e.stage, stage, microbatch) for e in low.sources if e.leaves]
+
+    def run_checkpointed(buffers: Buffers) -> None:
+        x = tuple([t for tag in tags for t in buffers.values[tag]])
+        inputs = x + buffers.state.get(model_stage, ())
+        forward(buffers)
+        buffers.residuals[key] = inputs
+
+    return run_checkpointed
+
+
+def recompute(low: LoweredStage, program: FlatProgram, key: Key) -> Call:
+    """Run a forward again from what :func:`checkpointed` has kept; only its residuals are new."""
+    model_stage, function = low.model_stage, fastest(program.forward)
+    count = sum(len(e.leaves) for e in low.sources)
+
+    def run_recompute(buffers: Buffers) -> None:
+        inputs, extras = buffers.residuals.pop(key), buffers.extras.get(key, ())
+        arguments = buffers.params[model_stage], inputs[:count], extras + inputs[count:]
+        buffers.residuals[key] = function()(*arguments)[1]
+
+    return run_recompute
 
 
 def _tensors(buffers: Buffers, key: Key, fault: str, mend: str) -> tuple[Any, ...]:

@@ -17,9 +17,17 @@ from ..timeline import Timeline, simulate
 from .elements import amount, clipped, line, number, page, rect, require_width, short, text, ticks
 from .grid import Bar, bars_of
 
-_KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
+_KINDS = {
+    Op.F: "forward",
+    Op.RECOMPUTE: "forward again",
+    Op.B: "backward",
+    Op.I: "input gradient",
+    Op.W: "weight gradient",
+}
 _WHOLE = {
     Op.UNSHARD: "gather of parameters",
+    Op.OFFLOAD: "copy to the host",
+    Op.FETCH: "copy from the host",
     Op.REDUCE_TIED: "sum over tied places",
     Op.REDUCE_GRAD: "sum over data ranks",
     Op.STEP: "optimizer step",
@@ -34,6 +42,7 @@ _MOST = 1000  # compute instructions that a notebook shows as a picture, of some
 _STYLE = """
 .track { fill: #eceff4 } .level { fill: #b4bdcc }
 .F { fill: #3f72d0 } .B { fill: #23906c } .I { fill: #8a5cc8 } .W { fill: #e5a62f }
+.RECOMPUTE { fill: #6a8fb8 } .OFFLOAD { fill: #b0568f } .FETCH { fill: #4f8f3a }
 .UNSHARD { fill: #0f8c9b } .REDUCE_TIED { fill: #7d6a4f }
 .REDUCE_GRAD { fill: #c04a4a } .STEP { fill: #5b6577 }
 .n { fill: #ffffff; text-anchor: middle } .n.half { font-size: 10px }
@@ -273,13 +282,13 @@ def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar], numbered
 
 
 def _whole_bars(scale: _Scale, rank: int, row: list[Bar]) -> Iterator[str]:
-    """Draw bars for optimizer steps, and thin ones for collectives; none for what takes no time."""
+    """Draw bars for optimizer steps, thin ones for collectives and copies; none for what takes no time."""
     for bar in row:
         instruction, start, end = bar
         if end > start:
             height = scale.bar if instruction.op is Op.STEP else _THIN
             tip = f"<title>{instruction} on rank {rank}, {short(start)} to {short(end)}</title>"
-            y = scale.y(rank) + 2 + scale.bar - height
+            y = scale.y(rank) + 2 + (0 if instruction.op is Op.OFFLOAD else scale.bar - height)
             yield rect(instruction.op.value, scale.x(start), y, scale.bar_width(bar), height, inside=tip)
 
 

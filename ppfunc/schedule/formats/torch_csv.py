@@ -53,7 +53,7 @@ def to_torch_csv(schedule: Schedule) -> str:
 
 
 def _refuse(schedule: Schedule) -> None:
-    more = sorted(op.value for op in schedule.ops - COMPUTE - _PLACED)
+    more = sorted(op.value for op in schedule.ops - (COMPUTE - {Op.RECOMPUTE}) - _PLACED)
     if more:
         mend = "compute_only(schedule), or `ppfunc show --format csv`, leaves the compute"
         raise ValueError(f"{schedule.name} has {', '.join(more)}, which torch's runtime cannot read: {mend}")

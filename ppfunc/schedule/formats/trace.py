@@ -2,10 +2,10 @@
 and read it again.
 
 One track per rank, one slice per compute instruction and optimizer step, one arrow per message, from the end
-of the instruction that makes the value to the start of the one that consumes it; a second track for
-collectives that take time, which run beside compute. Times are whole nanoseconds, so that slices of a track
-never overlap. Beside the events stands the timeline itself, which viewers show as metadata and which
-:func:`from_trace` reads::
+of the instruction that makes the value to the start of the one that consumes it; more tracks for collectives
+and for copies to and from the host that take time, which run beside compute. Times are whole nanoseconds, so
+that slices of a track never overlap. Beside the events stands the timeline itself, which viewers show as
+metadata and which :func:`from_trace` reads::
 
     "ppfunc": {"schedule": {...}, "starts": [[...], ...], "ends": [[...], ...], "peak_activations": [...],
                "measured": false}
@@ -30,6 +30,8 @@ from .text import FormatError
 
 _TraceEvent = dict[str, Any]
 _KEY = "ppfunc"
+_TRACKS = ("", ", collectives", ", copies to the host", ", copies from the host")
+_TRACK = dict.fromkeys(BESIDE, 1) | {Op.OFFLOAD: 2, Op.FETCH: 3}
 
 
 def to_trace(
@@ -58,8 +60,8 @@ def to_trace(
         for rank, row in enumerate(bars_of(schedule, timeline))
     ]
     bars = (
-        _Slice.of(rank + schedule.ranks * (bar.instruction.op in BESIDE), bar, microseconds)
-        for rank, row in enumerate(bars_of(schedule, timeline, BESIDE | {Op.STEP}))
+        _Slice.of(rank + schedule.ranks * _TRACK.get(bar.instruction.op, 0), bar, microseconds)
+        for rank, row in enumerate(bars_of(schedule, timeline, {*_TRACK, Op.STEP}))
         for bar in row
         if bar.end > bar.start
     )
@@ -130,14 +132,14 @@ def _names(schedule: Schedule, tracks: set[int]) -> Iterator[_TraceEvent]:
     yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": schedule.name}}
     for track in sorted(tracks.union(range(schedule.ranks))):
         beside, rank = divmod(track, schedule.ranks)
-        name = f"rank {rank}, collectives" if beside else f"rank {rank}"
+        name = f"rank {rank}{_TRACKS[beside]}"
         yield {"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": name}}
         yield {
             "ph": "M",
             "pid": 0,
             "tid": track,
             "name": "thread_sort_index",
-            "args": {"sort_index": 2 * rank + beside},
+            "args": {"sort_index": len(_TRACKS) * rank + beside},
         }
 
 

@@ -1,12 +1,12 @@
-"""Write loads and offloads into a schedule."""
+"""Write loads, offloads and recomputes into a schedule."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from ppfunc.parallel.counts import require_counts
 
 from ..arguments import require_stages
 from ..costs import Costs, Number, require_costs
-from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, parts_of
+from ..instruction import COMMUNICATION, COMPUTE, MOVES, Instruction, Op, parts_of
 from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step
 from .remove import remove_slots
@@ -66,14 +66,15 @@ def insert_offloads(
 ) -> Schedule:
     """Move residuals away after their forward and back before the backward that uses them first.
 
-    Equivalent to: after each F of the chosen stages write OFFLOAD; before the compute instruction
-    that comes ``lookahead`` compute instructions before its B or I, write FETCH. Residuals that
-    would not be away during any compute instruction stay where they are, and so do those that
-    move already. With a cap only those move that exceed it, the longest unused first.
+    Equivalent to: behind the compute instruction that comes ``lookahead`` compute instructions after each F
+    of the chosen stages write OFFLOAD, which waits for the copy that begins with the end of F; before the one
+    that comes as many before its B or I, write FETCH. Residuals that would not be away during any compute
+    instruction stay where they are, and so do those that move already or are computed again. With a cap only
+    those move that exceed it, the longest unused first.
 
     Args:
         stages: the stages whose residuals move; all of them by default.
-        lookahead: compute instructions of the rank that hide the way back.
+        lookahead: compute instructions of the rank that hide each way.
         cap: the most memory of residuals on a rank, in the unit of the costs: bytes, with those of
             ``step.lower(...).costs()``.
         costs: sizes of residuals; by default 1 each.
@@ -84,7 +85,7 @@ def insert_offloads(
 
     >>> from ppfunc.schedule import gpipe
     >>> print(*insert_offloads(gpipe(ranks=1, microbatches=4), cap=3).instructions(0))
-    0F0 0F1 0OFFLOAD1 0F2 0OFFLOAD2 0F3 0FETCH1 0B0 0FETCH2 0B1 0B2 0B3
+    0F0 0F1 0F2 0OFFLOAD1 0F3 0OFFLOAD2 0FETCH1 0B0 0FETCH2 0B1 0B2 0B3
     """
     require_schedule(schedule)
     chosen = require_stages("stages", range(schedule.stages) if stages is None else stages, schedule.stages)
@@ -93,10 +94,42 @@ def insert_offloads(
     return rewrite(remove_slots(schedule), lambda program: _moved(program, chosen, lookahead, cap, costs))
 
 
+def insert_recomputes(schedule: Schedule, stages: Iterable[int] | None = None) -> Schedule:
+    """Keep only the inputs of forwards, which run again right before their backwards.
+
+    Equivalent to: before each B or I of the chosen stages, or the pair that holds it, write RECOMPUTE, unless
+    its residuals move, or are computed again already.
+
+    Args:
+        stages: the stages to compute again; all of them by default.
+
+    Raises:
+        ValueError: a stage that does not exist.
+
+    >>> from ppfunc.schedule import gpipe
+    >>> print(*insert_recomputes(gpipe(ranks=1, microbatches=2)).instructions(0))
+    0F0 0F1 0RECOMPUTE0 0B0 0RECOMPUTE1 0B1
+    """
+    require_schedule(schedule)
+    chosen = require_stages("stages", range(schedule.stages) if stages is None else stages, schedule.stages)
+    bare = remove_slots(schedule)
+    away = {i[1:3] for r in range(bare.ranks) for i in bare.instructions(r) if i.op in (*MOVES, Op.RECOMPUTE)}
+
+    def again(instruction: Instruction) -> Iterator[Instruction]:
+        for part in parts_of(instruction):
+            if part.op in (Op.B, Op.I) and part.stage in chosen and part[1:3] not in away:
+                yield Instruction(Op.RECOMPUTE, part.stage, part.microbatch)
+
+    return rewrite(
+        bare,
+        lambda p: (tuple(new for i in step for new in (*again(i), i)) for step in map(_messages_first, p)),
+    )
+
+
 def _moved(program: Program, chosen: set[int], lookahead: int, cap: Number | None, costs: Costs) -> Program:
     """Write OFFLOAD behind the forwards, and FETCH before the backwards, of residuals that move."""
     program = tuple(map(_messages_first, program))
-    away = {(i.stage, i.microbatch) for step in program for i in step if i.op in (Op.OFFLOAD, Op.FETCH)}
+    away = {i[1:3] for step in program for i in step if i.op in (*MOVES, Op.RECOMPUTE)}
     places = [(s, p) for s, step in enumerate(program) for p, i in enumerate(step) if i.op in COMPUTE]
     forwards: dict[Residuals, int] = {}  # the number of the compute instruction
     spans: dict[Residuals, range] = {}  # the compute instructions during which they may be away
@@ -104,14 +137,17 @@ def _moved(program: Program, chosen: set[int], lookahead: int, cap: Number | Non
     for number, (at, place) in enumerate(places):
         for op, stage, microbatch, *_ in parts_of(program[at][place]):
             residuals, size = (stage, microbatch), costs.of("activation", stage)
-            if op is Op.F:
+            if op in (Op.F, Op.RECOMPUTE):
+                if residuals in forwards:
+                    _add(held, range(forwards[residuals], forwards[residuals] + 1), size)
+                    _add(held, range(forwards[residuals] + 1, number), costs.of("checkpoint", stage))
                 forwards[residuals] = number
             elif residuals in forwards:
                 share = costs.of("weight_share", stage) if op is Op.W else 1
                 start, forwards[residuals] = forwards[residuals], number + 1  # what W needs is held on
                 _add(held, range(start, number + 1), share * size)
                 if op is not Op.W and stage in chosen and residuals not in away:
-                    spans[residuals] = range(start + 1, number - lookahead)
+                    spans[residuals] = range(start + 1 + lookahead, number - lookahead)
     spans = {residuals: span for residuals, span in spans.items() if span}
     leave: dict[Place, list[Instruction]] = {}
     back: dict[Place, list[Instruction]] = {}

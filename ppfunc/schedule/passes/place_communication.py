@@ -19,7 +19,7 @@ from ..schedule import Program, Schedule, Step
 from .remove import remove_slots
 
 # Any positive durations give a valid order; these are the usual proportions.
-_DURATION = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
+_DURATION = {Op.F: 1, Op.RECOMPUTE: 1, Op.B: 2, Op.I: 1, Op.W: 1}
 
 _instruction = partial(tuple.__new__, Instruction)  # from its fields; a million times
 

@@ -57,12 +57,15 @@ def remove_slots(schedule: Schedule) -> Schedule:
 def compute_only(schedule: Schedule) -> Schedule:
     """Keep the compute of ``schedule``, as builders write it; a step without any becomes an idle one.
 
+    All residuals are kept then: nothing is computed again.
+
     >>> from ppfunc.schedule import deepspeed_train
     >>> print(*compute_only(deepspeed_train(ranks=2, microbatches=1)).instructions(1))
     1F0 1B0
     """
+    kept = COMPUTE - {Op.RECOMPUTE}
     return remove_slots(
-        rewrite(schedule, lambda program: (tuple(i for i in step if i.op in COMPUTE) for step in program))
+        rewrite(schedule, lambda program: (tuple(i for i in step if i.op in kept) for step in program))
     )
 
 

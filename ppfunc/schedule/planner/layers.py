@@ -67,12 +67,16 @@ def cut_layers(
 
 
 def costs_of_stages(costs: Costs, boundaries: Sequence[int]) -> Costs:
-    """Add up costs per layer to costs per stage; a message is that of the last layer of a stage."""
+    """Add up costs per layer to costs per stage; a message is that of the last layer of a stage, a checkpoint
+    that of the first."""
     layers, stages = range(boundaries[-1]), list(pairwise(boundaries))
     joined = {}
     for name in (name for name, value in vars(costs).items() if value is not None):
         values = [costs.of(name, layer) for layer in layers]
-        joined[name] = [values[end - 1] if name in SENT else sum(values[begin:end]) for begin, end in stages]
+        place = {"checkpoint": 0}.get(name, -1 if name in SENT else None)
+        rows = (values[begin:end] for begin, end in stages)
+        parts = [row if place is None else [row[place]] for row in rows]
+        joined[name] = [None if None in part else sum(part) for part in parts]
     shares = [costs.of("weight_share", layer) for layer in layers]
     if len(set(shares)) > 1:
         kept = [costs.of("activation", layer) * share for layer, share in enumerate(shares)]

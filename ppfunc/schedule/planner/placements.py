@@ -13,7 +13,8 @@ from .layers import cut_layers
 from .problem import Cap, Objective
 
 Style = Literal["loop", "v", "wave", "any"]
-_SHARED = ("forward", "backward_input", "backward_weight", "activation", "parameters")
+_TIMES = ("forward", "backward_input", "backward_weight", "recompute", "offload", "fetch")
+_SHARED = (*_TIMES, "activation", "parameters")
 
 
 class Candidate(NamedTuple):
@@ -135,4 +136,11 @@ def shared_costs(costs: Costs, stages: int, wanted: int) -> Costs:
     """Convert costs of one of ``stages`` stages, equal for all, to a model cut into ``wanted`` stages."""
     if stages == wanted:
         return costs
-    return replace(costs, **{name: exact_portion(getattr(costs, name), stages, wanted) for name in _SHARED})
+    return replace(
+        costs,
+        **{
+            name: exact_portion(v, stages, wanted)
+            for name in _SHARED
+            if (v := getattr(costs, name)) is not None
+        },
+    )

@@ -5,33 +5,50 @@ from collections.abc import Iterator
 from itertools import accumulate, islice
 
 from ..errors import fault_at, schedule_error
-from ..instruction import COMPUTE, WHOLE_STAGE, Instruction, Op, parts_of
+from ..instruction import COMPUTE, MOVES, WHOLE_STAGE, Instruction, Op, parts_of
 from ..schedule import Program, Schedule
 from .order import in_order, walk
 
 Holder = tuple[int, int | None, int]  # stage, microbatch, how often it has been offloaded
 
 # The change of the number of whole activations, and of those of which only the share for W is held.
-HELD = {Op.F: (1, 0), Op.B: (-1, 0), Op.I: (-1, 1), Op.W: (0, -1), Op.OFFLOAD: (-1, 0), Op.FETCH: (1, 0)}
+HELD = {Op.F: (1, 0), Op.B: (-1, 0), Op.I: (-1, 1), Op.W: (0, -1)}
+HELD |= {Op.OFFLOAD: (-1, 0), Op.FETCH: (1, 0), Op.RECOMPUTE: (1, 0)}
 _LIVE = {op: whole for op, (whole, _) in HELD.items()}
+
+
+def recomputed(schedule: Schedule) -> frozenset[tuple[int, int | None]]:
+    """Return stage and microbatch of every forward that keeps only its inputs, for a RECOMPUTE."""
+    if Op.RECOMPUTE not in schedule.ops:
+        return frozenset()
+    rows = map(schedule.instructions, range(schedule.ranks))
+    return frozenset((i.stage, i.microbatch) for row in rows for i in row if i.op is Op.RECOMPUTE)
 
 
 def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
     """Return the peak number of live activations of every rank.
 
-    One is live per stage and microbatch from its F to the end of its B or I, except while it is
-    offloaded; where there is no backward, during its F only.
+    One is live per stage and microbatch from its F to the end of its B or I, except while it is offloaded, or
+    dropped between its F and its RECOMPUTE; where there is no backward, during its F only.
 
     Args:
         limit: the largest peak that is accepted, None for any.
 
     Raises:
-        ScheduleError: at the first F or FETCH that goes beyond the limit.
+        ScheduleError: at the first F, FETCH or RECOMPUTE that goes beyond the limit.
     """
-    peaks = []
+    peaks, dropped = [], recomputed(schedule)
     for rank, program in enumerate(schedule.programs):
-        changes = [_LIVE.get(part[0], 0) for step in program for i in step for part in i[5] or (i,)]
+        parts = [part for step in program for i in step for part in i[5] or (i,)]
+        changes = [_LIVE.get(part[0], 0) for part in parts]
         live = list(changes if schedule.forward_only else accumulate(changes))
+        if dropped:
+            lasting = [
+                c * (p[0] is not Op.F or p[1:3] not in dropped) for c, p in zip(changes, parts, strict=True)
+            ]
+            live = [
+                now + change for now, change in zip(accumulate(lasting, initial=0), changes, strict=False)
+            ]
         peaks.append(max(0, max(live, default=0)))
         if limit is not None and peaks[-1] > limit:
             above = next(n for n, number in enumerate(live) if number > limit)
@@ -47,37 +64,43 @@ def _place_of(program: Program, number: int) -> tuple[int, int]:
 
 
 def check_offloads(schedule: Schedule) -> None:
-    """Prove that residuals leave after their forward, come back once, and are not used while away.
+    """Prove that residuals leave or are dropped after their forward, and are back before they are used.
 
     Raises:
-        ScheduleError: at the first OFFLOAD, FETCH or backward for which this does not hold.
+        ScheduleError: at the first OFFLOAD, FETCH, RECOMPUTE or backward for which this does not hold.
     """
-    if not schedule.ops & {Op.OFFLOAD, Op.FETCH}:
+    if not schedule.ops & {*MOVES, Op.RECOMPUTE}:
         return
     state: dict[tuple[int, int | None], str] = {}
+    dropped = recomputed(schedule)
     for position, instruction in walk(schedule):
         for part in parts_of(instruction):
-            fault = _move(state, part)
-            if fault:
+            if fault := _move(state, part, dropped):
                 raise fault_at(schedule, position, fault)
 
 
-def _move(state: dict[tuple[int, int | None], str], part: Instruction) -> str:
+def _move(
+    state: dict[tuple[int, int | None], str], part: Instruction, dropped: frozenset[tuple[int, int | None]]
+) -> str:
     op, key = part.op, (part.stage, part.microbatch)
     now = state.get(key, "not computed yet")
     if op is Op.F:
-        state[key] = "here"
+        state[key] = "dropped" if key in dropped else "here"
     elif op is Op.OFFLOAD:
         if now != "here":
-            return f"the residuals to offload are {now}"
+            return f"the residuals to offload are {now}, expected them as their forward left them"
         state[key] = "away"
     elif op is Op.FETCH:
         if now != "away":
             return f"the residuals to fetch are {now}, expected them to be offloaded before"
-        state[key] = "here"
+        state[key] = "back"
+    elif op is Op.RECOMPUTE:
+        if now != "dropped":
+            return f"the residuals to compute again are {now}, expected one RECOMPUTE between F and backward"
+        state[key] = "back"
     elif op in COMPUTE:
-        if now == "away":
-            return "its residuals are offloaded, expected a FETCH before"
+        if now in ("away", "dropped"):
+            return f"its residuals are {now}, expected a {'FETCH' if now == 'away' else 'RECOMPUTE'} before"
         if op in (Op.B, Op.W):
             state[key] = "used up"
     return ""

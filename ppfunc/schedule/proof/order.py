@@ -124,7 +124,7 @@ def _kinds(flow: Dataflow, record: OrderRecord) -> dict[tuple[Op, int, int | Non
                 lack = "it needs {}, but its receive has not been posted before"
                 needs += ((record.receives[flow.message(value, stage)], value, lack),)
         product = flow.output(stage, 0) + PRODUCT[op]
-        makes: _Makes = (record.made[product],) if op is not Op.W else ()
+        makes: _Makes = (record.made[product],) if op not in (Op.W, Op.RECOMPUTE) else ()
         makes += (record.weights[product],) if op in (Op.B, Op.W) else ()
         kinds[op, stage, None] = needs, makes
     return kinds
