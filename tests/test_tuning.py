@@ -221,5 +221,8 @@ def test_another_schedule_gains_what_is_promised_where_a_stage_is_slow():
     after.step(state, x, x)
     with pytest.raises(ValueError, match="timeline: got a simulated one"):
         pp.replan(trainer, pp.simulate(trainer.schedule))
+    recomputing = pp.schedule.insert_recomputes(pp.one_f_one_b(4, 8))
+    with pytest.raises(ValueError, match="its schedule has RECOMPUTE, whose times"):
+        pp.replan(trainer.with_schedule(recomputing), timeline)
     with pytest.raises(ValueError, match=r"timeline: got a measured one of 'one_f_one_b'.*expected that"):
         pp.replan(after, timeline)

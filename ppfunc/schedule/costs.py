@@ -231,7 +231,7 @@ class Costs:
         )
 
     def time_of(self, op: str, stage: int) -> Number:
-        """Return the time of an instruction: B, RECOMPUTE, a copy to or from the host, one of a whole stage."""
+        """Return the time of an instruction: B, RECOMPUTE, a copy, or one of a whole stage."""
         if op == "B":
             return self.backward_of(stage)
         time = self.of(op.lower(), stage)

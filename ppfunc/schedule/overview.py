@@ -17,7 +17,7 @@ from .builders import BUILDERS
 from .certificate import check
 from .collector import collector_paused
 from .costs import SENT, Costs, Number, portion, require_costs
-from .instruction import Op
+from .instruction import MOVES, Op
 from .names import find_builder
 from .planner.bounds import lower_bound
 from .planner.layers import costs_of_stages
@@ -268,6 +268,8 @@ def bound_of_order(schedule: Schedule, costs: Costs, cap: Number | None) -> Numb
     paired = Op.OVERLAP_F_B in schedule.ops and costs.overlapped is not None
     if len(schedule.chains) > 1 or paired or schedule.forward_only:
         return None
+    if schedule.ops & {*MOVES, Op.RECOMPUTE}:
+        cap = None  # which bounds what is kept
     # A whole backward that is shorter than its parts, or longer, is not what bounds every order.
     parts = [
         (costs.of("backward_input", s), costs.of("backward_weight", s), costs.backward_of(s))

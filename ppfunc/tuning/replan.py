@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from ppfunc.schedule import Timeline, compute_only, plan, simulate
+from ppfunc.schedule import Op, Timeline, compute_only, plan, simulate
+from ppfunc.schedule.instruction import MOVES
 from ppfunc.schedule.planner.plan import Plan
 from ppfunc.schedule.timeline import peak_activations
 from ppfunc.training import Trainer
@@ -42,9 +43,15 @@ def replan(trainer: Trainer, timeline: Timeline, *, effort: float = 1) -> Replan
         effort: as of :func:`ppfunc.plan`.
 
     Raises:
-        ValueError: a timeline of another schedule; one of several chains, whose replicas no plan has.
+        ValueError: a schedule that moves residuals or computes them again; a timeline of another schedule;
+            one of several chains, whose replicas no plan has.
     """
     present, costs = compute_only(trainer.schedule), timeline.costs()
+    if moved := trainer.schedule.ops & {*MOVES, Op.RECOMPUTE}:
+        raise ValueError(
+            f"trainer: its schedule has {', '.join(sorted(moved))}, whose times a step does not tell; use"
+            " plan(...) with costs of them"
+        )
     rows = [
         [*map(list, map(s.instructions, range(s.ranks)))] for s in (present, compute_only(timeline.schedule))
     ]

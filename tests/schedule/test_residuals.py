@@ -13,6 +13,7 @@ from ppfunc.schedule import (
     Op,
     ScheduleError,
     check,
+    compare_schedules,
     compute_only,
     from_csv,
     gpipe,
@@ -146,6 +147,12 @@ def test_times_of_a_timeline_are_those_of_its_costs():
 def test_what_moves_is_as_long_with_a_link_without_limit(name):
     schedule = BUILDERS[name](2, 4)
     assert simulate(insert_offloads(schedule)).makespan == simulate(schedule).makespan
+
+
+def test_a_cap_that_is_kept_by_moving_does_not_raise_the_bound():
+    moved = insert_offloads(gpipe(2, 6), lookahead=0)
+    (row,) = compare_schedules(2, 6, [moved], cap=1).rows
+    assert row.memory == 1 and row.bound <= simulate(gpipe(2, 6)).makespan == row.timeline.makespan
 
 
 def test_costs_of_a_share_are_shared_but_for_checkpoints():

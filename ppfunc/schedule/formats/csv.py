@@ -3,8 +3,8 @@ cell.
 
 What torch has a token for comes out as torch's own file, compute only or with communication, and
 torch's files are read, blanks included. Everything else is written in the same grammar (see
-:mod:`ppfunc.schedule.formats.text`): ``0LOAD3 0OFFLOAD3 0FETCH3 0RECOMPUTE3 0REDUCE_TIED 0STEP``, the peer of a
-skip connection as ``>PEER`` and a slot as ``@SLOT``.
+:mod:`ppfunc.schedule.formats.text`): ``0LOAD3 0OFFLOAD3 0FETCH3 0RECOMPUTE3 0REDUCE_TIED 0STEP``, the peer of
+a skip connection as ``>PEER`` and a slot as ``@SLOT``.
 
 * A cell is a step of its own, as torch runs it: the cells of one step stand in its order.
 * A blank is an idle step. Only a file of nothing but compute may have blanks.
