@@ -9,13 +9,14 @@ import os
 import resource
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import ppfunc as pp
+from tests.models import squared
 
 
 def caught(call, *args, **named):
@@ -43,12 +44,10 @@ def refused(rank, ranks, who, name):
     return caught(pp.P2P, **({name: WRONG[name]} if rank == who else {"timeout": 20})), meet(), meet()
 
 
-def step(transport):
-    params = {transport.rank: torch.ones(2, 2)}
-    stages = [lambda w, x: x @ w] * transport.size
-    loss = lambda y, target: (y - target).square().mean()  # noqa: E731
+def step(transport, stages=(0, 1)):
     x = torch.ones(4, 2)
-    return pp.value_and_grad(stages, loss, pp.gpipe(transport.size, 2), transport)(params, x, x)
+    run = pp.value_and_grad([lambda w, x: x @ w] * 2, squared, pp.gpipe(2, 2), transport)
+    return run({stage: torch.ones(2, 2) for stage in stages}, x, x)
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -68,10 +67,9 @@ def test_ranks_meet_again_after_a_constructor_that_was_refused_on_one(two, who, 
     assert time.monotonic() - began < 10 * soon
 
 
-def without_descriptors(rank, ranks, who):
-    """One rank can open no more files as it makes its transport."""
-    if rank != who:
-        return caught(pp.P2P, timeout=20), meet()
+@contextmanager
+def few_descriptors(free):
+    """Leave this process so many descriptors that it may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     gc.collect()
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, hard))
@@ -80,13 +78,19 @@ def without_descriptors(rank, ranks, who):
         with suppress(OSError):
             while True:
                 taken.append(os.dup(0))  # also numbers between those in use
-        for _ in range(2):  # enough to listen, too few to connect
+        for _ in range(free):
             os.close(taken.pop())
-        seen = caught(pp.P2P, timeout=20)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for descriptor in taken:
             os.close(descriptor)
+
+
+def without_descriptors(rank, ranks, who):
+    """One rank can open no more files as it makes its transport."""
+    with few_descriptors(2) if rank == who else nullcontext():  # enough to listen, too few to connect
+        seen = caught(pp.P2P, timeout=20)
     return seen, meet()
 
 
@@ -97,6 +101,29 @@ def test_a_constructor_without_descriptors_is_published(fresh, who):
     assert answers[who][0][0] == "OSError" and answers[who][1]
     (name, text, named), met = answers[1 - who]
     assert (name, named, met) == ("PipelineError", who, True) and "Too many open files" in text
+
+
+def connects_without_descriptors(rank, ranks, who):
+    """One rank can open no more files in its first step, which connects; then all take it again."""
+    with pp.P2P(timeout=20) as transport:
+        transport.require_same("met")
+        step(pp.InProcess())  # imports what a step needs
+        began = time.monotonic()
+        with few_descriptors(1) if rank == who else nullcontext():
+            seen = caught(step, transport, [rank])
+        seconds = time.monotonic() - began
+        dist.barrier()
+        step(transport, [rank])
+    return seen, seconds
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_communicator_without_descriptors_is_published(fresh, who, soon):
+    """gloo failed in a thread before it had an address, for which its rank waited; another one was named."""
+    for rank, (seen, seconds) in enumerate(fresh(2)(connects_without_descriptors, who)):
+        name, text, named = seen
+        assert (name, named) == (("RuntimeError", None) if rank == who else ("PipelineError", who)), seen
+        assert "Too many open files" in text and seconds < soon
 
 
 def misses(rank, ranks, who):
@@ -151,7 +178,7 @@ def drops(rank, ranks):
 
     def drop():
         transport = pp.P2P(timeout=20)
-        step(transport)
+        step(transport, [rank])
         dist.barrier()
 
     drop()

@@ -150,8 +150,10 @@ def open_gloo(links: SocketLinks, name: str, members: Sequence[int], timeout: fl
     peer = members[(place + 1) % len(members)]
     addresses, limit = _Addresses(), timedelta(seconds=timeout)
     group = in_thread(lambda: _torch.ProcessGroupGloo(addresses, place, len(members), limit), "opens")
+    mine = addresses.mine  # which it does not have where it fails before, as for lack of descriptors
+    group.add_done_callback(lambda _: mine.done() or mine.set_exception(group.exception()))
     try:
-        key, address = links.settle(peer, addresses.mine)
+        key, address = links.settle(peer, mine)
         for other in others:
             links.send(other, _CHANNEL, json.dumps([name, key, address.hex()]).encode())
         addresses.complete(dict(receive_address(links, name, other) for other in others))
