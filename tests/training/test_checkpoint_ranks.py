@@ -308,6 +308,8 @@ def disagree(rank, size, root):
     with pytest.raises(ValueError, match="run: rank 0 saves run 'r0', rank 1 saves run 'r1'"):
         pp.checkpoint.save(root, {"step": 0}, run=f"r{rank}")
     pp.checkpoint.save(root, {"step": 0, "own": {rank: one}})
+    with pytest.raises(ValueError, match="step-0 lacks 'more', which like has on rank 1; load what"):
+        pp.checkpoint.load(root, like={"step": 0, "own": {rank: one}, **({"more": one} if rank else {})})
     with pytest.raises(ValueError, match="like lacks 'own.1', which step-0 has"):
         pp.checkpoint.load(root, like={"step": 0, "own": {0: one}})
     with pytest.warns(UserWarning, match="left out 'own.1'; as in like stays nothing"):
@@ -315,7 +317,7 @@ def disagree(rank, size, root):
     assert torch.equal(part["own"][0], one)
     loaded = pp.checkpoint.load(root, like={"step": 0, "own": {1 - rank: one}})
     assert torch.equal(loaded["own"][1 - rank], one)
-    with pytest.raises(ValueError, match=r"like: 'step' is a number or text, .* on rank 1"):
+    with pytest.raises(ValueError, match=r"like: 'step' is a number or text, .* on rank 1, and .* on rank 0"):
         pp.checkpoint.load(root, like={"step": 0 if rank else 0.5, "own": {rank: one}})
 
 

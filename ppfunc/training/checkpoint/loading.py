@@ -22,6 +22,9 @@ from .verify import PartToRead, first_good, read_parts
 
 Leaves = Sequence[tuple[str, Leaf]]
 
+Wanted = Mapping[str, tuple[str, int]]
+"""The form of every leaf by its name, and the first rank that has it."""
+
 Reader = Callable[[Sequence[PartToRead]], object]
 """Read parts of tensors into those of this rank."""
 
@@ -73,7 +76,7 @@ def _read_together(
     peers: Peers,
     path: Path,
     leaves: Leaves,
-    wanted: Mapping[str, str],
+    wanted: Wanted,
     run: str | None,
     partial: str | None,
     opener: Opener,
@@ -135,20 +138,21 @@ def _form(leaf: Leaf) -> str:
     return f"a number or text, {type(leaf).__name__}"
 
 
-def _wanted(answers: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def _wanted(answers: Sequence[Mapping[str, str]]) -> Wanted:
     """Unite the forms of the leaves of all ranks."""
-    wanted: dict[str, str] = {}
+    wanted: dict[str, tuple[str, int]] = {}
     for rank, forms in enumerate(answers):
         for name, form in forms.items():
-            if wanted.setdefault(name, form) != form:
+            known, other = wanted.setdefault(name, (form, rank))
+            if known != form:
                 raise ValueError(
-                    f"like: {escaped(name)} is {form} on rank {rank}, and {wanted[name]} on a rank before it;"
-                    " give all ranks the state of one trainer"
+                    f"like: {escaped(name)} is {form} on rank {rank}, and {known} on rank {other}; give all"
+                    " ranks the state of one trainer"
                 )
     return wanted
 
 
-def _require_fit(contents: Contents, wanted: Mapping[str, str], partial: str | None) -> str:
+def _require_fit(contents: Contents, wanted: Wanted, partial: str | None) -> str:
     """Raise ValueError unless names, shapes and dtypes are the same on both sides.
 
     Returns:
@@ -166,17 +170,18 @@ def _require_fit(contents: Contents, wanted: Mapping[str, str], partial: str | N
     patterns = [] if partial is None else partial.split("|")
     matched = {name: first_match(name, patterns) for name in missing | more}
     if refused := [name for name in missing if matched[name] is None]:
-        raise ValueError(f"{where} lacks {listed(refused)}, which like has; {mend}")
+        place = f" on rank {rank}" if (rank := wanted[refused[0]][1]) else ""
+        raise ValueError(f"{where} lacks {listed(refused)}, which like has{place}; {mend}")
     if refused := [name for name in more if matched[name] is None]:
         raise ValueError(f"like lacks {listed(refused)}, which {where} has; {mend}")
     for pattern in patterns:
         if pattern not in matched.values():
             raise ValueError(f"partial: {pattern!r} names nothing that {where} or like lacks; leave it out")
     for name in wanted.keys() & stored.keys():
-        if stored[name] != wanted[name]:
+        if stored[name] != wanted[name][0]:
             raise ValueError(
-                f"{where}: {escaped(name)} is {stored[name]}, like has {wanted[name]}; give like= a leaf of"
-                " that form, or none"
+                f"{where}: {escaped(name)} is {stored[name]}, like has {wanted[name][0]}; give like= a leaf"
+                " of that form, or none"
             )
     left, unchanged = (f"{listed(names)}" if names else "nothing" for names in (more, missing))
     return f"{where} was loaded in part: left out {left}; as in like stays {unchanged}" if matched else ""
