@@ -62,18 +62,17 @@ def recorded_in(recording: Recording) -> Handlers:
             return (true_fn if bool(pred) else false_fn)(*operands)
         except DATA_DEPENDENT:
             pass
-        given, treedef = tree_flatten(operands)
+        leaves, treedef = tree_flatten(operands)
 
         def of(function: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *tensors: function(*tree_unflatten(treedef, tensors))
 
-        parts, read, example = _parts(recording, [of(true_fn), of(false_fn)], given)
+        branches, read, example = _record(recording, [of(true_fn), of(false_fn)], leaves)
 
         def call(pred: torch.Tensor, *tensors: torch.Tensor) -> Any:
-            one, other = parts
-            return cond(pred, one, other, tensors)
+            return cond(pred, *branches, tensors)
 
-        return _whole(recording, "cond", call, (pred, *given, *read), example)
+        return _whole(recording, "cond", call, (pred, *leaves, *read), example)
 
     def loop(cond_fn: Any, body_fn: Any, carried: Any, more: Any) -> Any:
         if not recording.here:
@@ -82,21 +81,21 @@ def recorded_in(recording: Recording) -> Handlers:
             return while_loop(cond_fn, body_fn, carried, more)
         except DATA_DEPENDENT:
             pass
-        given = [*carried]
-        parts, read, example = _parts(recording, [body_fn, cond_fn], given)
+        operands = [*carried]
+        branches, read, example = _record(recording, [body_fn, cond_fn], operands)
 
         def call(*tensors: torch.Tensor) -> Any:
-            body, goes_on = parts
-            inner = tensors[len(given) :]
-            return while_loop(lambda *x: goes_on(*x)[0], body, list(tensors[: len(given)]), inner)
+            body, goes_on = branches
+            inner = tensors[len(operands) :]
+            return while_loop(lambda *x: goes_on(*x)[0], body, list(tensors[: len(operands)]), inner)
 
-        return tuple(_whole(recording, "while_loop", call, (*given, *read), example))
+        return tuple(_whole(recording, "while_loop", call, (*operands, *read), example))
 
     return {**PYTHON, COND: branch, WHILE: loop}
 
 
-def _parts(
-    recording: Recording, functions: Sequence[Callable[..., Any]], given: Sequence[torch.Tensor]
+def _record(
+    recording: Recording, functions: Sequence[Callable[..., Any]], operands: Sequence[torch.Tensor]
 ) -> tuple[list[Branch], list[torch.Tensor], Any]:
     """Record functions of the same tensors.
 
@@ -104,28 +103,28 @@ def _parts(
         The branches, the tensors that any of them reads from elsewhere, and the result of the first, without
         values.
     """
-    traced = [_branch(recording, function, given) for function in functions]
+    traced = [_branch(recording, function, operands) for function in functions]
     read = list({id(t): t for _, elsewhere, _ in traced for t in elsewhere}.values())
-    at = {id(t): len(given) + n for n, t in enumerate(read)}
+    at = {id(t): len(operands) + n for n, t in enumerate(read)}
     branches = [
-        replace(branch, numbers=[*range(len(given)), *(at[id(t)] for t in elsewhere)])
+        replace(branch, numbers=[*range(len(operands)), *(at[id(t)] for t in elsewhere)])
         for branch, elsewhere, _ in traced
     ]
     return branches, read, traced[0][2]
 
 
 def _branch(
-    recording: Recording, function: Callable[..., Any], given: Sequence[torch.Tensor]
+    recording: Recording, function: Callable[..., Any], operands: Sequence[torch.Tensor]
 ) -> tuple[Branch, list[torch.Tensor], Any]:
     with recording.apart() as read:
-        places = [recording.place(t, f"given{n}") for n, t in enumerate(given)]
+        places = [recording.place(t, f"operands{n}") for n, t in enumerate(operands)]
         ambient = recording.region
-        result = function(*given)
+        result = function(*operands)
         leaves, _ = tree_flatten(result)
         named = tuple(recording.node(t) if isinstance(t, torch.Tensor) else t for t in leaves)
         nodes = tuple(recording.graph.nodes)
         places += [recording.node(t) for t in read]
-    outside = {storage(t) for t in (*given, *read)}
+    outside = {storage(t) for t in (*operands, *read)}
     for node in nodes:
         if not outside.isdisjoint(node.meta["writes"]):
             reason = f"a function of its cond or while_loop writes into an argument{node.meta['place']}"

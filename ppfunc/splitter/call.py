@@ -144,11 +144,11 @@ class _Word:
 _TENSOR = _Word()
 
 
-def _updated(named: dict[str, Any], given: Any) -> Any:
-    """Replace keyword arguments, in the order of the split; return others as they are."""
-    if not isinstance(given, dict) or not given.keys() <= named.keys():
-        return given
-    return {key: given.get(key, value) for key, value in named.items()}
+def _updated(named: dict[str, Any], changes: Any) -> Any:
+    """Replace keyword arguments, in the order of the split; return anything else as it is."""
+    if not isinstance(changes, dict) or not changes.keys() <= named.keys():
+        return changes
+    return {key: changes.get(key, value) for key, value in named.items()}
 
 
 def _has_tensors(value: Any) -> bool:

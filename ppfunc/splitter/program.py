@@ -131,11 +131,9 @@ def _rebuilder(trace: Trace, tensors: Sequence[Node]) -> Callable[[Leaves], Any]
     leaves = [places.get(r) if isinstance(r, Node) else None for r in trace.results]
     others = [None if isinstance(r, Node) else _plain(r) for r in trace.results]
 
-    def rebuild(made: Leaves) -> Any:
-        filled = [
-            other if place is None else made[place] for place, other in zip(leaves, others, strict=True)
-        ]
-        return tree_unflatten(trace.treedef, filled)
+    def rebuild(results: Leaves) -> Any:
+        pairs = zip(leaves, others, strict=True)
+        return tree_unflatten(trace.treedef, [o if place is None else results[place] for place, o in pairs])
 
     return rebuild
 

@@ -126,7 +126,7 @@ class Source:
             StageError: only some have another dtype than in the model.
         """
         dtypes = {name: self.model.get_parameter(name).dtype for name in params}
-        floating = {name: params[name].dtype for name, own in dtypes.items() if own.is_floating_point}
+        floating = {name: params[name].dtype for name, dtype in dtypes.items() if dtype.is_floating_point}
         differ = any(got != dtypes[name] for name, got in floating.items())
         cast = next(iter(floating.values())) if differ else before
         for name, got in floating.items():

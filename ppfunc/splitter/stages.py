@@ -34,8 +34,8 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
     into = [a for a, b in source.skips if b == stage]
     out_of = [b for a, b in source.skips if a == stage]
     last = stage == source.stages - 1
-    own = ((name, layout_of(p)) for name, p in model.named_parameters() if name in names)
-    layouts = {name: layout for name, layout in own if layout is not None}
+    laid_out = ((name, layout_of(p)) for name, p in model.named_parameters() if name in names)
+    layouts = {name: layout for name, layout in laid_out if layout is not None}
 
     def run(params: Mapping[str, Tensor], x: Any, *states: Any) -> Any:
         _require_names(params, names, f"params of stage {stage} of {type(model).__name__}")
@@ -43,20 +43,20 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
         skips: dict[int, Any] = {}
         if into:
             x, skips = x
-        inputs, forms, before, changes = _read(source, stage, without_constants(x))
+        inputs, forms, values, changes = _read(source, stage, without_constants(x))
         device = next(t.device for t in (*params.values(), *inputs, *forms))
-        *given, cast = forms
+        *of_inputs, cast = forms
         compute = source.compute_dtype(params, None if cast.dtype is torch.bool else cast.dtype, stage)
-        forms = (*given, cast.to(compute or torch.bool))
-        leaves = [LeafForm(tuple(f.shape[1:]), f.dtype) for f in given]
+        forms = (*of_inputs, cast.to(compute or torch.bool))
+        leaves = [LeafForm(tuple(f.shape[1:]), f.dtype) for f in of_inputs]
         code = source.codes(leaves, device, functional=vmapped(), compute=compute, changes=changes)[stage]
-        received = tuple(t for a in code.received for t in (before if a == stage - 1 else skips[a]))
+        received = tuple(t for a in code.received for t in (values if a == stage - 1 else skips[a]))
         _require_dtypes(received, code.dtypes, stage)
-        every = {**params, **{n: as_dtensor(params[n], layout) for n, layout in layouts.items()}}
-        taken = tuple(detached(n, every[n]) if n in code.frozen else every[n] for n in code.params)
+        whole = {**params, **{n: as_dtensor(params[n], layout) for n, layout in layouts.items()}}
+        weights = tuple(detached(n, whole[n]) if n in code.frozen else whole[n] for n in code.params)
         constants = tuple(source.buffer(n, device, stage) for n in code.constants)
         sent, new_state, result = code.run(
-            taken, constants, tuple(state[n] for n in code.state), inputs, received
+            weights, constants, tuple(state[n] for n in code.state), inputs, received
         )
         relayed = (Constant(changes),) if changes else ()
         y = result if last else (forms, sent.get(stage + 1, ()), *relayed)
@@ -89,11 +89,11 @@ def _read(
     return (), tuple(forms), tuple(values), relayed[0] if relayed else ()
 
 
-def _require_dtypes(received: Sequence[Tensor], want: Sequence[torch.dtype], stage: int) -> None:
-    if (got := [t.dtype for t in received]) != [*want]:
+def _require_dtypes(received: Sequence[Tensor], expected: Sequence[torch.dtype], stage: int) -> None:
+    if (got := [t.dtype for t in received]) != [*expected]:
         reason = (
             f"it gets values of the dtypes {got} from earlier stages, and with its parameters the model"
-            f" makes {[*want]}"
+            f" makes {[*expected]}"
         )
         raise StageError(f"stage {stage}", reason, "give the parameters of all stages the same dtype")
 

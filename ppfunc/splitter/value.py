@@ -174,7 +174,7 @@ class Split:
 
     def _require_form(self, params: Params, state: Params | None) -> None:
         """Raise TypeError or ValueError unless trees have the stages and names of the split."""
-        for kind, trees, own in (
+        for kind, trees, expected in (
             ("params", params, self.params),
             ("state", {} if state is None else state, self.state),
         ):
@@ -190,9 +190,9 @@ class Split:
                     raise ValueError(
                         f"{kind}: got the stage {stage!r}, the split has {len(self.stages)} stages, from 0"
                     )
-                if odd := tree.keys() ^ own[stage].keys() if stage in own else None:
+                if odd := tree.keys() ^ expected[stage].keys() if stage in expected else None:
                     name = min(odd, key=str)
-                    what = "lacks" if name in own[stage] else "does not know"
+                    what = "lacks" if name in expected[stage] else "does not know"
                     raise ValueError(
                         f"{kind}[{stage}] {what} {name!r}; give all names of split.{kind}[{stage}]"
                     )

@@ -142,8 +142,7 @@ class Calls:
 
     def evaluate(self, state: TrainState, batches: Batches) -> tuple[Metrics, StepResult]:
         """Compute losses; return the metrics of the first step, and the results of all."""
-        optimizer = self.rule.optimizer._replace(rate=None)
-        rule = self.rule._replace(on_nonfinite="ignore", optimizer=optimizer)
+        rule = self.rule._replace(on_nonfinite="ignore", optimizer=self.rule.optimizer._replace(rate=None))
         update, result = self._run(self._forward.returning(*batches.wanted), rule, state, batches)
         return update.metrics[0], result
 

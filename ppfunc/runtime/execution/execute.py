@@ -135,10 +135,11 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
             f"stage {lowered.drawing[0]} draws random numbers; pass seed=(seed, step) to the step, two"
             " integers, or, to leave out the dropout of a model that was split, call model.eval()"
         )
-    buffers = Buffers(params=dict(arguments.params), state=dict(arguments.state), seed=arguments.seed)
-    buffers.microbatch_offset, buffers.left_out = arguments.microbatch_offset, arguments.left_out
-    buffers.scale, buffers.update = arguments.scale, arguments.update
-    buffers.bare = arguments.params
+    buffers = Buffers(
+        dict(arguments.params), bare=arguments.params, state=dict(arguments.state), seed=arguments.seed,
+        microbatch_offset=arguments.microbatch_offset, left_out=arguments.left_out, scale=arguments.scale,
+        update=arguments.update,
+    )  # fmt: skip
     if before is not None:
         buffers.params, buffers.state = dict(before.params), dict(before.state)
         buffers.gathering, buffers.scale = dict(before.gathering), before.scale
