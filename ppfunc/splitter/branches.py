@@ -70,7 +70,8 @@ def recorded_in(recording: Recording) -> Handlers:
         branches, read, example = _record(recording, [of(true_fn), of(false_fn)], leaves)
 
         def call(pred: torch.Tensor, *tensors: torch.Tensor) -> Any:
-            return cond(pred, *branches, tensors)
+            true, false = branches
+            return cond(pred, true, false, tensors)
 
         return _whole(recording, "cond", call, (pred, *leaves, *read), example)
 

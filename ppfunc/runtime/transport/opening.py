@@ -149,11 +149,15 @@ def open_gloo(links: SocketLinks, name: str, members: Sequence[int], timeout: fl
     place, others = members.index(links.rank), [member for member in members if member != links.rank]
     peer = members[(place + 1) % len(members)]
     addresses, limit = _Addresses(), timedelta(seconds=timeout)
+
+    def opened(group: Future[Any]) -> None:
+        if not addresses.mine.done():  # it has failed before, as for lack of descriptors
+            addresses.mine.set_exception(group.exception())
+
     group = in_thread(lambda: _torch.ProcessGroupGloo(addresses, place, len(members), limit), "opens")
-    mine = addresses.mine  # which it does not have where it fails before, as for lack of descriptors
-    group.add_done_callback(lambda _: mine.done() or mine.set_exception(group.exception()))
+    group.add_done_callback(opened)
     try:
-        key, address = links.settle(peer, mine)
+        key, address = links.settle(peer, addresses.mine)
         for other in others:
             links.send(other, _CHANNEL, json.dumps([name, key, address.hex()]).encode())
         addresses.complete(dict(receive_address(links, name, other) for other in others))
