@@ -130,7 +130,6 @@ if TYPE_CHECKING:
         static_scale as static_scale,
     )
     from .transforms import (
-        gnvp as gnvp,
         hvp as hvp,
         jvp as jvp,
         per_sample_grad as per_sample_grad,

@@ -86,7 +86,7 @@ def test_metrics_that_the_first_microbatch_lacks_are_there_for_the_others(engine
 @pytest.mark.parametrize(
     "op", [Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP, Op.UNSHARD, Op.RESHARD], ids=lambda op: op.value
 )
-@pytest.mark.parametrize("make", [pp.value_and_grad, pp.hvp, pp.gnvp])
+@pytest.mark.parametrize("make", [pp.value_and_grad, pp.hvp])
 def test_instructions_that_nothing_honours_are_refused_by_name(op, make):
     """They were proved and then ignored: tied gradients were never summed, an optimizer never ran."""
     schedule = pp.gpipe(2, 2)
@@ -652,7 +652,6 @@ def test_a_norm_over_one_value_per_channel_raises_as_in_torch(kind):
         (pp.value_and_grad, ()),
         (pp.jvp, (params,)),
         (pp.hvp, (params,)),
-        (pp.gnvp, (params,)),
     ):
         with pytest.raises(pp.StageError, match=str(caught.value).split("(")[0]):
             make([normed], squared, pp.gpipe(1, 2))(params, *tangents, inputs, targets)
@@ -864,7 +863,7 @@ def test_parameters_and_batches_may_be_inference_tensors(engine):
         assert same_bits(step(params, inputs, targets), want)
 
 
-@pytest.mark.parametrize("transform", [pp.hvp, pp.gnvp, pp.per_sample_grad])
+@pytest.mark.parametrize("transform", [pp.hvp, pp.per_sample_grad])
 def test_a_parameter_that_is_no_tensor_is_named_by_transforms(transform):
     """`per_sample_grad` raised AttributeError: 'float' object has no attribute 'detach'."""
     more, between = ({"samples": 4}, ()) if transform is pp.per_sample_grad else ({}, ({0: None, 1: None},))

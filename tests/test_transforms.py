@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import optree
 import pytest
 import torch
-from torch.func import grad, jvp, vjp, vmap
+from torch.func import grad, jvp, vmap
 
 import ppfunc as pp
 
@@ -189,41 +189,12 @@ def test_hessian_vector_products_along_part_of_the_parameters(engine):
     assert_near(products, product)
 
 
-@under_all
-def test_gauss_newton_vector_products(name, engine):
-    schedule = SCHEDULES[name]()
-    given = problem(schedule)
-    params, tangents = floating(given.params), floating(given.tangents)
-    products, curvature = optree.tree_map(torch.zeros_like, params), 0
-    for m in range(M):
-
-        def outputs(p):
-            return model(given, p, row(given.inputs, m))["h"]  # noqa: B023
-
-        def at(h):
-            return loss_fn(hidden(h, None), row(given.targets, m))  # noqa: B023
-
-        y, ty = jvp(outputs, (params,), (tangents,))
-        _, h = jvp(grad(at), (y,), (ty,))
-        (product,) = vjp(outputs, params)[1](h)
-        products = optree.tree_map(lambda a, b: a + b / M, products, product)
-        curvature = curvature + (ty * h).sum() / M
-    step = pp.gnvp(given.stages, loss_fn, schedule, engine=engine)
-    result = step(given.params, given.tangents, given.inputs, given.targets)
-    made = result.products
-    assert_near(torch.stack([result.loss, result.curvature]), torch.stack([total(given)(params), curvature]))
-    assert_near({s: made[s] for s in params}, products)
-    pairs = zip(optree.tree_leaves(floating(made)), optree.tree_leaves(tangents), strict=True)
-    assert_near(sum((a * b).sum() for a, b in pairs), curvature)
-
-
-@pytest.mark.parametrize("make", [pp.hvp, pp.gnvp])
-def test_products_come_with_what_was_computed_beside_them(make):
+def test_products_come_with_what_was_computed_beside_them():
     schedule = pp.zb_h1(3, M)
     given = problem(schedule)
     arguments = given.params, given.tangents, given.inputs, given.targets
-    result = make(given.stages, loss_fn, schedule)(*arguments)
-    again = make(given.stages, loss_fn, schedule, has_aux=True)(*arguments)
+    result = pp.hvp(given.stages, loss_fn, schedule)(*arguments)
+    again = pp.hvp(given.stages, loss_fn, schedule, has_aux=True)(*arguments)
     assert optree.tree_structure(result.products) == optree.tree_structure(given.params)
     assert_near(result.loss, total(given)(floating(given.params)))
     assert isinstance(again.aux, pp.runtime.Aux) and result.aux is None
@@ -276,8 +247,6 @@ def test_auxiliary_losses_and_skip_connections(builder, engine):
     assert_near(torch.stack([result.loss, result.slope]), torch.stack(want))
     assert_near(result.grads, gradient)
     assert_near(result.products, product)
-    with pytest.raises(pp.StageError, match="no Gauss-Newton matrix"):
-        pp.gnvp(given.stages, loss_fn, schedule, engine=engine)(*arguments)
 
 
 @under_all
@@ -334,9 +303,6 @@ OVER = {
         given.stages, loss_fn, schedule, transport
     )(params, tangents, given.inputs, given.targets),
     "hvp": lambda given, schedule, transport, params, tangents: pp.hvp(
-        given.stages, loss_fn, schedule, transport
-    )(params, tangents, given.inputs, given.targets),
-    "gnvp": lambda given, schedule, transport, params, tangents: pp.gnvp(
         given.stages, loss_fn, schedule, transport
     )(params, tangents, given.inputs, given.targets),
     "per_sample_grad": lambda given, schedule, transport, params, _: pp.per_sample_grad(
@@ -437,7 +403,7 @@ def test_tangents_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize(
-    "make", [pp.jvp, pp.hvp, pp.gnvp, pp.value_and_grad, lambda *given: pp.per_sample_grad(*given, samples=2)]
+    "make", [pp.jvp, pp.hvp, pp.value_and_grad, lambda *given: pp.per_sample_grad(*given, samples=2)]
 )
 def test_something_else_in_the_place_of_an_argument_is_refused_by_name(make):
     fns, loss, schedule = [torch.mul] * 2, lambda y, t: y.sum(), pp.gpipe(2, 2)

@@ -2,7 +2,7 @@
 
 Each transforms the stages and runs them by an ordinary step::
 
-    products.py          jvp, hvp, gnvp
+    products.py          jvp, hvp
     sample_gradients.py  per_sample_grad
 """
 
@@ -12,5 +12,5 @@ from ppfunc.stage.transforms import (
     square_norms as square_norms,
 )
 
-from .products import gnvp as gnvp, hvp as hvp, jvp as jvp
+from .products import hvp as hvp, jvp as jvp
 from .sample_gradients import per_sample_grad as per_sample_grad

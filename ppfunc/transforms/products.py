@@ -13,11 +13,11 @@ from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, named
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.signature import differentiable
-from ppfunc.stage.transforms import dual, dual_loss, gauss_newton_loss, held_dual, hessian_loss, sloping
+from ppfunc.stage.transforms import dual, dual_loss, hessian_loss, sloping
 from ppfunc.stage.transforms.tangents import flatten_tangents
 from ppfunc.stage.tree import tree_flatten, tree_map
 
-__all__ = ["gnvp", "hvp", "jvp"]
+__all__ = ["hvp", "jvp"]
 
 _PAIR = ("0", "1")  # the parameters of a transformed stage: a tree, and its tangents
 
@@ -121,56 +121,6 @@ def hvp(
     )  # fmt: skip
 
 
-@reports_mistakes
-def gnvp(
-    stages: Stages,
-    loss_fn: Loss,
-    schedule: Schedule,
-    transport: Transport | None = None,
-    *,
-    engine: Engine = graph,
-    loss_weights: LossWeights = None,
-    has_aux: bool = False,
-    tied: TiedPlaces = None,
-) -> StepFunction[..., StepResult]:
-    """Make a function that multiplies the Gauss-Newton matrix of the loss by a vector, in one pass.
-
-    The matrix, in the parameters of all stages, is the weighted sum over microbatches of ``J' H J``, with
-    ``J`` the Jacobian of the outputs in the parameters and ``H`` the Hessian of the loss in the outputs.
-    Equivalent to, for one microbatch::
-
-        y, ty    = torch.func.jvp(model, (params,), (tangents,))
-        _, h     = torch.func.jvp(torch.func.grad(loss_fn), (y,), (ty,))
-        products = torch.func.vjp(model, params)[1](h)
-
-    Args:
-        stages, loss_fn, schedule, transport, engine, loss_weights, has_aux, tied: as in
-            :func:`ppfunc.value_and_grad`.
-
-    Returns:
-        ``step(params, tangents, inputs, targets, ...) -> StepResult``, as :func:`hvp`, with ``loss``,
-        ``curvature``, which is the inner product of the vector and ``products``, and ``products``. A stage
-        with an auxiliary loss is refused: there is no Gauss-Newton matrix of a sum of such losses.
-
-    References:
-        Schraudolph, Fast curvature matrix-vector products for second-order gradient descent, 2002.
-
-    >>> from ppfunc import gpipe
-    >>> step = gnvp([lambda w, x: w * x] * 2, lambda y, target: (y**2).sum(), gpipe(ranks=2, microbatches=1))
-    >>> params, tangents = {0: torch.tensor(2.0), 1: torch.tensor(3.0)}, {0: torch.tensor(1.0), 1: None}
-    >>> step(params, tangents, torch.ones(1), torch.ones(1)).products
-    {0: tensor(18.), 1: tensor(12.)}
-    """
-
-    stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, _PAIR)
-
-    spec = _spec("gnvp", "loss", "grads", has_aux=has_aux, ties=ties)
-    return make_step(
-        map_stages(stages, held_dual), gauss_newton_loss(loss_fn), schedule, transport, engine, spec,
-        _read_products, _gauss_newton_products, loss_weights,
-    )  # fmt: skip
-
-
 def _spec(name: str, *wants: str, has_aux: bool, ties: Tied) -> StepSpec:
     """Describe a step on parameters with tangents, whose loss comes with its derivative along them."""
     wants = (*wants, "aux") if has_aux else wants
@@ -200,12 +150,6 @@ def _hessian_products(result: StepResult) -> StepResult:
     products, gradients = ({stage: pair[n] for stage, pair in result.grads.items()} for n in (0, 1))
     grads = {stage: _completed(gradients[stage], product) for stage, product in products.items()}
     return result._replace(loss=loss, slope=slope, grads=grads, products=products)
-
-
-def _gauss_newton_products(result: StepResult) -> StepResult:
-    loss, curvature = result.loss.unbind()
-    products = {stage: product for stage, (product, _) in result.grads.items()}
-    return result._replace(loss=loss, grads=None, curvature=curvature, products=products)
 
 
 @named_step

@@ -16,8 +16,6 @@ from ppfunc.stage.transforms import (
     dual_loss,
     ensemble,
     for_samples,
-    gauss_newton_loss,
-    held_dual,
     hessian_loss,
     per_sample,
 )
@@ -63,15 +61,6 @@ def test_a_dual_block_and_its_second_derivatives(engine, params):
     assert_near(y, want)
     assert_near((gparams[0], gx[0]), product)
     assert_near((gparams[1], gx[1]), gradient)
-
-
-@every
-def test_held_tangents_get_no_gradient(engine, params):
-    x = normal(2, 3, 4)
-    program = engine(held_dual(attention_block), ((params, params), (x, x)))
-    assert [leaf.grad for leaf in program.y.leaves] == [True, False]
-    _, (_, gradients), (_, gx) = run(program, (params, params), (x, x), lambda y: y)
-    assert not any(g.any() for g in optree.tree_leaves((gradients, gx)))
 
 
 @every
@@ -136,9 +125,6 @@ def test_losses_of_complex_and_integer_outputs():
         return grad(lambda z, tz: loss(({**y, "z": z}, {**ty, "z": tz}), 2).sum(), (0, 1))(y["z"], ty["z"])
 
     assert_near(gradients(hessian_loss(loss_fn)), (torch.complex(*product), torch.complex(*gradient)))
-    products, nothing = gradients(gauss_newton_loss(loss_fn))
-    assert_near(products, torch.complex(*product))
-    assert not nothing.any()
 
 
 def test_a_stage_without_a_batch_axis_has_no_samples():

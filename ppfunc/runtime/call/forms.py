@@ -208,7 +208,7 @@ def read_tree(tree: Any, name: str, microbatches: int) -> tuple[Leaves, TreeForm
         if is_dtensor(values(leaf)):
             raise ValueError(
                 f"{path}: got a DTensor under a torch.func transform, which does not support it; use"
-                " ppfunc.jvp, hvp or gnvp"
+                " ppfunc.jvp or hvp"
             )
     local_leaves = tuple(map(local, leaves))
     signature = Signature(treedef, tuple(map(LeafSignature.of, leaves)))

@@ -60,8 +60,7 @@ class StepResult(NamedTuple):
             not weighted, and include auxiliary losses of stages: their weighted sum is ``loss``.
         slope: the derivative of the loss along the tangents, of :func:`ppfunc.jvp` and :func:`ppfunc.hvp`.
         output_tangents: the derivative of the outputs along the tangents, of :func:`ppfunc.jvp`.
-        curvature: the inner product of the vector and ``products``, of :func:`ppfunc.gnvp`.
-        products: a matrix times the vector, like ``grads``, of :func:`ppfunc.hvp` and :func:`ppfunc.gnvp`.
+        products: the Hessian times the vector, like ``grads``, of :func:`ppfunc.hvp`.
     """
 
     loss: Any = None
@@ -72,7 +71,6 @@ class StepResult(NamedTuple):
     losses: Any = None
     slope: Any = None
     output_tangents: Any = None
-    curvature: Any = None
     products: Any = None
 
     def asked_for(self, wants: Sequence[str]) -> Any:

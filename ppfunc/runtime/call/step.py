@@ -243,7 +243,7 @@ class StepFunction(Generic[P, R]):
         if len(self.pipeline.ranks) < self.schedule.ranks:
             raise ValueError(
                 "got a step under a torch.func transform, whose ranks are in several processes, where the"
-                " transform would end at each message; run it with InProcess(), or use ppfunc.jvp, hvp, gnvp,"
+                " transform would end at each message; run it with InProcess(), or use ppfunc.jvp, hvp,"
                 " ensemble or per_sample_grad"
             )
 

@@ -6,8 +6,6 @@ What they return is run by the same schedules, interpreter and transports as any
 from .dual import (
     dual as dual,
     dual_loss as dual_loss,
-    gauss_newton_loss as gauss_newton_loss,
-    held_dual as held_dual,
     hessian_loss as hessian_loss,
     sloping as sloping,
 )

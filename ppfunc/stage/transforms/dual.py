@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 
-from .._torch import jvp
 from ..layout import Boundary, declaring
 from ..output import Output, Received
 from ..program import Loss, Stage
-from ..signature import flatten
-from ..tree import tree_map
-from .tangents import alone, flatten_tangents, push, replaced
+from .tangents import alone, push
 
 
 def dual(fn: Stage) -> Stage:
@@ -104,89 +101,6 @@ def hessian_loss(loss_fn: Loss) -> Loss:
     """
     pair = dual_loss(loss_fn)
     return lambda y, target: _slope_alone(pair(y, target))
-
-
-def held_dual(fn: Stage) -> Stage:
-    """Return the :func:`dual` stage with constant tangents: no gradient of them is computed or sent back."""
-    stage = dual(fn)
-
-    @wraps(stage)
-    def held(params: Any, x: Any, *extras: Any) -> Any:
-        params, x = (params[0], _held(params[1])), _hold(x)
-        return _hold(stage(params, x, *extras))
-
-    return held
-
-
-def gauss_newton_loss(loss_fn: Loss) -> Loss:
-    """Return the loss over :func:`held_dual` stages whose gradient is a Gauss-Newton-vector product.
-
-    With ``J`` the Jacobian of the model and ``H`` the Hessian of the loss in the outputs ``y``, the gradient
-    of ``<y, H ty>``, in which ``H ty = H J tangents`` is a constant, is ``J' H J tangents``. Returns
-    ``loss((y, ty), target) -> tensor[2]``: the loss, without a gradient, and ``<y, H ty>``, moved to the
-    value ``<ty, H ty>``, the curvature ``<tangents, J' H J tangents>``.
-
-    References:
-        Schraudolph, Fast curvature matrix-vector products for second-order gradient descent, 2002.
-
-    >>> loss = gauss_newton_loss(lambda y, target: (y - target) ** 3)
-    >>> pair = torch.tensor(3.0), torch.tensor(2.0)
-    >>> torch.func.grad_and_value(lambda y: loss(y, torch.tensor(1.0))[1])(pair)
-    ((tensor(24.), tensor(0.)), tensor(48.))
-    """
-
-    loss_fn = alone(loss_fn)
-
-    def loss(y: Any, target: Any) -> torch.Tensor:
-        y, ty = y
-        leaves, treedef = flatten(y, "y")
-        tangents = flatten_tangents(y, ty, "y")
-        moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
-        if not moving:
-            value = loss_fn(y, target).detach()
-            return torch.stack([value, torch.zeros_like(value)])
-
-        def of(*moved: torch.Tensor) -> torch.Tensor:
-            return loss_fn(treedef.unflatten(replaced(leaves, moving, moved)), target)
-
-        gradient = torch.func.grad_and_value(of, tuple(range(len(moving))))
-        at = tuple(leaves[i].detach() for i in moving)
-        along = tuple(t.detach() for t in tangents if t is not None)
-        pushed: tuple[Any, ...] = jvp(gradient, at, along)
-        (_, value), (products, _) = pushed
-        # The loss sums over ranks whose outputs are parts of one; an inner product of the parts would be that
-        # of one rank.
-        curvature: Any = jvp(lambda *y: jvp(of, y, along)[1], at, along)[1]
-        parts = [_inner(leaves[i] - y0, product) for i, y0, product in zip(moving, at, products, strict=True)]
-        return torch.stack([value, sum(parts, curvature.detach())]).to(value.dtype)
-
-    return loss
-
-
-def _inner(a: torch.Tensor, constant: torch.Tensor) -> torch.Tensor:
-    """Return the real scalar product with a constant."""
-    product = a * constant.detach().conj()
-    return (product.real if product.is_complex() else product).sum()
-
-
-def _hold(pairs: Any) -> Any:
-    """Stop the gradients of the tangents that a dual stage takes or returns."""
-    if isinstance(pairs, Received):
-        return Received(_hold(pairs.x), {s: _hold(pair) for s, pair in pairs.skips.items()})
-    if isinstance(pairs, Output):
-        if pairs.loss is not None:
-            raise ValueError(
-                "got a stage with an auxiliary loss, which has no Gauss-Newton matrix; give it to the loss"
-                " function of the last stage"
-            )
-        skips = pairs.skips and {s: _hold(pair) for s, pair in pairs.skips.items()}
-        return pairs._replace(y=_hold(pairs.y), skips=skips)
-    value, tangent = pairs
-    return value, _held(tangent)
-
-
-def _held(tangents: Any) -> Any:
-    return tree_map(torch.Tensor.detach, tangents)
 
 
 def _pair(value: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:

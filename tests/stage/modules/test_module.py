@@ -251,7 +251,6 @@ WRAPPED = {
     "ensemble": lambda fn: pp.value_and_grad(*pp.ensemble([fn], squared), pp.gpipe(1, 2), loss_shape=(1,)),
     "jvp": lambda fn: pp.jvp([fn], squared, pp.gpipe(1, 2)),
     "hvp": lambda fn: pp.hvp([fn], squared, pp.gpipe(1, 2)),
-    "gnvp": lambda fn: pp.gnvp([fn], squared, pp.gpipe(1, 2)),
     "per_sample_grad": lambda fn: pp.per_sample_grad([fn], squared, pp.gpipe(1, 2), samples=4),
 }
 
@@ -266,7 +265,7 @@ def test_the_mode_is_followed_through_what_is_made_of_a_stage(kind):
         params = (params,)
     if kind == "ensemble":
         params = {k: t[None] for k, t in params.items()}
-    tangents = [{0: None}] if kind in ("jvp", "hvp", "gnvp") else []
+    tangents = [{0: None}] if kind in ("jvp", "hvp") else []
     x, target = torch.randn(8, 3), torch.zeros(8, 3)
     step, losses = WRAPPED[kind](fn), []
     for training in (True, False, True):
