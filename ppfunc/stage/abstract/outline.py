@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from optree import PyTreeSpec
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from .._torch import BackwardCFunction, UnsupportedOperatorException, function_of, results_of
+from .._torch import ASSIGNS_DATA, BackwardCFunction, UnsupportedOperatorException, function_of, results_of
 from ..errors import StageError, by_dtensor, raised
 from ..interrupts import hold_interrupts
 from ..layout import local
@@ -29,10 +30,20 @@ from .evaluation import (
     stand_ins,
     without_values,
 )
-from .purity import Purity, SeenFunctions, without_foreign_draws
+from .purity import Purity, without_foreign_draws
 
 if TYPE_CHECKING:
     from .calls import SeenCalls
+
+
+class SeenFunctions(TorchFunctionMode):
+    """Watches what operators do not see: assignments to ``data``."""
+
+    assigns = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.assigns |= func == ASSIGNS_DATA
+        return func(*args, **(kwargs or {}))
 
 
 def outline(

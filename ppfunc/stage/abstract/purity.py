@@ -15,10 +15,8 @@ from types import FrameType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from .._torch import (
-    ASSIGNS_DATA,
     OpOverload,
     TorchDispatchMode,
     dtensor_class,
@@ -148,16 +146,6 @@ class Purity(LogicalDraws):
                 " would be lost"
             )
             raise StageError(self.stage, reason, "pass it in params, or detach it")
-
-
-class SeenFunctions(TorchFunctionMode):
-    """Watches what operators do not see: assignments to ``data``."""
-
-    assigns = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.assigns |= func == ASSIGNS_DATA
-        return func(*args, **(kwargs or {}))
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

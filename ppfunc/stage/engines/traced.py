@@ -15,6 +15,7 @@ from ..program import Example, FlatProgram
 from ..signature import differentiable, leaf_names
 from .differentiable import DifferentiableStage, engine
 from .tracing.again import Remat, cut_for
+from .tracing.budget import within
 from .tracing.clean import clean
 from .tracing.compiled import without_onednn
 from .tracing.cut import Block, ProgramBlocks, residual_bytes
@@ -41,7 +42,10 @@ def traced(
     if any(map(torch.is_autocast_enabled, kinds())):
         for node in joint.graph.nodes:  # its casts are operators of the trace
             node.meta["within"] = without_autocast
-    blocks = cut_for(joint, remat, name, leaf_names(example.params))
+    if isinstance(remat, int) and not isinstance(remat, bool):
+        blocks = within(joint, remat, name)
+    else:
+        blocks = cut_for(joint, remat, name, leaf_names(example.params))
     size = residual_bytes(joint, blocks.residuals, name)
     flat = _emit(blocks, joint, name, compile, _warning_of(_unread(joint, example), name))
     if not cuda_graphs:

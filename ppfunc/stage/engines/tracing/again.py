@@ -14,8 +14,7 @@ from torch.fx import Node
 
 from ..._torch import OpOverload, schema
 from ...abstract.purity import is_collective
-from ...errors import StageError
-from .cut import ProgramBlocks, cut, early_nodes, parameter_views, residual_bytes
+from .cut import ProgramBlocks, cut, early_nodes
 from .graph import (
     ancestors,
     arguments,
@@ -48,7 +47,6 @@ a mapping chooses by the names of modules."""
 
 aten = torch.ops.aten
 _NORMS = {"native_layer_norm", "_fused_rms_norm", "_to_copy"}
-_HALVINGS = 20
 _FORWARDS = 2.0  # that W computes at most to hold nothing
 _SHARE = 0.01  # of the work of a step, that is computed again by default
 _IN_FLIGHT = 4  # microbatches that a stage keeps at once, supposed where blocks are chosen
@@ -68,28 +66,24 @@ def cut_for(joint: Joint, remat: Remat, name: str, params: Iterable[str] = ()) -
 
     Args:
         joint: the trace.
-        remat: see :func:`~ppfunc.stage.graph`.
+        remat: see :func:`~ppfunc.stage.graph`; not a number of bytes, which :func:`.budget.within` takes.
         name: of the stage, for errors.
         params: names of the parameters.
 
     Raises:
-        StageError: even with everything computed again more bytes are kept than allowed; or a pattern names
-            nothing.
+        StageError: a pattern names nothing.
 
     References:
-        Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; for the minimum cut,
-        He and Yu, Transcending Runtime-Memory Tradeoffs in Checkpointing by being Fusion Aware, MLSys 2023.
+        Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
-    if isinstance(remat, int) and not isinstance(remat, bool):
-        return _within(joint, remat, name)
     if isinstance(remat, Mapping):
         return _by_place(joint, remat, name, params)
     _require_choice(remat, "remat", ', a number of bytes, or {"layers.*.mlp": one of the others}')
     if remat == "cheap":
-        return _cheap(joint, set(), _repeatable(joint))
+        return _cheap(joint, set(), repeatable(joint))
     again = set[Node]()
     if remat == "full":
-        again = _repeatable(joint) - _boundaries(joint)
+        again = repeatable(joint) - _boundaries(joint)
         return cut(joint, again, _twice(joint, again))
     return cut(joint, _asked(joint, filter(is_call, early_nodes(joint)), remat) if callable(remat) else ())
 
@@ -123,7 +117,7 @@ def _asked(joint: Joint, calls: Iterable[Node], predicate: Predicate) -> set[Nod
             if predicate(operator, counts[operator]):
                 chosen.add(node)
             counts[operator] += 1
-    return {n for n in calls if _source(root(n)) in chosen} & _repeatable(joint)
+    return {n for n in calls if _source(root(n)) in chosen} & repeatable(joint)
 
 
 def _by_place(joint: Joint, remat: Mapping[str, Any], name: str, params: Iterable[str]) -> ProgramBlocks:
@@ -131,7 +125,7 @@ def _by_place(joint: Joint, remat: Mapping[str, Any], name: str, params: Iterabl
     for pattern, choice in remat.items():
         _require_choice(choice, f"remat[{pattern!r}]")
     early = early_nodes(joint)
-    again, full, cheap = set[Node](), set[Node](), _repeatable(joint)
+    again, full, cheap = set[Node](), set[Node](), repeatable(joint)
     names = dict(zip(joint.params, params, strict=True))
     for pattern, calls in stretches(sorted(filter(is_call, early)), remat, names, name):
         choice = remat[pattern]
@@ -142,11 +136,11 @@ def _by_place(joint: Joint, remat: Mapping[str, Any], name: str, params: Iterabl
             full |= {n for n in calls if operator_of(n) not in leaving}
         elif callable(choice):
             again |= _asked(joint, calls, choice)
-    again |= full & _repeatable(joint)
+    again |= full & repeatable(joint)
     return _cheap(joint, again, cheap, _twice(joint, again) if full else set())
 
 
-def _repeatable(joint: Joint) -> set[Node]:
+def repeatable(joint: Joint) -> set[Node]:
     """Find the calls of F that may run again: all but random ones and their results."""
     calls = filter(is_call, early_nodes(joint))
     return {n for n in calls if not is_random(operator_of(n))}
@@ -158,12 +152,12 @@ def _boundaries(joint: Joint) -> set[Node]:
     The forward is cut where little crosses: what is kept of `_IN_FLIGHT` microbatches, and what the largest
     block keeps for its backward, are least together.
     """
-    calls, repeatable = sorted(filter(is_call, early_nodes(joint))), _repeatable(joint)
+    calls, may_repeat = sorted(filter(is_call, early_nodes(joint))), repeatable(joint)
     if not calls:
         return set()
     places = {node: n for n, node in enumerate(calls)}
     last = {a: n for n, node in enumerate(calls) for a in node.all_input_nodes}
-    inner = [n for n in calls if is_tensor(n) and {n, root(n)} <= repeatable]
+    inner = [n for n in calls if is_tensor(n) and {n, root(n)} <= may_repeat]
     needed = set(map(root, cut(joint).residuals))
     sizes, crossing = [0.0] * len(calls), [dict[int, float]() for _ in calls]  # by the place of the owner
     for node in inner:
@@ -206,7 +200,7 @@ def _twice(joint: Joint, again: set[Node]) -> set[Node]:
     twice = pure & again
     blocks = cut(joint, again, twice)
     held, body = blocks.backward_weight.arguments[0], set(blocks.backward_weight.body)
-    price = _FORWARDS * sum(map(_work, blocks.forward.body)) / max(_total(joint, held), 1)
+    price = _FORWARDS * sum(map(work_of, blocks.forward.body)) / max(_total(joint, held), 1)
     return twice | _chosen(joint, held, pure, body, price=price)
 
 
@@ -221,7 +215,7 @@ def _cheap(joint: Joint, again: set[Node], inside: set[Node], twice: Iterable[No
     """
     blocks = cut(joint, again, twice)
     cheap = {n for n in inside if base(n) is not None or _is_cheap(_operator(n))}
-    most = _SHARE * sum(map(_work, filter(is_call, joint.graph.nodes)))
+    most = _SHARE * sum(map(work_of, filter(is_call, joint.graph.nodes)))
     more = _chosen(joint, blocks.residuals, cheap, again, most=most)
     if not more:
         return blocks
@@ -262,7 +256,7 @@ def _chosen(
         cone = ancestors(owners[owner], free | owners[owner])
         reads = {root(a) for n in cone for a in n.all_input_nodes if a.op != "get_attr"}
         more = sum(map(_size, reads - cone - body - chosen - there))
-        return sum(map(_work, cone)), _size(owner) - more if owner in cone else 0, cone
+        return sum(map(work_of, cone)), _size(owner) - more if owner in cone else 0, cone
 
     dear = {n: work / max(saved, 1) for n in owners if n in inside for work, saved, _ in [anew(n)]}
     for owner in sorted(dear, key=dear.__getitem__):
@@ -284,77 +278,7 @@ def _size(node: Node) -> float:
     return root(node).meta["val"].untyped_storage().nbytes() if is_dense(root(node)) else math.inf
 
 
-def _within(joint: Joint, budget: int, name: str) -> ProgramBlocks:
-    """Find the cheapest cut that keeps at most ``budget`` bytes.
-
-    For a price per byte, the set that is best to compute again is a minimum cut; the price is raised until
-    the bytes fit.
-    """
-    blocks = cut(joint)
-    if residual_bytes(joint, blocks.residuals, name) <= budget:
-        return blocks
-    repeated = _chooser(joint)
-    least = cut(joint, repeated(1e6))
-    size = residual_bytes(joint, least.residuals, name)
-    if size > budget:
-        reason = f"it may keep {budget} bytes, but needs {size} with everything computed again"
-        raise StageError(name, reason, "allow more, or split the stage")
-    low, high, best = -6.0, 6.0, least
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        blocks = cut(joint, repeated(10.0**middle))
-        if residual_bytes(joint, blocks.residuals, name) <= budget:
-            high, best = middle, blocks
-        else:
-            low = middle
-    return best
-
-
-def _chooser(joint: Joint) -> Callable[[float], set[Node]]:
-    """Make a function that chooses the nodes to compute again at a price, in work per kept byte.
-
-    In the flow network every node is a pair of vertices. Cutting ``in -> out`` keeps the result, at the price
-    of its bytes. Leaving ``in`` on the side of the backward computes it again, at the price of its work, for
-    which all it needs must be there.
-    """
-    import networkx as nx  # takes as long to import as the rest of this package
-    from networkx.algorithms.flow import boykov_kolmogorov
-
-    repeatable, free, early = (
-        _repeatable(joint),
-        parameter_views(joint) | set(joint.params),
-        early_nodes(joint),
-    )
-    nodes, demands = [n for n in joint.graph.nodes if n in early], cut(joint).residuals
-
-    def price_of(node: Node, price: float) -> float:
-        if node in free:
-            return 0.0
-        owns_memory = is_tensor(node) and base(node) is None and is_dense(node)
-        return price * node.meta["val"].untyped_storage().nbytes() if owns_memory else math.inf
-
-    def repeated(price: float) -> set[Node]:
-        network = nx.DiGraph()
-        for position, node in enumerate(nodes):
-            # What is kept from the beginning is kept longest. The small difference in price also
-            # lets equal layers be told apart: without it all of them are repeated, or none.
-            network.add_edge(
-                (node, "in"),
-                (node, "out"),
-                capacity=price_of(node, price * (1.1 - 0.1 * position / len(nodes))),
-            )
-            network.add_edge(
-                "forward", (node, "in"), capacity=_work(node) if node in repeatable else math.inf
-            )
-            network.add_edges_from(((argument, "out"), (node, "in")) for argument in node.all_input_nodes)
-        network.add_edges_from(((node, "out"), "backward") for node in demands)
-        _, (_, side) = nx.minimum_cut(network, "forward", "backward", flow_func=boykov_kolmogorov)
-        return {n for n in repeatable if (n, "in") in side}
-
-    return repeated
-
-
-def _work(node: Node) -> float:
+def work_of(node: Node) -> float:
     """Estimate the work of a call: its multiplications and additions, or a few units per number written.
 
     A collective counts many per number.
