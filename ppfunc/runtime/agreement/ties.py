@@ -9,7 +9,6 @@ places alike.
 import json
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import add, gt
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from ppfunc.stage.signature import differentiable, leaf_names, leaf_number
 from ppfunc.stage.tree import tree_leaves
 
 from ..call.batch import Leaves
-from ..call.forms import extent
+from ..call.forms import extent, overlap
 from ..errors import AgreementError
 from ..transport.protocols import ControlTransport
 from .comparison import checksum
@@ -333,8 +332,7 @@ def sharing(tensors: Sequence[torch.Tensor], extents: Sequence[int]) -> Iterator
     """
     # What is transformed has no memory to look at.
     addresses = [0 if is_wrapped(t) else t.data_ptr() for t in tensors]
-    # Where nothing overlaps, each tensor ends before the next begins.
-    if not any(map(gt, sorted(map(add, addresses, extents)), sorted(addresses)[1:])):
+    if not overlap(addresses, extents):
         return
     before: list[int] = []  # those that may reach beyond the address
     for address, number in sorted(zip(addresses, range(len(tensors)), strict=True)):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from numbers import Integral
+from operator import add, gt
 from typing import Any, NamedTuple
 
 import torch
@@ -322,3 +323,8 @@ def extent(tensor: torch.Tensor) -> int:
     """Count the bytes from the beginning of the first element of a tensor to the end of the last."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.itemsize * (1 + last) if tensor.numel() else 0
+
+
+def overlap(addresses: Sequence[int], extents: Sequence[int]) -> bool:
+    """Tell whether the memory of tensors may overlap: else each ends before the next begins."""
+    return any(map(gt, sorted(map(add, addresses, extents)), sorted(addresses)[1:]))

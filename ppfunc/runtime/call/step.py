@@ -23,7 +23,7 @@ from ..agreement.ties import require_declared
 from ..errors import Failure, StepFailed
 from ..lowering.lowered import Pipeline
 from .arguments import RawArguments, StepArguments, read_arguments
-from .forms import StepForm
+from .forms import StepForm, overlap
 from .results import StepResult
 
 if TYPE_CHECKING:
@@ -254,7 +254,8 @@ class StepFunction(Generic[P, R]):
             leaves = chain.from_iterable(params[stage] for stage in form.params)
             addresses = None if transforming() else (form, list(map(torch.Tensor.data_ptr, leaves)))
             if addresses is None or addresses != self._addresses:
-                require_declared(params, form.params, form.extents, spec.tied, spec.primal)
+                if addresses is None or overlap(addresses[1], form.extents):
+                    require_declared(params, form.params, form.extents, spec.tied, spec.primal)
                 self._addresses = addresses
 
     def _fail(self, raised: BaseException) -> NoReturn:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from ppfunc.schedule import Instruction, Op, send_completion
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL
-from ppfunc.schedule.proof.buffers import recomputed
 from ppfunc.stage import Signature, StageProgram
 from ppfunc.stage.device import SideStreams
 from ppfunc.stage.interrupts import act_on_interrupts
@@ -128,10 +127,9 @@ class _Binder:
         self._schedule = lowered.schedule
         self._trains = not self._schedule.forward_only
         self._frees = Op.RESHARD in self._schedule.ops  # parameters, between a forward and its backward
-        moves = (
-            i for rank in lowered.ranks for i in lowered.schedule.instructions(rank) if i.op is Op.OFFLOAD
-        )
-        self._leaving, self._dropped = frozenset(map(_key, moves)), recomputed(lowered.schedule)
+        own = [i for rank in lowered.ranks for step in self._schedule.programs[rank] for i in step]
+        self._leaving = frozenset(_key(i) for i in own if i.op is Op.OFFLOAD)
+        self._dropped = frozenset(_key(i) for i in own if i.op is Op.RECOMPUTE)
         self._fetched = set[Key]()
         self._received: dict[Tag, Transfer] = {}  # posted, and not waited for
         self._away, self._back = SideStreams(), SideStreams()  # of residuals
