@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     )
     from .placement import (
         Placement as Placement,
-        bidirectional as bidirectional,
         explicit as explicit,
         loop as loop,
         place as place,

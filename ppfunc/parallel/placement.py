@@ -40,20 +40,6 @@ def v_shape(ranks: int, chunks: int = 2) -> Placement:
     return (down + down[::-1]) * (chunks // 2)
 
 
-def bidirectional(ranks: int) -> Placement:
-    """Place two replicas of every stage: stages ``0..ranks-1`` up the ranks, their replicas down.
-
-    The replicas are stages ``ranks..2*ranks-1``.
-
-    >>> bidirectional(4)
-    (0, 1, 2, 3, 3, 2, 1, 0)
-
-    References:
-        DeepSeek-AI, DualPipe (2025).
-    """
-    return v_shape(ranks, chunks=2)
-
-
 def explicit(ranks_of_stages: Iterable[int]) -> Placement:
     """Make the placement with these ranks: that of stage 0, of stage 1, and so on.
 

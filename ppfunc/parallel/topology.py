@@ -177,20 +177,6 @@ class Topology:
         pairs = zip(self.axes, self.coordinate(rank), strict=True)
         return outer_sep.join(f"{axis}{inner_sep}{index:02d}" for axis, index in pairs if axis not in omitted)
 
-    def require_world_size(self, world_size: int) -> Topology:
-        """Check that the topology has ``world_size`` ranks, and return it.
-
-        Raises:
-            ValueError: where it has another number.
-        """
-        if self.world_size != world_size:
-            sizes = " x ".join(map(str, self.sizes)) or "1"
-            raise ValueError(
-                f"the topology {self} has {sizes} = {self.world_size} ranks, but the world has {world_size}: "
-                f"choose sizes whose product is {world_size}"
-            )
-        return self
-
     def _ranks(self, **chosen: int) -> Iterator[int]:
         """List the ranks at the chosen indices, ascending."""
         axes = zip(self.axes, self.sizes, self.strides, strict=True)

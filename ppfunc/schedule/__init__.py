@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from .costs import Costs as Costs
     from .errors import ScheduleError as ScheduleError
     from .formats.csv import from_csv as from_csv, to_csv as to_csv
-    from .formats.files import read_csv as read_csv, read_schedule as read_schedule
+    from .formats.files import read_schedule as read_schedule
     from .formats.grid import to_grid as to_grid
     from .formats.json import from_json as from_json, to_json as to_json
     from .formats.scatter import to_scatter as to_scatter

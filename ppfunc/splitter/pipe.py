@@ -1,6 +1,5 @@
 """Take the stages of a ``torch.distributed.pipelining.Pipe``, which torch has cut already."""
 
-import operator
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ class PipeModule(nn.Module):
         ValueError: it has a loss and a backward of its own.
     """
 
+    graph_module: torch.fx.GraphModule
+
     def __init__(self, pipe: Any) -> None:
         super().__init__()
         if pipe.has_loss_and_backward:
@@ -28,7 +29,7 @@ class PipeModule(nn.Module):
                 "model: got a Pipe with a loss of its own; make it without loss_spec, and give the loss to"
                 " the step"
             )
-        self.graph = pipe.split_gm.graph
+        self.__dict__["graph_module"] = pipe.split_gm  # no submodule: its stages are
         stages = dict(pipe.split_gm.named_children())
         self.stages = tuple(stages)
         for copies in pipe.replicated_params:
@@ -64,26 +65,10 @@ class PipeModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the stages in turn."""
-        remaining = iter(args)
-        values: dict[torch.fx.Node, Any] = {}
-        for node in self.graph.nodes:
-            nodes, named = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            match node.op:
-                case "placeholder":
-                    values[node] = kwargs[node.target] if node.target in kwargs else next(remaining)
-                case "call_module":
-                    values[node] = self.get_submodule(node.target)(*nodes, **named)
-                case "call_function" if node.target is operator.getitem:
-                    values[node] = nodes[0][nodes[1]]
-                case "output":
-                    results = nodes[0]
-                    return results[0] if isinstance(results, tuple) and len(results) == 1 else results
-                case _:
-                    raise ValueError(
-                        f"model: got a Pipe whose graph has {node.op} {node.target}, expected calls of stages"
-                        " alone"
-                    )
-        raise ValueError("model: got a Pipe whose graph returns nothing")
+        remaining, places = iter(args), self.graph_module.graph.find_nodes(op="placeholder")
+        values = [kwargs[n.target] if n.target in kwargs else next(remaining) for n in places]
+        results = torch.fx.Interpreter(self.graph_module).run(*values)
+        return results[0] if isinstance(results, tuple) and len(results) == 1 else results
 
 
 def as_pipe(model: Any) -> PipeModule | None:

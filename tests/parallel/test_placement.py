@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 
-from ppfunc.parallel import bidirectional, explicit, loop, place, stages_of, v_shape
+from ppfunc.parallel import explicit, loop, place, stages_of, v_shape
 
 
 def held(placement):
@@ -19,7 +19,7 @@ def test_stages_of_each_rank():
     assert held(place("v", 4, 8)) == [(0, 7), (1, 6), (2, 5), (3, 4)]
     assert held(place("loop", 2, 6)) == [(0, 2, 4), (1, 3, 5)]
     assert held(v_shape(2, chunks=4)) == [(0, 3, 4, 7), (1, 2, 5, 6)]
-    assert held(bidirectional(4)) == [(0, 7), (1, 6), (2, 5), (3, 4)]
+    assert held(v_shape(4)) == [(0, 7), (1, 6), (2, 5), (3, 4)]
     assert held(explicit([1, 0, 0, 1])) == [(1, 2), (0, 3)]
 
 

@@ -163,7 +163,6 @@ def test_a_question_about_a_million_ranks_takes_microseconds():
         (lambda t: t.ranks_where(model=0), "unknown axis 'model'"),
         (lambda t: t.ranks_where(data=3), r"data=3 is out of range.*0\.\.2"),
         (lambda t: t.rank_repr(6), "rank 6 is not in the topology"),
-        (lambda t: t.require_world_size(8), "2 x 3 = 6 ranks, but the world has 8"),
         (lambda t: Topology(("pipe",), (2, 3)), "one size per axis"),
         (lambda t: Topology(("pipe", "pipe"), (2, 3)), "occurs twice"),
         (lambda t: Topology(("a b",), (2,)), "cannot name an axis"),
@@ -179,8 +178,3 @@ def test_a_question_about_a_million_ranks_takes_microseconds():
 def test_errors_say_what_was_got_and_what_is_valid(call, message):
     with pytest.raises(ValueError, match=message):
         call(Topology.of(pipe=2, data=3))
-
-
-def test_a_topology_that_fits_is_returned():
-    topology = Topology.of(pipe=2, data=3)
-    assert topology.require_world_size(6) is topology

@@ -9,7 +9,7 @@ from ppfunc.schedule import BUILDERS, compute_only, gpipe, place_communication
 from ppfunc.schedule.certificate import check
 from ppfunc.schedule.errors import ScheduleError
 from ppfunc.schedule.formats.csv import from_csv, to_csv
-from ppfunc.schedule.formats.files import read_csv, read_schedule
+from ppfunc.schedule.formats.files import read_schedule
 from ppfunc.schedule.formats.json import to_json
 from ppfunc.schedule.formats.text import FormatError
 from ppfunc.schedule.instruction import Instruction, Op
@@ -77,7 +77,7 @@ def test_files(tmp_path):
     (tmp_path / "gpipe.csv").write_text(to_csv(schedule))
     (tmp_path / "gpipe.json").write_text(to_json(schedule))
     assert (
-        read_csv(tmp_path / "gpipe.csv")
+        read_schedule(tmp_path / "gpipe.csv")
         == read_schedule(tmp_path / "gpipe.csv")
         == read_schedule(tmp_path / "gpipe.json")
         == schedule

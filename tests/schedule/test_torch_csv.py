@@ -17,7 +17,7 @@ from ppfunc.schedule import (
     insert_offloads,
     interleaved_one_f_one_b,
     place_communication,
-    read_csv,
+    read_schedule,
     remove_tail,
     remove_unshards,
     to_csv,
@@ -61,7 +61,7 @@ def test_what_torch_writes_is_read(kind, tmp_path):
     theirs._dump_csv(tmp_path / "comms.csv", format="compute_comms")
     ours = BUILDERS[KINDS[kind]](RANKS, MICROBATCHES)
     for form in ("compute", "comms"):
-        read = read_csv(tmp_path / f"{form}.csv")
+        read = read_schedule(tmp_path / f"{form}.csv")
         assert (read.name, read.placement, read.chains) == (form, ours.placement, ours.chains)
         for rank, actions in theirs.pipeline_order.items():
             expected = [str(action) for action in actions if action is not None]

@@ -14,7 +14,7 @@ from ppfunc.schedule import (
     compute_only,
     place_communication,
     plan,
-    read_csv,
+    read_schedule,
     to_csv,
     to_torch_csv,
 )
@@ -82,7 +82,7 @@ def run(rank: int, folder: Path, name: str, form: str) -> None:
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
     file = folder / f"{name}-{'sum' if form == 'sum' else 'torch'}.csv"
-    schedule = read_csv(file)
+    schedule = read_schedule(file)
     model = layers(schedule.stages)
     held = schedule.stages_of(rank)
     if (
@@ -141,7 +141,7 @@ def test_torch_finds_the_gradients_of_the_whole_model(name, form, folder):
 # Those that builders make are compared with the model: see ``test_universal_gradients.py``.
 @pytest.mark.parametrize("name", cases(NAMES, NAMES[-2:]))
 def test_torch_finds_the_gradients_that_ppfunc_finds(name, folder):
-    schedule = read_csv(folder / f"{name}-sum.csv")
+    schedule = read_schedule(folder / f"{name}-sum.csv")
     model = layers(schedule.stages)
     functions = [
         lambda params, x, layer=layer: torch.func.functional_call(layer, params, (x,)) for layer in model

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ppfunc._text import naming_arguments
 from ppfunc.parallel.counts import require_counts
-from ppfunc.parallel.placement import bidirectional, v_shape
+from ppfunc.parallel.placement import v_shape
 
 from ..instruction import B, F, Instruction, Op, overlap
 from ..schedule import Chain, Schedule
@@ -48,7 +48,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
         entering, leaving = (up, down) if r < ranks // 2 else (down, up)
         phases = eight_phases(entering, leaving, ranks // 2, min(r, ranks - 1 - r), microbatches // 2)
         programs.append(tuple((i,) for i in phases))
-    return Schedule("dualpipe", bidirectional(ranks), chains, tuple(programs))
+    return Schedule("dualpipe", v_shape(ranks), chains, tuple(programs))
 
 
 @naming_arguments
@@ -121,7 +121,7 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
                 slots[start + place] = F(chain.stages[place], m)
                 slots[start + 2 * ranks - 1 - place] = B(chain.stages[place], m)
         programs.append(tuple((slots[time],) for time in sorted(slots)))
-    return Schedule("chimera", bidirectional(ranks), chains, tuple(programs))
+    return Schedule("chimera", v_shape(ranks), chains, tuple(programs))
 
 
 def _both_ways(ranks: int, microbatches: int, least: int, expected: str, other: str) -> tuple[Chain, Chain]:

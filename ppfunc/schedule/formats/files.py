@@ -49,11 +49,6 @@ def parse(text: str, name: str) -> tuple[Schedule, Timeline | None]:
     return timeline.schedule, timeline
 
 
-def read_csv(path: str | PathLike[str]) -> Schedule:
-    """Read the schedule in the CSV file ``path``; raises as :func:`read_schedule`."""
-    return from_csv(read_text(path), Path(path).stem)
-
-
 def read_text(path: str | PathLike[str]) -> str:
     """Read a regular file of text; raises as :func:`read_schedule`."""
     mode = Path(path).stat().st_mode
