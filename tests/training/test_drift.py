@@ -181,3 +181,15 @@ def test_copies_of_parts_are_compared_along_the_axes_that_share_them(four, form,
 def test_how_often_is_a_number_of_steps():
     with pytest.raises(ValueError, match="checksum_every = 0, expected an integer of at least 1"):
         pp.Trainer([dense], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), checksum_every=0)
+
+
+def test_a_leaf_of_the_last_step_that_was_resized_is_told():
+    with pp.Trainer([dense], squared, pp.gpipe(1, 2), pp.optim.adamw(0.1)) as trainer:
+        state = stepped(trainer, trainer.init({0: {"w": normal(WIDTH, WIDTH)}}), 0)
+        kept = tree_map(torch.clone, state)
+        state.optimizer[0]["mean"]["w"].resize_(2, 2)
+        with pytest.raises(
+            pp.PipelineError, match=r"mean\['w'\] must match its parameter: got torch.float64\[2, 2\]"
+        ):
+            stepped(trainer, state, 1)
+        stepped(trainer, kept, 1)

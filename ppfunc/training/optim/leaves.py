@@ -52,10 +52,6 @@ class LeafPlan(NamedTuple):
         span, structure = self.spans[name]
         return structure.unflatten(state[span])
 
-    def like_first(self, grads: Leaves) -> Leaves:
-        """Return gradients in row-major memory, if those of the plan were."""
-        return grads if self.forms[1].guards(*grads) else tuple(map(_dense, grads))
-
 
 def leaves_of(plan: LeafPlan, trees: Sequence[Tree]) -> list[Leaves] | None:
     """Return the leaves of trees that have the forms of a plan, else None."""
@@ -158,14 +154,14 @@ def owned(plan: LeafPlan, columns: Sequence[Leaves], donate: bool) -> list[Leave
     """
     if not donate:
         return [_copies(column) for column in columns]
-    return list(columns) if plan.plain else [tuple(map(_dense, column)) for column in columns]
+    return list(columns) if plan.plain else [tuple(map(dense, column)) for column in columns]
 
 
 def for_kernels(plan: LeafPlan, leaves: Leaves) -> Leaves:
     """View leaves in row-major memory in real dtypes: the kernels know no complex numbers."""
     if plan.plain:
         return leaves
-    return tuple(torch.view_as_real(x) if x.dtype.is_complex else x for x in map(_dense, leaves))
+    return tuple(torch.view_as_real(x) if x.dtype.is_complex else x for x in map(dense, leaves))
 
 
 def trained_leaves(plan: LeafPlan, leaves: Leaves) -> Leaves:
@@ -173,7 +169,7 @@ def trained_leaves(plan: LeafPlan, leaves: Leaves) -> Leaves:
     return leaves if len(plan.trained) == len(leaves) else tuple(leaves[n] for n in plan.trained)
 
 
-def _dense(leaf: Tensor) -> Tensor:
+def dense(leaf: Tensor) -> Tensor:
     """Put a leaf into row-major memory, without history.
 
     The kernels walk the memory of several tensors side by side.
@@ -203,7 +199,7 @@ def require_own_memory(plan: LeafPlan, leaves: Sequence[Leaves]) -> None:
     spans = {name: plan.spans[name] for name in plan.present}
     every = [*trained_leaves(plan, params), *chain(*(state[span] for span, _ in spans.values()))]
     if not plan.plain:
-        every = list(map(_dense, every))
+        every = list(map(dense, every))
     if every and isinstance(every[0], FakeTensor):
         return  # without values, nor addresses
     if len(set(map(Tensor.data_ptr, every))) == len(every):

@@ -18,35 +18,43 @@ _DTYPE = attrgetter("dtype")
 _ROW, _LONG = 4096, 16_384  # elements of a row, and of the shortest leaf that is read in rows
 
 
-def leaf_sums(leaves: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Sum ``|x|**p`` over each leaf; for infinity, take its largest ``|x|``.
+def leaf_norms(leaves: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Compute the norm of each leaf.
 
     Args:
         leaves: gradients of this rank. Those that are neither floating nor complex count as 0.
         norm_type: p.
 
     Returns:
-        float64[leaves], on the device of the first. Halves are squared in float32.
+        float32 or float64[leaves], on the device of the first. Halves are squared in float32.
     """
     sizes = list(map(Tensor.numel, leaves))
     if all(sizes) and len(set(map(_DTYPE, leaves))) == len(set(map(Tensor.get_device, leaves))) == 1:
-        sums = _norms(leaves, norm_type, max(sizes))
-    else:
-        sums = torch.zeros(len(leaves), dtype=torch.float64, device=leaves[0].device if leaves else None)
-        by_leaf, by_kind = list(sums.unbind()), dict[tuple[torch.dtype, torch.device], list[int]]()
-        for n, leaf in enumerate(leaves):
-            if sizes[n]:
-                by_kind.setdefault((leaf.dtype, leaf.device), []).append(n)
-        for alike in by_kind.values():
-            norms = _norms([leaves[n] for n in alike], norm_type, max(sizes)).to(sums)
-            for n, norm in zip(alike, norms.unbind(), strict=True):  # an index would be a tensor of the host
-                by_leaf[n] = norm
-        sums = torch.stack(by_leaf) if by_leaf else sums
-    return sums if isinf(norm_type) else sums.pow(norm_type)
+        return _norms(leaves, norm_type, max(sizes))
+    norms = torch.zeros(len(leaves), dtype=torch.float64, device=leaves[0].device if leaves else None)
+    by_leaf, by_kind = list(norms.unbind()), dict[tuple[torch.dtype, torch.device], list[int]]()
+    for n, leaf in enumerate(leaves):
+        if sizes[n]:
+            by_kind.setdefault((leaf.dtype, leaf.device), []).append(n)
+    for alike in by_kind.values():
+        own = _norms([leaves[n] for n in alike], norm_type, max(sizes)).to(norms)
+        for n, norm in zip(alike, own.unbind(), strict=True):  # an index would be a tensor of the host
+            by_leaf[n] = norm
+    return torch.stack(by_leaf) if by_leaf else norms
+
+
+def powers(norms: Tensor, norm_type: float = 2.0) -> Tensor:
+    """Raise the results of :func:`leaf_norms` to p, float64; for infinity, leave them."""
+    return norms.double() if isinf(norm_type) else norms.double().pow(norm_type)
+
+
+def leaf_sums(leaves: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Sum ``|x|**p`` over each leaf, float64[leaves]; for infinity, take its largest ``|x|``."""
+    return powers(leaf_norms(leaves, norm_type), norm_type)
 
 
 def _norms(leaves: Sequence[Tensor], norm_type: float, largest: int) -> Tensor:
-    """Compute the norms of leaves of one dtype and device, none of them empty: float64[leaves].
+    """Compute the norms of leaves of one dtype and device, none of them empty: float[leaves].
 
     Args:
         largest: elements of a leaf, at most.
@@ -64,7 +72,7 @@ def _norms(leaves: Sequence[Tensor], norm_type: float, largest: int) -> Tensor:
         )
     if leaves[0].is_cpu and largest > _LONG:
         leaves = [_in_rows(leaf, norm_type) if leaf.numel() > _LONG else leaf for leaf in leaves]
-    return torch.stack(norms_of_each(tuple(leaves), norm_type)).to(torch.float64)
+    return torch.stack(norms_of_each(tuple(leaves), norm_type))
 
 
 def _in_rows(leaf: Tensor, norm_type: float) -> Tensor:
@@ -82,7 +90,7 @@ def _in_rows(leaf: Tensor, norm_type: float) -> Tensor:
 
 
 def norm_sum(sums: Tensor, norm_type: float = 2.0) -> Tensor:
-    """Add up the results of :func:`leaf_sums`, float64[]; for the infinity norm, take the largest."""
+    """Add up the results of :func:`powers`, float64[]; for the infinity norm, take the largest."""
     return sums.amax() if isinf(norm_type) and len(sums) else sums.sum()
 
 

@@ -12,7 +12,8 @@ from ppfunc.stage.modules.frozen import Mask
 from .._torch import fused_adamw, fused_sgd
 from ..checks import require_number
 from .protocols import Optimizer
-from .updates import LearningRate, optimizer_of, require_betas, written_into
+from .rates import LearningRate
+from .updates import optimizer_of, require_betas, written_into
 
 
 @naming_arguments

@@ -2,7 +2,7 @@
 metric.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf, pi
 from typing import Any, Literal, NamedTuple
 
@@ -11,8 +11,15 @@ from torch import Tensor
 
 from ppfunc._text import naming_arguments, require_one_of
 from ppfunc.parallel.counts import require_counts
+from ppfunc.stage.device import accelerates
 
 from ..checks import require_number
+
+LearningRate = float | Callable[[Any], Tensor | float]
+"""Number, or function of the number of updates made before, such as :func:`warmup_cosine`, or of a state."""
+
+# Numbers of updates at which ranks compare a rate of which only a name is known.
+_PROBED = 0, 1, 10, 100, 1_000, 10_000, 100_000
 
 
 class Rate(NamedTuple):
@@ -168,3 +175,62 @@ def plateau(
 
     numbers = f"{lr}, {factor}, {patience}, {threshold}, {cooldown}, {least}, {mode}"
     return Rate(f"plateau({numbers})", lambda state: state["lr"], init, observe)
+
+
+class RateState:
+    """Reads a rate from the state of an optimizer; one that depends on metrics has a state there."""
+
+    def __init__(self, rate: LearningRate) -> None:
+        self._rate: Any = rate
+        self.names = ("rate",) if getattr(rate, "init", None) is not None else ()
+        self.observes = getattr(rate, "observe", None) is not None
+
+    def init(self, device: torch.device) -> dict[str, Any]:
+        return {name: self._rate.init(device) for name in self.names}
+
+    def at(self, state: Mapping[str, Any], updates: Tensor) -> Tensor | float:
+        """Return the rate after so many updates."""
+        rate, argument = self._rate, state["rate"] if self.names else updates
+        return rate(argument) if callable(rate) else rate
+
+    def since(self, state: dict[str, Any], more: Tensor) -> Tensor | float:
+        count = state["updates"]
+        return self.at(state, count + more.to(count) if callable(self._rate) else count)
+
+    def observe(self, state: dict[str, Any], metric: Tensor) -> dict[str, Any]:
+        return {**state, "rate": self._rate.observe(state["rate"], metric)}
+
+
+def text_of_rate(lr: LearningRate) -> str:
+    """Write a learning rate as ranks compare it: its numbers, or the name and some values of its function."""
+    if text := getattr(lr, "text", None):
+        return f"lr {text}"
+    if not callable(lr):
+        require_number(
+            "lr",
+            lr,
+            mend=", or a function of the number of updates, such as ppfunc.optim.warmup_cosine;"
+            " an optimizer is given no parameters",
+        )
+        return f"lr {lr}"
+    values = {updates: _value_of(lr, updates) for updates in _PROBED}
+    if isinstance(values[0], float):
+        require_number("lr(0)", values[0])
+    texts = ", ".join(f"{value} at {updates}" for updates, value in values.items())
+    return f"lr {getattr(lr, '__qualname__', type(lr).__name__)} ({texts})"
+
+
+def _value_of(lr: Callable[[Tensor], Tensor | float], updates: int) -> float | str:
+    """Compute a rate after so many updates, or name the error that it raises: a table ends somewhere."""
+    try:
+        rate = lr(torch.tensor(updates, device="cpu"))
+        return float(rate.detach() if isinstance(rate, Tensor) else rate)
+    except Exception as error:
+        return type(error).__name__
+
+
+def on_device(rate: Tensor | float, device: torch.device) -> Tensor | float:
+    """Convert a learning rate for the kernels: those of an accelerator read float32 alone."""
+    if not isinstance(rate, Tensor):
+        return float(rate)
+    return rate.to(device, torch.float32 if accelerates(device) else rate.dtype).reshape(())

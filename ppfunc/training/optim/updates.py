@@ -19,7 +19,6 @@ from torch.autograd.graph import increment_version
 
 from ppfunc._text import naming_arguments, shown
 from ppfunc.stage import Signature
-from ppfunc.stage.device import accelerates
 from ppfunc.stage.modules.frozen import Mask, masked_leaves
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_flatten
@@ -30,6 +29,7 @@ from .leaves import (
     LeafPlan,
     Leaves,
     Shapes,
+    dense,
     for_kernels,
     leaves_of,
     owned,
@@ -38,9 +38,7 @@ from .leaves import (
     trained_leaves,
 )
 from .protocols import Optimizer, Tree, UpdateLeaves, selected
-
-LearningRate = float | Callable[[Any], Tensor | float]
-"""Number, or function of the number of updates made before, such as :func:`warmup_cosine`, or of a state."""
+from .rates import LearningRate, RateState, on_device, text_of_rate
 
 Formula = Callable[..., tuple[Tensor | None, ...]]
 
@@ -49,9 +47,6 @@ Kernel = Callable[..., None]
 
 Compute = Callable[..., list[Leaves]]
 """``compute(plan, params, grads, states, found_inf, step, rate, written)``: new parameters, then states."""
-
-# Numbers of updates at which ranks compare a rate of which only a name is known.
-_PROBED = 0, 1, 10, 100, 1_000, 10_000, 100_000
 
 
 def optimizer_of(
@@ -79,13 +74,13 @@ def optimizer_of(
         raise TypeError(f"mask: got {shown(mask)}, expected a function mask(params) -> tree of booleans")
 
     def write() -> str:
-        return f"{name}({_text_of_rate(lr)}, {numbers}, weight decay {weight_decay}{_text_of_mask(mask)})"
+        return f"{name}({text_of_rate(lr)}, {numbers}, weight decay {weight_decay}{_text_of_mask(mask)})"
 
     write()  # raises for a rate that is none
     shapes = states if isinstance(states, Mapping) else dict.fromkeys(states, tuple)
     by_formula: Compute = partial(_by_formula, formula)
     compute = by_formula if kernel is None else partial(_by_kernel, kernel, donate)
-    rate, decays_of = _Rate(lr), partial(_decays_of, mask, weight_decay)
+    rate, decays_of = RateState(lr), partial(_decays_of, mask, weight_decay)
     made = _Updates(write, shapes, by_formula, compute, rate, decays_of, kernel is not None, donate)
     update = naming_arguments(made.update)
     return Optimizer(
@@ -106,7 +101,7 @@ class _Updates:
     shapes: Shapes
     by_formula: Compute
     compute: Compute
-    rate: _Rate
+    rate: RateState
     decays_of: Callable[[Tree], list[float]]
     complex: bool
     donate: bool
@@ -153,7 +148,9 @@ class _Updates:
                 tree = of_params.unflatten(params)
                 whole: Any = of_state.unflatten(state)
                 plan, _ = self._plan(tree, tree, whole)
-            return self._run(self.compute, plan, (params, plan.like_first(grads), state), found_inf, written)
+            return self._run(
+                self.compute, plan, (params, tuple(map(dense, grads)), state), found_inf, written
+            )
 
         return update_leaves
 
@@ -182,30 +179,6 @@ class _Updates:
         for name, column in zip(("updates", *plan.present), ((count + made,), *after), strict=True):
             every[plan.spans[name][0]] = column
         return new, every
-
-
-class _Rate:
-    """Reads a rate from the state of an optimizer; one that depends on metrics has a state there."""
-
-    def __init__(self, rate: LearningRate) -> None:
-        self._rate: Any = rate
-        self.names = ("rate",) if getattr(rate, "init", None) is not None else ()
-        self.observes = getattr(rate, "observe", None) is not None
-
-    def init(self, device: torch.device) -> dict[str, Tree]:
-        return {name: self._rate.init(device) for name in self.names}
-
-    def at(self, state: Mapping[str, Tree], updates: Tensor) -> Tensor | float:
-        """Return the rate after so many updates."""
-        rate, argument = self._rate, state["rate"] if self.names else updates
-        return rate(argument) if callable(rate) else rate
-
-    def since(self, state: dict[str, Tree], more: Tensor) -> Tensor | float:
-        count = state["updates"]
-        return self.at(state, count + more.to(count) if callable(self._rate) else count)
-
-    def observe(self, state: dict[str, Tree], metric: Tensor) -> dict[str, Tree]:
-        return {**state, "rate": self._rate.observe(state["rate"], metric)}
 
 
 def _decays_of(mask: Mask | None, weight_decay: float, params: Tree) -> list[float]:
@@ -237,7 +210,7 @@ def _by_kernel(
         kernel(
             *chosen,
             step.float().to(device),
-            lr=_rate(rate, device),
+            lr=on_device(rate, device),
             weight_decay=decay,
             found_inf=None if found_inf is None else found_inf.to(device, torch.float32),
         )
@@ -263,7 +236,7 @@ def _by_formula(
     for p, g, decay, *each in zip(params, grads, plan.decays, *spread, strict=True):
         old = (p.detach() if isinstance(p, nn.Parameter) else p, *each)  # a module's are values
         if differentiable(p.dtype):
-            new = applied(formula, old, g, step, lr=_rate(rate, p.device), weight_decay=decay)
+            new = applied(formula, old, g, step, lr=on_device(rate, p.device), weight_decay=decay)
             old = selected(found_inf, old, new)
         rows.append(old)
     new, *after = zip(*rows, strict=True) if rows else [()] * (1 + len(columns))
@@ -329,37 +302,9 @@ def require_betas(betas: object) -> None:
         require_number(f"betas[{n}]", beta, below=1.0)
 
 
-def _text_of_rate(lr: LearningRate) -> str:
-    """Write a learning rate as ranks compare it: its numbers, or the name and some values of its function."""
-    if text := getattr(lr, "text", None):
-        return f"lr {text}"
-    if not callable(lr):
-        require_number(
-            "lr",
-            lr,
-            mend=", or a function of the number of updates, such as ppfunc.optim.warmup_cosine;"
-            " an optimizer is given no parameters",
-        )
-        return f"lr {lr}"
-    values = {updates: _value_of(lr, updates) for updates in _PROBED}
-    if isinstance(values[0], float):
-        require_number("lr(0)", values[0])
-    texts = ", ".join(f"{value} at {updates}" for updates, value in values.items())
-    return f"lr {getattr(lr, '__qualname__', type(lr).__name__)} ({texts})"
-
-
 def _text_of_mask(mask: Mask | None) -> str:
     """Name the mask of a weight decay."""
     return "" if mask is None else f" of {getattr(mask, '__qualname__', type(mask).__name__)}"
-
-
-def _value_of(lr: Callable[[Tensor], Tensor | float], updates: int) -> float | str:
-    """Compute a rate after so many updates, or name the error that it raises: a table ends somewhere."""
-    try:
-        rate = lr(torch.tensor(updates, device="cpu"))
-        return float(rate.detach() if isinstance(rate, Tensor) else rate)
-    except Exception as error:
-        return type(error).__name__
 
 
 def _require_state(state: Any, names: tuple[str, ...]) -> None:
@@ -368,13 +313,6 @@ def _require_state(state: Any, names: tuple[str, ...]) -> None:
         got = ", ".join(map(repr, state)) if isinstance(state, dict) else f"a {type(state).__name__}"
         wanted = ", ".join(map(repr, ("updates", *names)))
         raise ValueError(f"state: got {got or 'nothing'}, expected {wanted}; it is that of another optimizer")
-
-
-def _rate(rate: Tensor | float, device: torch.device) -> Tensor | float:
-    """Convert a learning rate for the kernels: those of an accelerator read float32 alone."""
-    if not isinstance(rate, Tensor):
-        return float(rate)
-    return rate.to(device, torch.float32 if accelerates(device) else rate.dtype).reshape(())
 
 
 def zero_count(leaves: Sequence[Tensor]) -> Tensor:

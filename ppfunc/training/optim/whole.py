@@ -14,7 +14,8 @@ from ..checks import require_number, require_positive, require_real
 from .groups import divided
 from .optimizers import adam_direction
 from .protocols import Optimizer, require_pair, text_of
-from .updates import LearningRate, optimizer_of, require_betas
+from .rates import LearningRate
+from .updates import optimizer_of, require_betas
 
 
 @naming_arguments

@@ -2,7 +2,8 @@
 
 parameter_update.py  TrainingUpdate   what REDUCE_GRAD, STEP and UNSHARD do in one call of a trainer:
   reducer.py           Reducer          gradients of microbatches into buckets, summed over data ranks
-  update_rule.py       updated          divide by scale and clip, run the optimizer on a stage
+  conclusion.py        conclude         from the sums over all ranks: the norm, the factor, whether to skip
+  update_rule.py       StageUpdate      run the optimizer on a stage
   sharding.py          shard, gather    leaves in flat buffers, cut over data ranks, and gathered
 
 ``ranks.py``, ``update_rule.py`` and ``precision.py`` say what it is made of, ``train_state.py`` what it

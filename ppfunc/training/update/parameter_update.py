@@ -1,7 +1,7 @@
 """Update parameters within a call of a trainer: sum over ranks, conclude, and run the optimizer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial, reduce
+from functools import cache, partial
 from math import isinf
 from typing import Any
 
@@ -11,17 +11,17 @@ from torch import Tensor
 from ppfunc.runtime.execution.buffers import Buffers, Leaves
 from ppfunc.runtime.execution.gradients import Gradients
 from ppfunc.runtime.execution.nonfinite import NotFinite
-from ppfunc.runtime.transport.collective import Collective, Wait
+from ppfunc.runtime.transport.collective import Wait
 from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage.layout import local
 from ppfunc.stage.signature import leaf_names
 from ppfunc.stage.tree import tree_leaves, tree_map
 
 from .._torch import multiply_into_each
-from ..optim.norms import clip_coefficient, leaf_sums, norm_of, norm_sum
+from ..optim.norms import leaf_norms, powers
 from ..optim.protocols import selected
 from .comparison import alike_in_places, start_facts
-from .precision import overflow
+from .conclusion import conclude, shares, start_largest, unscaled_norm
 from .ranks import TrainingRanks
 from .reducer import Reducer
 from .sharding import gather
@@ -63,7 +63,7 @@ class TrainingUpdate:
         # By stage, where gradients are added up, and the numbers of the leaves.
         self._reducers: dict[int, tuple[Reducer, Sequence[int]]] = {}
         self._gradients: dict[int, dict[int, Tensor]] = {}  # by stage and number of the leaf
-        self._norms: dict[int, Tensor] = {}  # by stage, this rank's share in the norm, float64[leaves]
+        self._norms: dict[int, Tensor] = {}  # by stage, of the leaves that this rank counts
         self._leaf_sums: dict[int, dict[str, Tensor]] = {}  # by stage and name, of all ranks, where asked for
         self._factor: Tensor | None = None  # of the gradients, None for 1
         self._found_inf: Tensor | None = None  # 1 where loss or gradients are not finite, float32[]
@@ -152,11 +152,12 @@ class TrainingUpdate:
         rule, world = self._rule, self._ranks.world
         for stage in sorted({*self._gradients, *self._reducers}) if rule.needs_all else ():
             self._await_sums(stage)
-        norms = self._norms_by_stage()
-        terms = [value.sum().to(norms[0]) for value in losses if self._ranks.model.index == 0]
-        sums = torch.stack([reduce(torch.add, terms, norms[0].new_zeros(())), *norms])
+        stages, device = max(self._ranks.schedule.model_stages) + 1, self.state.step.device
+        counted = losses if self._ranks.model.index == 0 else ()
+        sums = shares(self._norms, counted, rule.clip.norm_type, stages, device)
+        self._norms = {}
         if isinf(rule.clip.norm_type):
-            waits = [world.all_reduce(sums[:1]), _largest(world, sums[1:])]
+            waits = [world.all_reduce(sums[:1]), start_largest(world, sums[1:])]
         else:
             waits = [world.all_reduce(sums)]
         rows = None if each is None else self._rows(each)
@@ -169,7 +170,7 @@ class TrainingUpdate:
         conclude()
         buffers.state.update({stage: wait() for stage, wait in self._new_states.items()})
         self._new_states.clear()
-        if rule.on_nonfinite == "skip":
+        if self._stage_state and rule.on_nonfinite == "skip":
             buffers.state.update(selected(self._found_inf, self._stage_state, buffers.state))
         self._stage_state = dict(buffers.state)
         buffers.scale = self.state.scale.get("scale")
@@ -241,18 +242,17 @@ class TrainingUpdate:
         """Begin to gather the new parameters of a stage; the memory is that of two stages at a time."""
         left, precision = self._updates_left[stage], self._rule.precision
         del buffers.params[stage]
-        wait = gather(shards, self.stages[stage].trees.dims, self._ranks.parts)
 
-        @cache
-        def gathered() -> Leaves:
-            whole = wait()
+        def renewed(whole: Sequence[Tensor]) -> Leaves:
             self._renew(stage, whole)
             # After the last update nobody computes with them.
             return tuple(precision.to_compute(list(whole))) if left else ()
 
         if self._ranks.parts.size == 1:
-            buffers.params[stage] = gathered()
+            buffers.params[stage] = renewed(shards)
             return
+        wait = gather(shards, self.stages[stage].trees.dims, self._ranks.parts)
+        gathered = cache(lambda: renewed(wait()))
         buffers.gathering[stage] = self._gathers[stage] = gathered
         for earlier in [*self._gathers.values()][:-2]:
             earlier()
@@ -269,9 +269,11 @@ class TrainingUpdate:
             parts, dim = trees.cuts[n].over.parts, trees.cuts[n].part
             assert dim is not None
             counted[n] = counted[n].tensor_split(parts.size, dim)[parts.index].contiguous()
-        sums = leaf_sums(list(counted.values()), self._rule.clip.norm_type).to(self.state.step.device)
-        self._norms[stage] = sums
+        norm_type = self._rule.clip.norm_type
+        norms = leaf_norms(list(counted.values()), norm_type).to(self.state.step.device)
+        self._norms[stage] = norms
         if self._by_leaf:
+            sums = powers(norms, norm_type)
             self._leaf_sums[stage] = self._over_ranks(stage, dict(zip(counted, sums.unbind(), strict=True)))
 
     def _over_ranks(self, stage: int, mine: Mapping[int, Tensor]) -> dict[str, Tensor]:
@@ -281,21 +283,8 @@ class TrainingUpdate:
         none = torch.zeros((), dtype=torch.float64, device=self.state.step.device)
         sums = torch.stack([none, *(mine.get(n, none) for n in names)])[1:]
         for ranks in (self._ranks.data, self._ranks.model):
-            (_largest(ranks, sums) if isinf(self._rule.clip.norm_type) else ranks.all_reduce(sums))()
+            (start_largest(ranks, sums) if isinf(self._rule.clip.norm_type) else ranks.all_reduce(sums))()
         return dict(zip(names.values(), sums.unbind(), strict=True))
-
-    def _norms_by_stage(self) -> list[Tensor]:
-        """Take this rank's shares in the norm, by stage of the model: float64[], 0 for those of others.
-
-        Summed over the ranks, and then over the stages in order, they give the same bits in any number of
-        processes.
-        """
-        stages = max(self._ranks.schedule.model_stages) + 1
-        norms = [torch.zeros((), dtype=torch.float64, device=self.state.step.device)] * stages
-        for stage, leaves in self._norms.items():
-            norms[stage] = norm_sum(leaves, self._rule.clip.norm_type)
-        self._norms.clear()
-        return norms
 
     def _rows(self, each: Mapping[int, Tensor]) -> Tensor:
         """Put the losses of this process in their places among all data ranks: float64[ranks * m]."""
@@ -326,43 +315,23 @@ class TrainingUpdate:
         """Conclude from the sums over all ranks if the update is made, and the factor of the gradients."""
         for wait in waits:
             wait()
-        rule, loss, by_stage = self._rule, sums[0], sums[1:]
-        one = torch.ones((), dtype=loss.dtype, device=loss.device)
-        scale = one if loss_scale is None else loss_scale.to(one)
-
-        def norm_by(sums: Tensor) -> Tensor:
-            norm = norm_of(sums, rule.clip.norm_type)
-            return norm if loss_scale is None else norm / scale
-
-        norm = norm_by(norm_sum(by_stage, rule.clip.norm_type))
-        found_inf = self._found_inf = overflow(loss, norm)
-        if rule.on_nonfinite == "raise" and bool(found_inf):
+        rule, state = self._rule, self.state
+        after = conclude(sums, state.step, loss_scale, rule.clip, rule.on_nonfinite == "skip")
+        loss, norm, self._found_inf, self._factor = after.loss, after.norm, after.found_inf, after.factor
+        if rule.on_nonfinite == "raise" and bool(after.found_inf):
             raise NotFinite(f"the loss is {loss.item():g}, the norm of the gradients {norm.item():g}")
-        self._factor = clip_coefficient(norm, rule.clip.max_norm)
-        if loss_scale is not None:
-            self._factor = (1 if self._factor is None else self._factor) / scale
-        skipped = found_inf if rule.on_nonfinite == "skip" else torch.zeros_like(found_inf)
-        metrics = Metrics(loss, norm, scale, skipped, {}, losses=losses, lr=self._rate(norm))
+        rate = self._rate(norm)
+        metrics = Metrics(loss, norm, after.scale, after.skipped, {}, losses=losses, lr=rate)
         if self._by_leaf:
-            by_leaf = {s: {name: norm_by(each) for name, each in sums.items()} for s, sums in leaves.items()}
-            metrics = metrics._replace(stage_norms=norm_by(by_stage), leaf_norms=by_leaf)
+            scale = None if loss_scale is None else after.scale
+            by_leaf = {
+                s: {name: unscaled_norm(each, rule.clip, scale) for name, each in of_stage.items()}
+                for s, of_stage in leaves.items()
+            }
+            metrics = metrics._replace(
+                stage_norms=unscaled_norm(sums[1:], rule.clip, scale), leaf_norms=by_leaf
+            )
         self.metrics.append(metrics)
-        step, scaling = self.state.step, rule.precision.scale
-        scales = self.state.scale if scaling is None else scaling.update(self.state.scale, found_inf)
-        self.state = self.state._replace(step=step + (skipped <= 0), scale=scales)
-
-
-def _largest(ranks: Collective, norms: Tensor) -> Wait:
-    """Begin to replace norms by the largest of all ranks, NaN if one of them is.
-
-    The maximum of a backend may leave NaN out; a sum does not.
-    """
-    total = norms.clone()
-    waits = ranks.all_reduce(norms, "max"), ranks.all_reduce(total)
-
-    def wait() -> None:
-        for each in waits:
-            each()
-        norms.copy_(torch.where(total.isnan(), total, norms))
-
-    return wait
+        scaling = rule.precision.scale
+        scales = state.scale if scaling is None else scaling.update(state.scale, after.found_inf)
+        self.state = state._replace(step=after.step, scale=scales)

@@ -181,5 +181,6 @@ def overflow(*numbers: Tensor) -> Tensor:
     >>> overflow(torch.tensor(1.0), torch.tensor(float("nan")))
     tensor(1.)
     """
-    zeros = [number - number for number in numbers]  # or no numbers
-    return reduce(torch.add, (zero.to(zeros[0].device) for zero in zeros)).isnan().to(torch.float32)
+    first, *others = numbers
+    none = first - first  # or no number
+    return reduce(torch.mul, (other.to(none.device) for other in others), none).isnan().to(torch.float32)

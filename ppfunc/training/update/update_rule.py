@@ -138,8 +138,9 @@ class StageUpdate:
             return run(grads, state, params, found_inf, written)
         finally:
             if written:
-                self._donation.mark(step, () if are(self._written, written) else written)
-                self._written = refs(written)
+                marked = are(self._written, written)
+                self._donation.mark(step, () if marked else written)
+                self._written = self._written if marked else refs(written)
 
     def _by_trees(
         self,

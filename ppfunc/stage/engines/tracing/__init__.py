@@ -11,6 +11,7 @@
       fast_dispatch.py  find_call        finds the fastest call of each operator
       compiled.py       compiled         has inductor compile a program
       native.py         native           writes a program as a table, which ``native.cpp`` runs
+    plain.py          run_traced       runs a function that nothing differentiates as a program
     replay.py         replayed         runs a program without values, to count its memory
 
 `graph` and `emit` also serve `ppfunc.splitter`, which records above autograd.

@@ -88,15 +88,15 @@ def trace(stage: DifferentiableStage) -> Joint:
         leaves = (stage.outline.y.leaves[i] for i in stage.y_at)
         gy = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=example.device) for leaf in leaves)
         groups = (params, x, extras, gy)
-        joint = _record(partial(_forward_and_backward, stage), groups, name)
+        joint = recorded(partial(_forward_and_backward, stage), groups, name)
         if any(map(is_mutable, joint.graph.nodes)):
             with without_autocast():  # whose casts have been recorded
-                joint = _record(partial(_without_effects, joint), groups, name)
+                joint = recorded(partial(_without_effects, joint), groups, name)
     _require_pure(joint, stage.outline.draws, name)
     return joint
 
 
-def _record(fn: Callable[..., Results], groups: tuple[Leaves, ...], name: str) -> Joint:
+def recorded(fn: Callable[..., Any], groups: tuple[Leaves, ...], name: str) -> Joint:
     """Record ``fn(record, *groups)`` as a joint trace."""
     record = Record(name)
     params, x, extras, gy = (

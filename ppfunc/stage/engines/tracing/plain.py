@@ -1,0 +1,38 @@
+"""Run pure functions of tensors as programs, where nothing is differentiated: traced once, then in C++."""
+
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ..._torch import without_transforms
+from ...abstract.evaluation import without_values
+from ...process import process_lock
+from ...program import Leaves
+from .cut import Block
+from .emit import Recipe, TracedFunction
+from .graph import is_call
+from .joint import recorded
+
+
+def run_traced(fn: Callable[..., Leaves], options: tuple[Hashable, ...], tensors: Leaves) -> Leaves:
+    """Call ``fn(*options, *tensors)`` by the program of its operators, which is traced at the first call.
+
+    Args:
+        fn: a function at the top of a module, which reads no values and returns a tuple of tensors.
+        options: compared, with the dtypes, shapes and devices of the tensors, to find the program.
+    """
+    forms = tuple([(t.dtype, t.shape, t.device) for t in tensors])
+    results: Leaves = _traced(fn, options, forms)(tensors)
+    return results
+
+
+@lru_cache(maxsize=256)
+def _traced(fn: Callable[..., Leaves], options: tuple[Any, ...], forms: tuple[Any, ...]) -> TracedFunction:
+    with without_transforms(), process_lock, without_values(), torch.no_grad():
+        tensors = tuple(torch.empty(shape, dtype=dtype, device=device) for dtype, shape, device in forms)
+        joint = recorded(lambda _, tensors, *__: fn(*options, *tensors), (tensors, (), (), ()), fn.__name__)
+    results: Any = joint.graph.output_node().args[0]
+    block = Block((joint.params,), tuple(filter(is_call, joint.graph.nodes)), (results,))
+    return TracedFunction(Recipe(block, ("tensors",), f"{fn.__name__} program", ("tensors",)))

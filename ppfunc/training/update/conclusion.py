@@ -1,0 +1,112 @@
+"""Conclude from the sums over all ranks whether an update is made, and by what its gradients are multiplied.
+
+The functions are run as programs of tensors of one element, see :func:`run_traced`.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ppfunc.runtime.transport.collective import Collective, Wait
+from ppfunc.stage.engines.tracing.plain import run_traced
+
+from ..optim.norms import Clip, clip_coefficient, norm_of, norm_sum, powers
+from .precision import overflow
+
+
+class Conclusion(NamedTuple):
+    """Hold what follows from the sums over all ranks.
+
+    Args:
+        loss, norm, scale: see :class:`Metrics`.
+        found_inf, skipped: 1 where loss or gradients are not finite, and where the update is left out for it,
+            float32[].
+        step: the number of updates with this one.
+        factor: of the gradients, None for 1.
+    """
+
+    loss: Tensor
+    norm: Tensor
+    scale: Tensor
+    found_inf: Tensor
+    skipped: Tensor
+    step: Tensor
+    factor: Tensor | None = None
+
+
+def shares(
+    norms: Mapping[int, Tensor], losses: Sequence[Tensor], norm_type: float, stages: int, device: torch.device
+) -> Tensor:
+    """Stack this rank's shares in the loss and in the norm of every stage: float64[1 + stages].
+
+    Summed over the ranks, and then over the stages in order, they give the same bits in any number of
+    processes.
+
+    Args:
+        norms: by stage of the model, the results of :func:`leaf_norms`.
+        losses: weighted, of last stages.
+    """
+    options = norm_type, stages, tuple(norms), device
+    return run_traced(_shares, options, (*norms.values(), *losses))[0]
+
+
+def _shares(
+    norm_type: float, stages: int, here: tuple[int, ...], device: torch.device, *tensors: Tensor
+) -> tuple[Tensor]:
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    sums = [zero] * stages
+    for stage, leaves in zip(here, tensors, strict=False):
+        sums[stage] = norm_sum(powers(leaves, norm_type), norm_type)
+    losses = (value.sum().to(zero) for value in tensors[len(here) :])
+    return (torch.stack([reduce(torch.add, losses, zero), *sums]),)
+
+
+def conclude(sums: Tensor, step: Tensor, loss_scale: Tensor | None, clip: Clip, skips: bool) -> Conclusion:
+    """Conclude from the sum of the shares of all ranks.
+
+    Args:
+        step: the number of updates so far.
+        loss_scale: None for 1.
+        skips: an update is left out where a number is not finite.
+    """
+    scales = () if loss_scale is None else (loss_scale,)
+    return Conclusion(*run_traced(_conclude, (clip, skips), (sums, step, *scales)))
+
+
+def _conclude(clip: Clip, skips: bool, sums: Tensor, step: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
+    loss = sums[0]
+    one = torch.ones((), dtype=loss.dtype, device=loss.device)
+    scale = scales[0].to(one) if scales else one
+    norm = unscaled_norm(norm_sum(sums[1:], clip.norm_type), clip, scale if scales else None)
+    found_inf = overflow(loss, norm)
+    skipped = found_inf if skips else torch.zeros_like(found_inf)
+    factor = clip_coefficient(norm, clip.max_norm)
+    if scales:
+        factor = (1 if factor is None else factor) / scale
+    rest = () if factor is None else (factor,)
+    return loss, norm, scale, found_inf, skipped, step + (skipped <= 0), *rest
+
+
+def unscaled_norm(sums: Tensor, clip: Clip, scale: Tensor | None) -> Tensor:
+    """Compute norms of gradients from the sums of those that the loss scale has multiplied."""
+    norm = norm_of(sums, clip.norm_type)
+    return norm if scale is None else norm / scale
+
+
+def start_largest(ranks: Collective, norms: Tensor) -> Wait:
+    """Begin to replace norms by the largest of all ranks, NaN if one of them is.
+
+    The maximum of a backend may leave NaN out; a sum does not.
+    """
+    total = norms.clone()
+    waits = ranks.all_reduce(norms, "max"), ranks.all_reduce(total)
+
+    def wait() -> None:
+        for each in waits:
+            each()
+        norms.copy_(torch.where(total.isnan(), total, norms))
+
+    return wait
