@@ -131,8 +131,8 @@ def test_a_cap_that_is_a_rounded_sum_has_room_for_the_sum():
 def test_replays_keep_the_cap_in_both_directions_of_time(problem, patience, lazy, data):
     p = problem_of(*problem)
     forwards, backwards = directions(p)
-    codes = st.tuples(st.integers(0, len(forwards.rank) - 1), st.integers(0, p.microbatches - 1))
-    hold = data.draw(st.dictionaries(codes, st.floats(0, 20), max_size=5))
+    items = st.integers(0, len(forwards.duration) - 1)
+    hold = data.draw(st.dictionaries(items, st.floats(0, 20), max_size=5))
     order = data.draw(st.sampled_from([order for _, order in spaced_orders(p, forwards)]))
     for _ in range(2):
         late = replay(backwards, tuple(word[::-1] for word in order), Manner(patience))

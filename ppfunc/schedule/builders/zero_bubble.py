@@ -1,13 +1,13 @@
 """Build schedules for any costs and any cap of memory, by replaying orders on ranks."""
 
 from collections.abc import Iterator
-from itertools import count, product
+from itertools import chain, product
 
 from ppfunc._text import naming_arguments
 from ppfunc.parallel.placement import Placement, loop, stages_of, v_shape
 
 from ..costs import Costs, Number, require_costs
-from ..planner.orders import Order, directions, fits, order_of, schedule_of
+from ..planner.orders import FORWARD, INPUT, Order, Word, directions, fits, order_of, schedule_of
 from ..planner.problem import Problem, problem_of
 from ..planner.replay import Manner, Replayed, justify, replay
 from ..schedule import Schedule
@@ -117,6 +117,11 @@ def _alternated(p: Problem) -> Iterator[Order]:
     as_1f1b = [min(n, ranks - r) for r, n in enumerate(room)]
     round_trip = [max(1, min(n - r, 2 * (ranks - r) - 1)) for r, n in enumerate(room)]
     for warm_ups in (as_1f1b, round_trip, room):
-        yield tuple(
-            [f] * n + [f + 1, f + 2, f] * (m - n) + [f + 1, f + 2] * n for f, n in zip(count(0, 3), warm_ups)
-        )
+        yield tuple(_one_after_another(5 * r * m, m, n) for r, n in enumerate(warm_ups))
+
+
+def _one_after_another(first: int, m: int, n: int) -> Word:
+    """Put I and W of each microbatch behind the ``n`` forwards after it; ``first`` is the first item."""
+    forwards, rest = (range(first + letter * m, first + (letter + 1) * m) for letter in (FORWARD, INPUT))
+    behind = ((i, i + m, *forwards[n + k : n + k + 1]) for k, i in enumerate(rest))
+    return [*forwards[:n], *chain.from_iterable(behind)]

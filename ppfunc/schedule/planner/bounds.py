@@ -16,6 +16,16 @@ From these follow three bounds: ``work``, all work of r with head and tail; ``pa
 r, before which all but ``left(c)`` and the rest of m - 1 is done, and the way of m - 1 from there to its last
 weight gradient; and ``cycle``, where memory for the forward of microbatch i comes from the backward of i - k,
 so that whole round trips follow each other.
+
+Where residuals may move or be computed again, a rank can hold any number of microbatches, so these three are
+those without a cap. A fourth, ``memory``, is the area of memory over time of a rank. Residuals of a stage
+take ``held`` from the start of F to the end of I: if they stay, that is at least the way from F to I on the
+chain; if they move, at least F, both copies and I; if they are computed again, F, F again and I, and their
+checkpoint in between. ``kept`` lasts for W at least. All of it lies within the span of the rank, so its sum
+is at most cap times span. To compute again takes time of the rank beside its other work, and copies take the
+time of a link in each direction; within the span there is room for so many of them. The most area that they
+can save is found apart for both, as a fractional knapsack; together they save no more than
+that. The least span in which the rest fits is the bound.
 """
 
 from __future__ import annotations
@@ -29,13 +39,15 @@ from ..arguments import require_type
 from ..costs import Costs, Number
 from .problem import Cap, Objective, Problem, problem_of
 
+_HALVINGS, _ROUNDED = 50, 1e-9  # of an interval of spans; share that sums of floats may be off
+
 
 class Bound(NamedTuple):
     """A lower bound, and where it comes from.
 
     Args:
         value: no schedule is shorter.
-        name: ``"work"``, ``"path"`` or ``"cycle"``.
+        name: ``"work"``, ``"path"``, ``"cycle"`` or ``"memory"``.
         rank: the rank that binds.
     """
 
@@ -50,7 +62,8 @@ def lower_bound(
     """Return a lower bound of every schedule, whatever its order.
 
     Args:
-        costs: times, messages, activations, their shares and parameters, per stage.
+        costs: times, messages, activations, their shares and parameters, per stage. Residuals may be computed
+            again, or move to the host, where it has ``recompute`` or ``offload``.
         placement: rank of every stage; the stages form one chain.
         microbatches: number of microbatches m.
         cap: memory of a rank, one number or one per rank; None for no limit.
@@ -72,15 +85,69 @@ def lower_bound(
 
 def bound_of(problem: Problem) -> Bound:
     """Return the lower bound of a problem: the best over all ranks."""
-    chain, stages, work = _Path.of(problem), problem.stages_by_rank, problem.work
+    chain, areas = _Path.of(problem), _areas(problem) if problem.flexible else ()
+    if problem.flexible:
+        problem = problem.roomy()
+    stages, work = problem.stages_by_rank, problem.work
     most = cache(_left), cache(_filled)  # equal for ranks with equal stages
     bounds = (
         bound
         for rank in range(problem.ranks)
         for bound in _bounds(problem, chain, stages, rank, work[rank], *most)
     )
-    best = max(bounds, key=lambda bound: bound.value)
+    best = max((*bounds, *areas), key=lambda bound: bound.value)
     return best._replace(value=problem.time_of(best.value))
+
+
+def _areas(p: Problem) -> Iterator[Bound]:
+    """Yield the bound of every rank by its memory over time, where residuals may go other ways."""
+    start, m = _Path.of(p).start, p.microbatches
+    for rank, (stages, work, cap) in enumerate(zip(p.stages_by_rank, p.work, p.cap, strict=True)):
+        stay = sum(_area_kept(p, s) for s in stages) * m
+        again, moved = ([w for s in stages for w in ways(p, s)] for ways in (_again, _moved))
+        low, high = float(work), float(max(work, stay / cap if cap else 0))
+        for _ in range(_HALVINGS):
+            time = (low + high) / 2
+            saved = _saved(again, time - work, m) + _saved(moved, time, m)
+            low, high = (low, time) if stay - saved <= cap * time else (time, high)
+        value = low * (1 - _ROUNDED)
+        begin = start[stages[0]] if p.objective == "makespan" else 0
+        yield Bound(begin + (int(value) if isinstance(work, int) else value), "memory", rank)
+
+
+def _area_kept(p: Problem, s: int) -> Number:
+    """Return the least memory over time of a microbatch whose residuals stay."""
+    return p.held[s] * _way(p, s) + p.kept[s] * p.weight[s]
+
+
+def _way(p: Problem, s: int) -> Number:
+    """Return the least time from the start of F of a stage to the end of its I."""
+    rest = range(s + 1, len(p.place))
+    gaps = sum(p.down[r - 1] + p.forward[r] + p.backward[r] + p.up[r] for r in rest)
+    return p.forward[s] + gaps + p.backward[s]
+
+
+def _again(p: Problem, s: int) -> Iterator[tuple[Number, Number]]:
+    """Yield the time, and the area that it saves, to compute a microbatch again."""
+    if (time := p.again[s]) is not None:
+        apart = max(0, _way(p, s) - p.forward[s] - time - p.backward[s])
+        yield time, (p.held[s] - p.stub[s]) * apart
+
+
+def _moved(p: Problem, s: int) -> Iterator[tuple[Number, Number]]:
+    """Yield the time of a link, on average of both directions, and the area that it saves, to move one."""
+    if (out := p.out[s]) is not None:
+        both = out + p.back[s]
+        yield both / 2, p.held[s] * max(0, _way(p, s) - p.forward[s] - both - p.backward[s])
+
+
+def _saved(ways: list[tuple[Number, Number]], time: Number, count: int) -> Number:
+    """Return the most that ``count`` of each way save, which take some time each, within a time."""
+    total = 0
+    for each, saved in sorted(ways, key=lambda way: way[0] / (way[1] or 1e-9)):
+        some = min(count, time / each) if each else count
+        total, time = total + some * saved, time - some * each
+    return total
 
 
 class _Path(NamedTuple):

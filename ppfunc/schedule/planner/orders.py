@@ -1,15 +1,18 @@
-"""Represent a schedule as one word of codes per rank, and time it.
+"""Represent a schedule as one word of items per rank, and time it.
 
-Nothing is lost if microbatches take their turn in every operation of a stage. So an order is, per rank, a
-word of *codes*: 3 s is F of stage s, 3 s + 1 its I, 3 s + 2 its W, and the k-th time that a code occurs it is
-for microbatch k.
+Nothing is lost if microbatches take their turn in every operation of a stage. A *code* is an operation of a
+stage: 5 s is F of stage s, 5 s + 1 the end of its copy to the host, 5 s + 2 the beginning of its copy back,
+or F again, 5 s + 3 its I, 5 s + 4 its W; an *item* is a code for a microbatch, ``code * microbatches +
+microbatch``. An order is a word of items per rank. Its items say what becomes of residuals: those of a
+microbatch without 5 s + 2 stay, those with 5 s + 1 move, the others are computed again.
 
 A *direction* reads such words forwards in time, or backwards from the end, where the last microbatch comes
-first, I and W acquire memory and F releases it. What holds forwards and backwards is written once, for both.
+first, what acquires memory releases it, and each item waits for those that wait for it forwards. What holds
+forwards and backwards is written once, for both.
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import count
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import neg, sub
 from typing import NamedTuple
 
 from ..costs import Number
@@ -19,104 +22,148 @@ from .problem import Objective, Problem
 
 Word = list[int]
 Order = tuple[Word, ...]
-_LETTERS = (Op.F, Op.I, Op.W)
-_CodeRules = tuple[int, Number, int, int]
+Choices = Mapping[tuple[int, int], Op]
+"""By stage and microbatch, OFFLOAD or RECOMPUTE for residuals that do not stay."""
+FORWARD, LEAVE, RETURN, INPUT, WEIGHT = LETTERS = range(5)
+_Edge = tuple[int, int, Number, int]  # source, target, latency, link or -1
 
 
 class Direction(NamedTuple):
-    """The rules of one direction of time, per code.
+    """The rules of one direction of time, per item or code.
 
     Args:
-        ranks: number of ranks.
-        microbatches: number of microbatches.
-        rank: the rank that runs the code.
-        duration: its time.
-        source: the code whose product it consumes, -1 for none.
-        latency: the time from the end of the source until the product is there.
-        local: another code of the same rank that has to come first, -1 for none.
-        change: memory held after it less that before it; what it acquires is there from its start, what it
-            releases until its end.
+        codes: per rank, its codes, those that release memory first.
+        code: of every item.
+        first: the first item of every code, -1 for none.
+        following: the next item of the same code, -1 for none.
+        duration: the time of an item on its rank.
+        readers: the items that wait for it, with their rank, the time until its product is there, and the
+            link of their rank that carries it, -1 for none. A link carries one after the other.
+        missing: for how many others it waits.
+        change: memory held after it less that before it.
+        need: memory held during it less that before it, at most.
         cap: memory of each rank.
         objective: what is to be short.
         begin: per rank, a start of its time that no order can beat.
-        readers: the codes whose source it is, with their rank and latency.
-        codes: per rank, its codes, those that release memory first.
+        release: per rank, when it is free.
     """
 
-    ranks: int
-    microbatches: int
-    rank: list[int]
+    codes: list[list[int]]
+    code: list[int]
+    first: list[int]
+    following: list[int]
     duration: list[Number]
-    source: list[int]
-    latency: list[Number]
-    local: list[int]
+    readers: list[list[tuple[int, int, Number, int]]]
+    missing: list[int]
     change: list[int]
+    need: list[int]
     cap: list[int]
     objective: Objective
     begin: list[Number]
     release: list[Number]
-    readers: list[list[tuple[int, int, Number]]]
-    codes: list[list[int]]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.codes)
 
 
-def directions(p: Problem) -> tuple[Direction, Direction]:
+def directions(p: Problem, choices: Choices = {}) -> tuple[Direction, Direction]:  # noqa: B006 - only read
     """Return the rules forwards and backwards in time."""
-    stages = range(len(p.place))
-    last = len(stages) - 1
     early, late = _first_starts(p)
+    begin, none = early if p.objective == "span" else [0] * p.ranks, [0] * p.ranks
+    edges, rows = list(_edges(p, choices)), [(0, 0, 0)] * (5 * len(p.place) * p.microbatches)
+    there = set[int]()
+    for s, k, item in (
+        (s, k, 5 * s * p.microbatches + k) for s in range(len(p.place)) for k in range(p.microbatches)
+    ):
+        for letter, row in zip(LETTERS, _rows(p, s, choices.get((s, k))), strict=True):
+            if row is not None:
+                rows[item + letter * p.microbatches] = row
+                there.add(item + letter * p.microbatches)
+    duration, change, need = map(list, zip(*rows, strict=True))
+    turned = [(target, source, latency, link) for source, target, latency, link in edges]
+    back = list(map(neg, change)), list(map(sub, need, change))
+    return (
+        _direction(p, sorted(there), edges, duration, change, need, begin, none),
+        _direction(p, sorted(there, reverse=True), turned, duration, *back, none, late),
+    )
 
-    def forward_rows(s: int) -> Iterable[_CodeRules]:
-        yield 3 * (s - 1) if s else -1, p.down[s - 1] if s else 0, -1, p.held[s]
-        yield (
-            (3 * (s + 1) + 1, p.up[s + 1], -1, p.kept[s] - p.held[s])
-            if s < last
-            else (3 * s, 0, -1, p.kept[s] - p.held[s])
-        )
-        yield 3 * s + 1, 0, -1, -p.kept[s]
 
-    def backward_rows(s: int) -> Iterable[_CodeRules]:
-        yield (3 * (s + 1), p.down[s], -1, -p.held[s]) if s < last else (3 * s + 1, 0, -1, -p.held[s])
-        yield (
-            (3 * (s - 1) + 1, p.up[s], 3 * s + 2, p.held[s] - p.kept[s])
-            if s
-            else (3 * s + 2, 0, -1, p.held[s] - p.kept[s])
-        )
-        yield -1, 0, -1, p.kept[s]
+def _rows(p: Problem, s: int, choice: Op | None) -> Iterator[tuple[Number, int, int] | None]:
+    """Yield time, change and need of memory of each letter of a stage, None without such an item."""
+    again, moves, held = choice is Op.RECOMPUTE, choice is Op.OFFLOAD, p.held[s]
+    yield p.forward[s], p.stub[s] if again else held, held
+    yield (0, -held, 0) if moves else None
+    back = held - p.stub[s] if again else held
+    yield (p.again[s] if again else 0, back, back) if choice else None
+    yield p.backward[s], p.kept[s] - held, 0
+    yield p.weight[s], -p.kept[s], 0
 
-    begin = early if p.objective == "span" else [0] * p.ranks
-    forwards = _direction(p, (row for s in stages for row in forward_rows(s)), begin, [0] * p.ranks)
-    return forwards, _direction(p, (row for s in stages for row in backward_rows(s)), [0] * p.ranks, late)
+
+def _edges(p: Problem, choices: Choices) -> Iterator[_Edge]:
+    """Yield which item waits for which, forwards."""
+    m, last = p.microbatches, len(p.place) - 1
+    for s in range(last + 1):
+        f, leave, back, i, w = (range((5 * s + letter) * m, (5 * s + letter + 1) * m) for letter in LETTERS)
+        for k in range(m):
+            yield (f[k], f[k] + 5 * m, p.down[s], -1) if s < last else (f[k], i[k], 0, -1)
+            if s:
+                yield i[k], i[k] - 5 * m, p.up[s], -1
+            yield i[k], w[k], 0, -1
+            if choices.get((s, k)) is Op.OFFLOAD:
+                yield f[k], leave[k], p.out[s], 0
+                yield leave[k], back[k], 0, -1
+                yield back[k], i[k], p.back[s], 1
+            elif (s, k) in choices:
+                yield f[k], back[k], 0, -1
+                yield back[k], i[k], 0, -1
 
 
 def _direction(
-    p: Problem, rows: Iterable[_CodeRules], begin: list[Number], release: list[Number]
+    p: Problem,
+    items: Sequence[int],
+    edges: Iterable[_Edge],
+    duration: list[Number],
+    change: list[int],
+    need: list[int],
+    begin: list[Number],
+    release: list[Number],
 ) -> Direction:
-    """Build the rules of one direction of time from those of every code."""
-    rank = [r for r in p.place for _ in _LETTERS]
-    duration = [time for times in zip(p.forward, p.backward, p.weight, strict=True) for time in times]
-    source, latency, local, change = (list(column) for column in zip(*rows, strict=True))
-    readers: list[list[tuple[int, int, Number]]] = [[] for _ in rank]
-    for code, other in enumerate(source):
-        if other >= 0:
-            readers[other].append((code, rank[code], latency[code]))
+    """Build the rules of one direction of time; ``items`` of a code are in its order."""
+    m, count = p.microbatches, len(duration)
+    first, following = [-1] * (count // m), [-1] * count
+    latest: dict[int, int] = {}
+    for item in items:
+        code = item // m
+        if code in latest:
+            following[latest[code]] = item
+        else:
+            first[code] = item
+        latest[code] = item
+    readers: list[list[tuple[int, int, Number, int]]] = [[] for _ in duration]
+    missing = [0] * count
+    for source, target, latency, link in edges:
+        rank = p.place[target // m // 5]
+        readers[source].append((target, rank, latency, link if link < 0 else 2 * rank + link))
+        missing[target] += 1
     codes: list[list[int]] = [[] for _ in range(p.ranks)]
-    for code in sorted(range(len(rank)), key=change.__getitem__):
-        codes[rank[code]].append(code)
+    for code in sorted(latest, key=lambda code: (change[first[code]], code)):
+        codes[p.place[code // 5]].append(code)
+    of = [item // m for item in range(count)]
     return Direction(
-        p.ranks,
-        p.microbatches,
-        rank,
+        codes,
+        of,
+        first,
+        following,
         duration,
-        source,
-        latency,
-        local,
+        readers,
+        missing,
         change,
+        need,
         list(p.cap),
         p.objective,
         begin,
         release,
-        readers,
-        codes,
     )
 
 
@@ -141,68 +188,97 @@ class Timing(NamedTuple):
 
 
 def evaluate(d: Direction, order: Order) -> Timing | None:
-    """Run every operation as early as the order lets it; None if the order deadlocks."""
-    ends: list[list[Number]] = [[] for _ in d.rank]
-    at = [0] * d.ranks
-    free: list[Number] = [0] * d.ranks
-    waiting: list[list[int]] = [[] for _ in d.rank]
+    """Run every item as early as the order lets it; None if the order deadlocks."""
+    duration, readers = d.duration, d.readers
+    missing, arrivals = d.missing[:], [0] * len(duration)
+    at, free, links = [0] * d.ranks, [0] * d.ranks, [0] * (2 * d.ranks)
+    begins: list[Number] = [0] * d.ranks
+    waiting: dict[int, int] = {}
     stack = list(range(d.ranks))
     while stack:
         rank = stack.pop()
         word, now = order[rank], free[rank]
         for place in range(at[rank], len(word)):
-            code = word[place]
-            mine, source = ends[code], d.source[code]
-            if source >= 0:
-                made = ends[source]
-                if len(mine) >= len(made):
-                    at[rank], free[rank] = place, now
-                    waiting[source].append(rank)
-                    break
-                arrival = made[len(mine)] + d.latency[code]
-                if arrival > now:
-                    now = arrival
-            now += d.duration[code]
-            mine.append(now)
-            if waiting[code]:
-                stack += waiting[code]
-                waiting[code] = []
+            item = word[place]
+            if missing[item]:
+                at[rank], free[rank] = place, now
+                waiting[item] = rank
+                break
+            if arrivals[item] > now:
+                now = arrivals[item]
+            if not place:
+                begins[rank] = now
+            now += duration[item]
+            for reader, _, latency, link in readers[item]:
+                start = now if link < 0 else max(now, links[link])
+                arrival = start + latency
+                if link >= 0:
+                    links[link] = arrival
+                if arrival > arrivals[reader]:
+                    arrivals[reader] = arrival
+                missing[reader] -= 1
+                if not missing[reader] and reader in waiting:
+                    stack.append(waiting.pop(reader))
         else:
             at[rank], free[rank] = len(word), now
     if any(place < len(word) for place, word in zip(at, order, strict=True)):
         return None
-    if d.objective == "makespan":
-        return Timing(max(free), free)
-    return Timing(
-        max(end - ends[word[0]][0] + d.duration[word[0]] for end, word in zip(free, order, strict=True)), free
-    )
+    value = max(free) if d.objective == "makespan" else max(map(sub, free, begins))
+    return Timing(value, free)
 
 
 def fits(d: Direction, order: Order) -> bool:
     """Tell whether every rank stays within its cap."""
     for word, cap in zip(order, d.cap, strict=True):
         held = 0
-        for code in word:
-            held += d.change[code]
-            if held > cap:
+        for item in word:
+            if held + d.need[item] > cap:
                 return False
+            held += d.change[item]
     return True
 
 
 def order_of(schedule: Schedule) -> Order:
     """Read the order of a single-chain schedule, splitting B into I and W."""
-    letters = {Op.F: (0,), Op.I: (1,), Op.W: (2,), Op.B: (1, 2)}
-    parts = ((part for i in schedule.instructions(r) for part in parts_of(i)) for r in range(schedule.ranks))
-    return tuple(
-        [3 * i.stage + letter for i in row if i.op in letters for letter in letters[i.op]] for row in parts
+    letters = {op: (letter,) for letter, ops in enumerate(_OPS) for op in ops} | {Op.B: (INPUT, WEIGHT)}
+    m, ranks = schedule.microbatches, range(schedule.ranks)
+    rows = (
+        [part for i in schedule.instructions(r) for part in parts_of(i) if part.op in letters] for r in ranks
     )
+    words = (
+        [(5 * i.stage + x) * m + (i.microbatch or 0) for i in row for x in letters[i.op]] for row in rows
+    )
+    return tuple(in_turn(m, word) for word in words)
+
+
+def in_turn(microbatches: int, word: Word) -> Word:
+    """Let microbatches take their turn in every operation of a stage."""
+    turns: dict[int, list[int]] = {}
+    for item in sorted(word, reverse=True):
+        turns.setdefault(item // microbatches, []).append(item)
+    return [turns[item // microbatches].pop() for item in word]
+
+
+_OPS = ((Op.F,), (Op.OFFLOAD,), (Op.RECOMPUTE, Op.FETCH), (Op.I,), (Op.W,))
+
+
+def choices_of(p: Problem, order: Order) -> Choices:
+    """Return what becomes of the residuals of an order."""
+    found: dict[tuple[int, int], Op] = {}
+    for word in order:
+        for code, k in (divmod(item, p.microbatches) for item in word):
+            if code % 5 in (LEAVE, RETURN):
+                found.setdefault((code // 5, k), Op.OFFLOAD if code % 5 == LEAVE else Op.RECOMPUTE)
+    return found
 
 
 def schedule_of(p: Problem, order: Order, name: str = "plan") -> Schedule:
     """Write an order as a schedule."""
-    return single_chain(name, p.place, p.microbatches, (_program(word) for word in order))
+    moves = choices_of(p, order)
 
+    def written(item: int) -> Instruction:
+        code, k = divmod(item, p.microbatches)
+        ops = _OPS[code % 5]
+        return Instruction(ops[moves.get((code // 5, k)) is Op.OFFLOAD and len(ops) > 1], code // 5, k)
 
-def _program(word: Sequence[int]) -> Iterable[Instruction]:
-    numbers = [count() for _ in range(max(word) + 3)]
-    return [Instruction(_LETTERS[code % 3], code // 3, next(numbers[code])) for code in word]
+    return single_chain(name, p.place, p.microbatches, (list(map(written, word)) for word in order))

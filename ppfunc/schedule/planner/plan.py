@@ -14,12 +14,14 @@ The way of a plan, and where each part lives:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from math import inf
 from numbers import Real
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ppfunc.parallel.partition import Partition
 
@@ -28,9 +30,10 @@ from ..costs import Costs, Number, require_costs
 from ..schedule import Schedule
 from ..timeline import Timeline, simulate
 from .bounds import Bound, bound_of
-from .orders import Order, directions, evaluate, schedule_of
+from .orders import Order, choices_of, directions, evaluate, fits, schedule_of
 from .placements import Candidate, Style, candidates
 from .problem import Cap, Objective, Problem, problem_of
+from .residuals import residual_orders
 from .search import Search
 from .starts import builder_orders, spaced_orders
 
@@ -39,6 +42,7 @@ Progress = Callable[[float, Number, Number], bool | None]
 
 _REPLAYS, _LEAST, _MOST = 200, 1_000_000, 10_000_000  # replays of all operations; operations
 _SEVERAL = 1.2  # times the effort, where several placements share it
+_WIDER, _LESS = (1.5, 2), 0.3  # times the cap of plans whose residuals then go, and their share of the effort
 
 
 @dataclass(frozen=True, repr=False)
@@ -143,12 +147,18 @@ def plan(
         raise ValueError(f"effort is {effort!r}, expected a finite number above 0")
     _require_parts(costs)
     found = candidates(ranks, microbatches, costs, placement, chunks, layers, cap, objective)
+    still = replace(costs, recompute=None, offload=None, fetch=None)
+    bases: list[Plan] = []
+    if costs != still:
+        options = {"placement": placement, "chunks": chunks, "layers": layers, "objective": objective}
+        bases = list(_bases(ranks, microbatches, costs, still, cap, effort, options))
     effort *= _SEVERAL if len(found) > 1 else 1
     with collector_paused():
         attempts: list[_Attempt] = []
         stop = _reporter(attempts, effort, progress)
         attempts += [
-            _Attempt.of(*entry, cap, effort, stop) for entry in _fitting(found, microbatches, cap, objective)
+            _Attempt.of(*entry, cap, effort, stop, bases)
+            for entry in _fitting(found, microbatches, cap, objective)
         ]
         best, sure = _best(attempts, effort).plan(), min(attempts, key=lambda attempt: attempt.given_value)
         return best if best.value <= sure.given_value else sure.plan()
@@ -201,16 +211,23 @@ class _Attempt(NamedTuple):
 
     @classmethod
     def of(
-        cls, candidate: Candidate, p: Problem, bound: Bound, cap: Cap, effort: float, stop: Callable[[], bool]
+        cls,
+        candidate: Candidate,
+        p: Problem,
+        bound: Bound,
+        cap: Cap,
+        effort: float,
+        stop: Callable[[], bool],
+        bases: Sequence[Plan] = (),
     ) -> _Attempt:
-        rules = directions(p)
-        given: list[tuple[Number, str, Order]] = []
-        for orders in (builder_orders(p, rules[0], candidate.costs, cap), spaced_orders(p, rules[0])):
-            timed = ((evaluate(rules[0], order), name, order) for name, order in orders)
+        forwards, _ = directions(p)
+        given = _in_turns(list(_based(p, bases, candidate.name)))
+        for orders in (builder_orders(p, forwards, candidate.costs, cap), spaced_orders(p, forwards)):
+            timed = ((evaluate(forwards, order), name, order) for name, order in orders)
             runs = ((timing.value, name, order) for timing, name, order in timed if timing)
             given += sorted(runs, key=itemgetter(0))
         starts = [(name, order) for _, name, order in given]
-        search = Search(p, rules, bound.value * p.ticks, effort * _operations(p), starts, stop)
+        search = Search(p, bound.value * p.ticks, effort * _operations(p), starts, stop)
         return cls(candidate, p, bound, min(given, key=itemgetter(0)), search)
 
     @property
@@ -226,11 +243,67 @@ class _Attempt(NamedTuple):
 
     def plan(self) -> Plan:
         """Make the plan of the best order."""
-        search, forwards = self.search, directions(self.problem)[0]
-        timing = evaluate(forwards, search.best.order) if search.best.order else None
+        search, best = self.search, self.search.best.order
+        timing = evaluate(directions(self.problem, choices_of(self.problem, best))[0], best) if best else None
         found = [self.given, *([(timing.value, search.found, search.best.order)] if timing else [])]
         _, name, order = min(found, key=itemgetter(0))
         return _finished(self.candidate, self.problem, self.bound, order, name)
+
+
+def _bases(
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    still: Costs,
+    cap: Cap,
+    effort: float,
+    options: dict[str, Any],
+) -> Iterator[Plan]:
+    """Plan without choices: what stays under the cap, under larger ones and without; all computed again."""
+    wider = [
+        [x * limit for limit in cap] if isinstance(cap, Sequence) else x * cap
+        for x in _WIDER
+        if cap is not None
+    ]
+    problems = [(still, cap, 1), *((still, each, _LESS) for each in wider), (still, None, 1)]
+    for each, limit, share in (*problems, *_all_again(costs, still, cap)):
+        with suppress(ValueError):  # this policy does not fit
+            yield plan(ranks, microbatches, each, cap=limit, effort=effort * share, **options)
+
+
+def _all_again(costs: Costs, still: Costs, cap: Cap) -> Iterator[tuple[Costs, Cap, float]]:
+    """Yield the costs of stages that compute all residuals again in a whole backward, with what memory it
+    leaves.
+    """
+    values = vars(costs).values()
+    numbers = [len(value) for value in values if isinstance(value, Sequence)]
+    names = ("recompute", "backward_input", "backward_weight")
+    if costs.recompute is None or any(isinstance(value, Mapping) for value in values):
+        return
+    rows = [[costs.of(name, s) for name in names] for s in range(max(numbers, default=1))]
+    if not any(row[0] is None for row in rows):
+        whole = [sum(row) for row in rows]
+        most = max(costs.of("activation", s) for s in range(len(rows)))
+        left = [x - most for x in cap] if isinstance(cap, Sequence) else None if cap is None else cap - most
+        backward = whole if numbers else whole[0]
+        yield replace(still, backward_input=backward, backward_weight=0, activation=costs.checkpoint), left, 1
+
+
+def _based(p: Problem, bases: Sequence[Plan], placement: str) -> Iterator[tuple[Number, str, Order]]:
+    """Yield value, name and order of those that follow from plans of the same placement, and fit."""
+    for base in (base for base in bases if base.placement == placement):
+        for name, order in residual_orders(p, base.schedule):
+            forwards, _ = directions(p, choices_of(p, order))
+            if fits(forwards, order) and (timing := evaluate(forwards, order)):
+                yield timing.value, f"{base.found}, {name}" if name else base.found, order
+
+
+def _in_turns(given: list[tuple[Number, str, Order]]) -> list[tuple[Number, str, Order]]:
+    """Sort orders so that those of every way come in turn, the shortest first."""
+    ways: dict[str, list[tuple[Number, str, Order]]] = {}
+    for entry in sorted(given, key=itemgetter(0)):
+        ways.setdefault(entry[1].rpartition(", ")[2], []).append(entry)
+    return [entry for turn in zip_longest(*ways.values()) for entry in turn if entry]
 
 
 def _operations(p: Problem) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import lcm
 from numbers import Rational, Real
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from ppfunc.parallel.counts import require_counts
 from ppfunc.parallel.placement import explicit
@@ -42,6 +42,9 @@ class Problem(NamedTuple):
         held: memory from the start of F to the end of I.
         kept: the part of it that is held on until the end of W.
         cap: memory of each rank for activations.
+        again: time of F that runs again, per stage; None where it may not.
+        out, back: time of a copy of what is held to the host, and back; None where it may not move.
+        stub: memory held between F and the start of the one that runs again.
         ticks: number of ticks in one unit of time.
         objective: what is to be short, ``"makespan"`` or ``"span"``.
     """
@@ -56,6 +59,10 @@ class Problem(NamedTuple):
     held: tuple[int, ...]
     kept: tuple[int, ...]
     cap: tuple[int, ...]
+    again: tuple[Number | None, ...]
+    out: tuple[Number | None, ...]
+    back: tuple[Number | None, ...]
+    stub: tuple[int, ...]
     ticks: int
     objective: Objective
 
@@ -76,6 +83,17 @@ class Problem(NamedTuple):
         """Return the time that each rank computes."""
         one = [f + i + w for f, i, w in zip(self.forward, self.backward, self.weight, strict=True)]
         return [self.microbatches * sum(one[s] for s in stages) for stages in self.stages_by_rank]
+
+    @property
+    def flexible(self) -> bool:
+        """Tell whether residuals of any stage may move or be computed again."""
+        return any(time is not None for time in (*self.again, *self.out))
+
+    def roomy(self) -> Problem:
+        """Return the problem in which all activations fit, and stay."""
+        whole = [self.microbatches * sum(self.held[s] for s in stages) for stages in self.stages_by_rank]
+        none = (None,) * len(self.place)
+        return self._replace(cap=tuple(whole), again=none, out=none)
 
     def time_of(self, ticks: Number) -> Number:
         """Convert a time to the unit of the costs, whole if it can be."""
@@ -107,11 +125,10 @@ def problem_of(
     if objective not in get_args(Objective):
         raise ValueError(f"objective is {objective!r}, expected 'makespan' or 'span'")
     costs = require_costs(costs).fitting(len(place))
-    (forward, backward, weight, down, up), ticks = _times(costs, place)
-    held, kept, caps = _memory(costs, place, microbatches, cap)
-    problem = Problem(
-        place, microbatches, forward, backward, weight, down, up, held, kept, caps, ticks, objective
-    )
+    (forward, backward, weight, down, up, again, out, back), ticks = _times(costs, place)
+    held, kept, stub, caps = _memory(costs, place, microbatches, cap)
+    times = forward, backward, weight, down, up
+    problem = Problem(place, microbatches, *times, held, kept, caps, again, out, back, stub, ticks, objective)
     for rank, mine in enumerate(problem.stages_by_rank):
         need = sum(held[s] for s in mine)
         if need > caps[rank]:
@@ -133,8 +150,10 @@ def _exact(value: Number) -> Fraction:
     return Fraction(value if isinstance(value, Rational) else float(value))
 
 
-def _times(costs: Costs, place: tuple[int, ...]) -> tuple[list[tuple[Number, ...]], int]:
-    """Return F, I, W and latencies down and up per stage in ticks, and the ticks in a unit of time."""
+def _times(costs: Costs, place: tuple[int, ...]) -> tuple[list[tuple[Any, ...]], int]:
+    """Return per stage F, I, W, latencies down and up, F again, and copies out and back, in ticks; and the
+    ticks in a unit of time. None stays None.
+    """
     rows = [
         [costs.of(name, s) for s in range(len(place))]
         for name in ("forward", "backward_input", "backward_weight")
@@ -142,21 +161,22 @@ def _times(costs: Costs, place: tuple[int, ...]) -> tuple[list[tuple[Number, ...
     crosses = [a != b for a, b in pairwise(place)]
     rows.append([*(costs.message_of(s) if cross else 0 for s, cross in enumerate(crosses)), 0])
     rows.append([0, *(costs.message_of(s) if cross else 0 for s, cross in enumerate(crosses, start=1))])
-    times: list[Number] = [
-        time if isinstance(time, Rational) else float(time) for row in rows for time in row
-    ]
+    rows += [[costs.of(name, s) for s in range(len(place))] for name in ("recompute", "offload", "fetch")]
+    rows[-1] = [out if back is None else back for out, back in zip(*rows[-2:], strict=True)]
+    times: list[Number] = [time for row in rows for time in row if time is not None]
     if not all(isinstance(time, Rational) for time in times):
-        return [tuple(map(float, row)) for row in rows], 1
+        return [tuple(None if time is None else float(time) for time in row) for row in rows], 1
     ticks = lcm(*(int(time.denominator) for time in times))
-    return [tuple(int(time * ticks) for time in row) for row in rows], ticks
+    return [tuple(None if time is None else int(time * ticks) for time in row) for row in rows], ticks
 
 
 def _memory(costs: Costs, place: tuple[int, ...], microbatches: int, cap: Cap) -> list[tuple[int, ...]]:
-    """Convert activations, the shares kept for W, and the caps of the ranks to one whole unit."""
+    """Convert activations, shares kept for W, checkpoints, and the caps of the ranks to one whole unit."""
     stages, ranks = range(len(place)), max(place) + 1
     held = [_exact(costs.of("activation", s)) for s in stages]
     kept = [size * _exact(costs.of("weight_share", s)) for s, size in enumerate(held)]
-    unit = lcm(*(size.denominator for size in (*held, *kept)))
+    stub = [min(size, _exact(costs.of("checkpoint", s))) for s, size in enumerate(held)]
+    unit = lcm(*(size.denominator for size in (*held, *kept, *stub)))
     if cap is None:
         free = [
             microbatches * sum(size for s, size in enumerate(held) if place[s] == rank)
@@ -169,7 +189,7 @@ def _memory(costs: Costs, place: tuple[int, ...], microbatches: int, cap: Cap) -
         ]
         for stage in stages:
             free[place[stage]] -= _exact(costs.of("parameters", stage))
-    return [tuple(int(size * unit // 1) for size in sizes) for sizes in (held, kept, free)]
+    return [tuple(int(size * unit // 1) for size in sizes) for sizes in (held, kept, stub, free)]
 
 
 def _limits(cap: Cap, ranks: int) -> Sequence[Number]:

@@ -16,10 +16,10 @@ from math import inf
 from typing import NamedTuple
 
 from ..costs import Number
-from .orders import Direction, Order, Word
+from .orders import WEIGHT, Direction, Order, Word
 
-Hold = Mapping[tuple[int, int], Number]
-"""``{(code, k): time}``: how much later than it arrives the k-th operation of a code counts as ready."""
+Hold = Mapping[int, Number]
+"""``{item: time}``: how much later than it arrives an item counts as ready."""
 
 NO_HOLD: Hold = {}
 
@@ -48,12 +48,16 @@ class Replayed(NamedTuple):
 
 def replay(d: Direction, order: Order, manner: Manner = Manner()) -> Replayed:  # noqa: B008 - a value
     """Replay ``order``, which fits its caps, in its own direction of time."""
-    duration, change, local, readers = d.duration, d.change, d.local, d.readers
+    duration, change, readers, code_of, following = d.duration, d.change, d.readers, d.code, d.following
     lazy, hold = manner.lazy, manner.hold
     rests = [word[:] for word in order]
     words: Order = tuple([] for _ in order)
-    arrivals = _first_arrivals(d, hold)
-    due, done = [times[0] for times in arrivals], [0] * len(arrivals)
+    missing, nexts = d.missing[:], d.first[:]
+    arrivals: list[Number] = [inf if count else hold.get(item, 0) for item, count in enumerate(missing)]
+    arrivals.append(inf)  # of no item, -1
+    so_far: dict[int, Number] = {}  # of items that wait for more
+    links: list[Number] = [0] * (2 * d.ranks)  # when each is free
+    due = [arrivals[item] for item in nexts]
     free, held = list(d.release), [0] * d.ranks
     wake: list[Number] = [0] * d.ranks  # where a rank sleeps: until when
     events = sorted((time, rank) for rank, time in enumerate(free))  # a heap of the times at which ranks look
@@ -63,34 +67,39 @@ def replay(d: Direction, order: Order, manner: Manner = Manner()) -> Replayed:  
             continue
         rest, word, wake[rank], started = rests[rank], words[rank], 0, False
         while rest:
-            code = rest[0]
-            ready = due[code] <= now and (local[code] < 0 or done[code] < done[local[code]])
-            if ready and not (lazy and code % 3 == 2):
+            item = rest[0]
+            if arrivals[item] <= now and not (lazy and code_of[item] % 5 == WEIGHT):
                 del rest[0]
             elif started:
                 heappush(events, (now, rank))
                 break
             else:
-                place, soon = _choose(d, rank, rest, due, done, held[rank], now, manner)
+                place, soon = _choose(d, rank, rest, due, nexts, held[rank], now, manner)
                 if place < 0:
                     wake[rank] = soon
                     if soon < inf:
                         heappush(events, (soon, rank))
                     break
-                code = rest.pop(place)
-            word.append(code)
-            held[rank] += change[code]
-            free[rank] = now = now + duration[code]
-            started, number = True, done[code]
-            done[code] = number + 1
-            due[code] = arrivals[code][number + 1]
-            for reader, reading_rank, latency in readers[code]:
+                item = rest.pop(place)
+            word.append(item)
+            held[rank] += change[item]
+            free[rank] = now = now + duration[item]
+            started, code = True, code_of[item]
+            nexts[code] = following[item]
+            due[code] = arrivals[nexts[code]]
+            for reader, reading_rank, latency, link in readers[item]:
                 arrival = now + latency
-                if hold:
-                    arrival += hold.get((reader, number), 0)
-                arrivals[reader][number] = arrival
-                if done[reader] == number:
-                    due[reader] = arrival
+                if link >= 0:
+                    links[link] = arrival = max(now, links[link]) + latency
+                missing[reader] -= 1
+                if hold and reader in hold:
+                    arrival += hold[reader]
+                if missing[reader]:
+                    so_far[reader] = max(arrival, so_far.get(reader, 0))
+                    continue
+                arrivals[reader] = arrival = max(arrival, so_far.get(reader, 0))
+                if nexts[code_of[reader]] == reader:
+                    due[code_of[reader]] = arrival
                     if arrival < wake[reading_rank]:
                         wake[reading_rank] = arrival
                         heappush(events, (arrival, reading_rank))
@@ -109,31 +118,22 @@ def _reversed(order: Order) -> Order:
     return tuple(word[::-1] for word in order)
 
 
-def _first_arrivals(d: Direction, hold: Hold) -> list[list[Number]]:
-    """Return when each operation is ready, per code; infinity if it depends on another or ends the list."""
-    m = d.microbatches
-    return [
-        [inf] * (m + 1) if source >= 0 else [*(hold.get((code, k), 0) for k in range(m)), inf]
-        for code, source in enumerate(d.source)
-    ]
-
-
 def _choose(
     d: Direction,
     rank: int,
     rest: Word,
     due: list[Number],
-    done: list[int],
+    nexts: list[int],
     held: int,
     now: Number,
     manner: Manner,
 ) -> tuple[int, Number]:
     """Choose the place in ``rest`` to start now, -1 to sleep, and the time of the next known arrival.
 
-    ``due`` is when the next operation of each code arrives, infinity where that is not known or none is left.
+    ``nexts`` is the next item of each code, ``due`` when it arrives: infinity where that is not known or none
+    is left.
     """
     patience, lazy, _ = manner
-    change, local = d.change, d.local
     ready, soon = [], inf
     for code in d.codes[rank]:
         time = due[code]
@@ -144,32 +144,33 @@ def _choose(
     count, room = len(rest), d.cap[rank] - held
     found = none = 2 * count
     for code in ready:
-        if local[code] < 0 or done[code] < done[local[code]]:
-            place = rest.index(code)
-            turn = place + count if lazy and code % 3 == 2 else place
-            if turn < found and _may_overtake(change, rest, place, room, change[code]):
-                found = turn
+        place = rest.index(nexts[code])
+        turn = place + count if lazy and code % 5 == WEIGHT else place
+        if turn < found and _may_overtake(d, rest, place, room):
+            found = turn
     if found == none:
         return -1, soon
     if found and soon - now <= (wait := patience * d.duration[rest[found % count]]):
         for code in d.codes[rank]:
             if (
                 0 < due[code] - now <= wait
-                and (place := rest.index(code)) < found
-                and _may_overtake(change, rest, place, room, change[code])
+                and (place := rest.index(nexts[code])) < found
+                and _may_overtake(d, rest, place, room)
             ):
                 return -1, soon
     return found % count, soon
 
 
-def _may_overtake(change: list[int], rest: Word, place: int, room: int, extra: int) -> bool:
-    """Tell whether the order keeps the cap after the operation at ``place`` goes first."""
-    if extra <= 0:
+def _may_overtake(d: Direction, rest: Word, place: int, room: int) -> bool:
+    """Tell whether the order keeps the cap after the item at ``place`` goes first."""
+    change, need, item = d.change, d.need, rest[place]
+    if need[item] > room:
+        return False
+    if change[item] <= 0:
         return True
-    room -= extra
-    if room >= 0:
-        for code in rest[:place]:
-            room -= change[code]
-            if room < 0:
-                return False
-    return room >= 0
+    room -= change[item]
+    for other in rest[:place]:
+        if need[other] > room:
+            return False
+        room -= change[other]
+    return True

@@ -13,22 +13,28 @@ from random import Random
 from typing import NamedTuple
 
 from ..costs import Number
-from .orders import Direction, Order, evaluate
+from .orders import Direction, Order, choices_of, directions, evaluate, fits
 from .problem import Problem
 from .replay import NO_HOLD, Hold, Manner, Replayed, justify, replay
+from .residuals import with_others
 
 _CLOSE = 1 + 1e-9
 _GIVEN, _WALKS = 0.25, 2  # share of the work for the given orders; how many of them are delayed at random
 _PATIENCE = 0.2, 1.2
 _WARM, _COLD_AFTER = 0.004, 300
+_OTHERS = 0.3  # share of the tries in which residuals go other ways
+
+
+Rules = tuple[Direction, Direction]
 
 
 class _Start(NamedTuple):
-    """Hold an order to improve, its value, and the name of its source."""
+    """Hold an order to improve, its value, the name of its source, and the rules of its choices."""
 
     value: Number
     order: Order
     name: str
+    rules: Rules
 
 
 class Search:
@@ -36,7 +42,6 @@ class Search:
 
     Args:
         problem: what to plan.
-        rules: the rules forwards and backwards in time.
         bound: the value that ends the search.
         operations: how many operations may be replayed.
         given: orders to start from by name, the most promising first; not empty.
@@ -46,7 +51,6 @@ class Search:
     def __init__(
         self,
         problem: Problem,
-        rules: tuple[Direction, Direction],
         bound: Number,
         operations: float,
         given: Iterable[tuple[str, Order]],
@@ -61,7 +65,6 @@ class Search:
         self.found = ""
         self._trying = ""
         self._stop = stop
-        self._rules, self._forwards = rules, rules[0]
         self._random = Random(0)
         self._steps = self._run(given)
 
@@ -88,22 +91,23 @@ class Search:
             if pool and self.elapsed > _GIVEN:
                 break
             self._trying = f"{name}, justified"
-            pool.append(_Start(*self.improve(order), name))
+            rules = directions(self.problem, choices_of(self.problem, order))
+            pool.append(_Start(*self.improve(order, rules), name, rules))
             yield
         starts = {start.value: start for start in sorted(pool, key=attrgetter("value"), reverse=True)}
         for walk in cycle(map(self.disturb, [*starts.values()][-_WALKS:])):
             yield next(walk)
 
-    def improve(self, order: Order) -> Replayed:
+    def improve(self, order: Order, rules: Rules) -> Replayed:
         """Justify an order backwards and forwards while its value falls, also with weight gradients last."""
-        best = Replayed(self._value(order), order)
+        best = Replayed(_value(order, rules[0]), order)
         last = order
         while True:
             before = best.value
             for patience in (0, 0.6):
                 replayed = last if not patience else best.order
                 for lazy in (False, True):
-                    turned = self._justify(replayed, Manner(patience), Manner(patience, lazy))
+                    turned = self._justify(rules, replayed, Manner(patience), Manner(patience, lazy))
                     replayed = turned.order
                     best = min(best, turned, key=lambda r: r.value)
                 last = last if patience else replayed
@@ -112,22 +116,28 @@ class Search:
 
     def disturb(self, start: _Start) -> Iterator[None]:
         """Delay some operations at random and justify the order, again and again; yield after each try."""
-        name = f"{start.name}, justified and delayed at random"
+        name, p = f"{start.name}, justified and delayed at random", self.problem
         best = current = Replayed(start.value, start.order)
-        failures = 0
+        rules, best_rules, failures = start.rules, start.rules, 0
         while True:
             self._trying = name
-            tried = self._neighbour(current.order)
+            order, mine = current.order, rules
+            if p.flexible and self._random.random() < _OTHERS:
+                order = with_others(p, order, self._random)
+                mine = directions(p, choices_of(p, order))
+                if not fits(mine[0], order) or not evaluate(mine[0], order):
+                    order, mine = current.order, rules
+            tried = self._neighbour(mine, order)
             if tried.value <= current.value * (1 + _WARM * self._random.random() * (1 - self.elapsed)):
-                current = tried
+                current, rules = tried, mine
             failures += 1
             if current.value < best.value:
-                best, failures = current, 0
+                best, failures, best_rules = current, 0, rules
             elif failures == _COLD_AFTER:
-                current, failures = best, 0
+                current, rules, failures = best, best_rules, 0
             yield
 
-    def _neighbour(self, order: Order) -> Replayed:
+    def _neighbour(self, rules: Rules, order: Order) -> Replayed:
         """Return the best of an order replayed with delays and of two justifications of that.
 
         Ranks have a random patience in all replays: without any, a replay changes nearly every order.
@@ -136,35 +146,32 @@ class Search:
         def manner(hold: Hold = NO_HOLD) -> Manner:
             return Manner(self._random.uniform(*_PATIENCE), hold=hold)
 
-        tried = [self._counted(1, replay(self._forwards, order, manner(self._delays())))]
+        tried = [self._counted(1, replay(rules[0], order, manner(self._delays(rules[0]))))]
         for _ in range(2):
-            tried.append(self._justify(tried[-1].order, manner(), manner()))
+            tried.append(self._justify(rules, tried[-1].order, manner(), manner()))
         return min(tried, key=lambda r: r.value)
 
-    def _delays(self) -> Hold:
+    def _delays(self, d: Direction) -> Hold:
         """Delay some operations: one code for a run of microbatches, or half of one microbatch's codes."""
-        draw, m, codes = self._random, self.problem.microbatches, len(self._forwards.rank)
-        mean = sum(self._forwards.duration) / codes
+        draw, m = self._random, self.problem.microbatches
+        there = [code for code, item in enumerate(d.first) if item >= 0]
+        codes = len(there)
+        mean = sum(d.duration) / codes / m
         kind = draw.randrange(3)
         if kind == 0:
             count = draw.randint(1, 16)
             return {
-                (draw.randrange(codes), draw.randrange(m)): mean * draw.uniform(0.2, 3) for _ in range(count)
+                there[draw.randrange(codes)] * m + draw.randrange(m): mean * draw.uniform(0.2, 3)
+                for _ in range(count)
             }
         if kind == 1:
-            code, first, late = draw.randrange(codes), draw.randrange(m), mean * draw.uniform(0.1, 2)
-            return {(code, k): late for k in range(first, min(m, first + draw.randint(2, max(2, m))))}
+            code, first, late = there[draw.randrange(codes)], draw.randrange(m), mean * draw.uniform(0.1, 2)
+            return {code * m + k: late for k in range(first, min(m, first + draw.randint(2, max(2, m))))}
         k, late = draw.randrange(m), mean * draw.uniform(0.1, 2)
-        return {(code, k): late for code in range(codes) if draw.random() < 0.5}
+        return {code * m + k: late for code in there if draw.random() < 0.5}
 
-    def _value(self, order: Order) -> Number:
-        """Return the value of an order as replays count it."""
-        timing = evaluate(self._forwards, order)
-        assert timing, "an order to start from deadlocks"
-        return max(end - begin for end, begin in zip(timing.ends, self._forwards.begin, strict=True))
-
-    def _justify(self, order: Order, back: Manner, forth: Manner) -> Replayed:
-        return self._counted(2, justify(self._rules, order, back, forth))
+    def _justify(self, rules: Rules, order: Order, back: Manner, forth: Manner) -> Replayed:
+        return self._counted(2, justify(rules, order, back, forth))
 
     def _counted(self, replays: int, found: Replayed) -> Replayed:
         """Charge the work of so many replays, note ``found`` if it is the best so far, and return it."""
@@ -173,3 +180,10 @@ class Search:
             self.best, self.found = found, self._trying
         self.stopped = self._stop()
         return found
+
+
+def _value(order: Order, forwards: Direction) -> Number:
+    """Return the value of an order as replays count it."""
+    timing = evaluate(forwards, order)
+    assert timing, "an order to start from deadlocks"
+    return max(end - begin for end, begin in zip(timing.ends, forwards.begin, strict=True))

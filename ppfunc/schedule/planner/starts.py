@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ..builders import BUILDERS
 from ..costs import Costs, Number
 from ..schedule import Schedule
-from .orders import Direction, Order, Word, fits, order_of
+from .orders import INPUT, WEIGHT, Direction, Order, Word, fits, order_of
 from .problem import Cap, Problem
 
 # Of the work of the rank that has most, between the starts of two microbatches.
@@ -60,11 +60,11 @@ def spaced_orders(p: Problem, forwards: Direction) -> Iterator[tuple[str, Order]
     now: Number = 0
     stages = range(len(p.place))
     for stage in stages:
-        starts[3 * stage] = now
+        starts[5 * stage] = now
         now += p.forward[stage] + p.down[stage]
     for stage in reversed(stages):
-        starts[3 * stage + 1], now = now, now + p.backward[stage]
-        starts[3 * stage + 2], now = now, now + p.up[stage]
+        starts[5 * stage + INPUT], now = now, now + p.backward[stage]
+        starts[5 * stage + WEIGHT], now = now, now + p.up[stage]
     work, alone = max(p.work) / p.microbatches, 2 * (now + sum(p.weight))
     for name, distance in [
         *((f"{r:g} of its work", r * work) for r in _DISTANCES),
@@ -80,7 +80,7 @@ def _repeated(starts: dict[int, Number], stages: list[int], microbatches: int, d
     timed = (
         (start + k * distance, k, place, code)
         for place, (code, start) in enumerate(starts.items())
-        if code // 3 in stages
+        if code // 5 in stages
         for k in range(microbatches)
     )
-    return [code for *_, code in sorted(timed)]
+    return [code * microbatches + k for _, k, _, code in sorted(timed)]
