@@ -6,6 +6,7 @@ The way of a plan, and where each part lives:
 * ``problem``: the numbers of one placement; :mod:`ppfunc.schedule.planner.bounds`: what no schedule can beat;
 * ``orders``: a schedule as one word per rank, the rules of both directions of time, and the run of an order;
 * ``starts``: orders to start from, of the builders and of a microbatch that repeats;
+* ``residuals``: what stays, moves to the host or is computed again in an order;
 * ``replay``: list scheduling in the order of a word, in which operations overtake where data and memory let
   them;
 * ``search``: replays backwards and forwards in time, and random delays, until the bound is met or the effort
@@ -50,7 +51,7 @@ class Plan:
     """A schedule, how long it takes on paper, and how much shorter another one could be at most.
 
     Args:
-        schedule: compute only, with I and W apart.
+        schedule: of compute, with I and W apart, and of copies of residuals.
         value: its makespan or its span, as ``objective`` says.
         bound: the least value of any schedule of the placement under the cap, with its reason.
         gap: ``value / bound - 1``; 0 where the schedule is proved optimal.
@@ -110,7 +111,10 @@ def plan(
     """Search for the shortest schedule that fits in memory.
 
     The same arguments give the same schedule in every process. It is never longer than that of any builder
-    that has the placement and fits in the cap.
+    that has the placement and fits in the cap. Where the costs have ``recompute`` or ``offload``, residuals of
+    each stage and microbatch stay, are computed again or move to the host; then it is never longer than a plan
+    after which all stay, nor than one after which :func:`~ppfunc.schedule.insert_recomputes` or
+    :func:`~ppfunc.schedule.insert_offloads` treats all alike. It takes some three times as long.
 
     Args:
         ranks: number of ranks p.

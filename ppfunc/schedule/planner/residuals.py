@@ -14,14 +14,14 @@ _LOOKAHEADS, _SPARE = range(4), (0, 1, 2)  # chunks for copies under way
 
 
 def residual_orders(p: Problem, schedule: Schedule) -> Iterator[tuple[str, Order]]:
-    """Yield ``(name, order)``: a schedule as it is, with all residuals moved or computed again, and with those
-    that exceed the cap.
+    """Yield a schedule as it is, with all residuals moved or computed again, and with what exceeds the cap.
+
+    Yields:
+        The name of the way, and the order.
     """
-    ways = [
-        way for way, times in zip(_WAYS, (p.again, p.out), strict=True) if any(t is not None for t in times)
-    ]
-    stages = {way: [s for s in range(len(p.place)) if allowed(p, s, way)] for way in ways}
-    yield "", order_of(schedule)
+    stages = {way: [s for s in range(len(p.place)) if allowed(p, s, way)] for way in _WAYS}
+    ways, order = [way for way in _WAYS if stages[way]], order_of(schedule)
+    yield "", order
     for lookahead in _LOOKAHEADS if Op.OFFLOAD in ways else ():
         yield "all moved", order_of(insert_offloads(schedule, stages[Op.OFFLOAD], lookahead=lookahead))
     if Op.RECOMPUTE in ways:
@@ -30,10 +30,9 @@ def residual_orders(p: Problem, schedule: Schedule) -> Iterator[tuple[str, Order
         yield "all computed again in whole backwards", tuple(_whole(p, word) for word in again)
     for some in [*([way] for way in ways), *([ways] if len(ways) > 1 else [])]:
         for spare in _SPARE:
-            words = [_fitted(p, rank, word, some, spare) for rank, word in enumerate(order_of(schedule))]
-            if (order := tuple(word for word in words if word is not None)) and len(order) == p.ranks:
-                order = tuple(in_turn(p.microbatches, word) for word in order)
-                yield f"some {' or '.join(w.lower() for w in some)}", order
+            words = (_fitted(p, rank, word, some, spare) for rank, word in enumerate(order))
+            if len(found := [in_turn(p.microbatches, word) for word in words if word]) == p.ranks:
+                yield f"some {' or '.join(map(str.lower, some))}", tuple(found)
 
 
 def _whole(p: Problem, word: Word) -> Word:
