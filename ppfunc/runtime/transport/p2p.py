@@ -59,7 +59,8 @@ class P2P(Control):
     Every rank makes its transports over a group in the same order, and so its step functions over a
     transport. One is returned when all ranks have made theirs. After a failure that all ranks survive, also
     of this constructor, the next transport that all make works. A step returns on all ranks, once each is at
-    its end, or fails on all of them. One step runs at a time.
+    its end, or fails on all of them: on a rank that has not begun it, at its next call. One step runs at a
+    time.
 
     Signals with Python handlers, such as Ctrl-C, act between the calls of a step, and fail it as an error
     does: the other ranks name this one, and the step can be tried again. From the vote of a rank, when it is
