@@ -175,7 +175,7 @@ class StepFunction(Generic[P, R]):
     def _lower(self, args: Any, kwargs: Any) -> tuple[StepArguments, LoweredStep, Agreed, Guards]:
         """Lower the step with the peers, and run nothing."""
         transport = self.pipeline.transport
-        with transport.hold_interrupts():
+        with transport.hold_interrupts(later=True):
             try:
                 raw = self._read(*args, **kwargs)
                 first = raw[0] if isinstance(raw, list) else raw
