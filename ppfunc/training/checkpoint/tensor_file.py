@@ -158,10 +158,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 @contextmanager
 def new_file(path: Path) -> Iterator[FileIO]:
-    """Make a file to write to; flush it to the disk in the end."""
-    with open(path, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o666)) as file:
-        yield file
-        os.fsync(file.fileno())
+    """Make a file to write to; flush it to the disk in the end. Errors of the disk name it."""
+    try:
+        with open(path, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o666)) as file:
+            yield file
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def write_at(file: FileIO, data: bytes | memoryview, at: int) -> None:
