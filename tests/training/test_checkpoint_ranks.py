@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import time
 from functools import cache
 from itertools import accumulate, product
@@ -389,6 +390,38 @@ def fail_on_one(rank, size, root, what):
     dist.barrier()
     pp.checkpoint.save(root, state)
     assert pp.checkpoint.latest(root) is not None
+
+
+def is_told_to_save(rank, size, root, told):
+    """Signals whose handler saves reach ranks in a step, which each of them leaves in another place."""
+    seen = []
+
+    def save(*_):
+        try:
+            pp.checkpoint.save(root, {"step": 1, "own": {rank: torch.ones(50)}})
+        except RuntimeError as error:
+            seen.append(str(error))
+
+    def stage(w, x):
+        if rank in told and not seen:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return x * w
+
+    signal.signal(signal.SIGUSR1, save)
+    with pp.P2P(timeout=20) as transport:
+        engine = pp.engines.functional
+        step = pp.value_and_grad([stage] * size, squared, pp.gpipe(size, 2), transport, engine=engine)
+        loss, _ = step({rank: torch.ones(())}, torch.ones(2), torch.zeros(2))
+    assert loss == 1 and len(seen) == (rank in told), seen
+    assert all("within a step, which other ranks may have ended; let the handler" in text for text in seen)
+    save()
+
+
+@pytest.mark.parametrize("told", [[0], [0, 1]], ids=str)
+def test_a_handler_that_saves_within_a_step_is_refused(two, tmp_path, told):
+    """A rank waited in it for one that had voted, and so could run no handler, until the limit of both."""
+    two(is_told_to_save, str(tmp_path), told)
+    assert pp.checkpoint.latest(tmp_path).name == "step-1"
 
 
 def one_is_slow(rank, size, root):

@@ -32,9 +32,10 @@ def save(
 ) -> Path:
     """Write a state to ``folder/step-N``. The checkpoint appears when it is complete and flushed.
 
-    All ranks call it, each with its own part of the state. A plain tensor is the same on all ranks that hold
-    it. Each element is written once. The checkpoint can be loaded into any state with the same names, under
-    another schedule, sharding or number of ranks; with ``names``, also into other stages.
+    All ranks call it between steps, each with its own part of the state; a handler of a signal sets a flag
+    for that. A plain tensor is the same on all ranks that hold it. Each element is written once. The
+    checkpoint can be loaded into any state with the same names, under another schedule, sharding or number
+    of ranks; with ``names``, also into other stages.
 
     Args:
         folder: of all checkpoints of a run, on a disk that all ranks share.

@@ -13,7 +13,7 @@ from ppfunc.runtime.control.control import Control
 from ppfunc.runtime.control.rendezvous import Rendezvous
 from ppfunc.runtime.control.socket_links import SocketLinks
 from ppfunc.runtime.errors import GONE, Failure, PipelineError
-from ppfunc.stage.interrupts import hold_interrupts
+from ppfunc.stage.interrupts import hold_interrupts, this_thread
 
 from .errors import CheckpointError, RankError
 
@@ -36,6 +36,7 @@ class Peers:
 
     Raises:
         ValueError: this process is none of the ranks.
+        RuntimeError: a step runs in this thread, which a handler of a signal has interrupted.
         RankError: another rank is gone, late, or has failed.
     """
 
@@ -48,6 +49,11 @@ class Peers:
             )
         self.rank, self.size = ranks.index(rank), len(ranks)
         self._links: SocketLinks | None = None
+        if self.size > 1 and this_thread.held is not None:
+            raise RuntimeError(
+                "got a call of several ranks within a step, which other ranks may have ended; let the handler"
+                " of a signal set a flag, and save after the step"
+            )
         if self.size > 1:
             world: Any = dist.group.WORLD
             try:
