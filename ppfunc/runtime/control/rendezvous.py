@@ -103,11 +103,11 @@ class Rendezvous:
     def abandon(self, failure: str) -> str:
         """Fail this round on all ranks with a FailureRecord; return the first one of the round.
 
-        If it is the absence of a rank, the next call of that rank is of another round.
+        If it is the absence of a rank, the next calls of all absent ones are of another round.
         """
         rank = FailureRecord.read(failure).rank
-        absent = [rank] if rank != self.rank and rank in self.missing() else []
-        text = json.dumps([failure, absent])
+        absent = [] if rank == self.rank else self.missing()
+        text = json.dumps([failure, absent if rank in absent else []])
         with suppress(LinkError):
             return str(json.loads(self._ask(lambda: self.store.compare_set("abandoned", "", text), _SOON))[0])
         return failure
