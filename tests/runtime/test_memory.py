@@ -14,7 +14,7 @@ from ppfunc.runtime.execution.execute import fill
 from ppfunc.runtime.lowering.compile import bind
 from ppfunc.runtime.lowering.memory import _arguments, _of_rank
 from ppfunc.runtime.transport.inprocess import MessagesOnPaper
-from ppfunc.schedule import BUILDERS
+from ppfunc.schedule import BUILDERS, insert_recomputes, split_backward
 from ppfunc.schedule.instruction import COMPUTE, Op
 from ppfunc.stage.tree import tree_leaves
 from tests import models
@@ -157,6 +157,21 @@ def test_what_is_computed_again_is_told_apart():
 
 def waves(params, x):
     return (x @ params["w"]).sin().sin().sin()
+
+
+def test_what_a_recompute_drops_is_not_held():
+    """The residuals of one microbatch at a time, and its inputs, which are messages or of the batch."""
+    schedule = split_backward(pp.gpipe(2, 6))
+    params, inputs, targets = models.problem(schedule)
+    lowered = {
+        name: pp.value_and_grad([models.dense] * 2, squared, s).lower(params, inputs, targets)
+        for name, s in (("kept", schedule), ("again", insert_recomputes(schedule)))
+    }
+    held = {name: low.memory_analysis()[0] for name, low in lowered.items()}
+    costs = lowered["kept"].costs()
+    assert held["again"].most.residuals == costs.activation[0]
+    assert held["kept"].most.residuals > 3 * costs.activation[0] and held["again"].peak < held["kept"].peak
+    assert costs.checkpoint[0] == inputs[:3].nbytes
 
 
 def test_an_input_gradient_frees_what_a_weight_gradient_does_not_need():

@@ -112,8 +112,8 @@ def plan(
 
     The same arguments give the same schedule in every process. It is never longer than that of any builder
     that has the placement and fits in the cap. Where the costs have ``recompute`` or ``offload``, residuals
-    of each stage and microbatch stay, are computed again or move to the host; then it is never longer than a
-    plan after which all stay, nor than one after which :func:`~ppfunc.schedule.insert_recomputes` or
+    of each stage and microbatch stay, are computed again or move to the host; of the same stages, it is never
+    longer than a plan after which all stay, or :func:`~ppfunc.schedule.insert_recomputes` or
     :func:`~ppfunc.schedule.insert_offloads` treats all alike. It takes some three times as long.
 
     Args:
