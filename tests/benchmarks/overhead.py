@@ -26,7 +26,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 import ppfunc as pp
-from ppfunc.runtime.execution.gradients import Sum as GradientSum
+from ppfunc.runtime.lowering.calls import Sum as GradientSum
 from ppfunc.runtime.lowering.compile import CompiledStep
 from ppfunc.schedule import Op
 

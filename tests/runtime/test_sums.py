@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 import ppfunc as pp
 from ppfunc.runtime.call.results import Owned
-from ppfunc.runtime.execution.gradients import Sum
+from ppfunc.runtime.lowering.calls import Sum
 from tests.models import normal
 
 D, M = 8, 64

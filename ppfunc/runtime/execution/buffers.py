@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ppfunc.schedule import Instruction
 from ppfunc.stage import LeafSignature
 from ppfunc.stage.device import upload
 
 from ..call.batch import Leaves as Leaves
-from .gradients import Gradients
 
 Key = tuple[int, int]  # (stage of the schedule, microbatch)
 
@@ -33,6 +33,15 @@ class Tag(NamedTuple):
     microbatch: int
 
 
+class Origin(NamedTuple):
+    """Name the place of a call in the schedule; ``awaited`` is the message, if it only waits for one."""
+
+    rank: int
+    position: int
+    instruction: Instruction
+    awaited: Tag | None = None
+
+
 class Compared(NamedTuple):
     """Hold what a device has compared, which is read at the end of the step with its losses.
 
@@ -43,6 +52,36 @@ class Compared(NamedTuple):
 
     values: torch.Tensor
     require: Callable[[torch.Tensor], None]
+
+
+# One tensor of the parameter's shape and dtype per leaf, None for zero.
+LeafGradients = tuple[torch.Tensor | None, ...]
+# Of leaves, ascending; a range of all of them, which is looked up in no time.
+Numbers = tuple[int, ...] | range
+# Returns a tensor, or a copy where anything else uses its memory.
+Owner = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Gradients(Protocol):
+    """Takes the gradients of microbatches one after the other and makes one tree of them."""
+
+    def add(self, gradients: Leaves, numbers: Numbers, microbatch: int) -> None:
+        """Add gradients of one microbatch, for the leaves of these numbers, each once.
+
+        A leaf that gets none counts as zero. It is fastest if every microbatch groups its leaves alike.
+        """
+
+    def put_back(self, gradients: Leaves) -> None:
+        """Replace what ``take`` gave by sums over all places of the parameters, one gradient per leaf."""
+
+    def signature(self, leaf: LeafSignature) -> LeafSignature:
+        """Return the signature of the result for a parameter of this signature."""
+
+    def take(self, like: Leaves, owned: Owner) -> Leaves:
+        """Return the result for parameters ``like``, and drop it here.
+
+        The caller owns it, unless it lies in the buckets of an update.
+        """
 
 
 @dataclass(slots=True)

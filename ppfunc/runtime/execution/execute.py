@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from ppfunc.schedule import Chain, Timeline
+from ppfunc.stage import LeafSignature
 from ppfunc.stage._torch import transforming, values
 from ppfunc.stage.device import preserve_rng, upload
 from ppfunc.stage.interrupts import act_on_interrupts, this_thread
@@ -16,12 +17,12 @@ from ppfunc.stage.tree import tree_leaves
 from ..call.arguments import StepArguments
 from ..call.results import StepResult, collect, losses_of
 from ..errors import Failure, StepFailed, in_step
+from ..lowering.calls import Sum
 from ..lowering.compile import CompiledStep
 from ..lowering.compiled_steps import Entry
 from ..lowering.lowered import BATCH, LoweredStep
 from ..transport.protocols import Transport
-from .buffers import Buffers, Tag
-from .gradients import Gradients, Stack, Sum
+from .buffers import Buffers, Gradients, Leaves, Numbers, Owner, Tag
 from .nonfinite import NotFinite, count_nonfinite, locate_nonfinite
 from .record import Recorder, gather
 
@@ -222,3 +223,38 @@ def _require_representable(weights: tuple[float, ...], dtype: torch.dtype) -> No
             f"loss_weights: got {list(weights)}, of which some become 0 or infinite in {dtype}, the dtype of"
             " the loss; compute the loss in float32"
         )
+
+
+class Stack:
+    """Keeps the gradients of all microbatches beside each other, in their order.
+
+    Equivalent to: ``torch.stack([g0, g1, ...])``, zeros for microbatches that never came.
+
+    Args:
+        microbatches: length of the new leading axis.
+    """
+
+    def __init__(self, microbatches: int) -> None:
+        self._rows: list[dict[int, torch.Tensor]] = [{} for _ in range(microbatches)]
+        self._sums = Sum()
+
+    def add(self, gradients: Leaves, numbers: Numbers, microbatch: int) -> None:
+        self._rows[microbatch].update(zip(numbers, gradients, strict=True))
+
+    def put_back(self, gradients: Leaves) -> None:
+        self._sums.put_back(gradients)
+
+    def signature(self, leaf: LeafSignature) -> LeafSignature:
+        return leaf.stacked(len(self._rows))
+
+    def take(self, like: Leaves, owned: Owner) -> Leaves:
+        if any(self._rows):
+            self.put_back(
+                tuple(_stacked([row.get(n) for row in self._rows], leaf) for n, leaf in enumerate(like))
+            )
+            self._rows = [{} for _ in self._rows]
+        return self._sums.take(tuple(leaf.expand(len(self._rows), *leaf.shape) for leaf in like), owned)
+
+
+def _stacked(column: Sequence[torch.Tensor | None], leaf: torch.Tensor) -> torch.Tensor:
+    return torch.stack([torch.zeros_like(leaf) if row is None else row for row in column])

@@ -11,12 +11,10 @@ from ppfunc.stage.layout import local
 from ppfunc.stage.signature import differentiable, leaf_names
 
 from ..errors import Failure, StepFailed
-from ..lowering.calls import Origin
 from ..lowering.compile import CompiledStep, bind
 from ..lowering.lowered import LoweredStage
 from ..transport.protocols import Transport
-from .buffers import Buffers, Compared, Leaves
-from .gradients import LeafGradients
+from .buffers import Buffers, Compared, LeafGradients, Leaves, Origin
 
 _NOWHERE = 2**62
 

@@ -16,10 +16,9 @@ from ppfunc.schedule.instruction import COMMUNICATION, SENDS
 from ppfunc.schedule.timeline import Timeline, timeline_of
 from ppfunc.stage.device import accelerates, record_event, synchronize
 
-from ..lowering.calls import Origin
 from ..lowering.compile import CompiledStep, tag_of
 from ..transport.protocols import Call, ControlTransport
-from .buffers import Buffers, Tag
+from .buffers import Buffers, Origin, Tag
 
 _ROUNDS = 4  # of a handshake, each of which narrows down the offset
 

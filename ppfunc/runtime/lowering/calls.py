@@ -1,35 +1,37 @@
-"""Make calls of stage programs: forward, backward, input and weight gradient, each a function of the buffers
-of a step.
+"""Make calls of stage programs, each a function of the buffers of a step, and the sums to which they add.
 
 A forward pops its input from ``buffers.values`` and puts its output there; a backward pops gradients and puts
 gradients. Residuals are kept by (stage, microbatch), used once and dropped.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
 
-from ppfunc.schedule import Instruction, Op
+from ppfunc.schedule import Op
 from ppfunc.stage import FlatProgram, LeafSignature
+from ppfunc.stage._torch import add_into_each, transforming
 from ppfunc.stage.device import available, generator_of
 from ppfunc.stage.process import process_lock
+from ppfunc.stage.signature import differentiable
 
-from ..execution.buffers import Buffers, Key, Leaves, Tag, moved
-from ..execution.gradients import Gradients, LeafGradients, Numbers
+from ..execution.buffers import (
+    Buffers,
+    Gradients,
+    Key,
+    LeafGradients,
+    Leaves,
+    Numbers,
+    Origin,
+    Owner,
+    Tag,
+    moved,
+)
 from ..transport.protocols import Call
-from .lowered import BATCH, Edge, LoweredStage
-
-
-class Origin(NamedTuple):
-    """Name the place of a call in the schedule; ``awaited`` is the message, if it only waits for one."""
-
-    rank: int
-    position: int
-    instruction: Instruction
-    awaited: Tag | None = None
-
+from .lowered import BATCH, LoweredStage, slices
 
 PlacedCall = tuple[Call, Origin]
 
@@ -53,7 +55,7 @@ def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residua
     (stage, microbatch), model_stage, wanted, states = key, low.model_stage, low.kept, len(low.state.leaves)
     # An edge without leaves carries no message.
     sources = [Tag("F", e.stage, stage, microbatch) for e in low.sources if e.leaves]
-    sinks = [(Tag("F", stage, e.stage, microbatch), place) for e, place in _slices(low.sinks) if e.leaves]
+    sinks = [(Tag("F", stage, e.stage, microbatch), place) for e, place in slices(low.sinks) if e.leaves]
     sent = sum(len(e.leaves) for e in low.sinks)
 
     def take(buffers: Buffers) -> tuple[Leaves, Leaves, Leaves]:
@@ -201,7 +203,7 @@ def _pass_on(low: LoweredStage, key: Key) -> Callable[[Buffers, LeafGradients], 
     (stage, microbatch), device = key, low.device
     sources = [
         (Tag("B", stage, e.stage, microbatch), e.carrying, place)
-        for e, place in _slices(low.sources, carrying=True)
+        for e, place in slices(low.sources, carrying=True)
         if e.carrying
     ]
 
@@ -225,10 +227,7 @@ def weight(program: FlatProgram, key: Key) -> Call:
 
 
 def _accumulating(program: Callable[..., Any]) -> Callable[[], Callable[..., Any]] | None:
-    """Return the program that adds parameter gradients up as it makes them.
-
-    None where it makes all at once, or few.
-    """
+    """Return the program that adds gradients up as it makes them; None where it makes all at once, or few."""
     accumulate = getattr(program, "accumulating", None)
     return None if accumulate is None else fastest(accumulate)
 
@@ -266,10 +265,84 @@ def _dense(gradients: LeafGradients, leaves: tuple[LeafSignature, ...], device: 
     )
 
 
-def _slices(edges: tuple[Edge, ...], carrying: bool = False) -> Iterator[tuple[Edge, slice]]:
-    """Yield each edge with the place of its leaves in the tuple of all of them."""
-    start = 0
-    for edge in edges:
-        stop = start + len(edge.carrying if carrying else edge.leaves)
-        yield edge, slice(start, stop)
-        start = stop
+class Sum:
+    """Adds up gradients, in place once the sum is its own tensor.
+
+    Equivalent to: ``total = g1 + g2 + g3 + ...``, from left to right, for each leaf.
+
+    The first gradients are only borrowed: they may share memory with a message that is still
+    on its way, with each other, or with a parameter. The second sum is therefore a new tensor,
+    and later ones are added to it in place.
+
+    Args:
+        dtype: of the sum, where that of a gradient is narrower; that of the gradients where none is given.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+        self._parts: dict[Numbers, _Part] = {}
+
+    def add(self, gradients: Leaves, numbers: Numbers, microbatch: int) -> None:
+        part = self._parts.get(numbers)
+        if part is None:
+            self._add_other(gradients, numbers, microbatch)
+        elif not numbers:
+            pass
+        elif part.is_own and not transforming():
+            add_into_each(part.total, gradients)
+        else:  # leaf by leaf: each sum frees the gradient that it replaces, and vmap takes it
+            total = list(part.total)
+            self._parts[numbers] = _Part(total, part.is_own or not transforming())
+            del part
+            for n, gradient in enumerate(gradients):
+                total[n] = total[n] + gradient
+
+    def _add_other(self, gradients: Leaves, numbers: Numbers, microbatch: int) -> None:
+        """Add gradients of leaves that are divided otherwise than before, or new."""
+        if {n for known in self._parts for n in known}.isdisjoint(numbers):
+            self._parts[numbers] = _Part(
+                [g.to(self._dtype_of(g.dtype)) for g in gradients] if self._dtype else gradients, False
+            )
+            return
+        self._parts = {
+            (n,): _Part([t], part.is_own)
+            for known, part in self._parts.items()
+            for n, t in zip(known, part.total, strict=True)
+        }
+        for n, gradient in zip(numbers, gradients, strict=True):
+            self.add((gradient,), (n,), microbatch)
+
+    def _dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.promote_types(dtype, self._dtype) if self._dtype and differentiable(dtype) else dtype
+
+    def put_back(self, gradients: Leaves) -> None:
+        self.add(gradients, range(len(gradients)), -1)
+
+    def signature(self, leaf: LeafSignature) -> LeafSignature:
+        if self._dtype is None or (dtype := self._dtype_of(leaf.dtype)) is leaf.dtype:
+            return leaf
+        return replace(leaf, dtype=dtype)
+
+    def take(self, like: Leaves, owned: Owner) -> Leaves:
+        parts, self._parts = self._parts, {}
+        whole = parts.get(range(len(like)))
+        if whole is not None and whole.is_own:
+            return tuple(whole.total)
+        sums = {
+            n: t if part.is_own else owned(t)
+            for known, part in parts.items()
+            for n, t in zip(known, part.total, strict=True)
+        }
+        return tuple(
+            [
+                sums[n] if n in sums else torch.zeros_like(leaf, dtype=self._dtype_of(leaf.dtype))
+                for n, leaf in enumerate(like)
+            ]
+        )
+
+
+class _Part(NamedTuple):
+    """Hold the sums of leaves whose gradients come together."""
+
+    total: list[torch.Tensor] | Leaves
+    is_own: bool  # whether they share memory with nothing else

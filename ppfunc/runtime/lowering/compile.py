@@ -14,10 +14,10 @@ from ppfunc.stage import Signature, StageProgram
 from ppfunc.stage.device import SideStreams
 from ppfunc.stage.interrupts import act_on_interrupts
 
-from ..execution.buffers import Buffers, Key, Tag
+from ..execution.buffers import Buffers, Key, Origin, Tag
 from ..transport.protocols import Call, DataTransport, Transfer
 from . import calls
-from .calls import Origin, PlacedCall
+from .calls import PlacedCall
 from .lowered import LoweredStep
 from .residual_calls import (
     await_residuals,

@@ -153,6 +153,15 @@ class Edge(NamedTuple):
         return self.leaves if forward else self.carrying
 
 
+def slices(edges: tuple[Edge, ...], carrying: bool = False) -> Iterator[tuple[Edge, slice]]:
+    """Yield each edge with the place of its leaves in the tuple of all of them."""
+    start = 0
+    for edge in edges:
+        stop = start + len(edge.carrying if carrying else edge.leaves)
+        yield edge, slice(start, stop)
+        start = stop
+
+
 class LoweredStage(NamedTuple):
     """Describe a stage for one form of its arguments.
 

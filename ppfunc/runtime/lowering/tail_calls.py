@@ -18,11 +18,10 @@ from ..agreement.comparison import checksum, differing
 from ..agreement.ties import OTHER_VALUES, Place, SharedLeaf, differs
 from ..call.results import apart, losses_of
 from ..errors import AgreementError
-from ..execution.buffers import Buffers, Compared, ParameterUpdate
-from ..execution.gradients import Sum
+from ..execution.buffers import Buffers, Compared, Origin, ParameterUpdate
 from ..transport.collective import Collective
 from ..transport.protocols import Call, DataTransport
-from .calls import Origin, PlacedCall
+from .calls import PlacedCall, Sum
 from .lowered import LoweredStep
 
 # -- sums over the places of a parameter

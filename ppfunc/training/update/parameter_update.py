@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppfunc.runtime.execution.buffers import Buffers, Leaves
-from ppfunc.runtime.execution.gradients import Gradients
+from ppfunc.runtime.execution.buffers import Buffers, Gradients, Leaves
 from ppfunc.runtime.execution.nonfinite import NotFinite
 from ppfunc.runtime.transport.collective import Wait
 from ppfunc.stage import LeafSignature, Signature

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ppfunc.runtime.execution.gradients import Leaves, Numbers, Owner
+from ppfunc.runtime.execution.buffers import Leaves, Numbers, Owner
 from ppfunc.runtime.transport.collective import Wait
 from ppfunc.stage.signature import LeafSignature
 
