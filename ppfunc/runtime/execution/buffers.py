@@ -164,14 +164,14 @@ class ParameterUpdate(Protocol):
             weights: as the caller gave them, one per step; None for the default.
         """
 
-    def sums(self, stage: int, leaves: Iterable[tuple[int, LeafSignature]]) -> Gradients | None:
+    def accumulator(self, stage: int, leaves: Iterable[tuple[int, LeafSignature]]) -> Gradients | None:
         """Return the accumulator for the gradients of a stage of the model; None for one of the step's own.
 
         Args:
             leaves: the number of each that gets a gradient, and the signature of their sum.
         """
 
-    def reduce(self, buffers: Buffers, stage: int, sums: Gradients, numbers: Sequence[int]) -> None:
+    def reduce(self, buffers: Buffers, stage: int, gradients: Gradients, numbers: Sequence[int]) -> None:
         """Carry out REDUCE_GRAD of a stage of the model, for the leaves of these numbers."""
 
     def join(

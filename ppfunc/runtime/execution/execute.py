@@ -187,7 +187,7 @@ def _gradients_of(lowered: LoweredStep, buffers: Buffers, model_stage: int) -> G
         return gradients
     leaves = enumerate(lowered.form.params[model_stage].leaves)
     forms = ((n, gradients.signature(leaf)) for n, leaf in leaves if leaf.grad)
-    return buffers.update.sums(model_stage, forms) or gradients
+    return buffers.update.accumulator(model_stage, forms) or gradients
 
 
 def _weights_of(

@@ -32,7 +32,7 @@ from .residual_calls import (
 from .stage_programs import StagePrograms
 from .tail_calls import (
     await_params,
-    is_late,
+    is_deferred,
     sharding_call,
     sum_over_places,
     update_call,
@@ -59,31 +59,31 @@ class CompiledStep(NamedTuple):
         return f"<compiled {self.lowered.spec.name}, {self.lowered.schedule!r}, {len(self.calls)} calls>"
 
 
-def compile_step(lowered: LoweredStep, programs: StagePrograms, data: DataTransport) -> CompiledStep:
+def compile_step(lowered: LoweredStep, programs: StagePrograms, transport: DataTransport) -> CompiledStep:
     """Build the program of every stage, and bind every instruction.
 
     Args:
         lowered: the meaning of every instruction.
         programs: of the stages, those with which the step was lowered.
-        data: carries the messages; its connections are open.
+        transport: carries the messages; its connections are open.
 
     Raises:
         StageError: the engine cannot serve a stage.
     """
-    return bind(lowered, build_programs(lowered, programs), data)
+    return bind(lowered, build_programs(lowered, programs), transport)
 
 
 def bind(
-    lowered: LoweredStep, programs: Mapping[Key, StageProgram], data: DataTransport, *, tail: bool = True
+    lowered: LoweredStep, programs: Mapping[Key, StageProgram], transport: DataTransport, *, tail: bool = True
 ) -> CompiledStep:
     """Bind every instruction to these programs. Without ``tail``, leave out sums over places and updates."""
     lowered = _without_tensors(lowered)  # first: what is bound holds stages
-    binder = _Binder(lowered, programs, data)
+    binder = _Binder(lowered, programs, transport)
     placed = binder.bind_all()
     if tail and lowered.spec.shares(lowered.schedule):
-        placed += sum_over_places(lowered, data)
+        placed += sum_over_places(lowered, transport)
     if tail and lowered.spec.updates is not None:
-        placed += update_parameters(lowered, binder.late)
+        placed += update_parameters(lowered, binder.deferred)
     if not tail:
         placed = [(call, place) for call, place in placed if place.instruction.op not in TAIL]
     return CompiledStep(
@@ -117,13 +117,13 @@ class _Binder:
     """Binds instructions to calls.
 
     Attributes:
-        late: the updates that are left to the end of the program.
+        deferred: the updates that are left to the end of the program.
     """
 
     def __init__(
-        self, lowered: LoweredStep, programs: Mapping[Key, StageProgram], data: DataTransport
+        self, lowered: LoweredStep, programs: Mapping[Key, StageProgram], transport: DataTransport
     ) -> None:
-        self._lowered, self._programs, self._data = lowered, programs, data
+        self._lowered, self._programs, self._transport = lowered, programs, transport
         self._schedule = lowered.schedule
         self._trains = not self._schedule.forward_only
         self._frees = Op.RESHARD in self._schedule.ops  # parameters, between a forward and its backward
@@ -137,7 +137,7 @@ class _Binder:
         self._gathering: dict[int, Origin | None] = {}
         if lowered.spec.updates is not None and not lowered.spec.updates.sharded:
             self._gathering = dict.fromkeys(low.model_stage for low in lowered.stages.values())
-        self.late: list[Origin] = []
+        self.deferred: list[Origin] = []
 
     def bind_all(self) -> list[PlacedCall]:
         """Bind the steps of this process, each after the steps whose values it consumes."""
@@ -155,7 +155,7 @@ class _Binder:
         step = self._schedule.programs[rank][position]
         messages = [i for i in step if i.op in COMMUNICATION]
         if batch := [transfer for i in messages for transfer in self._transfers(i)]:
-            yield from _at(Origin(rank, position, messages[0]), self._data.post(batch))
+            yield from _at(Origin(rank, position, messages[0]), self._transport.post(batch))
             self._received |= {transfer.tag: transfer for transfer in batch if not transfer.outgoing}
         for instruction in step:
             place = Origin(rank, position, instruction)
@@ -171,8 +171,8 @@ class _Binder:
                 if instruction.op is Op.UNSHARD:
                     self._gathering[self._schedule.model_stages[instruction.stage]] = place
             elif instruction.op in (Op.REDUCE_GRAD, Op.STEP):
-                if is_late(self._lowered, instruction):
-                    self.late.append(place)
+                if is_deferred(self._lowered, instruction):
+                    self.deferred.append(place)
                 else:
                     yield from _at(place, update_call(self._lowered, instruction))
             elif instruction.op is not Op.REDUCE_TIED and instruction.op not in COMMUNICATION:
@@ -182,7 +182,7 @@ class _Binder:
         for instruction in completed:
             for transfer in self._transfers(instruction):
                 place = Origin(rank, position, instruction, transfer.tag)
-                yield from _at(place, self._data.wait_send(transfer))
+                yield from _at(place, self._transport.wait_send(transfer))
 
     def _await_gather(self, place: Origin, stage: int) -> Iterator[PlacedCall]:
         """Wait for the parameters of a stage before their first use since something may gather them."""
@@ -205,7 +205,7 @@ class _Binder:
         for edge in low.sources if part.op is Op.F else low.sinks:
             tag = Tag("F" if part.op is Op.F else "B", edge.stage, stage, microbatch)
             if tag in self._received:
-                wait = self._data.wait_recv(self._received.pop(tag))
+                wait = self._transport.wait_recv(self._received.pop(tag))
                 yield from _at(place._replace(awaited=tag), wait)
 
     # -- instructions that compute

@@ -31,7 +31,7 @@ _Group = tuple[tuple[int, ...], tuple[int, ...], list[SharedLeaf]]
 """Ranks of the places, ascending; the rank of every place, in the order of the stages; the leaves."""
 
 
-def sum_over_places(lowered: LoweredStep, data: DataTransport) -> Iterator[PlacedCall]:
+def sum_over_places(lowered: LoweredStep, transport: DataTransport) -> Iterator[PlacedCall]:
     """Sum the gradient of every shared leaf over its places.
 
     Each stage of the model gets the sum at its first place in this process.
@@ -44,10 +44,10 @@ def sum_over_places(lowered: LoweredStep, data: DataTransport) -> Iterator[Place
     if lowered.spec.updates is None:
         yield _compare_here(leaves), origin
         for ranks, _, of_group in _groups(lowered, leaves, lambda leaf: None):
-            if len(ranks) > 1 and (collective := data.collective(ranks)).size > 1:
+            if len(ranks) > 1 and (collective := transport.collective(ranks)).size > 1:
                 yield _compare(ranks, of_group, collective), origin
     if not lowered.schedule.forward_only:
-        yield _sum(lowered, data, leaves, here), origin
+        yield _sum(lowered, transport, leaves, here), origin
 
 
 def _groups(
@@ -114,7 +114,7 @@ def _compare(ranks: Sequence[int], leaves: Sequence[SharedLeaf], collective: Col
 
 
 def _sum(
-    lowered: LoweredStep, data: DataTransport, leaves: Sequence[SharedLeaf], here: Sequence[int]
+    lowered: LoweredStep, transport: DataTransport, leaves: Sequence[SharedLeaf], here: Sequence[int]
 ) -> Call:
     """Sum the gradients of every group of leaves, and give the sums to the first of the stages that share."""
     model, numbers = lowered.schedule.model_stages, {stage: lowered.differentiated(stage) for stage in here}
@@ -122,7 +122,7 @@ def _sum(
     trained = [leaf for leaf in leaves if _trains(lowered, leaf.places[0])]
     groups, summed = [], Sum(lowered.spec.sum_dtype)
     for ranks, homes, of_group in _groups(lowered, trained, lambda leaf: summed.signature(leaf).dtype):
-        collective = data.collective(ranks) if len(ranks) > 1 else Collective()
+        collective = transport.collective(ranks) if len(ranks) > 1 else Collective()
         places = [leaf.places for leaf in of_group]
         groups.append((collective, places, list(map(ranks.index, homes))))
 
@@ -159,11 +159,11 @@ def _last_place(lowered: LoweredStep, stage: int) -> Origin:
 
 
 def update_parameters(lowered: LoweredStep, places: Sequence[Origin]) -> Iterator[PlacedCall]:
-    """Bind the REDUCE_GRAD and STEP that :func:`is_late` leaves to the end of the program."""
+    """Bind the REDUCE_GRAD and STEP that :func:`is_deferred` leaves to the end of the program."""
     updates, rank = lowered.spec.updates, lowered.ranks[-1]
     assert updates is not None
-    late = [(call, place) for place in places if (call := update_call(lowered, place.instruction))]
-    steps = [one for one in late if one[1].instruction.op is Op.STEP]
+    deferred = [(call, place) for place in places if (call := update_call(lowered, place.instruction))]
+    steps = [one for one in deferred if one[1].instruction.op is Op.STEP]
     end = Instruction(Op.STEP, lowered.schedule.stages_of(rank)[-1])
     place = Origin(rank, len(lowered.schedule.programs[rank]) - 1, end)
 
@@ -172,11 +172,11 @@ def update_parameters(lowered: LoweredStep, places: Sequence[Origin]) -> Iterato
         _update(buffers).join(buffers, weighted, each if "losses" in lowered.spec.wants else None)
 
     join = join_losses, place
-    yield from (one for one in late if one not in steps)
+    yield from (one for one in deferred if one not in steps)
     yield from [join, *steps] if updates.together else [*steps, join]
 
 
-def is_late(lowered: LoweredStep, instruction: Instruction) -> bool:
+def is_deferred(lowered: LoweredStep, instruction: Instruction) -> bool:
     """Tell whether a REDUCE_GRAD or STEP has to wait until the program has run: for a sum over places, or for
     the other stages.
     """

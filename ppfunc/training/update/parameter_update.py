@@ -111,7 +111,7 @@ class TrainingUpdate:
             )
         return (by_step / total).unbind()
 
-    def sums(self, stage: int, leaves: Iterable[tuple[int, LeafSignature]]) -> Reducer | None:
+    def accumulator(self, stage: int, leaves: Iterable[tuple[int, LeafSignature]]) -> Reducer | None:
         """Find buckets for the gradients of a stage: idle ones of an earlier step, else new ones.
 
         A step takes them out of the idle ones, and returns them once it has used their sums. A step that
@@ -121,10 +121,10 @@ class TrainingUpdate:
         if ranks.data.size == 1:
             return None
         trees, idle = self.stages[stage].trees, self._idle.setdefault(stage, [])
-        sums = dict(leaves)
-        fixed = frozenset(position for position, n in enumerate(sums) if n in trees.fixed)
-        over = tuple(trees.cuts[n].over for n in sums)
-        form = tuple(sums.values()), tuple(trees.dims[n] for n in sums), over, fixed
+        signatures = dict(leaves)
+        fixed = frozenset(position for position, n in enumerate(signatures) if n in trees.fixed)
+        over = tuple(trees.cuts[n].over for n in signatures)
+        form = tuple(signatures.values()), tuple(trees.dims[n] for n in signatures), over, fixed
         while idle:
             reducer = idle.pop()
             if reducer.form == form and reducer.idle:
@@ -132,19 +132,19 @@ class TrainingUpdate:
         device = next((local(leaf).device for leaf in tree_leaves(self.state.params[stage])), None)
         return Reducer(*form, dtype=self._rule.precision.reduce, device=device)
 
-    def reduce(self, buffers: Buffers, stage: int, sums: Gradients, numbers: Sequence[int]) -> None:
+    def reduce(self, buffers: Buffers, stage: int, gradients: Gradients, numbers: Sequence[int]) -> None:
         """Begin to sum the gradients of a stage, and the changes of its state, over the data ranks."""
         if stage in buffers.state:
             tree = self._initial.stage_state[stage]
             pair = self._stage_state[stage], buffers.state[stage]
             self._new_states[stage] = self._rule.states.begin(self._ranks, stage, tree, *pair)
-        if isinstance(sums, Reducer):
-            sums.launch()
-            self._reducers[stage] = sums, numbers
+        if isinstance(gradients, Reducer):
+            gradients.launch()
+            self._reducers[stage] = gradients, numbers
         else:
             fixed, leaves = self.stages[stage].trees.fixed, buffers.params[stage]
             like = tuple([leaves[n].new_empty(0) if n in fixed else leaves[n] for n in numbers])
-            self._gradients[stage] = dict(zip(numbers, sums.take(like, torch.clone), strict=True))
+            self._gradients[stage] = dict(zip(numbers, gradients.take(like, torch.clone), strict=True))
 
     def join(self, buffers: Buffers, losses: Sequence[Tensor], each: Mapping[int, Tensor] | None) -> None:
         """Sum the norm and the loss over all ranks; conclude from them where the updates are to come."""
