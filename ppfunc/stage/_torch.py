@@ -149,6 +149,32 @@ def guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
 
 
+def shape_env() -> Any:
+    """Make what holds sizes that are symbols, and notes what is decided by them."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return ShapeEnv(duck_shape=False)
+
+
+def size_symbol(env: Any, size: int, name: str) -> torch.SymInt:
+    """Return a new symbol for a size, of at least 2, that decides as ``size`` does."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    source = ConstantSource(name)
+    made = env.create_symbol(size, source, DimDynamic.DYNAMIC, None)
+    return env.create_symintnode(made, hint=size, source=source)
+
+
+def estimate(number: Any) -> Any:
+    """Return the number for which a symbolic one stood in the trace, without deciding anything by it."""
+    return number.node.hint if isinstance(number, torch.SymInt | torch.SymFloat) else number
+
+
+# What a symbolic number is, in symbols: hashable, equal only for what is always equal.
+expression = attrgetter("node.expr")
+
+
 def version(tensor: torch.Tensor) -> int | None:
     """Count the writes into a tensor; None for inference tensors, whose writes are not counted."""
     return None if tensor.is_inference() else tensor._version

@@ -99,6 +99,12 @@ class Example:
     def extra_leaves(self) -> tuple[Any, ...]:
         return tuple(leaf for signature in self.extras for leaf in signature.leaves)
 
+    @property
+    def symbols(self) -> tuple[torch.SymInt, ...]:
+        """Return the sizes that are symbols."""
+        leaves = (*self.x.leaves, *self.extra_leaves)
+        return tuple(size for leaf in leaves for size in leaf.shape if isinstance(size, torch.SymInt))
+
     def unflatten(self, leaves: Iterable[Any]) -> tuple[Any, ...]:
         """Return the arguments with these leaves."""
         rest = iter(leaves)

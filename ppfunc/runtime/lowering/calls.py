@@ -242,7 +242,7 @@ def fastest(program: Any) -> Callable[[], Callable[..., Any]]:
 
 def _gradient_numbers(program: Callable[..., Any]) -> Numbers | None:
     """List the leaves for which a program computes gradients; None for one that is not traced."""
-    return _present(program.recipe.block.results[0]) if hasattr(program, "recipe") else None
+    return _present(program.results[0]) if hasattr(program, "results") else None
 
 
 def _present(gradients: Sequence[object]) -> Numbers:

@@ -101,7 +101,7 @@ class CompiledSteps:
         self._building = threading.local()
         self._lock = threading.Lock()
         self._entries: list[Entry] = []  # the one that ran last comes last
-        self._hits = self._misses = 0
+        self._hits = self._misses = self._traced = 0
 
     @property
     def last(self) -> Entry | None:
@@ -165,7 +165,7 @@ class CompiledSteps:
     def clear(self) -> None:
         """Drop every compiled step, and the programs of the stages."""
         self._entries = []
-        self._hits = self._misses = 0
+        self._hits = self._misses = self._traced = 0
         self._pipeline.programs.clear()
 
     def _begin(
@@ -201,7 +201,7 @@ class CompiledSteps:
                 f"a stage calls the step function that it is part of ({self._owner}); call a function of its"
                 " own from a stage"
             )
-        self._building.active = True
+        self._building.active, before = True, self._pipeline.programs.evaluations
         try:
             lowered = self._lower(arguments, exchange)
             compiled = compile_step(lowered, self._pipeline.programs, self._pipeline.transport)
@@ -217,7 +217,8 @@ class CompiledSteps:
             entry = Entry(form, agreed, Guards.now(lowered), compiled, layouts)
             self._misses += 1
             self._entries = [*self._entries[1 - CACHE_SIZE :], entry]
-        if len(self._entries) == _RETRACES and last is not None:
+            self._traced += (anew := self._pipeline.programs.evaluations > before)
+        if anew and self._traced == _RETRACES and last is not None:
             _warn_of_retraces(self._pipeline.spec.name, form, last.form)
         return entry
 

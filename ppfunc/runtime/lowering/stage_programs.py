@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -20,12 +21,14 @@ from torch import nn
 
 from ppfunc.stage import Engine, Outline, Signature, StageError, StageProgram, outline
 from ppfunc.stage._torch import without_transforms
+from ppfunc.stage.abstract.sizes import Numbers, SizeRange
 from ppfunc.stage.device import autocast
 from ppfunc.stage.engines.loss_apart import with_loss_apart
 from ppfunc.stage.errors import warn
 from ppfunc.stage.modules.module import ModuleStructure
 from ppfunc.stage.output import StageFunction
 from ppfunc.stage.process import process_lock
+from ppfunc.stage.program import Example, FlatProgram, stage_program
 from ppfunc.stage.tree import tree_leaves
 
 CACHE_SIZE = 32
@@ -71,6 +74,20 @@ class StageCall(NamedTuple):
         return id(f.loss_fn), place, form, self.device, autocast()
 
     @property
+    def sizes(self) -> tuple[Signature, ...]:
+        """Return the signatures of inputs and extras."""
+        return tuple(map(Signature.of, self.example[1:]))
+
+    @property
+    def sizeless(self) -> StageCall:
+        """Return what is equal for calls that differ in sizes of inputs and extras alone."""
+        no_sizes = [
+            replace(tree, leaves=tuple(replace(leaf, shape=(0,) * len(leaf.shape)) for leaf in tree.leaves))
+            for tree in self.sizes
+        ]
+        return self._replace(example=(self.example[0], *no_sizes))
+
+    @property
     def options(self) -> dict[str, Any]:
         """Return what engines take beside the function and the example."""
         return {"has_aux": True, "name": self.name, "device": self.device}
@@ -85,6 +102,8 @@ class _Evaluated(NamedTuple):
         trained: which of their own parameters were not frozen.
         outline: the evaluation.
         programs: the program that was built of it, if one was.
+        sizes: of its inputs and extras.
+        range: holds the sizes among them that are symbols, None without any.
     """
 
     function: StageFunction
@@ -92,10 +111,21 @@ class _Evaluated(NamedTuple):
     trained: list[bool]
     outline: Outline
     programs: list[StageProgram]
+    sizes: tuple[Signature, ...]
+    range: SizeRange | None = None
 
     def holds(self) -> bool:
         """Tell whether the modules are as they were."""
         return self.modules is None or (self.modules.same() and self.trained == _trained(self.outline))
+
+    def of(self, numbers: Numbers, call: StageCall) -> _Evaluated:
+        """Return the evaluation for numbers in the place of symbols, and its program."""
+        evaluation, symbolic = numbers(self.outline), self.programs[0]
+        example = Example.of(call.example, call.device, targeted=call.function.targeted)
+        functions: Any = symbolic.flat
+        flat, size = FlatProgram(*(f.at(numbers) for f in functions)), numbers(symbolic.residual_bytes)
+        program = stage_program(flat, example, evaluation, has_aux=True, residual_bytes=size)
+        return self._replace(outline=evaluation, programs=[program], sizes=call.sizes, range=None)
 
 
 def _trained(outline: Outline) -> list[bool]:
@@ -115,6 +145,12 @@ class StagePrograms:
         self, engine: Engine | Sequence[Engine], loss_engine: Engine | None = None, noting: bool = False
     ) -> None:
         self._engine, self._loss_engine, self._noting = engine, loss_engine, noting
+        self.evaluations = 0  # so many were made
+        if loss_engine is not None and any(map(_is_dynamic, [engine] if callable(engine) else engine)):
+            raise ValueError(
+                "engine: got graph(dynamic=True) and a loss_engine, which has programs of one size; leave out"
+                " one of them"
+            )
         # By function, then by key of the call.
         self._evaluated: dict[int, OrderedDict[Hashable, list[_Evaluated]]] = {}
 
@@ -137,14 +173,58 @@ class StagePrograms:
             for evaluated in same_form:
                 if evaluated.holds():
                     return evaluated.outline
-            evaluation = outline(function, call.example, **call.options, noting=self._noting)
-            referred = (*_modules_referred(function.fn), *_modules_referred(function.loss_fn))
-            evaluation = evaluation._replace(modules=tuple(dict.fromkeys((*evaluation.modules, *referred))))
-            if evaluation.lasts:
-                modules = ModuleStructure.of(evaluation.modules, "training") if evaluation.modules else None
-                evaluated = _Evaluated(function, modules, _trained(evaluation), evaluation, [])
+            dynamic = _is_dynamic(self._engine_of(call))
+            alike = "sizes", self._key(call.sizeless) if dynamic else None
+            known = of_function.get(alike, [])
+            evaluated = (known and self._numbered(call, known)) or self._evaluate(call, self._noting)
+            if evaluated.outline.lasts:
                 keep(of_function, key, [*same_form, evaluated])
-            return evaluation
+                if dynamic:
+                    keep(of_function, alike, known or [evaluated])
+            return evaluated.outline
+
+    def _evaluate(self, call: StageCall, noting: bool = False, range: SizeRange | None = None) -> _Evaluated:
+        self.evaluations += 1
+        function = call.function
+        evaluation = outline(function, call.example, **call.options, noting=noting)
+        referred = (*_modules_referred(function.fn), *_modules_referred(function.loss_fn))
+        evaluation = evaluation._replace(modules=tuple(dict.fromkeys((*evaluation.modules, *referred))))
+        modules = ModuleStructure.of(evaluation.modules, "training") if evaluation.modules else None
+        return _Evaluated(function, modules, _trained(evaluation), evaluation, [], call.sizes, range)
+
+    def _numbered(self, call: StageCall, known: list[_Evaluated]) -> _Evaluated | None:
+        """Evaluate a stage, and build its program, by those for sizes that are symbols.
+
+        Args:
+            known: evaluations of calls that differ in sizes alone; with one more afterwards, if none was for
+                these sizes.
+
+        Returns:
+            None for sizes that do not vary.
+        """
+        for one in reversed(known):
+            if one.range is not None and one.holds() and (numbers := one.range.numbers(call.sizes)):
+                return one.of(numbers, call)
+        lengths = SizeRange(known[-1].sizes, call.sizes)
+        if not lengths.symbols:
+            return None
+        symbolic = call._replace(example=(call.example[0], *lengths.trees))
+        try:
+            one = self._evaluate(symbolic, range=lengths)
+            engine = self._engine_of(call)
+            program = engine(call.function, symbolic.example, outline=one.outline, **call.options)
+        except StageError as error:
+            evaluated = self._evaluate(call)  # raises what has nothing to do with symbols
+            warn(
+                f"{call.name} is traced for one form of its arguments, not for sizes that vary:"
+                f" {error.reason}; leave out dynamic=True, or mend that"
+            )
+            return evaluated
+        one.programs.append(program)
+        known[:] = [*known[1 - CACHE_SIZE :], one]
+        numbers = lengths.numbers(call.sizes)
+        assert numbers is not None, "the sizes of a trace decide as it has"
+        return one.of(numbers, call)
 
     def program(self, call: StageCall, evaluation: Outline) -> StageProgram:
         """Build the program of a stage, or return that of an equal one.
@@ -207,6 +287,10 @@ class StagePrograms:
     def clear(self) -> None:
         """Drop everything that is kept."""
         self._evaluated.clear()
+
+
+def _is_dynamic(engine: Engine) -> bool:
+    return getattr(engine, "dynamic", False)
 
 
 def _modules_referred(function: Any) -> Iterator[nn.Module]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -52,13 +52,16 @@ _REMEMBERED = 2**13
 
 
 @contextmanager
-def without_values() -> Iterator[None]:
+def without_values(symbols: Sequence[torch.SymInt] = ()) -> Iterator[None]:
     """Evaluate with fake tensors, and delay signals. Fake tensors that escape are detected and rejected.
+
+    Args:
+        symbols: sizes of some of the tensors.
 
     Functions of TorchScript run operator by operator: on a GPU it fuses them into kernels, which need memory.
     """
     unfused = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
-    with hold_interrupts(), unfused, Evaluation() as evaluation:
+    with hold_interrupts(), unfused, Evaluation(symbols) as evaluation:
         try:
             yield
         finally:
@@ -73,8 +76,9 @@ class Evaluation(FakeTensorMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+    def __init__(self, symbols: Sequence[torch.SymInt] = ()) -> None:
+        env = symbols[0].node.shape_env if symbols else None
+        super().__init__(allow_non_fake_inputs=True, shape_env=env)
         self.over = False
         if len(FakeTensorMode.cache) > _REMEMBERED:
             FakeTensorMode.cache_clear()

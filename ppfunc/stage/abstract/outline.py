@@ -92,10 +92,12 @@ def outline(
             engine = "eager" if isinstance(error, UnsupportedOperatorException) else "functional"
             untraced = data_dependence(error), f"use the {engine} engine, which runs any Python"
         except StageError as error:
-            if error.__cause__ is None:
+            if error.__cause__ is None or seen.symbols:
                 raise
             untraced, failure = (f"without values {error.reason}", "use the eager engine"), error
 
+    if seen.symbols:
+        raise StageError(name, *untraced)
     try:
         zeros = stand_ins(example, seen.device)
         observe = partial(_observe, fn, seen, zeros, has_aux, name, noting, abstract=False, after=failure)
@@ -112,7 +114,7 @@ def outline(
 def _evaluate(fn: Callable[..., Any], example: Example, has_aux: bool, name: str, noting: bool) -> Outline:
     before = torch.default_generator.get_state()
     try:
-        with without_values():
+        with without_values(example.symbols):
             return _observe(fn, example, example.make(), has_aux, name, noting, abstract=True)
     finally:
         torch.default_generator.set_state(before)

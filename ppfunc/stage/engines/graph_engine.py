@@ -18,12 +18,19 @@ def graph(fn: Callable[..., Any], example: tuple[Any, ...], **request: Any) -> S
 
 
 @overload
-def graph(*, remat: Remat = "cheap", compile: bool = False, cuda_graphs: bool = False) -> Engine:
+def graph(
+    *, remat: Remat = "cheap", compile: bool = False, cuda_graphs: bool = False, dynamic: bool = False
+) -> Engine:
     """Return the engine with these options."""
 
 
 def graph(
-    *stage: Any, remat: Remat = "cheap", compile: bool = False, cuda_graphs: bool = False, **request: Any
+    *stage: Any,
+    remat: Remat = "cheap",
+    compile: bool = False,
+    cuda_graphs: bool = False,
+    dynamic: bool = False,
+    **request: Any,
 ) -> StageProgram | Engine:
     """Differentiate a stage by tracing forward and backward once, and cutting the trace: the default engine.
 
@@ -64,6 +71,12 @@ def graph(
             bits stay the same. Graphs hold their memory as long as the program lives, with a copy of the
             parameters of each stage. The copy misses writes through ``.data`` or ``numpy()``. Residuals
             cannot be offloaded.
+        dynamic: in step functions, trace once for all sizes of inputs and extras for which a stage takes the
+            same path: at the second form of the arguments, with symbols for the sizes that differ from the
+            first. A program gets the numbers of each further form in milliseconds, and is what a trace for
+            this form would be. Where what the stage or an operator decided by a size, or a number that is no
+            integer, would differ, it is traced again. Sizes of 0 and 1, and of DTensors, do not vary. A stage
+            that uses a size as anything but a number is traced for every form, with a warning.
 
     Raises:
         StageError: control flow or shapes depend on values, the gradient cannot be traced, the
@@ -87,5 +100,11 @@ def graph(
         raise TypeError(f"graph got {got}; its options have names, as in graph(remat='full')")
     from .traced import traced  # a tenth of this package, for steps that are made
 
-    made = partial(traced, remat=remat, compile=compile, cuda_graphs=cuda_graphs)
+    if dynamic and (compile or cuda_graphs or stage):
+        raise ValueError(
+            "graph got dynamic=True for one example, or with compile or cuda_graphs, whose programs have one"
+            " size; leave it out, or give engine=graph(dynamic=True) to a step function"
+        )
+    made: Any = partial(traced, remat=remat, compile=compile, cuda_graphs=cuda_graphs)
+    made.dynamic = dynamic
     return made(*stage, **request) if stage or request else made

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch.fx import Node, map_arg
 
-from .._torch import without_autocast
+from .._torch import estimate, expression, without_autocast
+from ..abstract.sizes import Numbers
 from ..device import kinds
 from ..errors import StageError
 from ..program import Example, FlatProgram
@@ -20,7 +23,7 @@ from .tracing.clean import clean
 from .tracing.compiled import without_onednn
 from .tracing.cut import Block, ProgramBlocks, residual_bytes
 from .tracing.emit import Recipe, TracedFunction
-from .tracing.graph import ancestors, is_post
+from .tracing.graph import ancestors, base, is_dense, is_post, is_tensor, root
 from .tracing.interleave import posted_early
 from .tracing.joint import Joint, trace
 
@@ -37,8 +40,12 @@ def traced(
     if outline.untraced:
         raise StageError(name, *outline.untraced)
     with without_onednn() if compile else nullcontext():
-        joint = trace(stage)
-    clean(joint)
+        joint = clean(trace(stage))
+        if example.symbols:
+            numbers = Numbers({expression(size): estimate(size) for size in example.symbols})
+            of_sizes, known = numbers((example, outline))
+            static = DifferentiableStage(stage.fn, of_sizes, known, stage.has_aux, name)
+            _require_same(joint, clean(trace(static)), numbers, name)
     if any(map(torch.is_autocast_enabled, kinds())):
         for node in joint.graph.nodes:  # its casts are operators of the trace
             node.meta["within"] = without_autocast
@@ -53,6 +60,36 @@ def traced(
     from .captured import captured
 
     return captured(flat, example, outline.y), size
+
+
+def _require_same(symbolic: Joint, joint: Joint, numbers: Numbers, name: str) -> None:
+    """Raise StageError where a trace with numbers in the place of its symbols is not the one for these sizes.
+
+    A stage may look at a size as at something else than a number: at its text, or at its type.
+    """
+    for one, two in zip_longest(_written(symbolic, numbers), _written(joint, numbers)):
+        if one != two:
+            (with_symbols, _), (call, place) = one or ("nothing", ""), two or ("nothing", "")
+            reason = f"it calls {call}{place}, and {with_symbols} where its sizes are symbols"
+            raise StageError(name, reason, "use sizes as numbers alone")
+
+
+def _written(joint: Joint, numbers: Numbers) -> Iterator[tuple[str, str]]:
+    """Write each call that is no view, and yield the user's line. Of a view, what it comes to is written."""
+    names: dict[Node, int] = {}
+
+    def argument(node: Node) -> str:
+        value, text = node.meta["val"], f"%{names[root(node)]}"
+        if not (is_tensor(node) and is_dense(node)):
+            return text
+        axes = zip(*numbers((tuple(value.shape), value.stride())), strict=True)
+        return f"{text}{[axis for axis in axes if axis[0] != 1]} + {numbers(value.storage_offset())}"
+
+    for node in joint.graph.nodes:
+        if base(node) is None:
+            names[node] = len(names)
+            text = f"{node.target} {map_arg(numbers((node.args, node.kwargs)), argument)}"
+            yield f"{text} {node.meta.get('constant', '')}", node.meta.get("place", "")
 
 
 def _emit(blocks: ProgramBlocks, joint: Joint, name: str, compile: bool, warning: str) -> FlatProgram:

@@ -12,13 +12,14 @@ import optree
 import torch
 from torch.fx import Node
 
-from ..._torch import OpOverload, schema
+from ..._torch import OpOverload, estimate, schema
 from ...abstract.purity import is_collective
 from .cut import ProgramBlocks, cut, early_nodes
 from .graph import (
     ancestors,
     arguments,
     base,
+    bytes_of,
     is_call,
     is_dense,
     is_effect,
@@ -275,7 +276,7 @@ def _total(joint: Joint, held: Nodes) -> float:
 
 def _size(node: Node) -> float:
     """Return the bytes of the storage of a node, without end for a sparse one."""
-    return root(node).meta["val"].untyped_storage().nbytes() if is_dense(root(node)) else math.inf
+    return bytes_of(root(node)) if is_dense(root(node)) else math.inf
 
 
 def work_of(node: Node) -> float:
@@ -290,11 +291,11 @@ def work_of(node: Node) -> float:
     value, read = node.meta["val"], torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     args, kwargs = cast("tuple[Any, dict[str, Any]]", read)
     made = [t for t in optree.tree_leaves(value) if isinstance(t, torch.Tensor)]
-    written = sum(t.numel() for t in made)
+    written = estimate(sum(t.numel() for t in made))
     each = _ON_CPU if all(t.device.type == "cpu" for t in made) else _ELSEWHERE
     work = (_COMMUNICATED if is_collective(_operator(node)) else each) * written
     packet = _operator(node).overloadpacket
     if packet is aten.linear:
-        return work + 2.0 * written * args[1].shape[1]
+        return work + 2.0 * written * estimate(args[1].shape[1])
     count = flop_registry.get(_COUNTED_AS.get(packet, packet))
-    return work + (count(*args, **kwargs, out_val=value) if count else 0.0)
+    return work + (estimate(count(*args, **kwargs, out_val=value)) if count else 0.0)

@@ -8,7 +8,7 @@ from torch.fx import Node
 from ...errors import StageError
 from .again import repeatable, work_of
 from .cut import ProgramBlocks, cut, early_nodes, parameter_views, residual_bytes
-from .graph import base, is_dense, is_tensor
+from .graph import base, bytes_of, is_dense, is_tensor
 from .joint import Joint
 
 _HALVINGS = 20  # of the range of prices
@@ -69,7 +69,7 @@ def _chooser(joint: Joint) -> Callable[[float], set[Node]]:
         if node in free:
             return 0.0
         owns_memory = is_tensor(node) and base(node) is None and is_dense(node)
-        return price * node.meta["val"].untyped_storage().nbytes() if owns_memory else math.inf
+        return price * bytes_of(node) if owns_memory else math.inf
 
     def repeated(price: float) -> set[Node]:
         network = nx.DiGraph()

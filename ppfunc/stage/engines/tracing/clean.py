@@ -6,6 +6,7 @@ import torch
 from torch.fx import Node
 
 from .graph import (
+    always_equal,
     ancestors,
     arguments,
     base,
@@ -24,8 +25,8 @@ _COPIES = {aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.def
 _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
-def clean(joint: Joint) -> None:
-    """Remove copies that nobody needs, views of views, duplicates and dead operators from a joint trace.
+def clean(joint: Joint) -> Joint:
+    """Return a joint trace without copies that nobody needs, views of views, duplicates and dead operators.
 
     Duplicates are merged within the forward and within the backward, never between them: what a
     stage chose to compute again in its backward (checkpointing) stays computed again.
@@ -36,6 +37,7 @@ def clean(joint: Joint) -> None:
         _merge_duplicates(joint, late)
     _fuse(joint)
     _drop_dead(joint)
+    return joint
 
 
 def _skip_copies(joint: Joint) -> None:
@@ -44,6 +46,9 @@ def _skip_copies(joint: Joint) -> None:
         if _is_copy(node) and _is_spare(node, node.args[0]):
             node.replace_all_uses_with(node.args[0], propagate_meta=False)
             continue
+        if node.target is aten.slice_backward.default and _is_copy(node):
+            node.target, node.args = aten.clone.default, node.args[:1]
+            node.kwargs = {"memory_format": torch.contiguous_format}
         below = base(node) if is_tensor(node) else None
         while below is not None and not (is_tensor(below) and layout(below) == layout(node)):
             below = base(below)
@@ -52,7 +57,10 @@ def _skip_copies(joint: Joint) -> None:
 
 
 def _is_copy(node: Node) -> bool:
-    """Tell copies; the derivative of a square has a power of 1, which is one."""
+    """Tell copies, as are the power of 1 in the derivative of a square, and the gradient of a whole slice."""
+    if node.target is aten.slice_backward.default:
+        part, sizes, *_ = arguments(node)
+        return always_equal(tuple(part.meta["val"].shape)) == always_equal(tuple(sizes))
     return node.target in _COPIES or (node.target is aten.pow.Tensor_Scalar and node.args[1] in (1,))
 
 
@@ -67,7 +75,7 @@ def _is_spare(copy: Node, source: Node) -> bool:
         return False
     a, b = copy.meta["val"], source.meta["val"]
     flags = a.dtype == b.dtype and a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
-    return source.op == "get_attr" or (flags and a.stride() == b.stride())
+    return source.op == "get_attr" or (flags and always_equal(a.stride()) == always_equal(b.stride()))
 
 
 def _shorten_views(joint: Joint) -> None:
@@ -149,8 +157,8 @@ def _fuse_sum(node: Node) -> None:
         return
     x, dims, keep = arguments(total)
     rank = x.meta["val"].dim()
-    left = [n for i, n in enumerate(x.meta["val"].shape) if i not in {d % rank for d in dims}]
-    if keep and dims and list(node.meta["val"].shape) == left:
+    left = tuple(n for i, n in enumerate(x.meta["val"].shape) if i not in {d % rank for d in dims})
+    if keep and dims and always_equal(tuple(node.meta["val"].shape)) == always_equal(left):
         node.target, node.args = aten.sum.dim_IntList, (x, dims)
 
 
@@ -163,7 +171,7 @@ def _fuse_draw(node: Node) -> None:
     ):
         shape_of = arguments(empty)[0]
         a, b = shape_of.meta["val"], node.meta["val"]
-        if a.dtype == b.dtype and a.stride() == b.stride():
+        if a.dtype == b.dtype and always_equal(a.stride()) == always_equal(b.stride()):
             node.args = (shape_of, *node.args[1:])
 
 

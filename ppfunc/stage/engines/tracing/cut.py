@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, map_arg
 
+from ...abstract.sizes import Numbers
 from ...errors import StageError
-from .graph import ancestors, base, is_call, is_dense, is_element, is_of_forward, operator_of, root
+from .graph import ancestors, base, call_node, is_call, is_dense, is_element, is_of_forward, operator_of, root
 from .joint import Joint, Maybe, Nodes
 
 
@@ -20,8 +21,8 @@ class Block(NamedTuple):
     body: Nodes  # the calls, in order
     results: tuple[Maybe, ...]  # None for no gradient
 
-    def copied(self, graph: Graph) -> Block:
-        """Copy the code into another graph under names of its own."""
+    def copied(self, graph: Graph, numbers: Numbers | None = None) -> Block:
+        """Copy the code into another graph under names of its own, with numbers in the place of symbols."""
         copies: dict[Node, Node] = {}
         for node in chain(*self.arguments):
             copies[node] = graph.placeholder(node.name)
@@ -29,14 +30,21 @@ class Block(NamedTuple):
 
         def copy(node: Node) -> Node:
             if node not in copies:
-                copies[node] = graph.node_copy(node, copy)
+                args, kwargs = map_arg((node.args, node.kwargs), copy)
+                copies[node] = call_node(graph, node.target, args, kwargs, node.name)
+                copies[node].op, copies[node].meta = node.op, dict(node.meta)
             return copies[node]
 
-        return Block(
+        block = Block(
             tuple(tuple(map(copy, nodes)) for nodes in self.arguments),
             tuple(map(copy, self.body)),
             tuple(tuple(n and copy(n) for n in nodes) for nodes in self.results),
         )
+        if numbers is not None:
+            for node in copies.values():
+                node.args, node.kwargs = numbers(node.args), numbers(node.kwargs)
+                node.meta["val"] = numbers(node.meta.get("val"))
+        return block
 
 
 class ProgramBlocks(NamedTuple):

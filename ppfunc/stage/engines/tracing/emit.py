@@ -5,21 +5,24 @@ from __future__ import annotations
 import builtins
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import cached_property
 from itertools import groupby, pairwise
+from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch.fx import Graph, Node
 
 from ..._torch import any_autocast, function_modes, operator_modes, transforming
+from ...abstract.sizes import Numbers
 from ...errors import warn
 from ...places import TRACED_LINES, TRACED_MODULES, ModulePlace
 from .compiled import compiled
 from .cut import Block
 from .fast_dispatch import OperatorCall, find_call
-from .graph import arguments, is_element, root
-from .native import native
+from .graph import always_equal, arguments, bytes_of, is_element, root
+from .native import native, table
 
 _TOGETHER = 2**20  # bytes of gradients that are added up at once: one by one, small ones take longer
 _writing = threading.RLock()  # one thread at a time
@@ -42,11 +45,12 @@ class TracedFunction:
     Its code is written at the first call: a W that is never called costs nothing.
 
     Attributes:
+        results: nodes of what it returns, None for no gradient.
         written: the function itself, None until it is written.
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+        self.recipe, self.results = recipe, recipe.block.results
         self.written: Callable[..., Any] | None = None
         self._native: Callable[..., Any] | Literal[False] | None = False if recipe.compile else None
         self._casts = any("within" in n.meta for n in recipe.block.body)  # traced with autocast on
@@ -71,9 +75,9 @@ class TracedFunction:
         It has the same bits. It empties each tuple among its arguments to which nothing else refers: give it
         them one by one, not as a tuple that is kept (``f(*arguments)``).
         """
-        function, recipe = self.function, self.recipe
+        function = self.function
         if self._native is None:
-            self._native = native(recipe.block, recipe.names, recipe.title, recipe.settle)
+            self._native = native(self.table)
         if self._native and not (operator_modes() or function_modes() or transforming()):
             # Those of other programs are made between their operators, which C++ does not.
             return self._native if self._casts or not any_autocast() else function
@@ -85,6 +89,19 @@ class TracedFunction:
         recipe = _accumulating(self.recipe)
         return None if recipe is None else TracedFunction(recipe)
 
+    def at(self, numbers: Numbers) -> TracedFunction:
+        """Return the function for these numbers in the place of symbols."""
+        return _Numbered(self, numbers)
+
+    @cached_property
+    def rows(self) -> tuple[Any, ...] | None:
+        """Keep the table for other numbers in the place of its symbols."""
+        return self.table()
+
+    def table(self) -> tuple[Any, ...] | None:
+        """Return the arguments of the program in C++, None where Python runs it."""
+        return table(self.recipe.block, self.recipe.names, self.recipe.title, self.recipe.settle)
+
     @property
     def __doc__(self) -> str | None:  # type: ignore[override]  # written at the first call
         return self.function.__doc__
@@ -93,6 +110,40 @@ class TracedFunction:
         if self.recipe.warning:
             warn(self.recipe.warning)
         return write(self.recipe)
+
+
+class _Numbered(TracedFunction):
+    """A traced function with numbers in the place of symbols: written once for all of them.
+
+    Its recipe is made when it is asked for, which running it does not.
+    """
+
+    def __init__(self, symbolic: TracedFunction, numbers: Numbers) -> None:
+        self.written, self._symbolic, self._numbers = None, symbolic, numbers
+        self.results = symbolic.results
+        self._native, self._casts = None, symbolic._casts
+
+    @cached_property
+    def recipe(self) -> Recipe:  # type: ignore[override]
+        recipe = self._symbolic.recipe
+        return recipe._replace(block=recipe.block.copied(Graph(), self._numbers))
+
+    @cached_property
+    def accumulating(self) -> TracedFunction | None:
+        other = self._symbolic.accumulating
+        return other and other.at(self._numbers)
+
+    def table(self) -> tuple[Any, ...] | None:
+        rows: tuple[Any, ...] | None = self._numbers(self._symbolic.rows)
+        return rows
+
+    def _write(self) -> Callable[..., Any]:
+        symbolic = self._symbolic.function
+        scope = symbolic.__globals__
+        scope = scope | {k: self._numbers(v) for k, v in scope.items() if isinstance(v, torch.SymInt)}
+        made = FunctionType(symbolic.__code__, scope, symbolic.__name__)
+        made.__doc__ = symbolic.__doc__
+        return made
 
 
 def write(recipe: Recipe) -> Callable[..., Any]:
@@ -119,6 +170,7 @@ class _Writer:
         self.lines: list[str] = []
         self.objects: dict[str, Any] = {}
         self.known: dict[int, str] = {}
+        self.sizes: dict[Hashable, torch.SymInt] = {}
         self.places: dict[int, str] = {}  # by line of the source, that of the user which it comes from
         self.modules: dict[int, ModulePlace] = {}  # likewise
         # The call that uses a value last.
@@ -189,6 +241,8 @@ class _Writer:
         """Write an argument."""
         if isinstance(value, Node):
             return self.object(value.meta["constant"], "const") if value.op == "get_attr" else value.name
+        if isinstance(value, torch.SymInt):
+            return self.object(self.sizes.setdefault(always_equal(value), value), "size")
         if isinstance(value, (list, tuple)):
             return f"({''.join(self.value(v) + ', ' for v in value)})"
         plain = (
@@ -263,7 +317,7 @@ def _groups(block: Block) -> Iterator[tuple[int, tuple[int, ...]]]:
         if node in leaves_of:
             waiting, end = waiting + leaves_of[node], count
             held |= {root(node)} & body
-            if sum(n.meta["val"].untyped_storage().nbytes() for n in held) >= _TOGETHER:
+            if sum(map(bytes_of, held)) >= _TOGETHER:
                 yield end, tuple(sorted(waiting))
                 waiting = []
                 held.clear()

@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..._torch import FUNCTIONAL_COLLECTIVES, FakeTensor, OpOverload, schema
+from ..._torch import FUNCTIONAL_COLLECTIVES, FakeTensor, OpOverload, estimate, expression, schema
 from ...abstract.evaluation import NoValuesError
 from ...abstract.purity import draws, is_collective
 from ...errors import StageError
@@ -60,8 +60,17 @@ class GraphRecorder:
         return self._know(constant, tensor)
 
     def with_nodes(self, value: Any) -> Any:
-        """Replace the tensors in the arguments of an operator by their nodes."""
-        return map_aggregate(value, lambda v: self.node(v) if isinstance(v, torch.Tensor) else v)
+        """Replace the tensors in the arguments of an operator by their nodes.
+
+        Of numbers that are no integers, and depend on sizes, the value counts: other sizes are traced anew.
+        """
+
+        def replaced(value: Any) -> Any:
+            if isinstance(value, torch.SymFloat | torch.SymBool):
+                return float(value) if isinstance(value, torch.SymFloat) else bool(value)
+            return self.node(value) if isinstance(value, torch.Tensor) else value
+
+        return map_aggregate(value, replaced)
 
     def add(self, target: Any, args: Any, kwargs: Any, result: Any, name: str | None = None) -> Node:
         """Add a call, and a node for each tensor among several results.
@@ -72,7 +81,7 @@ class GraphRecorder:
             result: what it has returned.
             name: of the node.
         """
-        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        node = call_node(self.graph, target, args, kwargs, name)
         if isinstance(result, torch.Tensor):
             return self._know(node, result)
         results = result if isinstance(result, list | tuple) else ()
@@ -104,6 +113,13 @@ class GraphRecorder:
     def _know(self, node: Node, tensor: torch.Tensor) -> Node:
         self._nodes[tensor] = node
         return node
+
+
+def call_node(graph: Graph, target: Any, args: Any, kwargs: Any, name: str | None) -> Node:
+    """Add a call, whose arguments may be symbols: torch warns of those in a new node."""
+    node = graph.create_node("call_function", target, name=name)
+    node.args, node.kwargs = args, kwargs
+    return node
 
 
 def module_of(graph: Graph) -> GraphModule:
@@ -216,7 +232,19 @@ def layout(node: Node) -> Any:
     t = node.meta["val"]
     if not is_dense(node):
         return node
-    return (t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.is_conj(), t.is_neg())
+    numbers = (tuple(t.shape), t.stride(), t.storage_offset())
+    return (t.dtype, *map(always_equal, numbers), t.is_conj(), t.is_neg())
+
+
+def always_equal(value: Any) -> Hashable:
+    """Return a key of sizes, or tuples of them, that is equal for those that are always equal."""
+    key: Hashable = map_aggregate(value, lambda v: expression(v) if isinstance(v, torch.SymInt) else v)
+    return key
+
+
+def bytes_of(node: Node) -> int:
+    """Count the bytes of the storage of a node; where sizes are symbols, for the sizes of the trace."""
+    return int(estimate(node.meta["val"].untyped_storage().nbytes()))
 
 
 def ancestors(nodes: Iterable[Node | None], inside: set[Node] | None = None) -> set[Node]:

@@ -83,7 +83,7 @@ def trace(stage: DifferentiableStage) -> Joint:
     """
     example, name = stage.example, stage.name
     # Looking for anomalies asks for values.
-    with without_values(), torch.autograd.set_detect_anomaly(False):
+    with without_values(example.symbols), torch.autograd.set_detect_anomaly(False):
         params, x, extras = example.make()
         leaves = (stage.outline.y.leaves[i] for i in stage.y_at)
         gy = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=example.device) for leaf in leaves)

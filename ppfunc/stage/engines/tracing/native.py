@@ -118,10 +118,11 @@ class _Library:
 library = _Library()
 
 
-def native(
-    block: Block, names: tuple[str, ...], title: str, settle: tuple[str, ...]
-) -> Program | Literal[False] | None:
+def native(write: Callable[[], tuple[Any, ...] | None]) -> Program | Literal[False] | None:
     """Make the program of a part of a trace.
+
+    Args:
+        write: writes its :func:`table`.
 
     Returns:
         False where Python runs it for good; None until the library is there.
@@ -130,7 +131,7 @@ def native(
         library.begin()
     if library.make is None:
         return False if library.failure else None
-    rows = table(block, names, title, settle)
+    rows = write()
     if rows is None:
         return False
     try:

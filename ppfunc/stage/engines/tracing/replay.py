@@ -60,7 +60,7 @@ def replayed(program: FlatProgram, notes: Any) -> FlatProgram:
 
 class _Replayed(TracedFunction):
     def __init__(self, traced: TracedFunction, notes: Any) -> None:
-        self.recipe, self.written = traced.recipe, None
+        self.recipe, self.results, self.written = traced.recipe, traced.results, None
         self._traced, self._notes = traced, notes
 
     def fastest(self) -> Callable[..., Any]:
