@@ -6,7 +6,8 @@ One process stands for one rank; its peers are words::
 
 Each repetition is a fresh process. Of every part the least is printed: building, which users may do ahead;
 making the step function, which places communication and proves; lowering, which agrees with the peers;
-compiling, which binds.
+compiling, which binds. ``--growth`` shows instead how building, placing, proving and simulating grow with the
+ranks, from a quarter of them on, at the given microbatches per rank.
 """
 
 import argparse
@@ -99,6 +100,36 @@ def bind(ranks: int, microbatches: int, rank: int, placed: bool) -> tuple[list[f
     ).ru_maxrss / 1e6
 
 
+def on_paper(ranks: int, microbatches: int) -> tuple[list[float], float]:
+    """CPU seconds to build, place, prove and simulate; and how many instructions were proved."""
+    times = [time.process_time()]
+    schedule = pp.one_f_one_b(ranks, microbatches)
+    times.append(time.process_time())
+    placed = place_communication(schedule)
+    times.append(time.process_time())
+    pp.check(placed)
+    times.append(time.process_time())
+    pp.simulate(schedule)
+    times.append(time.process_time())
+    return [end - begin for begin, end in pairwise(times)], sum(placed.counts.values())
+
+
+def show_growth(options: argparse.Namespace) -> None:
+    print(f"{'ranks':>5} {'microbatches':>12} {'instructions':>12}  build  place  check  simulate  us each")
+    for ranks in (options.ranks // 4, options.ranks // 2, options.ranks, 2 * options.ranks):
+        microbatches = options.microbatches * ranks // options.ranks
+        command = [sys.executable, __file__, "--growth", "--once"]
+        command += [f"--ranks={ranks}", f"--microbatches={microbatches}"]
+        found = [json.loads(subprocess.check_output(command)) for _ in range(options.repetitions)]
+        least = [min(column) for column in zip(*(times for times, _ in found), strict=True)]
+        count = found[0][1]
+        print(
+            f"{ranks:5} {microbatches:12} {count:12} {least[0]:6.2f} {least[1]:6.2f} {least[2]:6.2f}"
+            f" {least[3]:9.2f} {sum(least) / count * 1e6:8.2f}",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -108,9 +139,16 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help="which one; by default one in the middle")
     parser.add_argument("--placed", action="store_true", help="begin with a schedule that has communication")
     parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--growth", action="store_true", help="from a quarter to twice as many ranks")
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     rank = options.ranks // 2 if options.rank is None else options.rank
+    if options.growth:
+        if options.once:
+            print(json.dumps(on_paper(options.ranks, options.microbatches)))
+        else:
+            show_growth(options)
+        return
     if options.once:
         bind(2, 2, 1, False)  # imports, and all that torch sets up
         print(json.dumps(bind(options.ranks, options.microbatches, rank, options.placed)))
