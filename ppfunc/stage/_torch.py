@@ -266,13 +266,14 @@ def inductor() -> Any:
     """Import the compiler of graphs, which takes a second.
 
     Returns:
-        ``compile_fx``, its ``decompositions``, its ``lowerings``, and ``make_fallback``.
+        ``compile_fx``, its ``decompositions``, its ``lowerings``, ``make_fallback``, and ``ShapeEnv``.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import decompositions
     from torch._inductor.lowering import lowerings, make_fallback
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return compile_fx, decompositions, lowerings, make_fallback
+    return compile_fx, decompositions, lowerings, make_fallback, ShapeEnv
 
 
 def jvp(*args: Any, **keywords: Any) -> Any:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 
 from ppfunc.stage import graph, stage_from_module
 from ppfunc.stage.engines.tracing import emit
@@ -79,3 +80,25 @@ def test_only_programs_that_run_are_compiled(monkeypatch):
         y, residuals = program.forward(torch.randn(3, 3), torch.randn(2, 3))
         program.backward(residuals, torch.ones_like(y))
     assert len(made) == 2
+
+
+def test_equal_programs_are_found_on_disk():
+    args = torch.randn(3, 3), torch.randn(2, 3)
+    for constant in (torch.ones(3), torch.ones(3), torch.tensor([5.0, 7.0, 9.0])):
+        counters.clear()
+        program = graph(lambda w, x, c=constant: (x @ w).sin() * c, args, compile=True)
+        torch.testing.assert_close(program.forward(*args)[0], (args[1] @ args[0]).sin() * constant)
+    assert counters["inductor"]["fxgraph_cache_hit"] == 1, counters["inductor"]
+
+
+def test_what_inductor_keeps_of_its_own_random_operators_is_left_alone():
+    x = torch.ones(4, 4)
+    program = graph(lambda w, x: torch.bernoulli((w * x).sigmoid()), (x, x), compile=True)
+    counters.clear()
+    torch.manual_seed(0)
+    drawn = program.forward(x, x)[0]
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.bernoulli(x.sigmoid()))
+    found = counters["inductor"].keys() | counters["aot_autograd"].keys()
+    assert "autograd_cache_bypass" in found
+    assert not {"fxgraph_cache_hit", "fxgraph_cache_miss", "autograd_cache_hit"} & found

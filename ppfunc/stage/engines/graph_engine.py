@@ -66,7 +66,7 @@ def graph(
             module that the stage calls. A stage without modules has those of its parameters: a call belongs
             to the one that was read last.
         compile: compile each program by inductor (``torch.compile``) when it first runs. Results then agree
-            within rounding, no longer bitwise.
+            within rounding, no longer bitwise. What inductor has compiled it keeps in its folder on disk.
         cuda_graphs: capture each program as a CUDA graph for every microbatch in flight. The
             bits stay the same. Graphs hold their memory as long as the program lives, with a copy of the
             parameters of each stage. The copy misses writes through ``.data`` or ``numpy()``. Residuals

@@ -11,8 +11,9 @@ from ..._torch import FakeTensorMode, inductor
 from .cut import Block
 from .graph import is_tensor, module_of
 
-# Random operators stay those of torch, and whole, so that compiled and plain programs draw the same numbers.
+# Random operators stay those of torch, so that compiled and plain programs draw the same numbers.
 _OPTIONS = {"fallback_random": True}
+_NAMESPACES = ("aten", "prims")  # of the operators that inductor's C++ can call, whatever their arguments
 
 
 @contextmanager
@@ -37,7 +38,9 @@ def compiled(
     Returns:
         The function, the nodes of its arguments, and those of its results.
 
-    The shapes of a trace are fixed, so nothing is checked at a call: no guards, no dispatch.
+    The shapes of a trace are fixed, so a call has neither guards nor dispatch. C++ calls torch's operators
+    on the CPU. Equal programs are compiled once per machine, by what inductor keeps on disk. Those with
+    random operators that it would decompose are compiled once per process.
     """
     body = set(block.body)
     inputs = tuple(
@@ -47,26 +50,30 @@ def compiled(
     )
     outputs = tuple(dict.fromkeys(n for results in block.results for n in results if n in body))
     assert all(map(is_tensor, outputs))
-    with FakeTensorMode():  # one for all: the arguments may come from two traces
-        examples = [
+    compile_fx, decompositions, lowerings, make_fallback, ShapeEnv = inductor()
+    # Random operators stay whole, too.
+    whole = {n.target for n in block.body if _is_random(n.target)} & decompositions.keys()
+    for op in whole - lowerings.keys():
+        # Left to itself, inductor refuses to where CI is set.
+        make_fallback(op, warn=False, override_decomp=True)
+    ours = {op: f for op, f in decompositions.items() if not _is_random(op)} if whole else None
+    # Without an environment for symbolic shapes, which stays empty, inductor keeps nothing on disk. It finds
+    # what it keeps by a key that leaves decompositions out, so it may only where they are its own.
+    with FakeTensorMode(shape_env=None if whole else ShapeEnv(), static_shapes=True):
+        examples = [  # in one mode for all: the arguments may come from two traces
             torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
             for v in (n.meta["val"] for n in inputs)
         ]
-    compile_fx, decompositions, lowerings, make_fallback = inductor()
-    deterministic = {
-        op: f
-        for op, f in decompositions.items()
-        if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ())
-    }
-    for op in {
-        node.target for node in block.body
-    } & decompositions.keys() - deterministic.keys() - lowerings.keys():
-        # Left to itself, inductor refuses to where CI is set.
-        make_fallback(op, warn=False, override_decomp=True)
     graph = Graph()
     graph.output(Block((inputs,), block.body, (outputs,)).copied(graph).results[0])
     module = module_of(graph)
     for node in graph.nodes:
         node.meta.clear()  # it is of the mode of its trace
-    function = compile_fx(module, examples, config_patches=_OPTIONS, decompositions=deterministic)
+    plain = all(getattr(n.target, "namespace", "aten") in _NAMESPACES for n in block.body)
+    options = _OPTIONS | {"cpp_wrapper": plain and all(v.device.type == "cpu" for v in examples)}
+    function = compile_fx(module, examples, config_patches=options, decompositions=ours)
     return function, inputs, outputs
+
+
+def _is_random(operator: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
