@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..._torch import without_transforms
+from ..._torch import without_modes, without_transforms
 from ...abstract.evaluation import without_values
 from ...process import process_lock
 from ...program import Leaves
@@ -30,9 +30,11 @@ def run_traced(fn: Callable[..., Leaves], options: tuple[Hashable, ...], tensors
 
 @lru_cache(maxsize=256)
 def _traced(fn: Callable[..., Leaves], options: tuple[Any, ...], forms: tuple[Any, ...]) -> TracedFunction:
-    with without_transforms(), process_lock, without_values(), torch.no_grad():
-        tensors = tuple(torch.empty(shape, dtype=dtype, device=device) for dtype, shape, device in forms)
-        joint = recorded(lambda _, tensors, *__: fn(*options, *tensors), (tensors, (), (), ()), fn.__name__)
-    results: Any = joint.graph.output_node().args[0]
-    block = Block((joint.params,), tuple(filter(is_call, joint.graph.nodes)), (results,))
-    return TracedFunction(Recipe(block, ("tensors",), f"{fn.__name__} program", ("tensors",)))
+    with without_modes(), without_transforms(), process_lock:
+        with without_values(), torch.no_grad():
+            tensors = tuple(torch.empty(shape, dtype=dtype, device=device) for dtype, shape, device in forms)
+            trees = tensors, (), (), ()
+            joint = recorded(lambda _, tensors, *__: fn(*options, *tensors), trees, fn.__name__)
+        results: Any = joint.graph.output_node().args[0]
+        block = Block((joint.params,), tuple(filter(is_call, joint.graph.nodes)), (results,))
+        return TracedFunction(Recipe(block, ("tensors",), f"{fn.__name__} program", ("tensors",)))
