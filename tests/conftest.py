@@ -57,8 +57,8 @@ def few(examples: int) -> settings:
 def seeded() -> None:
     """Draw the same numbers in every run, whatever tests this process has run before."""
     random.seed(0)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    if torch := sys.modules.get("torch"):  # its function keeps a traceback of each call until CUDA begins
+        (torch if torch.cuda.is_initialized() else torch.default_generator).manual_seed(0)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
