@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import ppfunc as pp
 from ppfunc.schedule import Schedule
+from ppfunc.stage import Signature
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves
 
@@ -68,6 +69,19 @@ def new_trainer(
         if made is not None:
             made.close()
         raise
+
+
+_programs: dict[Any, pp.stage.StageProgram] = {}
+
+
+def traced_once(fn: Any, example: tuple[Any, ...], **request: Any) -> pp.stage.StageProgram:
+    """The default engine, which remembers the programs of a process: for tests of what goes on between ranks,
+    with stages that read nothing from elsewhere.
+    """
+    key = fn, tuple(map(Signature.of, example)), request["device"]
+    if key not in _programs:
+        _programs[key] = pp.engines.graph(fn, example, **request)
+    return _programs[key]
 
 
 def mlp(params: Params, x: Tensor) -> Tensor:

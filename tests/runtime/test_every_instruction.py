@@ -23,7 +23,7 @@ import ppfunc as pp
 from ppfunc.schedule import BUILDERS, Schedule, remove_tail
 from ppfunc.testing.simulated import Fault, InjectedError, RankStopped, Simulated
 from ppfunc.testing.simulated.network import interrupt
-from tests.models import squared
+from tests.models import squared, traced_once
 
 STEPS = 2
 RATE = 0.25
@@ -58,9 +58,9 @@ def functional(schedule, transport=None, instructions=lambda step: step):
     """
     stages = [tanh_stage] * len(set(schedule.model_stages))
     if schedule.forward_only:
-        loss_of = instructions(pp.evaluate(stages, squared, schedule, transport))
+        loss_of = instructions(pp.evaluate(stages, squared, schedule, transport, engine=traced_once))
         return lambda params, *batch: (loss_of(params, *batch), params)
-    gradients_of = instructions(pp.value_and_grad(stages, squared, schedule, transport))
+    gradients_of = instructions(pp.value_and_grad(stages, squared, schedule, transport, engine=traced_once))
 
     def step(params, *batch):
         loss, grads = gradients_of(params, *batch)
@@ -74,7 +74,8 @@ def trained(schedule, transport=None, instructions=lambda step: step, times=0):
     together, where asked for.
     """
     stages = [tanh_stage] * len(set(schedule.model_stages))
-    trainer = pp.Trainer(stages, squared, schedule, pp.optim.sgd(RATE, momentum=0.5), transport=transport)
+    optimizer = pp.optim.sgd(RATE, momentum=0.5)
+    trainer = pp.Trainer(stages, squared, schedule, optimizer, transport=transport, engine=traced_once)
     trainer._calls.step = instructed = instructions(trainer._calls.step)
     if not hasattr(instructed, "returning"):
         instructed.returning = lambda *more: instructed
@@ -482,7 +483,7 @@ def test_an_interrupt_at_every_point(name, ranks, victim, first, request):
         around=interrupted(setting, victim, -1, counted),
     )
     points = range(len(counted))
-    for number in points if is_large(request) else Random(name).sample(points, 3):
+    for number in points if is_large(request) else Random(name).sample(points, 2):
         around = interrupted(setting, victim, number)
         network, outcomes = train(setting, number, faults, around=around)
         blamed = [*faults, Fault("interrupt", victim, 0)]

@@ -20,7 +20,7 @@ from ppfunc.stage import LeafSignature
 from ppfunc.stage.interrupts import act_on_interrupts
 from ppfunc.testing.simulated import Fault, InjectedError, RankStopped, Simulated
 from ppfunc.testing.simulated.network import KINDS
-from tests.models import dense, squared
+from tests.models import dense, squared, traced_once
 
 LEAF = LeafSignature((3,), torch.float64, True)
 CPU = torch.device("cpu")
@@ -214,7 +214,7 @@ def whole(setting):
         here = {
             setting.schedule.model_stages[s] for s, r in enumerate(setting.schedule.placement) if r == rank
         }
-        step = pp.value_and_grad(setting.stages, squared, setting.schedule, transport)
+        step = pp.value_and_grad(setting.stages, squared, setting.schedule, transport, engine=traced_once)
         return lambda: step({s: setting.params[s] for s in here}, *setting.batch)
 
     return make_step
