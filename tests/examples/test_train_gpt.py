@@ -5,11 +5,13 @@ import json
 import math
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,9 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from tests.forks import forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = "--width 16 --heads 2 --layers 4 --context 16 --batch 8 --microbatches 4 --steps 6".split()
@@ -105,8 +110,15 @@ def test_a_grid_of_processes_has_the_curve_of_one(trained, environment, tmp_path
     grid += "--replicas 2 --shard params".split() if request.config.getoption("--large") else []
     done = finished(command_of(*options, *grid, "--out", tmp_path), environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert losses_in(tmp_path) == pytest.approx(expected.losses, rel=1e-5)
-    assert "A sample" in done.stdout
+    written = losses_in(tmp_path)
+    assert written == pytest.approx(expected.losses, rel=1e-5)
+    first, last = (float(x) for x in done.stdout.split("loss: ")[1].split(" at last")[0].split(" at first, "))
+    assert (written[0], written[-1]) == pytest.approx((first, last), abs=1e-3)
+    assert first == pytest.approx(5.5, abs=0.2) and last < first - 0.1
+    for picture in ("schedule.svg", "measured.svg"):
+        assert "rank 1" in (tmp_path / picture).read_text()
+    assert "measured and on paper" in done.stdout and "\nrank " in done.stdout
+    assert "A sample" in done.stdout and "polyline" in (tmp_path / "loss.svg").read_text()
 
 
 def losses_in(folder):
@@ -131,56 +143,41 @@ def test_a_run_goes_on_from_a_checkpoint_on_another_grid(example, trained, envir
     assert trained("--stages", "4", *saving, "--resume").losses == losses_in(tmp_path)
 
 
-def rank_of(process, rank, patience=60):
-    """The process of a rank that torchrun has started."""
-    for _ in range(patience * 10):
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == process.pid and f"\0RANK={rank}\0" in (path / "environ").read_text():
-                    return int(path.name)
-            except (OSError, ValueError):
-                pass
-        time.sleep(0.1)
-    raise TimeoutError(f"torchrun has no rank {rank}")
+def killed_once(seen, checkpoint, *options):
+    """A rank as torchrun starts it; the second of the first two is killed once there is a checkpoint."""
+    rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    (seen / f"{rank} {restarts}").touch()
+    if (rank, restarts) == ("1", "0"):
+        threading.Thread(target=kill_at, args=(checkpoint,), daemon=True).start()
+    sys.argv, sys.path[:0] = ["train_gpt.py", *options], [str(EXAMPLES)]
+    runpy.run_path(str(EXAMPLES / "train_gpt.py"), run_name="__main__")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the processes in /proc")
-def test_torchrun_goes_on_after_a_rank_was_killed(trained, environment, tmp_path):
-    steps = ["--steps", "40", "--every", "2"]
-    expected = trained("--stages", "2", *steps)
-    python, *script = command_of(*steps, "--save", tmp_path / "runs", "--resume", "--out", tmp_path)
-    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1".split()
-    command = [python, *torchrun, *script]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        while not (tmp_path / "runs" / "step-2").exists():
-            assert process.poll() is None, process.stdout.read()[-3000:]
-            time.sleep(0.01)
-        os.kill(rank_of(process, 1), signal.SIGKILL)
-        told, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, told
-    assert "exitcode: -9" in told, told
+def kill_at(path):
+    while not path.exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_torchrun_goes_on_after_a_rank_was_killed(trained, tmp_path):
+    """In processes of a server, which have imported torch."""
+    steps, seen = ["--steps", "40", "--every", "2"], tmp_path / "seen"
+    seen.mkdir()
+    expected, runs = trained("--stages", "2", *steps), str(tmp_path / "runs")
+    options = *SMALL, *steps, "--save", runs, "--resume", "--out", str(tmp_path)
+    config = LaunchConfig(
+        1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=1, monitor_interval=0.1,
+        start_method=forked()._name,
+    )  # fmt: skip
+    names = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
+    handlers = [signal.getsignal(name) for name in names]
+    try:
+        elastic_launch(config, killed_once)(seen, tmp_path / "runs" / "step-2", *options)
+    finally:
+        for name, handler in zip(names, handlers, strict=True):
+            signal.signal(name, handler)
+    assert {path.name for path in seen.iterdir()} == {"0 0", "1 0", "0 1", "1 1"}
     assert losses_in(tmp_path) == expected.losses  # to the bit
-
-
-def test_runs_plainly_in_processes_of_its_own(environment, tmp_path):
-    options = "--stages 2 --steps 25 --lr 0.02".split()
-    done = finished(command_of(*options, "--out", tmp_path), environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    first, last = (float(x) for x in done.stdout.split("loss: ")[1].split(" at last")[0].split(" at first, "))
-    assert first == pytest.approx(5.5, abs=0.2)
-    assert last < 4.5
-    assert "A sample" in done.stdout
-    written = losses_in(tmp_path)
-    assert len(written) == 25
-    assert (written[0], written[-1]) == pytest.approx((first, last), abs=1e-3)
-    for picture in ("schedule.svg", "measured.svg"):
-        assert "rank 1" in (tmp_path / picture).read_text()
-    assert "measured and on paper" in done.stdout and "\nrank " in done.stdout
-    assert "polyline" in (tmp_path / "loss.svg").read_text()
 
 
 def test_a_failing_rank_fails_the_run_and_alone_tells_why(environment, tmp_path):
