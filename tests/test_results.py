@@ -94,7 +94,7 @@ def require_forms(shapes, result):
 
 
 @pytest.mark.parametrize("name", TRAINING)
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_results_are_those_of_the_model_in_one_piece(name, data):
     p = data.draw(st.sampled_from([2, 4] if name in ("dualpipe", "chimera") else [1, 2, 3]))

@@ -110,7 +110,7 @@ NO_BUBBLE_IN_SPAN = ("zb_h2", "zbv")
 
 def every_builder(test):
     """Ten examples of each builder: two hundred of a property."""
-    return pytest.mark.parametrize("name", ALL)(few(10)(test))
+    return pytest.mark.parametrize("name", ALL)(few(7)(test))
 
 
 def arguments(name: str, max_ranks: int = 8, max_microbatches: int = 18) -> st.SearchStrategy[dict[str, Any]]:
