@@ -187,7 +187,6 @@ OUTER = ("pp", "ep", "dp"), pp.Axes("pp", ("ep", "dp"), experts="ep")
 
 
 CASES = [
-    ((2, 2), EP, "zbv", "optimizer"),
     ((2, 2), EP, "dualpipev", "none"),
     ((1, 2, 2), INNER, "1f1b", "optimizer"),
 ]
