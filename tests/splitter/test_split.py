@@ -100,14 +100,13 @@ CUTS = {
     "names": ["encoder.1", "decoder.0", "decoder.1"],
     "inside a layer": ["encoder.1.linear1", "decoder.0.multihead_attn", "decoder.1.norm2"],
     "number": 4,
-    "two": 2,
     "partition": Partition((0, 1, 3, 4)),
 }
 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_an_encoder_and_decoder_with_tied_embeddings(cut):
-    at, training = CUTS[cut], cut in ("names", "two", "partition")
+    at, training = CUTS[cut], cut in ("names", "partition")
     model = made(m.EncoderDecoder).train(training)
     parts = pp.split(model, kwargs=translation(), at=at)
     for inputs in (translation(), translation(3, 4), translation(1, 7)):

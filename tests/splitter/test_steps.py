@@ -134,14 +134,9 @@ def in_processes(rank, ranks, name):
     assert worst(grads, wanted) < 1e-14
 
 
-@pytest.mark.parametrize("name", ["zbv", "dualpipev"])
-def test_in_two_processes(two, name):
-    two(in_processes, name)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
-def test_in_four_processes(four, name):
-    four(in_processes, name)
+@pytest.mark.parametrize(("pool", "name"), [("two", "zbv"), ("four", "1f1b"), ("four", "dualpipe")])
+def test_in_processes(request, pool, name):
+    request.getfixturevalue(pool)(in_processes, name)
 
 
 def test_another_number_of_stages_is_refused():
@@ -191,7 +186,7 @@ def samples_one_by_one(count=16):
     )
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["zbv", "dualpipe"])
 def test_gradients_of_every_sample(name):
     """Of a model whose mask depends on a parameter, that writes into tensors, and whose stages pass on values
     without a batch axis.
