@@ -10,7 +10,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -227,7 +227,7 @@ def _by_formula(
     found_inf: Tensor | None, step: Tensor, rate: Any, written: list[Tensor],
 ) -> list[Leaves]:  # fmt: skip
     """Update leaf by leaf by operators that transforms see through; return the parameters, then the state."""
-    states = map(iter, columns)
+    states, step_as = map(iter, columns), cache(step.to)
     spread = [
         [next(c) if has else None for has in row]
         for c, row in zip(states, plan.present.values(), strict=True)
@@ -236,7 +236,7 @@ def _by_formula(
     for p, g, decay, *each in zip(params, grads, plan.decays, *spread, strict=True):
         old = (p.detach() if isinstance(p, nn.Parameter) else p, *each)  # a module's are values
         if differentiable(p.dtype):
-            new = applied(formula, old, g, step, lr=on_device(rate, p.device), weight_decay=decay)
+            new = applied(formula, old, g, step_as, lr=on_device(rate, p.device), weight_decay=decay)
             old = selected(found_inf, old, new)
         rows.append(old)
     new, *after = zip(*rows, strict=True) if rows else [()] * (1 + len(columns))
@@ -250,9 +250,17 @@ def _zeros(p: Tensor, shape_of: Callable[[torch.Size], Sequence[int] | None]) ->
 
 
 def applied(
-    formula: Formula, old: tuple[Tensor | None, ...], g: Tensor, step: Tensor, **numbers: Any
+    formula: Formula,
+    old: tuple[Tensor | None, ...],
+    g: Tensor,
+    step_as: Callable[[torch.device, torch.dtype], Tensor],
+    **numbers: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Apply a formula to a leaf and its states, complex numbers as pairs, in float32 or wider."""
+    """Apply a formula to a leaf and its states, complex numbers as pairs, in float32 or wider.
+
+    Args:
+        step_as: converts the number of this update.
+    """
     wide = torch.promote_types(g.real.dtype if g.dtype.is_complex else g.dtype, torch.float32)
 
     def real(leaf: Tensor | None) -> Tensor | None:
@@ -266,7 +274,7 @@ def applied(
         return (torch.view_as_complex(leaf) if was.dtype.is_complex else leaf).to(was.dtype)
 
     p, *states = map(real, old)
-    new = formula(p, real(g), *states, step=step.to(g.device, wide), **numbers)
+    new = formula(p, real(g), *states, step=step_as(g.device, wide), **numbers)
     return tuple(map(like, old, new))
 
 
@@ -284,9 +292,10 @@ def written_into(
         rest: the leaves of each tree of the state, and the number of this update.
     """
     *columns, step = rest
+    step_as = cache(step.to)
     for old, g in zip(zip(params, *columns, strict=True), grads, strict=True):
         for one, new in zip(
-            old, selected(found_inf, old, applied(formula, old, g, step, **numbers)), strict=True
+            old, selected(found_inf, old, applied(formula, old, g, step_as, **numbers)), strict=True
         ):
             one.copy_(new)
 
