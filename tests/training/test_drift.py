@@ -193,3 +193,16 @@ def test_a_leaf_of_the_last_step_that_was_resized_is_told():
         ):
             stepped(trainer, state, 1)
         stepped(trainer, kept, 1)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_leaf_of_the_last_step_may_get_other_memory(donate):
+    with pp.Trainer([dense], squared, pp.gpipe(1, 2), pp.optim.adamw(0.1, donate=donate)) as trainer:
+        state = stepped(trainer, trainer.init({0: {"w": normal(WIDTH, WIDTH)}}), 0)
+        other = tree_map(torch.clone, state)
+        mean = normal(WIDTH, WIDTH, seed=5)
+        state.optimizer[0]["mean"]["w"].data = mean.T
+        other.optimizer[0]["mean"]["w"].copy_(mean.T)
+        assert torch.equal(
+            stepped(trainer, state, 1).params[0]["w"], stepped(trainer, other, 1).params[0]["w"]
+        )

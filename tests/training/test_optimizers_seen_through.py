@@ -7,7 +7,7 @@ from torch.func import grad, jvp, vmap
 
 import ppfunc as pp
 from ppfunc.stage.tree import tree_map
-from tests.models import normal, squared
+from tests.models import dense, normal, squared
 
 WORDS = {
     "adamw": lambda: pp.optim.adamw(0.1),
@@ -145,3 +145,27 @@ def test_dual_numbers_are_seen():
         dual = {k: forward_ad.make_dual(g, torch.ones_like(g)) for k, g in gradients().items()}
         new, _ = optimizer.update(dual, optimizer.init(before), before)
         assert forward_ad.unpack_dual(new["b"]).tangent.tolist() == [-0.5] * 3
+
+
+CLIPS = {
+    "unclipped": pp.optim.sgd(0.1),
+    "clipped": pp.optim.chain(pp.optim.clip_by_global_norm(0.1), pp.optim.adamw(0.1)),
+    "by the largest": pp.optim.chain(pp.optim.clip_by_global_norm(0.01, float("inf")), pp.optim.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_step_of_a_trainer_is_seen_through(name):
+    x, y, along = normal(4, 3), normal(4, 3, seed=1), normal(4, 3, seed=2)
+    with pp.Trainer([dense] * 2, squared, pp.gpipe(2, 2), CLIPS[name]) as trainer:
+        state = trainer.init({s: {"w": normal(3, 3, seed=s)} for s in range(2)})
+
+        def result(x):
+            after, metrics = trainer.step(state, x, y)
+            return cubes(after.params[0]) + cubes(after.params[1]) + metrics.loss + metrics.grad_norm
+
+        slope = (result(x + 1e-6 * along) - result(x - 1e-6 * along)).item() / 2e-6
+        assert (grad(result)(x) * along).sum().item() == pytest.approx(slope, rel=1e-6)
+        assert jvp(result, (x,), (along,))[1].item() == pytest.approx(slope, rel=1e-6)
+        several = torch.stack([x, x + along])
+        torch.testing.assert_close(vmap(result)(several), torch.stack(list(map(result, several))))

@@ -117,6 +117,8 @@ def test_a_wrong_shard_of_a_transport_is_named(options, text):
     [
         (lambda: pp.optim.adamw(-1), ValueError, "lr is -1, expected a finite number of at least 0"),
         (lambda: pp.optim.adamw(math.nan), ValueError, "lr is nan"),
+        (lambda: pp.optim.adamw(lambda n: "0.1"), TypeError, r"lr\(0\): got '0.1' of type str"),
+        (lambda: pp.optim.adamw(lambda n: torch.ones(2)), TypeError, r"lr\(0\): got .*, or a tensor of one"),
         (lambda: pp.optim.adamw(math.inf), ValueError, "lr is inf"),
         (
             lambda: pp.optim.adamw("1e-3"),
@@ -439,6 +441,7 @@ def test_a_scaled_loss_in_half_precision_is_refused():
     "weights, text",
     [
         ([0.0] * 4, "loss_weights: their sum over all data ranks is 0"),
+        ([1e308] * 4, "loss_weights: their sum over all data ranks is inf"),
         ([1.0, -1.0, 1.0, -1.0], r"loss_weights: got \[1.0, -1.0, .*, expected numbers of at least 0"),
         ([-1.0] * 4, "loss_weights: got .*, expected numbers of at least 0"),
         ([1.0, math.nan, 1.0, 1.0], "loss_weights: got .*, expected finite numbers"),

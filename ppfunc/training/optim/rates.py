@@ -4,12 +4,13 @@ metric.
 
 from collections.abc import Callable, Mapping
 from math import inf, pi
+from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ppfunc._text import naming_arguments, require_one_of
+from ppfunc._text import naming_arguments, require_one_of, shown
 from ppfunc.parallel.counts import require_counts
 from ppfunc.stage.device import accelerates
 
@@ -224,9 +225,11 @@ def _value_of(lr: Callable[[Tensor], Tensor | float], updates: int) -> float | s
     """Compute a rate after so many updates, or name the error that it raises: a table ends somewhere."""
     try:
         rate = lr(torch.tensor(updates, device="cpu"))
-        return float(rate.detach() if isinstance(rate, Tensor) else rate)
     except Exception as error:
         return type(error).__name__
+    if not isinstance(rate, Real) and not (isinstance(rate, Tensor) and rate.numel() == 1):
+        raise TypeError(f"lr({updates}): got {shown(rate)}, expected a number, or a tensor of one")
+    return float(rate.detach() if isinstance(rate, Tensor) else rate)
 
 
 def on_device(rate: Tensor | float, device: torch.device) -> Tensor | float:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from math import isinf
+from math import inf, isinf
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ppfunc.stage.layout import local
 from ppfunc.stage.signature import leaf_names
 from ppfunc.stage.tree import tree_leaves, tree_map
 
-from .._torch import multiply_into_each
+from .._torch import looked_through, multiply_into_each
 from ..optim.norms import leaf_norms, powers
 from ..optim.protocols import selected
 from .comparison import alike_in_places, start_facts
@@ -105,9 +105,11 @@ class TrainingUpdate:
         ranks.data.all_reduce(total)()
         # On another device neither they nor their sum are read, and the loss is no number.
         by_step = torch.where(by_step < 0, torch.nan, by_step)
-        if total.device.type == "cpu" and [0] in total.tolist():
+        sums = total.flatten().tolist() if total.device.type == "cpu" else []
+        if wrong := [each for each in sums if not 0 < each < inf]:
             raise ValueError(
-                "loss_weights: their sum over all data ranks is 0, expected one that losses can be divided by"
+                f"loss_weights: their sum over all data ranks is {wrong[0]:g}, expected one that losses can"
+                " be divided by"
             )
         return (by_step / total).unbind()
 
@@ -195,7 +197,12 @@ class TrainingUpdate:
             by_number = {n: g.to(new[n].dtype) for n, g in by_number.items()}
         gradients = list(by_number.values())
         if self._factor is not None and gradients:  # the fused kernels would divide by a float32
-            multiply_into_each(gradients, self._factor.to(gradients[0].device))
+            factor = self._factor.to(gradients[0].device)
+            if looked_through(gradients):
+                by_number = {n: g * factor for n, g in by_number.items()}
+                gradients = list(by_number.values())
+            else:
+                multiply_into_each(gradients, factor)
         if len(gradients) < len(trained):
             zeros = zip(trees.trained, trained, strict=True)
             gradients = [by_number[n] if n in by_number else torch.zeros_like(leaf) for n, leaf in zeros]

@@ -93,22 +93,15 @@ class StageLeaves(NamedTuple):
 
     def made(self) -> StageMade:
         """Return what :func:`note_made` notes of them, which keeps none alive."""
-        leaves = (*self.params, *self.optimizer)
-        return StageMade(self.trees, self.update, refs(leaves), _sizes(leaves))
+        return StageMade(self.trees, self.update, refs((*self.params, *self.optimizer)))
 
 
 class StageMade(NamedTuple):
-    """Note what is known of the leaves of a stage, see :class:`StageLeaves`; ``sizes``: their elements."""
+    """Note what is known of the leaves of a stage, see :class:`StageLeaves`."""
 
     trees: StageTrees
     update: StageUpdate | None
     leaves: list[ref[Tensor]]
-    sizes: list[int]
-
-    def has(self, stage: StageLeaves) -> bool:
-        """Tell whether these are the leaves, none of them resized."""
-        leaves = (*stage.params, *stage.optimizer)
-        return are(self.leaves, leaves) and _sizes(leaves) == self.sizes
 
 
 def read(leaves: list[Tensor], form: Form) -> list[Tensor]:
@@ -119,10 +112,6 @@ def read(leaves: list[Tensor], form: Form) -> list[Tensor]:
 def laid_out(leaves: Sequence[Tensor], form: Form) -> list[Tensor]:
     """Make the leaves of a tree of this form of its local leaves."""
     return list(leaves if form.layouts is None else map(distributed, leaves, form.layouts))
-
-
-def _sizes(leaves: Sequence[Tensor]) -> list[int]:
-    return list(map(Tensor.numel, leaves))
 
 
 def _counts(ranks: TrainingRanks, cut: Cut) -> bool:
@@ -157,21 +146,20 @@ def stages_of(
     keys = set() if scale is None else set(scale.init("cpu"))
     _require_parts(state, here, keys, 1 if rule.states.reduce is not None else ranks.data.size)
     require_not_donated(state)
-    made, stages, as_made = stages_made(state), dict[int, StageLeaves](), True
+    made, stages, same = stages_made(state), dict[int, StageLeaves](), dict[int, bool]()
     for s in here:
         leaves, before = known[s].leaves_of(s, state) if s in known else None, made.get(s)
-        same = before is not None and leaves is not None and before.has(leaves)
-        if leaves is None or not (same or leaves.has_form()):
+        if leaves is None or not leaves.has_form():
             trained = rule.frozen.trained(s, state.params[s])
             require_state_of(rule, trained, state.optimizer[s], f"state.optimizer[{s}]")
             known[s] = StageTrees.of(rule, ranks, s, state)
             leaves = known[s].leaves_of(s, state)
-            assert leaves is not None
-            same = before is not None and before.has(leaves)
-        if same and before is not None and before.trees is leaves.trees:
+        assert leaves is not None
+        same[s] = before is not None and are(before.leaves, (*leaves.params, *leaves.optimizer))
+        if before is not None and same[s] and before.trees is leaves.trees:
             leaves = leaves._replace(update=before.update)  # which goes on, and checks nothing again
-        stages[s], as_made = leaves, as_made and same
-    return stages, as_made
+        stages[s] = leaves
+    return stages, all(same.values())
 
 
 def _require_parts(state: TrainState, stages: Sequence[int], scale: Set[str], data_ranks: int) -> None:
