@@ -225,11 +225,13 @@ def _value_of(lr: Callable[[Tensor], Tensor | float], updates: int) -> float | s
     """Compute a rate after so many updates, or name the error that it raises: a table ends somewhere."""
     try:
         rate = lr(torch.tensor(updates, device="cpu"))
+        if isinstance(rate, Tensor) and rate.numel() == 1:
+            return float(rate.detach())
+        if isinstance(rate, Real):
+            return float(rate)
     except Exception as error:
         return type(error).__name__
-    if not isinstance(rate, Real) and not (isinstance(rate, Tensor) and rate.numel() == 1):
-        raise TypeError(f"lr({updates}): got {shown(rate)}, expected a number, or a tensor of one")
-    return float(rate.detach() if isinstance(rate, Tensor) else rate)
+    raise TypeError(f"lr({updates}): got {shown(rate)}, expected a number, or a tensor of one")
 
 
 def on_device(rate: Tensor | float, device: torch.device) -> Tensor | float:
