@@ -3,7 +3,6 @@
 import argparse
 import json
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +23,6 @@ from .output import write
 from .sources import add_options
 
 _WRITERS: dict[str, Callable[[Schedule], str]] = {".csv": to_csv, ".json": to_json, ".svg": to_svg}
-_BAR = 30
 _NOT_PLANNED = ("overlapped", "unshard", "reduce_tied", "reduce_grad", "step")
 
 
@@ -104,19 +102,7 @@ def _in_parts(costs: Costs) -> Costs:
 def _planned(arguments: argparse.Namespace) -> Plan:
     """Search until the effort is spent or Ctrl-C; return the best plan so far."""
     with _interrupted() as interrupted:
-
-        def progress(share: float, value: float, bound: float) -> bool:
-            if sys.stderr.isatty():
-                bar = "#" * int(share * _BAR)
-                print(
-                    f"\r[{bar:<{_BAR}}] {float(value):.6g} (bound {float(bound):.6g}) ",
-                    end="",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            return bool(interrupted)
-
-        best = plan(
+        return plan(
             arguments.ranks,
             arguments.microbatches,
             _in_parts(read_costs(arguments) or Costs()),
@@ -126,11 +112,8 @@ def _planned(arguments: argparse.Namespace) -> Plan:
             layers=arguments.layers,
             objective=arguments.objective,
             effort=1 if arguments.effort is None else arguments.effort,
-            progress=progress,
+            progress=lambda *_: bool(interrupted),
         )
-    if sys.stderr.isatty():
-        print(f"\r{'':{_BAR + 40}}\r", end="", file=sys.stderr)
-    return best
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass
 from itertools import accumulate, pairwise
@@ -31,8 +30,8 @@ class Partition:
             ``allow_empty``.
 
     >>> partition = Partition((0, 2, 5))
-    >>> partition.sizes, list(partition.layers_of(1)), partition.stage_of(1)
-    ((2, 3), [2, 3, 4], 0)
+    >>> partition.sizes, list(partition.layers_of(1))
+    ((2, 3), [2, 3, 4])
     >>> partition.loads([1, 1, 4, 1, 1])
     (2, 6)
     """
@@ -84,13 +83,9 @@ class Partition:
 
     def layers_of(self, stage: int) -> range:
         """List the layers of a stage."""
-        _require_range("stage", stage, self.stages)
+        if not 0 <= stage < self.stages:
+            raise ValueError(f"stage {stage} is out of range: the stages are 0..{self.stages - 1}")
         return range(*self.boundaries[stage : stage + 2])
-
-    def stage_of(self, layer: int) -> int:
-        """Find the stage that has a layer."""
-        _require_range("layer", layer, self.layers)
-        return bisect_right(self.boundaries, layer) - 1
 
     def loads(self, weights: Sequence[float]) -> tuple[float, ...]:
         """Add up the weights of each stage; sums of whole numbers stay whole."""
@@ -163,11 +158,6 @@ def partition_uniform(
     size, left_over = divmod(layers, stages)
     sizes = (size + 1,) * left_over + (size,) * (stages - left_over)
     return Partition.from_sizes(sizes if remainder == "first" else sizes[::-1], allow_empty)
-
-
-def _require_range(name: str, number: int, stop: int) -> None:
-    if not 0 <= number < stop:
-        raise ValueError(f"{name} {number} is out of range: the {name}s are 0..{stop - 1}")
 
 
 def _abridged(numbers: Sequence[int]) -> str:

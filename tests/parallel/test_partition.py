@@ -19,8 +19,6 @@ def test_every_layer_is_in_exactly_one_stage(sizes):
     assert [layer for stage in range(partition.stages) for layer in partition.layers_of(stage)] == list(
         range(sum(sizes))
     )
-    for layer in range(partition.layers):
-        assert layer in partition.layers_of(partition.stage_of(layer))
     assert sum(partition.split(range(partition.layers)), ()) == tuple(range(partition.layers))
     assert sum(partition.loads([1] * partition.layers)) == partition.layers
 
@@ -97,7 +95,6 @@ def test_uniform_sizes_differ_by_at_most_one(layers, stages, remainder):
         (lambda: Partition((0, 2)).loads([1]), "got 1 items, expected 2, one for each layer"),
         (lambda: Partition((0, 2)).layers_of(1), r"stage 1 is out of range: the stages are 0\.\.0"),
         (lambda: Partition((0, 2)).layers_of(-1), "stage -1 is out of range"),
-        (lambda: Partition((0, 2)).stage_of(2), r"layer 2 is out of range: the layers are 0\.\.1"),
         (lambda: Partition((0, 1, 2, 3)).dealt(2), "3 stages cannot be dealt evenly to 2 ranks"),
     ],
 )

@@ -70,6 +70,7 @@ class Control:
         together = self.grid.together
         self._together = tree(together, "together") if len(together) > 1 else None
         self._data, self._tree = tree(self.grid.data, "data"), tree
+        self.mixes_batches, self.compares_layouts = self.grid.mixes_batches, self._together is not None
         self._running, self._closed = threading.Lock(), False
         self._step_count = 0  # step functions
         self._executing = False  # whether peers may wait for this rank in a collective of a stage
@@ -83,10 +84,6 @@ class Control:
     @property
     def generation(self) -> int:
         return self.links.generation
-
-    @property
-    def mixes_batches(self) -> bool:
-        return self.grid.mixes_batches
 
     def local_ranks(self, ranks: int) -> tuple[int, ...]:
         if ranks != self.size:
@@ -155,10 +152,6 @@ class Control:
         if self._together is not None and self.mixes_batches:
             self._pass_down(self._together, shapes)
         return shapes
-
-    @property
-    def compares_layouts(self) -> bool:
-        return self._together is not None
 
     def ready(self, layouts: LaidOut) -> None:
         tree = self._together
