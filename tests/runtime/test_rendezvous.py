@@ -10,12 +10,15 @@ import resource
 import threading
 import time
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import ppfunc as pp
+from ppfunc.runtime.control.rendezvous import Rendezvous
+from ppfunc.runtime.errors import Failure, FailureRecord, LinkError
 from tests.models import squared
 
 
@@ -124,6 +127,16 @@ def test_a_communicator_without_descriptors_is_published(fresh, who, soon):
         name, text, named = seen
         assert (name, named) == (("RuntimeError", None) if rank == who else ("PipelineError", who)), seen
         assert "Too many open files" in text and seconds < soon
+
+
+def test_the_rank_whose_store_does_not_answer_is_named():
+    """A rank above in the tree was, where the ranks had not all connected: it answers as little."""
+    rendezvous = object.__new__(Rendezvous)
+    rendezvous._server = 0
+    with pytest.raises(LinkError, match="serves the store of the process group, which has not") as caught:
+        rendezvous._ask(partial(time.sleep, 0.2), seconds=0.01)
+    record = FailureRecord.of(Failure(3, None, None, caught.value), 3, suspect=lambda peer: (1, "asleep"))
+    assert (record.rank, "rank 1" in record.reason) == (0, False)
 
 
 def misses(rank, ranks, who):

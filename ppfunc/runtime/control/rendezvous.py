@@ -145,6 +145,7 @@ class Rendezvous:
             return in_thread(call, "store").result(seconds)
         except TimeoutError:
             late = f"it serves the store of the process group, which has not answered in {seconds:g} s"
-            raise LinkError(self._server, "late", late) from None
+            # Not "late": nobody else is asked, since the other ranks ask the store as well.
+            raise LinkError(self._server, "gone", late) from None
         except (dist.DistError, RuntimeError) as error:
             raise LinkError(self._server, "gone", GONE) from error
