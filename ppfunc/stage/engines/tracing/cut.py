@@ -10,7 +10,7 @@ from torch.fx import Graph, Node, map_arg
 
 from ...abstract.sizes import Numbers
 from ...errors import StageError
-from .graph import ancestors, base, call_node, is_call, is_dense, is_element, is_of_forward, operator_of, root
+from .graph import ancestors, base, is_call, is_dense, is_element, is_of_forward, operator_of, root
 from .joint import Joint, Maybe, Nodes
 
 
@@ -31,8 +31,9 @@ class Block(NamedTuple):
         def copy(node: Node) -> Node:
             if node not in copies:
                 args, kwargs = map_arg((node.args, node.kwargs), copy)
-                copies[node] = call_node(graph, node.target, args, kwargs, node.name)
-                copies[node].op, copies[node].meta = node.op, dict(node.meta)
+                # Its arguments may be symbols: torch warns of those in a new node.
+                copies[node] = made = graph.create_node(node.op, node.target, name=node.name)
+                made.args, made.kwargs, made.meta = args, kwargs, dict(node.meta)
             return copies[node]
 
         block = Block(
