@@ -26,6 +26,7 @@ CHANGES = {  # of the state on one rank, and what the others are told
     "written": (lambda s: s.params[0]["w"].mul_(1.0001), "another state"),
     "replaced": (lambda s: s._replace(params={0: {"w": s.params[0]["w"] + 1e-9}}), "another state"),
     "moments": (lambda s: s.optimizer[0]["mean"]["w"].add_(1e-9), "another state"),
+    "memory": (lambda s: setattr(s.optimizer[0]["mean"]["w"], "data", normal(WIDTH, WIDTH)), "another state"),
     "scale": (lambda s: s._replace(scale={**s.scale, "scale": s.scale["scale"] / 2}), "another state"),
 }
 

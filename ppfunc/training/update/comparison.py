@@ -14,7 +14,7 @@ from ppfunc.parallel.counts import require_counts
 from ppfunc.runtime.agreement.comparison import checksum
 from ppfunc.runtime.agreement.ties import OTHER_VALUES
 from ppfunc.stage import Signature
-from ppfunc.stage._torch import versions
+from ppfunc.stage._torch import transforming, versions
 from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_flatten, tree_leaves
@@ -137,7 +137,7 @@ class KnownState:
         self._steps = 0  # of all calls that have ended well
         self._generation: int | None = None  # the failures before; None where no state is known
         self._step: Callable[[], Tensor | None] = _nothing
-        self._versions: list[int | None] = []  # how often each leaf was written into
+        self._versions: list[int | None] = []  # how often each leaf was written into, and where it is
 
     def goes_on(self, state: TrainState, stages: Mapping[int, StageLeaves], generation: int) -> bool:
         """Tell whether this is the known state, unwritten, and ``generation`` counts no new failure.
@@ -167,4 +167,5 @@ def _versions(state: TrainState, stages: Mapping[int, StageLeaves]) -> list[int 
     leaves = [state.step, *state.scale.values()]
     for trees, params, optimizer, _ in stages.values():
         leaves += [*read(params, trees.params), *read(optimizer, trees.optimizer)]
-    return versions(leaves)
+    addresses = [] if transforming() else map(Tensor.data_ptr, leaves)  # `.data = other` is no write
+    return [*versions(leaves), *addresses]
