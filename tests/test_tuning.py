@@ -104,6 +104,22 @@ def test_a_plan_is_ranked_where_it_is_faster():
     )
 
 
+def test_a_plan_computes_again_where_memory_is_short():
+    options = {
+        "schedules": ["gpipe"],
+        "grids": [(4, 1)],
+        "microbatch": [4],
+        "remat": ["none"],
+        "effort": 0.02,
+    }
+    (kept,) = (
+        row for row in pp.tune(**arguments(**options, ranks=4, batch=48)).rows if row.schedule.name == "gpipe"
+    )
+    found = pp.tune(**arguments(**options, ranks=4, batch=48, memory=0.8 * max(kept.peaks)))
+    assert found.best.schedule.name == "plan"
+    print(found, found.best.schedule.counts, kept)
+
+
 def test_measured_pieces_make_a_trainer_that_trains():
     given = arguments(speeds=None, grids=[(2, 1)], top=1, microbatch=[2], remat=["none"])
     row = pp.tune(**given).best
@@ -153,6 +169,7 @@ def test_of_what_does_not_fit_the_table_shows_the_smallest(every):
             ValueError,
             r"grids: got \(2, 1, 1\).*how ranks cut tensors is not searched",
         ),
+        ({"host": 1e9}, ValueError, "host: got 1000000000.0, expected bytes per second .* on an accelerator"),
         ({"batch": 7}, ValueError, "batch: got 7 rows, expected a multiple of the 2 ranks"),
         ({"microbatch": [3]}, ValueError, "microbatch: got 3, expected a divisor of 8 rows"),
         ({"schedules": ["1f2b"]}, ValueError, "unknown schedule '1f2b'"),

@@ -22,6 +22,7 @@ from ppfunc.schedule import BUILDERS, Costs, Schedule, Timeline, find_builder, o
 from ppfunc.schedule.overview import bound_of_order
 from ppfunc.splitter import Split, split
 from ppfunc.stage import Engine, Loss, StageProgram, graph
+from ppfunc.stage.device import accelerates
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.training import Trainer
 from ppfunc.training.calls import completed
@@ -52,6 +53,7 @@ def tune(
     shard: Sequence[ShardWhat] = get_args(ShardWhat),
     latency: float = 0.0,
     bandwidth: float = inf,
+    host: float | None = None,
     speeds: Speeds = None,
     effort: float = 0.1,
     top: int = 5,
@@ -62,8 +64,8 @@ def tune(
 
     Stages are timed once per cut, microbatch and rematerialisation that the search needs: here, alone, on one
     rank. A step is simulated with its messages, sums and updates; its peaks are those of
-    ``Trainer.lower(...).memory_analysis()``. Sums over tied places take no time. Residuals are not moved to
-    the host: :func:`ppfunc.schedule.insert_offloads` does it in a row's schedule, and no time of it is known.
+    ``Trainer.lower(...).memory_analysis()``. Sums over tied places take no time. Under a limit of memory, plans
+    compute residuals again, or move them to the host, where that is faster than to keep them.
 
     Args:
         model: any module, which :func:`ppfunc.split` cuts into balanced stages, or a split, whose cuts stay;
@@ -81,6 +83,7 @@ def tune(
         shard: of :class:`ppfunc.P2P`, for several pipelines.
         latency, bandwidth: seconds of a message and bytes per second, between ranks of a pipeline and between
             data ranks; by default messages take no time.
+        host: bytes per second between a device and its host, in each direction; None if nothing is to move.
         speeds: floating point operations and bytes per second of a device, over which those of every
             operator are counted; nothing runs then.
         effort: of :func:`ppfunc.plan` for each placement that can be faster by it; 0 for none.
@@ -93,7 +96,8 @@ def tune(
 
     Raises:
         ValueError: numbers that do not divide, or names that do not exist; a model with DTensors, since how
-            ranks cut tensors is not searched; a process group that is there: during the call one of torch's
+            ranks cut tensors is not searched; a host for a model on the CPU or meta, whose residuals stay; a
+            process group that is there: during the call one of torch's
             backend ``fake`` stands for the ranks.
         StageError, TypeError: as :func:`ppfunc.split`.
     """
@@ -101,21 +105,15 @@ def tune(
     require_counts(ranks=ranks, batch=batch, top=top)
     choices = list(_choices(ranks, batch, grids, microbatch, remat, shard))
     builders = {name: find_builder(name) for name in schedules}
+    if host is not None:
+        _require_moving(model, host)
 
-    def parts_of(stages: int | None) -> Split:
-        cut = model if isinstance(model, Split) else split(model, rows_of(args, 1), at=stages or 1)
-        if stages not in (None, len(cut.stages)):
-            raise ValueError(f"{stages} stages, and the model was split into {len(cut.stages)}")
-        return cut
-
-    def trainer(
-        parts: Split, schedule: Schedule, engine: Engine, transport: Transport | None = None
-    ) -> Trainer:
-        return Trainer(parts, loss_fn, schedule, optimizer, transport, engine=engine, **options)
+    def trainer(parts: Split, schedule: Schedule, engine: Engine, to: Transport | None = None) -> Trainer:
+        return Trainer(parts, loss_fn, schedule, optimizer, to, engine=engine, **options)
 
     search = Candidates(
-        parts_of, trainer, (args, targets), choices, builders, batch, memory, (latency, bandwidth), speeds,
-        effort,
+        partial(_cut, model, args), trainer, (args, targets), choices, builders, batch, memory,
+        (latency, bandwidth, host), speeds, effort,
     )  # fmt: skip
     complete = True
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -129,6 +127,23 @@ def tune(
         dist.destroy_process_group()
     rows = sorted(search.rows, key=lambda r: (not r.fits, r.seconds if r.fits else max(r.peaks), r.seconds))
     return Tuning(tuple(rows), memory, complete, len(search.heap), search.refused)
+
+
+def _require_moving(model: torch.nn.Module | Split, host: float) -> None:
+    """Refuse a link to the host that nothing would use, or without a speed."""
+    leaves = tree_leaves(model.params if isinstance(model, Split) else list(model.parameters()))
+    if not any(accelerates(leaf.device) for leaf in leaves) or not host > 0:
+        raise ValueError(
+            f"host: got {host}, expected bytes per second above 0, for a model on an accelerator"
+        )
+
+
+def _cut(model: torch.nn.Module | Split, args: Any, stages: int | None) -> Split:
+    """Split a model into so many stages, or into as few as there may be."""
+    cut = model if isinstance(model, Split) else split(model, rows_of(args, 1), at=stages or 1)
+    if stages not in (None, len(cut.stages)):
+        raise ValueError(f"{stages} stages, and the model was split into {len(cut.stages)}")
+    return cut
 
 
 def _choices(
@@ -162,7 +177,7 @@ class Candidates:
         trainer: makes a trainer of stages, schedule, engine and transport.
         rows: inputs and targets.
         choices: to try, those with the least remat first.
-        link: latency and bandwidth.
+        link: latency and bandwidth, and that of the host.
 
     The others are those of :func:`ppfunc.tune`.
     """
@@ -170,7 +185,7 @@ class Candidates:
     def __init__(
         self, parts_of: Callable[[int | None], Split], trainer: Callable[..., Trainer], rows: tuple[Any, Any],
         choices: Sequence[Choice], builders: Mapping[str, Callable[..., Schedule]], batch: int, memory: float,
-        link: tuple[float, float], speeds: Speeds, effort: float,
+        link: tuple[float, float, float | None], speeds: Speeds, effort: float,
     ) -> None:  # fmt: skip
         self._trainer, self._inputs, self._choices, self._builders = trainer, rows, choices, builders
         self._batch, self._memory, self._link, self._speeds, self._effort = (
@@ -216,13 +231,15 @@ class Candidates:
     def _of_stages(self, choice: Choice, stages: int) -> Costs:
         """Return the costs of stages, with messages, sums over data ranks and over replicas, and updates."""
         costs, d = self._costs(choice.microbatch, choice.remat, stages), choice.data
-        names, (latency, bandwidth) = ("bytes", "parameters", "step"), self._link
-        sent, sizes, steps = ([costs.of(name, s) for s in range(stages)] for name in names)
+        names, (latency, bandwidth, host) = ("bytes", "parameters", "step", "activation"), self._link
+        sent, sizes, steps, kept = ([costs.of(name, s) for s in range(stages)] for name in names)
         seconds = [size / 2 / bandwidth for size in sizes]  # of all gradients
         passed = [(d - 1) * (s / d + latency) for s in seconds]  # each has its part, or gets all parts
         return replace(
             costs,
             communication=[latency + size / bandwidth for size in sent],
+            recompute=costs.forward,
+            offload=None if host is None else [size / host for size in kept],
             reduce_grad=passed if choice.shard == "params" else [2 * s for s in passed],
             unshard=passed,
             reduce_tied=[latency + s for s in seconds],

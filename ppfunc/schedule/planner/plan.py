@@ -150,8 +150,9 @@ def plan(
     if isinstance(effort, bool) or not isinstance(effort, Real) or not 0 < effort < inf:
         raise ValueError(f"effort is {effort!r}, expected a finite number above 0")
     _require_parts(costs)
-    found = candidates(ranks, microbatches, costs, placement, chunks, layers, cap, objective)
     still = replace(costs, recompute=None, offload=None, fetch=None)
+    costs = still if cap is None else costs  # all can stay
+    found = candidates(ranks, microbatches, costs, placement, chunks, layers, cap, objective)
     bases: list[Plan] = []
     if costs != still:
         options = {"placement": placement, "chunks": chunks, "layers": layers, "objective": objective}
