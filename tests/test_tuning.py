@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
+from ppfunc.tuning import tune
 from ppfunc.tuning.times import MICROBATCHES, times_of
 from ppfunc.tuning.tune import rows_of
 from tests.models import squared
@@ -104,20 +105,23 @@ def test_a_plan_is_ranked_where_it_is_faster():
     )
 
 
-def test_a_plan_computes_again_where_memory_is_short():
+def test_plans_may_compute_again_and_move_under_a_limit(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        tune, "plan", lambda *args, **kw: seen.append((args[2], kw["cap"])) or pp.plan(*args, **kw)
+    )
+    monkeypatch.setattr(tune, "accelerates", lambda device: True)
     options = {
         "schedules": ["gpipe"],
-        "grids": [(4, 1)],
-        "microbatch": [4],
+        "grids": [(2, 1)],
+        "microbatch": [1],
         "remat": ["none"],
-        "effort": 0.02,
+        "effort": 0.01,
     }
-    (kept,) = (
-        row for row in pp.tune(**arguments(**options, ranks=4, batch=48)).rows if row.schedule.name == "gpipe"
-    )
-    found = pp.tune(**arguments(**options, ranks=4, batch=48, memory=0.8 * max(kept.peaks)))
-    assert found.best.schedule.name == "plan"
-    print(found, found.best.schedule.counts, kept)
+    pp.tune(**arguments(**options, host=1e6, memory=1e5))
+    ((costs, cap),) = seen
+    assert cap is not None and costs.recompute == costs.forward
+    assert list(costs.offload) == [size / 1e6 for size in costs.activation] and min(costs.checkpoint) == D * 4
 
 
 def test_measured_pieces_make_a_trainer_that_trains():

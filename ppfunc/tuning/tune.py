@@ -64,8 +64,8 @@ def tune(
 
     Stages are timed once per cut, microbatch and rematerialisation that the search needs: here, alone, on one
     rank. A step is simulated with its messages, sums and updates; its peaks are those of
-    ``Trainer.lower(...).memory_analysis()``. Sums over tied places take no time. Under a limit of memory, plans
-    compute residuals again, or move them to the host, where that is faster than to keep them.
+    ``Trainer.lower(...).memory_analysis()``. Sums over tied places take no time. Under a limit of memory,
+    plans compute residuals again, or move them to the host, where that is faster than to keep them.
 
     Args:
         model: any module, which :func:`ppfunc.split` cuts into balanced stages, or a split, whose cuts stay;

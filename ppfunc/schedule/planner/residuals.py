@@ -1,7 +1,6 @@
 """Choose what becomes of residuals in an order: they stay, move to the host, or are computed again."""
 
 from collections.abc import Iterator
-from random import Random
 
 from ..instruction import Op
 from ..passes.insert import insert_offloads, insert_recomputes
@@ -119,27 +118,3 @@ def _fitted(p: Problem, rank: int, word: Word, ways: list[Op], spare: int) -> Wo
             waiting.remove(item)
             run(item, -p.kept[s])
     return fitted
-
-
-def with_others(p: Problem, order: Order, draw: Random) -> Order:
-    """Let the residuals of a stage of some neighbouring microbatches go another way, at random."""
-    m, s = p.microbatches, draw.randrange(len(p.place))
-    first = draw.randrange(m)
-    ways = [None, *(way for way in _WAYS if allowed(p, s, way))]
-    way, some = draw.choice(ways), range(first, min(m, first + draw.randint(1, 3)))
-    words = list(order)
-    word = words[p.place[s]]
-    leave, back = ({(5 * s + letter) * m + k for k in some} for letter in (LEAVE, RETURN))
-    kept = [item for item in word if item not in leave and item not in back] if way is None else word
-    if way is Op.RECOMPUTE:
-        kept = [item for item in word if item not in leave]
-    there, changed = set(kept), Word()
-    for item in kept:
-        code, k = divmod(item, m)
-        if way and k in some and code == 5 * s + INPUT and (5 * s + RETURN) * m + k not in there:
-            changed.append((5 * s + RETURN) * m + k)
-        changed.append(item)
-        if way is Op.OFFLOAD and k in some and code == 5 * s and (5 * s + LEAVE) * m + k not in there:
-            changed.append((5 * s + LEAVE) * m + k)
-    words[p.place[s]] = in_turn(p.microbatches, changed)
-    return tuple(words)

@@ -13,16 +13,14 @@ from random import Random
 from typing import NamedTuple
 
 from ..costs import Number
-from .orders import Direction, Order, choices_of, directions, evaluate, fits
+from .orders import Direction, Order, choices_of, directions, evaluate
 from .problem import Problem
 from .replay import NO_HOLD, Hold, Manner, Replayed, justify, replay
-from .residuals import with_others
 
 _CLOSE = 1 + 1e-9
 _GIVEN, _WALKS = 0.25, 2  # share of the work for the given orders; how many of them are delayed at random
 _PATIENCE = 0.2, 1.2
 _WARM, _COLD_AFTER = 0.004, 300
-_OTHERS = 0.3  # share of the tries in which residuals go other ways
 
 
 Rules = tuple[Direction, Direction]
@@ -116,25 +114,19 @@ class Search:
 
     def disturb(self, start: _Start) -> Iterator[None]:
         """Delay some operations at random and justify the order, again and again; yield after each try."""
-        name, p = f"{start.name}, justified and delayed at random", self.problem
+        name = f"{start.name}, justified and delayed at random"
         best = current = Replayed(start.value, start.order)
-        rules, best_rules, failures = start.rules, start.rules, 0
+        failures = 0
         while True:
             self._trying = name
-            order, mine = current.order, rules
-            if p.flexible and self._random.random() < _OTHERS:
-                order = with_others(p, order, self._random)
-                mine = directions(p, choices_of(p, order))
-                if not fits(mine[0], order) or not evaluate(mine[0], order):
-                    order, mine = current.order, rules
-            tried = self._neighbour(mine, order)
+            tried = self._neighbour(start.rules, current.order)
             if tried.value <= current.value * (1 + _WARM * self._random.random() * (1 - self.elapsed)):
-                current, rules = tried, mine
+                current = tried
             failures += 1
             if current.value < best.value:
-                best, failures, best_rules = current, 0, rules
+                best, failures = current, 0
             elif failures == _COLD_AFTER:
-                current, rules, failures = best, best_rules, 0
+                current, failures = best, 0
             yield
 
     def _neighbour(self, rules: Rules, order: Order) -> Replayed:
