@@ -177,7 +177,12 @@ class _ParameterMaker:
         """Make the whole parameters that a module has itself."""
         module = root.get_submodule(path)
         twin = copy(module)
-        twin._parameters = {k: None if p is None else _empty(p) for k, p in module._parameters.items()}
+        twin._parameters = {
+            k: None
+            if p is None
+            else nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="cpu"), p.requires_grad)
+            for k, p in module._parameters.items()
+        }
         twin._buffers = {
             k: None if b is None else torch.empty_like(b, device="cpu") for k, b in module._buffers.items()
         }
@@ -213,14 +218,6 @@ def _laid(leaf: Tensor, like: Tensor, name: str) -> Tensor:
         return leaf
     # Without a source every rank cuts its own copy: nothing is sent.
     return distribute_tensor(leaf, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def _empty(parameter: nn.Parameter) -> nn.Parameter:
-    """Allocate a whole parameter on the CPU, without values."""
-    return nn.Parameter(
-        torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu"),
-        requires_grad=parameter.requires_grad,
-    )
 
 
 def _initialisers(root: nn.Module, twin: nn.Module) -> list[Callable[[], Any]]:

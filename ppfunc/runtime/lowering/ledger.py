@@ -181,11 +181,8 @@ class Ledger(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if (key := storage._cdata) not in self._known:
             self._known[key] = self.born(storage.nbytes() * (tensor.device.type == self._device.type), name)
-            weakref.finalize(storage, self._free, key)
+            weakref.finalize(storage, lambda: self.died(self._known.pop(key)))
         return self._known[key]
-
-    def _free(self, key: int) -> None:
-        self.died(self._known.pop(key))
 
     def born(self, size: int, name: str, again: bool = False) -> _Storage:
         """Note a storage."""

@@ -113,7 +113,8 @@ def to_svg(
     most = max((size for sizes in (memory or {}).values() for size in sizes), default=0)
     numbered = _numbered(scale, rows)
     facts = _facts(schedule, timeline)
-    heading = f"{clipped(schedule.name)}: {_origin(timeline)}"
+    origin = "measured, seconds" if timeline.measured else "simulated, units of its costs"
+    heading = f"{clipped(schedule.name)}: {origin}"
     elements = [
         text("ink h", _LEFT, 34, heading),
         text("soft", _LEFT, 56, " · ".join(facts)),
@@ -171,10 +172,6 @@ def _numbered(scale: _Scale, rows: list[list[Bar]]) -> Set[Op]:
         if scale.bar_width(bar) < _DIGIT * len(str(part.microbatch)) + 1
     }
     return COMPUTE - narrow
-
-
-def _origin(timeline: Timeline) -> str:
-    return "measured, seconds" if timeline.measured else "simulated, units of its costs"
 
 
 def _facts(schedule: Schedule, timeline: Timeline) -> list[str]:

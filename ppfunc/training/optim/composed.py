@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -78,14 +77,13 @@ def from_updates(transform: Any) -> Optimizer:
                 raise ValueError(
                     f"updates must have the structure of params, got {got_structure} and expected {structure}"
                 )
-            new = structure.unflatten(starmap(_added, zip(wanted, got, strict=True)))
+            new = structure.unflatten(
+                (p + change).to(p.dtype) if differentiable(p.dtype) else p
+                for p, change in zip(wanted, got, strict=True)
+            )
             return selected(found_inf, (params, state), (new, after))
 
     return Optimizer(init, update, text=lambda: f"from_updates({text_of(transform)})")
-
-
-def _added(parameter: Tensor, change: Tensor) -> Tensor:
-    return (parameter + change).to(parameter.dtype) if differentiable(parameter.dtype) else parameter
 
 
 @naming_arguments
@@ -212,8 +210,11 @@ def _averaging(
     inner = skipping(optimizer)
 
     def init(params: Tree) -> dict[str, Tree]:
-        own = tree_map(lambda p: _wide(p.detach()).clone() if differentiable(p.dtype) else p, params)
-        return {**begin(own), "inner": inner.init(params)}
+        def wide(p: Tensor) -> Tensor:  # in which small changes are not lost
+            wider = torch.promote_types(p.dtype, torch.float32)
+            return p.detach().to(wider).clone() if differentiable(p.dtype) else p
+
+        return {**begin(tree_map(wide, params)), "inner": inner.init(params)}
 
     def update(
         grads: Tree, state: dict[str, Tree], params: Tree, *, found_inf: Tensor | None = None
@@ -244,8 +245,3 @@ def _averaging(
 def _between(one: Tensor, other: Tensor, share: float) -> Tensor:
     """Return what is ``share`` of the way from one leaf to another; leaves that do not train as they are."""
     return one + share * (other - one) if differentiable(one.dtype) else one
-
-
-def _wide(leaf: Tensor) -> Tensor:
-    """Cast to float32 or wider, in which small changes are not lost."""
-    return leaf.to(torch.promote_types(leaf.dtype, torch.float32))
