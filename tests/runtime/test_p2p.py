@@ -108,7 +108,7 @@ def gradients_alone(name, ranks):
     return pp.value_and_grad([stage] * len(params), loss_fn, schedule)(params, inputs, targets)
 
 
-def compare(rank, ranks, name, judged_loss, judged_outputs, loss, grads):
+def compare(rank, ranks, name, judged_loss, judged_outputs, loss, grads, mapped=True):
     """Three steps and an evaluation, as in one process. A process is given what it needs: its stages, and the
     batch where it enters or is judged.
     """
@@ -118,7 +118,7 @@ def compare(rank, ranks, name, judged_loss, judged_outputs, loss, grads):
     own_stages = [stage if s in held else None for s in params]
     own_inputs, own_targets = inputs if first else None, targets if last else None
     cut = pp.microbatch(inputs, schedule.microbatches)  # not all outputs have the rows of a whole batch
-    with pp.P2P(timeout=30) as transport:
+    with pp.P2P(timeout=30, mapped=mapped) as transport:
         options = {"transport": transport, "engine": traced_once}
         judge = pp.evaluate(own_stages, loss_fn, schedule, return_outputs=True, **options)
         if not schedule.forward_only:
@@ -147,6 +147,11 @@ def compare(rank, ranks, name, judged_loss, judged_outputs, loss, grads):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_four_processes_give_the_bits_of_one(four, name):
     four(compare, name, *alone(name, 4))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe"])
+def test_messages_over_gloo_give_the_bits_of_one(four, name):
+    four(compare, name, *alone(name, 4), False)
 
 
 def change_shapes(rank, ranks):
@@ -671,31 +676,32 @@ def test_wrong_arguments_of_a_transform_are_told(two):
     two(transform_with_wrong_arguments)
 
 
-def interrupted_while_connecting(rank, ranks):
-    """An interrupt when the peer has this rank's address already, and connects to it."""
+def interrupted_while_connecting(rank, ranks, mapped):
+    """An interrupt when the peer has this rank's address already and connects to it, or has its end."""
     params, inputs, targets = problem(pp.gpipe(ranks, 4))
     start = time.perf_counter()
-    with pp.P2P(timeout=30) as transport:
+    name = "open_mapped" if mapped else "receive_address"
+    with pp.P2P(timeout=30, mapped=mapped) as transport:
         step = pp.value_and_grad([stage] * ranks, loss_fn, pp.gpipe(ranks, 4), transport)
-        address = opening.receive_address
+        agree = getattr(opening, name)
 
         def interrupting(*args):
-            address(*args)
+            agree(*args)
             time.sleep(0.5)
             raise KeyboardInterrupt
 
-        opening.receive_address = interrupting if rank == 0 else address
-        try:
-            step({rank: params[rank]}, inputs, targets)
-        except BaseException as error:
-            name = type(error).__name__
-        opening.receive_address = address
+        with patch.object(opening, name, interrupting if rank == 0 else agree):
+            try:
+                step({rank: params[rank]}, inputs, targets)
+            except BaseException as error:
+                raised = type(error).__name__
         step({rank: params[rank]}, inputs, targets)
-        return name, time.perf_counter() - start
+        return raised, time.perf_counter() - start
 
 
-def test_an_interrupt_while_connecting_is_heard_by_the_peer(two):
-    names, seconds = zip(*two(interrupted_while_connecting), strict=True)
+@pytest.mark.parametrize("mapped", [True, False])
+def test_an_interrupt_while_connecting_is_heard_by_the_peer(two, mapped):
+    names, seconds = zip(*two(interrupted_while_connecting, mapped), strict=True)
     assert names == ("KeyboardInterrupt", "PipelineError")
     assert max(seconds) < 15 * busy()
 

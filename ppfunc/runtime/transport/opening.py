@@ -15,6 +15,7 @@ from ..control.connections import in_thread
 from ..control.rendezvous import Rendezvous
 from ..control.socket_links import SocketLinks
 from . import _torch
+from .mapped import open_mapped
 
 _CHANNEL = "open"
 _LATER = 30.0  # seconds
@@ -63,11 +64,13 @@ class Opening(NamedTuple):
         members: ranks, in the same order at all of them.
         messages: whether it carries messages from the first of two members to the second, and nothing else;
             else, sums and gathers.
+        mapped: whether these messages may go through memory that both map.
     """
 
     name: str
     members: Sequence[int]
     messages: bool = False
+    mapped: bool = False
 
 
 def open_groups(
@@ -78,6 +81,8 @@ def open_groups(
     begun: list[Any],
 ) -> Iterator[Any]:
     """Open communicators under the backend of the user's group; yield each in its turn.
+
+    Under gloo, messages between two processes of a host go through memory that both map.
 
     Args:
         rendezvous, links: of the transport.
@@ -96,7 +101,8 @@ def open_groups(
         yield from open_nccl(rendezvous, links, wanted, device, begun)
         return
     for one in wanted:
-        begun.append(open_gloo(links, one.name, one.members, rendezvous.timeout))
+        group = open_mapped(links, one.name, one.members, one.mapped) if one.messages else None
+        begun.append(group or open_gloo(links, one.name, one.members, rendezvous.timeout))
         yield begun[-1]
 
 

@@ -38,11 +38,10 @@ class P2P(Control):
     Tensors from a rank to another have communicators of their own, made at the first step and after a
     failure: operations of one NCCL communicator run in the order in which they were issued, whoever the peer
     is, a send and a receive of one batch side by side, and nobody must wait for another. Under gloo there is
-    also one for each kind of message: a connection is locked while something is written to it, and what
-    arrives on it meanwhile keeps a thread spinning. Control messages take TCP connections along a binary
-    tree, so no GPU has to be waited for, and a process that ends is noticed at once. Under gloo the store of
-    the user's group is asked only until the ranks have met, so that it may end with its process. A rank that
-    is late is named, not those that wait for it.
+    also one for each kind of message, and between processes of one host memory that both map is in its place.
+    Control messages take TCP connections along a binary tree, so no GPU has to be waited for, and a process
+    that ends is noticed at once. Under gloo the store of the user's group is asked only until the ranks have
+    met, so that it may end with its process. A rank that is late is named, not those that wait for it.
 
     Under NCCL a step returns when the GPUs of all ranks have done it, within ``timeout``: what has only been
     given to a GPU may fail, or be lost with a peer, after others have gone on.
@@ -76,6 +75,7 @@ class P2P(Control):
         timeout: seconds to wait for a peer; that of the group where none is given.
         mesh: in the place of a group, a mesh whose ranks train together.
         axes: the names of its axes; ``Axes()``, which has one, where none is given.
+        mapped: whether messages take memory, not gloo, where two processes of a host can map it, on Linux.
         shard: what a :class:`ppfunc.Trainer` cuts over the data ranks. ``"optimizer"``: each data rank keeps
             a shard of the optimizer's state and updates its shard of the parameters, which are then gathered.
             ``"params"``: each data rank also keeps a shard of the parameters. Each stage is gathered before
@@ -99,6 +99,7 @@ class P2P(Control):
         mesh: DeviceMesh | None = None,
         axes: Axes | None = None,
         shard: ShardWhat = "none",
+        mapped: bool = True,
     ) -> None:
         try:
             with hold_interrupts():
@@ -106,14 +107,14 @@ class P2P(Control):
                 with nullcontext() if rendezvous is None else rendezvous.opening():
                     require_group(group, timeout, mesh, axes, shard)
                     assert rendezvous is not None
-                    self._open(rendezvous, mesh, axes or Axes())
+                    self._open(rendezvous, mesh, axes or Axes(), mapped)
                     self.shard: ShardWhat = shard
         except BaseException:
             if hasattr(self, "_collectives"):
                 self.close()
             raise
 
-    def _open(self, rendezvous: Rendezvous, mesh: DeviceMesh | None, axes: Axes) -> None:
+    def _open(self, rendezvous: Rendezvous, mesh: DeviceMesh | None, axes: Axes, mapped: bool) -> None:
         grid = None if mesh is None else grid_of(mesh, axes, dist.get_rank())
         if rendezvous.backend == "nccl":
             _torch.prepare_nccl()
@@ -123,7 +124,7 @@ class P2P(Control):
         super().__init__(links, grid)
         self.links: SocketLinks
         self.backend = rendezvous.backend
-        self._pair_groups = PairGroups(self.backend, links, self.pipeline)
+        self._pair_groups = PairGroups(self.backend, links, self.pipeline, mapped)
         self._groups: list[Any] = []  # the communicators that are open
         self._collectives: dict[Among, Collective] = {}
         self._aborts, self._synchronizing = _torch.Aborts(), False

@@ -16,6 +16,7 @@ from ..errors import GONE, LinkError
 from ..execution.buffers import Buffers
 from . import _torch
 from ._torch import CARRIES
+from .mapped import Sender
 from .opening import Opening
 from .protocols import Call, Route, Transfer
 
@@ -56,10 +57,11 @@ class PairGroups:
     Args:
         backend, links: of the transport.
         line: the ranks of the pipeline.
+        mapped: as of :class:`P2P`.
     """
 
-    def __init__(self, backend: str, links: SocketLinks, line: Sequence[int]) -> None:
-        self._links, self._line = links, line
+    def __init__(self, backend: str, links: SocketLinks, line: Sequence[int], mapped: bool) -> None:
+        self._links, self._line, self._mapped = links, line, mapped
         self._rank, self._backend = line.index(links.rank), backend
         self._pairs: dict[str, _PairGroup] = {}
         self._pending: dict[Any, Any] = {}  # that of the buffers of the running step
@@ -82,7 +84,8 @@ class PairGroups:
         for route in sorted(routes, key=lambda route: (min(route.sender, route.receiver) % 2, route)):
             if self._rank in (route.sender, route.receiver) and route.sender != route.receiver:
                 members = self._line[route.sender], self._line[route.receiver]
-                wanted.setdefault(self._name(route), Opening(self._name(route), members, True))
+                name = self._name(route)
+                wanted.setdefault(name, Opening(name, members, True, self._mapped))
         for name, opening in wanted.items():
             pair = self._pairs.setdefault(name, _PairGroup())
             if pair.group is None:
@@ -147,11 +150,13 @@ class PairGroups:
                 by_way.setdefault((transfer.peer, transfer.outgoing), []).append(transfer)
             calls = [self._coalesced(part) for part in by_way.values()]
         else:
-            calls = [self._end(transfer) for transfer in batch]
-        yielding = self._backend != "nccl" and any(transfer.outgoing for transfer in batch)
+            # Receives first: a send may wait for a peer that sends at the same time.
+            calls = [self._end(transfer) for transfer in sorted(batch, key=lambda each: each.outgoing)]
+        sends = [self._pair(t) for t in batch if t.outgoing] if self._backend != "nccl" else []
 
         def post_all(buffers: Buffers) -> None:
             self._pending = buffers.pending
+            yielding = any(not isinstance(pair.group, Sender) for pair in sends)
             # Its receive is to be posted before a send, which takes another round trip otherwise.
             if yielding:
                 give_way()

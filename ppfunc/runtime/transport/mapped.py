@@ -1,0 +1,235 @@
+"""Carry the messages of a route between two processes of one host, through memory that both map.
+
+The memory is a file without a name, which the receiver opens through ``/proc`` of the sender, as it does two
+pipes. One says where in the file each message lies, in the order in which they were sent; on the other, that
+place goes back. Only the same user may open them, and they end with the processes. Pipes also order what both
+read and write, wake a process that sleeps, and tell that the other has ended.
+"""
+
+import json
+import mmap
+import os
+import secrets
+import select
+import struct
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+from weakref import WeakSet, finalize
+
+import torch
+
+from ..control.socket_links import SocketLinks
+from ..errors import GONE, LinkError
+
+_CHANNEL = "map"
+_SPINS = 20  # looks before sleeping, some 3 us each: who sleeps is woken some 30 us after the message
+_SLEEP = 20  # milliseconds between looks whether a signal has come, or a rank has failed
+_RECORD = struct.Struct("<QQ")
+_MODES = os.O_RDWR, os.O_RDONLY, os.O_WRONLY  # of the file, of the places that come, of those that go back
+_Slot = tuple[int, int]  # bytes, and their place in the file
+
+
+class Work(NamedTuple):
+    """Stands for a message under way; ``wait()`` until it is there."""
+
+    wait: Callable[[], None]
+
+
+class _End:
+    """Holds one end of a route.
+
+    Args:
+        links, peer: of the transport, and the rank at the other end.
+        descriptors: of the file and of the ends of the pipes, closed with this object.
+    """
+
+    _memory: int
+    _reads: int
+    _writes: int
+
+    def __init__(self, links: SocketLinks, peer: int, descriptors: list[int]) -> None:
+        finalize(self, _close, descriptors)
+        self._links, self._peer = links, peer
+        self._map: Any = b""  # of the file, as it was when a slot first lay beyond the one before
+        self._unwritten: deque[_Slot] = deque()
+        self._poll = select.poll()
+
+    def _tensor(self, slot: _Slot, like: torch.Tensor) -> torch.Tensor:
+        """Return a flat tensor in a slot, with the dtype and the number of elements of another."""
+        size, start = slot
+        if start + size > len(self._map):
+            self._map = mmap.mmap(self._memory, 0)
+        return torch.frombuffer(self._map, dtype=like.dtype, count=like.numel(), offset=start)
+
+    def _read(self) -> Iterable[Any]:
+        """Read the slots that the peer has written, each at once: none is cut."""
+        try:
+            data = os.read(self._reads, 1 << 16)
+        except BlockingIOError:
+            return ()
+        if not data:
+            raise LinkError(self._peer, "gone", GONE)
+        return _RECORD.iter_unpack(data)
+
+    def _write(self, *slots: _Slot) -> bool | None:
+        """Write slots, after those that are left; None if the pipe is full."""
+        self._unwritten.extend(slots)
+        try:
+            while self._unwritten:
+                os.write(self._writes, _RECORD.pack(*self._unwritten[0]))
+                self._unwritten.popleft()
+        except BlockingIOError:
+            return None
+        except BrokenPipeError as error:
+            raise LinkError(self._peer, "gone", GONE) from error
+        return True
+
+    def _pause(self) -> None:
+        """Wait a little for the peer. Take in what all have sent, so that none waits with a full pipe."""
+        self._poll.poll(_SLEEP)
+        for receiver in list(_RECEIVERS):
+            if receiver._links is self._links:
+                with suppress(LinkError):  # it may be one of before a failure
+                    receiver.look()
+
+
+class Sender(_End):
+    """Sends messages, each in the smallest free slot that holds it, or in a new one.
+
+    There are as many slots as messages have been under way at a time. Free ones that are too small for a
+    message that needs a new one are given up.
+
+    Attributes:
+        offer: paths and names of what the receiver opens.
+    """
+
+    def __init__(self, links: SocketLinks, peer: int) -> None:
+        made: list[int] = []
+        super().__init__(links, peer, made)
+        made.append(os.memfd_create(f"ppfunc-{secrets.token_hex(16)}"))
+        for _ in range(2):
+            made.extend(os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))
+        self._made = made
+        self._memory, arrives, self._writes, self._reads, goes_back = made
+        paths = [f"/proc/{os.getpid()}/fd/{end}" for end in (self._memory, arrives, goes_back)]
+        self.offer = [(path, os.readlink(path)) for path in paths]
+        self._poll.register(self._writes, select.POLLOUT)
+        self._free: list[_Slot] = []  # the smallest first
+        self._size = 0  # of the file
+
+    def opened(self) -> None:
+        """Close the receiver's ends of the pipes, which it has opened."""
+        _close([self._made.pop(4), self._made.pop(1)])
+
+    def send(self, tensors: Sequence[torch.Tensor], *_: int) -> Work:
+        """Send a contiguous tensor, as a communicator of torch does."""
+        (tensor,) = tensors
+        slot = self._slot(tensor.nbytes)
+        self._tensor(slot, tensor).copy_(tensor.view(-1))
+        if not self._write(slot):
+            self._links.wait_for(self._peer, self._write, pause=self._pause)
+        return Work(lambda: None)
+
+    def _slot(self, size: int) -> _Slot:
+        step = max(mmap.ALLOCATIONGRANULARITY, 1 << max(0, size.bit_length() - 3))  # at most a quarter
+        size = -(-size // step) * step
+        for slot in self._read():
+            insort(self._free, slot)
+        if (at := bisect_left(self._free, (size, 0))) < len(self._free):
+            return self._free.pop(at)
+        for small, start in self._free:
+            self._map.madvise(mmap.MADV_REMOVE, start, small)
+        self._free.clear()
+        os.posix_fallocate(self._memory, self._size, size)  # raises where there is no memory
+        self._size += size
+        return size, self._size - size
+
+
+class Receiver(_End):
+    """Receives messages in the order in which they were sent, whichever is waited for first."""
+
+    def __init__(self, links: SocketLinks, peer: int, descriptors: list[int]) -> None:
+        super().__init__(links, peer, descriptors)
+        self._memory, self._reads, self._writes = descriptors
+        self._poll.register(self._reads, select.POLLIN)
+        self._expected, self._numbers = count(), count()
+        self._arrived: dict[int, _Slot] = {}  # by number
+        _RECEIVERS.add(self)
+
+    def recv(self, tensors: Sequence[torch.Tensor], *_: int) -> Work:
+        """Receive into a contiguous tensor, as a communicator of torch does."""
+        self.look()
+        return Work(partial(self._take, next(self._expected), *tensors))
+
+    def look(self) -> None:
+        """Take in where the messages lie that have arrived."""
+        self._arrived |= {n: slot for slot, n in zip(self._read(), self._numbers, strict=False)}
+
+    def _take(self, number: int, tensor: torch.Tensor) -> None:
+        def arrived() -> _Slot | None:
+            if number not in self._arrived:
+                self.look()
+            return self._arrived.pop(number, None)
+
+        slot = arrived() or self._links.wait_for(self._peer, arrived, pause=self._pause, spins=_SPINS)
+        tensor.view(-1).copy_(self._tensor(slot, tensor))
+        with suppress(LinkError):  # what has arrived counts
+            self._write(slot)
+
+
+_RECEIVERS: WeakSet[Receiver] = WeakSet()  # of this process
+
+
+def open_mapped(
+    links: SocketLinks, name: str, members: Sequence[int], wanted: bool
+) -> Sender | Receiver | None:
+    """Open this rank's end of the route from the first of two ranks to the second, which both call this.
+
+    None at both ends where one does not want it, or the second cannot open what the first has made.
+
+    Args:
+        links: carry what they tell each other.
+        name: of the route, the same at both.
+
+    Raises:
+        LinkError: a rank has failed, is gone or late.
+    """
+    first, second = members
+    if links.rank == second:
+        return _accept(links, name, first, wanted)
+    sender = None
+    with suppress(OSError):
+        sender = Sender(links, second) if wanted and hasattr(os, "memfd_create") else None
+    links.send(second, _CHANNEL, json.dumps([name, sender and sender.offer]).encode())
+    if not json.loads(links.recv(second, _CHANNEL)) or sender is None:
+        return None
+    sender.opened()
+    return sender
+
+
+def _accept(links: SocketLinks, name: str, sender: int, wanted: bool) -> Receiver | None:
+    """Open what the sender of a route offers, and tell it whether that is done."""
+    theirs, offer = json.loads(links.recv(sender, _CHANNEL))
+    assert theirs == name, (theirs, name)
+    opened: list[int] = []
+    with suppress(OSError):  # it runs where this process does not see it, or as another user
+        for (path, called), mode in zip(offer if wanted and offer else (), _MODES, strict=False):
+            if os.readlink(path) == called:  # else, another process has its number here
+                opened.append(os.open(path, mode | os.O_NONBLOCK))
+    receiver = None
+    if len(opened) == len(_MODES):
+        receiver = Receiver(links, sender, opened)
+    else:
+        _close(opened)
+    links.send(sender, _CHANNEL, json.dumps(receiver is not None).encode())
+    return receiver
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

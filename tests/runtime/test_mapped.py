@@ -1,0 +1,238 @@
+"""Messages through memory that two processes map: both ends in this process, or in two."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import ppfunc as pp
+from ppfunc.runtime.errors import LinkError
+from ppfunc.runtime.transport.mapped import Receiver, Sender, open_mapped
+from tests.clock import busy
+from tests.models import squared
+
+
+class Links:
+    """Those of one of two ranks, whose messages are in queues; ``wait_for`` as in ``SocketLinks``."""
+
+    def __init__(self, rank, mine, theirs, limit=20.0):
+        self.rank, self.mine, self.theirs, self.limit, self.looks = rank, mine, theirs, limit, 0
+
+    def send(self, peer, channel, data):
+        self.theirs.put(data)
+
+    def recv(self, peer, channel):
+        return self.mine.get(timeout=10)
+
+    def wait_for(self, peer, ready, pause, spins=0):
+        end = time.monotonic() + self.limit * busy()
+        while (result := ready()) is None:
+            self.looks += 1
+            if spins:
+                spins -= 1
+                continue
+            if time.monotonic() > end:
+                raise LinkError(peer, "late", "it has not answered")
+            pause()
+        return result
+
+
+def linked():
+    first, second = queue.SimpleQueue(), queue.SimpleQueue()
+    return Links(0, first, second), Links(1, second, first)
+
+
+def route(links=None, members=(0, 1), wanted=(True, True)):
+    """The ends of a route, that of the first member first."""
+    links = links or linked()
+    with ThreadPoolExecutor() as threads:
+        ends = threads.map(lambda rank: open_mapped(links[rank], "way", members, wanted[rank]), members)
+    return tuple(ends)
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def received(receiver, like):
+    """A tensor into which a message is received, and the work."""
+    into = torch.empty_like(like)
+    return into, receiver.recv([into], 0, 0)
+
+
+def memory_of(end):
+    return os.fstat(end._memory).st_blocks * 512
+
+
+def test_any_tensors_arrive_whichever_is_waited_for_first():
+    sender, receiver = route()
+    kinds = torch.float64, torch.bfloat16, torch.int8, torch.uint8
+    sent = [
+        (1000 * torch.randn(n)).to(kind) for kind in kinds for n in (1, 7, 4096 // kind.itemsize, 300_001)
+    ]
+    early = [received(receiver, t) for t in sent[:5]]
+    for tensor in sent:
+        sender.send([tensor], 1, 0).wait()
+    works = early + [received(receiver, t) for t in sent[5:]]
+    for (into, work), tensor in reversed(list(zip(works, sent, strict=True))):
+        work.wait()
+        assert torch.equal(into, tensor)
+
+
+def test_memory_is_that_of_the_messages_under_way():
+    """Slots are used again, and those are given up that became too small."""
+    sender, receiver = route()
+    for size in [*range(1000, 400_000, 9001), *range(400_000, 0, -20001), *range(1000, 400_000, 30001)]:
+        sent = [torch.full((size // n,), n, dtype=torch.uint8) for n in (1, 2, 3)]
+        for tensor in sent:
+            sender.send([tensor], 1, 0)
+        for tensor in sent:
+            into, work = received(receiver, tensor)
+            work.wait()
+            assert torch.equal(into, tensor)
+    assert memory_of(receiver) <= 3 * (1.25 * 400_000 + 4096)
+
+
+def test_a_full_pipe_holds_up_no_rank_for_ever():
+    """Both ranks send more than their pipes take before either waits for a message."""
+    links = linked()
+    (sender_0, receiver_1), (sender_1, receiver_0) = route(links), route(links, (1, 0))
+    for sender in (sender_0, sender_1):
+        fcntl.fcntl(sender._writes, fcntl.F_SETPIPE_SZ, 4096)  # of 256 records
+    for receiver in (receiver_0, receiver_1):
+        fcntl.fcntl(receiver._writes, fcntl.F_SETPIPE_SZ, 4096)
+
+    posted = threading.Barrier(2, timeout=30)
+
+    def rank(sender, receiver):
+        sent = [torch.tensor([n]) for n in range(400)]
+        for _ in range(2):
+            works = [received(receiver, t) for t in sent]
+            posted.wait()
+            for tensor in sent:
+                sender.send([tensor], 1, 0)
+            for tensor, (into, work) in zip(sent, works, strict=True):
+                work.wait()
+                assert torch.equal(into, tensor)
+
+    with ThreadPoolExecutor() as threads:
+        for ended in [threads.submit(rank, sender_0, receiver_0), threads.submit(rank, sender_1, receiver_1)]:
+            ended.result()
+    assert sender_0._size <= 2 * 400 * 4096
+
+
+def test_who_waits_sleeps():
+    links = linked()
+    sender, receiver = route(links)
+    into, work = received(receiver, torch.ones(3))
+    threading.Timer(0.5, lambda: sender.send([torch.ones(3)], 1, 0)).start()
+    start = time.perf_counter()
+    work.wait()
+    assert time.perf_counter() - start > 0.4
+    assert links[1].looks < 100
+    assert torch.equal(into, torch.ones(3))
+
+
+def test_an_end_that_is_gone_is_told_and_nothing_is_left():
+    before, files = descriptors(), set(os.listdir("/dev/shm"))
+    for drops in (0, 1):
+        ends = list(route())
+        ends[0].send([torch.ones(5)], 1, 0)
+        into, work = received(ends[1], torch.ones(5))
+        _, second = received(ends[1], torch.ones(5))
+        del ends[0 if drops == 0 else 1]
+        if drops == 0:  # what it has sent arrives all the same
+            work.wait()
+            assert torch.equal(into, torch.ones(5))
+            with pytest.raises(LinkError, match="gone or out of reach") as told:
+                second.wait()
+        else:
+            del work, second
+            with pytest.raises(LinkError, match="gone or out of reach") as told:
+                ends[0].send([torch.ones(5)], 1, 0)
+        assert told.value.kind == "gone"
+        del ends[:], told
+        work = second = None
+        assert descriptors() == before
+    assert set(os.listdir("/dev/shm")) == files
+
+
+def test_a_route_of_before_a_failure_disturbs_no_other():
+    """Its receiver may still be there: what waits on another route took its end for that of the peer."""
+    links = linked()
+    old, (sender, receiver) = list(route(links)), route(links)
+    del old[0]
+    into, work = received(receiver, torch.ones(2))
+    threading.Timer(0.3, lambda: sender.send([torch.ones(2)], 1, 0)).start()
+    work.wait()
+    assert torch.equal(into, torch.ones(2))
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
+def test_both_ends_do_without_where_one_does_not_want_it(wanted):
+    before = descriptors()
+    assert route(wanted=wanted) == (None, None)
+    assert descriptors() == before
+
+
+def test_both_ends_do_without_where_it_cannot_be_had():
+    """The process that the sender names is another one here; there are no descriptors left."""
+    before, readlink, pipe2, calls = descriptors(), os.readlink, os.pipe2, []
+
+    def second_is_refused(*args):
+        calls.append(args)
+        if len(calls) > 1:
+            raise OSError(24, "Too many open files")
+        return pipe2(*args)
+
+    def another(path):
+        calls.append(path)
+        return readlink(path) + "?" * (len(calls) == 6)  # the last that the receiver asks for
+
+    with patch.object(os, "pipe2", second_is_refused):
+        assert route() == (None, None)
+    assert descriptors() == before
+
+    calls.clear()
+    with patch.object(os, "readlink", another):
+        assert route() == (None, None)
+    assert descriptors() == before
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_no_other_user_reads_it():
+    sender, receiver = route()
+    sender.send([torch.ones(5)], 1, 0)
+    for path, _ in [*sender.offer[:1], (f"/proc/{os.getpid()}/fd/{receiver._reads}", "")]:
+        assert subprocess.run(["cat", path], user=65534, capture_output=True).returncode
+    assert not subprocess.run(["head", "-c", "4", sender.offer[0][0]], capture_output=True).returncode
+
+
+def scaled(w, x):
+    return torch.tanh(w * x)
+
+
+def ways(rank, ranks, wants):
+    """The kinds of the routes of a step, and its loss."""
+    params, x = {rank: torch.tensor(2.0 + rank)}, torch.linspace(0, 1, 8)[:, None]
+    with pp.P2P(timeout=30, mapped=wants[rank]) as transport:
+        step = pp.value_and_grad([scaled] * ranks, squared, pp.one_f_one_b(ranks, 4), transport)
+        loss, grads = step(params, x, x)
+        return {type(group) for group in transport._groups}, loss, grads[rank]
+
+
+def test_ranks_of_a_host_map_memory_unless_one_does_not_want_it(two):
+    results = {wants: two(ways, wants) for wants in [(True, True), (True, False), (False, True)]}
+    for wants, ranks in results.items():
+        for (kinds, *numbers), (_, *others) in zip(ranks, results[True, True], strict=True):
+            assert kinds == ({Sender, Receiver} if all(wants) else {torch.distributed.ProcessGroupGloo})
+            assert all(map(torch.equal, numbers, others))
