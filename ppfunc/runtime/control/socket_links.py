@@ -29,8 +29,7 @@ _SPINS = 200  # looks at a socket before sleeping: who sleeps is woken some 30 u
 _POLL = 0.05  # seconds between looks into the store for an address
 _LOOK = 0.02  # seconds between looks whether a signal has come, or a rank has failed
 
-# Yield this core to waiting processes. The receiver of a message may be one of them.
-give_way: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
+give_way: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))  # as to a receiver
 
 
 class SocketLinks:
@@ -177,6 +176,7 @@ class SocketLinks:
                 self.waiting_on = None
                 return result
             if problem is not None:
+                del ready, pause  # this frame holds the exception that holds it
                 raise problem
             if spins:
                 spins -= 1

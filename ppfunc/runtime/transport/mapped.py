@@ -40,7 +40,7 @@ class Work(NamedTuple):
     wait: Callable[[], None]
 
 
-class _End:
+class _RouteEnd:
     """Holds one end of a route.
 
     Args:
@@ -98,7 +98,7 @@ class _End:
                     receiver.look()
 
 
-class Sender(_End):
+class Sender(_RouteEnd):
     """Sends messages, each in the smallest free slot that holds it, or in a new one.
 
     There are as many slots as messages have been under way at a time. Free ones that are too small for a
@@ -150,7 +150,7 @@ class Sender(_End):
         return size, self._size - size
 
 
-class Receiver(_End):
+class Receiver(_RouteEnd):
     """Receives messages in the order in which they were sent, whichever is waited for first."""
 
     def __init__(self, links: SocketLinks, peer: int, descriptors: list[int]) -> None:
