@@ -63,6 +63,14 @@ STAGES = {
     "branch": (by_length(lambda x, t: x.sin() if t > 6 else x.cos()), 3),
     "parity": (by_length(lambda x, t: x.sin() if t % 2 else x.cos()), 3),
     "width": (by_length(lambda x, t: x + x.mT if t == D else x), 2),
+    "whole": (lambda params, x: (x @ params["w"])[:, : min(x.shape[1], 9)].sum(1, keepdim=True) + x, 2),
+    "equal once": (
+        by_length(
+            lambda x, t: x + x[:, :1].expand(-1, 9, -1).sum(1, True) * x[:, :1].expand(-1, t, -1).sum(1, True)
+        ),
+        2,
+    ),
+    "reciprocal": (by_length(lambda x, t: x * (1.0 / t)), 5),
     "real": (by_length(lambda x, t: x / math.sqrt(t)), 5),
     "unrolled": (by_length(lambda x, t: torch.stack([x[:, n] * n for n in range(t)], 1)), 5),
 }
@@ -172,6 +180,7 @@ def test_many_lengths_are_no_reason_to_warn_unless_each_is_traced():
         step = step_of([STAGES["mean"][0]])
         for length in range(2, 40):
             step({0: WEIGHTS[0]}, *batch(length))
+    assert traces(step) == 2
     step = step_of([STAGES["real"][0]])
     with pytest.warns(UserWarning, match="traced 8 times"):
         for length in range(2, 10):

@@ -19,7 +19,7 @@ from ..signature import differentiable, leaf_names
 from .differentiable import DifferentiableStage, engine
 from .tracing.again import Remat, cut_for
 from .tracing.budget import within
-from .tracing.clean import clean
+from .tracing.clean import clean, skip_copies
 from .tracing.compiled import without_onednn
 from .tracing.cut import Block, ProgramBlocks, residual_bytes
 from .tracing.emit import Recipe, TracedFunction
@@ -40,12 +40,13 @@ def traced(
     if outline.untraced:
         raise StageError(name, *outline.untraced)
     with without_onednn() if compile else nullcontext():
-        joint = clean(trace(stage))
+        joint = trace(stage)
         if example.symbols:
             numbers = Numbers({expression(size): estimate(size) for size in example.symbols})
             of_sizes, known = numbers((example, outline))
             static = DifferentiableStage(stage.fn, of_sizes, known, stage.has_aux, name)
-            _require_same(joint, clean(trace(static)), numbers, name)
+            _require_same(joint, trace(static), numbers, name)
+    clean(joint)
     if any(map(torch.is_autocast_enabled, kinds())):
         for node in joint.graph.nodes:  # its casts are operators of the trace
             node.meta["within"] = without_autocast
@@ -67,6 +68,8 @@ def _require_same(symbolic: Joint, joint: Joint, numbers: Numbers, name: str) ->
 
     A stage may look at a size as at something else than a number: at its text, or at its type.
     """
+    skip_copies(symbolic)  # where a size is a symbol, torch also takes a slice of all
+    skip_copies(joint)
     for one, two in zip_longest(_written(symbolic, numbers), _written(joint, numbers)):
         if one != two:
             (with_symbols, _), (call, place) = one or ("nothing", ""), two or ("nothing", "")
@@ -86,7 +89,7 @@ def _written(joint: Joint, numbers: Numbers) -> Iterator[tuple[str, str]]:
         return f"{text}{[axis for axis in axes if axis[0] != 1]} + {numbers(value.storage_offset())}"
 
     for node in joint.graph.nodes:
-        if base(node) is None:
+        if base(node) is None and (node.users or node.op != "call_function"):
             names[node] = len(names)
             text = f"{node.target} {map_arg(numbers((node.args, node.kwargs)), argument)}"
             yield f"{text} {node.meta.get('constant', '')}", node.meta.get("place", "")

@@ -25,22 +25,21 @@ _COPIES = {aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.def
 _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
-def clean(joint: Joint) -> Joint:
-    """Return a joint trace without copies that nobody needs, views of views, duplicates and dead operators.
+def clean(joint: Joint) -> None:
+    """Remove copies that nobody needs, views of views, duplicates and dead operators.
 
     Duplicates are merged within the forward and within the backward, never between them: what a
     stage chose to compute again in its backward (checkpointing) stays computed again.
     """
-    _skip_copies(joint)
+    skip_copies(joint)
     _shorten_views(joint)
     for late in (False, True):
         _merge_duplicates(joint, late)
     _fuse(joint)
     _drop_dead(joint)
-    return joint
 
 
-def _skip_copies(joint: Joint) -> None:
+def skip_copies(joint: Joint) -> None:
     """Use earlier nodes in the place of those with the same value: copies, and views that change nothing."""
     for node in filter(is_call, joint.graph.nodes):
         if _is_copy(node) and _is_spare(node, node.args[0]):
