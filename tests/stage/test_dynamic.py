@@ -200,4 +200,4 @@ def test_three_hundred_lengths():
         torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-11)
         resident.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
     assert traces(step) == 2 * 2
-    assert resident[-1] - resident[99] < 8 << 10  # KiB: allocators breathe
+    assert resident[-1] - resident[99] < 16 << 10  # KiB: allocators breathe
