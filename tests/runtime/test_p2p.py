@@ -105,7 +105,9 @@ def alone(name, ranks):
 
 def gradients_alone(name, ranks):
     params, inputs, targets = problem(schedule := SCHEDULES[name](ranks))
-    return pp.value_and_grad([stage] * len(params), loss_fn, schedule)(params, inputs, targets)
+    return pp.value_and_grad([stage] * len(params), loss_fn, schedule, engine=traced_once)(
+        params, inputs, targets
+    )
 
 
 def compare(rank, ranks, name, judged_loss, judged_outputs, loss, grads, mapped=True):
@@ -224,13 +226,15 @@ def input_gradients(rank, ranks, name):
     params, inputs, targets = problem(schedule)
     held = held_by(schedule, rank, params)
     first, last = runs(schedule, rank, 0), runs(schedule, rank, -1)
-    _, wanted = pp.value_and_grad([stage] * len(params), loss_fn, schedule, argnums=1)(
+    _, wanted = pp.value_and_grad([stage] * len(params), loss_fn, schedule, argnums=1, engine=traced_once)(
         params, inputs, targets
     )
     cut, here = pp.microbatch(wanted, schedule.microbatches), microbatches_of(schedule, rank, 0)
     wanted = pp.Microbatches(cut[m] for m in here).join() if here else None
     with pp.P2P(timeout=30) as transport:
-        step = pp.value_and_grad([stage] * len(params), loss_fn, schedule, transport, argnums=1)
+        step = pp.value_and_grad(
+            [stage] * len(params), loss_fn, schedule, transport, argnums=1, engine=traced_once
+        )
         for _ in range(2):
             _, moved = step(held, inputs if first else None, targets if last else None)
             assert (moved is None) != first
@@ -317,7 +321,7 @@ def many_transports(rank, ranks, transports):
     def run(n):
         for _ in range(n):
             with pp.P2P(timeout=30) as transport:
-                step = pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport)
+                step = pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport, engine=traced_once)
                 step({rank: params[rank]}, inputs, targets)
                 with pytest.raises((ValueError, pp.PipelineError)):
                     step({} if rank else {rank: params[rank]}, inputs, targets)
@@ -347,7 +351,7 @@ def sub_group(rank, ranks):
         schedule = pp.gpipe(2, 3)
         params, inputs, targets = problem(schedule)
         with pp.P2P(group, timeout=30) as transport:
-            loss, _ = pp.value_and_grad([stage] * 2, loss_fn, schedule, transport)(
+            loss, _ = pp.value_and_grad([stage] * 2, loss_fn, schedule, transport, engine=traced_once)(
                 {place: params[place]}, inputs, targets
             )
         assert torch.equal(
@@ -368,7 +372,7 @@ def mesh(rank, ranks):
     schedule = pp.one_f_one_b(2, 4)
     params, inputs, targets = problem(schedule)
     with pp.P2P(dimensions["pp"].get_group(), timeout=30) as transport:
-        loss, _ = pp.value_and_grad([stage] * 2, loss_fn, schedule, transport)(
+        loss, _ = pp.value_and_grad([stage] * 2, loss_fn, schedule, transport, engine=traced_once)(
             {place: params[place]}, inputs, targets
         )
     assert torch.equal(loss, pp.value_and_grad([stage] * 2, loss_fn, schedule)(params, inputs, targets)[0])

@@ -16,7 +16,7 @@ from ppfunc.runtime.agreement.ties import sharing_ranks
 from ppfunc.runtime.lowering.lowered import routes_of
 from ppfunc.schedule import chimera, remove_tail
 from tests import models
-from tests.models import affine, squared
+from tests.models import affine, squared, traced_once
 
 D = 4
 SCHEDULES = {
@@ -61,7 +61,9 @@ CHANGES = {
 def alone(name, ranks):
     """The loss and the gradients of a step in one process."""
     params, inputs, targets = problem(schedule := SCHEDULES[name](ranks))
-    return pp.value_and_grad([affine] * len(params), squared, schedule)(params, inputs, targets)
+    return pp.value_and_grad([affine] * len(params), squared, schedule, engine=traced_once)(
+        params, inputs, targets
+    )
 
 
 def replicas_differ(rank, ranks, name, kind, want, wanted):
@@ -76,7 +78,7 @@ def replicas_differ(rank, ranks, name, kind, want, wanted):
         changed[max(held)] = CHANGES[kind](held[max(held)])
     found = []
     with pp.P2P(timeout=60) as transport:
-        step = pp.value_and_grad([affine] * len(params), squared, schedule, transport)
+        step = pp.value_and_grad([affine] * len(params), squared, schedule, transport, engine=traced_once)
         for given in (changed, held, changed, held):
             start = time.perf_counter()
             try:
@@ -124,7 +126,9 @@ def same_bits(rank, ranks):
     for p in params.values():
         p["b"][0] = torch.nan
     with pp.P2P(timeout=60) as transport:
-        loss, _ = pp.value_and_grad([affine] * ranks, squared, schedule, transport)(params, inputs, targets)
+        loss, _ = pp.value_and_grad([affine] * ranks, squared, schedule, transport, engine=traced_once)(
+            params, inputs, targets
+        )
     assert loss.isnan()
 
 
@@ -137,7 +141,7 @@ def different_stages(rank, ranks):
     schedule = pp.dualpipe(ranks, 4)
     params, inputs, targets = problem(schedule)
     with pp.P2P(timeout=60) as transport:
-        step = pp.value_and_grad([affine, affine], squared, schedule, transport)
+        step = pp.value_and_grad([affine, affine], squared, schedule, transport, engine=traced_once)
         frozen = {s: {"w": p["w"], "b": (p["b"] * 100).int()} for s, p in params.items()} if rank else params
         try:
             step(frozen, inputs, targets)
@@ -162,7 +166,9 @@ def zero_and_minus_zero(rank, ranks):
             pp.AgreementError, match=r"params\[1\]\['b'\] has other values on rank 0 .* than on rank 1 "
         ),
     ):
-        pp.value_and_grad([affine, affine], squared, schedule, transport)(params, inputs, targets)
+        pp.value_and_grad([affine, affine], squared, schedule, transport, engine=traced_once)(
+            params, inputs, targets
+        )
 
 
 def test_replicas_with_zeros_of_another_sign_are_told(two):
@@ -176,7 +182,7 @@ def judged(rank, ranks, name):
     held = {schedule.model_stages[s]: params[schedule.model_stages[s]] for s in schedule.stages_of(rank)}
     wrong = {s: p | {"w": p["w"].T.contiguous()} for s, p in held.items()} if rank else held
     with pp.P2P(timeout=60) as transport:
-        judge = pp.evaluate([affine] * len(params), squared, schedule, transport)
+        judge = pp.evaluate([affine] * len(params), squared, schedule, transport, engine=traced_once)
         loss = judge(held, inputs, targets)
         with pytest.raises(pp.AgreementError, match=r"params\[.\]\['w'\] has other values on rank"):
             judge(wrong, inputs, targets)
