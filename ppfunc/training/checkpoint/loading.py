@@ -22,8 +22,8 @@ from .verify import PartToRead, first_good, read_parts
 
 Leaves = Sequence[tuple[str, Leaf]]
 
-Wanted = Mapping[str, tuple[str, int]]
-"""The form of every leaf by its name, and the first rank that has it."""
+Wanted = Mapping[str, tuple[str, str]]
+"""The form of every leaf by its name, and of several ranks the first that has it, for errors."""
 
 Reader = Callable[[Sequence[PartToRead]], object]
 """Read parts of tensors into those of this rank."""
@@ -140,14 +140,15 @@ def _form(leaf: Leaf) -> str:
 
 def _wanted(answers: Sequence[Mapping[str, str]]) -> Wanted:
     """Unite the forms of the leaves of all ranks."""
-    wanted: dict[str, tuple[str, int]] = {}
+    wanted: dict[str, tuple[str, str]] = {}
     for rank, forms in enumerate(answers):
+        place = f" on rank {rank}" if len(answers) > 1 else ""
         for name, form in forms.items():
-            known, other = wanted.setdefault(name, (form, rank))
+            known, other = wanted.setdefault(name, (form, place))
             if known != form:
                 raise ValueError(
-                    f"like: {escaped(name)} is {form} on rank {rank}, and {known} on rank {other}; give all"
-                    " ranks the state of one trainer"
+                    f"like: {escaped(name)} is {form}{place}, and {known}{other}; give all ranks the state of"
+                    " one trainer"
                 )
     return wanted
 
@@ -170,8 +171,7 @@ def _require_fit(contents: Contents, wanted: Wanted, partial: str | None) -> str
     patterns = [] if partial is None else partial.split("|")
     matched = {name: first_match(name, patterns) for name in missing | more}
     if refused := [name for name in missing if matched[name] is None]:
-        place = f" on rank {rank}" if (rank := wanted[refused[0]][1]) else ""
-        raise ValueError(f"{where} lacks {listed(refused)}, which like has{place}; {mend}")
+        raise ValueError(f"{where} lacks {listed(refused)}, which like has{wanted[refused[0]][1]}; {mend}")
     if refused := [name for name in more if matched[name] is None]:
         raise ValueError(f"like lacks {listed(refused)}, which {where} has; {mend}")
     for pattern in patterns:
