@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
+from ppfunc.runtime.call import results
+from ppfunc.runtime.execution import execute
 from tests.models import new_trainer, normal, squared
 
 ENGINES = [pp.engines.graph, pp.engines.functional, pp.engines.eager]
@@ -40,6 +42,22 @@ def in_halves(rank, size):
     assert (loss.dtype, metrics.loss.dtype) == (torch.float32, torch.float64)
     assert loss.item() == pytest.approx(want, rel=1e-6)
     assert metrics.loss.item() == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("loss_fn", [F.mse_loss, F.smooth_l1_loss])
+def test_losses_hold_no_memory_of_their_elements(engine, loss_fn, monkeypatch):
+    held = []
+
+    def losses_of(lowered, buffers):
+        held.extend(t.untyped_storage().nbytes() for kept in buffers.kept.values() for t in kept)
+        return results.losses_of(lowered, buffers)
+
+    monkeypatch.setattr(execute, "losses_of", losses_of)
+    params = {s: {"w": normal(4)} for s in range(2)}
+    step = pp.value_and_grad([scaled] * 2, loss_fn, pp.gpipe(2, 4), engine=engine)
+    step(params, normal(32, 4), normal(32, 4))
+    assert held == [8] * 4
 
 
 def test_halves_are_added_up_in_float32():

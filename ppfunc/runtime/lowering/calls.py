@@ -13,7 +13,7 @@ import torch
 
 from ppfunc.schedule import Op
 from ppfunc.stage import FlatProgram, LeafSignature
-from ppfunc.stage._torch import add_into_each, transforming
+from ppfunc.stage._torch import add_into_each, is_wrapped, transforming
 from ppfunc.stage.device import available, generator_of
 from ppfunc.stage.process import process_lock
 from ppfunc.stage.signature import differentiable
@@ -73,11 +73,17 @@ def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residua
         if keep_residuals:
             buffers.residuals[key] = saved
         if wanted:
-            buffers.kept[key] = outputs[sent : sent + wanted]
+            buffers.kept[key] = tuple(map(_compact, outputs[sent : sent + wanted]))
         if states:
             buffers.state[model_stage] = outputs[sent + wanted :]
 
     return ProgramCall(program.forward, take, put)
+
+
+def _compact(kept: torch.Tensor) -> torch.Tensor:
+    """Copy a number that holds more memory than its own: some losses of the CPU hold that of all elements."""
+    holds_more = kept.dim() == 0 and not is_wrapped(kept) and kept.untyped_storage().nbytes() > kept.nbytes
+    return kept.clone() if holds_more else kept
 
 
 def forward(low: LoweredStage, program: FlatProgram, key: Key, keep_residuals: bool) -> Call:
