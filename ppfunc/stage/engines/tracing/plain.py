@@ -1,7 +1,7 @@
 """Run pure functions of tensors as programs, where nothing is differentiated: traced once, then in C++."""
 
 from collections.abc import Callable, Hashable
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,18 +17,27 @@ from .joint import recorded
 
 
 def run_traced(fn: Callable[..., Leaves], options: tuple[Hashable, ...], tensors: Leaves) -> Leaves:
-    """Call ``fn(*options, *tensors)`` by the program of its operators, which is traced at the first call.
+    """Call ``fn(*options, *tensors)``; from the second call on, by the program of its operators.
 
     Args:
         fn: a function at the top of a module, which reads no values and returns a tuple of tensors.
         options: compared, with the dtypes, shapes and devices of the tensors, to find the program.
     """
     forms = tuple([(t.dtype, t.shape, t.device) for t in tensors])
-    results: Leaves = _traced(fn, options, forms)(tensors)
+    programs = _programs(fn, options, forms)
+    if not programs:  # a first step does not wait for it
+        programs.append(cache(partial(_traced, fn, options, forms)))
+        return fn(*options, *tensors)
+    results: Leaves = programs[0]()(tensors)
     return results
 
 
 @lru_cache(maxsize=256)
+def _programs(*_: Hashable) -> list[Callable[[], TracedFunction]]:
+    """Return what makes the program of a call, for the caller to add."""
+    return []
+
+
 def _traced(fn: Callable[..., Leaves], options: tuple[Any, ...], forms: tuple[Any, ...]) -> TracedFunction:
     with without_modes(), without_transforms(), process_lock:
         with without_values(), torch.no_grad():
