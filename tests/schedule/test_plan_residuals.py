@@ -14,15 +14,18 @@ from ppfunc.schedule import (
     Costs,
     Op,
     check,
+    gpipe,
     insert_offloads,
     insert_recomputes,
     lower_bound,
     place_communication,
     plan,
     simulate,
+    split_backward,
 )
 from ppfunc.schedule.planner.bounds import bound_of
 from ppfunc.schedule.planner.orders import choices_of, directions, evaluate, fits, order_of, schedule_of
+from ppfunc.schedule.planner.problem import problem_of
 from ppfunc.schedule.planner.replay import Manner, replay
 from ppfunc.schedule.planner.residuals import residual_orders
 from ppfunc.schedule.planner.starts import spaced_orders
@@ -115,7 +118,8 @@ def test_replays_of_chosen_ways_keep_the_cap_and_are_timed_as_simulated(instance
         late = replay(backwards, tuple(word[::-1] for word in order), Manner(patience))
         order = tuple(word[::-1] for word in late.order)
         assert fits(forwards, order)
-        order = replay(forwards, order, Manner(patience, lazy)).order
+        value, order = replay(forwards, order, Manner(patience, lazy))
+        assert objective == "span" or evaluate(forwards, order).value <= value * (1 + 1e-9)
         assert fits(forwards, order)
         schedule = schedule_of(p, order)
         check(schedule)
@@ -124,6 +128,14 @@ def test_replays_of_chosen_ways_keep_the_cap_and_are_timed_as_simulated(instance
         assert getattr(timeline, objective) == pytest.approx(
             float(p.time_of(evaluate(forwards, order).value)), abs=1e-9
         )
+
+
+def test_a_replay_carries_one_copy_after_the_other():
+    p = problem_of(Costs(1, 1, 1, offload=5), (0,), 3, 3, "makespan")
+    order = order_of(insert_offloads(split_backward(gpipe(1, 3)), lookahead=0))
+    forwards, _ = directions(p, choices_of(p, order))
+    replayed = replay(forwards, order)
+    assert replayed.value == evaluate(forwards, replayed.order).value >= 3 * 5
 
 
 def test_a_plan_recomputes_and_moves_where_memory_is_short():
