@@ -242,7 +242,7 @@ def work(namespace, rank, size, limit, steps, folder):
     wait_for("go")
     ended, seen = 0, (None, "", None)
     try:
-        transport = pp.P2P(timeout=limit)
+        transport = pp.P2P(timeout=limit, mapped=False)  # these hosts share their memory
         transport.require_same("met")
         note("met")
         wait_for("step")
