@@ -265,5 +265,6 @@ def _warn_of_retraces(name: str, now: StepForm, before: StepForm) -> None:
             what += ", in memory of another type, layout or device"
     warn(
         f"{name} has been traced {_RETRACES} times, each for another form of its arguments: {what}; "
-        f"pad batches to few shapes, give numbers that change as tensors, or use the functional engine"
+        f"let sizes vary, engine=ppfunc.engines.graph(dynamic=True), pad batches to few shapes, give numbers"
+        f" that change as tensors, or use the functional engine"
     )
