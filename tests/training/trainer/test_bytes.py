@@ -112,7 +112,8 @@ def counted(rank, size, case):
             params, mesh[experts], lambda name, _: [Shard(0)] if name == "expert" else None
         )
     only = {s: {name: ONLY[name] for name in params} for s in range(case.stages)}
-    transport = pp.P2P(mesh=mesh, axes=case.axes, shard=case.shard, mapped=False)  # messages are counted at gloo
+    # Messages are counted at gloo.
+    transport = pp.P2P(mesh=mesh, axes=case.axes, shard=case.shard, mapped=False)
     optimizer = pp.optim.chain(pp.optim.clip_by_global_norm(1.0), pp.optim.adamw(0.1))
     schedule = pp.one_f_one_b(case.stages, M)
     x, y = normal(M * ROWS, WIDTH, seed=rank).float(), normal(M * ROWS, WIDTH, seed=9).bfloat16()
