@@ -7,9 +7,12 @@ import gc
 import os
 import queue
 import subprocess
+import sys
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -17,6 +20,7 @@ import torch
 
 import ppfunc as pp
 from ppfunc.runtime.errors import LinkError
+from ppfunc.runtime.transport import mapped
 from ppfunc.runtime.transport.mapped import Receiver, Sender, open_mapped
 from tests.clock import busy
 from tests.models import squared
@@ -27,6 +31,7 @@ class Links:
 
     def __init__(self, rank, mine, theirs, limit=20.0):
         self.rank, self.mine, self.theirs, self.limit, self.looks = rank, mine, theirs, limit, 0
+        self.receivers = ()
 
     def send(self, peer, channel, data):
         self.theirs.put(data)
@@ -71,6 +76,18 @@ def received(receiver, like):
     return into, receiver.recv([into], 0, 0)
 
 
+def burst(ends, *sizes):
+    """Send a message of each size before the first is received."""
+    sender, receiver = ends
+    sent = [torch.full((size,), n, dtype=torch.uint8) for n, size in enumerate(sizes)]
+    for tensor in sent:
+        sender.send([tensor], 1, 0)
+    for tensor in sent:
+        into, work = received(receiver, tensor)
+        work.wait()
+        assert torch.equal(into, tensor)
+
+
 def memory_of(end):
     return os.fstat(end._memory).st_blocks * 512
 
@@ -102,6 +119,90 @@ def test_memory_is_that_of_the_messages_under_way():
             work.wait()
             assert torch.equal(into, tensor)
     assert memory_of(receiver) <= 3 * (1.25 * 400_000 + 4096)
+
+
+def test_a_small_message_takes_no_large_slot():
+    ends, big, small = route(), 2**20, 20_000
+    for _ in range(3):
+        burst(ends, *[big] * 4)
+        burst(ends, *[small] * 4, *[big] * 4)
+    assert memory_of(ends[1]) == 4 * big + 4 * 20_480
+
+
+def test_memory_that_messages_leave_unused_goes_back():
+    """As often as sizes change. Steady messages keep theirs."""
+    ends, big, small = route(), 2**20, 20_000
+    with patch.object(mapped, "_UNUSED", 20):
+        for _ in range(5):
+            burst(ends, *[big] * 4)
+            assert memory_of(ends[1]) >= 4 * big
+            for _ in range(40):
+                burst(ends, small)
+            assert memory_of(ends[1]) <= 2 * 20_480
+
+        burst(ends, big, big, small)
+        with patch.object(os, "posix_fallocate", None):
+            for _ in range(30):
+                burst(ends, big, big, small)
+        assert memory_of(ends[1]) == 2 * big + 20_480
+
+
+def test_memory_that_cannot_be_had_is_named():
+    sender, _ = route(linked(), (1, 0))
+    error = OSError(28, "No space left on device")
+    with (
+        patch.object(os, "posix_fallocate", side_effect=error),
+        pytest.raises(
+            MemoryError,
+            match=r"rank 1 got no 20,480 bytes .* rank 0.*\(No space left on device\); .*P2P\(mapped=False\)",
+        ),
+    ):
+        sender.send([torch.ones(20_000, dtype=torch.uint8)], 1, 0)
+
+
+def full(rank, ranks):
+    """What a step raises that has no memory for messages on rank 0, and whether the next one works."""
+    params, x = {rank: torch.tensor(2.0 + rank)}, torch.linspace(0, 1, 8)[:, None]
+    with pp.P2P(timeout=30) as transport:
+        step = pp.value_and_grad([scaled] * ranks, squared, pp.one_f_one_b(ranks, 4), transport)
+        failing = patch.object(os, "posix_fallocate", side_effect=OSError(28, "No space left on device"))
+        with failing if rank == 0 else nullcontext(), pytest.raises(pp.PipelineError) as raised:
+            step(params, x, x)
+        return raised.value.rank, str(raised.value), step(params, x, x)[0]
+
+
+def test_a_step_without_memory_for_a_message_fails_on_all_ranks(two):
+    for rank, text, loss in two(full):
+        assert rank == 0 and "to rank 1" in text and "mapped=False" in text
+        assert torch.isfinite(loss)
+
+
+def test_threads_of_other_transports_open_routes_while_one_waits():
+    """Each looks at the receivers of its own links alone, whose ends do not keep them alive."""
+    (first, links), (_, others) = linked(), linked()
+    _, receiver = route((first, links))
+    ended, interval = threading.Event(), sys.getswitchinterval()
+
+    def opens():
+        last = deque(maxlen=100)
+        while not ended.is_set():
+            last.append(Receiver(others, 0, [os.dup(receiver._reads) for _ in range(3)]))
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            opening = threads.submit(opens)
+            try:
+                with patch.object(mapped, "_SLEEP", 0):
+                    for _ in range(20_000):
+                        receiver._pause()
+            finally:
+                ended.set()
+            opening.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert [end() for end in links.receivers] == [receiver]
+    assert len(others.receivers) <= 101 and not any(end() for end in others.receivers)
 
 
 def test_a_full_pipe_holds_up_no_rank_for_ever():

@@ -59,14 +59,14 @@ class SocketLinks:
         self.waiting_on: int | None = None
         self.status: Callable[[], Answer] = Answer
         self.on_failure: Callable[[int], None] = lambda committed: None
+        self.receivers: tuple[Any, ...] = ()  # weak: of mapped memory, where who waits for it also looks
         self.changed = threading.Condition(threading.RLock())  # guards what threads share
         self._tree = RankTree.over(range(self.size), self.rank)
         self._failures = FailureTree(self._tree, self._send, self._heed)
         self._addresses: dict[int, Address] = {}
         self._answers: dict[int, tuple[float, Answer]] = {}  # by rank, and when
-        self._asked = 0.0  # when all were asked last
         self._left: set[int] = set()  # neighbours that need no rank any more
-        self._cut_off = False  # whether the rank above has not answered
+        self._asked, self._cut_off = 0.0, False  # when all were last; whether the rank above did not answer
         with self.changed:  # for which the first that connects waits
             self._streams = PeerStreams(rendezvous, self._tree.neighbours, self._begin_watch, self.changed)
         try:

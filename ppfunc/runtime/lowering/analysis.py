@@ -66,7 +66,8 @@ class Shown:
     def memory_analysis(self) -> dict[int, Memory]:
         """Return the bytes of every rank over the step, by running it on tensors without values.
 
-        Programs that are compiled are counted as they are traced.
+        Programs that are compiled are counted as they are traced. A message counts at its sender until that
+        has waited for it: copies in memory that two processes map (see :class:`P2P`) do not count.
 
         Raises:
             StageError: stages are captured in CUDA graphs, which keep more memory than is counted.

@@ -14,12 +14,12 @@ import select
 import struct
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
-from weakref import WeakSet, finalize
+from weakref import finalize, ref
 
 import torch
 
@@ -29,6 +29,7 @@ from ..errors import GONE, LinkError
 _CHANNEL = "map"
 _SPINS = 20  # looks before sleeping, some 3 us each: who sleeps is woken some 30 us after the message
 _SLEEP = 20  # milliseconds between looks whether a signal has come, or a rank has failed
+_UNUSED = 1000  # messages that leave a slot free before its memory goes back: a warm step has fewer
 _RECORD = struct.Struct("<QQ")
 _MODES = os.O_RDWR, os.O_RDONLY, os.O_WRONLY  # of the file, of the places that come, of those that go back
 _Slot = tuple[int, int]  # bytes, and their place in the file
@@ -92,8 +93,8 @@ class _RouteEnd:
     def _pause(self) -> None:
         """Wait a little for the peer. Take in what all have sent, so that none waits with a full pipe."""
         self._poll.poll(_SLEEP)
-        for receiver in list(_RECEIVERS):
-            if receiver._links is self._links:
+        for end in self._links.receivers:
+            if receiver := end():
                 with suppress(LinkError):  # it may be one of before a failure
                     receiver.look()
 
@@ -101,8 +102,9 @@ class _RouteEnd:
 class Sender(_RouteEnd):
     """Sends messages, each in the smallest free slot that holds it, or in a new one.
 
-    There are as many slots as messages have been under way at a time. Free ones that are too small for a
-    message that needs a new one are given up.
+    No slot has over four times the bytes of its message. There are as many as messages have been under way at
+    a time, of about each size. Free ones are given up when a larger message needs a new one, and when 1 to 2
+    times ``_UNUSED`` messages have not taken them.
 
     Attributes:
         offer: paths and names of what the receiver opens.
@@ -120,7 +122,8 @@ class Sender(_RouteEnd):
         self.offer = [(path, os.readlink(path)) for path in paths]
         self._poll.register(self._writes, select.POLLOUT)
         self._free: list[_Slot] = []  # the smallest first
-        self._size = 0  # of the file
+        self._old: set[_Slot] = set()  # those that have been free since ``_sent`` was last divisible
+        self._size, self._sent = 0, count(1)  # of the file; messages
 
     def opened(self) -> None:
         """Close the receiver's ends of the pipes, which it has opened."""
@@ -140,14 +143,29 @@ class Sender(_RouteEnd):
         size = -(-size // step) * step
         for slot in self._read():
             insort(self._free, slot)
-        if (at := bisect_left(self._free, (size, 0))) < len(self._free):
+        if next(self._sent) % _UNUSED == 0:
+            self._give_back(self._old.intersection(self._free))
+            self._old = set(self._free)
+        at = bisect_left(self._free, (size, 0))
+        if at < len(self._free) and self._free[at][0] <= 4 * size:
+            self._old.discard(self._free[at])
             return self._free.pop(at)
-        for small, start in self._free:
-            self._map.madvise(mmap.MADV_REMOVE, start, small)
-        self._free.clear()
-        os.posix_fallocate(self._memory, self._size, size)  # raises where there is no memory
+        self._give_back(self._free[:at])
+        try:
+            os.posix_fallocate(self._memory, self._size, size)
+        except OSError as error:
+            raise MemoryError(
+                f"rank {self._links.rank} got no {size:,} bytes of memory for a message to rank {self._peer},"
+                f" which both map ({error.strerror}); leave the host that much, or make P2P(mapped=False) on"
+                " every rank, whose messages take gloo"
+            ) from error
         self._size += size
         return size, self._size - size
+
+    def _give_back(self, slots: Collection[_Slot]) -> None:
+        for size, start in slots:
+            self._map.madvise(mmap.MADV_REMOVE, start, size)
+        self._free = [slot for slot in self._free if slot not in slots]
 
 
 class Receiver(_RouteEnd):
@@ -159,7 +177,7 @@ class Receiver(_RouteEnd):
         self._poll.register(self._reads, select.POLLIN)
         self._expected, self._numbers = count(), count()
         self._arrived: dict[int, _Slot] = {}  # by number
-        _RECEIVERS.add(self)
+        links.receivers = (*(end for end in links.receivers if end()), ref(self))
 
     def recv(self, tensors: Sequence[torch.Tensor], *_: int) -> Work:
         """Receive into a contiguous tensor, as a communicator of torch does."""
@@ -180,9 +198,6 @@ class Receiver(_RouteEnd):
         tensor.view(-1).copy_(self._tensor(slot, tensor))
         with suppress(LinkError):  # what has arrived counts
             self._write(slot)
-
-
-_RECEIVERS: WeakSet[Receiver] = WeakSet()  # of this process
 
 
 def open_mapped(
