@@ -241,6 +241,11 @@ def _require(
                 f"{name}: got torch.compile, which makes no gradients apart; write"
                 " engine=ppfunc.engines.graph(compile=True), which compiles them by inductor"
             )
+        if getattr(one, "dynamic", False) and not all(getattr(fn, "sizes_vary", True) for fn in stages):
+            raise ValueError(
+                f"{name}: got graph(dynamic=True) for stages of a model that was split, whose code is made"
+                " anew for each size; leave out dynamic=True"
+            )
     if not isinstance(spec.loss_shape, tuple) or not all(isinstance(n, int) for n in spec.loss_shape):
         raise TypeError(
             f"loss_shape: got {shown(spec.loss_shape)}, expected a tuple of integers, such as (3,) for an"

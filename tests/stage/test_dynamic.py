@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 import resource
 import warnings
+from contextlib import nullcontext
+from functools import partial, wraps
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
 from tests.models import (
@@ -16,6 +21,7 @@ from tests.models import (
     attention_params,
     dense,
     dropout_stage,
+    new_trainer,
     normal,
     reference,
     same_bits,
@@ -148,13 +154,61 @@ NO_NUMBERS = {
 def test_a_size_that_is_used_as_anything_but_a_number_does_not_vary(case):
     fn, message = NO_NUMBERS[case]
     step = step_of([fn])
-    step({0: WEIGHTS[0]}, *batch(5))
-    for length in (9, 12):
+    for length in (5, 9, 12):
         inputs, targets = batch(length)
-        with pytest.warns(UserWarning, match=f"for sizes that vary: .*{message}.*leave out dynamic=True"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
             result = step({0: WEIGHTS[0]}, inputs, targets)
+        expected = f"for sizes that vary: .*{message}.*leave out dynamic=True"
+        assert [bool(re.search(expected, str(w.message))) for w in caught] == [True] * (length == 9)
         pairs = list(zip(inputs.chunk(2), targets.chunk(2), strict=True))
         require_right(result, [fn], {0: WEIGHTS[0]}, pairs)
+    assert traces(step) == 3 + 1  # with symbols once
+    step({0: WEIGHTS[0]}, *batch(9))
+    assert traces(step) == 3 + 1
+
+
+class Longest(torch.nn.Module):
+    """Notes the longest length that it has seen, or lists those above 6."""
+
+    def __init__(self, listed):
+        super().__init__()
+        self.seen, self.lengths = 0, [] if listed else None
+
+    def forward(self, x):
+        if x.shape[1] > self.seen and self.lengths is None:
+            self.seen = x.shape[1]
+        elif self.lengths is not None and x.shape[1] > 6:
+            self.lengths.append(x.shape[1])
+        return x * max(self.seen, *(self.lengths or ()), 0)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_stage_that_changes_its_module_does_not_vary(listed):
+    module, alone = Longest(listed), Longest(listed)
+    step = step_of([lambda p, x: module(x @ p["w"])])
+    static = step_of([lambda p, x: alone(x @ p["w"])], pp.engines.graph())
+    for length in (5, 9, 7, 12, 4):
+        with pytest.warns(UserWarning, match="changes an attribute") if length == 9 else nullcontext():
+            result = step({0: WEIGHTS[0]}, *batch(length))
+        assert same_bits(result, static({0: WEIGHTS[0]}, *batch(length)))
+    assert all(type(n) is int for n in (module.seen, *(module.lengths or ())))
+
+
+def test_a_stage_that_fails_for_one_length_varies_for_others():
+    def stage(params, x):
+        if x.shape[1] == 9:
+            raise RuntimeError("nine")
+        return x @ params["w"]
+
+    step = step_of([stage])
+    step({0: WEIGHTS[0]}, *batch(5))
+    with pytest.raises(pp.StageError, match="nine"):
+        step({0: WEIGHTS[0]}, *batch(9))
+    before = traces(step)
+    for length in (7, 6, 8):
+        step({0: WEIGHTS[0]}, *batch(length))
+    assert traces(step) == before + 1
 
 
 def test_a_stage_that_fails_for_another_length_says_so_itself():
@@ -170,8 +224,94 @@ def test_what_cannot_vary_is_refused():
             pp.engines.graph(dynamic=True, **options)
     with pytest.raises(ValueError, match="dynamic=True. and a loss_engine"):
         step_of([dense], loss_engine=pp.engines.eager)
-    with pytest.raises(ValueError, match="dynamic=True for one example"):
-        pp.engines.graph(lambda w, x: w * x, (torch.ones(2), torch.ones(2)), dynamic=True)
+
+
+def wrapper(fn, example, **request):
+    return DYNAMIC(fn, example, **request)
+
+
+def test_an_engine_that_varies_is_called_by_step_functions_alone():
+    stage, example = lambda w, x: w * x, (torch.ones(2), torch.ones(2))
+    for call in (lambda: pp.engines.graph(stage, example, dynamic=True), lambda: DYNAMIC(stage, example)):
+        with pytest.raises(ValueError, match=r"dynamic=True. was called for one example"):
+            call()
+    for engine in (wrapper, partial(DYNAMIC)):
+        with pytest.raises(ValueError, match="not a function that calls it"):
+            step_of([dense], engine)({0: WEIGHTS[0]}, *batch(5))
+    step = step_of([dense], wraps(DYNAMIC)(wrapper))  # has the mark of the engine
+    for length in (5, 9, 7):
+        step({0: WEIGHTS[0]}, *batch(length))
+    assert traces(step) == 2
+
+
+def test_a_model_that_was_split_does_not_vary():
+    split = pp.split(
+        torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Linear(D, D)).double(), batch(5)[:1], at=2
+    )
+    for engine in (DYNAMIC, [pp.engines.graph, DYNAMIC]):
+        with pytest.raises(
+            ValueError, match="engine.*: got graph.dynamic=True. for stages of a model .* split"
+        ):
+            pp.value_and_grad(split, squared, pp.one_f_one_b(2, 2), pp.InProcess(), engine=engine)
+    step = pp.value_and_grad(split, squared, pp.one_f_one_b(2, 2), pp.InProcess())
+    with pytest.warns(UserWarning, match="traced 8 times.*; pad batches"):
+        for length in range(2, 10):
+            step(split.params, *batch(length))
+
+
+class Scaled(torch.autograd.Function):
+    """Multiplies the gradient by a number that its forward keeps."""
+
+    @staticmethod
+    def forward(x, scale):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.scale = inputs[1]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.scale, None
+
+
+def differing(rank, size):
+    """Data ranks of which a stage adds or multiplies by something else, or nothing else, from length 7 on."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    table, found = normal(D, seed=rank), {}
+    stages = {
+        "constant": by_length(lambda x, t: x + table if t > 6 else x),
+        "size": by_length(lambda x, t: x * (t + 1 if rank else t) if t > 6 else x),
+        "real": by_length(lambda x, t: x * (t / 2 + rank) if t > 6 else x),
+        "kept": by_length(lambda x, t: Scaled.apply(x, t + rank) if t > 6 else x),
+        "same": by_length(lambda x, t: x.sin() if t > 8 else Scaled.apply(x, t / 2)),
+    }
+    lengths = {"alike": (5, 9), "others": (5, 7 if rank else 9), "turned": (5, 9) if rank else (9, 5)}
+    differ = "constant", "size", "real", "kept"
+    for stage, given in [*product(differ, ["alike"]), *product(["same"], lengths)]:
+        inputs, targets = map(pp.Microbatches, zip(*map(batch, lengths[given]), strict=True))
+        with new_trainer(
+            [stages[stage]], squared, pp.one_f_one_b(1, 2), pp.optim.sgd(1e-2), mesh,
+            axes=pp.Axes("pp", data="dp"), engine=DYNAMIC,
+        ) as trainer:  # fmt: skip
+            state = trainer.init({0: WEIGHTS[0]})
+            if stage == "same":
+                assert trainer.step(state, inputs, targets)[1].loss > 0
+                continue
+            with pytest.raises(pp.AgreementError) as caught:
+                trainer.step(state, inputs, targets)
+            found[stage] = str(caught.value)
+    return found
+
+
+def test_programs_of_data_ranks_are_compared(two):
+    for found in two(differing):
+        assert re.search(
+            r"stage 0 runs other programs on ranks 0 and 1: .*test_dynamic.py:", found["constant"]
+        )
+        for kind in ("size", "real"):
+            assert re.search(r"mul.Tensor .*test_dynamic.py:.*mul.Tensor", found[kind])
+        assert re.search(r"the backward .* of Scaled .* written at .*test_dynamic.py:", found["kept"])
 
 
 def test_many_lengths_are_no_reason_to_warn_unless_each_is_traced():
@@ -182,7 +322,7 @@ def test_many_lengths_are_no_reason_to_warn_unless_each_is_traced():
             step({0: WEIGHTS[0]}, *batch(length))
     assert traces(step) == 2
     step = step_of([STAGES["real"][0]])
-    with pytest.warns(UserWarning, match="traced 8 times"):
+    with pytest.warns(UserWarning, match="traced 8 times.*; pad batches"):
         for length in range(2, 10):
             step({0: WEIGHTS[0]}, *batch(length))
 

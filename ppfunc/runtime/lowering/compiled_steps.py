@@ -219,7 +219,7 @@ class CompiledSteps:
             self._entries = [*self._entries[1 - CACHE_SIZE :], entry]
             self._traced += (anew := self._pipeline.programs.evaluations > before)
         if anew and self._traced == _RETRACES and last is not None:
-            _warn_of_retraces(self._pipeline.spec.name, form, last.form)
+            _warn_of_retraces(self._pipeline, form, last.form)
         return entry
 
     def _lower(self, arguments: StepArguments, exchange: Exchange) -> LoweredStep:
@@ -253,7 +253,7 @@ def _described(form: StepForm, shapes: BatchShapes) -> dict[str, tuple[object, .
     return {**trees, **rest}
 
 
-def _warn_of_retraces(name: str, now: StepForm, before: StepForm) -> None:
+def _warn_of_retraces(pipeline: Pipeline, now: StepForm, before: StepForm) -> None:
     """Warn once that a step function traces again and again, and say what changed."""
     changed = [n for n, tree in now.trees.items() if n not in before.trees or before.trees[n].key != tree.key]
     what = "modules or autocast have another mode or other hooks, or fewer arguments are given"
@@ -263,8 +263,9 @@ def _warn_of_retraces(name: str, now: StepForm, before: StepForm) -> None:
         what += "" if then is None else f", it was {then.signature}"
         if then is not None and then.signature == signature:
             what += ", in memory of another type, layout or device"
+    fixed = pipeline.programs.dynamic or not all(getattr(fn, "sizes_vary", True) for fn in pipeline.stages)
     warn(
-        f"{name} has been traced {_RETRACES} times, each for another form of its arguments: {what}; "
-        f"let sizes vary, engine=ppfunc.engines.graph(dynamic=True), pad batches to few shapes, give numbers"
-        f" that change as tensors, or use the functional engine"
+        f"{pipeline.spec.name} has been traced {_RETRACES} times, each for another form of its arguments:"
+        f" {what}; {'' if fixed else 'let sizes vary, engine=ppfunc.engines.graph(dynamic=True), '}"
+        "pad batches to few shapes, give numbers that change as tensors, or use the functional engine"
     )

@@ -10,7 +10,7 @@ share them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -25,7 +25,7 @@ from ppfunc.stage.abstract.sizes import Numbers, SizeRange
 from ppfunc.stage.device import autocast
 from ppfunc.stage.engines.loss_apart import with_loss_apart
 from ppfunc.stage.errors import warn
-from ppfunc.stage.modules.module import ModuleStructure
+from ppfunc.stage.modules.module import ModuleStructure, unmodified
 from ppfunc.stage.output import StageFunction
 from ppfunc.stage.process import process_lock
 from ppfunc.stage.program import Example, FlatProgram, stage_program
@@ -146,7 +146,8 @@ class StagePrograms:
     ) -> None:
         self._engine, self._loss_engine, self._noting = engine, loss_engine, noting
         self.evaluations = 0  # so many were made
-        if loss_engine is not None and any(map(_is_dynamic, [engine] if callable(engine) else engine)):
+        self.dynamic = any(map(_is_dynamic, [engine] if callable(engine) else engine))
+        if loss_engine is not None and self.dynamic:
             raise ValueError(
                 "engine: got graph(dynamic=True) and a loss_engine, which has programs of one size; leave out"
                 " one of them"
@@ -154,7 +155,7 @@ class StagePrograms:
         # By function, then by key of the call.
         self._evaluated: dict[int, OrderedDict[Hashable, list[_Evaluated]]] = {}
 
-    def _engine_of(self, call: StageCall) -> Engine:
+    def _engine_of(self, call: StageCall) -> Callable[..., StageProgram]:
         return self._engine if callable(self._engine) else self._engine[call.stage]
 
     def _key(self, call: StageCall) -> Hashable:
@@ -175,18 +176,18 @@ class StagePrograms:
                     return evaluated.outline
             dynamic = _is_dynamic(self._engine_of(call))
             alike = "sizes", self._key(call.sizeless) if dynamic else None
-            known = of_function.get(alike, [])
-            evaluated = (known and self._numbered(call, known)) or self._evaluate(call, self._noting)
+            known = of_function.get(alike)  # empty for a stage that cannot vary
+            evaluated = (known and self._numbered(call, known)) or self._evaluate(call)
             if evaluated.outline.lasts:
                 keep(of_function, key, [*same_form, evaluated])
                 if dynamic:
-                    keep(of_function, alike, known or [evaluated])
+                    keep(of_function, alike, [evaluated] if known is None else known)
             return evaluated.outline
 
-    def _evaluate(self, call: StageCall, noting: bool = False, range: SizeRange | None = None) -> _Evaluated:
+    def _evaluate(self, call: StageCall, range: SizeRange | None = None) -> _Evaluated:
         self.evaluations += 1
         function = call.function
-        evaluation = outline(function, call.example, **call.options, noting=noting)
+        evaluation = outline(function, call.example, **call.options, noting=self._noting)
         referred = (*_modules_referred(function.fn), *_modules_referred(function.loss_fn))
         evaluation = evaluation._replace(modules=tuple(dict.fromkeys((*evaluation.modules, *referred))))
         modules = ModuleStructure.of(evaluation.modules, "training") if evaluation.modules else None
@@ -197,7 +198,7 @@ class StagePrograms:
 
         Args:
             known: evaluations of calls that differ in sizes alone; with one more afterwards, if none was for
-                these sizes.
+                these sizes; with none, if the stage cannot vary.
 
         Returns:
             None for sizes that do not vary.
@@ -210,11 +211,17 @@ class StagePrograms:
             return None
         symbolic = call._replace(example=(call.example[0], *lengths.trees))
         try:
-            one = self._evaluate(symbolic, range=lengths)
-            engine = self._engine_of(call)
-            program = engine(call.function, symbolic.example, outline=one.outline, **call.options)
+            with unmodified(*known[-1].outline.modules) as same:
+                one = self._evaluate(symbolic, lengths)
+                engine = self._engine_of(call)
+                program = engine(
+                    call.function, symbolic.example, outline=one.outline, dynamic=False, **call.options
+                )
+                if not same():
+                    raise StageError(call.name, "it changes an attribute of a module", "")
         except StageError as error:
             evaluated = self._evaluate(call)  # raises what has nothing to do with symbols
+            known.clear()
             warn(
                 f"{call.name} is traced for one form of its arguments, not for sizes that vary:"
                 f" {error.reason}; leave out dynamic=True, or mend that"
@@ -256,6 +263,7 @@ class StagePrograms:
     def _build(self, call: StageCall, evaluation: Outline) -> StageProgram:
         """Build a program. A loss that the engine cannot serve gets another one, if its stage is served."""
         engine, parts = self._engine_of(call), call[:4]
+        engine = partial(engine, dynamic=False) if _is_dynamic(engine) else engine
         loss_engine = None if call.function.loss_fn is None else self._loss_engine
         try:
             if loss_engine is None:

@@ -29,7 +29,10 @@ from ..places import place_of_call
 from ..program import SeenCall
 from .purity import draws, tensors_in
 
-_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, type(None))
+_PLAIN = (
+    bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, type(None), torch.SymInt,
+    torch.SymFloat,
+)  # fmt: skip
 
 
 _NAME = re.compile("\0.*?\0")  # of a tensor, in the text of a call
@@ -40,17 +43,18 @@ class SeenCalls(TorchDispatchMode):
 
     Args:
         arguments: the tensors that the stage is given, by their paths.
+        sizes: for which those of the arguments stand that are symbols.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, arguments: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, arguments: Iterable[tuple[str, torch.Tensor]], sizes: Iterable[int] = ()) -> None:
         super().__init__()
         arguments = list(arguments)
         self._names = {storage(t): f"\0{path}\0" for path, t in arguments}
         self._held: list[Any] = [arguments]  # no later tensor takes the memory of one that has a name
         # Each with the names of its results, and whether it counts if nothing reads them.
-        takes = self._seen("takes", [t for _, t in arguments])
+        takes = self._seen("takes", [*(t for _, t in arguments), *sizes])
         self._calls: list[tuple[SeenCall, set[str], bool]] = [(takes, set(), True)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,7 +120,11 @@ class SeenCalls(TorchDispatchMode):
 def _backward_of(node: Any) -> SeenCall:
     """Describe the backward of an ``autograd.Function``: its code, and the numbers that its forward keeps."""
     cls = function_of(node)
-    numbers = {name: kept for name, kept in sorted(vars(node).items()) if isinstance(kept, int | float)}
+    numbers = {
+        name: kept
+        for name, kept in sorted(vars(node).items())
+        if isinstance(kept, int | float | torch.SymInt | torch.SymFloat)
+    }
     code = getattr(inspect.unwrap(cls.backward), "__code__", None)
     if code is None:
         return SeenCall(f"{cls.__qualname__} {numbers}")

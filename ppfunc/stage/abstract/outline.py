@@ -12,7 +12,14 @@ from optree import PyTreeSpec
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .._torch import ASSIGNS_DATA, BackwardCFunction, UnsupportedOperatorException, function_of, results_of
+from .._torch import (
+    ASSIGNS_DATA,
+    BackwardCFunction,
+    UnsupportedOperatorException,
+    estimate,
+    function_of,
+    results_of,
+)
 from ..errors import StageError, by_dtensor, raised
 from ..interrupts import hold_interrupts
 from ..layout import local
@@ -174,7 +181,7 @@ def _observe(
 def _noted(example: Example, arguments: list[torch.Tensor]) -> "SeenCalls":
     from .calls import SeenCalls  # for ranks with peers
 
-    return SeenCalls(zip(example.paths, arguments, strict=True))
+    return SeenCalls(zip(example.paths, arguments, strict=True), map(estimate, example.symbols))
 
 
 @contextmanager

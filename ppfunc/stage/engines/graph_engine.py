@@ -75,8 +75,11 @@ def graph(
             same path: at the second form of the arguments, with symbols for the sizes that differ from the
             first. A program gets the numbers of each further form in milliseconds, and is what a trace for
             this form would be. Where what the stage or an operator decided by a size, or a number that is no
-            integer, would differ, it is traced again. Sizes of 0 and 1, and of DTensors, do not vary. A stage
-            that uses a size as anything but a number is traced for every form, with a warning.
+            integer, would differ, it is traced again. Which residuals are kept is decided at the traced
+            sizes. Sizes of 0 and 1, and of DTensors, do not vary. A stage that uses a size as anything but a
+            number, or changes an attribute of a module, is traced for every form, with one warning. It reads
+            only arguments and constants: a change elsewhere is not seen. The stages of a model that was split
+            are refused, and calls of the engine by anything but a step function.
 
     Raises:
         StageError: control flow or shapes depend on values, the gradient cannot be traced, the
@@ -100,11 +103,10 @@ def graph(
         raise TypeError(f"graph got {got}; its options have names, as in graph(remat='full')")
     from .traced import traced  # a tenth of this package, for steps that are made
 
-    if dynamic and (compile or cuda_graphs or stage):
+    if dynamic and (compile or cuda_graphs):
         raise ValueError(
-            "graph got dynamic=True for one example, or with compile or cuda_graphs, whose programs have one"
-            " size; leave it out, or give engine=graph(dynamic=True) to a step function"
+            "graph got dynamic=True with compile or cuda_graphs, whose programs have one size; leave one out"
         )
-    made: Any = partial(traced, remat=remat, compile=compile, cuda_graphs=cuda_graphs)
+    made: Any = partial(traced, remat=remat, compile=compile, cuda_graphs=cuda_graphs, dynamic=dynamic)
     made.dynamic = dynamic
     return made(*stage, **request) if stage or request else made

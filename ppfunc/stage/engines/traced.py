@@ -30,9 +30,20 @@ from .tracing.joint import Joint, trace
 
 @engine
 def traced(
-    stage: DifferentiableStage, _: tuple[Any, ...], *, remat: Remat, compile: bool, cuda_graphs: bool
+    stage: DifferentiableStage,
+    _: tuple[Any, ...],
+    *,
+    remat: Remat,
+    compile: bool,
+    cuda_graphs: bool,
+    dynamic: bool,
 ) -> tuple[FlatProgram, int]:
-    """Trace a stage, and cut its trace in programs."""
+    """Trace a stage, and cut its trace in programs. Whoever varies sizes asks for ``dynamic=False``."""
+    if dynamic:
+        raise ValueError(
+            "graph(dynamic=True) was called for one example, whose program has one size; leave it out, or"
+            " give engine=graph(dynamic=True) itself, not a function that calls it, to a step function"
+        )
     name, outline, example = stage.name, stage.outline, stage.example
     if cuda_graphs and example.device.type != "cuda":
         reason = f"it computes on the device {example.device}, and CUDA graphs are for CUDA alone"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, filterfalse
+from itertools import chain, filterfalse, starmap
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -246,14 +246,17 @@ def further_places(module: nn.Module, names: set[str]) -> dict[str, str]:
 
 
 @contextmanager
-def unmodified(module: nn.Module) -> Iterator[None]:
-    """Restore the attributes of a module and its submodules at the exit, and contents of containers."""
-    containers: list[Any] = [vars(submodule) for submodule in module.modules()]
+def unmodified(*modules: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Restore the attributes of modules and their submodules at the exit, and contents of containers.
+
+    Yields a function that tells whether all are as they were.
+    """
+    containers: list[Any] = [vars(submodule) for module in modules for submodule in module.modules()]
     containers += [v for attributes in containers for v in attributes.values() if type(v) in _CONTAINERS]
     filled = [(values, values.copy()) for values in filter(None, containers)]
     empty = list(filterfalse(None, containers))  # most of them, so that they are looked at together
     try:
-        yield
+        yield lambda: not any(empty) and all(starmap(_same, filled))
     finally:
         for now, before in filled:
             if not _same(now, before):
