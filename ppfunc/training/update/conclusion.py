@@ -1,6 +1,6 @@
 """Conclude from the sums over all ranks whether an update is made, and by what its gradients are multiplied.
 
-The functions are run as programs of tensors of one element, see :func:`run_traced`.
+The functions are run as programs of small tensors, see :func:`run_traced`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -86,10 +86,12 @@ def _require_storable(trees: Mapping[int, Tree], name: str) -> None:
 
 
 def _own(storages: set[int], leaf: torch.Tensor) -> torch.Tensor:
-    """Detach a leaf, and clone it if an earlier leaf has its memory: each may be updated in place."""
+    """Detach a leaf, and clone it if an earlier leaf has its memory, or if its elements do not lie together:
+    each may be updated in place, or by a tensor like it.
+    """
     leaf = leaf.detach()
-    storage = local(leaf).untyped_storage().data_ptr()
-    if storage in storages:
+    part, storage = local(leaf), local(leaf).untyped_storage().data_ptr()
+    if storage in storages or torch.empty_like(part, device="meta").stride() != part.stride():
         leaf = leaf.clone()
     storages.add(storage)
     return leaf

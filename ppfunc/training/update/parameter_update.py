@@ -87,7 +87,7 @@ class TrainingUpdate:
         Gradients of weights that are not divided yet could overflow in half precision.
 
         Raises:
-            ValueError: the weights add up to 0, as far as the host knows them.
+            ValueError: the sum is not a finite number above 0, as far as the host knows it.
         """
         state, ranks = self.state, self._ranks
         self.state = state._replace(params=dict(state.params), optimizer=dict(state.optimizer))
@@ -191,9 +191,8 @@ class TrainingUpdate:
         by_number = self._gradients.pop(stage)
         for n in trees.fixed & by_number.keys():
             del by_number[n]
-        if (
-            rule.precision.compute or rule.precision.reduce
-        ):  # before they are multiplied, which would lose small ones
+        # Before they are multiplied, which would lose small ones.
+        if rule.precision.compute or rule.precision.reduce:
             by_number = {n: g.to(new[n].dtype) for n, g in by_number.items()}
         gradients = list(by_number.values())
         if self._factor is not None and gradients:  # the fused kernels would divide by a float32
@@ -237,12 +236,20 @@ class TrainingUpdate:
         self._gathers.clear()
         note_made(self.state, {stage: leaves.made() for stage, leaves in self.stages.items()})
 
-    def _renew(self, stage: int, params: Sequence[Tensor]) -> None:
-        """Replace the parameters of a stage in the state by new ones, of which this rank has these parts."""
+    def _renew(self, stage: int, params: Sequence[Tensor]) -> list[Tensor]:
+        """Replace the parameters of a stage in the state by new ones, of which this rank has these parts.
+
+        Return them with the strides of those before, for which programs were traced.
+        """
         form = self.stages[stage].trees.params
+        params = [
+            new if new.stride() == p.stride() else torch.empty_like(p).copy_(new)
+            for new, p in zip(params, read(self.stages[stage].params, form), strict=True)
+        ]
         leaves = laid_out(params, form)
         self.state.params[stage] = form.treedef.unflatten(leaves)
         self.stages[stage] = self.stages[stage]._replace(params=leaves)
+        return params
 
     def _gather(self, buffers: Buffers, stage: int, shards: Sequence[Tensor]) -> None:
         """Begin to gather the new parameters of a stage; the memory is that of two stages at a time."""
@@ -250,9 +257,9 @@ class TrainingUpdate:
         del buffers.params[stage]
 
         def renewed(whole: Sequence[Tensor]) -> Leaves:
-            self._renew(stage, whole)
+            new = self._renew(stage, whole)
             # After the last update nobody computes with them.
-            return tuple(precision.to_compute(list(whole))) if left else ()
+            return tuple(precision.to_compute(new)) if left else ()
 
         if self._ranks.parts.size == 1:
             buffers.params[stage] = renewed(shards)

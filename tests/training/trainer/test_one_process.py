@@ -76,6 +76,29 @@ def test_several_steps_at_once_are_those_steps(options, builder):
     assert [(m.loss.item(), m.grad_norm.item()) for m in metrics] == found
 
 
+@pytest.mark.parametrize("optimizer", [pp.optim.sgd(0.1), pp.optim.sgd(0.1)._replace(on_leaves=None)])
+@pytest.mark.parametrize("wide", [normal(6, 12), normal(1, 6).expand(6, 6)])
+def test_the_steps_of_a_call_find_parameters_with_the_strides_that_programs_were_traced_for(wide, optimizer):
+    """As torch's optimizers keep them: a view of the transposed weight is one in every step."""
+
+    def flat(params, x):
+        assert not params["w"].is_contiguous()
+        return torch.tanh(x * params["w"].T.view(-1)[:WIDTH] + params["b"].mean())
+
+    params, x, y = {0: {"w": normal(WIDTH, WIDTH).T, "b": wide[:, :6]}}, normal(4, WIDTH), normal(4, WIDTH)
+    with new_trainer([flat], squared, pp.gpipe(1, 2), optimizer) as trainer:
+        first = trainer.init(params)
+        state, metrics = trainer.steps(first, [(x, y)] * 3)
+        own, again = first, []
+        for _ in range(3):
+            own, one = trainer.step(own, x, y)
+            again.append(one.loss)
+    for name, leaf in state.params[0].items():
+        assert leaf.stride() == first.params[0][name].stride()
+    assert same_bits(state.params, own.params) and [m.loss for m in metrics] == again
+    assert again[0] > again[1] > again[2]
+
+
 def test_a_step_that_is_recorded_is_that_step():
     stages, params, x, y = problem()
     with new_trainer(stages, squared, pp.zb_h1(4, 4), pp.optim.adamw(1e-2)) as trainer:

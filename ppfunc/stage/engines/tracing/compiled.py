@@ -1,4 +1,4 @@
-"""Compile parts of a trace by inductor, to be called without guards."""
+"""Compile parts of a trace by inductor, for the shapes and strides of the trace alone."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,9 +38,9 @@ def compiled(
     Returns:
         The function, the nodes of its arguments, and those of its results.
 
-    The shapes of a trace are fixed, so a call has neither guards nor dispatch. C++ calls torch's operators
-    on the CPU. Equal programs are compiled once per machine, by what inductor keeps on disk. Those with
-    random operators that it would decompose are compiled once per process.
+    The shapes and strides of a trace are fixed. A call does not look for a program by them; inductor asserts
+    them. C++ calls torch's operators on the CPU. Equal programs are compiled once per machine, by what
+    inductor keeps on disk. Those with random operators that it would decompose are compiled once per process.
     """
     body = set(block.body)
     inputs = tuple(
