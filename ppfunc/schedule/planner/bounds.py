@@ -85,7 +85,8 @@ def lower_bound(
 
 def bound_of(problem: Problem) -> Bound:
     """Return the lower bound of a problem: the best over all ranks."""
-    chain, areas = _Path.of(problem), _areas(problem) if problem.flexible else ()
+    chain = _Path.of(problem)
+    areas = _areas(problem, chain) if problem.flexible else ()
     if problem.flexible:
         problem = problem.roomy()
     stages, work = problem.stages_by_rank, problem.work
@@ -99,46 +100,34 @@ def bound_of(problem: Problem) -> Bound:
     return best._replace(value=problem.time_of(best.value))
 
 
-def _areas(p: Problem) -> Iterator[Bound]:
+def _areas(p: Problem, chain: _Path) -> Iterator[Bound]:
     """Yield the bound of every rank by its memory over time, where residuals may go other ways."""
-    start, m = _Path.of(p).start, p.microbatches
+    m, way = p.microbatches, [chain.end[-1 - s] - chain.start[s] for s in range(len(p.place))]  # F to I
     for rank, (stages, work, cap) in enumerate(zip(p.stages_by_rank, p.work, p.cap, strict=True)):
-        stay = sum(_area_kept(p, s) for s in stages) * m
-        again, moved = ([w for s in stages for w in ways(p, s)] for ways in (_again, _moved))
+        stay = sum(p.held[s] * way[s] + p.kept[s] * p.weight[s] for s in stages) * m
+        again, moved = ([w for s in stages for w in ways(p, s, way[s])] for ways in (_again, _moved))
         low, high = float(work), float(max(work, stay / cap if cap else 0))
         for _ in range(_HALVINGS):
             time = (low + high) / 2
             saved = _saved(again, time - work, m) + _saved(moved, time, m)
             low, high = (low, time) if stay - saved <= cap * time else (time, high)
         value = low * (1 - _ROUNDED)
-        begin = start[stages[0]] if p.objective == "makespan" else 0
+        begin = chain.start[stages[0]] if p.objective == "makespan" else 0
         yield Bound(begin + (int(value) if isinstance(work, int) else value), "memory", rank)
 
 
-def _area_kept(p: Problem, s: int) -> Number:
-    """Return the least memory over time of a microbatch whose residuals stay."""
-    return p.held[s] * _way(p, s) + p.kept[s] * p.weight[s]
-
-
-def _way(p: Problem, s: int) -> Number:
-    """Return the least time from the start of F of a stage to the end of its I."""
-    rest = range(s + 1, len(p.place))
-    gaps = sum(p.down[r - 1] + p.forward[r] + p.backward[r] + p.up[r] for r in rest)
-    return p.forward[s] + gaps + p.backward[s]
-
-
-def _again(p: Problem, s: int) -> Iterator[tuple[Number, Number]]:
+def _again(p: Problem, s: int, way: Number) -> Iterator[tuple[Number, Number]]:
     """Yield the time, and the area that it saves, to compute a microbatch again."""
     if (time := p.again[s]) is not None:
-        apart = max(0, _way(p, s) - p.forward[s] - time - p.backward[s])
+        apart = max(0, way - p.forward[s] - time - p.backward[s])
         yield time, (p.held[s] - p.stub[s]) * apart
 
 
-def _moved(p: Problem, s: int) -> Iterator[tuple[Number, Number]]:
+def _moved(p: Problem, s: int, way: Number) -> Iterator[tuple[Number, Number]]:
     """Yield the time of a link, on average of both directions, and the area that it saves, to move one."""
     if (out := p.out[s]) is not None:
         both = out + p.back[s]
-        yield both / 2, p.held[s] * max(0, _way(p, s) - p.forward[s] - both - p.backward[s])
+        yield both / 2, p.held[s] * max(0, way - p.forward[s] - both - p.backward[s])
 
 
 def _saved(ways: list[tuple[Number, Number]], time: Number, count: int) -> Number:

@@ -15,7 +15,7 @@ The way of a plan, and where each part lives:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -34,7 +34,7 @@ from .bounds import Bound, bound_of
 from .orders import Order, choices_of, directions, evaluate, fits, schedule_of
 from .placements import Candidate, Style, candidates
 from .problem import Cap, Objective, Problem, problem_of
-from .residuals import residual_orders
+from .residuals import all_again, residual_orders
 from .search import Search
 from .starts import builder_orders, spaced_orders
 
@@ -271,27 +271,9 @@ def _bases(
         if cap is not None
     ]
     problems = [(still, cap, 1), *((still, each, _LESS) for each in wider), (still, None, 1)]
-    for each, limit, share in (*problems, *_all_again(costs, still, cap)):
+    for each, limit, share in (*problems, *all_again(costs, still, cap)):
         with suppress(ValueError):  # this policy does not fit
             yield plan(ranks, microbatches, each, cap=limit, effort=effort * share, **options)
-
-
-def _all_again(costs: Costs, still: Costs, cap: Cap) -> Iterator[tuple[Costs, Cap, float]]:
-    """Yield the costs of stages that compute all residuals again in a whole backward, with what memory it
-    leaves.
-    """
-    values = vars(costs).values()
-    numbers = [len(value) for value in values if isinstance(value, Sequence)]
-    names = ("recompute", "backward_input", "backward_weight")
-    if costs.recompute is None or any(isinstance(value, Mapping) for value in values):
-        return
-    rows = [[costs.of(name, s) for name in names] for s in range(max(numbers, default=1))]
-    if not any(row[0] is None for row in rows):
-        whole = [sum(row) for row in rows]
-        most = max(costs.of("activation", s) for s in range(len(rows)))
-        left = [x - most for x in cap] if isinstance(cap, Sequence) else None if cap is None else cap - most
-        backward = whole if numbers else whole[0]
-        yield replace(still, backward_input=backward, backward_weight=0, activation=costs.checkpoint), left, 1
 
 
 def _based(p: Problem, bases: Sequence[Plan], placement: str) -> Iterator[tuple[Number, str, Order]]:
@@ -318,7 +300,6 @@ def _operations(p: Problem) -> int:
 
 def _reporter(attempts: list[_Attempt], effort: float, progress: Progress | None) -> Callable[[], bool]:
     """Return a callback that reports the progress of all searches and tells if the caller wants to stop."""
-
     stopped = False
 
     def stop() -> bool:

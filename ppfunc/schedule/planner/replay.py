@@ -50,14 +50,12 @@ def replay(d: Direction, order: Order, manner: Manner = Manner()) -> Replayed:  
     """Replay ``order``, which fits its caps, in its own direction of time."""
     duration, change, readers, code_of, following = d.duration, d.change, d.readers, d.code, d.following
     lazy, hold = manner.lazy, manner.hold
-    rests = [word[:] for word in order]
-    words: Order = tuple([] for _ in order)
+    rests, words = [word[:] for word in order], tuple(Word() for _ in order)
     missing, nexts = d.missing[:], d.first[:]
-    arrivals: list[Number] = [inf if count else hold.get(item, 0) for item, count in enumerate(missing)]
-    arrivals.append(inf)  # of no item, -1
+    arrivals: list[Number] = [inf if count else hold.get(i, 0) for i, count in enumerate(missing)] + [inf]
     so_far: dict[int, Number] = {}  # of items that wait for more
     links: list[Number] = [0] * (2 * d.ranks)  # when each is free
-    due = [arrivals[item] for item in nexts]
+    due = [arrivals[item] for item in nexts]  # of no item, -1, never
     free, held = list(d.release), [0] * d.ranks
     wake: list[Number] = [0] * d.ranks  # where a rank sleeps: until when
     events = sorted((time, rank) for rank, time in enumerate(free))  # a heap of the times at which ranks look
@@ -67,20 +65,15 @@ def replay(d: Direction, order: Order, manner: Manner = Manner()) -> Replayed:  
             continue
         rest, word, wake[rank], started = rests[rank], words[rank], 0, False
         while rest:
-            item = rest[0]
-            if arrivals[item] <= now and not (lazy and code_of[item] % 5 == WEIGHT):
-                del rest[0]
-            elif started:
-                heappush(events, (now, rank))
-                break
-            else:
-                place, soon = _choose(d, rank, rest, due, nexts, held[rank], now, manner)
+            item, place = rest[0], 0
+            if arrivals[item] > now or (lazy and code_of[item] % 5 == WEIGHT):
+                place, soon = (-1, now) if started else _choose(d, rank, rest, due, nexts, held, now, manner)
                 if place < 0:
-                    wake[rank] = soon
+                    wake[rank] = 0 if started else soon
                     if soon < inf:
                         heappush(events, (soon, rank))
                     break
-                item = rest.pop(place)
+            item = rest.pop(place)
             word.append(item)
             held[rank] += change[item]
             free[rank] = now = now + duration[item]
@@ -124,7 +117,7 @@ def _choose(
     rest: Word,
     due: list[Number],
     nexts: list[int],
-    held: int,
+    held: list[int],
     now: Number,
     manner: Manner,
 ) -> tuple[int, Number]:
@@ -141,7 +134,7 @@ def _choose(
             ready.append(code)
         elif time < soon:
             soon = time
-    count, room = len(rest), d.cap[rank] - held
+    count, room = len(rest), d.cap[rank] - held[rank]
     found = none = 2 * count
     for code in ready:
         place = rest.index(nexts[code])

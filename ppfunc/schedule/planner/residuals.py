@@ -1,12 +1,14 @@
 """Choose what becomes of residuals in an order: they stay, move to the host, or are computed again."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from ..costs import Costs
 from ..instruction import Op
 from ..passes.insert import insert_offloads, insert_recomputes
 from ..schedule import Schedule
 from .orders import FORWARD, INPUT, LEAVE, RETURN, WEIGHT, Order, Word, in_turn, order_of
-from .problem import Problem
+from .problem import Cap, Problem
 
 _WAYS = (Op.RECOMPUTE, Op.OFFLOAD)
 _LOOKAHEADS, _SPARE = range(4), (0, 1, 2)  # chunks for copies under way
@@ -34,13 +36,30 @@ def residual_orders(p: Problem, schedule: Schedule) -> Iterator[tuple[str, Order
                 yield f"some {' or '.join(map(str.lower, some))}", tuple(found)
 
 
+def all_again(costs: Costs, still: Costs, cap: Cap) -> Iterator[tuple[Costs, Cap, float]]:
+    """Yield the costs of stages that compute all residuals again in a whole backward, with what memory it
+    leaves.
+    """
+    values = vars(costs).values()
+    numbers = [len(value) for value in values if isinstance(value, Sequence)]
+    names = ("recompute", "backward_input", "backward_weight")
+    if costs.recompute is None or any(isinstance(value, Mapping) for value in values):
+        return
+    rows = [[costs.of(name, s) for name in names] for s in range(max(numbers, default=1))]
+    if not any(row[0] is None for row in rows):
+        whole = [sum(row) for row in rows]
+        most = max(costs.of("activation", s) for s in range(len(rows)))
+        left = [x - most for x in cap] if isinstance(cap, Sequence) else None if cap is None else cap - most
+        backward = whole if numbers else whole[0]
+        yield replace(still, backward_input=backward, backward_weight=0, activation=costs.checkpoint), left, 1
+
+
 def _whole(p: Problem, word: Word) -> Word:
     """Put each weight gradient right behind its input gradient."""
-    pairs = ((item, item // p.microbatches % 5) for item in word)
     return [
         x
-        for item, letter in pairs
-        if letter != WEIGHT
+        for item in word
+        if (letter := item // p.microbatches % 5) != WEIGHT
         for x in (item, item + p.microbatches)[: 1 + (letter == INPUT)]
     ]
 
@@ -51,70 +70,91 @@ def allowed(p: Problem, stage: int, way: Op) -> bool:
 
 
 def _fitted(p: Problem, rank: int, word: Word, ways: list[Op], spare: int) -> Word | None:
-    """Make a word fit: where memory is short, weight gradients come first, then the residuals go that are not
-    used for longest.
-
-    They move while the link is free on average, else they are computed again. None if nothing fits.
+    """Make a word fit, see :class:`_Fitting`. None if nothing fits.
 
     Args:
         spare: how many of the largest chunks of the cap are left free.
     """
     m, at = p.microbatches, {item: place for place, item in enumerate(word)}
-    cap = p.cap[rank] - spare * max(p.held[s] for s in p.stages_by_rank[rank])
-    durations = {FORWARD: p.forward, INPUT: p.backward, WEIGHT: p.weight}
-    here = dict[tuple[int, int], int]()  # by stage and microbatch, the place of the input gradient
-    gone, waiting = (
-        dict[tuple[int, int], Op](),
-        list[int](),
-    )  # where residuals are; weight gradients that wait
-    fitted, held, now, link = Word(), 0, 0.0, 0.0
-
-    def run(item: int, change: int) -> None:
-        nonlocal held, now
-        fitted.append(item)
-        held += change
-        now += durations[item // m % 5][item // m // 5]
-
-    def make_room(need: int) -> bool:
-        nonlocal held, link
-        while held + need > cap:
-            ready = [(place, key) for key, place in here.items() if any(allowed(p, key[0], w) for w in ways)]
-            if waiting and p.kept[waiting[0] // m // 5]:
-                run(waiting[0], -p.kept[waiting.pop(0) // m // 5])
-            elif ready:
-                _, (s, k) = max(ready)
-                moves = Op.OFFLOAD in ways and allowed(p, s, Op.OFFLOAD)
-                if moves and Op.RECOMPUTE in ways and allowed(p, s, Op.RECOMPUTE):
-                    moves = link + (p.out[s] or 0) <= now
-                gone[s, k] = Op.OFFLOAD if moves else Op.RECOMPUTE
-                del here[s, k]
-                held -= p.held[s] - (0 if moves else p.stub[s])
-                if moves:
-                    link += p.out[s] or 0
-                    fitted.append((5 * s + LEAVE) * m + k)
-            else:
-                return False
-        return True
-
+    fitting = _Fitting(p, p.cap[rank] - spare * max(p.held[s] for s in p.stages_by_rank[rank]), ways)
     for item in word:
         code, k = divmod(item, m)
         s, letter = divmod(code, 5)
         if letter == FORWARD:
-            if not make_room(p.held[s]):
+            if not fitting.make_room(p.held[s]):
                 return None
-            run(item, p.held[s])
-            here[s, k] = at[(5 * s + INPUT) * m + k]
+            fitting.run(item, p.held[s])
+            fitting.here[s, k] = at[(5 * s + INPUT) * m + k]
         elif letter == INPUT:
-            if way := gone.get((s, k)):
-                need = p.held[s] - (0 if way is Op.OFFLOAD else p.stub[s])
-                if not make_room(need):
-                    return None
-                held += need
-                fitted.append((5 * s + RETURN) * m + k)
-            here.pop((s, k), None)
-            run(item, p.kept[s] - p.held[s])
-            waiting.append(item + m)
-        elif item in waiting:
-            waiting.remove(item)
-            run(item, -p.kept[s])
-    return fitted
+            if not fitting.bring_back(s, k):
+                return None
+            fitting.run(item, p.kept[s] - p.held[s])
+            fitting.waiting.append(item + m)
+        elif item in fitting.waiting:
+            fitting.waiting.remove(item)
+            fitting.run(item, -p.kept[s])
+    return fitting.word
+
+
+class _Fitting:
+    """Writes a word that fits a cap: where memory is short, weight gradients come first, then the residuals
+    go that are not used for longest.
+
+    They move while the link is free on average, else they are computed again.
+
+    Attributes:
+        here: by stage and microbatch of residuals, the place of their input gradient in the word to fit.
+        gone: the ways of those that are elsewhere.
+        waiting: weight gradients that may run.
+    """
+
+    def __init__(self, p: Problem, cap: int, ways: list[Op]) -> None:
+        self.p, self.cap, self.ways = p, cap, ways
+        self.word, self.waiting, self.held, self.now, self.link = Word(), Word(), 0, 0.0, 0.0
+        self.here, self.gone = dict[tuple[int, int], int](), dict[tuple[int, int], Op]()
+        self._times = {FORWARD: p.forward, INPUT: p.backward, WEIGHT: p.weight}
+
+    def run(self, item: int, change: int) -> None:
+        """Run an item of the word, which changes the memory held."""
+        stage, letter = divmod(item // self.p.microbatches, 5)
+        self.word.append(item)
+        self.held += change
+        self.now += self._times[letter][stage]
+
+    def make_room(self, need: int) -> bool:
+        """Free memory until there is room for so much; return False if nothing more can go."""
+        p = self.p
+        while self.held + need > self.cap:
+            ready = [
+                (at, key) for key, at in self.here.items() if any(allowed(p, key[0], w) for w in self.ways)
+            ]
+            if self.waiting and (kept := p.kept[self.waiting[0] // p.microbatches // 5]):
+                self.run(self.waiting.pop(0), -kept)
+            elif ready:
+                self._leave(*max(ready)[1])
+            else:
+                return False
+        return True
+
+    def _leave(self, s: int, k: int) -> None:
+        free = [way for way in self.ways if allowed(self.p, s, way)]
+        moves = Op.OFFLOAD in free and (len(free) == 1 or self.link + (self.p.out[s] or 0) <= self.now)
+        self.gone[s, k] = way = Op.OFFLOAD if moves else Op.RECOMPUTE
+        del self.here[s, k]
+        self.held -= self._saved(s, way)
+        if moves:
+            self.link += self.p.out[s] or 0
+            self.word.append((5 * s + LEAVE) * self.p.microbatches + k)
+
+    def bring_back(self, s: int, k: int) -> bool:
+        """Bring residuals back that are used now; return False if there is no room."""
+        self.here.pop((s, k), None)
+        if way := self.gone.get((s, k)):
+            if not self.make_room(self._saved(s, way)):
+                return False
+            self.held += self._saved(s, way)
+            self.word.append((5 * s + RETURN) * self.p.microbatches + k)
+        return True
+
+    def _saved(self, s: int, way: Op) -> int:
+        return self.p.held[s] - (0 if way is Op.OFFLOAD else self.p.stub[s])
