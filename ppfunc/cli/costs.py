@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfunc.schedule.costs import Costs
-from ppfunc.schedule.instruction import MOVES, TAIL, Op
+from ppfunc.schedule.instruction import RESIDUAL_OPS, TAIL, Op
 from ppfunc.schedule.schedule import Schedule
 
 from .number import numbers
@@ -43,7 +43,7 @@ _OF = {
     "weight_share": {Op.W},
     "checkpoint": {Op.RECOMPUTE},
     **{name: {Op.B, Op.I, Op.W, Op.OVERLAP_F_B} for name in ("backward", *_HALVES)},
-    **{op.lower(): {op} for op in (Op.UNSHARD, *TAIL, *MOVES, Op.RECOMPUTE)},
+    **{op.lower(): {op} for op in (Op.UNSHARD, *TAIL, *RESIDUAL_OPS)},
 }
 
 

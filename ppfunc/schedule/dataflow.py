@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .instruction import Instruction, Op, microbatch_of, parts_of
+from .instruction import WITHOUT_VALUE, Instruction, Op, microbatch_of, parts_of
 from .schedule import Schedule
 
 # Distance from a stage's output to the product of an instruction. W counts as its input gradient, which no
@@ -82,7 +82,7 @@ class Dataflow:
         return tuple(
             self.output(part.stage, microbatch_of(part)) + PRODUCT[part.op]
             for part in parts_of(instruction)
-            if part.op not in (Op.W, Op.RECOMPUTE)
+            if part.op not in WITHOUT_VALUE
         )
 
     def consumed(self, instruction: Instruction) -> tuple[tuple[int, int], ...]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from .dataflow import PRODUCT, Dataflow
 from .errors import ScheduleError, cycle_text, schedule_error, text_of
-from .instruction import COMPUTE, Instruction, Op, microbatch_of
+from .instruction import COMPUTE, WITHOUT_VALUE, Instruction, Op, microbatch_of
 from .proof.structure import check_structure
 from .schedule import Program, Schedule
 
@@ -216,7 +216,7 @@ def _kinds(
                 (value, delay(origin, stage) if home[origin] != home[stage] else 0)
                 for value, origin in flow.needs[op, stage]
             )
-            products = ((lines[first + PRODUCT[op]], 0),) if op not in (Op.W, Op.RECOMPUTE) else ()
+            products = ((lines[first + PRODUCT[op]], 0),) if op not in WITHOUT_VALUE else ()
             reads = tuple((lines[n], 0, late) for n, late in inputs)
             kinds[op, stage] = TimedOp(op, ((op, stage, 0),), duration(op, stage), reads, products)
     return kinds

@@ -42,6 +42,10 @@ SENDS = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 # Copies of residuals to the host and back.
 MOVES = frozenset({Op.OFFLOAD, Op.FETCH})
+# What takes residuals out of the way of a backward, and brings them back.
+RESIDUAL_OPS = MOVES | {Op.RECOMPUTE}
+# The instructions of compute that make no value which another stage reads.
+WITHOUT_VALUE = frozenset({Op.W, Op.RECOMPUTE})
 # What ends a step of training, in its order.
 TAIL = (Op.REDUCE_TIED, Op.REDUCE_GRAD, Op.STEP)
 # What gathers the parameters of a stage, and frees them again.

@@ -17,7 +17,7 @@ from .builders import BUILDERS
 from .certificate import check
 from .collector import collector_paused
 from .costs import SENT, Costs, Number, portion, require_costs
-from .instruction import MOVES, Op
+from .instruction import RESIDUAL_OPS, Op
 from .names import find_builder
 from .planner.bounds import lower_bound
 from .planner.layers import costs_of_stages
@@ -268,7 +268,7 @@ def bound_of_order(schedule: Schedule, costs: Costs, cap: Number | None) -> Numb
     paired = Op.OVERLAP_F_B in schedule.ops and costs.overlapped is not None
     if len(schedule.chains) > 1 or paired or schedule.forward_only:
         return None
-    if schedule.ops & {*MOVES, Op.RECOMPUTE}:
+    if schedule.ops & RESIDUAL_OPS:
         cap = None  # which bounds what is kept
     # A whole backward that is shorter than its parts, or longer, is not what bounds every order.
     parts = [

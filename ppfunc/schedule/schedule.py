@@ -124,6 +124,15 @@ class Schedule:
         return frozenset(ops)
 
     @cached_property
+    def recomputed(self) -> frozenset[tuple[int, int | None]]:
+        """Return stage and microbatch of every forward that keeps only its inputs, for a RECOMPUTE."""
+        return frozenset(
+            (i.stage, i.microbatch)
+            for i in (self._flat() if Op.RECOMPUTE in self.counts else ())
+            if i.op is Op.RECOMPUTE
+        )
+
+    @cached_property
     def has_slots(self) -> bool:
         """Tell whether any instruction names a slot."""
         if Op.OVERLAP_F_B in self.counts and any(p.slot is not None for i in self._flat() for p in i.parts):

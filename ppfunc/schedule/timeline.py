@@ -17,7 +17,7 @@ from .dataflow import Dataflow
 from .earliest import BESIDE, EarliestTimes, Time, earliest
 from .errors import schedule_error
 from .instruction import COMMUNICATION, COMPUTE, MOVES, TAIL, Instruction, Op
-from .proof.buffers import HELD, recomputed
+from .proof.buffers import HELD
 from .proof.structure import require_schedule
 from .schedule import Schedule
 from .table import show_table, table
@@ -228,7 +228,7 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
     """
     require_schedule(schedule)
     costs = require_costs(costs)
-    names, dropped = ("activation", "weight_share", "checkpoint"), recomputed(schedule)
+    names, dropped = ("activation", "weight_share", "checkpoint"), schedule.recomputed
     sizes = [tuple(costs.of(name, s) for name in names) for s in range(schedule.stages)]
     kinds = {size: 3 * number for number, size in enumerate(dict.fromkeys(sizes))}
     kind = [kinds[size] for size in sizes]

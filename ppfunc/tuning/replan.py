@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from ppfunc.schedule import Op, Timeline, compute_only, plan, simulate
-from ppfunc.schedule.instruction import MOVES
+from ppfunc.schedule import Timeline, compute_only, plan, simulate
+from ppfunc.schedule.instruction import RESIDUAL_OPS
 from ppfunc.schedule.planner.plan import Plan
 from ppfunc.schedule.timeline import peak_activations
 from ppfunc.training import Trainer
@@ -47,7 +47,7 @@ def replan(trainer: Trainer, timeline: Timeline, *, effort: float = 1) -> Replan
             one of several chains, whose replicas no plan has.
     """
     present, costs = compute_only(trainer.schedule), timeline.costs()
-    if moved := trainer.schedule.ops & {*MOVES, Op.RECOMPUTE}:
+    if moved := trainer.schedule.ops & RESIDUAL_OPS:
         raise ValueError(
             f"trainer: its schedule has {', '.join(sorted(moved))}, whose times a step does not tell; use"
             " plan(...) with costs of them"

@@ -77,6 +77,8 @@ def test_a_forward_that_runs_again_takes_its_time_and_holds_a_checkpoint_in_betw
         ("0F0,0OFFLOAD0,0RECOMPUTE0,0B0", "the residuals to offload are dropped"),
         ("0F0,0OFFLOAD0,0FETCH0,0OFFLOAD0,0FETCH0,0B0", "the residuals to offload are back"),
         ("0F0,0RECOMPUTE0,0OFFLOAD0,0FETCH0,0B0", "the residuals to offload are back"),
+        ("0F0,0RECOMPUTE0", "are read by no backward"),
+        ("0F0,0OFFLOAD0", "are read by no backward"),
     ],
 )
 def test_what_comes_too_early_twice_or_mixed_is_refused(program, words):

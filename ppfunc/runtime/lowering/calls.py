@@ -14,24 +14,13 @@ import torch
 from ppfunc.schedule import Op
 from ppfunc.stage import FlatProgram, LeafSignature
 from ppfunc.stage._torch import add_into_each, is_wrapped, transforming
-from ppfunc.stage.device import available, generator_of
+from ppfunc.stage.device import generator_of
 from ppfunc.stage.process import process_lock
 from ppfunc.stage.signature import differentiable
 
-from ..execution.buffers import (
-    Buffers,
-    Gradients,
-    Key,
-    LeafGradients,
-    Leaves,
-    Numbers,
-    Origin,
-    Owner,
-    Tag,
-    moved,
-)
+from ..execution.buffers import Buffers, Gradients, Key, LeafGradients, Leaves, Numbers, Origin, Owner, Tag
 from ..transport.protocols import Call
-from .lowered import BATCH, LoweredStage, slices
+from .lowered import LoweredStage, slices
 
 PlacedCall = tuple[Call, Origin]
 
@@ -53,8 +42,7 @@ class ProgramCall(NamedTuple):
 def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residuals: bool) -> ProgramCall:
     """Take apart a forward: values in, values out, residuals, and the outputs that the caller wants."""
     (stage, microbatch), model_stage, wanted, states = key, low.model_stage, low.kept, len(low.state.leaves)
-    # An edge without leaves carries no message.
-    sources = [Tag("F", e.stage, stage, microbatch) for e in low.sources if e.leaves]
+    sources = input_tags(low, key)
     sinks = [(Tag("F", stage, e.stage, microbatch), place) for e, place in slices(low.sinks) if e.leaves]
     sent = sum(len(e.leaves) for e in low.sinks)
 
@@ -78,6 +66,11 @@ def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residua
             buffers.state[model_stage] = outputs[sent + wanted :]
 
     return ProgramCall(program.forward, take, put)
+
+
+def input_tags(low: LoweredStage, key: Key) -> list[Tag]:
+    """List the messages that a forward takes; an edge without leaves carries none."""
+    return [Tag("F", e.stage, *key) for e in low.sources if e.leaves]
 
 
 def _compact(kept: torch.Tensor) -> torch.Tensor:
@@ -120,21 +113,6 @@ def seeded(low: LoweredStage, microbatch: int, forward: Call) -> Call:
             forward(buffers)
 
     return run_seeded
-
-
-def load(low: LoweredStage, key: Key) -> Call | None:
-    """Bring inputs and targets of a microbatch to the stage's device."""
-    device, tag = low.device, Tag("F", BATCH, *key)
-    if device.type == "cpu" and not available():
-        return None
-
-    def run_load(buffers: Buffers) -> None:
-        if tag in buffers.values:
-            buffers.values[tag] = moved(buffers.values[tag], device)
-        if key in buffers.extras:
-            buffers.extras[key] = moved(buffers.extras[key], device)
-
-    return run_load
 
 
 def backward_call(low: LoweredStage, program: FlatProgram, key: Key, whole: bool) -> ProgramCall:
@@ -265,9 +243,11 @@ def _add(sums: Gradients, gradients: LeafGradients, numbers: Numbers | None, mic
 
 def _dense(gradients: LeafGradients, leaves: tuple[LeafSignature, ...], device: torch.device) -> Leaves:
     """Put zeros where a gradient is structurally zero: the other end expects a tensor."""
-    pairs = zip(gradients, leaves, strict=True)
     return tuple(
-        [torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if g is None else g for g, leaf in pairs]
+        [
+            torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if g is None else g
+            for g, leaf in zip(gradients, leaves, strict=True)
+        ]
     )
 
 

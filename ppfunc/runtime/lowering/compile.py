@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ppfunc.schedule import Instruction, Op, send_completion
-from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL
+from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL, WITHOUT_VALUE
 from ppfunc.stage import Signature, StageProgram
-from ppfunc.stage.device import SideStreams
+from ppfunc.stage.device import SideStreams, available
 from ppfunc.stage.interrupts import act_on_interrupts
 
-from ..execution.buffers import Buffers, Key, Origin, Tag
+from ..execution.buffers import Buffers, Key, Origin, Tag, moved
 from ..transport.protocols import Call, DataTransport, Transfer
 from . import calls
 from .calls import PlacedCall
-from .lowered import LoweredStep
+from .lowered import BATCH, LoweredStage, LoweredStep
 from .residual_calls import (
     await_residuals,
     begin_offload,
@@ -127,9 +127,8 @@ class _Binder:
         self._schedule = lowered.schedule
         self._trains = not self._schedule.forward_only
         self._frees = Op.RESHARD in self._schedule.ops  # parameters, between a forward and its backward
-        own = [i for rank in lowered.ranks for step in self._schedule.programs[rank] for i in step]
+        own = (i for rank in lowered.ranks for step in self._schedule.programs[rank] for i in step)
         self._leaving = frozenset(_key(i) for i in own if i.op is Op.OFFLOAD)
-        self._dropped = frozenset(_key(i) for i in own if i.op is Op.RECOMPUTE)
         self._fetched = set[Key]()
         self._received: dict[Tag, Transfer] = {}  # posted, and not waited for
         self._away, self._back = SideStreams(), SideStreams()  # of residuals
@@ -215,7 +214,7 @@ class _Binder:
         low = self._lowered.stages[key]
         match part.op:
             case Op.LOAD:
-                yield from _at(place, calls.load(low, key))
+                yield from _at(place, load(low, key))
             case Op.F | Op.B | Op.I | Op.W | Op.RECOMPUTE:
                 yield from self._prepare(place, part)
                 yield from _at(place, self._run(part), *self._finish(part))
@@ -231,8 +230,8 @@ class _Binder:
         """Bind the loads, waits and gathers before a forward, a backward or a part of one."""
         key = _key(part)
         if part.op is Op.F:  # nothing is left to move after a LOAD
-            yield from _at(place, calls.load(self._lowered.stages[key], key))
-        if part.op not in (Op.W, Op.RECOMPUTE):
+            yield from _at(place, load(self._lowered.stages[key], key))
+        if part.op not in WITHOUT_VALUE:
             yield from self._await_messages(place, part)
         yield from self._await_gather(place, part.stage)
         if key in self._fetched:
@@ -253,7 +252,11 @@ class _Binder:
         return calls.unless_left_out(key[1], run, calls.leave_out(low, key, op))
 
     def _checkpointed(self, key: Key, forward: Call) -> Call:
-        return checkpointed(self._lowered.stages[key], key, forward) if key in self._dropped else forward
+        return (
+            checkpointed(self._lowered.stages[key], key, forward)
+            if key in self._schedule.recomputed
+            else forward
+        )
 
     def _finish(self, part: Instruction) -> Iterator[Call | None]:
         """Release the parameters among residuals that wait for a later part, and begin to move residuals."""
@@ -294,6 +297,21 @@ class _Binder:
 
 def _at(place: Origin, *calls: Call | None) -> Iterator[PlacedCall]:
     return ((call, place) for call in calls if call is not None)
+
+
+def load(low: LoweredStage, key: Key) -> Call | None:
+    """Bring inputs and targets of a microbatch to the stage's device."""
+    device, tag = low.device, Tag("F", BATCH, *key)
+    if device.type == "cpu" and not available():
+        return None
+
+    def run_load(buffers: Buffers) -> None:
+        if tag in buffers.values:
+            buffers.values[tag] = moved(buffers.values[tag], device)
+        if key in buffers.extras:
+            buffers.extras[key] = moved(buffers.extras[key], device)
+
+    return run_load
 
 
 def tag_of(message: Instruction, other: int | None) -> Tag:

@@ -10,9 +10,9 @@ from ppfunc.stage._torch import address
 from ppfunc.stage.device import SideStreams, accelerates, current_stream, download, record_event, upload
 from ppfunc.stage.program import FlatProgram, LossResiduals
 
-from ..execution.buffers import Buffers, Key, Tag
+from ..execution.buffers import Buffers, Key
 from ..transport.protocols import Call
-from .calls import fastest
+from .calls import fastest, input_tags
 from .lowered import LoweredStage
 
 
@@ -160,8 +160,7 @@ def await_residuals(low: LoweredStage, key: Key) -> Call | None:
 
 def checkpointed(low: LoweredStage, key: Key, forward: Call) -> Call:
     """Keep the inputs and the state of a forward in place of its residuals, for :func:`recompute`."""
-    (stage, microbatch), model_stage = key, low.model_stage
-    tags = [Tag("F", e.stage, stage, microbatch) for e in low.sources if e.leaves]
+    model_stage, tags = low.model_stage, input_tags(low, key)
 
     def run_checkpointed(buffers: Buffers) -> None:
         x = tuple([t for tag in tags for t in buffers.values[tag]])

@@ -6,7 +6,7 @@ from ppfunc.parallel.counts import require_counts
 
 from ..arguments import require_stages
 from ..costs import Costs, Number, require_costs
-from ..instruction import COMMUNICATION, COMPUTE, MOVES, Instruction, Op, parts_of
+from ..instruction import COMMUNICATION, COMPUTE, RESIDUAL_OPS, Instruction, Op, parts_of
 from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step
 from .remove import remove_slots
@@ -113,7 +113,7 @@ def insert_recomputes(schedule: Schedule, stages: Iterable[int] | None = None) -
     require_schedule(schedule)
     chosen = require_stages("stages", range(schedule.stages) if stages is None else stages, schedule.stages)
     bare = remove_slots(schedule)
-    away = {i[1:3] for r in range(bare.ranks) for i in bare.instructions(r) if i.op in (*MOVES, Op.RECOMPUTE)}
+    away = {i[1:3] for r in range(bare.ranks) for i in bare.instructions(r) if i.op in RESIDUAL_OPS}
 
     def again(instruction: Instruction) -> Iterator[Instruction]:
         for part in parts_of(instruction):
@@ -129,7 +129,7 @@ def insert_recomputes(schedule: Schedule, stages: Iterable[int] | None = None) -
 def _moved(program: Program, chosen: set[int], lookahead: int, cap: Number | None, costs: Costs) -> Program:
     """Write OFFLOAD behind the forwards, and FETCH before the backwards, of residuals that move."""
     program = tuple(map(_messages_first, program))
-    away = {i[1:3] for step in program for i in step if i.op in (*MOVES, Op.RECOMPUTE)}
+    away = {i[1:3] for step in program for i in step if i.op in RESIDUAL_OPS}
     places = [(s, p) for s, step in enumerate(program) for p, i in enumerate(step) if i.op in COMPUTE]
     forwards: dict[Residuals, int] = {}  # the number of the compute instruction
     spans: dict[Residuals, range] = {}  # the compute instructions during which they may be away

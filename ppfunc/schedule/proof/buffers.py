@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import accumulate, islice
 
 from ..errors import fault_at, schedule_error
-from ..instruction import COMPUTE, MOVES, WHOLE_STAGE, Instruction, Op, parts_of
+from ..instruction import COMPUTE, RESIDUAL_OPS, WHOLE_STAGE, Instruction, Op, parts_of
 from ..schedule import Program, Schedule
 from .order import in_order, walk
 
@@ -15,14 +15,6 @@ Holder = tuple[int, int | None, int]  # stage, microbatch, how often it has been
 HELD = {Op.F: (1, 0), Op.B: (-1, 0), Op.I: (-1, 1), Op.W: (0, -1)}
 HELD |= {Op.OFFLOAD: (-1, 0), Op.FETCH: (1, 0), Op.RECOMPUTE: (1, 0)}
 _LIVE = {op: whole for op, (whole, _) in HELD.items()}
-
-
-def recomputed(schedule: Schedule) -> frozenset[tuple[int, int | None]]:
-    """Return stage and microbatch of every forward that keeps only its inputs, for a RECOMPUTE."""
-    if Op.RECOMPUTE not in schedule.ops:
-        return frozenset()
-    rows = map(schedule.instructions, range(schedule.ranks))
-    return frozenset((i.stage, i.microbatch) for row in rows for i in row if i.op is Op.RECOMPUTE)
 
 
 def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
@@ -37,7 +29,7 @@ def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
     Raises:
         ScheduleError: at the first F, FETCH or RECOMPUTE that goes beyond the limit.
     """
-    peaks, dropped = [], recomputed(schedule)
+    peaks, dropped = [], schedule.recomputed
     for rank, program in enumerate(schedule.programs):
         parts = [part for step in program for i in step for part in i[5] or (i,)]
         changes = [_LIVE.get(part[0], 0) for part in parts]
@@ -69,23 +61,26 @@ def check_offloads(schedule: Schedule) -> None:
     Raises:
         ScheduleError: at the first OFFLOAD, FETCH, RECOMPUTE or backward for which this does not hold.
     """
-    if not schedule.ops & {*MOVES, Op.RECOMPUTE}:
+    if not schedule.ops & RESIDUAL_OPS:
         return
     state: dict[tuple[int, int | None], str] = {}
-    dropped = recomputed(schedule)
+    dropped, unread = schedule.recomputed, "read by no backward" if schedule.forward_only else ""
     for position, instruction in walk(schedule):
         for part in parts_of(instruction):
-            if fault := _move(state, part, dropped):
+            if fault := _move(state, part, dropped, unread):
                 raise fault_at(schedule, position, fault)
 
 
 def _move(
-    state: dict[tuple[int, int | None], str], part: Instruction, dropped: frozenset[tuple[int, int | None]]
+    state: dict[tuple[int, int | None], str],
+    part: Instruction,
+    dropped: frozenset[tuple[int, int | None]],
+    unread: str,
 ) -> str:
     op, key = part.op, (part.stage, part.microbatch)
     now = state.get(key, "not computed yet")
     if op is Op.F:
-        state[key] = "dropped" if key in dropped else "here"
+        state[key] = unread or ("dropped" if key in dropped else "here")
     elif op is Op.OFFLOAD:
         if now != "here":
             return f"the residuals to offload are {now}, expected them as their forward left them"

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..dataflow import PRODUCT, Dataflow
 from ..errors import ScheduleError, fault_at, last_place, schedule_error
-from ..instruction import COMMUNICATION, SENDS, Instruction, Op, parts_of
+from ..instruction import COMMUNICATION, SENDS, WITHOUT_VALUE, Instruction, Op, parts_of
 from ..schedule import Schedule, Step
 
 Position = tuple[int, int, int]  # rank, step, place
@@ -124,7 +124,7 @@ def _kinds(flow: Dataflow, record: OrderRecord) -> dict[tuple[Op, int, int | Non
                 lack = "it needs {}, but its receive has not been posted before"
                 needs += ((record.receives[flow.message(value, stage)], value, lack),)
         product = flow.output(stage, 0) + PRODUCT[op]
-        makes: _Makes = (record.made[product],) if op not in (Op.W, Op.RECOMPUTE) else ()
+        makes: _Makes = (record.made[product],) if op not in WITHOUT_VALUE else ()
         makes += (record.weights[product],) if op in (Op.B, Op.W) else ()
         kinds[op, stage, None] = needs, makes
     return kinds
