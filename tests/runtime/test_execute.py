@@ -16,7 +16,7 @@ from ppfunc.runtime.call.arguments import RawArguments, read_arguments
 from ppfunc.runtime.errors import StepFailed
 from ppfunc.runtime.execution.buffers import Buffers, Tag
 from ppfunc.runtime.execution.execute import execute, fill
-from ppfunc.runtime.lowering.calls import load
+from ppfunc.runtime.lowering.compile import load
 from ppfunc.runtime.lowering.lower import BATCH
 from ppfunc.stage import FlatProgram
 from tests.models import dense, problem, squared

@@ -63,13 +63,12 @@ def captured(
 
     def backward_weight(rest: tuple[_Lease]) -> Gradients:
         (lease,) = rest
-        slot = lease.slot
-        run = partial(flat.backward_weight, slot.results["backward_input"][1])
+        run = partial(flat.backward_weight, lease.slot.results["backward_input"][1])
 
         def outside() -> Any:
-            return flat.backward_weight(flat.backward_input(unrecorded(lease), slot.gy)[1])
+            return flat.backward_weight(flat.backward_input(unrecorded(lease), lease.slot.gy)[1])
 
-        return _fresh(slot.run("backward_weight", run, outside))
+        return _fresh(lease.slot.run("backward_weight", run, outside))
 
     functions: Any = forward, backward, backward_input, backward_weight
     for function, traced in zip(functions, flat, strict=True):

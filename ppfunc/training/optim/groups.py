@@ -95,9 +95,7 @@ def divided(
     def numbers_of(treedef: PyTreeSpec, kinds: tuple[tuple[int, torch.dtype], ...]) -> list[int]:
         """Return the group of every parameter."""
         pairs = zip(names_in(treedef), kinds, strict=True)
-        return [
-            group_of(name, ParameterKind(*kind)) if differentiable(kind[1]) else 0 for name, kind in pairs
-        ]
+        return [group_of(n, ParameterKind(*kind)) if differentiable(kind[1]) else 0 for n, kind in pairs]
 
     def divisions(params: Tree, *trees: Tree) -> tuple[list[list[Tree]], list[int]]:
         """Divide trees like the parameters; also return the group of every leaf."""
@@ -115,10 +113,8 @@ def divided(
         if not isinstance(state, dict) or list(state) != names:
             raise ValueError(f"state: got {shown(state)}, expected the groups {', '.join(names)}")
         trees, numbers = divisions(params, grads)
-        results = [
-            o.update(g, state[name], p, found_inf=found_inf)
-            for name, o, p, g in zip(names, every, *trees, strict=True)
-        ]
+        groups = zip(names, every, *trees, strict=True)
+        results = [o.update(g, state[name], p, found_inf=found_inf) for name, o, p, g in groups]
         treedef = tree_flatten(params)[1]
         columns: list[list[Any]] = [treedef.flatten_up_to(new) for new, _ in results]
         new = treedef.unflatten(columns[number][n] for n, number in enumerate(numbers))
