@@ -335,12 +335,11 @@ def _finished(candidate: Candidate, p: Problem, bound: Bound, order: Order, foun
     value = timeline.makespan if p.objective == "makespan" else timeline.span
     taken = [sum(candidate.costs.of("parameters", s) for s in stages) for stages in p.stages_by_rank]
     memory = tuple(a + b for a, b in zip(timeline.peak_activations, taken, strict=True))
-    gap = float(value / bound.value) - 1 if bound.value else 0.0
     return Plan(
         schedule,
         value,
         bound,
-        max(0.0, gap),
+        max(0.0, float(value / bound.value) - 1) if bound.value else 0.0,
         memory,
         timeline,
         p.objective,

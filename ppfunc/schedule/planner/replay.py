@@ -51,12 +51,11 @@ def replay(d: Direction, order: Order, manner: Manner = Manner()) -> Replayed:  
     duration, change, readers, code_of, following = d.duration, d.change, d.readers, d.code, d.following
     lazy, hold = manner.lazy, manner.hold
     rests, words = [word[:] for word in order], tuple(Word() for _ in order)
-    missing, nexts = d.missing[:], d.first[:]
+    missing, nexts, free, held = d.missing[:], d.first[:], list(d.release), [0] * d.ranks
     arrivals: list[Number] = [inf if count else hold.get(i, 0) for i, count in enumerate(missing)] + [inf]
     so_far: dict[int, Number] = {}  # of items that wait for more
     links: list[Number] = [0] * (2 * d.ranks)  # when each is free
     due = [arrivals[item] for item in nexts]  # of no item, -1, never
-    free, held = list(d.release), [0] * d.ranks
     wake: list[Number] = [0] * d.ranks  # where a rank sleeps: until when
     events = sorted((time, rank) for rank, time in enumerate(free))  # a heap of the times at which ranks look
     while events:
