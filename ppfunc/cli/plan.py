@@ -99,8 +99,21 @@ def _in_parts(costs: Costs) -> Costs:
     return apart if all(isclose(apart.backward_of(s), costs.backward_of(s)) for s in range(stages)) else costs
 
 
+def _require_effect(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for an option that changes nothing without another one."""
+    for name, other in (
+        ("recompute", "cap"),
+        ("offload", "cap"),
+        ("checkpoint", "recompute"),
+        ("fetch", "offload"),
+    ):
+        if getattr(arguments, name) is not None and getattr(arguments, other) is None:
+            raise ValueError(f"--{name} changes nothing without --{other}: give that too, or leave it out")
+
+
 def _planned(arguments: argparse.Namespace) -> Plan:
     """Search until the effort is spent or Ctrl-C; return the best plan so far."""
+    _require_effect(arguments)
     with _interrupted() as interrupted:
         return plan(
             arguments.ranks,
@@ -163,5 +176,6 @@ def _figures(best: Plan) -> dict[str, Any]:
         "span_bubble": timeline.span_bubble,
         "peak_activations": list(timeline.peak_activations),
         "placement": list(best.schedule.placement),
+        "found": best.found,
         **({} if best.partition is None else {"boundaries": list(best.partition.boundaries)}),
     }

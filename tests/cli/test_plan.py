@@ -32,7 +32,7 @@ def test_json_has_all_figures(run):
     )
     figures = json.loads(out)
     names = "objective value bound gap binds span makespan bubble span_bubble peak_activations placement"
-    assert list(figures) == names.split()
+    assert list(figures) == [*names.split(), "found"]
     assert figures["objective"] == "makespan" and figures["value"] == figures["makespan"] >= figures["bound"]
     assert max(figures["peak_activations"]) <= 4 and len(figures["placement"]) in (4, 8)
 
@@ -64,6 +64,9 @@ def test_costs_come_from_a_file_or_from_options(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--cap", 4, "--fetch", 1), "--fetch changes nothing without --offload: give that too, or leave it"),
+        (("--cap", 4, "--checkpoint", 0.1), "--checkpoint changes nothing without --recompute"),
+        (("--recompute", 1), "--recompute changes nothing without --cap"),
         (("--cap", 0.5), "one microbatch and the parameters of rank 0 take 1"),
         (("--out", "plan.png"), "ends in '.png', expected one of .csv, .json, .svg"),
         (("--out", "/nowhere/at/all.csv"), "no directory /nowhere/at, make it first"),

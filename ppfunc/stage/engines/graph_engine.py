@@ -101,6 +101,9 @@ def graph(
     if len(stage) == 1:
         got = f"{stage[0]!r} and no example"
         raise TypeError(f"graph got {got}; its options have names, as in graph(remat='full')")
+    for name, flag in {"compile": compile, "cuda_graphs": cuda_graphs, "dynamic": dynamic}.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: got {flag!r}, expected True or False")
     from .traced import traced  # a tenth of this package, for steps that are made
 
     if dynamic and (compile or cuda_graphs):

@@ -282,6 +282,11 @@ def test_options_of_the_graph_engine_have_names():
             graph(wrong)
 
 
+def test_flags_of_the_graph_engine_are_true_or_false():
+    with pytest.raises(TypeError, match="dynamic: got 'yes', expected True or False"):
+        graph(dynamic="yes")
+
+
 def test_numpy_goes_to_eager():
     def counted(w, x):
         return x @ w * float(x.detach().numpy().shape[0])
