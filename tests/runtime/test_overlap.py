@@ -62,7 +62,7 @@ def test_interleaved_gives_the_same_bits(engine, name):
 
 @pytest.mark.compiler
 def test_interleaved_compiled_agrees():
-    schedule = pp.dualpipev(2, 6)
+    schedule = pp.dualpipev(1, 3)
     compiled = run(schedule, pp.engines.graph(compile=True), pp.interleaved())
     for mine, wanted in zip(
         optree.tree_leaves(compiled), optree.tree_leaves(run(schedule, pp.engines.graph, None)), strict=True
