@@ -109,16 +109,10 @@ def test_any_tensors_arrive_whichever_is_waited_for_first():
 
 def test_memory_is_that_of_the_messages_under_way():
     """Slots are used again, and those are given up that became too small."""
-    sender, receiver = route()
+    ends = route()
     for size in [*range(1000, 400_000, 9001), *range(400_000, 0, -20001), *range(1000, 400_000, 30001)]:
-        sent = [torch.full((size // n,), n, dtype=torch.uint8) for n in (1, 2, 3)]
-        for tensor in sent:
-            sender.send([tensor], 1, 0)
-        for tensor in sent:
-            into, work = received(receiver, tensor)
-            work.wait()
-            assert torch.equal(into, tensor)
-    assert memory_of(receiver) <= 3 * (1.25 * 400_000 + 4096)
+        burst(ends, size, size // 2, size // 3)
+    assert memory_of(ends[1]) <= 3 * (1.25 * 400_000 + 4096)
 
 
 def test_a_small_message_takes_no_large_slot():
