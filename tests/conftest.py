@@ -129,11 +129,12 @@ class Processes:
             theirs.close()
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """Ask every process to run ``function``."""
-        if self._job and self._job % _JOBS == 0:
+        """Ask every process to run ``function``. Where one has ended, as a test may have it, all begin anew."""
+        dead = not all(worker.is_alive() for worker in self.workers)
+        if dead or self._job and self._job % _JOBS == 0:
             self.close()
             self._begin()
-        if self._job % _JOBS == 0:
+        if dead or self._job % _JOBS == 0:
             self._join()
         self._signal(signal.SIGCONT)
         self._job += 1
@@ -231,7 +232,7 @@ def _work(rank: int, size: int, meeting: str, end: Connection) -> None:
         except Exception as error:
             error.add_note("".join(traceback.format_exception(error)))
             answer = error
-        except pytest.fail.Exception as error:  # that of pytest.raises, no Exception
+        except (pytest.fail.Exception, KeyboardInterrupt) as error:  # that of pytest.raises, no Exception
             answer = AssertionError("".join(traceback.format_exception(error)))
         end.send((job, answer))
 

@@ -69,8 +69,9 @@ def trains_on(rank, ranks, steps, victims, seed):
     with pp.P2P(timeout=30) as transport:
         step = pp.value_and_grad([stage] * ranks, squared, pp.one_f_one_b(ranks, 4), transport)
         step(params, inputs, targets)
+        striker = threading.Thread(target=strike, daemon=True)
         if rank in victims:
-            threading.Thread(target=strike, daemon=True).start()
+            striker.start()
         while len(losses) < steps and not told:
             try:
                 inside[0] = True
@@ -89,6 +90,9 @@ def trains_on(rank, ranks, steps, victims, seed):
             finally:
                 inside[0] = False
         stop.set()
+        for thread in threading.enumerate():  # nor may what is sent later strike who comes next
+            if thread is striker or isinstance(thread, threading.Timer):
+                thread.join()
     return losses, failures, told
 
 
