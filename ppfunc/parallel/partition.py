@@ -1,12 +1,10 @@
 """Cut the layers of a model into stages: a partition is the boundaries between them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass
 from itertools import accumulate, pairwise
-from typing import Literal, TypeVar
+from typing import Literal, Self, TypeVar
 
 from .counts import require_counts
 
@@ -57,7 +55,7 @@ class Partition:
             )
 
     @classmethod
-    def from_sizes(cls, sizes: Iterable[int], allow_empty: bool = False) -> Partition:
+    def from_sizes(cls, sizes: Iterable[int], allow_empty: bool = False) -> Self:
         """Make the partition with so many layers in each stage: ``Partition.from_sizes((2, 3))``."""
         return cls(tuple(accumulate(sizes, initial=0)), allow_empty)
 

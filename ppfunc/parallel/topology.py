@@ -1,7 +1,5 @@
 """Arrange ranks on a grid with named axes, by integer arithmetic."""
 
-from __future__ import annotations
-
 import keyword
 import math
 from collections import namedtuple
@@ -53,12 +51,12 @@ class Topology:
         require_counts(**dict(zip(self.axes, self.sizes, strict=True)))
 
     @classmethod
-    def of(cls, **sizes: int) -> Topology:
+    def of(cls, **sizes: int) -> "Topology":
         """Make the topology with these axes in this order: ``Topology.of(pipe=2, data=3)``."""
         return cls(tuple(sizes), tuple(sizes.values()))
 
     @classmethod
-    def parse(cls, text: str) -> Topology:
+    def parse(cls, text: str) -> "Topology":
         """Read a topology as ``str`` writes it: ``Topology.parse("pipe=2,data=3")``.
 
         Raises:

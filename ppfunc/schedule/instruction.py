@@ -1,7 +1,5 @@
 """Define the instruction of a schedule: an operation, a stage, a microbatch."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -79,7 +77,7 @@ class Instruction(NamedTuple):
     microbatch: int | None = None
     peer: int | None = None
     slot: int | None = None
-    parts: tuple[Instruction, ...] = ()
+    parts: "tuple[Instruction, ...]" = ()
 
     def __str__(self) -> str:
         op, stage, microbatch, peer, slot, parts = self

@@ -1,7 +1,5 @@
 """Record ``torch.cond`` and ``while_loop`` as one operator, whose functions are traces of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

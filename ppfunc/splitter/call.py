@@ -1,9 +1,7 @@
 """Read how a model is called: tensors in its arguments are the inputs of a step, the rest is constant."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from optree import PyTreeSpec
@@ -36,7 +34,7 @@ class CallForm(NamedTuple):
     kind: str
 
     @classmethod
-    def of(cls, args: Any, kwargs: Mapping[str, Any] | None) -> tuple[CallForm, tuple[torch.Tensor, ...]]:
+    def of(cls, args: Any, kwargs: Mapping[str, Any] | None) -> tuple[Self, tuple[torch.Tensor, ...]]:
         """Read the form of a call, and its tensors.
 
         Args:
@@ -68,7 +66,7 @@ class CallForm(NamedTuple):
         form = cls(treedef, constants, places, tree_structure(inputs), kind)
         return form, tuple(leaves[i] for i in places)
 
-    def with_changes(self, changes: Changes) -> CallForm:
+    def with_changes(self, changes: Changes) -> "CallForm":
         """Return the form of a call with other constants."""
         constants = list(self.constants)
         for place, value in changes:

@@ -1,7 +1,5 @@
 """Cut a trace into stages: what each computes, or computes again, and the values that cross."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -84,7 +82,7 @@ def _state_buffers(trace: Trace) -> dict[str, int]:
     return {name: stage for name, (stage,) in homes.items()}
 
 
-def _require_homes(cutter: _Cutter, state: Mapping[str, int]) -> None:
+def _require_homes(cutter: "_Cutter", state: Mapping[str, int]) -> None:
     """Raise unless every memory that is written into is written by the stage that makes it."""
     for name, stage in state.items():
         if (home := cutter.homes[name]) != stage:

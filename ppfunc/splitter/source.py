@@ -1,7 +1,5 @@
 """Keep the code of the stages of a model, which is traced once for every form of its inputs."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
@@ -52,7 +50,7 @@ class Source:
         self._structure = ModuleStructure.of(model.modules())
         self._moved: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
 
-    def with_buffers(self, loaded: Mapping[str, Tensor]) -> Source:
+    def with_buffers(self, loaded: Mapping[str, Tensor]) -> "Source":
         """Return the source of the same code with other buffers."""
         other = copy(self)
         other.loaded = {**self.loaded, **loaded}

@@ -1,13 +1,11 @@
 """Trace one call of a model without values."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from optree import PyTreeSpec
@@ -99,7 +97,7 @@ class Tensors(NamedTuple):
     places: Mapping[str, str]
 
     @classmethod
-    def of(cls, model: nn.Module) -> Tensors:
+    def of(cls, model: nn.Module) -> Self:
         """Collect the tensors of the model as they are now."""
         params = {name: p for name, p in model.named_parameters() if not is_subclass(p)}
         known = set(map(id, params.values()))

@@ -3,8 +3,6 @@
 Steps ask whether stages are a `Split`. The modules that trace are imported when a model is split, or loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -50,7 +48,7 @@ class Split:
     skips: tuple[tuple[int, int], ...]
     unused: tuple[str, ...]
     at: tuple[str, ...]
-    _source: Source = field(repr=False)
+    _source: "Source" = field(repr=False)
 
     def __repr__(self) -> str:
         sizes = ", ".join(
@@ -83,7 +81,7 @@ class Split:
         stages: Iterable[int] | None = None,
         *,
         dtype: torch.dtype | None = None,
-    ) -> Split:
+    ) -> "Split":
         """Read the weights of some stages from files.
 
         A model on ``meta`` is never materialised whole.

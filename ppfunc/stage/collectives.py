@@ -2,8 +2,6 @@
 any order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import lcm
 from typing import Any, NamedTuple
@@ -156,11 +154,11 @@ class _Collective(NamedTuple):
         return _MAPS[self.kind](self, x)
 
     @property
-    def transpose(self) -> _Collective:
+    def transpose(self) -> "_Collective":
         return self._replace(kind=_TRANSPOSES.get(self.kind, self.kind), axes=self.axes[::-1])
 
     @property
-    def batched(self) -> _Collective:
+    def batched(self) -> "_Collective":
         """Return the same map for tensors with one more axis in front."""
         return self._replace(axes=tuple(axis + 1 for axis in self.axes))
 

@@ -6,9 +6,7 @@ see `masks`. A mask of several rows is cut along axis 0 as other inputs are; one
 or ``H=None`` is the same for all rows or heads.
 """
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import optree
 import torch
@@ -53,7 +51,7 @@ class MaskParts(NamedTuple):
     rest: Constant
 
     @classmethod
-    def of(cls, mask: Any) -> MaskParts:
+    def of(cls, mask: Any) -> Self:
         """Take a block mask apart."""
         attributes, function = {**vars(mask)}, MaskFunction.of(mask)
         del attributes["mask_mod"]

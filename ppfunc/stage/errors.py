@@ -1,7 +1,5 @@
 """Name the stage, the reason and the mend where a stage cannot be served as it is written."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 import warnings
@@ -22,7 +20,7 @@ class StageError(RuntimeError):
         super().__init__(f"{stage}: {reason.rstrip('.')}." + (f" Instead: {instead}." if instead else ""))
         self.stage, self.reason, self.instead = stage, reason, instead
 
-    def __reduce__(self) -> tuple[type[StageError], tuple[str, str, str]]:
+    def __reduce__(self) -> "tuple[type[StageError], tuple[str, str, str]]":
         return type(self), (self.stage, self.reason, self.instead)
 
 

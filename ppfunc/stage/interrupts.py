@@ -1,7 +1,5 @@
 """Delay signals where what their handlers raise would tear a step apart, or abort the process."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading
@@ -18,7 +16,7 @@ _LATER = 0.05  # seconds for a result to reach the caller
 
 
 class _Thread(threading.local):
-    held: hold_interrupts | None = None
+    held: "hold_interrupts | None" = None
 
 
 this_thread = _Thread()

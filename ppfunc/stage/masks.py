@@ -10,9 +10,7 @@ operators than those of single elements is called for all indices: it is a table
 large as the scores that it masks.
 """
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -44,7 +42,7 @@ class MaskFunction:
         self.program, self.tensors, self.rows = program, tensors, rows
 
     @classmethod
-    def of(cls, mask: Any) -> MaskFunction:
+    def of(cls, mask: Any) -> Self:
         """Record the function of a block mask."""
         from torch.nn.attention.flex_attention import create_mask
 

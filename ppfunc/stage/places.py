@@ -1,7 +1,5 @@
 """Find the place of a call in the user's code, its line and its module, also in a program that was traced."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Mapping

@@ -3,13 +3,11 @@
 A program consists of the pure functions that forward and backward of one stage are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import nn
@@ -45,7 +43,7 @@ class Example:
     @classmethod
     def of(
         cls, example: tuple[Any, ...], device: torch.device | str | None = None, *, targeted: bool = False
-    ) -> Example:
+    ) -> Self:
         """Read ``(params, x, *extras)``: signatures, or trees of tensors; of DTensors the parts of this rank.
 
         The stage computes on ``device``, by default that of the first tensor of the example with values, else

@@ -6,8 +6,6 @@ Dictionaries are read in the order of their keys, which is part of the structure
 is a node without leaves.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterable

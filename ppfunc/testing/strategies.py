@@ -11,8 +11,6 @@ For property tests of anything that works on schedules: an engine of your own, a
 >>> test_every_schedule_is_proved()
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable
 from functools import cache
@@ -36,7 +34,7 @@ def schedules(
     max_microbatches: int = 8,
     max_chunks: int = 3,
     lowered: bool | None = None,
-) -> SearchStrategy[Schedule]:
+) -> "SearchStrategy[Schedule]":
     """Draw valid schedules of the builders, with every combination of arguments that they accept.
 
     Args:

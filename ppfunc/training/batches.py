@@ -1,7 +1,5 @@
 """Read the arguments of the steps of one call of a trainer, and divide its results by step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple

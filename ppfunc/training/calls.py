@@ -1,7 +1,5 @@
 """Run the calls of a trainer under one schedule, and remember from call to call which state is known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -93,7 +91,7 @@ class Calls:
         self.idle: dict[int, list[Reducer]] = {}
         self._trees: dict[int, StageTrees] = {}  # of the last state
 
-    def under(self, schedule: Schedule) -> Calls:
+    def under(self, schedule: Schedule) -> "Calls":
         """Return the calls under another schedule, with the same programs.
 
         Raises:

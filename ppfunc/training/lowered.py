@@ -1,7 +1,5 @@
 """Show a training step from shapes alone: its text, its memory with parameters and optimizer, its cost."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

@@ -6,8 +6,6 @@ in the step in which the ranks meet: the first, and the one after a failure. Not
 operators do inside, hooks on gradients, shapes that come later, and ranks that were given other shapes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256

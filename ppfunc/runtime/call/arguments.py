@@ -1,7 +1,5 @@
 """Read and check the arguments of one call of a step function, and compare their form with the last one."""
 
-from __future__ import annotations
-
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence

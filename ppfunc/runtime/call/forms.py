@@ -3,14 +3,12 @@
 Every step compares its trees with the form of its program, so comparing has to be fast.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from numbers import Integral
 from operator import add, gt
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from einops import rearrange
@@ -36,10 +34,10 @@ class NestedDicts(NamedTuple):
     """
 
     keys: list[Any] | int
-    below: list[NestedDicts | None] | None
+    below: "list[NestedDicts | None] | None"
 
     @classmethod
-    def of(cls, treedef: PyTreeSpec, levels: int = 32) -> NestedDicts | None:
+    def of(cls, treedef: PyTreeSpec, levels: int = 32) -> Self | None:
         """Read a structure; None if it has other nodes, or more levels."""
         if treedef.type not in (dict, list) or not levels:
             return None

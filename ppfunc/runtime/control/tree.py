@@ -1,10 +1,8 @@
 """Exchange messages between ranks, directly and along a binary tree."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from ..errors import AgreementError
 
@@ -80,7 +78,7 @@ class RankTree(NamedTuple):
     children: Sequence[int]
 
     @classmethod
-    def over(cls, members: Sequence[int], rank: int) -> RankTree:
+    def over(cls, members: Sequence[int], rank: int) -> Self:
         """Return the tree as ``rank`` sees it, over ranks in this order.
 
         >>> RankTree.over((0, 4, 8, 12), 4).neighbours

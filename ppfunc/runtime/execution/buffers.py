@@ -1,7 +1,5 @@
 """Hold the memory of one call of a compiled step: made for the call, dropped with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -133,7 +131,7 @@ class Buffers:
     left_out: frozenset[int] = frozenset()
     scale: torch.Tensor | None = None
     microbatch_offset: int = 0
-    update: ParameterUpdate | None = None
+    update: "ParameterUpdate | None" = None
     compared: list[Compared] = field(default_factory=list)
     pending: dict[Tag, Any] = field(default_factory=dict)
 

@@ -1,7 +1,5 @@
 """Show lowered steps to people: their text, memory, cost and results, from shapes alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial, reduce
@@ -129,7 +127,7 @@ class LoweredFunction(Shown):
         self.step, self._runner = step, runner
         self._compile = partial(compile_step, step, programs, transport)
 
-    def compile(self) -> CompiledFunction:
+    def compile(self) -> "CompiledFunction":
         """Build the stage programs and the list of calls.
 
         Raises:

@@ -1,7 +1,5 @@
 """Note the storages that live while calls run without values, what for, and the most at once."""
 
-from __future__ import annotations
-
 import weakref
 from bisect import bisect_right
 from collections import Counter

@@ -4,8 +4,6 @@ The calls are those of a step that runs, so that values live as long. Traced pro
 (:mod:`ppfunc.stage.engines.tracing.replay`), those of other engines run as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate, chain

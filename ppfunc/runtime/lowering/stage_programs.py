@@ -7,8 +7,6 @@ not share programs, so that a new one traces the values of its time. The step fu
 share them.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -79,7 +77,7 @@ class StageCall(NamedTuple):
         return tuple(map(Signature.of, self.example[1:]))
 
     @property
-    def sizeless(self) -> StageCall:
+    def sizeless(self) -> "StageCall":
         """Return what is equal for calls that differ in sizes of inputs and extras alone."""
         no_sizes = [
             replace(tree, leaves=tuple(replace(leaf, shape=(0,) * len(leaf.shape)) for leaf in tree.leaves))
@@ -118,7 +116,7 @@ class _Evaluated(NamedTuple):
         """Tell whether the modules are as they were."""
         return self.modules is None or (self.modules.same() and self.trained == _trained(self.outline))
 
-    def of(self, numbers: Numbers, call: StageCall) -> _Evaluated:
+    def of(self, numbers: Numbers, call: StageCall) -> "_Evaluated":
         """Return the evaluation for numbers in the place of symbols, and its program."""
         evaluation, symbolic = numbers(self.outline), self.programs[0]
         example = Example.of(call.example, call.device, targeted=call.function.targeted)

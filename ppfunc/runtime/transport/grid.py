@@ -1,7 +1,5 @@
 """Name the ranks that train together on the axes of a DeviceMesh."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 

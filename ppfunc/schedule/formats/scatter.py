@@ -1,7 +1,5 @@
 """Draw schedules as points: how long ranks wait to the right, how much memory they need upwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from math import hypot
 from typing import NamedTuple
@@ -160,7 +158,7 @@ class _Box(NamedTuple):
     right: float
     bottom: float
 
-    def covers(self, other: _Box) -> bool:
+    def covers(self, other: "_Box") -> bool:
         return (
             self.left < other.right
             and other.left < self.right

@@ -28,12 +28,10 @@ can save is found apart for both, as a fractional knapsack; together they save n
 that. The least span in which the rest fits is the bound.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from ..arguments import require_type
 from ..costs import Costs, Number
@@ -100,7 +98,7 @@ def bound_of(problem: Problem) -> Bound:
     return best._replace(value=problem.time_of(best.value))
 
 
-def _areas(p: Problem, chain: _Path) -> Iterator[Bound]:
+def _areas(p: Problem, chain: "_Path") -> Iterator[Bound]:
     """Yield the bound of every rank by its memory over time, where residuals may go other ways."""
     m, way = p.microbatches, [chain.end[-1 - s] - chain.start[s] for s in range(len(p.place))]  # F to I
     for rank, (stages, work, cap) in enumerate(zip(p.stages_by_rank, p.work, p.cap, strict=True)):
@@ -149,7 +147,7 @@ class _Path(NamedTuple):
     length: list[Number]
 
     @classmethod
-    def of(cls, p: Problem) -> _Path:
+    def of(cls, p: Problem) -> Self:
         lengths = [*p.forward, *reversed(p.backward)]
         gaps = [0, *p.down[:-1], 0, *p.up[:0:-1]]
         end = list(accumulate(length + gap for length, gap in zip(lengths, gaps, strict=True)))
@@ -190,7 +188,7 @@ class _Window(NamedTuple):
     end: list[Number]
 
     @classmethod
-    def of(cls, p: Problem, chain: _Path, stages: Sequence[int], cap: int) -> _Window:
+    def of(cls, p: Problem, chain: _Path, stages: Sequence[int], cap: int) -> Self:
         at = [*stages, *(2 * len(p.place) - 1 - s for s in reversed(stages))]
         start, end, length = ([times[c] for c in at] for times in chain)
         weight, held, kept = (tuple(values[s] for s in stages) for values in (p.weight, p.held, p.kept))

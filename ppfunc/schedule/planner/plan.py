@@ -13,8 +13,6 @@ The way of a plan, and where each part lives:
   is used up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,7 +20,7 @@ from itertools import zip_longest
 from math import inf
 from numbers import Real
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from ppfunc.parallel.partition import Partition
 
@@ -224,7 +222,7 @@ class _Attempt(NamedTuple):
         effort: float,
         stop: Callable[[], bool],
         bases: Sequence[Plan] = (),
-    ) -> _Attempt:
+    ) -> Self:
         forwards, _ = directions(p)
         given = _in_turns(list(_based(p, bases, candidate.name)))
         for orders in (builder_orders(p, forwards, candidate.costs, cap), spaced_orders(p, forwards)):

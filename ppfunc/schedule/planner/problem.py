@@ -2,8 +2,6 @@
 units.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from math import lcm
@@ -89,7 +87,7 @@ class Problem(NamedTuple):
         """Tell whether residuals of any stage may move or be computed again."""
         return any(time is not None for time in (*self.again, *self.out))
 
-    def roomy(self) -> Problem:
+    def roomy(self) -> "Problem":
         """Return the problem in which all activations fit, and stay."""
         whole = [self.microbatches * sum(self.held[s] for s in stages) for stages in self.stages_by_rank]
         none = (None,) * len(self.place)
@@ -144,7 +142,7 @@ def _on(rank: int, cap: Cap) -> Number:
     return cap[rank] if isinstance(cap, Sequence) else cap
 
 
-def _exact(value: Number) -> Fraction:
+def _exact(value: Number) -> "Fraction":
     from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
 
     return Fraction(value if isinstance(value, Rational) else float(value))

@@ -3,8 +3,6 @@
 Left out is what may differ where the program is the same: names of groups, numbers of devices, paths.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterable, Sequence

@@ -10,8 +10,6 @@ that they equal::
     flex_attention          its scores as a matrix
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

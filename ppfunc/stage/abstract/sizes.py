@@ -3,8 +3,6 @@
 Sizes that vary are symbols. What is decided by them is noted, and decided again for other sizes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Reduce a stage to a function of its differentiable leaves, which engines differentiate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps

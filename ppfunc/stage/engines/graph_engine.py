@@ -1,7 +1,5 @@
 """Trace forward and backward of a stage once, and cut the trace by dependency: the default engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
@@ -19,14 +17,14 @@ def graph(fn: Callable[..., Any], example: tuple[Any, ...], **request: Any) -> S
 
 @overload
 def graph(
-    *, remat: Remat = "cheap", compile: bool = False, cuda_graphs: bool = False, dynamic: bool = False
+    *, remat: "Remat" = "cheap", compile: bool = False, cuda_graphs: bool = False, dynamic: bool = False
 ) -> Engine:
     """Return the engine with these options."""
 
 
 def graph(
     *stage: Any,
-    remat: Remat = "cheap",
+    remat: "Remat" = "cheap",
     compile: bool = False,
     cuda_graphs: bool = False,
     dynamic: bool = False,

@@ -1,7 +1,5 @@
 """Make the programs of the graph engine: trace a stage, clean the trace, cut it, write its parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import zip_longest

@@ -3,14 +3,12 @@
 A call leaves its module unmodified. :class:`ModuleStructure` detects what others change in it.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, filterfalse, starmap
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -282,7 +280,7 @@ class ModuleStructure(NamedTuple):
     then: list[Any]
 
     @classmethod
-    def of(cls, modules: Iterable[nn.Module], *names: str) -> ModuleStructure:
+    def of(cls, modules: Iterable[nn.Module], *names: str) -> Self:
         """Note submodules and hooks of modules, and their attributes ``forward`` and ``names``, as of now."""
         attributes = [vars(module) for module in modules]
         held = [d for each in attributes for name in _STRUCTURE if isinstance(d := each.get(name), dict)]

@@ -1,7 +1,5 @@
 """Lay parameters over the ranks of a mesh: modules by torch's plans, as stages, and any trees by a rule."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +40,7 @@ tensor.
 def parallelize(
     module: nn.Module,
     mesh: DeviceMesh,
-    plan: Mapping[str, ParallelStyle] | ParallelStyle,
+    plan: "Mapping[str, ParallelStyle] | ParallelStyle",
     *,
     inputs: Any = None,
     outputs: Any = None,

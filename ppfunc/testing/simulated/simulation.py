@@ -1,7 +1,5 @@
 """Run a function on every rank of a simulated network, each with a transport of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -72,11 +70,11 @@ class Simulated:
         """Count the operations that each rank has begun; faults strike at these."""
         return tuple(member.operations for member in self._network.members)
 
-    def transport(self, rank: int) -> SimulatedTransport:
+    def transport(self, rank: int) -> "SimulatedTransport":
         """Return the transport of a rank; it sends messages in ``run`` only."""
         return self._transports[rank]
 
-    def run(self, function: Callable[[int, SimulatedTransport], Any]) -> list[RankResult]:
+    def run(self, function: "Callable[[int, SimulatedTransport], Any]") -> list[RankResult]:
         """Call ``function(rank, transport)`` on every rank, until all have ended.
 
         Returns:

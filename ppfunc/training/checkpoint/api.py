@@ -1,7 +1,5 @@
 """Save and load training states: ``save``, ``save_async`` and ``load``."""
 
-from __future__ import annotations
-
 import atexit
 import threading
 import warnings
@@ -87,7 +85,7 @@ def save_async(
     names: Names = None,
     group: Group = None,
     run: str | None = None,
-) -> Saving:
+) -> "Saving":
     """Begin to save a state as :func:`save` does. Return once it is copied to the memory of the host.
 
     A thread does the rest, over a process group of its own, while training goes on. One save is under way at

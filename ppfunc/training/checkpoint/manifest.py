@@ -1,13 +1,11 @@
 """Write and read ``manifest.json``: what a checkpoint holds, and the sign that it is whole."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -32,7 +30,7 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def of_whole(cls, shape: Iterable[int]) -> Box:
+    def of_whole(cls, shape: Iterable[int]) -> Self:
         """Make the box of a whole tensor."""
         sizes = tuple(shape)
         return cls((0,) * len(sizes), sizes)
@@ -41,13 +39,13 @@ class Box(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
+    def within(self, outer: "Box") -> tuple[slice, ...]:
         """Return the slices of this box in a tensor that holds ``outer``."""
         return tuple(
             slice(a - b, a - b + n) for a, b, n in zip(self.offset, outer.offset, self.shape, strict=True)
         )
 
-    def __and__(self, other: Box) -> Box | None:
+    def __and__(self, other: "Box") -> "Box | None":
         """Intersect two boxes; None where no element is in both.
 
         >>> Box((0, 0), (2, 4)) & Box((1, 2), (5, 5)), Box((0,), (2,)) & Box((2,), (1,))

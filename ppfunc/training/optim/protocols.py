@@ -1,7 +1,5 @@
 """Define optimizers and transforms of gradients: pairs of pure functions."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -83,7 +81,7 @@ class Optimizer(NamedTuple):
 
     init: Callable[[Tree], Tree]
     update: Update
-    clipped: tuple[Clip, Optimizer] | None = None
+    clipped: "tuple[Clip, Optimizer] | None" = None
     text: str | Callable[[], str] = ""
     elementwise: bool = False
     rate: Callable[[Tree, Tensor], Any] | None = None

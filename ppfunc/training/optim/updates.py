@@ -5,8 +5,6 @@ from 1: a pure function of real tensors, in float32 or wider. A kernel runs wher
 update. Under ``torch.func`` transforms and autograd the formula does.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

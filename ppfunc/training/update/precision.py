@@ -1,7 +1,5 @@
 """Choose dtypes of computing, reducing and keeping parameters, and scale the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import reduce
@@ -44,7 +42,7 @@ class Precision:
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     master: torch.dtype | None = None
-    scale: LossScale | None = None
+    scale: "LossScale | None" = None
 
     def __post_init__(self) -> None:
         if self.scale is not None and not isinstance(self.scale, LossScale):

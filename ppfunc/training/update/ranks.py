@@ -1,9 +1,7 @@
 """Decide how parameters are cut over the ranks that train together."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -80,7 +78,7 @@ class TrainingRanks(NamedTuple):
     axes: Axes
 
     @classmethod
-    def of(cls, schedule: Schedule, tied: Tied, transport: Transport) -> TrainingRanks:
+    def of(cls, schedule: Schedule, tied: Tied, transport: Transport) -> Self:
         """Describe the ranks of a transport."""
         mesh, axes, shard = transport.mesh, transport.axes, transport.shard
         every = axes.data_axes
@@ -104,7 +102,7 @@ class TrainingRanks(NamedTuple):
         local_ranks, world = transport.local_ranks(schedule.ranks), transport.collective("world")
         return cls(shard, schedule, local_ranks, tied, dense.ranks, model, world, dense, experts, mesh, axes)
 
-    def on_paper(self, ranks: tuple[int, ...]) -> TrainingRanks:
+    def on_paper(self, ranks: tuple[int, ...]) -> "TrainingRanks":
         """Describe the same ranks, of which this process runs ``ranks``; collectives move nothing."""
         of = CollectiveOnPaper.of
         dense, experts = (Sums(*map(of, sums)) for sums in (self.dense, self.experts))

@@ -1,10 +1,8 @@
 """Describe the trees of a state, which step after step finds alike, and refuse those of another trainer."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from weakref import ref
 
 import torch
@@ -49,7 +47,7 @@ class StageTrees(NamedTuple):
     parted: frozenset[int]
 
     @classmethod
-    def of(cls, rule: UpdateRule, ranks: TrainingRanks, stage: int, state: TrainState) -> StageTrees:
+    def of(cls, rule: UpdateRule, ranks: TrainingRanks, stage: int, state: TrainState) -> Self:
         """Describe the trees of a stage."""
         leaves, treedef = tree_flatten(state.params[stage])
         forms = form_of(leaves, treedef), form_of(*tree_flatten(state.optimizer[stage]))
@@ -63,7 +61,7 @@ class StageTrees(NamedTuple):
         parted = frozenset(n for n, cut in enumerate(cuts) if cut.dim is None and cut.part is not None)
         return cls(*forms, form_of(*tree_flatten(bare)), fixed, trained, cuts, dims, counted, parted)
 
-    def leaves_of(self, stage: int, state: TrainState) -> StageLeaves | None:
+    def leaves_of(self, stage: int, state: TrainState) -> "StageLeaves | None":
         """Return the leaves of the stage of a state, if its trees have these structures; else None."""
         params = leaves_like(state.params[stage], self.params)
         try:  # in half the time, in any order of keys
@@ -91,7 +89,7 @@ class StageLeaves(NamedTuple):
         """Tell whether they have the forms of the trees."""
         return has_form(self.params, self.trees.params) and has_form(self.optimizer, self.trees.optimizer)
 
-    def made(self) -> StageMade:
+    def made(self) -> "StageMade":
         """Return what :func:`note_made` notes of them, which keeps none alive."""
         return StageMade(self.trees, self.update, refs((*self.params, *self.optimizer)))
 

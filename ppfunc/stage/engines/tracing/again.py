@@ -1,7 +1,5 @@
 """Choose what the backward computes again instead of keeping it."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Cut a joint trace into the operators of F, of I and of W."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
@@ -21,7 +19,7 @@ class Block(NamedTuple):
     body: Nodes  # the calls, in order
     results: tuple[Maybe, ...]  # None for no gradient
 
-    def copied(self, graph: Graph, numbers: Numbers | None = None) -> Block:
+    def copied(self, graph: Graph, numbers: Numbers | None = None) -> "Block":
         """Copy the code into another graph under names of its own, with numbers in the place of symbols."""
         copies: dict[Node, Node] = {}
         for node in chain(*self.arguments):

@@ -1,7 +1,5 @@
 """Write parts of a trace as Python functions, for engines and splits: straight-line code on flat tuples."""
 
-from __future__ import annotations
-
 import builtins
 import math
 import threading
@@ -84,12 +82,12 @@ class TracedFunction:
         return function
 
     @cached_property
-    def accumulating(self) -> TracedFunction | None:
+    def accumulating(self) -> "TracedFunction | None":
         """Return the function that adds its first results up, see `_accumulating`; None without use."""
         recipe = _accumulating(self.recipe)
         return None if recipe is None else TracedFunction(recipe)
 
-    def at(self, numbers: Numbers) -> TracedFunction:
+    def at(self, numbers: Numbers) -> "TracedFunction":
         """Return the function for these numbers in the place of symbols."""
         return _Numbered(self, numbers)
 

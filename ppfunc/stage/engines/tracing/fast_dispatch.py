@@ -4,8 +4,6 @@ They make a step of stages of width 64 faster by 1.18 to 1.23, at width 256 by n
 (``tests/benchmarks/stage_time.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,7 +15,7 @@ from .graph import comparable, is_dense, is_tensor, named_arguments
 
 # It returns what its backward needs only in grad mode, outside of which programs run.
 RECORDING = torch.ops.aten.mkldnn_rnn_layer.default
-_FOUND: dict[Hashable, OperatorCall] = {}
+_FOUND: "dict[Hashable, OperatorCall]" = {}
 _MOST_FOUND = 10_000
 
 

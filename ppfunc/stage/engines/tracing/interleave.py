@@ -3,8 +3,6 @@
 `posted_early` does so within one program, `interleave` in one program made of two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from math import inf
 

@@ -1,7 +1,5 @@
 """Trace forward and backward of a stage as one graph of operators."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable
@@ -119,7 +117,7 @@ def recorded(fn: Callable[..., Any], groups: tuple[Leaves, ...], name: str) -> J
 
 
 def _forward_and_backward(
-    stage: DifferentiableStage, record: Record, params: Leaves, x: Leaves, extras: Leaves, gy: Leaves
+    stage: DifferentiableStage, record: "Record", params: Leaves, x: Leaves, extras: Leaves, gy: Leaves
 ) -> Results:
     """Compute outputs, gradients of the parameters and of ``x``."""
     with torch.enable_grad():
@@ -137,7 +135,7 @@ def _forward_and_backward(
     return outputs, stage.dense(gradients[:cut]), contiguous(gradients[cut:])
 
 
-def _without_effects(joint: Joint, record: Record, *groups: Leaves) -> Results:
+def _without_effects(joint: Joint, record: "Record", *groups: Leaves) -> Results:
     """Compute the same results by operators that write into nothing."""
     with torch.no_grad():
         results: Results = torch.func.functionalize(_Rerun(record, joint).run)(*chain(*groups))
@@ -147,7 +145,7 @@ def _without_effects(joint: Joint, record: Record, *groups: Leaves) -> Results:
 class _Rerun(Interpreter):
     """Calls the operators of a trace once more, and tells a record where its forward ends."""
 
-    def __init__(self, record: Record, joint: Joint) -> None:
+    def __init__(self, record: "Record", joint: Joint) -> None:
         super().__init__(module_of(joint.graph))
         self.record = record
 

@@ -10,8 +10,6 @@ run as Python functions, with the same bits. ``PPFUNC_NATIVE`` says when it serv
 ``PPFUNC_CACHE`` names the folder, by default that of torch's own extensions.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

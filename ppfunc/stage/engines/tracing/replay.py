@@ -4,8 +4,6 @@ A :class:`ppfunc.runtime.lowering.ledger.Ledger` notes what is allocated: ``born
 that lives within a function alone, ``make`` makes a tensor that the caller gets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple

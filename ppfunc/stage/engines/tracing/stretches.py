@@ -1,7 +1,5 @@
 """Group the calls of a forward by the modules, or the parameters, that patterns name."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 
