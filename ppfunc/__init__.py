@@ -18,9 +18,11 @@ step, of a program      instructions whose messages are posted together
 program, of a rank      its steps, in order
 schedule                an immutable value: the program of every rank, with placement and chains
 step function           a function that ``value_and_grad`` or a sibling returns; one call is one training step
-engine                  a function that differentiates a stage: ``graph``, ``functional`` or ``eager``
+engine                  a function that differentiates a stage: ``graph``, ``functional`` or ``eager``;
+                        ``graph(dynamic=True)`` traces a stage once for all sizes of its inputs
 stage program           the functions that an engine makes of a stage: forward, backward, its two parts
-residuals               the tensors that the forward of a stage keeps for its backward
+residuals               the tensors that the forward of a stage keeps for its backward; computed again by
+                        ``graph(remat=...)``, ``schedule.insert_recomputes`` or a plan with costs of it
 signature               structure, shapes and dtypes of a tree of tensors, without values
 layout                  the placements of a leaf over the ranks of a mesh: those of a DTensor
 collective              a function over the ranks of an axis that stages may call: ``collectives.psum``, ...

@@ -25,7 +25,7 @@ of its stages beats, a - where no bound is known (several chains)."""
 
 _UNIT = (
     "Costs are those of a rank's share of the model, also where it holds several stages; `ppfunc simulate`"
-    " takes those of a stage."
+    " takes those of a stage, or with --per rank these."
 )
 _SUFFIXES = {"table": (".txt",), "svg": (".svg",), "json": (".json",)}
 
@@ -57,7 +57,7 @@ def add_compare(commands: Any) -> None:
         width="pixels of an svg",
         out="write there instead of to standard output",
     )
-    add_cost_options(comparing, "one rank's share of the model")
+    add_cost_options(comparing, "one rank's share of the model", per=None)
     comparing.add_argument(
         "--format",
         choices=tuple(_SUFFIXES),
@@ -79,7 +79,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     overview = compare_schedules(ranks, microbatches, items or None, costs, cap=arguments.cap, chunks=chunks)
     sizes = () if form == "json" or arguments.cap is not None else ("activation", "parameters")
     unseen = [name for name in sizes if not isinstance(getattr(arguments, name), tuple)]
-    require_effect(arguments, [row.timeline.schedule for row in overview.rows], unseen)
+    planned = any(isinstance(item, Schedule) for item in items)
+    require_effect(arguments, [row.timeline.schedule for row in overview.rows], unseen, planned)
     if form == "svg":
         text = to_scatter(overview, width=arguments.width)
     else:

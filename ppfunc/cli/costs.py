@@ -8,9 +8,10 @@ from typing import Any
 from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.instruction import RESIDUAL_OPS, TAIL, Op
 from ppfunc.schedule.schedule import Schedule
+from ppfunc.schedule.timeline import Timeline
 
 from .number import numbers
-from .sources import text_of_path
+from .sources import find_schedule, takes_costs, text_of_path
 
 _OPTIONS = {
     "forward": "time of a forward; default 1",
@@ -47,14 +48,20 @@ _OF = {
 }
 
 
-def add_cost_options(parser: argparse.ArgumentParser, unit: str, without: Collection[str] = ()) -> None:
-    """Add an option per argument of ``Costs``, and ``--costs`` for a file.
+def add_cost_options(
+    parser: argparse.ArgumentParser, unit: str, without: Collection[str] = (), per: str | None = "stage"
+) -> None:
+    """Add an option per argument of ``Costs``, ``--costs`` for a file, and ``--per``.
 
     Args:
         unit: what a number without commas is for.
         without: arguments that have no meaning there.
+        per: the default of ``--per``, for the help; None for a command that has one unit.
     """
     group = parser.add_argument_group("costs", f"one number for {unit}, or one per stage, as in 1,2,1,1")
+    if per is not None:
+        meaning = "what one number is for: a stage, or a rank's share of the model, as in compare"
+        group.add_argument("--per", choices=("stage", "rank"), help=f"{meaning}; default: {per}")
     group.add_argument(
         "--costs", metavar="FILE", type=Path, help="JSON as Costs.to_json writes it, such as of pp.measure"
     )
@@ -100,13 +107,17 @@ def given_costs(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def require_effect(
-    arguments: argparse.Namespace, schedules: Iterable[Schedule], unseen: Collection[str] = ()
+    arguments: argparse.Namespace,
+    schedules: Iterable[Schedule],
+    unseen: Collection[str] = (),
+    planned: bool = False,
 ) -> None:
     """Refuse costs of the command line that change nothing.
 
     Args:
         schedules: what the costs are for.
         unseen: costs that the output does not show.
+        planned: a schedule may be a plan's, which recomputes and offloads only where that is shorter.
 
     Raises:
         ValueError: a cost of an instruction that is in none of the schedules, or one that is not seen.
@@ -114,13 +125,26 @@ def require_effect(
     ops = frozenset[Op]().union(*(schedule.ops for schedule in schedules))
     for name in given_costs(arguments):
         users, option = _OF.get(name), f"--{name.replace('_', '-')}"
-        if users and not users & ops:
+        if users and not users & ops and not (planned and users <= RESIDUAL_OPS):
             raise ValueError(
                 f"{option} changes nothing: there is no {' or '.join(sorted(users))} in the schedule; leave"
                 " it out"
             )
         if name in unseen:
             raise ValueError(f"{option} changes nothing in what is printed: leave it out")
+
+
+def costed_schedule(arguments: argparse.Namespace) -> tuple[Schedule, Timeline | None, Costs | None]:
+    """Return the schedule that is named, its measured times, and the costs of its stages that are given."""
+    costs, per_rank = read_costs(arguments), arguments.per == "rank"
+    schedule, measured = find_schedule(arguments.name, arguments, None if per_rank else costs)
+    if per_rank and costs is None and measured is not None:
+        raise ValueError(f"--per changes nothing: {arguments.name} has measured times; give costs, or none")
+    if per_rank:
+        costs = (costs or Costs()).per_rank(schedule)
+        if takes_costs(arguments.name):
+            schedule, _ = find_schedule(arguments.name, arguments, costs)
+    return schedule, measured, None if costs is None else fitted(costs, schedule)
 
 
 def fitted(costs: Costs, schedule: Schedule) -> Costs:

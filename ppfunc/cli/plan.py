@@ -3,7 +3,7 @@
 import argparse
 import json
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import isclose
@@ -14,15 +14,19 @@ from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.formats.csv import to_csv
 from ppfunc.schedule.formats.json import to_json
 from ppfunc.schedule.formats.svg import to_svg
+from ppfunc.schedule.planner.placements import chunk_counts, shared_costs
 from ppfunc.schedule.planner.plan import Plan, plan
-from ppfunc.schedule.schedule import Schedule
 
 from .costs import add_cost_options, read_costs
 from .number import count
 from .output import write
-from .sources import add_options
+from .sources import add_options, require_size
 
-_WRITERS: dict[str, Callable[[Schedule], str]] = {".csv": to_csv, ".json": to_json, ".svg": to_svg}
+_WRITERS: dict[str, Callable[[Plan], str]] = {
+    ".csv": lambda best: to_csv(best.schedule),
+    ".json": lambda best: to_json(best.schedule),
+    ".svg": lambda best: to_svg(best.schedule, best.timeline),
+}
 _NOT_PLANNED = ("overlapped", "unshard", "reduce_tied", "reduce_grad", "step")
 
 
@@ -32,9 +36,8 @@ def add_plan(commands: Any) -> None:
         "plan",
         help="search for the shortest schedule that fits in memory, with a lower bound",
         description=(
-            "Times and activations are those of a stage (chunk). With several numbers of chunks they are"
-            " those of a stage for the first of these, and smaller in proportion for the others. Ctrl-C ends"
-            " the search with the best schedule so far."
+            "What a rank holds is shared by its stages, if costs are per rank; messages keep their size."
+            " Ctrl-C ends the search with the best schedule so far."
         ),
         example=(
             "  ppfunc plan --ranks 4 --microbatches 12 --cap 4 --weight-share 1 --placement v --objective"
@@ -55,7 +58,8 @@ def add_plan(commands: Any) -> None:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     for name, metavar in (("ranks", "P"), ("microbatches", "M")):
         parser.add_argument(f"--{name}", type=count, metavar=metavar, required=True, help=f"number of {name}")
-    add_cost_options(parser, "each stage, or each layer", without=_NOT_PLANNED)
+    default = "rank with several numbers of chunks, else stage"
+    add_cost_options(parser, "each stage, or each layer", without=_NOT_PLANNED, per=default)
     add_options(
         parser,
         layers="costs are those of N layers, which are also cut into stages",
@@ -111,14 +115,39 @@ def _require_effect(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{name} changes nothing without --{other}: give that too, or leave it out")
 
 
+def _costs(arguments: argparse.Namespace) -> Costs:
+    """Read the costs, as those of a stage for the first number of chunks, and note what they were for."""
+    costs, ranks, layers = _in_parts(read_costs(arguments) or Costs()), arguments.ranks, arguments.layers
+    counts = chunk_counts(ranks, costs, arguments.placement, arguments.chunks, layers)
+    require_size(ranks, arguments.microbatches, max(counts))
+    if layers is not None:
+        if arguments.per is not None:
+            raise ValueError(
+                "--per changes nothing with --layers, whose costs are those of a layer: leave it out"
+            )
+        return costs
+    if arguments.per == "stage" and len(counts) > 1:
+        raise ValueError(
+            "--per stage: several numbers of chunks have stages of other sizes; give one, or --per rank"
+        )
+    arguments.per = arguments.per or ("rank" if len(counts) > 1 else "stage")
+    if arguments.per == "stage":
+        return costs
+    for name, value in vars(costs).items():
+        if isinstance(value, Sequence | Mapping):
+            raise ValueError(f"--per rank: {name} is {value!r}, expected one number")
+    return shared_costs(costs, 1, counts[0])
+
+
 def _planned(arguments: argparse.Namespace) -> Plan:
     """Search until the effort is spent or Ctrl-C; return the best plan so far."""
     _require_effect(arguments)
+    costs = _costs(arguments)
     with _interrupted() as interrupted:
         return plan(
             arguments.ranks,
             arguments.microbatches,
-            _in_parts(read_costs(arguments) or Costs()),
+            costs,
             cap=arguments.cap,
             placement=arguments.placement,
             chunks=arguments.chunks,
@@ -153,11 +182,12 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--out {out}: no directory {out.parent}, make it first")
     best = _planned(arguments)
     if out:
-        write(_WRITERS[out.suffix](best.schedule), out)
+        write(_WRITERS[out.suffix](best), out)
+    per = "; costs per rank" if arguments.per == "rank" else ""
     print(
         json.dumps(_figures(best), default=float)
         if arguments.json
-        else f"{best.placement}: {best}; {best.found}"
+        else f"{best.placement}: {best}; {best.found}{per}"
     )
     return 0
 
@@ -177,5 +207,6 @@ def _figures(best: Plan) -> dict[str, Any]:
         "peak_activations": list(timeline.peak_activations),
         "placement": list(best.schedule.placement),
         "found": best.found,
+        "costs": json.loads(best.costs.to_json()),
         **({} if best.partition is None else {"boundaries": list(best.partition.boundaries)}),
     }

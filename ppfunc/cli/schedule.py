@@ -24,7 +24,7 @@ from ppfunc.schedule.passes.remove import compute_only, remove_slots
 from ppfunc.schedule.schedule import Schedule
 from ppfunc.schedule.timeline import Timeline, simulate
 
-from .costs import add_cost_options, fitted, read_costs, require_effect
+from .costs import add_cost_options, costed_schedule, require_effect
 from .output import form_of, write
 from .sources import BUILDER_OPTIONS, add_builder_options, add_options, find_schedule, is_file, takes_costs
 from .words import explain
@@ -85,7 +85,7 @@ def add_schedules(commands: Any) -> None:
     timing = commands.add_parser(
         "simulate",
         help="time, bubbles and memory of a schedule on paper",
-        description="Times are those of a stage. A trace without costs has the times that were measured.",
+        description="A trace without costs has the times that were measured.",
         example="  ppfunc simulate 1f1b --ranks 4 --microbatches 8 --forward 1,2,1,1 --backward 2,4,2,2",
     )
     timing.add_argument("name", metavar="NAME|FILE", help=_SOURCE)
@@ -175,17 +175,17 @@ def _section(text: str, title: str) -> list[str]:
 
 def _show(arguments: argparse.Namespace) -> int:
     form = form_of(arguments.out, arguments.format or ("csv" if arguments.target else None), _SUFFIXES)
-    costs = read_costs(arguments)
+    schedule, measured, costs = costed_schedule(arguments)
     _require_fit(arguments, form, costs)
-    schedule, measured = find_schedule(arguments.name, arguments, costs)
     built_for_costs = takes_costs(arguments.name)
     memory = () if form != "grid" or built_for_costs else ("activation", "weight_share")
-    require_effect(arguments, [schedule], () if built_for_costs else ("parameters", *memory))
+    unseen = () if built_for_costs else ("parameters", *memory)
+    require_effect(arguments, [schedule], unseen, is_file(arguments.name))
     timeline = measured
     if is_file(arguments.name) and (form != "grid" or timeline or costs):
         check(schedule)  # a grid without times shows a wrong schedule too
     if costs is not None and form in _PICTURES:
-        timeline, measured = simulate(schedule, fitted(costs, schedule)), None
+        timeline, measured = simulate(schedule, costs), None
     if arguments.lowered and form == "grid" and timeline is not None:
         raise ValueError("a grid on a scale of time has no messages: leave --lowered out, or the costs")
     width = (
@@ -244,16 +244,15 @@ def _memory(schedule: Schedule, costs: Costs, timeline: Timeline) -> tuple[float
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    costs = read_costs(arguments)
-    schedule, timeline = find_schedule(arguments.name, arguments, costs)
+    schedule, timeline, costs = costed_schedule(arguments)
     if is_file(arguments.name):
         check(schedule)
     if timeline is None or costs is not None:
-        timeline = simulate(schedule, fitted(costs or Costs(), schedule))
-    require_effect(arguments, [schedule])
+        timeline = simulate(schedule, costs)
+    require_effect(arguments, [schedule], planned=is_file(arguments.name))
     figures = {name: getattr(timeline, name) for name in _FIGURES}
     if costs is not None and costs.parameters:
-        figures["memory"] = _memory(schedule, fitted(costs, schedule), timeline)
+        figures["memory"] = _memory(schedule, costs, timeline)
     if arguments.json:
         print(json.dumps(figures, default=float))
         return 0

@@ -21,7 +21,7 @@ from ppfunc.schedule import (
 
 SHAPE = ("--ranks", 4, "--microbatches", 8)
 UNIT = """
-Costs are those of a rank's share of the model, also where it holds several stages; `ppfunc simulate` takes those of a stage.
+Costs are those of a rank's share of the model, also where it holds several stages; `ppfunc simulate` takes those of a stage, or with --per rank these.
 """  # noqa: E501
 
 

@@ -32,7 +32,7 @@ def test_json_has_all_figures(run):
     )
     figures = json.loads(out)
     names = "objective value bound gap binds span makespan bubble span_bubble peak_activations placement"
-    assert list(figures) == [*names.split(), "found"]
+    assert list(figures) == [*names.split(), "found", "costs"]
     assert figures["objective"] == "makespan" and figures["value"] == figures["makespan"] >= figures["bound"]
     assert max(figures["peak_activations"]) <= 4 and len(figures["placement"]) in (4, 8)
 
@@ -62,8 +62,37 @@ def test_costs_come_from_a_file_or_from_options(run, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("options", "per"),
+    [
+        ((), ("--per", "rank")),
+        (("--cap", 3, "--chunks", "2..3"), ("--per", "rank")),
+        (("--cap", 12, "--placement", "v"), ("--per", "stage")),
+        (("--cap", 12, "--placement", "v", "--per", "rank"), ("--per", "rank")),
+        (("--cap", 3, "--layers", 9), None),
+    ],
+)
+def test_what_a_plan_takes_is_what_its_file_takes_by_the_same_costs(options, per, run, tmp_path):
+    """Also where costs are of a rank, or of layers, and where the plan recomputes nothing."""
+    file, costs = tmp_path / "plan.csv", ["--forward", 3, "--backward", 5, "--communication", 0.25]
+    costs += ["--recompute", 3, "--checkpoint", 0.125] if options else []
+    figures = json.loads(run("plan", *SMALL, *options, *costs, "--json", "--out", file)[1])
+    if per is None:
+        (tmp_path / "costs.json").write_text(json.dumps(figures["costs"]))
+        per, costs = ("--costs", tmp_path / "costs.json"), []
+    for command in ("simulate", *(("compare",) if "rank" in per else ())):
+        given = (*per, *costs, "--json") if command == "simulate" else (*costs, "--format", "json")
+        code, out, err = run(command, file, *given)
+        assert (code, err) == (0, "")
+        timed = json.loads(out)
+        assert (timed if command == "simulate" else timed["schedules"][0])["makespan"] == figures["makespan"]
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--per", "stage"), "--per stage: several numbers of chunks have stages of other sizes"),
+        (("--per", "rank", "--layers", 9), "--per changes nothing with --layers"),
+        (("--per", "rank", "--forward", "1,2,1,1"), "--per rank: forward is (1, 2, 1, 1), expected one"),
         (("--cap", 4, "--fetch", 1), "--fetch changes nothing without --offload: give that too, or leave it"),
         (("--cap", 4, "--checkpoint", 0.1), "--checkpoint changes nothing without --recompute"),
         (("--recompute", 1), "--recompute changes nothing without --cap"),

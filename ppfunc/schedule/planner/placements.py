@@ -83,7 +83,7 @@ def _shapes(
         raise ValueError(
             f"placement is {placement!r}, expected 'loop', 'v', 'wave', 'any' or the rank of every stage"
         )
-    counts = _chunk_counts(ranks, costs, placement, chunks, layers)
+    counts = chunk_counts(ranks, costs, placement, chunks, layers)
     shapes: dict[str, Placement] = {}
     for v in counts:
         if v == 1 or placement in ("loop", "any"):
@@ -93,7 +93,7 @@ def _shapes(
     return shapes
 
 
-def _chunk_counts(
+def chunk_counts(
     ranks: int, costs: Costs, placement: str, chunks: int | Sequence[int] | None, layers: int | None
 ) -> Sequence[int]:
     """List the numbers of stages per rank to try."""
