@@ -493,7 +493,7 @@ def hand_on(transport, rank, ranks, break_at=None):
         buffers = Buffers()
         comes, goes = transfer(False, before, rank, leaves), transfer(True, rank, after, leaves)
         take = [transport.post([comes]), transport.wait_recv(comes)]
-        give = [transport.post([goes]), transport.wait_send(goes)]
+        give = [call for call in (transport.post([goes]), transport.wait_send(goes)) if call]
         for call in [*give, *take] if rank == 0 else take:
             if call is give[0]:
                 buffers.values[goes.tag] = values
@@ -527,7 +527,7 @@ def small_and_large(rank, ranks):
         torch.arange(each.nbytes).to(torch.uint8).remainder(2).to(each.dtype)[: each.shape[0]]
         for each in leaves
     )
-    with P2P(timeout=60) as transport:
+    with P2P(timeout=60, mapped=False) as transport:
         transport.begin("small", "k" if rank == 0 else None, 0)
         transport.connect([Route("F", 0, 1)], [torch.device("cpu")])
         buffers, end = Buffers(), transfer(rank == 0, 0, 1, leaves)._replace(peer=1 - rank)

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -70,10 +71,13 @@ def descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
-def received(receiver, like):
-    """A tensor into which a message is received, and the work."""
-    into = torch.empty_like(like)
-    return into, receiver.recv([into], 0, 0)
+def expected(receiver, *likes):
+    """A function that takes the next message that is not expected yet."""
+    return partial(receiver.take, receiver.expect(), [(like.shape, like.dtype) for like in likes])
+
+
+def require_equal(got, sent):
+    assert len(got) == len(sent) and all(map(torch.equal, got, sent))
 
 
 def burst(ends, *sizes):
@@ -81,11 +85,9 @@ def burst(ends, *sizes):
     sender, receiver = ends
     sent = [torch.full((size,), n, dtype=torch.uint8) for n, size in enumerate(sizes)]
     for tensor in sent:
-        sender.send([tensor], 1, 0)
+        sender.send([tensor])
     for tensor in sent:
-        into, work = received(receiver, tensor)
-        work.wait()
-        assert torch.equal(into, tensor)
+        require_equal(expected(receiver, tensor)(), [tensor])
 
 
 def memory_of(end):
@@ -96,15 +98,19 @@ def test_any_tensors_arrive_whichever_is_waited_for_first():
     sender, receiver = route()
     kinds = torch.float64, torch.bfloat16, torch.int8, torch.uint8
     sent = [
-        (1000 * torch.randn(n)).to(kind) for kind in kinds for n in (1, 7, 4096 // kind.itemsize, 300_001)
+        [(1000 * torch.randn(n)).to(kind)] for kind in kinds for n in (1, 7, 4096 // kind.itemsize, 300_001)
     ]
-    early = [received(receiver, t) for t in sent[:5]]
-    for tensor in sent:
-        sender.send([tensor], 1, 0).wait()
-    works = early + [received(receiver, t) for t in sent[5:]]
-    for (into, work), tensor in reversed(list(zip(works, sent, strict=True))):
-        work.wait()
-        assert torch.equal(into, tensor)
+    sent += [
+        [t for tensors in sent for t in tensors],
+        [],
+        [torch.ones(0, 3), torch.randn(2, 3, dtype=torch.complex64)],
+    ]
+    early = [expected(receiver, *tensors) for tensors in sent[:5]]
+    for tensors in sent:
+        sender.send(tensors)
+    takes = early + [expected(receiver, *tensors) for tensors in sent[5:]]
+    for take, tensors in reversed(list(zip(takes, sent, strict=True))):
+        require_equal(take(), tensors)
 
 
 def test_memory_is_that_of_the_messages_under_way():
@@ -151,7 +157,7 @@ def test_memory_that_cannot_be_had_is_named():
             match=r"rank 1 got no 20,480 bytes .* rank 0.*\(No space left on device\); .*P2P\(mapped=False\)",
         ),
     ):
-        sender.send([torch.ones(20_000, dtype=torch.uint8)], 1, 0)
+        sender.send([torch.ones(20_000, dtype=torch.uint8)])
 
 
 def full(rank, ranks):
@@ -213,13 +219,12 @@ def test_a_full_pipe_holds_up_no_rank_for_ever():
     def rank(sender, receiver):
         sent = [torch.tensor([n]) for n in range(400)]
         for _ in range(2):
-            works = [received(receiver, t) for t in sent]
+            takes = [expected(receiver, t) for t in sent]
             posted.wait()
             for tensor in sent:
-                sender.send([tensor], 1, 0)
-            for tensor, (into, work) in zip(sent, works, strict=True):
-                work.wait()
-                assert torch.equal(into, tensor)
+                sender.send([tensor])
+            for tensor, take in zip(sent, takes, strict=True):
+                require_equal(take(), [tensor])
 
     with ThreadPoolExecutor() as threads:
         for ended in [threads.submit(rank, sender_0, receiver_0), threads.submit(rank, sender_1, receiver_1)]:
@@ -230,35 +235,32 @@ def test_a_full_pipe_holds_up_no_rank_for_ever():
 def test_who_waits_sleeps():
     links = linked()
     sender, receiver = route(links)
-    into, work = received(receiver, torch.ones(3))
-    threading.Timer(0.5, lambda: sender.send([torch.ones(3)], 1, 0)).start()
+    take = expected(receiver, torch.ones(3))
+    threading.Timer(0.5, lambda: sender.send([torch.ones(3)])).start()
     start = time.perf_counter()
-    work.wait()
+    require_equal(take(), [torch.ones(3)])
     assert time.perf_counter() - start > 0.4
     assert links[1].looks < 100
-    assert torch.equal(into, torch.ones(3))
 
 
 def test_an_end_that_is_gone_is_told_and_nothing_is_left():
     before, files = descriptors(), set(os.listdir("/dev/shm"))
     for drops in (0, 1):
         ends = list(route())
-        ends[0].send([torch.ones(5)], 1, 0)
-        into, work = received(ends[1], torch.ones(5))
-        _, second = received(ends[1], torch.ones(5))
+        ends[0].send([torch.ones(5)])
+        first, second = expected(ends[1], torch.ones(5)), expected(ends[1], torch.ones(5))
         del ends[0 if drops == 0 else 1]
         if drops == 0:  # what it has sent arrives all the same
-            work.wait()
-            assert torch.equal(into, torch.ones(5))
+            require_equal(first(), [torch.ones(5)])
             with pytest.raises(LinkError, match="gone or out of reach") as told:
-                second.wait()
+                second()
         else:
-            del work, second
+            del first, second
             with pytest.raises(LinkError, match="gone or out of reach") as told:
-                ends[0].send([torch.ones(5)], 1, 0)
+                ends[0].send([torch.ones(5)])
         assert told.value.kind == "gone"
         del ends[:], told
-        work = second = None
+        first = second = None
         assert descriptors() == before
     assert set(os.listdir("/dev/shm")) == files
 
@@ -268,10 +270,9 @@ def test_a_route_of_before_a_failure_disturbs_no_other():
     links = linked()
     old, (sender, receiver) = list(route(links)), route(links)
     del old[0]
-    into, work = received(receiver, torch.ones(2))
-    threading.Timer(0.3, lambda: sender.send([torch.ones(2)], 1, 0)).start()
-    work.wait()
-    assert torch.equal(into, torch.ones(2))
+    take = expected(receiver, torch.ones(2))
+    threading.Timer(0.3, lambda: sender.send([torch.ones(2)])).start()
+    require_equal(take(), [torch.ones(2)])
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])
@@ -308,7 +309,7 @@ def test_both_ends_do_without_where_it_cannot_be_had():
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
 def test_no_other_user_reads_it():
     sender, receiver = route()
-    sender.send([torch.ones(5)], 1, 0)
+    sender.send([torch.ones(5)])
     for path, _ in [*sender.offer[:1], (f"/proc/{os.getpid()}/fd/{receiver._reads}", "")]:
         assert subprocess.run(["cat", path], user=65534, capture_output=True).returncode
     assert not subprocess.run(["head", "-c", "4", sender.offer[0][0]], capture_output=True).returncode

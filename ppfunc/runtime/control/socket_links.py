@@ -25,7 +25,7 @@ _PATIENCE = 1.0  # seconds for a failure to arrive
 _ALONE = 2.0  # seconds to wait for the ranks above to decide, more than a busy machine takes
 _ANSWERS = 1.5  # seconds to wait for the ranks that live to say whom they wait for
 _FRESH = 0.5  # seconds for which an answer holds
-_SPINS = 200  # looks at a socket before sleeping: who sleeps is woken some 30 us after the message
+_SPINS = 20  # looks at a socket before sleeping: who sleeps is woken some 30 us after the message
 _POLL = 0.05  # seconds between looks into the store for an address
 _LOOK = 0.02  # seconds between looks whether a signal has come, or a rank has failed
 

@@ -6,6 +6,7 @@ place goes back. Only the same user may open them, and they end with the process
 read and write, wake a process that sleeps, and tell that the other has ended.
 """
 
+import ctypes
 import json
 import mmap
 import os
@@ -14,17 +15,18 @@ import select
 import struct
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import finalize, ref
 
 import torch
 
 from ..control.socket_links import SocketLinks
 from ..errors import GONE, LinkError
+from ..execution.buffers import Leaves
 
 _CHANNEL = "map"
 _SPINS = 20  # looks before sleeping, some 3 us each: who sleeps is woken some 30 us after the message
@@ -32,13 +34,13 @@ _SLEEP = 20  # milliseconds between looks whether a signal has come, or a rank h
 _UNUSED = 1000  # messages that leave a slot free before its memory goes back: a warm step has fewer
 _RECORD = struct.Struct("<QQ")
 _MODES = os.O_RDWR, os.O_RDONLY, os.O_WRONLY  # of the file, of the places that come, of those that go back
+_ALIGNED = 64  # bytes between the beginnings of tensors
 _Slot = tuple[int, int]  # bytes, and their place in the file
 
 
-class Work(NamedTuple):
-    """Stands for a message under way; ``wait()`` until it is there."""
-
-    wait: Callable[[], None]
+def aligned(size: int) -> int:
+    """Return the bytes that a tensor takes in a buffer with others."""
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 class _RouteEnd:
@@ -57,15 +59,16 @@ class _RouteEnd:
         finalize(self, _close, descriptors)
         self._links, self._peer = links, peer
         self._map: Any = b""  # of the file, as it was when a slot first lay beyond the one before
+        self._address = 0  # of the map
         self._unwritten: deque[_Slot] = deque()
         self._poll = select.poll()
 
-    def _tensor(self, slot: _Slot, like: torch.Tensor) -> torch.Tensor:
-        """Return a flat tensor in a slot, with the dtype and the number of elements of another."""
+    def _address_of(self, slot: _Slot) -> int:
         size, start = slot
         if start + size > len(self._map):
             self._map = mmap.mmap(self._memory, 0)
-        return torch.frombuffer(self._map, dtype=like.dtype, count=like.numel(), offset=start)
+            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        return self._address + start
 
     def _read(self) -> Iterable[Any]:
         """Read the slots that the peer has written, each at once: none is cut."""
@@ -129,28 +132,29 @@ class Sender(_RouteEnd):
         """Close the receiver's ends of the pipes, which it has opened."""
         _close([self._made.pop(4), self._made.pop(1)])
 
-    def send(self, tensors: Sequence[torch.Tensor], *_: int) -> Work:
-        """Send a contiguous tensor, as a communicator of torch does."""
-        (tensor,) = tensors
-        slot = self._slot(tensor.nbytes)
-        self._tensor(slot, tensor).copy_(tensor.view(-1))
+    def send(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Send contiguous tensors of the host as one message."""
+        slot = self._slot(sum([aligned(tensor.nbytes) for tensor in tensors]))
+        at = self._address_of(slot)
+        for tensor in tensors:
+            ctypes.memmove(at, tensor.data_ptr(), tensor.nbytes)
+            at += aligned(tensor.nbytes)
         if not self._write(slot):
             self._links.wait_for(self._peer, self._write, pause=self._pause)
-        return Work(lambda: None)
 
     def _slot(self, size: int) -> _Slot:
         step = max(mmap.ALLOCATIONGRANULARITY, 1 << max(0, size.bit_length() - 3))  # at most a quarter
-        size = -(-size // step) * step
-        for slot in self._read():
-            insort(self._free, slot)
+        size = max(1, -(-size // step)) * step
         if next(self._sent) % _UNUSED == 0:
+            self._take_back()
             self._give_back(self._old.intersection(self._free))
             self._old = set(self._free)
-        at = bisect_left(self._free, (size, 0))
-        if at < len(self._free) and self._free[at][0] <= 4 * size:
-            self._old.discard(self._free[at])
-            return self._free.pop(at)
-        self._give_back(self._free[:at])
+        if (slot := self._free_slot(size)) is None:
+            self._take_back()
+            slot = self._free_slot(size)
+        if slot is not None:
+            return slot
+        self._give_back([slot for slot in self._free if slot[0] < size])
         try:
             os.posix_fallocate(self._memory, self._size, size)
         except OSError as error:
@@ -161,6 +165,18 @@ class Sender(_RouteEnd):
             ) from error
         self._size += size
         return size, self._size - size
+
+    def _free_slot(self, size: int) -> _Slot | None:
+        at = bisect_left(self._free, (size, 0))
+        if at == len(self._free) or self._free[at][0] > 4 * size:
+            return None
+        self._old.discard(self._free[at])
+        return self._free.pop(at)
+
+    def _take_back(self) -> None:
+        """Read which slots the receiver has done with. It takes longer than to send a small message."""
+        for slot in self._read():
+            insort(self._free, slot)
 
     def _give_back(self, slots: Collection[_Slot]) -> None:
         for size, start in slots:
@@ -179,25 +195,32 @@ class Receiver(_RouteEnd):
         self._arrived: dict[int, _Slot] = {}  # by number
         links.receivers = (*(end for end in links.receivers if end()), ref(self))
 
-    def recv(self, tensors: Sequence[torch.Tensor], *_: int) -> Work:
-        """Receive into a contiguous tensor, as a communicator of torch does."""
-        self.look()
-        return Work(partial(self._take, next(self._expected), *tensors))
+    def expect(self) -> int:
+        """Return the number of the next message that is not expected yet."""
+        return next(self._expected)
+
+    def take(self, number: int, forms: Iterable[tuple[Sequence[int], torch.dtype]]) -> Leaves:
+        """Wait for a message, and return its tensors, of these shapes and dtypes."""
+        slot = self._arrival(number) or self._links.wait_for(
+            self._peer, partial(self._arrival, number), pause=self._pause, spins=_SPINS
+        )
+        at, tensors = self._address_of(slot), []
+        for shape, dtype in forms:
+            tensors.append(tensor := torch.empty(shape, dtype=dtype, device="cpu"))
+            ctypes.memmove(tensor.data_ptr(), at, tensor.nbytes)
+            at += aligned(tensor.nbytes)
+        with suppress(LinkError):  # what has arrived counts
+            self._write(slot)
+        return tuple(tensors)
 
     def look(self) -> None:
         """Take in where the messages lie that have arrived."""
         self._arrived |= {n: slot for slot, n in zip(self._read(), self._numbers, strict=False)}
 
-    def _take(self, number: int, tensor: torch.Tensor) -> None:
-        def arrived() -> _Slot | None:
-            if number not in self._arrived:
-                self.look()
-            return self._arrived.pop(number, None)
-
-        slot = arrived() or self._links.wait_for(self._peer, arrived, pause=self._pause, spins=_SPINS)
-        tensor.view(-1).copy_(self._tensor(slot, tensor))
-        with suppress(LinkError):  # what has arrived counts
-            self._write(slot)
+    def _arrival(self, number: int) -> _Slot | None:
+        if number not in self._arrived:
+            self.look()
+        return self._arrived.pop(number, None)
 
 
 def open_mapped(

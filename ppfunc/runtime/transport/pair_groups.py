@@ -16,7 +16,7 @@ from ..errors import GONE, LinkError
 from ..execution.buffers import Buffers
 from . import _torch
 from ._torch import CARRIES
-from .mapped import Sender
+from .mapped import Receiver, Sender, aligned
 from .opening import Opening
 from .protocols import Call, Route, Transfer
 
@@ -31,7 +31,7 @@ _PLAIN = {
     torch.int8,
     torch.uint8,
 }
-_SMALL, _ALIGNED = 2**14, 64  # bytes: of tensors that travel in one buffer, and between their beginnings
+_SMALL = 2**14  # bytes of tensors that travel in one buffer
 _LOST = (
     "Connection closed",
     "Connection reset",
@@ -144,6 +144,7 @@ class PairGroups:
     def post(self, batch: Sequence[Transfer]) -> Call | None:
         for device in {transfer.device for transfer in batch}:
             self.require_carried(device, f"a stage of rank {self._rank} computes on the device {device}")
+        yielding = False
         if self._backend == "nccl":
             by_way: dict[tuple[int, bool], list[Transfer]] = {}
             for transfer in batch:
@@ -151,12 +152,11 @@ class PairGroups:
             calls = [self._coalesced(part) for part in by_way.values()]
         else:
             # Receives first: a send may wait for a peer that sends at the same time.
-            calls = [self._end(transfer) for transfer in sorted(batch, key=lambda each: each.outgoing)]
-        sends = [self._pair(t) for t in batch if t.outgoing] if self._backend != "nccl" else []
+            ends = sorted(batch, key=lambda each: each.outgoing)
+            calls = [self._mapped_end(t) if self._is_mapped(t) else self._end(t) for t in ends]
+            yielding = any(t.outgoing and not self._is_mapped(t) for t in batch)
 
         def post_all(buffers: Buffers) -> None:
-            self._pending = buffers.pending
-            yielding = any(not isinstance(pair.group, Sender) for pair in sends)
             # Its receive is to be posted before a send, which takes another round trip otherwise.
             if yielding:
                 give_way()
@@ -165,7 +165,23 @@ class PairGroups:
             if yielding:  # to take in what it delivers
                 give_way()
 
-        return post_all if calls else None
+        return calls[0] if len(calls) == 1 and not yielding else post_all if calls else None
+
+    def _is_mapped(self, transfer: Transfer) -> bool:
+        """Tell whether a message goes through mapped memory, until its route is opened anew."""
+        return isinstance(self._pair(transfer).group, Sender | Receiver)
+
+    def _mapped_end(self, transfer: Transfer) -> Call:
+        """Make the call that sends a message through mapped memory, or expects one."""
+        pair, tag = self._pair(transfer), transfer.tag
+
+        def send(buffers: Buffers) -> None:
+            pair.group.send([t.contiguous() for t in buffers.values.pop(tag)])
+
+        def expect(buffers: Buffers) -> None:
+            buffers.pending[tag] = pair.group.expect()
+
+        return send if transfer.outgoing else expect
 
     def _coalesced(self, batch: list[Transfer]) -> Call:
         """Post what goes over one communicator as one operation."""
@@ -189,7 +205,7 @@ class PairGroups:
         forms, joined = [(leaf.shape, leaf.dtype) for leaf in leaves], self._joined(transfer)
 
         def post_end(buffers: Buffers) -> None:
-            group = pair.group
+            self._pending, group = buffers.pending, pair.group
             if outgoing:
                 tensors = [t.contiguous() for t in buffers.values.pop(tag)]
             else:
@@ -211,7 +227,7 @@ class PairGroups:
         small = {n: leaf for n, leaf in enumerate(transfer.leaves) if 0 < leaf.nbytes <= _SMALL}
         if len(small) < 3 or self._backend == "nccl":
             return None
-        starts = [0, *accumulate(-(-leaf.nbytes // _ALIGNED) * _ALIGNED for leaf in small.values())]
+        starts = [0, *accumulate(aligned(leaf.nbytes) for leaf in small.values())]
 
         def join(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             buffer = torch.empty(starts[-1], dtype=torch.uint8, device=transfer.device)
@@ -223,9 +239,16 @@ class PairGroups:
 
         return join
 
-    def wait(self, transfer: Transfer) -> Call:
-        """Make the call that waits for what was posted for a transfer."""
+    def wait(self, transfer: Transfer) -> Call | None:
+        """Make the call that waits for what was posted for a transfer; None where nothing has to be done."""
         outgoing, tag, peer, links = transfer.outgoing, transfer.tag, self._line[transfer.peer], self._links
+        pair, forms = self._pair(transfer), [(leaf.shape, leaf.dtype) for leaf in transfer.leaves]
+
+        def take(buffers: Buffers) -> None:
+            buffers.values[tag] = pair.group.take(buffers.pending.pop(tag), forms)
+
+        if self._is_mapped(transfer):
+            return None if outgoing else take
 
         def wait(buffers: Buffers) -> None:
             works, tensors = buffers.pending.pop(tag)
