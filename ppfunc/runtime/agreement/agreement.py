@@ -269,7 +269,7 @@ class Exchange:
             )
         if shares:
             require_same_forms({rank: forms for rank, (_, forms) in enumerate(by_rank)})
-        if self._met and transport.has_peers:
+        if self._met and (transport.has_replicas or lowered.schedule.replicas):
             from .programs import require_same_programs
 
             require_same_programs(lowered.stages.values(), transport.gather_replicas)

@@ -31,7 +31,7 @@ class InProcess:
     differs. It owns nothing, so steps may share it, also between threads.
     """
 
-    generation, has_peers, compares_layouts, mixes_batches = 0, False, False, False
+    generation, has_peers, has_replicas, compares_layouts, mixes_batches = 0, False, False, False, False
     mesh: DeviceMesh | None = None
     axes, device = Axes(), torch.device("cpu")
     shard: ShardWhat = "none"

@@ -116,6 +116,10 @@ class ControlTransport(Protocol):
         """Tell whether other processes may run ranks, with which this one has to agree."""
 
     @property
+    def has_replicas(self) -> bool:
+        """Tell whether other pipelines may hold the stages of this one, for :meth:`gather_replicas`."""
+
+    @property
     def mixes_batches(self) -> bool:
         """Tell whether stages communicate with ranks of other batches: none of these may be left out."""
 

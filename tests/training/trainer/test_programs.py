@@ -129,6 +129,18 @@ def copies_apart(rank, size, same):
             step(params, x, y)
 
 
+def held_alone(rank, size):
+    stages, params, x, y = problem(2)
+    with pytest.MonkeyPatch.context() as patch, pp.P2P() as transport:
+        patch.setattr("ppfunc.stage.abstract.calls.SeenCalls", None)
+        step = pp.value_and_grad(stages, squared, pp.one_f_one_b(2, 4), transport)
+        return step({rank: params[rank]}, x, y)[0].item()
+
+
+def test_nobody_notes_the_program_of_a_stage_that_one_rank_holds(two):
+    assert len(set(two(held_alone))) == 1
+
+
 def test_copies_of_a_stage_on_other_ranks_run_its_program(two):
     assert len(set(two(copies_apart, True))) == 1
     two(copies_apart, False)
