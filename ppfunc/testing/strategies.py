@@ -61,7 +61,7 @@ def schedules(
             f"no schedule of {names} has at most {max_ranks} ranks and {max_microbatches} microbatches"
         )
 
-    def build(draw: DrawFn) -> Schedule:
+    def build(draw: "DrawFn") -> Schedule:
         name = draw(st.sampled_from(possible))
         schedule = BUILDERS[name](**dict(draw(st.sampled_from(_arguments(name, *bounds)))))
         place = draw(st.booleans()) if lowered is None else lowered
