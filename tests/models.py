@@ -71,17 +71,22 @@ def new_trainer(
         raise
 
 
-_programs: dict[Any, pp.stage.StageProgram] = {}
-
-
-def traced_once(fn: Any, example: tuple[Any, ...], **request: Any) -> pp.stage.StageProgram:
-    """The default engine, which remembers the programs of a process: for tests of what goes on between ranks,
-    with stages that read nothing from elsewhere.
+def remembered(engine: Any) -> Any:
+    """An engine that remembers the programs of a process: for tests of what goes on between ranks, with
+    stages that read nothing from elsewhere.
     """
-    key = fn, tuple(map(Signature.of, example)), request["device"]
-    if key not in _programs:
-        _programs[key] = pp.engines.graph(fn, example, **request)
-    return _programs[key]
+    programs: dict[Any, pp.stage.StageProgram] = {}
+
+    def built(fn: Any, example: tuple[Any, ...], **request: Any) -> pp.stage.StageProgram:
+        key = fn, tuple(map(Signature.of, example)), request["device"]
+        if key not in programs:
+            programs[key] = engine(fn, example, **request)
+        return programs[key]
+
+    return built
+
+
+traced_once = remembered(pp.engines.graph)
 
 
 def mlp(params: Params, x: Tensor) -> Tensor:

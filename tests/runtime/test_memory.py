@@ -18,7 +18,7 @@ from ppfunc.schedule import BUILDERS, insert_recomputes, split_backward
 from ppfunc.schedule.instruction import COMPUTE, Op
 from ppfunc.stage.tree import tree_leaves
 from tests import models
-from tests.models import attention_block, attention_params, normal, squared
+from tests.models import attention_block, attention_params, dense, normal, squared
 from tests.storages import LiveStorages
 
 M, TOKENS, WIDTH, BLOCKS = 4, 16, 16, 4
@@ -143,6 +143,13 @@ def test_the_largest_tensors_have_stage_kind_and_line():
     assert str(memory).startswith(f"{memory.peak} bytes at most, in 1B0\n") and LINE in str(memory)
 
 
+def test_a_message_that_comes_has_a_name():
+    params, inputs, targets = models.problem(2, m=8, b=8)
+    lowered = pp.value_and_grad([dense] * 2, squared, pp.gpipe(2, 8)).lower(params, inputs, targets)
+    names = {str(held.instruction): held.name for held in lowered.memory_analysis()[1].largest}
+    assert names["1RECV_F7"] == "received"
+
+
 def test_what_is_computed_again_is_told_apart():
     stages, params, inputs, targets = problem(schedule := pp.one_f_one_b(2, M))
     plain, again = (
@@ -203,6 +210,15 @@ def test_bytes_are_drawn_below_the_timeline():
     assert "9 bytes in 1F0 on rank 1" in pp.schedule.to_svg(schedule, timeline, memory={1: lone})
     with pytest.raises(ValueError, match=r"memory\[1\]: got 1 numbers, rank 1 has \d+ instructions"):
         pp.schedule.to_svg(schedule, timeline, memory={1: [3]})
+    for wrong, message in (
+        (memory, r"memory\[0\]: got Memory.*expected .*m\.by_instruction"),
+        (memory[0], "memory: got Memory.*expected {rank: numbers}"),
+        ({2: lone}, "rank of memory: got 2"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            pp.schedule.to_svg(schedule, timeline, memory=wrong)
+    with pytest.raises(TypeError, match="costs: got 3"):
+        lowered.costs(3)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
