@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ppfunc.schedule import Costs, Instruction, Op, Schedule, parts_of
+from ppfunc.schedule.costs import require_costs
 from ppfunc.schedule.instruction import COMMUNICATION
 from ppfunc.stage import StageProgram
 from ppfunc.stage.abstract.evaluation import without_values
@@ -86,7 +87,7 @@ class Shown:
         Args:
             times: the costs that are completed, such as those that :func:`ppfunc.measure` returns.
         """
-        return replace(times or Costs(), **costs_of(self._lowered, self.programs()))
+        return replace(require_costs(times), **costs_of(self._lowered, self.programs()))
 
     def cost_analysis(self, counter: Callable[[], Any] | None = None) -> dict[int, Cost]:
         """Return floating point operations per rank, as torch's flop counter counts them; nothing runs.

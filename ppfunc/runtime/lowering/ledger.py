@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from ppfunc.schedule import Instruction
-from ppfunc.schedule.instruction import TAIL
+from ppfunc.schedule.instruction import COMMUNICATION, TAIL
 from ppfunc.schedule.table import table
 from ppfunc.stage._torch import FakeTensor, TorchDispatchMode, without_modes
 from ppfunc.stage.tree import tree_leaves
 
 _LARGEST = 10
+_BUFFER = "aten.empty.memory_format"
 _READ, _PIN = torch.ops.aten._local_scalar_dense.default, torch.ops.aten._pin_memory.default
 
 
@@ -136,6 +137,12 @@ class _Storage:
     kind: str
     died: int | None = None
     kinds: list[tuple[int, str]] = field(default_factory=list)  # from when on it is of which kind
+
+    @property
+    def title(self) -> str:
+        """Return its name, in words where it is for a message that comes."""
+        comes = self.place is not None and self.place.op in COMMUNICATION
+        return "received" if comes and self.name == _BUFFER else self.name
 
     def kind_at(self, time: int) -> str:
         after = bisect_right(self.kinds, time, key=lambda entry: entry[0])
@@ -260,7 +267,7 @@ class Ledger(TorchDispatchMode):
         for s in there:
             held[s.kind_at(time)] += s.size
         largest = nlargest(_LARGEST, there, key=lambda s: (s.size, s.born))
-        rows = tuple(Allocation(s.size, s.kind_at(time), s.place, s.name) for s in largest)
+        rows = tuple(Allocation(s.size, s.kind_at(time), s.place, s.title) for s in largest)
         return Memory(size, place, Bytes(**held), self._most(), rows, tuple(moments))
 
     def _most(self) -> Bytes:

@@ -30,7 +30,11 @@ from ppfunc.stage.program import Example, FlatProgram, stage_program
 from ppfunc.stage.tree import tree_leaves
 
 CACHE_SIZE = 32
-"""Most forms of arguments for which a step function keeps what is compiled, and a stage its programs."""
+"""Most forms of arguments for which a step function keeps what is compiled, and a stage its programs.
+
+Of a form a stage keeps graphs and code on the host, 0.2 to 0.5 MB per transformer block, or 10 KB with
+``dynamic=True``, beside what inductor has compiled. Parameters and constants are kept by reference.
+"""
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -8,8 +8,11 @@ Below a row may be the bytes that its rank holds.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ppfunc._text import shown
+
+from ..arguments import require_number, require_type
 from ..errors import ScheduleError
 from ..instruction import COMPUTE, Op, parts_of
 from ..schedule import Schedule
@@ -96,10 +99,13 @@ def to_svg(
             ``lowered.memory_analysis()`` returns; drawn below the row of the rank.
 
     Raises:
-        ValueError: a width out of range, or bytes of another number of instructions.
+        TypeError, ValueError: a width out of range, or bytes of other ranks, or of another number of
+            instructions.
     """
     if width is not None:
         require_width(width, 960)
+    if memory is not None:
+        _require_bytes(schedule, memory)
     timeline = simulate(schedule) if timeline is None else timeline
     rows, whole, makespan = (
         bars_of(schedule, timeline),
@@ -289,13 +295,25 @@ def _whole_bars(scale: _Scale, rank: int, row: list[Bar]) -> Iterator[str]:
             yield rect(instruction.op.value, scale.x(start), y, scale.bar_width(bar), height, inside=tip)
 
 
+def _require_bytes(schedule: Schedule, memory: Any) -> None:
+    """Check that ``memory`` has a number for every instruction of each of its ranks."""
+    form = "{rank: numbers}, such as {r: m.by_instruction for r, m in lowered.memory_analysis().items()}"
+    require_type("memory", memory, Mapping, form)
+    for rank, sizes in memory.items():
+        require_number("rank of memory", rank, schedule.ranks)
+        if not isinstance(sizes, Sequence) or not all(isinstance(size, int) for size in sizes):
+            raise TypeError(f"memory[{rank}]: got {shown(sizes)}, expected memory={form}")
+        if len(sizes) != (count := len(list(schedule.instructions(rank)))):
+            raise ValueError(
+                f"memory[{rank}]: got {len(sizes)} numbers, rank {rank} has {count} instructions"
+            )
+
+
 def _bytes_held(
     scale: _Scale, timeline: Timeline, rank: int, sizes: Sequence[int], most: int
 ) -> Iterator[str]:
     """Draw the bytes of a rank: from each compute instruction to the next, with what came in between."""
     row = list(zip(timeline.schedule.instructions(rank), timeline.starts[rank], strict=True))
-    if len(sizes) != len(row):
-        raise ValueError(f"memory[{rank}]: got {len(sizes)} numbers, rank {rank} has {len(row)} instructions")
     levels: list[tuple[float, int, str]] = []
     high = 0
     for (instruction, start), size in zip(row, sizes, strict=True):
