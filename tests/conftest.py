@@ -24,6 +24,8 @@ from tests.clock import busy
 
 # Inductor would start processes that import torch, in each process that compiles a few kernels.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# It would try by four programs which vectors the machine has.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # All that torch imports would be visited again and again: not before the tests, and not by the tests.
 gc.disable()
 # Programs run in Python unless a test, or who runs them, asks for C++: no test waits for a compiler.
@@ -129,9 +131,9 @@ class Processes:
             theirs.close()
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """Ask every process to run ``function``. Where one has ended, as a test may have it, all begin anew."""
+        """Ask every process to run ``function``. Where one has ended, all begin anew."""
         dead = not all(worker.is_alive() for worker in self.workers)
-        if dead or self._job and self._job % _JOBS == 0:
+        if dead or (self._job and self._job % _JOBS == 0):
             self.close()
             self._begin()
         if dead or self._job % _JOBS == 0:

@@ -39,13 +39,13 @@ def first_step(rank, ranks, builder, stages):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("builder", "stages"), [("one_f_one_b", 1), ("zbv", 2)])
-def test_four_ranks_take_as_long_as_one_and_one_call_for_each_further_rank(fresh, soon, builder, stages):
+def test_four_ranks_take_as_long_as_one_and_one_call_for_each_further_rank(
+    fresh, two, four, soon, builder, stages
+):
     found = {}
-    for ranks in (1, 2, 4):
-        processes = fresh(ranks)
+    for ranks, processes in {1: fresh(1), 2: two, 4: four}.items():
         processes(first_step, "one_f_one_b", 1)  # imports, once in each process
         found[ranks] = processes(first_step, builder, stages)
-        processes.close()
     print(
         {
             ranks: [(round(s[0], 2), round(s[1], 3), calls) for s, calls in answers]
