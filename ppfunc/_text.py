@@ -3,7 +3,7 @@
 import inspect
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -109,13 +109,6 @@ def with_arguments(error: str, function: Callable[..., Any]) -> str:
     near = f"; write {mend}" if mend else suggestion(unknown[1], names) if unknown else ""
     error = re.sub(r"\S+<locals>\.|\b_\w+\.", "", error)  # what made it
     return f"{error}{near}; it takes {', '.join(names)}"
-
-
-def require_one_of(name: str, got: Any, known: Sequence[str]) -> None:
-    """Raise ValueError unless an option is one of the known names; suggest the nearest."""
-    if got not in known:
-        near = suggestion(got, known) if isinstance(got, str) else ""
-        raise ValueError(f"{name}: got {got!r}, expected {' or '.join(map(repr, known))}{near}")
 
 
 def shown(thing: Any) -> str:

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from ppfunc._step_factory import Stages
-from ppfunc.parallel.counts import require_counts
 from ppfunc.runtime.agreement.ties import TiedPlaces
 from ppfunc.runtime.lowering.analysis import costs_of
 from ppfunc.schedule import Costs, Op, Timeline, looped_bfs, split_backward
-from ppfunc.schedule.arguments import require_type
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.tree import tree_leaves
 from ppfunc.steps import value_and_grad
+
+from ._checks import require_counts, require_type
 
 __all__ = ["measure"]
 

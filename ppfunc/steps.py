@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from ppfunc._step_factory import Stages, make_step, reports_mistakes, unpacked
-from ppfunc._text import require_one_of, shown
+from ppfunc._text import shown
 from ppfunc.runtime import StepFunction, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import TiedPlaces
 from ppfunc.runtime.call.arguments import LossWeights, read_call
@@ -14,6 +14,8 @@ from ppfunc.runtime.lowering.overlap import Overlapped
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Loss, graph, outline
 from ppfunc.stage.modules.frozen import FrozenLeaves, Trainable
+
+from ._checks import require_one_of
 
 __all__ = ["eval_shape", "evaluate", "value_and_grad"]
 

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
-from .counts import require_counts
+from ppfunc._checks import require_counts
+
 from .partition import Partition, partition_uniform
 
 

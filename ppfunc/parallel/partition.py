@@ -6,7 +6,7 @@ from dataclasses import InitVar, dataclass
 from itertools import accumulate, pairwise
 from typing import Literal, Self, TypeVar
 
-from .counts import require_counts
+from ppfunc._checks import require_counts
 
 T = TypeVar("T")
 Interval = tuple[int, int]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from .counts import require_counts
+from ppfunc._checks import require_counts
 
 Placement = tuple[int, ...]
 """``placement[stage]`` is the rank that holds the stage."""

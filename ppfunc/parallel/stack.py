@@ -3,7 +3,8 @@
 import heapq
 from typing import Literal
 
-from .counts import require_counts
+from ppfunc._checks import require_counts
+
 from .partition import Partition
 
 

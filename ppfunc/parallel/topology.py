@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 
-from .counts import require_counts
+from ppfunc._checks import require_counts
 
 
 @dataclass(frozen=True)

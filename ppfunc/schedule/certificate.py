@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import groupby
 
-from ppfunc.parallel.counts import require_counts
+from ppfunc._checks import require_counts
 
 from .collector import collector_paused
 from .dataflow import Dataflow

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from .arguments import require_type
+from ppfunc._checks import require_type
+
 from .instruction import COMPUTE, RECEIVES, Op, parts_of
 from .schedule import Schedule
 from .table import show_table

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from numbers import Rational, Real
 from typing import Any, Literal, Self, get_args, overload
 
-from ppfunc.parallel.counts import require_counts
+from ppfunc._checks import require_counts, require_type
 
-from .arguments import require_type
 from .formats.json import plain, read_values
 from .proof.structure import require_schedule
 from .schedule import Schedule

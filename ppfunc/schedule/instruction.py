@@ -3,9 +3,7 @@
 from enum import StrEnum
 from typing import NamedTuple
 
-from ppfunc.parallel.counts import require_counts
-
-from .arguments import require_type
+from ppfunc._checks import require_counts, require_type
 
 
 class Op(StrEnum):

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Callable
 
+from ppfunc._checks import require_type
 from ppfunc._text import suggestion
 
-from .arguments import require_type
 from .builders import BUILDERS
 from .schedule import Schedule
 
@@ -27,15 +27,12 @@ def find_builder(name: str) -> Callable[..., Schedule]:
     spellings |= {theirs: BUILDERS[ours] for theirs, ours in _NAMES_IN_TORCH.items()}
     plain = _plain(name)
     if plain not in spellings:
+        # The first builder whose name begins so, else the most similar.
+        begun = next((known for known in BUILDERS if known.startswith(name.lower())), name.lower())
         raise ValueError(
-            f"unknown schedule {name!r}: expected one of {', '.join(BUILDERS)}{_nearest(name.lower())}"
+            f"unknown schedule {name!r}: expected one of {', '.join(BUILDERS)}{suggestion(begun, BUILDERS)}"
         )
     return spellings[plain]
-
-
-def _nearest(name: str) -> str:
-    """Suggest the first builder whose name begins so, else the most similar."""
-    return suggestion(next((known for known in BUILDERS if known.startswith(name)), name), BUILDERS)
 
 
 def _plain(name: str) -> str:

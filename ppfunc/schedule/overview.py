@@ -10,8 +10,8 @@ from fractions import Fraction
 from operator import add
 from typing import Any, NamedTuple
 
+from ppfunc._checks import require_counts
 from ppfunc._lazy import late
-from ppfunc.parallel.counts import require_counts
 
 from .builders import BUILDERS
 from .certificate import check

@@ -10,11 +10,11 @@ from itertools import chain, compress, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from ppfunc._checks import require_index, require_type
 from ppfunc._lazy import late
 from ppfunc._text import answering
 from ppfunc.parallel.placement import stages_of
 
-from .arguments import require_number, require_type
 from .instruction import COMMUNICATION, Instruction, Op
 
 Step = tuple[Instruction, ...]
@@ -98,12 +98,12 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """List the stages that ``rank`` holds, ascending."""
-        require_number("rank", rank, self.ranks)
+        require_index("rank", rank, self.ranks)
         return stages_of(self.placement, rank)
 
     def instructions(self, rank: int) -> Iterator[Instruction]:
         """Iterate over the instructions of ``rank`` in order, steps opened up, overlapped pairs whole."""
-        require_number("rank", rank, self.ranks)
+        require_index("rank", rank, self.ranks)
         return (i for step in self.programs[rank] for i in step)
 
     def _flat(self) -> Iterator[Instruction]:
@@ -164,12 +164,12 @@ class Schedule:
 
     def successor(self, stage: int) -> int | None:
         """Return the next stage of its chain, None for the last."""
-        require_number("stage", stage, self.stages)
+        require_index("stage", stage, self.stages)
         return self._successors.get(stage)
 
     def predecessor(self, stage: int) -> int | None:
         """Return the stage before it in its chain, None for the first."""
-        require_number("stage", stage, self.stages)
+        require_index("stage", stage, self.stages)
         return self._predecessors.get(stage)
 
     def other_end(self, message: Instruction) -> int | None:
@@ -260,8 +260,7 @@ def single_chain(
     ):
         if not isinstance(given, Iterable) or isinstance(given, str):
             raise TypeError(f"{what}: got {given!r}, expected {expected}")
-    if not isinstance(microbatches, int):
-        raise TypeError(f"microbatches: got {microbatches!r}, expected their number")
+    require_type("microbatches", microbatches, int, "their number")
     placement, rows = (
         tuple(placement),
         [list(program) if isinstance(program, Iterable) else [program] for program in programs],

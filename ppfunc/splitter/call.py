@@ -107,8 +107,9 @@ class CallForm(NamedTuple):
         leaves, treedef = tree_flatten((filled, _updated(named, arguments[1])))
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         if treedef != self.treedef or places != self.places or len(args) != len(arguments[0]):
+            got = tree_map(lambda leaf: _TENSOR if isinstance(leaf, torch.Tensor) else leaf, x)
             raise ValueError(
-                f"inputs: got {_shown(x)}, expected {self.expected}, as the arguments at the split; or"
+                f"inputs: got {got}, expected {self.expected}, as the arguments at the split; or"
                 " split again with arguments of this form"
             )
         changes = enumerate(zip(self.constants, leaves, strict=True))
@@ -151,7 +152,3 @@ def _updated(named: dict[str, Any], changes: Any) -> Any:
 
 def _has_tensors(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(value)[0])
-
-
-def _shown(tree: Any) -> str:
-    return str(tree_map(lambda leaf: _TENSOR if isinstance(leaf, torch.Tensor) else leaf, tree))

@@ -234,11 +234,9 @@ class _Cutter:
         if node.target is aten.as_strided.default:
             # It depends on how its memory was made, which a message does not tell.
             return self._source(self.maker[node.meta["value"].storage], stage)
-        return stage if self._runs_after_crossing(node) else int(node.meta["stage"])
-
-    def _runs_after_crossing(self, node: Node) -> bool:
-        """Tell whether a view or a cast is done after its argument has crossed."""
-        return is_view_or_cast(node) and not self.all_writers(node) and not self._of_parameter(node)
+        # A view or a cast is done after its argument has crossed.
+        after = is_view_or_cast(node) and not self.all_writers(node) and not self._of_parameter(node)
+        return stage if after else int(node.meta["stage"])
 
     def _of_parameter(self, node: Node) -> bool:
         (source,) = node.all_input_nodes

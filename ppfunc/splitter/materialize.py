@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ppfunc._checks import require_type
 from ppfunc.schedule import Schedule
-from ppfunc.schedule.arguments import require_type
 from ppfunc.stage._torch import version
 from ppfunc.stage.process import process_lock
 

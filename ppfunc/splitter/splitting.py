@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ppfunc._text import naming_arguments, shown
@@ -94,7 +94,7 @@ def split(
         model, at = pipe, pipe.stages[1:]
     form, tensors = CallForm.of(args, kwargs)
     inputs = tuple(LeafForm(tuple(t.shape), t.dtype) for t in tensors)
-    device = _device(model, tensors)
+    device = next((t.device for t in (*model.parameters(), *tensors) if not t.is_meta), torch.device("cpu"))
     if isinstance(at, Sequence):
         names, traced = _checked_names(model, at), None
     else:
@@ -147,12 +147,6 @@ def _require_module(model: Any) -> None:
             f"{one} and {other} are two parameters that share memory; tie them as one, {other} = {one}, or"
             " clone one of them"
         )
-
-
-def _device(model: nn.Module, inputs: Sequence[Tensor]) -> torch.device:
-    """Find where the model computes: the CPU if everything is on ``meta``."""
-    tensors = (*model.parameters(), *inputs)
-    return next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
 
 
 def _checked_names(model: nn.Module, at: Sequence[str]) -> list[str]:

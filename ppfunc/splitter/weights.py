@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ppfunc.schedule.arguments import require_type
+from ppfunc._checks import require_type
 from ppfunc.stage._torch import storage, version
 from ppfunc.stage.layout import layout_of
 

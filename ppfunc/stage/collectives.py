@@ -214,10 +214,6 @@ def _apply(kind: str, x: Tensor, mesh: DeviceMesh, *axes: int) -> Tensor:
 # -- the maps; what a group sends is contiguous, cut and joined along its first axis
 
 
-def _psum(self: _Collective, x: Tensor) -> Tensor:
-    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", self.group))
-
-
 def _along_axis(operator: Callable[..., Tensor], *options: Any) -> Callable[[_Collective, Tensor], Tensor]:
     """Make a map along any axis from a collective operator, which joins or cuts along axis 0."""
 
@@ -241,7 +237,7 @@ def _all_to_all(self: _Collective, x: Tensor) -> Tensor:
 _all_gather = _along_axis(functional.all_gather_into_tensor)
 
 _MAPS: dict[str, Callable[[_Collective, Tensor], Tensor]] = {
-    "psum": _psum,
+    "psum": lambda self, x: functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", self.group)),
     "pvary": lambda self, x: x.view_as(x),
     "all_gather": _all_gather,
     "psum_scatter": _along_axis(functional.reduce_scatter_tensor, "sum"),

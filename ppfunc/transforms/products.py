@@ -148,7 +148,10 @@ def _output_tangents(result: StepResult) -> Any:
 def _hessian_products(result: StepResult) -> StepResult:
     loss, slope = result.loss.unbind()
     products, gradients = ({stage: pair[n] for stage, pair in result.grads.items()} for n in (0, 1))
-    grads = {stage: _completed(gradients[stage], product) for stage, product in products.items()}
+    grads = {  # zeros for the leaves that have no gradient
+        stage: tree_map(lambda p, g: torch.zeros_like(p) if g is None else g, product, gradients[stage])
+        for stage, product in products.items()
+    }
     return result._replace(loss=loss, slope=slope, grads=grads, products=products)
 
 
@@ -235,8 +238,3 @@ def _with_zeros(primal: Any, tangents: Any, name: str) -> tuple[Any, Any]:
         torch.zeros_like(leaf) if tangent is None and differentiable(leaf.dtype) else tangent
         for leaf, tangent in zip(leaves, flatten_tangents(primal, tangents, name), strict=True)
     )
-
-
-def _completed(gradients: Any, params: Any) -> Any:
-    """Fill in zeros for the leaves that have no gradient."""
-    return tree_map(lambda p, g: torch.zeros_like(p) if g is None else g, params, gradients)

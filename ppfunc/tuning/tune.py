@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ppfunc.parallel.counts import require_counts
+from ppfunc._checks import require_counts
 from ppfunc.runtime import Axes, OnPaper, Transport
 from ppfunc.runtime.lowering.stage_programs import StageCall
 from ppfunc.runtime.transport.grid import ShardWhat

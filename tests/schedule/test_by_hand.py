@@ -77,7 +77,7 @@ def test_a_wrong_one_is_refused_with_the_place():
             lambda: single_chain("mine", 0, 1, [[F(0, 0)]]),
             "placement: got 0, expected the rank of every stage",
         ),
-        (lambda: single_chain("mine", [0], "1", [[F(0, 0)]]), "microbatches: got '1', expected their number"),
+        (lambda: single_chain("mine", [0], "1", [[F(0, 0)]]), "microbatches: got '1' of type str, expected their number"),
         (
             lambda: simulate(gpipe(2, 2), {"forward": 2}),
             r"costs: got {'forward': 2} of type dict, expected Costs\(",
@@ -87,7 +87,7 @@ def test_a_wrong_one_is_refused_with_the_place():
             r"schedules: got '1f1b', expected a list of names and schedules, such as \['1f1b'\]",
         ),
         (lambda: compare_schedules(4, 8, [3]), "schedules: got one of type int"),
-        (lambda: to_svg(gpipe(2, 2), Costs()), "timeline: got Costs, expected a Timeline"),
+        (lambda: to_svg(gpipe(2, 2), Costs()), "timeline: got Costs.* of type Costs, expected a Timeline"),
     ],
 )
 def test_what_is_given_in_another_form_is_named(call, told):

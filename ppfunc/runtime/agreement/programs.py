@@ -35,10 +35,11 @@ def require_same_programs(stages: Iterable[LoweredStage], gather: Callable[[str]
         modes = sorted({module.training for module in low.outline.modules})
         key = json.dumps([low.model_stage, modes, takes.text])
         programs.setdefault(key, [_written(call) for call in calls])
-    digests = {key: _digest([text for text, _ in program]) for key, program in programs.items()}
+    texts = {key: "\n".join(text for text, _ in program) for key, program in programs.items()}
+    digests = {k: sha256(t.encode(errors="surrogatepass")).hexdigest()[:16] for k, t in texts.items()}
     first: dict[str, tuple[int, str]] = {}
-    for rank, texts in sorted(gather(json.dumps(digests, sort_keys=True)).items()):
-        for key, digest in json.loads(texts).items():
+    for rank, theirs in sorted(gather(json.dumps(digests, sort_keys=True)).items()):
+        for key, digest in json.loads(theirs).items():
             holder, known = first.setdefault(key, (rank, digest))
             if digest != known:
                 by_rank = gather(json.dumps(programs.get(key, ())))
@@ -61,7 +62,3 @@ def _written(call: SeenCall) -> tuple[str, str]:
     """Write a call with the bits of its constants."""
     bits = [f"{int(checksum(t)) % 2**64:016x}" for t in call.constants if not t.is_meta]
     return " ".join([call.text, *bits]), call.place
-
-
-def _digest(texts: Sequence[str]) -> str:
-    return sha256("\n".join(texts).encode(errors="surrogatepass")).hexdigest()[:16]

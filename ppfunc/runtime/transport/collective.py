@@ -27,10 +27,6 @@ def named(among: Among) -> tuple[str, tuple[Any, ...]]:
     return (f"axes {','.join(map(str, among))}", ()) if isinstance(among[0], str) else ("line", among)
 
 
-def _call(wait: Wait) -> None:
-    wait()
-
-
 class Collective:
     """Sums and gathers among some ranks, all of which call the same operations in the same order.
 
@@ -48,7 +44,7 @@ class Collective:
         self,
         size: int = 1,
         index: int = 0,
-        guard: Callable[[Wait], None] = _call,
+        guard: Callable[[Wait], None] = lambda wait: wait(),
         require_carried: Callable[[torch.device], None] | None = None,
     ) -> None:
         self.size, self.index = size, index

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc._text import require_one_of
+from ppfunc._checks import require_one_of
 from ppfunc.stage.device import available
 
 from ..agreement.comparison import LaidOut

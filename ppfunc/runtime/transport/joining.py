@@ -6,7 +6,7 @@ from typing import Any, get_args
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc._text import require_one_of
+from ppfunc._checks import require_one_of
 
 from ..control.rendezvous import Rendezvous
 from . import _torch

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ppfunc.parallel.counts import require_counts
+from ppfunc._checks import require_counts
 from ppfunc.parallel.placement import Placement
 
 from ..instruction import I, Instruction, W

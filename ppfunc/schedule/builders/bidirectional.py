@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ppfunc._checks import require_counts
 from ppfunc._text import naming_arguments
-from ppfunc.parallel.counts import require_counts
 from ppfunc.parallel.placement import v_shape
 
 from ..instruction import B, F, Instruction, Op, overlap

@@ -25,7 +25,8 @@ import io
 from collections import Counter
 from collections.abc import Callable
 
-from ..arguments import require_type
+from ppfunc._checks import require_type
+
 from ..errors import ScheduleError
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, microbatch_of, parts_of
 from ..proof.structure import require_schedule

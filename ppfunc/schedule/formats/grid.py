@@ -10,7 +10,7 @@ from collections.abc import Container
 from math import ceil, floor
 from typing import Any, NamedTuple
 
-from ppfunc.parallel.counts import require_counts
+from ppfunc._checks import require_counts, require_type
 
 from ..costs import Costs
 from ..errors import ScheduleError
@@ -180,11 +180,7 @@ def bars_of(schedule: Schedule, timeline: Timeline, ops: Container[Op] = COMPUTE
         TypeError, ValueError: it is no timeline, or not that of this schedule.
     """
     require_schedule(schedule)
-    if not isinstance(timeline, Timeline):
-        raise TypeError(
-            f"timeline: got {type(timeline).__name__}, expected a Timeline, as simulate(...) or"
-            " step.record(...)[1] gives"
-        )
+    require_type("timeline", timeline, Timeline, "a Timeline, as simulate(...) or step.record(...)[1] gives")
     if list(map(len, timeline.starts)) != [sum(map(len, program)) for program in schedule.programs]:
         raise ValueError(
             f"timeline: got that of {timeline.schedule!r}, expected one of {schedule!r}; its own is"

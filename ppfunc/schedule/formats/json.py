@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Rational
 from typing import Any
 
-from ..arguments import require_type
+from ppfunc._checks import require_type
+
 from ..instruction import Instruction
 from ..proof.structure import require_schedule
 from ..schedule import Chain, Schedule

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from math import hypot
 from typing import NamedTuple
 
-from ..arguments import require_type
+from ppfunc._checks import require_type
+
 from ..overview import Overview, ScheduleFigures
 from .elements import clipped, line, number, page, require_width, short, text, ticks
 

@@ -115,7 +115,8 @@ def to_svg(
     across = _across(rows, makespan) if width is None else width - _LEFT - _RIGHT
     timed = {bar.instruction.op for row in whole for bar in row if bar.end > bar.start}
     legend, top = _legend(schedule, rows, timed, _LEFT + across + _RIGHT)
-    scale = _scale(rows, makespan, across, top)._replace(strip=_STRIP + 6 if memory else 0.0)
+    high = 30.0 if len(rows) <= 16 or any(bar.instruction.parts for row in rows for bar in row) else 22.0
+    scale = _Scale(across / (makespan or 1.0), across, high, top, _STRIP + 6 if memory else 0.0)
     most = max((size for sizes in (memory or {}).values() for size in sizes), default=0)
     numbered = _numbered(scale, rows)
     facts = _facts(schedule, timeline)
@@ -161,11 +162,6 @@ def _across(rows: list[list[Bar]], makespan: float) -> float:
     typical = durations[len(durations) // 4] if durations else makespan
     wanted = (_DIGIT * digits + 5) * makespan / typical if typical else 0.0
     return min(max(wanted, 720.0), _WIDEST - _LEFT - _RIGHT)
-
-
-def _scale(rows: list[list[Bar]], makespan: float, across: float, top: float) -> _Scale:
-    paired = any(bar.instruction.parts for row in rows for bar in row)
-    return _Scale(across / (makespan or 1.0), across, 30.0 if paired or len(rows) <= 16 else 22.0, top, 0.0)
 
 
 def _numbered(scale: _Scale, rows: list[list[Bar]]) -> Set[Op]:

@@ -13,7 +13,8 @@ decimal, without sign or leading zeros; there are no blanks.
 
 import re
 
-from ..arguments import require_type
+from ppfunc._checks import require_type
+
 from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op, overlap
 
 _NUMBER = r"(0|[1-9][0-9]{0,39})"

@@ -10,7 +10,7 @@ from operator import itemgetter
 from ..certificate import check
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, parts_of
 from ..passes.remove import compute_only
-from ..schedule import Program, Schedule
+from ..schedule import Schedule
 from ..timeline import Timeline, simulate
 from .csv import to_csv
 
@@ -47,7 +47,8 @@ def to_torch_csv(schedule: Schedule) -> str:
     for time, number, sender, send, receiver, receive in _messages(schedule, timeline):
         items[sender].append((time, _MESSAGE, number, send))
         items[receiver].append((time, _MESSAGE, number, receive))
-    lowered = replace(schedule, programs=tuple(map(_program, items)))
+    orders = (sorted(of_rank, key=itemgetter(0, 1, 2)) for of_rank in items)
+    lowered = replace(schedule, programs=tuple(tuple((item[-1],) for item in order) for order in orders))
     check(lowered)
     return to_csv(lowered)
 
@@ -131,7 +132,3 @@ def _messages(
                     other,
                     Instruction(receive, peer, microbatch),
                 )
-
-
-def _program(items: list[_Item]) -> Program:
-    return tuple((item[-1],) for item in sorted(items, key=itemgetter(0, 1, 2)))

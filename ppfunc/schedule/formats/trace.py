@@ -18,7 +18,8 @@ from math import inf, nextafter
 from numbers import Real
 from typing import Any, NamedTuple, Self
 
-from ..arguments import require_type
+from ppfunc._checks import require_type
+
 from ..earliest import BESIDE
 from ..instruction import Instruction, Op, microbatch_of, parts_of
 from ..proof.structure import check_structure

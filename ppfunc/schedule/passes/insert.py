@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ppfunc.parallel.counts import require_counts
+from ppfunc._checks import require_counts, require_stages
 
-from ..arguments import require_stages
 from ..costs import Costs, Number, require_costs
 from ..instruction import COMMUNICATION, COMPUTE, RESIDUAL_OPS, Instruction, Op, parts_of
 from ..proof.structure import require_schedule

@@ -8,7 +8,7 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from ppfunc.parallel.counts import require_counts
+from ppfunc._checks import require_counts
 
 from ..collector import collector_paused
 from ..dataflow import PRODUCT, Dataflow, EdgeFlow, edge_flows

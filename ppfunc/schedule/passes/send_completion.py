@@ -8,7 +8,8 @@ wire, so the tensors are let go early and no deadlock is added, whatever the sch
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from ..arguments import require_number
+from ppfunc._checks import require_index
+
 from ..dataflow import Dataflow
 from ..instruction import COMMUNICATION, SENDS, Instruction, Op, microbatch_of
 from ..proof.structure import require_schedule
@@ -34,7 +35,7 @@ def send_completion(schedule: Schedule, rank: int) -> dict[int, list[Instruction
     {2: ['0SEND_F0'], 3: ['0SEND_F1']}
     """
     require_schedule(schedule)
-    require_number("rank", rank, schedule.ranks)
+    require_index("rank", rank, schedule.ranks)
     last = len(schedule.programs[rank]) - 1
     flow = Dataflow(schedule)
     posted: dict[int, list[tuple[int, Instruction, int]]] = {}  # by peer: own step, send, message

@@ -3,7 +3,8 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from ..arguments import require_stages
+from ppfunc._checks import require_stages
+
 from ..instruction import SHARDING, TAIL, Instruction, Op, parts_of
 from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step

@@ -1,6 +1,6 @@
 """Write into a schedule when the parameters of each stage are gathered, and when they are freed."""
 
-from ppfunc.parallel.counts import require_counts
+from ppfunc._checks import require_counts
 
 from ..instruction import COMPUTE, Instruction, Op, parts_of
 from ..proof.order import in_order
@@ -49,7 +49,8 @@ def insert_unshards(schedule: Schedule, most: int = 2) -> Schedule:
 def _gathered(program: Program, most: int) -> Program:
     program = tuple(tuple(i for _, i in in_order(step)) for step in program)
     places = [(s, p) for s, step in enumerate(program) for p, i in enumerate(step) if i.op in COMPUTE]
-    first, *behind = _moves([_stages(program[step][place]) for step, place in places], most)
+    uses = [tuple(dict.fromkeys(part.stage for part in parts_of(program[s][p]))) for s, p in places]
+    first, *behind = _moves(uses, most)
     return insert(program, dict.fromkeys(places[:1], first), dict(zip(places, behind, strict=True)))
 
 
@@ -82,7 +83,3 @@ def _orders(uses: list[tuple[int, ...]]) -> Orders:
         order = (*stages, *(s for s in order if s not in stages))
         orders.append(order)
     return orders[::-1]
-
-
-def _stages(instruction: Instruction) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(part.stage for part in parts_of(instruction)))

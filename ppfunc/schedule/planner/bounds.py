@@ -33,7 +33,8 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Self
 
-from ..arguments import require_type
+from ppfunc._checks import require_type
+
 from ..costs import Costs, Number
 from .problem import Cap, Objective, Problem, problem_of
 

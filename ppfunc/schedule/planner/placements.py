@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from ppfunc.parallel.counts import require_counts
+from ppfunc._checks import require_counts
 from ppfunc.parallel.partition import Partition
 from ppfunc.parallel.placement import Placement, explicit, loop
 

@@ -8,7 +8,7 @@ from math import lcm
 from numbers import Rational, Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from ppfunc.parallel.counts import require_counts
+from ppfunc._checks import require_counts
 from ppfunc.parallel.placement import explicit
 
 from ..costs import Costs, Number, exact_portion, require_costs

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import nn
 
+from ppfunc._checks import require_type
 from ppfunc._text import shown
 from ppfunc.parallel.partition import Partition
-from ppfunc.schedule.arguments import require_type
 
 Layer = Callable[..., Any]  # layer(params, x, *extras) -> y
 

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppfunc._text import naming_arguments, shown
-from ppfunc.parallel.counts import require_counts
+from ppfunc._checks import require_counts, require_number, require_type
+from ppfunc._text import naming_arguments
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 
 from .._torch import looked_through
-from ..checks import require_number
 from .norms import Clip
 from .protocols import Optimizer, Tree, require_pair, selected, skipping, text_of
 from .updates import zero_count
@@ -104,10 +103,7 @@ def chain(clip: Clip, optimizer: Optimizer) -> Optimizer:
     >>> optimizer.update([torch.tensor([3.0, 4.0])], optimizer.init(params), params)[0]
     [tensor([-0.6000, -0.8000])]
     """
-    if not isinstance(clip, Clip):
-        raise TypeError(
-            f"clip: got {shown(clip)}, expected a clip first, such as ppfunc.optim.clip_by_global_norm(1.0)"
-        )
+    require_type("clip", clip, Clip, "a clip first, such as ppfunc.optim.clip_by_global_norm(1.0)")
     require_pair("optimizer", optimizer)
     if getattr(optimizer, "clipped", None) is not None:
         raise ValueError(f"optimizer: got {text_of(optimizer)}, which clips already; expected one clip")

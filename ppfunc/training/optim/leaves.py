@@ -93,6 +93,7 @@ def plan_of(
         last = first + len(tree_leaves(tree))
         spans[name], first = (slice(first, last), tree_structure(tree)), last
     every = chain(wanted, gradients, *columns.values())
+    floating = (leaf for leaf in every if leaf is not None and differentiable(leaf.dtype))
     plan = LeafPlan(
         tuple(treedef for _, treedef in pairs),
         tuple(form_of(*pair) for pair in pairs) if guarded else (),
@@ -101,7 +102,7 @@ def plan_of(
         decays,
         trained,
         tuple((decay, tuple(group)) for (_, _, decay), group in groups.items()),
-        guarded and all(_is_plain(leaf) for leaf in every if leaf is not None and differentiable(leaf.dtype)),
+        guarded and all(_is_dense(leaf) and not leaf.dtype.is_complex for leaf in floating),
     )
     return plan, [tuple(leaves) for leaves, _ in pairs]
 
@@ -179,10 +180,6 @@ def dense(leaf: Tensor) -> Tensor:
 
 def _is_dense(leaf: Tensor) -> bool:
     return not (leaf.requires_grad or leaf.is_conj() or leaf.is_neg()) and leaf.is_contiguous()
-
-
-def _is_plain(leaf: Tensor) -> bool:
-    return _is_dense(leaf) and not leaf.dtype.is_complex
 
 
 def _copies(leaves: Leaves) -> Leaves:

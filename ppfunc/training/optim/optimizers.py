@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppfunc._checks import require_number
 from ppfunc._text import naming_arguments
 from ppfunc.stage.modules.frozen import Mask
 
 from .._torch import fused_adamw, fused_sgd
-from ..checks import require_number
 from .protocols import Optimizer
 from .rates import LearningRate
 from .updates import optimizer_of, require_betas, written_into

@@ -10,11 +10,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ppfunc._text import naming_arguments, require_one_of, shown
-from ppfunc.parallel.counts import require_counts
+from ppfunc._checks import require_counts, require_number, require_one_of
+from ppfunc._text import naming_arguments, shown
 from ppfunc.stage.device import accelerates
-
-from ..checks import require_number
 
 LearningRate = float | Callable[[Any], Tensor | float]
 """Number, or function of the number of updates made before, such as :func:`warmup_cosine`, or of a state."""

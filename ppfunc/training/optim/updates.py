@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from ppfunc._checks import require_number
 from ppfunc._text import naming_arguments, shown
 from ppfunc.stage import Signature
 from ppfunc.stage.modules.frozen import Mask, masked_leaves
@@ -22,7 +23,6 @@ from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_flatten
 
 from .._torch import looked_through
-from ..checks import require_number
 from .leaves import (
     LeafPlan,
     Leaves,

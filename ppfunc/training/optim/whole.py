@@ -6,11 +6,10 @@ from math import inf, sqrt
 import torch
 from torch import Tensor
 
+from ppfunc._checks import require_counts, require_number, require_positive, require_real
 from ppfunc._text import naming_arguments, shown
-from ppfunc.parallel.counts import require_counts
 from ppfunc.stage.modules.frozen import Mask, ParameterKind
 
-from ..checks import require_number, require_positive, require_real
 from .groups import divided
 from .optimizers import adam_direction
 from .protocols import Optimizer, require_pair, text_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ppfunc.parallel.counts import require_counts
+from ppfunc._checks import require_counts
 from ppfunc.runtime.agreement.comparison import checksum
 from ppfunc.runtime.agreement.ties import OTHER_VALUES
 from ppfunc.stage import Signature
@@ -136,7 +136,7 @@ class KnownState:
         self._every = every
         self._steps = 0  # of all calls that have ended well
         self._generation: int | None = None  # the failures before; None where no state is known
-        self._step: Callable[[], Tensor | None] = _nothing
+        self._step: Callable[[], Tensor | None] = lambda: None
         self._versions: list[int | None] = []  # how often each leaf was written into, and where it is
 
     def goes_on(self, state: TrainState, stages: Mapping[int, StageLeaves], generation: int) -> bool:
@@ -157,10 +157,6 @@ class KnownState:
         due = self._every is not None and before // self._every != self._steps // self._every
         self._generation = None if due else generation
         self._step, self._versions = ref(state.step), _versions(state, stages)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _versions(state: TrainState, stages: Mapping[int, StageLeaves]) -> list[int | None]:

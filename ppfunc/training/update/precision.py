@@ -7,12 +7,11 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from ppfunc._checks import require_counts, require_number, require_positive
 from ppfunc._text import mend_for, shown
-from ppfunc.parallel.counts import require_counts
 from ppfunc.stage.tree import tree_flatten, tree_map
 
 from .._torch import update_scale
-from ..checks import require_number, require_positive
 from ..optim.protocols import Tree
 
 _LARGEST = torch.finfo(torch.float32).max  # scales are kept in float32

@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 import torch
 from torch import Tensor
 
-from ppfunc._text import require_one_of, shown
+from ppfunc._checks import require_one_of
+from ppfunc._text import shown
 from ppfunc.runtime.call.forms import Form, leaves_like
 from ppfunc.stage._torch import versions
 from ppfunc.stage.device import preserve_rng

@@ -54,7 +54,8 @@ class GraphRecorder:
         known = self._nodes.get(tensor)
         if known is not None:
             return known
-        self._require_constant(tensor)
+        if isinstance(tensor, FakeTensor):
+            raise NoValuesError(tensor).of_stage(self.owner)
         constant = self.graph.create_node("get_attr", "constant")
         constant.meta["constant"] = tensor
         return self._know(constant, tensor)
@@ -104,11 +105,6 @@ class GraphRecorder:
         if not isinstance(func, OpOverload):
             reason = f"it uses {func}, an operator on functions{self.called_at()}"
             raise StageError(self.owner, reason, self.mend)
-
-    def _require_constant(self, tensor: torch.Tensor) -> None:
-        """Raise if an unknown tensor has no values."""
-        if isinstance(tensor, FakeTensor):
-            raise NoValuesError(tensor).of_stage(self.owner)
 
     def _know(self, node: Node, tensor: torch.Tensor) -> Node:
         self._nodes[tensor] = node

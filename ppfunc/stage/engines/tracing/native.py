@@ -275,7 +275,9 @@ class _Slots:
         given = dict(zip((a.name for a in operator.arguments), args, strict=False))
         given |= {} if turned else node.kwargs
         uses = Counter(id(value) for value in given.values())
-        taken = {n for n in ended if uses[id(n)] == 1 and not _is_listed(n, given)}
+        lists = (value for value in given.values() if isinstance(value, list | tuple))
+        listed = {n for value in lists for n in value if isinstance(n, Node)}
+        taken = {n for n in ended if uses[id(n)] == 1 and n not in listed}
         operands = tuple(
             self._operand(given[a.name], taken, a.name == turned) if a.name in given else ("default",)
             for a in operator.arguments
@@ -296,7 +298,3 @@ class _Slots:
             return [self.of(node)]
         elements = {n.args[1]: n for n in node.users if is_element(n)}
         return [self.of(elements[i]) if i in elements else NONE for i in range(node.meta["results"])]
-
-
-def _is_listed(node: Node, given: dict[str, Any]) -> bool:
-    return any(isinstance(value, list | tuple) and node in value for value in given.values())
