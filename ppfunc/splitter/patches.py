@@ -14,7 +14,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd import Function
 from torch.distributions import Distribution
 from torch.overrides import TorchFunctionMode
@@ -103,7 +102,7 @@ class AssignedAttributes(TorchFunctionMode):
 
 
 @contextmanager
-def caches_emptied(model: nn.Module) -> Iterator[None]:
+def caches_emptied(model: torch.nn.Module) -> Iterator[None]:
     """Empty the caches (``functools.lru_cache``) that the model has filled with tensors without values."""
     kinds = {
         kind
@@ -123,7 +122,7 @@ def caches_emptied(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def noted(model: nn.Module, names: Iterable[str], note: Callable[[str], object]) -> Iterator[None]:
+def noted(model: torch.nn.Module, names: Iterable[str], note: Callable[[str], object]) -> Iterator[None]:
     """Call ``note`` with the name of each module when this thread first calls it, or its ``forward``."""
     this, left = threading.get_ident(), set(names)
 

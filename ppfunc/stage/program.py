@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
-from torch import nn
 
 from ppfunc._text import limited
 
@@ -162,7 +161,7 @@ class Outline(NamedTuple):
     aux: Signature
     draws: int
     untraced: tuple[str, str] | None = None
-    modules: tuple[nn.Module, ...] = ()
+    modules: tuple[torch.nn.Module, ...] = ()
     known: bool = True
     lasts: bool = True
     undeclared: tuple[str, ...] = ()

@@ -492,8 +492,8 @@ def hand_on(transport, rank, ranks, break_at=None):
         transport.connect([Route("F", r, (r + 1) % ranks) for r in range(ranks)], [torch.device("cpu")])
         buffers = Buffers()
         comes, goes = transfer(False, before, rank, leaves), transfer(True, rank, after, leaves)
-        take = [transport.post([comes]), transport.wait_recv(comes)]
-        give = [call for call in (transport.post([goes]), transport.wait_send(goes)) if call]
+        take = [transport.post([comes]), transport.wait(comes)]
+        give = [call for call in (transport.post([goes]), transport.wait(goes)) if call]
         for call in [*give, *take] if rank == 0 else take:
             if call is give[0]:
                 buffers.values[goes.tag] = values
@@ -534,7 +534,7 @@ def small_and_large(rank, ranks):
         buffers.values = {end.tag: values} if rank == 0 else {}
         transport.post([end])(buffers)
         messages = len(buffers.pending[end.tag][0])
-        (transport.wait_recv if rank else transport.wait_send)(end)(buffers)
+        transport.wait(end)(buffers)
         transport.end({}, {})
         transport.count_step()
         return messages, not rank or all(map(torch.equal, buffers.values[end.tag], values))

@@ -73,8 +73,8 @@ def ring_calls(rank, size, transport):
         yield from (
             load,
             transport.post([send, recv]),
-            transport.wait_recv(recv),
-            transport.wait_send(send),
+            transport.wait(recv),
+            transport.wait(send),
             add,
         )
 
@@ -383,7 +383,7 @@ def put(transport, buffers, peer, microbatch, fill):
 def get(transport, buffers, peer, microbatch):
     received = transfer(False, transport.rank, peer, microbatch)
     transport.post([received])(buffers)
-    transport.wait_recv(received)(buffers)
+    transport.wait(received)(buffers)
     return buffers.values[received.tag][0]
 
 
@@ -409,7 +409,7 @@ def test_a_posted_receive_is_nan_until_it_is_waited_for():
         (tensor,) = buffers.pending[received.tag].tensors
         assert tensor.isnan().all()
         assert received.tag not in buffers.values
-        transport.wait_recv(received)(buffers)
+        transport.wait(received)(buffers)
         assert buffers.values[received.tag][0] is tensor
         assert tensor.tolist() == [4.0] * 3
 
@@ -428,7 +428,7 @@ def test_a_tensor_changed_before_it_is_sent_is_noticed():
         buffers.values[sent.tag] = (tensor,)
         transport.post([sent])(buffers)
         tensor[1] = 7.0
-        transport.wait_send(sent)(buffers)
+        transport.wait(sent)(buffers)
 
     def receiver(transport, buffers):
         assert get(transport, buffers, 0, 0).tolist() == [0.0, 7.0, 0.0]

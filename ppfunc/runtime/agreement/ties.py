@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Signature
@@ -238,7 +237,7 @@ def require_same_values(
     schedule: Schedule,
     ranks: Sequence[int],
     params: Mapping[int, Signature],
-    alike: Iterable[tuple[str, Mapping[int, Sequence[Tensor | None]]]],
+    alike: Iterable[tuple[str, Mapping[int, Sequence[torch.Tensor | None]]]],
     tied: Tied,
     control: ControlTransport,
 ) -> None:

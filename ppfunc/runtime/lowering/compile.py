@@ -181,7 +181,7 @@ class _Binder:
         for instruction in completed:
             for transfer in self._transfers(instruction):
                 place = Origin(rank, position, instruction, transfer.tag)
-                yield from _at(place, self._transport.wait_send(transfer))
+                yield from _at(place, self._transport.wait(transfer))
 
     def _await_gather(self, place: Origin, stage: int) -> Iterator[PlacedCall]:
         """Wait for the parameters of a stage before their first use since something may gather them."""
@@ -204,7 +204,7 @@ class _Binder:
         for edge in low.sources if part.op is Op.F else low.sinks:
             tag = Tag("F" if part.op is Op.F else "B", edge.stage, stage, microbatch)
             if tag in self._received:
-                wait = self._transport.wait_recv(self._received.pop(tag))
+                wait = self._transport.wait(self._received.pop(tag))
                 yield from _at(place._replace(awaited=tag), wait)
 
     # -- instructions that compute

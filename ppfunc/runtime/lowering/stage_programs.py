@@ -15,7 +15,6 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
 
 from ppfunc.stage import Engine, Outline, Signature, StageError, StageProgram, outline
 from ppfunc.stage._torch import without_transforms
@@ -303,12 +302,12 @@ def _is_dynamic(engine: Engine) -> bool:
     return getattr(engine, "dynamic", False)
 
 
-def _modules_referred(function: Any) -> Iterator[nn.Module]:
+def _modules_referred(function: Any) -> Iterator[torch.nn.Module]:
     """Yield the modules that a function refers to, with their submodules: a stage may read their mode without
     calling them.
     """
     for value in _referred(function):
-        if isinstance(value, nn.Module):
+        if isinstance(value, torch.nn.Module):
             yield from value.modules()
 
 

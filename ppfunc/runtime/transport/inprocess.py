@@ -108,18 +108,15 @@ class InProcess:
     def post(self, batch: Sequence[Transfer]) -> Call | None:
         return None
 
-    def wait_recv(self, transfer: Transfer) -> Call | None:
+    def wait(self, transfer: Transfer) -> Call | None:
         tag, device = transfer.tag, transfer.device
-        if not available():
+        if transfer.outgoing or not available():
             return None
 
         def move(buffers: Buffers) -> None:
             buffers.values[tag] = moved(buffers.values[tag], device)
 
         return move
-
-    def wait_send(self, transfer: Transfer) -> Call | None:
-        return None
 
     def close(self) -> None:
         pass
@@ -163,17 +160,13 @@ class MessagesOnPaper(InProcess):
 
         return post_all
 
-    def wait_recv(self, transfer: Transfer) -> Call:
+    def wait(self, transfer: Transfer) -> Call:
         def take(buffers: Buffers) -> None:
-            buffers.values[transfer.tag] = tuple(buffers.pending.pop(transfer.tag))
+            tensors = buffers.pending.pop(transfer.tag)
+            if not transfer.outgoing:
+                buffers.values[transfer.tag] = tuple(tensors)
 
         return take
-
-    def wait_send(self, transfer: Transfer) -> Call:
-        def let_go(buffers: Buffers) -> None:
-            del buffers.pending[transfer.tag]
-
-        return let_go
 
 
 class OnPaper(InProcess):

@@ -314,10 +314,7 @@ class P2P(Control):
     def post(self, batch: Sequence[Transfer]) -> Call | None:
         return self._pair_groups.post(batch)
 
-    def wait_recv(self, transfer: Transfer) -> Call | None:
-        return self._pair_groups.wait(transfer)
-
-    def wait_send(self, transfer: Transfer) -> Call | None:
+    def wait(self, transfer: Transfer) -> Call | None:
         return self._pair_groups.wait(transfer)
 
     def disconnect(self) -> list[Any]:

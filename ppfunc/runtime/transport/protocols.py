@@ -73,8 +73,8 @@ Mode = Literal["training", "evaluation", "mixed"]
 class DataTransport(Protocol):
     """Carries tensors between ranks.
 
-    ``post``, ``wait_recv`` and ``wait_send`` are called while a program is compiled. They return the call
-    that does it in every step, or None where nothing has to be done.
+    ``post`` and ``wait`` are called while a program is compiled. They return the call that does it in every
+    step, or None where nothing has to be done.
     """
 
     def connect(self, routes: Iterable[Route], devices: Iterable[torch.device]) -> None:
@@ -94,11 +94,8 @@ class DataTransport(Protocol):
     def post(self, batch: Sequence[Transfer]) -> Call | None:
         """Post sends and receives as one batch, in the order given."""
 
-    def wait_recv(self, transfer: Transfer) -> Call | None:
-        """Wait until a posted receive is in ``buffers.values``."""
-
-    def wait_send(self, transfer: Transfer) -> Call | None:
-        """Wait until a posted send no longer needs its tensors, and free them."""
+    def wait(self, transfer: Transfer) -> Call | None:
+        """Wait until a receive is in ``buffers.values``, or a send no longer needs its tensors; free them."""
 
 
 class ControlTransport(Protocol):

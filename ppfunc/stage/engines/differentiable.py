@@ -6,7 +6,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .._torch import awaited, version
@@ -98,7 +97,7 @@ class DifferentiableStage:
 
     def _call(self, trees: tuple[Any, ...]) -> Any:
         """Call the stage. An exception gets a note with the stage, the line and the arguments."""
-        recurrent = any(isinstance(module, nn.RNNBase) for module in self.outline.modules)
+        recurrent = any(isinstance(module, torch.nn.RNNBase) for module in self.outline.modules)
         by_cudnn = recurrent and self.example.device.type == "cuda"
         try:
             with WithoutCudnn() if by_cudnn else nullcontext(), in_python():

@@ -111,10 +111,7 @@ class SimulatedTransport(Control):
     def post(self, batch: Sequence[Transfer]) -> Call | None:
         return self._wires.post(self.rank, batch) if batch else None
 
-    def wait_recv(self, transfer: Transfer) -> Call | None:
-        return self._wires.wait(self.rank, transfer)
-
-    def wait_send(self, transfer: Transfer) -> Call | None:
+    def wait(self, transfer: Transfer) -> Call | None:
         return self._wires.wait(self.rank, transfer)
 
     def end(self, *args: Any, **named: Any) -> torch.Tensor | None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from .errors import CheckpointError, RankError, escaped
 from .folders import checkpoints, flush_folder, open_checkpoint, step_of
@@ -81,7 +80,7 @@ class PartToRead(NamedTuple):
 
     name: str
     part: StoredPart
-    into: Tensor | None
+    into: torch.Tensor | None
     box: Box
 
 

@@ -54,8 +54,7 @@ class GraphRecorder:
         known = self._nodes.get(tensor)
         if known is not None:
             return known
-        if isinstance(tensor, FakeTensor):
-            raise NoValuesError(tensor).of_stage(self.owner)
+        self._require_constant(tensor)
         constant = self.graph.create_node("get_attr", "constant")
         constant.meta["constant"] = tensor
         return self._know(constant, tensor)
@@ -105,6 +104,11 @@ class GraphRecorder:
         if not isinstance(func, OpOverload):
             reason = f"it uses {func}, an operator on functions{self.called_at()}"
             raise StageError(self.owner, reason, self.mend)
+
+    def _require_constant(self, tensor: torch.Tensor) -> None:
+        """Raise if an unknown tensor has no values."""
+        if isinstance(tensor, FakeTensor):
+            raise NoValuesError(tensor).of_stage(self.owner)
 
     def _know(self, node: Node, tensor: torch.Tensor) -> Node:
         self._nodes[tensor] = node
