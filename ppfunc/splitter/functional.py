@@ -25,12 +25,11 @@ from .trace import Trace, undisturbed
 aten = torch.ops.aten
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    result: Tensor = aten._scaled_dot_product_attention_math.default(query, key, value, *args, **kwargs)[0]
-    return result
-
-
-MAPPABLE: dict[Any, Callable[..., Any]] = {aten.scaled_dot_product_attention.default: _attention}
+MAPPABLE: dict[Any, Callable[..., Any]] = {
+    aten.scaled_dot_product_attention.default: (
+        lambda *args, **kwargs: aten._scaled_dot_product_attention_math.default(*args, **kwargs)[0]
+    )
+}
 """Operators that choose a kernel by looks that a ``vmap`` hides, such as whether the mask has a gradient;
 with others in their place.
 """

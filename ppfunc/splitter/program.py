@@ -102,15 +102,17 @@ def _code(trace: Trace, part: StagePart, stage: int, last: bool) -> StageCode:
     writes = frozenset(at for node in part.body for at in node.meta["writes"])
     copied = [i for i, node in enumerate(arguments) if not writes.isdisjoint(storages_of(node))]
     rebuild = _rebuilder(trace, results)
-    orders = [_memory_order(node) for node in taken]
+    arriving, leaving = ([_memory_order(node) for node in nodes] for nodes in (taken, sent))
+    # From the order of a message back to that of its axes.
+    arriving = [order and tuple(map(order.index, range(len(order)))) for order in arriving]
 
     def call(params: Leaves, constants: Leaves, state: Leaves, inputs: Leaves, received: Leaves) -> Any:
-        values = [*params, *constants, *state, *inputs, *map(_from_memory_order, received, orders)]
+        values = [*params, *constants, *state, *inputs, *map(_permuted, received, arriving)]
         for i in copied:
             values[i] = values[i].clone()
         sent_values, new_state, tensors = run(values)
-        leaving = iter(map(_in_memory_order, sent_values, sent))
-        out = {to: tuple(islice(leaving, len(nodes))) for to, nodes in part.sent.items()}
+        messages = map(_permuted, sent_values, leaving)
+        out = {to: tuple(islice(messages, len(nodes))) for to, nodes in part.sent.items()}
         states = {name: t.detach() for name, t in zip(part.state, new_state, strict=True)}
         return out, states, rebuild(tensors) if last else None
 
@@ -159,10 +161,5 @@ def _memory_order(node: Node) -> tuple[int, ...] | None:
     return None if order == tuple(range(len(stride))) else order
 
 
-def _in_memory_order(tensor: Tensor, node: Node) -> Tensor:
-    order = _memory_order(node)
+def _permuted(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
     return tensor if order is None else tensor.permute(order)
-
-
-def _from_memory_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
-    return tensor if order is None else tensor.permute([order.index(axis) for axis in range(len(order))])

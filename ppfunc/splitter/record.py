@@ -25,7 +25,7 @@ from ppfunc.stage._torch import (
 )
 from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT
 from ppfunc.stage.abstract.purity import tensors_in, written
-from ppfunc.stage.device import kinds
+from ppfunc.stage.device import autocast, kinds
 from ppfunc.stage.engines.tracing.graph import TRACED, GraphRecorder, is_element
 from ppfunc.stage.errors import warn
 from ppfunc.stage.places import place_of_call
@@ -64,16 +64,11 @@ class Region(NamedTuple):
 
     Args:
         grad: whether its gradient is recorded.
-        autocast: ``(on, dtype)`` of each kind of device, see `autocast`.
+        autocast: which is on, see :func:`ppfunc.stage.device.autocast`.
     """
 
     grad: bool
-    autocast: tuple[tuple[bool, torch.dtype], ...]
-
-
-def autocast() -> tuple[tuple[bool, torch.dtype], ...]:
-    """Return the state of autocast and its dtype, for every kind of device."""
-    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds())
+    autocast: tuple[tuple[str, torch.dtype], ...]
 
 
 @contextmanager
@@ -82,9 +77,11 @@ def within(region: Region, ambient: Region | None = None) -> Iterator[None]:
     with ExitStack() as stack:
         if ambient is None or region.grad != ambient.grad:
             stack.enter_context(torch.set_grad_enabled(region.grad))
-        for at, (kind, (on, dtype)) in enumerate(zip(kinds(), region.autocast, strict=True)):
-            if ambient is None or (on, dtype) != ambient.autocast[at]:
-                stack.enter_context(torch.autocast(kind, dtype, enabled=on))
+        wanted, around = dict(region.autocast), dict(ambient.autocast) if ambient is not None else {}
+        for kind in kinds():
+            dtype = wanted.get(kind)
+            if ambient is None or dtype != around.get(kind):
+                stack.enter_context(torch.autocast(kind, dtype, enabled=dtype is not None))
         yield
 
 

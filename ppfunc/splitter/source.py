@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import without_modes
+from ppfunc.stage.device import autocast
 from ppfunc.stage.modules.module import ModuleStructure
 from ppfunc.stage.process import process_lock
 
@@ -20,7 +21,7 @@ from .call import CallForm, Changes
 from .cut import StagePart, WrittenElsewhereError, cut
 from .functional import MAPPABLE, without_writes
 from .program import StageCode, stage_codes
-from .record import Region, autocast
+from .record import Region
 from .trace import LeafForm, Tensors, Trace, label_stages, trace
 
 _MOST = 32  # forms of inputs whose code is kept

@@ -5,7 +5,7 @@
 """
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -30,7 +30,7 @@ def kinds() -> tuple[str, ...]:
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
-def autocast() -> tuple[Hashable, ...]:
+def autocast() -> tuple[tuple[str, torch.dtype], ...]:
     """Return which autocast is on, by kind of device."""
     return tuple(
         (kind, torch.get_autocast_dtype(kind)) for kind in kinds() if torch.is_autocast_enabled(kind)

@@ -5,10 +5,10 @@ of both ranks.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +25,19 @@ from ..errors import AgreementError
 _GOLDEN, _MIX, _LOW = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 2**32 - 1
 NEW_FORMS = "make a new step function, or trainer, for parameters or targets of other dtypes or shapes"
 _PIECE = 2**17  # words that are mixed at a time, while they are in the cache
+
+
+def differences(facts: Iterable[tuple[Any, Mapping[Any, Any]]]) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the facts in which holders differ: the name, the first that has it, and one that has another.
+
+    >>> list(differences([("rank 0", {"a": 1, "b": 2}), ("rank 1", {"b": 3})]))
+    [('b', ('rank 0', 2), ('rank 1', 3))]
+    """
+    first: dict[Any, tuple[Any, Any]] = {}
+    for holder, named in facts:
+        for name, value in named.items():
+            if (known := first.setdefault(name, (holder, value)))[1] != value:
+                yield name, known, (holder, value)
 
 
 def require_same_step(mine: str, theirs: str, rank: int, other: int) -> None:

@@ -16,7 +16,7 @@ from ppfunc.stage.program import SeenCall
 
 from ..errors import AgreementError
 from ..lowering.lowered import LoweredStage
-from .comparison import checksum
+from .comparison import checksum, differences
 
 Program = Sequence[tuple[str, str]]
 """Text and place of every call."""
@@ -37,13 +37,10 @@ def require_same_programs(stages: Iterable[LoweredStage], gather: Callable[[str]
         programs.setdefault(key, [_written(call) for call in calls])
     texts = {key: "\n".join(text for text, _ in program) for key, program in programs.items()}
     digests = {k: sha256(t.encode(errors="surrogatepass")).hexdigest()[:16] for k, t in texts.items()}
-    first: dict[str, tuple[int, str]] = {}
-    for rank, theirs in sorted(gather(json.dumps(digests, sort_keys=True)).items()):
-        for key, digest in json.loads(theirs).items():
-            holder, known = first.setdefault(key, (rank, digest))
-            if digest != known:
-                by_rank = gather(json.dumps(programs.get(key, ())))
-                raise _difference(key, *((r, json.loads(by_rank[r])) for r in (holder, rank)))
+    theirs = sorted(gather(json.dumps(digests, sort_keys=True)).items())
+    for key, (one, _), (other, _) in differences((rank, json.loads(text)) for rank, text in theirs):
+        by_rank = gather(json.dumps(programs.get(key, ())))
+        raise _difference(key, *((rank, json.loads(by_rank[rank])) for rank in (one, other)))
 
 
 def _difference(key: str, one: tuple[int, Program], other: tuple[int, Program]) -> AgreementError:

@@ -24,7 +24,7 @@ from ..call.batch import Leaves
 from ..call.forms import extent, overlap
 from ..errors import AgreementError
 from ..transport.protocols import ControlTransport
-from .comparison import checksum
+from .comparison import checksum, differences
 
 Tied = tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
 """By name, in order, the places of each tied parameter: (stage of the model, name of the leaf)."""
@@ -217,16 +217,13 @@ def require_same_forms(
         by_rank: results of :func:`shared_forms`.
         agreed: that of all ranks before, if they have agreed.
     """
-    first = {name: ("all", form) for name, form in (agreed or {}).items()}
-    for rank, forms in by_rank.items():
-        for name, form in forms.items():
-            holder, known = first.setdefault(name, (f"rank {rank}", form))
-            if form != known:
-                had = "had" if agreed else "has"
-                raise AgreementError(
-                    f"{name} differ between the processes that hold them: {holder} {had}"
-                    f" {_readable(known)}, rank {rank} has {_readable(form)}; {mend}"
-                )
+    before = [] if agreed is None else [("all had", agreed)]
+    now = [(f"rank {rank} has", forms) for rank, forms in by_rank.items()]
+    for name, (one, known), (other, form) in differences([*before, *now]):
+        raise AgreementError(
+            f"{name} differ between the processes that hold them: {one} {_readable(known)}, {other}"
+            f" {_readable(form)}; {mend}"
+        )
 
 
 def _readable(form: str) -> str:
@@ -261,12 +258,9 @@ def require_same_values(
                 if other != sums[0][1]:
                     raise AgreementError(differs(name, f"in stage {sums[0][0]}", f"in stage {model}"))
                 mine[name] = other
-    first_holders: dict[str, tuple[int, int]] = {}
-    for rank, text in enumerate(control.all_gather(json.dumps(mine))):
-        for name, value in json.loads(text).items():
-            holder, known = first_holders.setdefault(name, (rank, value))
-            if value != known:
-                raise AgreementError(differs(name, f"on rank {holder}", f"on rank {rank}"))
+    sums_of = enumerate(map(json.loads, control.all_gather(json.dumps(mine))))
+    for name, (one, _), (another, _) in differences(sums_of):
+        raise AgreementError(differs(name, f"on rank {one}", f"on rank {another}"))
 
 
 def differs(what: str, here: str, there: str) -> str:

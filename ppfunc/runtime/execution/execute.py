@@ -250,11 +250,10 @@ class Stack:
     def take(self, like: Leaves, owned: Owner) -> Leaves:
         if any(self._rows):
             self.put_back(
-                tuple(_stacked([row.get(n) for row in self._rows], leaf) for n, leaf in enumerate(like))
+                tuple(
+                    torch.stack([row[n] if n in row else torch.zeros_like(leaf) for row in self._rows])
+                    for n, leaf in enumerate(like)
+                )
             )
             self._rows = [{} for _ in self._rows]
         return self._sums.take(tuple(leaf.expand(len(self._rows), *leaf.shape) for leaf in like), owned)
-
-
-def _stacked(column: Sequence[torch.Tensor | None], leaf: torch.Tensor) -> torch.Tensor:
-    return torch.stack([torch.zeros_like(leaf) if row is None else row for row in column])

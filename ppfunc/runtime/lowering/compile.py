@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ppfunc.schedule import Instruction, Op, send_completion
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL, WITHOUT_VALUE
 from ppfunc.stage import Signature, StageProgram
-from ppfunc.stage.device import SideStreams, available
+from ppfunc.stage.device import SideStreams, accelerates, available
 from ppfunc.stage.interrupts import act_on_interrupts
 
 from ..execution.buffers import Buffers, Key, Origin, Tag, moved
@@ -128,7 +128,7 @@ class _Binder:
         self._trains = not self._schedule.forward_only
         self._frees = Op.RESHARD in self._schedule.ops  # parameters, between a forward and its backward
         own = (i for rank in lowered.ranks for step in self._schedule.programs[rank] for i in step)
-        self._leaving = frozenset(_key(i) for i in own if i.op is Op.OFFLOAD)
+        self._leaving = frozenset(_key(i) for i in own if i.op is Op.OFFLOAD and self._moves(_key(i)))
         self._fetched = set[Key]()
         self._received: dict[Tag, Transfer] = {}  # posted, and not waited for
         self._away, self._back = SideStreams(), SideStreams()  # of residuals
@@ -218,6 +218,8 @@ class _Binder:
             case Op.F | Op.B | Op.I | Op.W | Op.RECOMPUTE:
                 yield from self._prepare(place, part)
                 yield from _at(place, self._run(part), *self._finish(part))
+            case Op.OFFLOAD | Op.FETCH if not self._moves(key):
+                pass
             case Op.OFFLOAD:
                 yield from _at(place, offload(low, key))
             case Op.FETCH:
@@ -225,6 +227,10 @@ class _Binder:
                 yield from _at(place, fetch(low, key, self._back))
             case _:
                 raise AssertionError(part)  # lowering refuses it
+
+    def _moves(self, key: Key) -> bool:
+        """Tell whether residuals can move to the host: on the CPU they are there."""
+        return accelerates(self._lowered.stages[key].device)
 
     def _prepare(self, place: Origin, part: Instruction) -> Iterator[PlacedCall]:
         """Bind the loads, waits and gathers before a forward, a backward or a part of one."""

@@ -84,15 +84,13 @@ class Moving(NamedTuple):
     done: torch.Event
 
 
-def begin_offload(low: LoweredStage, key: Key, streams: SideStreams) -> Call | None:
+def begin_offload(low: LoweredStage, key: Key, streams: SideStreams) -> Call:
     """Begin to copy residuals to the host while the device computes; :func:`offload` waits for the copies.
 
     Parameters, held by reference, stay where they are, and so do residuals on the host.
     """
     model_stage, device = low.model_stage, low.device
     fault, mend = f"the residuals of stage {model_stage} cannot be moved", "a schedule without OFFLOAD"
-    if not accelerates(device):
-        return None
 
     def begin(buffers: Buffers) -> None:
         saved, beside = _tensors(buffers, key, fault, mend), streams[device]
@@ -111,11 +109,9 @@ def begin_offload(low: LoweredStage, key: Key, streams: SideStreams) -> Call | N
     return begin
 
 
-def offload(low: LoweredStage, key: Key) -> Call | None:
+def offload(low: LoweredStage, key: Key) -> Call:
     """Let the device wait for the copies on the host, and free what they were made of."""
     device = low.device
-    if not accelerates(device):
-        return None
 
     def run_offload(buffers: Buffers) -> None:
         saved, copies, done = buffers.residuals[key]
@@ -126,11 +122,9 @@ def offload(low: LoweredStage, key: Key) -> Call | None:
     return run_offload
 
 
-def fetch(low: LoweredStage, key: Key, streams: SideStreams) -> Call | None:
+def fetch(low: LoweredStage, key: Key, streams: SideStreams) -> Call:
     """Begin to move residuals back; :func:`await_residuals` waits for them."""
     device = low.device
-    if not accelerates(device):
-        return None
 
     def run_fetch(buffers: Buffers) -> None:
         (resting, moving, _), beside = buffers.residuals[key], streams[device]
@@ -142,11 +136,9 @@ def fetch(low: LoweredStage, key: Key, streams: SideStreams) -> Call | None:
     return run_fetch
 
 
-def await_residuals(low: LoweredStage, key: Key) -> Call | None:
+def await_residuals(low: LoweredStage, key: Key) -> Call:
     """Let the device wait for residuals that are on their way back."""
     device = low.device
-    if not accelerates(device):
-        return None
 
     def run_await(buffers: Buffers) -> None:
         (resting, moving, done), here = buffers.residuals[key], current_stream(device)

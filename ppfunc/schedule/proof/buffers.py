@@ -45,14 +45,12 @@ def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
         if limit is not None and peaks[-1] > limit:
             above = next(n for n, number in enumerate(live) if number > limit)
             reason = f"with it {live[above]} activations are live, the limit is {limit}"
-            raise schedule_error(schedule, rank, _place_of(program, above), reason)
+            # Parts of pairs count apart.
+            places = (
+                (s, p) for s, step in enumerate(program) for p, i in enumerate(step) for _ in parts_of(i)
+            )
+            raise schedule_error(schedule, rank, next(islice(places, above, None)), reason)
     return tuple(peaks)
-
-
-def _place_of(program: Program, number: int) -> tuple[int, int]:
-    """Find the step, and the place in it, of the instruction with this number; parts of pairs count apart."""
-    places = ((s, p) for s, step in enumerate(program) for p, i in enumerate(step) for _ in parts_of(i))
-    return next(islice(places, number, None))
 
 
 def check_offloads(schedule: Schedule) -> None:

@@ -1,7 +1,5 @@
 """Prove the frame of the compute: loads and gathers before it, reductions and the optimizer step after it."""
 
-from collections.abc import Iterator
-
 from ..errors import fault_at, last_place, schedule_error
 from ..instruction import COMPUTE, SHARDING, TAIL, Op, parts_of
 from ..schedule import Schedule
@@ -116,11 +114,6 @@ def check_unshards(schedule: Schedule) -> None:
         ScheduleError: an UNSHARD of what is there, a RESHARD of what is not, a use or an optimizer step in
             the wrong state, parameters that are never freed.
     """
-    for position, fault in _faults(schedule):
-        raise fault_at(schedule, position, fault)
-
-
-def _faults(schedule: Schedule) -> Iterator[tuple[Position, str]]:
     if not schedule.ops & SHARDING:
         return
     there: dict[int, Position] = {}
@@ -129,29 +122,27 @@ def _faults(schedule: Schedule) -> Iterator[tuple[Position, str]]:
         if op is Op.UNSHARD:
             if stage in there:
                 _, step, place = there[stage]
-                yield (
-                    position,
-                    (
-                        f"stage {stage} is unsharded already since step {step}, place {place}: expected a"
-                        " RESHARD between"
-                    ),
-                )
+                fault = f"stage {stage} is unsharded already since step {step}, place {place}"
+                raise fault_at(schedule, position, f"{fault}: expected a RESHARD between")
             there[stage] = position
         elif op is Op.RESHARD:
             if there.pop(stage, None) is None:
-                yield position, f"stage {stage} is sharded here, expected an UNSHARD before"
-        elif op is Op.STEP:
-            if stage in there:
-                yield (
-                    position,
-                    f"STEP changes the shard while stage {stage} is unsharded: expected its RESHARD before",
+                raise fault_at(
+                    schedule, position, f"stage {stage} is sharded here, expected an UNSHARD before"
                 )
-        elif op in COMPUTE:
-            for part in parts_of(instruction):
-                if part.stage not in there:
-                    yield (
-                        position,
-                        f"the parameters of stage {part.stage} are sharded here, expected its UNSHARD before",
-                    )
+        elif op is Op.STEP and stage in there:
+            raise fault_at(
+                schedule,
+                position,
+                f"STEP changes the shard while stage {stage} is unsharded: expected its RESHARD before",
+            )
+        elif op in COMPUTE and (sharded := [p.stage for p in parts_of(instruction) if p.stage not in there]):
+            raise fault_at(
+                schedule,
+                position,
+                f"the parameters of stage {sharded[0]} are sharded here, expected its UNSHARD before",
+            )
     for stage, position in there.items():
-        yield position, f"stage {stage} stays unsharded: expected a RESHARD after its last use"
+        raise fault_at(
+            schedule, position, f"stage {stage} stays unsharded: expected a RESHARD after its last use"
+        )

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Node, map_arg
 
-from .._torch import estimate, expression, without_autocast
+from .._torch import any_autocast, estimate, expression, without_autocast
 from ..abstract.sizes import Numbers
-from ..device import kinds
 from ..errors import StageError
 from ..program import Example, FlatProgram
 from ..signature import differentiable, leaf_names
@@ -56,7 +55,7 @@ def traced(
             static = DifferentiableStage(stage.fn, of_sizes, known, stage.has_aux, name)
             _require_same(joint, trace(static), numbers, name)
     clean(joint)
-    if any(map(torch.is_autocast_enabled, kinds())):
+    if any_autocast():
         for node in joint.graph.nodes:  # its casts are operators of the trace
             node.meta["within"] = without_autocast
     if isinstance(remat, int) and not isinstance(remat, bool):

@@ -70,7 +70,11 @@ class Wires:
             self._network.operation(rank, text)
             for transfer, route in zip(batch, routes, strict=True):
                 self._require_open(rank, generation, route)
-                end = self._sent(rank, transfer, buffers) if transfer.outgoing else _received(transfer)
+                end = (
+                    self._sent(rank, transfer, buffers)
+                    if transfer.outgoing
+                    else _End(transfer, tuple(_poisoned(leaf, transfer.device) for leaf in transfer.leaves))
+                )
                 buffers.pending[transfer.tag] = end
                 self._match(self._pipe(generation, route), end)
 
@@ -212,10 +216,6 @@ class SimulatedCollective(Collective):
             return [mine[peer] for peer in members]
 
         return receive
-
-
-def _received(transfer: Transfer) -> _End:
-    return _End(transfer, tuple(_poisoned(leaf, transfer.device) for leaf in transfer.leaves))
 
 
 def _poisoned(leaf: LeafSignature, device: torch.device) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ppfunc.runtime.agreement.comparison import differences
 from ppfunc.stage.layout import distributed, layout_of, local
 from ppfunc.stage.patterns import first_match
 
@@ -140,17 +141,14 @@ def _form(leaf: Leaf) -> str:
 
 def _wanted(answers: Sequence[Mapping[str, str]]) -> Wanted:
     """Unite the forms of the leaves of all ranks."""
-    wanted: dict[str, tuple[str, str]] = {}
-    for rank, forms in enumerate(answers):
-        place = f" on rank {rank}" if len(answers) > 1 else ""
-        for name, form in forms.items():
-            known, other = wanted.setdefault(name, (form, place))
-            if known != form:
-                raise ValueError(
-                    f"like: {escaped(name)} is {form}{place}, and {known}{other}; give all ranks the state of"
-                    " one trainer"
-                )
-    return wanted
+    places = [f" on rank {rank}" if len(answers) > 1 else "" for rank in range(len(answers))]
+    by_place = list(zip(places, answers, strict=True))
+    for name, (one, known), (other, form) in differences(by_place):
+        raise ValueError(
+            f"like: {escaped(name)} is {form}{other}, and {known}{one}; give all ranks the state of one"
+            " trainer"
+        )
+    return {name: (form, place) for place, forms in reversed(by_place) for name, form in forms.items()}
 
 
 def _require_fit(contents: Contents, wanted: Wanted, partial: str | None) -> str:

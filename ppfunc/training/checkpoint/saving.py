@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import optree
 from torch import Tensor
 
-from ppfunc.runtime.agreement.comparison import checksum
+from ppfunc.runtime.agreement.comparison import checksum, differences
 from ppfunc.stage.interrupts import hold_interrupts
 from ppfunc.stage.layout import local
 
@@ -81,19 +81,17 @@ def plan_of(folder: Path, step: int | None, answers: Sequence[Sequence[Any]]) ->
         ValueError: ranks hold one name with other shapes, dtypes or values, or their parts leave a gap or
             overlap.
     """
-    forms: dict[str, tuple[str, int]] = {}
+    named = ((rank, name, form) for rank, forms in enumerate(answers) for name, *form in forms)
+    texts = ((rank, {name: _text_of(*form)}) for rank, name, form in named)
+    for name, (one, known), (other, text) in differences(texts):
+        raise ValueError(
+            f"{escaped(name)} is {known} on rank {one}, and {text} on rank {other}; expected the same"
+        )
     holders: dict[Key, list[int]] = {}
     tensors: dict[str, Stored] = {}
     values: dict[str, Value] = {}
     for rank, leaves in enumerate(answers):
         for name, *form in leaves:
-            text = repr(form[0]) if len(form) == 1 else f"{form[0]}{form[1]}"
-            known, other = forms.setdefault(name, (text, rank))
-            if text != known:
-                raise ValueError(
-                    f"{escaped(name)} is {known} on rank {other}, and {text} on rank {rank}; expected"
-                    " the same"
-                )
             if len(form) == 1:
                 values[name] = form[0]
                 continue
@@ -116,20 +114,17 @@ def plan_of(folder: Path, step: int | None, answers: Sequence[Sequence[Any]]) ->
     return Contents(folder, tensors, values, {}, step), shared
 
 
+def _text_of(value: Any, *shape: Any) -> str:
+    return f"{value}{shape[0]}" if shape else repr(value)
+
+
 def require_same(answers: Sequence[Sequence[Sequence[Any]]]) -> None:
     """Raise ValueError where copies of one tensor differ: name, offset and checksum of each, by rank."""
-    first: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}
-    for rank, sums in enumerate(answers):
-        for name, offset, bits in sums:
-            known, other = first.setdefault((name, tuple(offset)), (bits, rank))
-            if bits != known:
-                where = (
-                    f"on rank {other} and on rank {rank}"
-                    if rank != other
-                    else f"in two places of rank {rank}"
-                )
-                mend = "parts of one tensor have to be DTensors, and different tensors need different names"
-                raise ValueError(f"{escaped(name)} has other values {where}; {mend}")
+    sums = ((rank, {(name, *offset): bits}) for rank, s in enumerate(answers) for name, offset, bits in s)
+    for (name, *_), (one, _), (other, _) in differences(sums):
+        where = f"on rank {one} and on rank {other}" if one != other else f"in two places of rank {one}"
+        mend = "parts of one tensor have to be DTensors, and different tensors need different names"
+        raise ValueError(f"{escaped(name)} has other values {where}; {mend}")
 
 
 class SaveWork(NamedTuple):
