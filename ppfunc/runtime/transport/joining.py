@@ -6,7 +6,7 @@ from typing import Any, get_args
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc._checks import require_one_of
+from ppfunc._checks import require_one_of, require_type
 
 from ..control.rendezvous import Rendezvous
 from . import _torch
@@ -63,8 +63,7 @@ def require_group(
         ("axes", axes, Axes, "ppfunc.Axes('pp', data='dp')"),
     )
     for name, value, kind, expected in wanted:
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected {expected}")
+        require_type(name, value, kind | None, expected)
     if not _is_limit(timeout):
         raise ValueError(
             f"timeout: got {timeout!r}, expected seconds, more than 0 and at most {threading.TIMEOUT_MAX:g}"

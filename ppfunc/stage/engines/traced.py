@@ -5,7 +5,6 @@ from contextlib import nullcontext
 from itertools import zip_longest
 from typing import Any
 
-import torch
 from torch.fx import Node, map_arg
 
 from .._torch import any_autocast, estimate, expression, without_autocast
