@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from ppfunc._checks import require_counts
+from ppfunc._checks import require_counts, require_one_of
 
 Placement = tuple[int, ...]
 """``placement[stage]`` is the rank that holds the stage."""
@@ -79,8 +79,7 @@ def place(style: str, ranks: int, stages: int) -> Placement:
     (0, 1, 2, 3, 3, 2, 1, 0)
     """
     styles = {"loop": loop, "v": v_shape}
-    if style not in styles:
-        raise ValueError(f"unknown placement style {style!r}: expected one of {', '.join(map(repr, styles))}")
+    require_one_of("style", style, list(styles))
     require_counts(ranks=ranks, stages=stages)
     if stages % ranks:
         raise ValueError(

@@ -3,7 +3,7 @@
 import heapq
 from typing import Literal
 
-from ppfunc._checks import require_counts
+from ppfunc._checks import require_counts, require_one_of
 
 from .partition import Partition
 
@@ -49,12 +49,11 @@ def partition_layers(
     for name, weight in (("input_weight", input_weight), ("output_weight", output_weight)):
         if not 0 <= weight < float("inf"):
             raise ValueError(f"{name} is the cost of modules in layers, zero or more; got {weight!r}")
+    require_one_of("extra", extra, ("middle", "first"))
     if extra == "first":
         sizes = _first_get_more(layers, stages, input_weight, output_weight)
-    elif extra == "middle":
-        sizes = _lightest_get_more(layers, stages, input_weight, output_weight, 0 if allow_empty else 1)
     else:
-        raise ValueError(f"extra layers go to the 'middle' or the 'first' stages, got {extra!r}")
+        sizes = _lightest_get_more(layers, stages, input_weight, output_weight, 0 if allow_empty else 1)
     return Partition.from_sizes(sizes, allow_empty)
 
 

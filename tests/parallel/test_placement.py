@@ -35,7 +35,7 @@ def test_every_rank_has_as_many_stages(ranks, chunks):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: place("zigzag", 2, 4), "unknown placement style 'zigzag': expected one of 'loop', 'v'"),
+        (lambda: place("zigzag", 2, 4), "style: got 'zigzag', expected 'loop' or 'v'"),
         (lambda: place("loop", 4, 6), "6 stages do not spread evenly over 4 ranks"),
         (lambda: place("v", 4, 12), "even number of chunks, got chunks=3"),
         (lambda: v_shape(4, 1), "got chunks=1: use 2"),

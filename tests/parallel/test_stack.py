@@ -105,7 +105,7 @@ def test_extra_layers_for_the_first_stages(layers, stages, weights, sizes):
             "input_weight is the cost of modules in layers, zero or more; got -1",
         ),
         (lambda: partition_layers(8, 4, 1, float("nan")), "output_weight is the cost"),
-        (lambda: partition_layers(8, 4, extra="last"), "'middle' or the 'first' stages, got 'last'"),
+        (lambda: partition_layers(8, 4, extra="last"), "extra: got 'last', expected 'middle' or 'first'"),
         (lambda: partition_layers(8, 0), "stages = 0, expected an integer of at least 1"),
     ],
 )

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from ppfunc._checks import require_one_of
 from ppfunc.runtime.control.failure_tree import Verdict
 from ppfunc.runtime.errors import GONE, LinkError
 from ppfunc.stage.interrupts import receive
@@ -55,8 +56,7 @@ class Fault(NamedTuple):
 def require_possible(faults: tuple[Fault, ...], ranks: int) -> None:
     """Raise ValueError for a fault that cannot happen."""
     for fault in faults:
-        if fault.kind not in KINDS:
-            raise ValueError(f"got a fault of kind {fault.kind!r}, expected one of {', '.join(KINDS)}")
+        require_one_of("kind", fault.kind, KINDS)
         if not 0 <= fault.rank < ranks or fault.at < 0:
             raise ValueError(f"got {fault}, expected a rank from 0 to {ranks - 1} and an operation from 0 on")
         if (fault.seconds is None) != (fault.kind != "delay") and fault.kind != "freeze":
