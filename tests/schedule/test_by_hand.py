@@ -77,7 +77,10 @@ def test_a_wrong_one_is_refused_with_the_place():
             lambda: single_chain("mine", 0, 1, [[F(0, 0)]]),
             "placement: got 0, expected the rank of every stage",
         ),
-        (lambda: single_chain("mine", [0], "1", [[F(0, 0)]]), "microbatches: got '1' of type str, expected their number"),
+        (
+            lambda: single_chain("mine", [0], "1", [[F(0, 0)]]),
+            "microbatches: got '1' .* expected their number",
+        ),
         (
             lambda: simulate(gpipe(2, 2), {"forward": 2}),
             r"costs: got {'forward': 2} of type dict, expected Costs\(",
