@@ -10,9 +10,9 @@ Below a row may be the bytes that its rank holds.
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
+from ppfunc._checks import require_index, require_type
 from ppfunc._text import shown
 
-from ..arguments import require_number, require_type
 from ..errors import ScheduleError
 from ..instruction import COMPUTE, Op, parts_of
 from ..schedule import Schedule
@@ -296,7 +296,7 @@ def _require_bytes(schedule: Schedule, memory: Any) -> None:
     form = "{rank: numbers}, such as {r: m.by_instruction for r, m in lowered.memory_analysis().items()}"
     require_type("memory", memory, Mapping, form)
     for rank, sizes in memory.items():
-        require_number("rank of memory", rank, schedule.ranks)
+        require_index("rank of memory", rank, schedule.ranks)
         if not isinstance(sizes, Sequence) or not all(isinstance(size, int) for size in sizes):
             raise TypeError(f"memory[{rank}]: got {shown(sizes)}, expected memory={form}")
         if len(sizes) != (count := len(list(schedule.instructions(rank)))):
