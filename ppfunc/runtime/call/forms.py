@@ -11,7 +11,6 @@ from operator import add, gt
 from typing import Any, NamedTuple, Self
 
 import torch
-from einops import rearrange
 from optree import PyTreeSpec
 
 from ppfunc.stage import LeafSignature, Signature
@@ -148,9 +147,7 @@ class TreeForm:
         if not leaves:
             return [()] * microbatches
         columns = [
-            [leaf] * microbatches
-            if of_each
-            else rearrange(leaf, "(m b) ... -> m b ...", m=microbatches).unbind(0)
+            [leaf] * microbatches if of_each else leaf.chunk(microbatches)
             for leaf, of_each in zip(leaves, self.whole or repeat(False), strict=False)
         ]
         return list(zip(*columns, strict=True))
