@@ -182,26 +182,27 @@ def test_peers_hear_of_an_interrupt_while_a_stage_is_traced(two):
     assert losses == others == clean(2, 1) * 2
 
 
-def is_struck_at_the_end_of_a_lowering(rank, ranks):
+def is_struck_at_the_end(rank, ranks, name):
     params, inputs, targets = setting(ranks)
     signal.signal(signal.SIGUSR1, signal.default_int_handler)
     with pp.P2P(timeout=30) as transport:
         step = pp.value_and_grad([stage] * ranks, squared, pp.one_f_one_b(ranks, 4), transport)
-        commit, lowered = transport.links.commit, None
+        commit, made = transport.links.commit, None
         if rank == 0:
             transport.links.commit = lambda n: (os.kill(os.getpid(), signal.SIGUSR1), commit(n))
         try:
-            lowered = step.lower({rank: params[rank]}, inputs, targets)
-            time.sleep(1)
+            made = (step.lower if name == "lowering" else step)({rank: params[rank]}, inputs, targets)
+            time.sleep(1 - rank)
         except KeyboardInterrupt:
             pass
         transport.links.commit = commit
-        return lowered is not None, step({rank: params[rank]}, inputs, targets)[0].item()
+        return made is not None, step({rank: params[rank]}, inputs, targets)[0].item()
 
 
-def test_an_interrupt_takes_no_lowering_that_has_ended(two):
+@pytest.mark.parametrize("name", ["lowering", "step"])
+def test_an_interrupt_takes_nothing_that_has_ended(two, name):
     """It came before the result: the other rank had one, and no later step of the two began."""
-    assert two(is_struck_at_the_end_of_a_lowering) == [(True, clean(2, 1)[0])] * 2
+    assert two(is_struck_at_the_end, name) == [(True, clean(2, 1)[0])] * 2
 
 
 def struggles(rank, ranks, steps, every):

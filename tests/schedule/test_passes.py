@@ -257,6 +257,8 @@ def test_the_picture_of_early_reductions():
     assert str(reduce_early(gpipe(1, 1))) == "0F0 0B0+0REDUCE_GRAD"
     assert str(append_tail(reduce_early(gpipe(1, 1)))) == "0F0 0B0+0REDUCE_GRAD 0STEP"
     assert str(append_tail(reduce_early(gpipe(1, 1)), tied=True)) == "0F0 0B0 0REDUCE_TIED+0REDUCE_GRAD+0STEP"
+    moved = append_tail(reduce_early(gpipe(1, 1)), tied=True, reduce_grad=False, step=False)
+    assert str(moved) == "0F0 0B0 0REDUCE_TIED+0REDUCE_GRAD"  # which stays behind what it sums
     assert reduce_early(inference(2, 2)) == inference(2, 2)
 
 
