@@ -1,7 +1,7 @@
 """Match names with patterns as a shell does, ``|`` between alternatives; the first match counts."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 
 
@@ -12,6 +12,20 @@ def first_match(name: str, patterns: Iterable[str]) -> str | None:
     '*norm*|*.bias'
     """
     return next((p for p in patterns if any(fnmatchcase(name, one) for one in p.split("|"))), None)
+
+
+def note_patterns(used: dict[str, bool], what: str, patterns: Collection[str], names: Iterable[str]) -> None:
+    """Note which patterns take one of these names; ``"*"`` may take none, since it stands for the rest.
+
+    >>> used = {}
+    >>> note_patterns(used, "groups", ["*bias", "*norm*", "*"], ["h.bias"])
+    >>> [text for text, takes in used.items() if not takes]
+    ["groups: '*norm*' of '*bias', '*norm*', '*'"]
+    """
+    taken = {"*", *(first_match(name, patterns) for name in names)}
+    for pattern in patterns:
+        text = f"{what}: {pattern!r} of {', '.join(map(repr, patterns))}"
+        used[text] = used.get(text, False) or pattern in taken
 
 
 def require_reachable(what: str, patterns: Iterable[str]) -> None:

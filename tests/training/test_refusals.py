@@ -201,6 +201,7 @@ def test_states_of_others_are_named():
     others = {
         "stages": pp.Trainer([dense], squared, pp.gpipe(1, 4), pp.optim.adamw(1e-2)).init({0: params[0]}),
         "optimizer": trainer_of(pp.optim.sgd(1e-2)).init(params),
+        "moments": trainer_of(pp.optim.lamb(1e-2)).init(params),
         "chain": state._replace(optimizer={0: (), 1: ()}),
         "scale": trainer_of(scale=pp.dynamic_scale()).init(params),
         "missing": state._replace(optimizer={0: state.optimizer[0]}),
@@ -211,6 +212,7 @@ def test_states_of_others_are_named():
     wanted = {
         "stages": r"state.params: got the stages \[0\], this process runs \[0, 1\]",
         "optimizer": r"state.optimizer\[0\]\['mean'\]\['w'\]: got nothing, expected .* optimizer adamw\(",
+        "moments": r"state.optimizer\[0\]\['mean'\]\['w'\]: got nothing, expected .* optimizer adamw\(",
         "chain": r"state.optimizer\[0\]\['.*'\]: got nothing, expected .* optimizer adamw\(",
         "scale": "state.scale: got 'scale', 'good', the scale of this trainer has none",
         "missing": r"state.optimizer: got the stages \[0\]",

@@ -28,6 +28,7 @@ from ppfunc.stage.tree import tree_structure
 from ..call.arguments import StepArguments
 from ..call.forms import StepForm
 from ..errors import AgreementError
+from ..execution.buffers import ParameterUpdate
 from ..lowering.lowered import LoweredStep, Pipeline, routes_of
 from ..lowering.stage_programs import keep
 from ..transport.protocols import LossPart
@@ -236,12 +237,13 @@ class Exchange:
         self._received[edge] = self._early.pop(edge)
         return self._received[edge]
 
-    def conclude(self, lowered: LoweredStep) -> Agreed:
+    def conclude(self, lowered: LoweredStep, update: ParameterUpdate | None) -> Agreed:
         """Agree on the forms of the losses and of shared parameters, and on the programs of stages.
 
         Raises:
             AgreementError: ranks hold one parameter in different forms, or run different programs of a stage.
-            ValueError: a stage returns other forms than the ranks agreed on before, or none returns a loss.
+            ValueError: a stage returns other forms than the ranks agreed on before, or none returns a loss; a
+                pattern of the update takes no leaf of any rank.
         """
         self._returned |= {(stage, None): (part.leaf,) for stage, part in lowered.losses.items()}
         frozen = {low.model_stage: low.call.function.frozen for low in lowered.stages.values()}
@@ -257,18 +259,25 @@ class Exchange:
         loss_forms = {
             s: [p.rank, Signature(_LEAF, (p.leaf,)).to_json(), p.each] for s, p in lowered.losses.items()
         }
-        by_rank = [json.loads(text) for text in transport.all_gather(json.dumps([loss_forms, shared]))]
+        patterns = {} if update is None else dict(update.patterns())
+        mine = json.dumps([loss_forms, shared, patterns])
+        by_rank = [json.loads(text) for text in transport.all_gather(mine)]
         losses = {
             int(stage): LossPart(rank, Signature.from_json(form).leaves[0], tuple(each))
-            for theirs, _ in by_rank
+            for theirs, *_ in by_rank
             for stage, (rank, form, each) in theirs.items()
         }
         if not losses and "loss" in lowered.spec.wants:
             raise ValueError(
                 "no stage has returned a loss; give loss_fn, or have a stage return Output(y, loss=...)"
             )
+        used = {text for *_, theirs in by_rank for text, takes in theirs.items() if takes}
+        for text in (text for *_, theirs in by_rank for text in theirs if text not in used):
+            raise ValueError(
+                f"{text} takes no leaf of any rank, frozen ones aside; mend the pattern, or leave it out"
+            )
         if shares:
-            require_same_forms({rank: forms for rank, (_, forms) in enumerate(by_rank)})
+            require_same_forms({rank: forms for rank, (_, forms, _) in enumerate(by_rank)})
         if self._met and (transport.has_replicas or lowered.schedule.replicas):
             from .programs import require_same_programs
 

@@ -155,6 +155,9 @@ class ParameterUpdate(Protocol):
         that is not compared.
         """
 
+    def patterns(self) -> Mapping[str, bool]:
+        """Tell of every pattern of names whether it takes a leaf of this process; some rank's has to."""
+
     def begin(self, weights: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Return the loss weight of every step that this call runs. Called once, before the first step.
 

@@ -131,7 +131,7 @@ class CompiledSteps:
         """Lower a step without keeping it. Return it with the conditions under which it may run."""
         exchange = self._begin([arguments], "lowered, not run")
         lowered = self._lower(arguments, exchange)
-        return lowered, exchange.conclude(lowered), Guards.now(lowered)
+        return lowered, exchange.conclude(lowered, arguments.update), Guards.now(lowered)
 
     def reuse(self, entry: Entry, steps: Sequence[StepArguments]) -> Entry:
         """Begin a step with the peers, and return the compiled step of ``step.lower(...).compile()`` for it.
@@ -205,7 +205,7 @@ class CompiledSteps:
         try:
             lowered = self._lower(arguments, exchange)
             compiled = compile_step(lowered, self._pipeline.programs, self._pipeline.transport)
-            agreed = exchange.conclude(lowered)
+            agreed = exchange.conclude(lowered, arguments.update)
         finally:
             self._building.active = False
         form = arguments.form

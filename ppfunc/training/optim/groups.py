@@ -1,6 +1,8 @@
 """Give groups of parameters optimizers of their own, by name."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from ppfunc._text import shown
 from ppfunc.stage.modules.frozen import ParameterKind
-from ppfunc.stage.patterns import first_match, require_reachable
+from ppfunc.stage.patterns import first_match, note_patterns, require_reachable
 from ppfunc.stage.signature import differentiable, names_in
 from ppfunc.stage.tree import tree_flatten
 
@@ -18,6 +20,19 @@ from .protocols import Optimizer, Tree, require_pair, skipping, text_of
 
 Choose = Callable[[str, ParameterKind], str]
 """From the name of a parameter in its stage, and an object with its ``ndim`` and ``dtype``, to a group."""
+
+_used: ContextVar[dict[str, bool] | None] = ContextVar("used", default=None)
+
+
+@contextmanager
+def noting_patterns() -> Iterator[dict[str, bool]]:
+    """Collect the patterns of optimizers that make a state, and whether each takes a parameter."""
+    used: dict[str, bool] = {}
+    token = _used.set(used)
+    try:
+        yield used
+    finally:
+        _used.reset(token)
 
 
 def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Optimizer:
@@ -34,7 +49,8 @@ def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Op
 
     Raises:
         TypeError, ValueError: not optimizers; one that clips: write ``chain(clip, by_name(...))``; a pattern
-            that an earlier one hides. At ``init``: a parameter of no group.
+            that an earlier one hides. At ``init``: a parameter of no group. In the first step of a trainer: a
+            pattern other than ``"*"`` that takes no parameter of any rank which trains.
 
     >>> import torch
     >>> from ppfunc.training.optim import adamw, sgd
@@ -79,7 +95,16 @@ def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Op
         texts = ", ".join(f"{key!r}: {text_of(optimizer)}" for key, optimizer in groups.items())
         return f"by_name({texts}{chosen})"
 
-    return divided(group_of, groups, write)
+    made = divided(group_of, groups, write)
+
+    def init(params: Tree) -> dict[str, Tree]:
+        if choose is None and (used := _used.get()) is not None:
+            leaves, treedef = tree_flatten(params)
+            pairs = zip(names_in(treedef), leaves, strict=True)
+            note_patterns(used, "by_name", keys, (name for name, leaf in pairs if differentiable(leaf.dtype)))
+        return made.init(params)
+
+    return made._replace(init=init)
 
 
 def divided(

@@ -31,15 +31,16 @@ def muon(
     """Make an optimizer of matrices: momentum with all its singular values near 1.
 
     Equivalent to, for every matrix of ``rows`` and ``columns``:
-        buffer = momentum * buffer + (1 - momentum) * g
-        direction = newton_schulz((1 - momentum) * g + momentum * buffer if nesterov else buffer)
+        mean = momentum * mean + (1 - momentum) * g
+        direction = newton_schulz((1 - momentum) * g + momentum * mean if nesterov else mean)
         p = p - lr * weight_decay * p - lr * sqrt(max(1, rows / columns)) * direction
 
-    Its state is that of :func:`by_name` with the matrices as ``group0``, the others as ``group1``.
+    Its state is that of :func:`by_name` with the matrices as ``group0``, which has their ``mean``, the others
+    as ``group1``.
 
     Args:
         lr: as in :func:`adamw`.
-        momentum: decay of the buffer.
+        momentum: decay of the mean.
         weight_decay: share of each matrix removed per update, times ``lr``.
         nesterov: look ahead along the momentum.
         ns_steps: steps of the iteration of Newton and Schulz, in bfloat16; in float64 for float64.
@@ -72,7 +73,7 @@ def muon(
         require_pair("rest", rest)
     numbers = f"momentum {momentum}, nesterov {nesterov}, {ns_steps} steps, match_rms {match_rms}"
     formula = partial(_muon, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, match_rms=match_rms)
-    matrices = optimizer_of("muon", numbers, formula, ("momentum",), lr, weight_decay, None)
+    matrices = optimizer_of("muon", numbers, formula, ("mean",), lr, weight_decay, None)
 
     def group_of(name: str, parameter: ParameterKind) -> int:
         if parameter.ndim == 2 and parameter.dtype.is_floating_point:
@@ -103,7 +104,8 @@ def lamb(
         direction = direction + weight_decay * p
         p = p - lr * (norm(p) / norm(direction), or 1 where one of them is 0) * direction
 
-    Args and state as of :func:`adamw`.
+    Args as of :func:`adamw`. The moments in its state have names of their own, ``lamb_mean`` and
+    ``lamb_square``, so that neither optimizer goes on with the state of the other.
 
     References:
         You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, ICLR 2020,
@@ -114,7 +116,7 @@ def lamb(
     require_number("weight_decay", weight_decay)
     numbers = f"betas ({betas[0]}, {betas[1]}), eps {eps}"
     formula = partial(_lamb, betas=(betas[0], betas[1]), eps=eps)
-    return optimizer_of("lamb", numbers, formula, ("mean", "square"), lr, weight_decay, mask)
+    return optimizer_of("lamb", numbers, formula, ("lamb_mean", "lamb_square"), lr, weight_decay, mask)
 
 
 @naming_arguments
@@ -185,16 +187,16 @@ def _lamb(
 
 
 def _muon(
-    p: Tensor, g: Tensor, buffer: Tensor, *,
+    p: Tensor, g: Tensor, mean: Tensor, *,
     step: Tensor, lr: Tensor | float, weight_decay: float,
     momentum: float, nesterov: bool, ns_steps: int, match_rms: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Update a matrix by its momentum with all singular values near 1."""
-    buffer = torch.lerp(buffer, g, 1 - momentum)
-    direction = _orthogonal(torch.lerp(g, buffer, momentum) if nesterov else buffer, ns_steps)
+    mean = torch.lerp(mean, g, 1 - momentum)
+    direction = _orthogonal(torch.lerp(g, mean, momentum) if nesterov else mean, ns_steps)
     rows, columns = p.shape
     ratio = 0.2 * sqrt(max(rows, columns)) if match_rms else sqrt(max(1, rows / columns))
-    return p * (1 - lr * weight_decay) - lr * ratio * direction.to(p.dtype), buffer
+    return p * (1 - lr * weight_decay) - lr * ratio * direction.to(p.dtype), mean
 
 
 def _adafactor(

@@ -81,6 +81,10 @@ class TrainingUpdate:
         """Yield what places of one parameter have to share: see :func:`alike_in_places`."""
         return alike_in_places(self._rule, self._ranks, self.state.params)
 
+    def patterns(self) -> dict[str, bool]:
+        """Tell of every pattern whether it takes a leaf of this process: see :meth:`UpdateRule.patterns`."""
+        return self._rule.patterns(self.state.params, self.state.stage_state)
+
     def begin(self, weights: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Divide the weights of the losses by their sum over all data ranks.
 

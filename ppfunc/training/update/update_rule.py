@@ -1,7 +1,7 @@
 """Define how gradients become new parameters."""
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -15,10 +15,12 @@ from ppfunc.stage._torch import versions
 from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.layout import local
 from ppfunc.stage.modules.frozen import FrozenLeaves
-from ppfunc.stage.signature import differentiable, flatten
+from ppfunc.stage.patterns import note_patterns
+from ppfunc.stage.signature import Signature, differentiable, flatten, leaf_names
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 
 from .._torch import looked_through
+from ..optim.groups import noting_patterns
 from ..optim.norms import Clip
 from ..optim.protocols import Optimizer, Tree, UpdateLeaves, prepared, require_pair, skipping, text_of
 from .precision import Precision
@@ -95,6 +97,15 @@ class UpdateRule(NamedTuple):
         """Tell whether an update needs the gradients of all stages."""
         clips, scales = self.clip.max_norm < inf, self.precision.scale is not None
         return clips or scales or self.on_nonfinite != "ignore"
+
+    def patterns(self, params: Mapping[int, Tree], states: Mapping[int, Tree]) -> dict[str, bool]:
+        """Tell of every pattern of the optimizer and of ``reduce_state`` whether it takes a leaf here."""
+        with noting_patterns() as used:
+            for stage, tree in params.items():
+                self.optimizer.init(tree_map(_one, self.frozen.trained(stage, tree)))
+        names = (name for tree in states.values() for name in leaf_names(Signature.of(tree)))
+        note_patterns(used, "reduce_state", self.states.reduce or (), names)
+        return used
 
 
 class StageUpdate:

@@ -223,3 +223,32 @@ def test_places_of_a_tied_parameter_that_would_part_are_told(two, kind):
     assert f"'t'] {TOLD[kind]} in stage 0 than in stage 1" in tied_apart(0, 1, kind)
     for text in two(tied_apart, kind):
         assert f"'t'] {TOLD[kind]} on rank 0 than on rank 1" in text
+
+
+def patterned(rank, size):
+    """Patterns of names that only one rank of the pipeline has, then some that none has."""
+    stages = [lambda p, x: x @ p["e"], lambda p, x: x @ p["h"]]
+    params, x = {0: {"e": torch.eye(4)}, 1: {"h": torch.eye(4)}}, torch.ones(8, 4)
+    mine = {s: tree for s, tree in params.items() if size == 1 or s == rank}
+    sgd, texts = pp.optim.sgd(0.1), []
+    by_names = ({"e": sgd, "h": sgd, "*": sgd}, {"e": sgd, "*": pp.optim.by_name({"h": sgd, "head": sgd})})
+    for by_name, states in zip((by_names[0], *by_names), (None, {"*count": "sum"}, None), strict=True):
+        transport = pp.InProcess() if size == 1 else pp.P2P()
+        optimizer = pp.optim.ema(pp.optim.by_name(by_name))
+        with pp.Trainer(
+            stages, squared, pp.gpipe(2, 4), optimizer, transport, reduce_state=states
+        ) as trainer:
+            state = trainer.init(mine)
+            try:
+                state, _ = trainer.step(state, x, x)
+                texts.append(int(state.step))
+            except (ValueError, pp.PipelineError) as error:  # of this rank, or of the first
+                texts.append(str(error))
+    return texts
+
+
+def test_a_pattern_that_takes_nothing_on_any_rank_is_told_on_all(two):
+    for taken, states, groups in (*two(patterned), patterned(0, 1)):
+        assert taken == 1
+        assert "reduce_state: '*count' of '*count' takes no leaf of any rank" in states
+        assert "by_name: 'head' of 'h', 'head' takes no leaf of any rank" in groups
