@@ -169,3 +169,19 @@ def test_a_step_of_a_trainer_is_seen_through(name):
         assert jvp(result, (x,), (along,))[1].item() == pytest.approx(slope, rel=1e-6)
         several = torch.stack([x, x + along])
         torch.testing.assert_close(vmap(result)(several), torch.stack(list(map(result, several))))
+
+
+def test_a_population_is_trained_from_its_first_parameters():
+    """The memory of parameters that a transform wraps was asked for, which they have not."""
+    x, y, along = normal(4, 3), normal(4, 3, seed=1), normal(3, 3, seed=2)
+    with pp.Trainer([dense], squared, pp.gpipe(1, 2), CLIPS["clipped"]) as trainer:
+
+        def result(w):
+            state, _ = trainer.step(trainer.init({0: {"w": w}}), x, y)
+            return cubes(state.params[0]) + cubes(trainer.step(state, x, y)[0].params[0])
+
+        w = normal(3, 3, seed=3)
+        slope = (result(w + 1e-6 * along) - result(w - 1e-6 * along)).item() / 2e-6
+        assert (grad(result)(w) * along).sum().item() == pytest.approx(slope, rel=1e-6)
+        several = torch.stack([w, along])
+        torch.testing.assert_close(vmap(result)(several), torch.stack(list(map(result, several))))

@@ -48,7 +48,7 @@ OPTIMIZERS = {
     "adamw": (adamw, lambda own: own),
     "donated": (lambda lr: adamw(lr, donate=True), lambda own: own),
     "clipped": (lambda lr: chain(clip_by_global_norm(0.1), sgd(lr, 0.9)), lambda own: own),
-    "groups": (lambda lr: by_name({"b": sgd(0.2), "w": adamw(lr)}), lambda own: own["group1"]),
+    "groups": (lambda lr: by_name({"w": adamw(lr), "*": sgd(0.2)}), lambda own: own["group0"]),
     "average": (lambda lr: ema(adamw(lr)), lambda own: own["inner"]),
     "matrices": (lambda lr: muon(lr, rest=adamw(lr)), lambda own: own["group0"]),
 }

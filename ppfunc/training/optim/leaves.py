@@ -78,10 +78,11 @@ def plan_of(
     Raises:
         ValueError: gradients or state that do not match the parameters; names the leaf.
     """
-    pairs = [flatten(params, "params"), flatten(grads, "grads"), flatten(state, "state")]
-    (wanted, structure), (gradients, of_grads), _ = pairs
+    (wanted, structure), (gradients, of_grads) = flatten(params, "params"), flatten(grads, "grads")
     require_match("grads", gradients, of_grads, wanted, structure)
     columns = {name: state_column(name, state[name], wanted, structure, of) for name, of in shapes.items()}
+    state = {**state, **{name: structure.unflatten(each) for name, each in columns.items()}}  # in their order
+    pairs = [(wanted, structure), (gradients, of_grads), flatten(state, "state")]
     trained = tuple(n for n, p in enumerate(wanted) if differentiable(p.dtype))
     groups: dict[tuple[torch.device, torch.dtype, float], list[int]] = {}
     for k, n in enumerate(trained):

@@ -13,6 +13,7 @@ from optree import PyTreeSpec
 from torch import Tensor
 
 from ppfunc.runtime.agreement.ties import require_declared_trees
+from ppfunc.stage._torch import transforming
 from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.errors import raised
 from ppfunc.stage.layout import MeshLayout, distributed, local
@@ -89,6 +90,8 @@ def _own(storages: set[int], leaf: torch.Tensor) -> torch.Tensor:
     """Detach a leaf, and clone it if an earlier leaf has its memory, or if its elements do not lie together:
     each may be updated in place, or by a tensor like it.
     """
+    if transforming():  # no update writes into what a transform sees
+        return leaf
     leaf = leaf.detach()
     part, storage = local(leaf), local(leaf).untyped_storage().data_ptr()
     if storage in storages or torch.empty_like(part, device="meta").stride() != part.stride():

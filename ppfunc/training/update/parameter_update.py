@@ -82,7 +82,7 @@ class TrainingUpdate:
         return alike_in_places(self._rule, self._ranks, self.state.params)
 
     def patterns(self) -> dict[str, bool]:
-        """Tell of every pattern whether it takes a leaf of this process: see :meth:`UpdateRule.patterns`."""
+        """Tell of patterns whether they take a leaf: see :meth:`UpdateRule.patterns`."""
         return self._rule.patterns(self.state.params, self.state.stage_state)
 
     def begin(self, weights: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Self
 from weakref import ref
 
 import torch
+from optree import PyTreeSpec
 from torch import Tensor
 
 from ppfunc._text import shown
@@ -47,10 +48,15 @@ class StageTrees(NamedTuple):
     parted: frozenset[int]
 
     @classmethod
-    def of(cls, rule: UpdateRule, ranks: TrainingRanks, stage: int, state: TrainState) -> Self:
-        """Describe the trees of a stage."""
+    def of(
+        cls, rule: UpdateRule, ranks: TrainingRanks, stage: int, state: TrainState, of_state: PyTreeSpec
+    ) -> Self:
+        """Describe the trees of a stage, given the structure of its optimizer state in the order of keys that
+        the parameters have.
+        """
         leaves, treedef = tree_flatten(state.params[stage])
-        forms = form_of(leaves, treedef), form_of(*tree_flatten(state.optimizer[stage]))
+        moments: list[Any] = of_state.flatten_up_to(state.optimizer[stage])
+        forms = form_of(leaves, treedef), form_of(moments, of_state)
         signature, cuts = Signature.of(state.params[stage]), ranks.cuts(leaves)
         fixed, again = rule.frozen.numbers(stage, signature), _further_places(ranks, stage, signature)
         trained = tuple(n for n in range(len(leaves)) if n not in fixed)
@@ -149,8 +155,8 @@ def stages_of(
         leaves, before = known[s].leaves_of(s, state) if s in known else None, made.get(s)
         if leaves is None or not leaves.has_form():
             trained = rule.frozen.trained(s, state.params[s])
-            require_state_of(rule, trained, state.optimizer[s], f"state.optimizer[{s}]")
-            known[s] = StageTrees.of(rule, ranks, s, state)
+            treedef = require_state_of(rule, trained, state.optimizer[s], f"state.optimizer[{s}]")
+            known[s] = StageTrees.of(rule, ranks, s, state, treedef)
             leaves = known[s].leaves_of(s, state)
         assert leaves is not None
         same[s] = before is not None and are(before.leaves, (*leaves.params, *leaves.optimizer))

@@ -116,6 +116,12 @@ class Donation:
             note_on_memory(leaf, self)
 
 
+def updated_from(step: Tensor, leaves: Iterable[Tensor]) -> bool:
+    """Tell whether an update in place from the state of this ``step`` has written into one of the leaves."""
+    notes = map(noted_on_memory, leaves)
+    return any(note is not None and note.step() is step for note in notes)
+
+
 def require_not_donated(state: TrainState) -> None:
     """Raise ValueError for a state whose leaves were updated in place: they have values of a later step."""
     since, _ = _made.get(state.step, (None, {}))

@@ -6,6 +6,7 @@ from math import inf
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
+from optree import PyTreeSpec
 from torch import Tensor
 
 from ppfunc._checks import require_one_of
@@ -17,7 +18,7 @@ from ppfunc.stage.layout import local
 from ppfunc.stage.modules.frozen import FrozenLeaves
 from ppfunc.stage.patterns import note_patterns
 from ppfunc.stage.signature import Signature, differentiable, flatten, leaf_names
-from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
+from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths, tree_structure
 
 from .._torch import looked_through
 from ..optim.groups import noting_patterns
@@ -25,7 +26,7 @@ from ..optim.norms import Clip
 from ..optim.protocols import Optimizer, Tree, UpdateLeaves, prepared, require_pair, skipping, text_of
 from .precision import Precision
 from .states import StateRule
-from .train_state import Donation, are, refs
+from .train_state import Donation, are, refs, updated_from
 
 OnNonfinite = Literal["skip", "raise", "ignore"]
 
@@ -143,6 +144,11 @@ class StageUpdate:
         found_inf = found_inf if rule.on_nonfinite == "skip" else None
         seen, written = looked_through((grads, state, params)), list[Tensor]()
         if self._run is None and not seen:
+            if updated_from(step, (*state, *params)):
+                raise ValueError(
+                    f"the state of stage {self._stage} shares memory with what this step, or one beside it,"
+                    " has updated in place; pass donate=False or make them separate tensors"
+                )
             trees = of_state.treedef.unflatten(state), of_params.treedef.unflatten(params)
             self._run = prepared(rule.optimizer, *trees) or self._by_trees
         try:
@@ -238,10 +244,15 @@ def updated_ones(optimizer: Optimizer, params: Tree, gradients: Sequence[float] 
     return ones
 
 
-def require_state_of(rule: UpdateRule, params: Tree, state: Tree, name: str) -> None:
-    """Raise ValueError unless a tree is a state of the optimizer for such parameters; errors say ``name``."""
+def require_state_of(rule: UpdateRule, params: Tree, state: Tree, name: str) -> PyTreeSpec:
+    """Return the structure of a state of the optimizer, with keys in the order of these parameters.
+
+    Raises:
+        ValueError: this tree is no such state, whatever the order of its keys; errors say ``name``.
+    """
     flatten(state, name)  # raises for leaves that are no tensors
-    ours, theirs = (_forms(tree, name) for tree in (rule.optimizer.init(tree_map(_one, params)), state))
+    made = rule.optimizer.init(tree_map(_one, params))
+    ours, theirs = (_forms(tree, name) for tree in (made, state))
     for path in {**ours, **theirs}:
         got, expected = (forms.get(path, "nothing") for forms in (theirs, ours))
         if got != expected:
@@ -249,6 +260,7 @@ def require_state_of(rule: UpdateRule, params: Tree, state: Tree, name: str) -> 
                 f"{path}: got {got}, expected {expected}, which the optimizer {text_of(rule.optimizer)}"
                 " keeps; go on with the optimizer whose state it is, or init anew"
             )
+    return tree_structure(made)
 
 
 def _forms(tree: Tree, name: str) -> dict[str, str]:

@@ -190,6 +190,33 @@ def test_a_state_that_was_changed_in_its_place_is_read_anew(change):
 
 
 @pytest.mark.parametrize("donate", [False, True])
+def test_keys_of_parameters_may_be_in_another_order_than_those_of_moments(donate):
+    """Each parameter got the moments of another, of another size, which the kernel read and wrote past."""
+    params, x, y = {0: mlp_params(WIDTH)}, normal(ROWS, WIDTH), normal(ROWS, WIDTH, seed=1)
+    optimizer = pp.optim.adamw(1e-2, donate=donate)
+    with new_trainer([mlp], squared, pp.gpipe(1, 2), optimizer, clip=0.1) as trainer:
+        state, _ = trainer.step(trainer.init(params), x, y)
+        other = tree_map(torch.clone, state)
+        other = other._replace(params={0: dict(reversed(other.params[0].items()))})
+        for _ in range(2):
+            state, _ = trainer.step(state, x, y)
+            other, _ = trainer.step(other, x, y)
+    own, moments = state.optimizer[0], other.optimizer[0]
+    for name, p in state.params[0].items():
+        assert same_bits(p, other.params[0][name]) and same_bits(own["mean"][name], moments["mean"][name])
+
+
+def test_stages_that_are_given_the_same_moments_are_told():
+    stages, params, x, y = problem(2)
+    optimizer = pp.optim.adamw(1e-2, donate=True)
+    with new_trainer(stages, squared, pp.gpipe(2, 4), optimizer) as trainer:
+        state = trainer.init(params)
+        shared = dict.fromkeys(state.optimizer, state.optimizer[0])
+        with pytest.raises(pp.PipelineError, match="the state of stage . shares memory with what this step"):
+            trainer.step(state._replace(optimizer=shared), x, y)
+
+
+@pytest.mark.parametrize("donate", [False, True])
 def test_what_is_known_of_a_state_does_not_keep_it_alive(donate):
     stages, params, x, y = problem()
     kept, leaves = [], []
