@@ -11,8 +11,9 @@ from ..._torch import FakeTensorMode, inductor
 from .cut import Block
 from .graph import is_tensor, module_of
 
-# Random operators stay those of torch, so that compiled and plain programs draw the same numbers.
-_OPTIONS = {"fallback_random": True}
+# Random operators stay those of torch, so that compiled and plain programs draw the same numbers. What calls
+# the kernels in C++ is compiled apart from them, with less optimization, in half of the time.
+_OPTIONS = {"fallback_random": True, "cpp_wrapper_build_separate": True}
 _NAMESPACES = ("aten", "prims")  # of the operators that inductor's C++ can call, whatever their arguments
 
 
