@@ -7,12 +7,13 @@ Run by torchrun, two ranks or more::
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 tests/benchmarks/memory.py --covering
 
 Measured are the storages that operators make in a second step, with those that it is given: parameters,
-batch and optimizer state. Without ``--models`` the stages are blocks of a small GPT, whose steps make
-gradients and are compared with torch's. With ``--models``, those of ``split_zoo.py``, which need
-transformers, are split and trained by AdamW; of four ranks or more, half are data ranks. ``llama`` computes
-in bfloat16. ``--covering`` takes few cases of five models, in which each two choices meet. Of ``--remats`` a
-number is the most bytes to keep, ``places`` is one choice for some modules of a model, and ``save`` computes
-again all but products and attention. Torch checkpoints each block where the choice is ``full`` or ``save``.
+batch and optimizer state. Messages take gloo, since memory that two processes map is not counted. Without
+``--models`` the stages are blocks of a small GPT, whose steps make gradients and are compared with torch's.
+With ``--models``, those of ``split_zoo.py``, which need transformers, are split and trained by AdamW; of four
+ranks or more, half are data ranks. ``llama`` computes in bfloat16. ``--covering`` takes few cases of five
+models, in which each two choices meet. Of ``--remats`` a number is the most bytes to keep, ``places`` is one
+choice for some modules of a model, and ``save`` computes again all but products and attention. Torch
+checkpoints each block where the choice is ``full`` or ``save``.
 """
 
 import argparse
@@ -80,7 +81,7 @@ def blocks(options: argparse.Namespace, schedule: Schedule, remat: Any, rank: in
     shape = (options.microbatches * 2, options.tokens, options.width)
     inputs, targets = (torch.randn(shape, generator=generator) for _ in range(2))
     batch = [t if end else None for t, end in zip((inputs, targets), ends(schedule, rank), strict=True)]
-    with pp.P2P() as transport:
+    with pp.P2P(mapped=False) as transport:
         engine = pp.engines.graph(remat=remat)
         step = pp.value_and_grad(stages, squared, schedule, transport, engine=engine)
         predicted = step.lower(params, *batch).memory_analysis()[rank].peak
@@ -140,7 +141,9 @@ def trained(options: argparse.Namespace, name: str, schedule: Schedule, remat: A
     batch = inputs(rows, options.tokens)
     parts = pp.split(model, kwargs={k: t[:2] for k, t in batch.items()}, at=schedule.stages)
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
-    transport = pp.P2P(mesh=mesh, axes=pp.Axes("pp", data="dp"), shard=shard if sharded else "none")
+    transport = pp.P2P(
+        mesh=mesh, axes=pp.Axes("pp", data="dp"), shard=shard if sharded else "none", mapped=False
+    )
     rank = mesh.get_local_rank("pp")
     first, last = ends(schedule, rank)
     given = batch if first else None, torch.zeros(rows) if last else None
