@@ -381,6 +381,17 @@ def test_the_state_of_an_optimizer_is_tensors():
         trainer.init(problem()[1])
 
 
+def test_a_state_of_other_nodes_is_named():
+    _, params, x, y = problem()
+    own = pp.optim.Optimizer(lambda params: (torch.zeros(()),), lambda grads, state, params: (params, state))
+    trainer = trainer_of(own)
+    state = trainer.init(params)
+    with pytest.raises(
+        ValueError, match=r"state.optimizer\[0\]: got the structure .*\[\*\].* expected .*\(\*,\)"
+    ):
+        trainer.step(state._replace(optimizer={s: [*own] for s, own in state.optimizer.items()}), x, y)
+
+
 def test_an_optimizer_that_takes_any_keyword_skips_too():
     _, params, x, y = problem()
 

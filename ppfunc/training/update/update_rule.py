@@ -260,7 +260,14 @@ def require_state_of(rule: UpdateRule, params: Tree, state: Tree, name: str) -> 
                 f"{path}: got {got}, expected {expected}, which the optimizer {text_of(rule.optimizer)}"
                 " keeps; go on with the optimizer whose state it is, or init anew"
             )
-    return tree_structure(made)
+    structure = tree_structure(made)
+    try:
+        structure.flatten_up_to(state)
+    except ValueError:
+        raise ValueError(
+            f"{name}: got the structure {tree_structure(state)}, expected {structure}, with keys in any order"
+        ) from None
+    return structure
 
 
 def _forms(tree: Tree, name: str) -> dict[str, str]:
