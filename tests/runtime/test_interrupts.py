@@ -90,9 +90,9 @@ def trains_on(rank, ranks, steps, victims, seed):
             finally:
                 inside[0] = False
         stop.set()
-        for thread in threading.enumerate():  # nor may what is sent later strike who comes next
-            if thread is striker or isinstance(thread, threading.Timer):
-                thread.join()
+        # Nor may what is sent later strike who comes next.
+        while any(t is striker or isinstance(t, threading.Timer) for t in threading.enumerate()):
+            time.sleep(0.01)
     return losses, failures, told
 
 
