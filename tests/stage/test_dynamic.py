@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
+from ppfunc.stage import Signature
+from ppfunc.stage.abstract.sizes import SizeRange
 from tests.models import (
     attention_block,
     attention_params,
@@ -102,6 +104,15 @@ def test_rows_and_lengths_vary_apart():
         pairs = list(zip(inputs.chunk(2), targets.chunk(2), strict=True))
         require_right(step(params, inputs, targets), [attention_block], params, pairs)
     assert traces(step) == 3
+
+
+def test_sizes_that_are_equal_once_vary_apart_and_one_is_never_among_them():
+    def numbers(before, now, later):
+        before, now, later = ([Signature.of(torch.empty(shape))] for shape in (before, now, later))
+        return SizeRange(before, now).numbers(later)
+
+    assert numbers((2, 5), (4, 4), (6, 8))
+    assert numbers((8, 3), (9, 3), (2, 3)) and numbers((8, 3), (9, 3), (1, 3)) is None
 
 
 def test_microbatches_of_one_step_have_lengths_of_their_own():
