@@ -17,6 +17,12 @@ def write(text: str, path: Path | None = None) -> None:
         path.write_text(text, encoding="utf-8", newline="")
 
 
+def require_folder(path: Path | None) -> None:
+    """Refuse, before a long search, a file in a folder that is not there."""
+    if path and not path.parent.is_dir():
+        raise ValueError(f"--out {path}: no directory {path.parent}, make it first")
+
+
 def form_of(path: Path | None, chosen: str | None, suffixes: Mapping[str, tuple[str, ...]]) -> str:
     """Return the chosen format, else that of the file's suffix, else the first.
 

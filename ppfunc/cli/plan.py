@@ -19,7 +19,7 @@ from ppfunc.schedule.planner.plan import Plan, plan
 
 from .costs import add_cost_options, read_costs
 from .number import count
-from .output import write
+from .output import require_folder, write
 from .sources import add_options, require_size
 
 _WRITERS: dict[str, Callable[[Plan], str]] = {
@@ -178,8 +178,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     out = arguments.out
     if out and out.suffix not in _WRITERS:
         raise ValueError(f"--out {out} ends in {out.suffix!r}, expected one of {', '.join(_WRITERS)}")
-    if out and not out.parent.is_dir():
-        raise ValueError(f"--out {out}: no directory {out.parent}, make it first")
+    require_folder(out)
     best = _planned(arguments)
     if out:
         write(_WRITERS[out.suffix](best), out)

@@ -3,11 +3,12 @@
 import argparse
 import runpy
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from .number import count, number
-from .output import write
+from .output import form_of, require_folder, write
 
 
 def add_tune(commands: Any) -> None:
@@ -34,6 +35,8 @@ def add_tune(commands: Any) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
+    form_of(arguments.out, None, {"svg": (".svg",)})
+    require_folder(arguments.out)
     from ppfunc.tuning.tune import tune  # here, because it loads torch
 
     file, _, name = arguments.source.rpartition(":")
@@ -42,7 +45,16 @@ def _tune(arguments: argparse.Namespace) -> int:
     options = ("ranks", "batch", "memory", "top", "effort")
     chosen = {k: v for k in options if (v := getattr(arguments, k)) is not None}
     say = {"progress": lambda *step: print(*step, file=sys.stderr)} if sys.stderr.isatty() else {}
-    found = tune(**function() | say | chosen)
+    given = function()
+    if not isinstance(given, dict):
+        raise ValueError(
+            f"{arguments.source} returned {given!r}, expected the arguments of ppfunc.tune by name"
+        )
+    try:
+        signature(tune).bind(**given | say | chosen)
+    except TypeError as error:
+        raise ValueError(f"{arguments.source}: {error}, of ppfunc.tune") from None
+    found = tune(**given | say | chosen)
     if arguments.out:
         write(found.to_svg(), arguments.out)
     write(f"{found.to_json() if arguments.json else found}\n")

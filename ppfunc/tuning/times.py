@@ -1,21 +1,38 @@
 """Find the seconds and bytes of stages: measured in this process, or counted over given speeds."""
 
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ppfunc.schedule import Costs, Schedule, gpipe, looped_bfs, split_backward
+from ppfunc.runtime.lowering.stage_programs import StageCall
+from ppfunc.schedule import (
+    Costs,
+    Op,
+    Schedule,
+    Timeline,
+    gpipe,
+    looped_bfs,
+    place_communication,
+    simulate,
+    split_backward,
+)
+from ppfunc.schedule.instruction import COMPUTE, SENDS, TAIL
 from ppfunc.splitter import Split
+from ppfunc.stage import Engine, StageProgram
 from ppfunc.stage._torch import TorchDispatchMode
+from ppfunc.stage.device import accelerates
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.training import Trainer
 from ppfunc.training.lowered import on_meta
 
 MICROBATCHES = 3  # of a step that is timed: most of them add to sums of gradients, as in a step of many
 _STEPS = 6  # that are measured, the first of which is not counted
+_BUSY = COMPUTE | SENDS | {Op.UNSHARD, *TAIL}
 
 Speeds = tuple[float, float] | None
 
@@ -39,9 +56,8 @@ def times_of(
     lowered, apart = (each.lower(parts.params, *batch, state=parts.state) for each in both)
     if speeds is None:
         state = both[0].init(tree_map(torch.clone, parts.params), tree_map(torch.clone, parts.state))
-        whole, halves = (
-            [each.record(state, *batch, seed=(0, 0))[1].costs() for _ in range(_STEPS)][1:] for each in both
-        )
+        timed = [[t.record(state, *batch, seed=(0, 0))[1].costs() for t in both] for _ in range(_STEPS)]
+        whole, halves = zip(*timed[1:], strict=True)
         f, b, step = (_least(vars(c)[k] for c in whole) for k in ("forward", "backward_input", "step"))
         i, w = (_least(vars(c)[k] for c in halves) for k in ("backward_input", "backward_weight"))
         return lowered.costs(Costs(f, i, w, tuple(2 * seconds for seconds in b), step=step))
@@ -51,6 +67,53 @@ def times_of(
     moved = ([p, p, p, meta.optimizer[stage], meta.optimizer[stage]] for stage, p in meta.params.items())
     step = tuple(sum(leaf.nbytes for leaf in tree_leaves(tree)) / speeds[1] for tree in moved)
     return lowered.costs(Costs(f, i, w, b, step=step))
+
+
+def require_numbers(
+    memory: float, effort: float, latency: float, bandwidth: float, speeds: Speeds, cores: float | None
+) -> None:
+    """Refuse numbers of :func:`ppfunc.tune` with which nothing can be timed."""
+    for name, value, right, expected in (
+        ("memory", memory, memory >= 0, "bytes, 0 or more"),
+        ("effort", effort, 0 <= effort < inf, "a finite number, 0 or more"),
+        ("latency", latency, 0 <= latency < inf, "seconds, 0 or more"),
+        ("bandwidth", bandwidth, bandwidth > 0, "bytes per second, above 0"),
+        ("cores", cores, cores is None or cores > 0, "a number above 0"),
+        ("speeds", speeds, speeds is None or all(s > 0 for s in speeds), "two numbers above 0"),
+    ):
+        if not right:
+            raise ValueError(f"{name}: got {value}, expected {expected}")
+
+
+def at_once(model: torch.nn.Module | Split, cores: float | None, speeds: Speeds) -> float:
+    """Return how many ranks can compute at one time; ``cores`` are those of :func:`ppfunc.tune`."""
+    if cores is None:
+        here = speeds is None and not any(accelerates(leaf.device) for leaf in parameters_of(model))
+        cores = (os.cpu_count() or 1) if here else inf
+    return max(1, cores / torch.get_num_threads())
+
+
+def parameters_of(model: torch.nn.Module | Split) -> list[Any]:
+    """List the parameters of a model, or of its parts."""
+    return tree_leaves(model.params if isinstance(model, Split) else list(model.parameters()))
+
+
+def seconds_of(timeline: Timeline, costs: Costs, at_once: float) -> float:
+    """Return the seconds of a step of which so many ranks compute at one time, and the others in turn.
+
+    While more would compute, send, or add up gradients, all of it takes longer in proportion: where ranks
+    share cores, messages and sums are work of these too.
+    """
+    if at_once == inf:
+        return timeline.makespan
+    placed = simulate(place_communication(timeline.schedule), costs)
+    busy = [(a, b) for row in placed.rows() for i, a, b in row if i.op in _BUSY]
+    changes = sorted(change for a, b in busy for change in ((a, 1), (b, -1)))
+    computing, now, seconds = 0, 0.0, timeline.makespan
+    for time, change in changes:
+        seconds += (time - now) * (max(1, computing / at_once) - 1)
+        computing, now = computing + change, time
+    return seconds
 
 
 def _least(rows: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
@@ -77,3 +140,14 @@ class _Roofline(TorchDispatchMode):
     def get_total_flops(self) -> float:
         """Return the seconds, where a counter of operations returns these."""
         return self._seconds
+
+
+def remembering(engine: Engine) -> Engine:
+    """Return an engine that traces a stage once for all trainers."""
+    programs: dict[Any, StageProgram] = {}
+
+    def remembered(fn: Any, example: tuple[Any, ...], **request: Any) -> StageProgram:
+        key = id(fn.fn), StageCall(fn, example, request["name"], request["device"]).key
+        return programs.get(key) or programs.setdefault(key, engine(fn, example, **request))
+
+    return remembered

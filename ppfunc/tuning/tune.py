@@ -16,12 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ppfunc._checks import require_counts
 from ppfunc.runtime import Axes, OnPaper, Transport
-from ppfunc.runtime.lowering.stage_programs import StageCall
 from ppfunc.runtime.transport.grid import ShardWhat
 from ppfunc.schedule import BUILDERS, Costs, Schedule, Timeline, find_builder, one_f_one_b, plan, simulate
 from ppfunc.schedule.overview import bound_of_order
 from ppfunc.splitter import Split, split
-from ppfunc.stage import Engine, Loss, StageProgram, graph
+from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.device import accelerates
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.training import Trainer
@@ -30,7 +29,16 @@ from ppfunc.training.lowered import on_meta
 from ppfunc.training.optim import Optimizer
 
 from .rows import Choice, Row, Tuning, binding
-from .times import MICROBATCHES, Speeds, times_of
+from .times import (
+    MICROBATCHES,
+    Speeds,
+    at_once,
+    parameters_of,
+    remembering,
+    require_numbers,
+    seconds_of,
+    times_of,
+)
 
 _ALIKE = ("data_parallel", "deepspeed_train")  # to several pipelines, and 1f1b
 TRAINING = tuple(n for n, build in BUILDERS.items() if n not in _ALIKE and not build(2, 4).forward_only)
@@ -55,6 +63,7 @@ def tune(
     bandwidth: float = inf,
     host: float | None = None,
     speeds: Speeds = None,
+    cores: float | None = None,
     effort: float = 0.1,
     top: int = 5,
     progress: Callable[[str, Row | None], object] = lambda step, best: None,
@@ -86,6 +95,8 @@ def tune(
         host: bytes per second between a device and its host, in each direction; None if nothing is to move.
         speeds: floating point operations and bytes per second of a device, over which those of every
             operator are counted; nothing runs then.
+        cores: shared by all ranks, each of which uses as many as torch has threads; messages and sums are
+            then work as well. By default those of this machine where stages run on them, else enough.
         effort: of :func:`ppfunc.plan` for each placement that can be faster by it; 0 for none.
         top: rows that fit after which the search ends.
         progress: called after every step of the search, with its name and the best row so far.
@@ -101,10 +112,15 @@ def tune(
             backend ``fake`` stands for the ranks.
         StageError, TypeError: as :func:`ppfunc.split`.
     """
-    batch = len(next(t for t in tree_leaves(args) if isinstance(t, torch.Tensor))) if batch is None else batch
+    if not (sizes := [len(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.ndim]):
+        raise ValueError("args: got no tensor with rows, expected the inputs of some rows")
+    batch = sizes[0] if batch is None else batch
     require_counts(ranks=ranks, batch=batch, top=top)
+    require_numbers(memory, effort, latency, bandwidth, speeds, cores)
     choices = list(_choices(ranks, batch, grids, microbatch, remat, shard))
     builders = {name: find_builder(name) for name in schedules}
+    if not choices or not builders:
+        raise ValueError("grids, schedules, microbatch, remat or shard: got nothing to try, expected some")
     if host is not None:
         _require_moving(model, host)
 
@@ -113,7 +129,7 @@ def tune(
 
     search = Candidates(
         partial(_cut, model, args), trainer, (args, targets), choices, builders, batch, memory,
-        (latency, bandwidth, host), speeds, effort,
+        (latency, bandwidth, host), speeds, at_once(model, cores, speeds), effort,
     )  # fmt: skip
     complete = True
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -131,8 +147,7 @@ def tune(
 
 def _require_moving(model: torch.nn.Module | Split, host: float) -> None:
     """Refuse a link to the host that nothing would use, or without a speed."""
-    leaves = tree_leaves(model.params if isinstance(model, Split) else list(model.parameters()))
-    if not any(accelerates(leaf.device) for leaf in leaves) or not host > 0:
+    if not any(accelerates(leaf.device) for leaf in parameters_of(model)) or not host > 0:
         raise ValueError(
             f"host: got {host}, expected bytes per second above 0, for a model on an accelerator"
         )
@@ -152,10 +167,13 @@ def _choices(
 ) -> Iterator[Choice]:  # fmt: skip
     """List what is chosen beside the schedule."""
     every = [(p, ranks // p) for p in range(1, ranks + 1) if ranks % p == 0]
-    sizes = sizes or [2**n for n in range(batch.bit_length()) if batch % (ranks * 2**n) == 0]
-    if not sizes:
+    powers = [2**n for n in range(batch.bit_length()) if batch % (ranks * 2**n) == 0]
+    if sizes is None and not powers:
         raise ValueError(f"batch: got {batch} rows, expected a multiple of the {ranks} ranks, or microbatch=")
-    for size, remat, grid in product(sizes, remats, every if grids == "any" else grids):
+    for size, remat, grid in product(
+        powers if sizes is None else sizes, remats, every if grids == "any" else grids
+    ):
+        require_counts(microbatch=size)
         if tuple(grid) not in every:
             raise ValueError(
                 f"grids: got {grid}, expected (ranks of a pipeline, pipelines) whose product is {ranks}; how"
@@ -178,6 +196,7 @@ class Candidates:
         rows: inputs and targets.
         choices: to try, those with the least remat first.
         link: latency and bandwidth, and that of the host.
+        at_once: ranks that compute at one time.
 
     The others are those of :func:`ppfunc.tune`.
     """
@@ -185,20 +204,15 @@ class Candidates:
     def __init__(
         self, parts_of: Callable[[int | None], Split], trainer: Callable[..., Trainer], rows: tuple[Any, Any],
         choices: Sequence[Choice], builders: Mapping[str, Callable[..., Schedule]], batch: int, memory: float,
-        link: tuple[float, float, float | None], speeds: Speeds, effort: float,
+        link: tuple[float, float, float | None], speeds: Speeds, at_once: float, effort: float,
     ) -> None:  # fmt: skip
         self._trainer, self._inputs, self._choices, self._builders = trainer, rows, choices, builders
-        self._batch, self._memory, self._link, self._speeds, self._effort = (
-            batch,
-            memory,
-            link,
-            speeds,
-            effort,
-        )
+        self._batch, self._memory, self._effort = batch, memory, effort
+        self._link, self._speeds, self._at_once = link, speeds, at_once
         self.heap, self.rows, self.refused = list[Any](), list[Row](), dict[str, str]()
         self._numbers, self._seen = count(), set[Any]()
         self._parts, self._costs = cache(parts_of), cache(self._measure)
-        self._engine = cache(lambda remat: _remembering(graph(remat=remat)))
+        self._engine = cache(lambda remat: remembering(graph(remat=remat)))
         for size in dict.fromkeys(choice.microbatch for choice in choices):
             self._push(0, "times", self._times, size)
 
@@ -279,10 +293,13 @@ class Candidates:
         ]
         of_ranks = [sum(held[s] for s in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
         least = max(map(sum, zip(of_ranks, timeline.peak_activations, strict=True)))
-        late, found = least > self._memory, (choice, schedule, costs, timeline)
-        self._push(least if late else timeline.makespan, "row", self._row, *found, late=late)
+        late, seconds = least > self._memory, seconds_of(timeline, costs, self._at_once / choice.data)
+        found = choice, schedule, costs, timeline, seconds
+        self._push(least if late else seconds, "row", self._row, *found, late=late)
 
-    def _row(self, choice: Choice, schedule: Schedule, costs: Costs, timeline: Timeline) -> Row:
+    def _row(
+        self, choice: Choice, schedule: Schedule, costs: Costs, timeline: Timeline, seconds: float
+    ) -> Row:
         """Find the peak of every rank; then plan for the same placement, if that can be faster."""
         parts, rows = self._parts(len(set(schedule.model_stages))), self._batch // choice.data
         mesh = init_device_mesh("cpu", (choice.pipe, choice.data), mesh_dim_names=("pp", "dp"))
@@ -299,8 +316,8 @@ class Candidates:
                 left = [self._memory - p + a for p, a in zip(peaks, timeline.peak_activations, strict=True)]
                 self._push(bound, "plan", self._plan, choice, schedule, costs, left)
         fits, make = max(peaks) <= self._memory, partial(self._make, choice, schedule, parts)
-        found = schedule, parts.at, timeline.makespan, bound, peaks, fits
-        return Row(choice, *found, binding(memory, timeline, fits), make)
+        found = schedule, parts.at, seconds, bound, peaks, fits
+        return Row(choice, *found, binding(memory, timeline, seconds, fits), make)
 
     def _plan(self, choice: Choice, like: Schedule, costs: Costs, left: list[float]) -> None:
         """Plan for what ranks have left beside what they hold in a schedule of this placement."""
@@ -331,14 +348,3 @@ def rows_of(tree: Any, rows: int) -> Any:
         return leaf[torch.arange(rows, device=leaf.device) % len(leaf)]
 
     return tree_map(taken, tree)
-
-
-def _remembering(engine: Engine) -> Engine:
-    """Return an engine that traces a stage once for all trainers."""
-    programs: dict[Any, StageProgram] = {}
-
-    def remembered(fn: Any, example: tuple[Any, ...], **request: Any) -> StageProgram:
-        key = id(fn.fn), StageCall(fn, example, request["name"], request["device"]).key
-        return programs.get(key) or programs.setdefault(key, engine(fn, example, **request))
-
-    return remembered

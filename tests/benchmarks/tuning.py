@@ -1,15 +1,16 @@
 """What `tune` takes, beside configurations tried by hand: predicted and measured seconds and bytes.
 
-Run by torchrun, with a core for each process::
+Run by torchrun, also with more processes than cores::
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tests/benchmarks/tuning.py --models gpt mlp vit
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 tests/benchmarks/tuning.py --models gpt mlp vit
 
-Process 0 tunes alone, without a limit and for one in which a third of the configurations fits. Then all
-processes run what it takes and rows of every grid, schedule, microbatch and rematerialisation, in turn; the
-seconds of each are the least of several steps. Printed are, for each row, predicted and measured seconds, CPU
-seconds of the busiest rank and predicted over measured peaks; then the rank correlation of predicted and
-measured seconds, and for each limit what tune takes over the best that fits. ``--cpu-clock`` times stages in
-CPU seconds, for machines on which others run.
+Unless ``--latency`` says what a message takes, it is measured. Process 0 tunes alone; the limits are those in
+which a third and two thirds of the configurations fit. Then all processes run what it takes and rows of every
+grid, schedule, microbatch and rematerialisation, in turn; the seconds of each are the least of several steps.
+Printed are, for each row, predicted and measured seconds, CPU seconds of all ranks over the cores, and
+predicted over measured peaks; then the rank correlation of predicted seconds with both, and for each limit
+what tune takes over the best that fits. ``--cpu-clock`` times stages in CPU seconds, and ``--foremost`` runs
+steps before all other processes, for machines on which others run.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves, tree_map
 
 sys.path.append(str(Path(__file__).parents[2]))
+from tests.benchmarks.timing import add_foremost, foremost
 from tests.storages import LiveStorages
 
 Problem = tuple[nn.Module, Tensor, Tensor, Any]
@@ -76,6 +78,22 @@ def squared(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().mean()
 
 
+def message_seconds(ranks: int) -> float:
+    """CPU seconds of a message of all processes: of a pipeline that computes next to nothing."""
+    schedule, x = pp.one_f_one_b(ranks, 16), torch.ones(16, 1)
+    params = {dist.get_rank(): torch.ones(1)}
+    least = float("inf")
+    with pp.P2P() as transport:
+        step = pp.value_and_grad([torch.mul] * ranks, squared, schedule, transport)
+        for _ in range(20):
+            cpu = time.process_time()
+            step(params, x, x)
+            least = min(least, time.process_time() - cpu)
+    every: list[Any] = [None] * ranks
+    dist.all_gather_object(every, least)
+    return float(sum(every)) / (2 * 16 * (ranks - 1))
+
+
 def tuned(name: str, options: argparse.Namespace, ranks: int) -> tuple[list[Any], list[float]]:
     """Rows, of which the first two are what is taken for each of the two limits."""
     given = {"ranks": ranks, "batch": options.batch, "optimizer": pp.optim.adamw(1e-3)}
@@ -83,13 +101,13 @@ def tuned(name: str, options: argparse.Namespace, ranks: int) -> tuple[list[Any]
     given |= {"shard": ["none"], "microbatch": options.microbatch, "effort": options.effort}
     if options.cpu_clock:
         record.time = argparse.Namespace(perf_counter=time.thread_time)  # type: ignore[attr-defined]
-    start = time.perf_counter()
-    every = pp.tune(*problem(name)[:2], problem(name)[3], problem(name)[2], top=1000, **given)
+    start, (model, x, y, loss_fn) = time.perf_counter(), problem(name)
+    every = pp.tune(model, x, loss_fn, y, top=1000, **given)
+    peaks = sorted(max(row.peaks) for row in every.rows)
+    limits = [float(peaks[len(peaks) * n // 3]) for n in (1, 2)]
+    best = [next(row for row in every.rows if max(row.peaks) <= limit) for limit in limits]
     record.time = time  # type: ignore[attr-defined]
     print(f"{name}: {len(every.rows)} rows in {time.perf_counter() - start:.0f} s", flush=True)
-    peaks = sorted(max(row.peaks) for row in every.rows)
-    limits = [float("inf"), float(peaks[len(peaks) // 3])]
-    best = [next(row for row in every.rows if max(row.peaks) <= limit) for limit in limits]
     rest = [row for row in every.rows if row not in best]
     chosen = [*best, *rest[:: max(1, len(rest) // options.tries)]]
     return [row[:-1] for row in chosen], limits  # without the functions that make trainers
@@ -119,13 +137,13 @@ def run(
             trainer.step(state, *batch)
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
         peaks.append(sum(storages.values()) + counted.peak)
-        trained.append((trainer, state, batch))
+        trained.append([trainer, state, batch])
     walls, cpus = ([float("inf")] * len(rows) for _ in range(2))
     for _ in range(options.rounds):
         for n, (trainer, state, batch) in enumerate(trained):
             dist.barrier()
             wall, cpu = time.perf_counter(), time.process_time()
-            trainer.step(state, *batch)
+            trained[n][1], _ = trainer.step(state, *batch)  # a state that no step returned is compared
             walls[n] = min(walls[n], time.perf_counter() - wall)
             cpus[n] = min(cpus[n], time.process_time() - cpu)
     for trainer, _, _ in trained:
@@ -134,17 +152,21 @@ def run(
 
 
 def report(name: str, rows: list[Any], limits: list[float], ranks: list[Any]) -> None:
-    walls, cpus, peaks = ([max(of) for of in zip(*each, strict=True)] for each in zip(*ranks, strict=True))
+    every = [list(zip(*each, strict=True)) for each in zip(*ranks, strict=True)]
+    walls, peaks = ([max(of) for of in each] for each in (every[0], every[2]))
+    cpus = [sum(of) / min(len(of), os.cpu_count() or 1) for of in every[1]]
     for row, wall, cpu, peak in zip(rows, walls, cpus, peaks, strict=True):
         figures = f"predicted {row[3]:.4f} s, measured {wall:.4f}, CPU {cpu:.4f}"
         print(f"{name}: {row[1].name}, {row[0]}: {figures}; peak {max(row[5]) / peak:.3f}")
-    orders = [torch.tensor(seconds).argsort().argsort().double() for seconds in ([r[3] for r in rows], walls)]
-    print(f"{name}: rank correlation {torch.corrcoef(torch.stack(orders))[0, 1]:.3f}")
+    order, *others = (torch.tensor(s).argsort().argsort() for s in ([row[3] for row in rows], walls, cpus))
+    wall, cpu = (torch.corrcoef(torch.stack([order, other]).double())[0, 1] for other in others)
+    print(f"{name}: rank correlation {wall:.3f}, with CPU seconds {cpu:.3f}")
     for taken, limit in enumerate(limits):
-        best = min(wall for wall, peak in zip(walls, peaks, strict=True) if peak <= limit)
-        fits = f"its peak is {peaks[taken] / limit:.3f} of {limit:.0f}"
+        fits = [n for n, peak in enumerate(peaks) if peak <= limit]
+        over = [seconds[taken] / min(seconds[n] for n in fits) for seconds in (walls, cpus)]
         print(
-            f"{name}: what tune takes is {walls[taken] / best:.3f} of the best of {len(rows)}; {fits}",
+            f"{name}: what tune takes is {over[0]:.3f} of the best of {len(fits)} that fit, of {len(rows)};"
+            f" {over[1]:.3f} in CPU seconds; its peak is {peaks[taken] / limit:.3f} of {limit:.0f}",
             flush=True,
         )
 
@@ -159,16 +181,24 @@ def main() -> None:
     parser.add_argument("--cpu-clock", action="store_true")
     for option, value in (("batch", 32), ("tries", 14), ("rounds", 15)):
         parser.add_argument(f"--{option}", type=int, default=value)
-    for option, number in (("latency", 2e-4), ("bandwidth", 1e9), ("effort", 0.1)):
+    for option, number in (("latency", None), ("bandwidth", 1e9), ("effort", 0.1)):
         parser.add_argument(f"--{option}", type=float, default=number)
+    add_foremost(parser)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     rank, size, run_id = (os.environ[k] for k in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"))
     paths = {name: Path(tempfile.gettempdir(), f"{run_id}-{size}-{name}") for name in options.models}
+    if options.latency is None:
+        dist.init_process_group("gloo")
+        options.latency = message_seconds(int(size))
+        dist.destroy_process_group()
+        print(f"rank {rank}: {options.latency:.6f} CPU seconds of a message", flush=True)
     for name, path in paths.items() if rank == "0" else ():  # before there is a group
         path.write_bytes(pickle.dumps(tuned(name, options, int(size))))
     dist.init_process_group("gloo")
+    if options.foremost:
+        foremost()
     for name, path in paths.items():
         dist.barrier()
         rows, limits = pickle.loads(path.read_bytes())

@@ -11,6 +11,12 @@ def arguments():
     return {"model": model, "args": x, "loss_fn": lambda y, t: (y - t).square().mean(), "targets": x,
             "optimizer": pp.optim.sgd(0.1), "speeds": (1e9, 1e9), "schedules": ["1f1b"], "remat": ["none"],
             "ranks": 8}
+
+def number():
+    return 3
+
+def unknown():
+    return {"model": 1}
 """
 
 
@@ -25,3 +31,12 @@ def test_rows_come_from_a_file_of_the_user(run, tmp_path):
     assert code == 1 and "needs" in out
     code, _, err = run("tune", f"{file}:argument", "--ranks", 2)
     assert code == 2 and f"FILE:FUNCTION is '{file}:argument', expected such as train.py:arguments" in err
+    for function, message in (
+        ("number", "returned 3, expected the arguments of"),
+        ("unknown", "'args', of ppf"),
+    ):
+        code, _, err = run("tune", f"{file}:{function}", "--ranks", 2)
+        assert code == 2 and message in err
+    for name, message in (("rows.png", "its suffix says no format"), ("no/rows.svg", "no directory")):
+        code, _, err = run("tune", f"{file}:arguments", *options, "--out", tmp_path / name)
+        assert code == 2 and message in err
