@@ -146,7 +146,6 @@ class Sender(_RouteEnd):
         step = max(mmap.ALLOCATIONGRANULARITY, 1 << max(0, size.bit_length() - 3))  # at most a quarter
         size = max(1, -(-size // step)) * step
         if next(self._sent) % _UNUSED == 0:
-            self._take_back()
             self._give_back(self._old.intersection(self._free))
             self._old = set(self._free)
         if (slot := self._free_slot(size)) is None:
