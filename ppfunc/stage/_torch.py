@@ -276,6 +276,18 @@ def inductor() -> Any:
     return compile_fx, decompositions, lowerings, make_fallback, ShapeEnv
 
 
+def vectors() -> dict[str, bool]:
+    """Return the option of inductor that leaves out its trial whether torch and the compiler have AVX512.
+
+    It compiles three programs, for 9 s, and loads them in each process. Where kernels of torch run with it,
+    both have: every compiler of C++20 does. What is beyond is still tried. What the user has decided stays.
+    """
+    from torch._inductor import config
+
+    known = torch.backends.cpu.get_cpu_capability() == "AVX512" and config.cpp.vec_isa_ok is None
+    return {"cpp.vec_isa_ok": True} if known else {}
+
+
 def jvp(*args: Any, **keywords: Any) -> Any:
     """Call :func:`torch.func.jvp`, without torch 2.14's warning that its own scripts are deprecated."""
     _load_forward_derivatives()

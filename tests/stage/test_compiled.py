@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor import config
 
 from ppfunc.stage import graph, stage_from_module
+from ppfunc.stage._torch import vectors
 from ppfunc.stage.engines.tracing import emit
 
 pytestmark = pytest.mark.compiler
@@ -80,6 +82,16 @@ def test_only_programs_that_run_are_compiled(monkeypatch):
         y, residuals = program.forward(torch.randn(3, 3), torch.randn(2, 3))
         program.backward(residuals, torch.ones_like(y))
     assert len(made) == 2
+
+
+@pytest.mark.parametrize(
+    ("capability", "decided", "options"),
+    [("AVX512", None, {"cpp.vec_isa_ok": True}), ("AVX512", False, {}), ("AVX2", None, {})],
+)
+def test_inductor_does_not_try_vectors_that_torch_uses(monkeypatch, capability, decided, options):
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    with config.patch({"cpp.vec_isa_ok": decided}):
+        assert vectors() == options
 
 
 def test_equal_programs_are_found_on_disk():
