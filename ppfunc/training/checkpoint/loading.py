@@ -162,8 +162,8 @@ def _require_fit(contents: Contents, wanted: Wanted, partial: str | None) -> str
     stored |= dict.fromkeys(contents.objects, "a pickled object, which is never read")
     where = contents.folder.name
     mend = (
-        "load what was saved: of the same optimizer, scale and stages, with the same names=;"
-        " pp.checkpoint.export writes parameters alone; partial= takes a part"
+        "load what was saved: of the same optimizer and version of ppfunc, scale and stages, with the same"
+        " names=; pp.checkpoint.export writes parameters alone; partial= takes a part"
     )
     missing, more = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
     patterns = [] if partial is None else partial.split("|")
