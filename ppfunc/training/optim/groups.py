@@ -25,14 +25,20 @@ _used: ContextVar[dict[str, bool] | None] = ContextVar("used", default=None)
 
 
 @contextmanager
-def noting_patterns() -> Iterator[dict[str, bool]]:
-    """Collect the patterns of optimizers that make a state, and whether each takes a parameter."""
-    used: dict[str, bool] = {}
+def noting_patterns(group: str | None = None) -> Iterator[dict[str, bool]]:
+    """Collect the patterns of optimizers that make a state, and whether each takes a parameter.
+
+    Args:
+        group: whose optimizer makes it; then who collects around gets them too, with the name of the group.
+    """
+    used, around = dict[str, bool](), _used.get()
     token = _used.set(used)
     try:
         yield used
     finally:
         _used.reset(token)
+    if around is not None and group is not None:
+        around |= {f"groups[{group!r}]: {text}": takes for text, takes in used.items()}
 
 
 def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Optimizer:
@@ -130,7 +136,11 @@ def divided(
 
     def init(params: Tree) -> dict[str, Tree]:
         (divided_params,), _ = divisions(params)
-        return {name: o.init(mine) for name, o, mine in zip(names, every, divided_params, strict=True)}
+        state = dict[str, Tree]()
+        for key, name, o, mine in zip(optimizers, names, every, divided_params, strict=True):
+            with noting_patterns(key):
+                state[name] = o.init(mine)
+        return state
 
     def update(
         grads: Tree, state: dict[str, Tree], params: Tree, *, found_inf: Tensor | None = None

@@ -13,6 +13,7 @@ from ppfunc.runtime.execution.nonfinite import NotFinite
 from ppfunc.runtime.transport.collective import Wait
 from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage.layout import local
+from ppfunc.stage.patterns import note_patterns
 from ppfunc.stage.signature import leaf_names
 from ppfunc.stage.tree import tree_leaves, tree_map
 
@@ -82,8 +83,13 @@ class TrainingUpdate:
         return alike_in_places(self._rule, self._ranks, self.state.params)
 
     def patterns(self) -> dict[str, bool]:
-        """Tell of patterns whether they take a leaf: see :meth:`UpdateRule.patterns`."""
-        return self._rule.patterns(self.state.params, self.state.stage_state)
+        """Tell of every pattern of the optimizer and of ``reduce_state`` whether it takes a leaf here."""
+        used = dict[str, bool]()
+        for trees, *_ in self.stages.values():
+            used |= {text: takes or used.get(text, False) for text, takes in trees.patterns.items()}
+        names = [n for tree in self.state.stage_state.values() for n in leaf_names(Signature.of(tree))]
+        note_patterns(used, "reduce_state", self._rule.states.reduce or (), names)
+        return used
 
     def begin(self, weights: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Divide the weights of the losses by their sum over all data ranks.

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, Self
 from weakref import ref
 
 import torch
-from optree import PyTreeSpec
 from torch import Tensor
 
 from ppfunc._text import shown
@@ -35,6 +34,7 @@ class StageTrees(NamedTuple):
         counted: the numbers of the parameters whose gradients this rank counts in the norm. Of the ranks that
             hold the same, and of tied or replicated places, the first counts it.
         parted: the numbers of those of which each data rank counts its part, although it has the whole.
+        patterns: whether each of the optimizer takes a parameter.
     """
 
     params: Form
@@ -46,16 +46,15 @@ class StageTrees(NamedTuple):
     dims: Dims
     counted: tuple[int, ...]
     parted: frozenset[int]
+    patterns: Mapping[str, bool]
 
     @classmethod
-    def of(
-        cls, rule: UpdateRule, ranks: TrainingRanks, stage: int, state: TrainState, of_state: PyTreeSpec
-    ) -> Self:
-        """Describe the trees of a stage, given the structure of its optimizer state in the order of keys that
-        the parameters have.
-        """
+    def of(cls, rule: UpdateRule, ranks: TrainingRanks, stage: int, state: TrainState) -> Self:
+        """Describe the trees of a stage; raise ValueError for an optimizer state of other ones."""
         leaves, treedef = tree_flatten(state.params[stage])
-        moments: list[Any] = of_state.flatten_up_to(state.optimizer[stage])
+        params, optimizer = rule.frozen.trained(stage, state.params[stage]), state.optimizer[stage]
+        of_state, patterns = require_state_of(rule, params, optimizer, f"state.optimizer[{stage}]")
+        moments: list[Any] = of_state.flatten_up_to(optimizer)
         forms = form_of(leaves, treedef), form_of(moments, of_state)
         signature, cuts = Signature.of(state.params[stage]), ranks.cuts(leaves)
         fixed, again = rule.frozen.numbers(stage, signature), _further_places(ranks, stage, signature)
@@ -65,7 +64,8 @@ class StageTrees(NamedTuple):
         dims = tuple(None if n in whole else cut.dim for n, cut in enumerate(cuts))
         counted = tuple(n for n in trained if n not in again and _counts(ranks, cuts[n]))
         parted = frozenset(n for n, cut in enumerate(cuts) if cut.dim is None and cut.part is not None)
-        return cls(*forms, form_of(*tree_flatten(bare)), fixed, trained, cuts, dims, counted, parted)
+        of_bare = form_of(*tree_flatten(bare))
+        return cls(*forms, of_bare, fixed, trained, cuts, dims, counted, parted, patterns)
 
     def leaves_of(self, stage: int, state: TrainState) -> "StageLeaves | None":
         """Return the leaves of the stage of a state, if its trees have these structures; else None."""
@@ -150,20 +150,20 @@ def stages_of(
     keys = set() if scale is None else set(scale.init("cpu"))
     _require_parts(state, here, keys, 1 if rule.states.reduce is not None else ranks.data.size)
     require_not_donated(state)
-    made, stages, same = stages_made(state), dict[int, StageLeaves](), dict[int, bool]()
+    made, stages, same = stages_made(state), dict[int, StageLeaves](), True
     for s in here:
         leaves, before = known[s].leaves_of(s, state) if s in known else None, made.get(s)
         if leaves is None or not leaves.has_form():
-            trained = rule.frozen.trained(s, state.params[s])
-            treedef = require_state_of(rule, trained, state.optimizer[s], f"state.optimizer[{s}]")
-            known[s] = StageTrees.of(rule, ranks, s, state, treedef)
+            known[s] = StageTrees.of(rule, ranks, s, state)
             leaves = known[s].leaves_of(s, state)
         assert leaves is not None
-        same[s] = before is not None and are(before.leaves, (*leaves.params, *leaves.optimizer))
-        if before is not None and same[s] and before.trees is leaves.trees:
-            leaves = leaves._replace(update=before.update)  # which goes on, and checks nothing again
+        same &= before is not None and are(before.leaves, (*leaves.params, *leaves.optimizer))
         stages[s] = leaves
-    return stages, all(same.values())
+    # Updates go on, and check nothing again; a leaf that is new may share memory with any stage.
+    for s, leaves in stages.items() if same else ():
+        if made[s].trees is leaves.trees:
+            stages[s] = leaves._replace(update=made[s].update)
+    return stages, same
 
 
 def _require_parts(state: TrainState, stages: Sequence[int], scale: Set[str], data_ranks: int) -> None:

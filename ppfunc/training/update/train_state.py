@@ -103,10 +103,16 @@ class Donation:
     """Notes on the memory of leaves their last update in place: its number, and the step of the given state.
 
     A state of these leaves from before that update raises at its next use.
+
+    Args:
+        stage: whose update it is.
     """
 
     count: int
     step: ref[Tensor]
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
 
     def mark(self, step: Tensor, written: Sequence[Tensor]) -> None:
         """Note an update from the state of this ``step``, of leaves that are marked, and of ``written``."""
@@ -116,10 +122,16 @@ class Donation:
             note_on_memory(leaf, self)
 
 
-def updated_from(step: Tensor, leaves: Iterable[Tensor]) -> bool:
-    """Tell whether an update in place from the state of this ``step`` has written into one of the leaves."""
-    notes = map(noted_on_memory, leaves)
-    return any(note is not None and note.step() is step for note in notes)
+def updated_from(step: Tensor, leaves: Iterable[Tensor]) -> tuple[int, int] | None:
+    """Find a leaf that an update in place from the state of this ``step`` has written into.
+
+    Returns:
+        The number of the first, and the stage of that update; None if there is none.
+    """
+    for n, note in enumerate(map(noted_on_memory, leaves)):
+        if note is not None and note.step() is step:
+            return n, note.stage
+    return None
 
 
 def require_not_donated(state: TrainState) -> None:

@@ -1,7 +1,7 @@
 """Define how gradients become new parameters."""
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -16,8 +16,7 @@ from ppfunc.stage._torch import versions
 from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.layout import local
 from ppfunc.stage.modules.frozen import FrozenLeaves
-from ppfunc.stage.patterns import note_patterns
-from ppfunc.stage.signature import Signature, differentiable, flatten, leaf_names
+from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths, tree_structure
 
 from .._torch import looked_through
@@ -99,15 +98,6 @@ class UpdateRule(NamedTuple):
         clips, scales = self.clip.max_norm < inf, self.precision.scale is not None
         return clips or scales or self.on_nonfinite != "ignore"
 
-    def patterns(self, params: Mapping[int, Tree], states: Mapping[int, Tree]) -> dict[str, bool]:
-        """Tell of every pattern of the optimizer and of ``reduce_state`` whether it takes a leaf here."""
-        with noting_patterns() as used:
-            for stage, tree in params.items():
-                self.optimizer.init(tree_map(_one, self.frozen.trained(stage, tree)))
-        names = (name for tree in states.values() for name in leaf_names(Signature.of(tree)))
-        note_patterns(used, "reduce_state", self.states.reduce or (), names)
-        return used
-
 
 class StageUpdate:
     """Updates the leaves of a stage, each time those that it made the last time, without frozen parameters.
@@ -121,7 +111,7 @@ class StageUpdate:
     def __init__(self, rule: UpdateRule, stage: int, params: Form, optimizer: Form) -> None:
         self._rule, self._stage, self._forms = rule, stage, (params, optimizer)
         self._run: UpdateLeaves | None = None
-        self._donation, self._written = Donation(), refs(())
+        self._donation, self._written = Donation(stage), refs(())
 
     def __call__(
         self,
@@ -144,10 +134,13 @@ class StageUpdate:
         found_inf = found_inf if rule.on_nonfinite == "skip" else None
         seen, written = looked_through((grads, state, params)), list[Tensor]()
         if self._run is None and not seen:
-            if updated_from(step, (*state, *params)):
+            if (found := updated_from(step, (*state, *params))) is not None:
+                names = (f"{name}[{self._stage}]" for name in ("state.optimizer", "state.params"))
+                pairs = zip((of_state, of_params), names, strict=True)
+                paths = [path for form, name in pairs for path in tree_paths(form.treedef, name)]
                 raise ValueError(
-                    f"the state of stage {self._stage} shares memory with what this step, or one beside it,"
-                    " has updated in place; pass donate=False or make them separate tensors"
+                    f"{paths[found[0]]} shares its memory with stage {found[1]}, whose update from this state"
+                    " has written there in place; pass donate=False or make them separate tensors"
                 )
             trees = of_state.treedef.unflatten(state), of_params.treedef.unflatten(params)
             self._run = prepared(rule.optimizer, *trees) or self._by_trees
@@ -244,14 +237,21 @@ def updated_ones(optimizer: Optimizer, params: Tree, gradients: Sequence[float] 
     return ones
 
 
-def require_state_of(rule: UpdateRule, params: Tree, state: Tree, name: str) -> PyTreeSpec:
+def require_state_of(
+    rule: UpdateRule, params: Tree, state: Tree, name: str
+) -> tuple[PyTreeSpec, dict[str, bool]]:
     """Return the structure of a state of the optimizer, with keys in the order of these parameters.
+
+    Returns:
+        That, and whether each pattern of the optimizer takes one of the parameters.
 
     Raises:
         ValueError: this tree is no such state, whatever the order of its keys; errors say ``name``.
     """
     flatten(state, name)  # raises for leaves that are no tensors
-    made = rule.optimizer.init(tree_map(_one, params))
+    ones = tree_map(_one, params)
+    with preserve_rng(leaf.device for leaf in tree_leaves(ones)), noting_patterns() as used:
+        made = rule.optimizer.init(ones)
     ours, theirs = (_forms(tree, name) for tree in (made, state))
     for path in {**ours, **theirs}:
         got, expected = (forms.get(path, "nothing") for forms in (theirs, ours))
@@ -267,7 +267,7 @@ def require_state_of(rule: UpdateRule, params: Tree, state: Tree, name: str) -> 
         raise ValueError(
             f"{name}: got the structure {tree_structure(state)}, expected {structure}, with keys in any order"
         ) from None
-    return structure
+    return structure, used
 
 
 def _forms(tree: Tree, name: str) -> dict[str, str]:

@@ -252,3 +252,25 @@ def test_a_pattern_that_takes_nothing_on_any_rank_is_told_on_all(two):
         assert taken == 1
         assert "reduce_state: '*count' of '*count' takes no leaf of any rank" in states
         assert "by_name: 'head' of 'h', 'head' takes no leaf of any rank" in groups
+
+
+def test_groups_of_equal_patterns_do_not_hide_each_other():
+    inner = {"h": pp.optim.sgd(0.1), "*": pp.optim.sgd(0.2)}
+    optimizer = pp.optim.by_name({"e": pp.optim.by_name(inner), "*": pp.optim.by_name(inner)})
+    x, stages = torch.ones(8, 4), [lambda p, x: x @ p["e"] @ p["h"]]
+    with pp.Trainer(stages, squared, pp.gpipe(1, 2), optimizer) as trainer:
+        state = trainer.init({0: {"e": torch.eye(4), "h": torch.eye(4)}})
+        with pytest.raises(ValueError, match=r"groups\['e'\]: by_name: 'h' of 'h', '\*' takes no leaf"):
+            trainer.step(state, x, x)
+
+
+def test_steps_leave_alone_the_generator_of_an_optimizer_that_draws():
+    drawn = pp.optim.Optimizer(lambda params: {"r": torch.randn(2)}, lambda g, state, params: (params, state))
+    stages, params = [lambda p, x: x @ p["e"]], {0: {"e": torch.eye(4)}}
+    with pp.Trainer(stages, squared, pp.gpipe(1, 2), drawn) as trainer:
+        state = trainer.init(params)
+    with pp.Trainer(stages, squared, pp.gpipe(1, 2), drawn) as trainer:
+        before = torch.get_rng_state()
+        for rows in (4, 8):  # of a state, then of a batch, that it meets first
+            state, _ = trainer.step(state, torch.ones(rows, 4), torch.ones(rows, 4))
+        assert torch.equal(before, torch.get_rng_state())
