@@ -66,7 +66,8 @@ class Shown:
         """Return the bytes of every rank over the step, by running it on tensors without values.
 
         Programs that are compiled are counted as they are traced. A message counts at its sender until that
-        has waited for it: copies in memory that two processes map (see :class:`P2P`) do not count.
+        has waited for it, at its receiver from when it is expected. Through memory that two processes map
+        (see :class:`P2P`) it is held for less time; the copy there does not count.
 
         Raises:
             StageError: stages are captured in CUDA graphs, which keep more memory than is counted.
