@@ -431,8 +431,9 @@ def interrupted(rank, ranks, steps):
 
     inside = False
     signal.signal(signal.SIGUSR1, interrupt)
+    striker = threading.Thread(target=strike, daemon=True)
     if rank == 1:
-        threading.Thread(target=strike, daemon=True).start()
+        striker.start()
     try:
         while got < steps:
             try:
@@ -454,6 +455,8 @@ def interrupted(rank, ranks, steps):
         return got, failed, ""
     finally:
         stop.set()
+        if rank == 1:
+            striker.join()
         dist.barrier()
 
 
@@ -516,6 +519,22 @@ def hand_on(transport, rank, ranks, break_at=None):
         raise transport.fail(Failure(rank, None if instruction is None else 3, instruction, cause)) from cause
 
 
+def sent(rank, leaves, values, mapped):
+    """Send values from rank 0 to 1: how many messages carry them where none is mapped, and what arrives."""
+    with P2P(timeout=60, mapped=mapped) as transport:
+        transport.begin("sent", "k" if rank == 0 else None, 0)
+        transport.connect([Route("F", 0, 1)], [torch.device("cpu")])
+        buffers, end = Buffers(), transfer(rank == 0, 0, 1, leaves)._replace(peer=1 - rank)
+        buffers.values = {end.tag: values} if rank == 0 else {}
+        transport.post([end])(buffers)
+        messages = None if mapped else len(buffers.pending[end.tag][0])
+        if wait := transport.wait(end):
+            wait(buffers)
+        transport.end({}, {})
+        transport.count_step()
+        return messages, buffers.values.get(end.tag)
+
+
 def small_and_large(rank, ranks):
     """How many messages carry four small tensors, an empty one and a large one; and the bytes that arrive."""
     leaves = (
@@ -527,21 +546,26 @@ def small_and_large(rank, ranks):
         torch.arange(each.nbytes).to(torch.uint8).remainder(2).to(each.dtype)[: each.shape[0]]
         for each in leaves
     )
-    with P2P(timeout=60, mapped=False) as transport:
-        transport.begin("small", "k" if rank == 0 else None, 0)
-        transport.connect([Route("F", 0, 1)], [torch.device("cpu")])
-        buffers, end = Buffers(), transfer(rank == 0, 0, 1, leaves)._replace(peer=1 - rank)
-        buffers.values = {end.tag: values} if rank == 0 else {}
-        transport.post([end])(buffers)
-        messages = len(buffers.pending[end.tag][0])
-        transport.wait(end)(buffers)
-        transport.end({}, {})
-        transport.count_step()
-        return messages, not rank or all(map(torch.equal, buffers.values[end.tag], values))
+    messages, arrived = sent(rank, leaves, values, mapped=False)
+    return messages, not rank or all(map(torch.equal, arrived, values))
 
 
 def test_small_tensors_travel_in_one_buffer(two):
     assert two(small_and_large) == [(2, True)] * 2
+
+
+def lazy(rank, ranks, mapped):
+    """What arrives of views that are conjugated or negated when they are read, and what was sent."""
+    z = torch.complex(torch.arange(3.0), torch.ones(3))
+    values = z.conj(), z[:1].conj().imag
+    assert values[0].is_conj() and values[1].is_neg() and all(t.is_contiguous() for t in values)
+    _, arrived = sent(rank, (leaf(3, dtype=z.dtype), leaf(1)), values, mapped)
+    return not rank or all(map(torch.equal, arrived, values))
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_views_that_are_conjugated_or_negated_arrive_as_their_values(two, mapped):
+    assert all(two(lazy, mapped))
 
 
 def ring(rank, ranks):

@@ -43,6 +43,12 @@ def aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
+def plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors whose memory is contiguous and has their values: none is to be conjugated or negated."""
+    contiguous = [tensor.contiguous() for tensor in tensors]
+    return [t.resolve_conj().resolve_neg() if t.is_neg() or t.is_conj() else t for t in contiguous]
+
+
 class _RouteEnd:
     """Holds one end of a route.
 
@@ -133,7 +139,7 @@ class Sender(_RouteEnd):
         _close([self._made.pop(4), self._made.pop(1)])
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send contiguous tensors of the host as one message."""
+        """Send tensors of the host, as :func:`plain` returns them, as one message."""
         slot = self._slot(sum([aligned(tensor.nbytes) for tensor in tensors]))
         at = self._address_of(slot)
         for tensor in tensors:
@@ -146,14 +152,14 @@ class Sender(_RouteEnd):
         step = max(mmap.ALLOCATIONGRANULARITY, 1 << max(0, size.bit_length() - 3))  # at most a quarter
         size = max(1, -(-size // step)) * step
         if next(self._sent) % _UNUSED == 0:
-            self._give_back(self._old.intersection(self._free))
+            self._release(self._old.intersection(self._free))
             self._old = set(self._free)
         if (slot := self._free_slot(size)) is None:
-            self._take_back()
+            self._read_freed()
             slot = self._free_slot(size)
         if slot is not None:
             return slot
-        self._give_back([slot for slot in self._free if slot[0] < size])
+        self._release([slot for slot in self._free if slot[0] < size])
         try:
             os.posix_fallocate(self._memory, self._size, size)
         except OSError as error:
@@ -172,12 +178,13 @@ class Sender(_RouteEnd):
         self._old.discard(self._free[at])
         return self._free.pop(at)
 
-    def _take_back(self) -> None:
+    def _read_freed(self) -> None:
         """Read which slots the receiver has done with. It takes longer than to send a small message."""
         for slot in self._read():
             insort(self._free, slot)
 
-    def _give_back(self, slots: Collection[_Slot]) -> None:
+    def _release(self, slots: Collection[_Slot]) -> None:
+        """Give the memory of free slots to the system."""
         for size, start in slots:
             self._map.madvise(mmap.MADV_REMOVE, start, size)
         self._free = [slot for slot in self._free if slot not in slots]

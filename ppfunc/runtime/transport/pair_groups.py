@@ -16,7 +16,7 @@ from ..errors import GONE, LinkError
 from ..execution.buffers import Buffers
 from . import _torch
 from ._torch import CARRIES
-from .mapped import Receiver, Sender, aligned
+from .mapped import Receiver, Sender, aligned, plain
 from .opening import Opening
 from .protocols import Call, Route, Transfer
 
@@ -64,12 +64,13 @@ class PairGroups:
         self._links, self._line, self._mapped = links, line, mapped
         self._rank, self._backend = line.index(links.rank), backend
         self._pairs: dict[str, _PairGroup] = {}
-        self._pending: dict[Any, Any] = {}  # that of the buffers of the running step
+        # That of the buffers of the running step. Messages through mapped memory have numbers.
+        self._pending: dict[Any, _torch.UnderWay | int] = {}
         self.device: torch.device | None = None  # of what is connected
 
     def let_go(self) -> list[_torch.UnderWay]:
-        """Forget all communicators; return what is under way on them."""
-        under_way = list(self._pending.values())
+        """Forget all communicators and mapped memory; return what is under way on communicators."""
+        under_way = [each for each in self._pending.values() if not isinstance(each, int)]
         self._pending.clear()
         self.device = None
         for pair in self._pairs.values():
@@ -176,7 +177,7 @@ class PairGroups:
         pair, tag = self._pair(transfer), transfer.tag
 
         def send(buffers: Buffers) -> None:
-            pair.group.send([t.contiguous() for t in buffers.values.pop(tag)])
+            pair.group.send(plain(buffers.values.pop(tag)))
 
         def expect(buffers: Buffers) -> None:
             buffers.pending[tag] = pair.group.expect()
@@ -207,7 +208,7 @@ class PairGroups:
         def post_end(buffers: Buffers) -> None:
             self._pending, group = buffers.pending, pair.group
             if outgoing:
-                tensors = [t.contiguous() for t in buffers.values.pop(tag)]
+                tensors = plain(buffers.values.pop(tag))
             else:
                 tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
             posted = wire(tensors if joined is None else joined(tensors))
@@ -250,7 +251,7 @@ class PairGroups:
         if self._is_mapped(transfer):
             return None if outgoing else take
 
-        def wait(buffers: Buffers) -> None:
+        def finish(buffers: Buffers) -> None:
             works, tensors = buffers.pending.pop(tag)
             links.waiting_on = peer
             try:
@@ -262,7 +263,7 @@ class PairGroups:
             if not outgoing:
                 buffers.values[tag] = tuple(tensors)
 
-        return wait
+        return finish
 
 
 def lost(peer: int, error: BaseException) -> BaseException:
