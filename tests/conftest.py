@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -111,6 +112,7 @@ class Processes:
 
     def __init__(self, size: int) -> None:
         self.size, self._job = size, 0
+        self._gone: set[int] = set()  # ranks that have ended before they answered, as their tests know
         self._begin()
 
     def _begin(self) -> None:
@@ -129,13 +131,19 @@ class Processes:
             theirs.close()
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """Ask every process to run ``function``. Where one has ended, all begin anew."""
-        dead = not all(worker.is_alive() for worker in self.workers)
+        """Ask every process to run ``function``. Where one has ended, all begin anew.
+
+        Warns of one that has ended by itself after its answer, or while it was stopped.
+        """
+        dead = {rank: worker.exitcode for rank, worker in enumerate(self.workers) if not worker.is_alive()}
         if dead or (self._job and self._job % _JOBS == 0):
             self.close()
             self._begin()
         if dead or self._job % _JOBS == 0:
             self._join()
+        for rank in dead.keys() - self._gone:
+            warnings.warn(f"rank {rank} of {self.size} ended after its answer: {dead[rank]}", stacklevel=2)
+        self._gone.clear()
         self._signal(signal.SIGCONT)
         self._job += 1
         for end in self._ends:
@@ -166,6 +174,7 @@ class Processes:
                     job, answer = end.recv()
                 except (EOFError, ConnectionResetError):
                     job, answer = self._job, None
+                    self._gone.add(waiting[end])
                 if job == self._job:  # not a late one to an earlier test
                     answers[waiting.pop(end)] = answer
         return answers

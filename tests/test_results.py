@@ -180,12 +180,15 @@ def test_losses_of_an_ensemble_keep_their_shape():
 
 
 @pytest.mark.compiler
-def test_compiled_programs_return_them():
-    schedule = pp.gpipe(1, 2)
+@pytest.mark.parametrize(
+    ("builder", "ranks"), [("gpipe", 1), pytest.param("zb_h1", 2, marks=pytest.mark.large)]
+)
+def test_compiled_programs_return_them(builder, ranks):
+    schedule, stages = getattr(pp, builder)(ranks, 2 * ranks), [affine] * ranks
     params, inputs, targets = problem(schedule, leaves="wb")
-    step = pp.value_and_grad([affine], with_aux, schedule, engine=pp.engines.graph(compile=True), **MORE)
+    step = pp.value_and_grad(stages, with_aux, schedule, engine=pp.engines.graph(compile=True), **MORE)
     for _ in range(2):
-        require_results(step(params, inputs, targets), whole([affine], params, inputs, targets, 2))
+        require_results(step(params, inputs, targets), whole(stages, params, inputs, targets, 2 * ranks))
 
 
 @pytest.mark.cuda

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import ppfunc as pp
 from ppfunc.runtime.transport import _torch
+from tests.clock import busy
 from tests.models import new_trainer, squared
 
 RATE, LEFT = 0.1, "the other rank has ended its steps"
@@ -42,6 +43,14 @@ def clean(ranks, steps):
         params = {s: w - RATE * grads[s] for s, w in params.items()}
         losses.append(loss.item())
     return losses
+
+
+def until_none_strikes(*strikers):
+    """Wait for threads that interrupt, and for what is sent later: it may not strike who comes next."""
+    end = time.monotonic() + 10 * busy()
+    while left := [t for t in threading.enumerate() if t in strikers or isinstance(t, threading.Timer)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.01)
 
 
 def trains_on(rank, ranks, steps, victims, seed):
@@ -90,9 +99,7 @@ def trains_on(rank, ranks, steps, victims, seed):
             finally:
                 inside[0] = False
         stop.set()
-        # Nor may what is sent later strike who comes next.
-        while any(t is striker or isinstance(t, threading.Timer) for t in threading.enumerate()):
-            time.sleep(0.01)
+        until_none_strikes(striker)
     return losses, failures, told
 
 
@@ -192,8 +199,7 @@ def is_struck_at_the_end(rank, ranks, name):
             transport.links.commit = lambda n: (os.kill(os.getpid(), signal.SIGUSR1), commit(n))
         try:
             made = (step.lower if name == "lowering" else step)({rank: params[rank]}, inputs, targets)
-            while any(isinstance(t, threading.Timer) for t in threading.enumerate()):
-                time.sleep(0.01)
+            until_none_strikes()
         except KeyboardInterrupt:
             pass
         transport.links.commit = commit

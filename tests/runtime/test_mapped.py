@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from unittest.mock import patch
 
@@ -88,6 +88,17 @@ def burst(ends, *sizes):
         sender.send([tensor])
     for tensor in sent:
         require_equal(expected(receiver, tensor)(), [tensor])
+
+
+@contextmanager
+def sends_after(seconds, sender, tensor):
+    """Send a tensor later, in a thread that ends first."""
+    timer = threading.Timer(seconds, sender.send, ([tensor],))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
 
 
 def memory_of(end):
@@ -236,9 +247,9 @@ def test_who_waits_sleeps():
     links = linked()
     sender, receiver = route(links)
     take = expected(receiver, torch.ones(3))
-    threading.Timer(0.5, lambda: sender.send([torch.ones(3)])).start()
-    start = time.perf_counter()
-    require_equal(take(), [torch.ones(3)])
+    with sends_after(0.5, sender, torch.ones(3)):
+        start = time.perf_counter()
+        require_equal(take(), [torch.ones(3)])
     assert time.perf_counter() - start > 0.4
     assert links[1].looks < 100
 
@@ -271,8 +282,8 @@ def test_a_route_of_before_a_failure_disturbs_no_other():
     old, (sender, receiver) = list(route(links)), route(links)
     del old[0]
     take = expected(receiver, torch.ones(2))
-    threading.Timer(0.3, lambda: sender.send([torch.ones(2)])).start()
-    require_equal(take(), [torch.ones(2)])
+    with sends_after(0.3, sender, torch.ones(2)):
+        require_equal(take(), [torch.ones(2)])
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)])

@@ -62,16 +62,18 @@ def test_interleaved_gives_the_same_bits(engine, name):
 
 @pytest.mark.compiler
 def test_interleaved_compiled_agrees():
+    """With the two programs, plain and one after the other."""
     w, x, gy = (random((D, D), n) for n in range(3))
-    results = []
-    for compiled in (False, True):
-        flat = pp.engines.graph(lambda w, x: (x @ w).sin(), (w, x), compile=compiled).flat
-        _, residuals = flat.forward((w,), (x,), ())
-        (outputs, _), gradients = pp.interleaved()(
-            flat.forward, ((w,), (x,), ()), flat.backward, (residuals, (gy,))
-        )
-        results.append((outputs, gradients))
-    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
+    plain, compiled = (
+        pp.engines.graph(lambda w, x: (x @ w).sin(), (w, x), compile=c).flat for c in (False, True)
+    )
+    arguments = (w,), (x,), ()
+    wanted, residuals = plain.forward(*arguments)
+    (outputs, _), gradients = pp.interleaved()(
+        compiled.forward, arguments, compiled.backward, (compiled.forward(*arguments)[1], (gy,))
+    )
+    torch.testing.assert_close(outputs, wanted, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradients, plain.backward(residuals, (gy,)), rtol=1e-12, atol=1e-14)
 
 
 def test_operators_of_both_stand_in_turn():

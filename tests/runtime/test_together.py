@@ -512,7 +512,10 @@ def is_closed_by_a_thread(rank, ranks, who, moment):
         timer = threading.Timer(0.3, close)
         if moment == "while it waits":
             timer.start() if armed[0] else time.sleep(1.0)
-        return [caught(step, {rank: params[rank]}, inputs, targets) for _ in range(2)]
+        told = [caught(step, {rank: params[rank]}, inputs, targets) for _ in range(2)]
+        if timer.ident is not None:
+            timer.join()
+        return told
 
 
 @pytest.mark.parametrize("moment", ["in a stage", "while it waits"])

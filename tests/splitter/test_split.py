@@ -843,9 +843,11 @@ def test_a_stage_that_is_traced_waits_for_no_thread_that_waits_for_it():
     def run(rows: int) -> None:
         done.append(parts.stages[0](parts.params[0], m.rows(rows))[1][0].shape[0])
 
+    other = threading.Thread(target=run, args=(5,), daemon=True)
+
     def under_the_lock() -> None:
         with process_lock:
-            threading.Thread(target=run, args=(5,), daemon=True).start()
+            other.start()
             time.sleep(0.2)  # until the other one waits for this lock
             run(6)
 
@@ -853,6 +855,8 @@ def test_a_stage_that_is_traced_waits_for_no_thread_that_waits_for_it():
     tracing.start()
     tracing.join(20)
     assert done[:1] == [6]
+    other.join(20)
+    assert done == [6, 5]
 
 
 def test_a_hook_set_after_the_split_is_called_by_old_and_new_steps():

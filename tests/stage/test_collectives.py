@@ -224,7 +224,8 @@ ENGINES = {
 }
 
 
-def engines(rank, size, name, which):
+def engines(rank, size, name, which, parts=(True, False)):
+    """Compare an engine with the whole: its backward as one program, and I and W apart."""
     model, mesh = MODELS[name], axis_of(size)
     engine = graph(compile=True) if which == "compiled" else ENGINES[which]
     params, x, gy = model.params(0), random((B, T, D), 1), None
@@ -233,7 +234,7 @@ def engines(rank, size, name, which):
     gparams, gx = pull(gy)
     p, a = model.parts(params, rank, size), part(x, model.x, rank, size)
     program = engine(model.cut(mesh), (p, a))
-    for whole in (True, False) if which != "compiled" else (True,):
+    for whole in parts:
         got, residuals = program.forward(p, a)
         g = part(gy, model.y, rank, size)
         if whole:
@@ -267,8 +268,11 @@ def test_every_engine_gives_the_gradients_of_the_whole(two, name, which):
 
 
 @pytest.mark.compiler
-def test_compiled_programs_give_the_gradients_of_the_whole(two):
-    two(engines, "sequence", "compiled", timeout=300)
+@pytest.mark.parametrize(
+    "parts", [(True,), pytest.param((False,), marks=pytest.mark.large)], ids=["one backward", "I and W apart"]
+)
+def test_compiled_programs_give_the_gradients_of_the_whole(two, parts):
+    two(engines, "sequence", "compiled", parts, timeout=300)
 
 
 def test_the_weight_gradient_waits_for_nobody(two):

@@ -37,11 +37,14 @@ def test_compiled_programs_agree_with_plain_ones():
     torch.testing.assert_close(compiled[1], compiled[2])
 
 
-def test_a_recurrent_layer():
+@pytest.mark.parametrize(
+    ("both", "shape"), [(False, (2, 1, 4)), pytest.param(True, (3, 2, 4), marks=pytest.mark.large)]
+)
+def test_a_recurrent_layer(both, shape):
     torch.manual_seed(0)
-    module = nn.LSTM(4, 3)
+    module = nn.LSTM(4, 3, bidirectional=both)
     fn, params, _ = stage_from_module(module)
-    x = torch.randn(2, 1, 4, requires_grad=True)
+    x = torch.randn(shape, requires_grad=True)
     program = graph(lambda p, x: fn(p, x)[0], (params, x), compile=True)
     y, residuals = program.forward(params, x)
     gparams, gx = program.backward(residuals, torch.ones_like(y))

@@ -829,8 +829,12 @@ def test_a_wait_for_a_save_that_is_interrupted_does_not_end_it(tmp_path, monkeyp
     struck(0.1)
     with pytest.raises(KeyboardInterrupt):
         pp.checkpoint.save_async(tmp_path, tree(2), step=2)
-    threading.Timer(0.3, go.set).start()
-    pp.checkpoint.save_async(tmp_path, tree(3), step=3).result()
+    later = threading.Timer(0.3, go.set)
+    later.start()
+    try:
+        pp.checkpoint.save_async(tmp_path, tree(3), step=3).result()
+    finally:
+        later.join()
     assert equal(pp.checkpoint.load(tmp_path / "step-1", like=zeros(tree())), tree(1))
     assert equal(pp.checkpoint.load(tmp_path / "step-3", like=zeros(tree())), tree(3))
 
