@@ -148,7 +148,8 @@ def make_step(
         )
     proved = prove(schedule if training or schedule.forward_only else schedules.forward_only(schedule), spec)
     transport = InProcess() if transport is None else transport
-    programs = programs or StagePrograms(engine, loss_engine, bool(proved.replicas or transport.has_replicas))
+    compared = bool(proved.replicas) or transport.has_other_pipelines
+    programs = programs or StagePrograms(engine, loss_engine, compared)
     ranks = transport.local_ranks(proved.ranks)
     order: Iterable[tuple[int, int]] = ((ranks[0], n) for n in range(len(proved.programs[ranks[0]])))
     if len(ranks) > 1:

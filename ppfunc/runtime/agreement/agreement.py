@@ -14,9 +14,7 @@ import reprlib
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from hashlib import sha256
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +30,7 @@ from ..execution.buffers import ParameterUpdate
 from ..lowering.lowered import LoweredStep, Pipeline, routes_of
 from ..lowering.stage_programs import keep
 from ..transport.protocols import LossPart
+from .batch_shapes import BatchShapes, digest, read_shapes, write_shapes
 from .comparison import (
     NEW_FORMS,
     laid_out,
@@ -59,7 +58,7 @@ class Agreement:
     def __init__(self, pipeline: Pipeline) -> None:
         self._schedule, self._spec, self._ranks = pipeline.schedule, pipeline.spec, pipeline.ranks
         self.transport, self.homes = pipeline.transport, pipeline.schedule.placement
-        self._number = pipeline.number
+        self._number, self.compares_programs = pipeline.number, pipeline.programs.compared
         # The rank whose batch names the shapes.
         self._source = self._schedule.placement[self._schedule.chains[0].stages[0]]
         self._agreed: OrderedDict[tuple[object, ...], Agreed] = OrderedDict()
@@ -272,13 +271,13 @@ class Exchange:
                 "no stage has returned a loss; give loss_fn, or have a stage return Output(y, loss=...)"
             )
         used = {text for *_, theirs in by_rank for text, takes in theirs.items() if takes}
-        for text in (text for *_, theirs in by_rank for text in theirs if text not in used):
+        if unused := [text for *_, theirs in by_rank for text in theirs if text not in used]:
             raise ValueError(
-                f"{text} takes no leaf of any rank, frozen ones aside; mend the pattern, or leave it out"
+                f"{unused[0]} takes no leaf of any rank, frozen ones aside; mend the pattern, or leave it out"
             )
         if shares:
             require_same_forms({rank: forms for rank, (_, forms, _) in enumerate(by_rank)})
-        if self._met and (transport.has_replicas or lowered.schedule.replicas):
+        if self._met and self._agreement.compares_programs:
             from .programs import require_same_programs
 
             require_same_programs(lowered.stages.values(), transport.gather_replicas)
@@ -288,56 +287,12 @@ class Exchange:
         return self._agreement.keep(agreed)
 
 
-class BatchShapes(NamedTuple):
-    """Describe the shapes of a batch to ranks that are not given it; equal for batches of one form.
-
-    Args:
-        text: number and shapes of the microbatches, cut short, and a digest of their signatures.
-        rows: of a microbatch of a whole batch; None if the inputs came as Microbatches.
-    """
-
-    text: str
-    rows: int | None
-
-    @classmethod
-    def of(cls, form: StepForm) -> Self:
-        """Describe a batch that this process was given."""
-        inputs = form.inputs or ()
-        index = {signature: n for n, signature in enumerate(dict.fromkeys(inputs))}
-        shown = ", ".join(map(str, index)).replace(";", ",")
-        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        digest = _digest("\n".join([*(s.to_json() for s in index), *(str(index[s]) for s in inputs)]))
-        whole = "as Microbatches" if form.rows is None else f"with {form.rows} rows each"
-        return cls(f"{len(inputs)} microbatches of {shown} ({digest}) {whole}", form.rows)
-
-
-@lru_cache(maxsize=64)
-def write_shapes(shapes: BatchShapes, run_before: bool) -> str:
-    """Write the shapes of a batch, and whether the ranks have agreed on them before.
-
-    The text is a line for people, then JSON for :func:`read_shapes`.
-    """
-    return f"{shapes.text}, {'' if run_before else 'not '}run before\n{json.dumps([shapes, run_before])}"
-
-
-@lru_cache(maxsize=64)
-def read_shapes(text: str) -> tuple[BatchShapes, bool]:
-    """Read the text of :func:`write_shapes`.
-
-    >>> shapes = BatchShapes("4 microbatches of float32[2,3]", rows=2)
-    >>> read_shapes(write_shapes(shapes, True)) == (shapes, True)
-    True
-    """
-    shapes, run_before = json.loads(text.partition("\n")[2])
-    return BatchShapes(*shapes), run_before
-
-
 def _call_terms(schedule: Schedule, steps: Sequence[StepArguments]) -> str:
     """Name the schedule, the weights of the microbatches of all steps, and the seed."""
     weights = "1/m each"
     if explicit := [step.loss_weights for step in steps if step.loss_weights is not None]:
         every = torch.cat(explicit).tolist()
-        weights = f"{reprlib.repr(every)} ({_digest(repr(every))})"
+        weights = f"{reprlib.repr(every)} ({digest(repr(every))})"
         # A rank with the weights on its device leaves out none.
         if left_out := sum(len(step.left_out) for step in steps):
             weights += f", {left_out} left out"
@@ -347,7 +302,3 @@ def _call_terms(schedule: Schedule, steps: Sequence[StepArguments]) -> str:
         f"schedule {name} of {schedule.microbatches} microbatches ({schedule.digest[:8]}); loss weights"
         f" {weights}; seed {steps[0].seed}"
     )
-
-
-def _digest(text: str) -> str:
-    return sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]

@@ -70,7 +70,7 @@ class Control:
         together = self.grid.together
         self._together = tree(together, "together") if len(together) > 1 else None
         self._data, self._tree = tree(self.grid.data, "data"), tree
-        self.has_replicas = bool(self.grid.axes)
+        self.has_other_pipelines = bool(self.grid.axes)
         self.mixes_batches, self.compares_layouts = self.grid.mixes_batches, self._together is not None
         self._running, self._closed = threading.Lock(), False
         self._step_count = 0  # step functions

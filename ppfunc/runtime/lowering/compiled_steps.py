@@ -9,7 +9,8 @@ from ppfunc.stage.device import autocast
 from ppfunc.stage.errors import warn
 from ppfunc.stage.modules.module import ModuleStructure
 
-from ..agreement.agreement import Agreed, Agreement, BatchShapes, Exchange
+from ..agreement.agreement import Agreed, Agreement, Exchange
+from ..agreement.batch_shapes import BatchShapes
 from ..agreement.comparison import NO_LAYOUTS, LaidOut, laid_out
 from ..call.arguments import StepArguments
 from ..call.forms import StepForm

@@ -139,13 +139,13 @@ class StagePrograms:
     Args:
         engine: builds the programs; or one for each stage of the model.
         loss_engine: builds those of the loss; that of the stage by default, if it can.
-        noting: whether evaluations note their calls, for ranks to compare.
+        compared: whether other ranks, or copies of stages, run the same: evaluations note their calls for it.
     """
 
     def __init__(
-        self, engine: Engine | Sequence[Engine], loss_engine: Engine | None = None, noting: bool = False
+        self, engine: Engine | Sequence[Engine], loss_engine: Engine | None = None, compared: bool = False
     ) -> None:
-        self._engine, self._loss_engine, self._noting = engine, loss_engine, noting
+        self._engine, self._loss_engine, self.compared = engine, loss_engine, compared
         self.evaluations = 0  # so many were made
         self.dynamic = any(map(_is_dynamic, [engine] if callable(engine) else engine))
         if loss_engine is not None and self.dynamic:
@@ -188,7 +188,7 @@ class StagePrograms:
     def _evaluate(self, call: StageCall, range: SizeRange | None = None) -> _Evaluated:
         self.evaluations += 1
         function = call.function
-        evaluation = outline(function, call.example, **call.options, noting=self._noting)
+        evaluation = outline(function, call.example, **call.options, noting=self.compared)
         referred = (*_modules_referred(function.fn), *_modules_referred(function.loss_fn))
         evaluation = evaluation._replace(modules=tuple(dict.fromkeys((*evaluation.modules, *referred))))
         modules = ModuleStructure.of(evaluation.modules, "training") if evaluation.modules else None

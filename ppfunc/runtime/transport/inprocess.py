@@ -31,7 +31,8 @@ class InProcess:
     differs. It owns nothing, so steps may share it, also between threads.
     """
 
-    generation, has_peers, has_replicas, compares_layouts, mixes_batches = 0, False, False, False, False
+    generation, has_peers, has_other_pipelines = 0, False, False
+    compares_layouts, mixes_batches = False, False
     mesh: DeviceMesh | None = None
     axes, device = Axes(), torch.device("cpu")
     shard: ShardWhat = "none"

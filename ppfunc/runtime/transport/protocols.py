@@ -113,7 +113,7 @@ class ControlTransport(Protocol):
         """Tell whether other processes may run ranks, with which this one has to agree."""
 
     @property
-    def has_replicas(self) -> bool:
+    def has_other_pipelines(self) -> bool:
         """Tell whether other pipelines may hold the stages of this one, for :meth:`gather_replicas`."""
 
     @property

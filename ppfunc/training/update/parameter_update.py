@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from math import inf, isinf
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +14,14 @@ from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage.layout import local
 from ppfunc.stage.patterns import note_patterns
 from ppfunc.stage.signature import leaf_names
-from ppfunc.stage.tree import tree_leaves, tree_map
+from ppfunc.stage.tree import tree_leaves
 
 from .._torch import looked_through, multiply_into_each
 from ..optim.norms import leaf_norms, powers
 from ..optim.protocols import selected
 from .comparison import alike_in_places, start_facts
 from .conclusion import conclude, shares, start_largest, unscaled_norm
+from .metrics import learning_rate, losses_of_all, with_norms
 from .ranks import TrainingRanks
 from .reducer import Reducer
 from .sharding import gather
@@ -171,7 +171,7 @@ class TrainingUpdate:
             waits = [world.all_reduce(sums[:1]), start_largest(world, sums[1:])]
         else:
             waits = [world.all_reduce(sums)]
-        rows = None if each is None else self._rows(each)
+        rows = None if each is None else losses_of_all(self._ranks, each, device)
         waits += [] if rows is None else [world.all_reduce(rows)]
         leaves, self._leaf_sums = self._leaf_sums, {}
         conclude = partial(self._conclude, waits, sums, buffers.scale, rows, leaves)
@@ -309,24 +309,6 @@ class TrainingUpdate:
             (start_largest(ranks, sums) if isinf(self._rule.clip.norm_type) else ranks.all_reduce(sums))()
         return dict(zip(names.values(), sums.unbind(), strict=True))
 
-    def _rows(self, each: Mapping[int, Tensor]) -> Tensor:
-        """Put the losses of this process in their places among all data ranks: float64[ranks * m]."""
-        ranks, m = self._ranks, self._ranks.schedule.microbatches
-        rows = torch.zeros(ranks.data.size * m, dtype=torch.float64, device=self.state.step.device)
-        for n, loss in each.items() if ranks.model.index == 0 else ():
-            rows[ranks.data.index * m + n] = loss
-        return rows
-
-    def _rate(self, like: Tensor) -> Any:
-        """Compute the learning rate of this update, from the state before the call and the updates since."""
-        rate, initial = self._rule.optimizer.rate, self._initial
-        if rate is None:
-            return None
-        values = rate(next(iter(initial.optimizer.values())), self.state.step - initial.step)
-        if isinstance(values, float):
-            return torch.full_like(like, values)
-        return tree_map(lambda v: v.to(like) if isinstance(v, Tensor) else torch.full_like(like, v), values)
-
     def _conclude(
         self,
         waits: Sequence[Wait],
@@ -343,16 +325,12 @@ class TrainingUpdate:
         loss, norm, self._found_inf, self._factor = after.loss, after.norm, after.found_inf, after.factor
         if rule.on_nonfinite == "raise" and bool(after.found_inf):
             raise NotFinite(f"the loss is {loss.item():g}, the norm of the gradients {norm.item():g}")
-        rate = self._rate(norm)
+        rate = learning_rate(rule.optimizer, self._initial, state.step, norm)
         metrics = Metrics(loss, norm, after.scale, after.skipped, {}, losses=losses, lr=rate)
         if self._by_leaf:
             scale = None if loss_scale is None else after.scale
-            by_leaf = {
-                s: {name: unscaled_norm(each, rule.clip, scale) for name, each in of_stage.items()}
-                for s, of_stage in leaves.items()
-            }
-            metrics = metrics._replace(
-                stage_norms=unscaled_norm(sums[1:], rule.clip, scale), leaf_norms=by_leaf
+            metrics = with_norms(
+                metrics, sums[1:], leaves, partial(unscaled_norm, clip=rule.clip, scale=scale)
             )
         self.metrics.append(metrics)
         scaling = rule.precision.scale
