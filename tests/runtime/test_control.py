@@ -555,16 +555,16 @@ def test_small_tensors_travel_in_one_buffer(two):
 
 
 def lazy(rank, ranks, mapped):
-    """What arrives of views that are conjugated or negated when they are read, and what was sent."""
+    """What arrives of views that are conjugated or negated when they are read, of zeros without memory."""
     z = torch.complex(torch.arange(3.0), torch.ones(3))
-    values = z.conj(), z[:1].conj().imag
+    values = z.conj(), z[:1].conj().imag, torch._efficientzerotensor(2)
     assert values[0].is_conj() and values[1].is_neg() and all(t.is_contiguous() for t in values)
-    _, arrived = sent(rank, (leaf(3, dtype=z.dtype), leaf(1)), values, mapped)
+    _, arrived = sent(rank, (leaf(3, dtype=z.dtype), leaf(1), leaf(2)), values, mapped)
     return not rank or all(map(torch.equal, arrived, values))
 
 
 @pytest.mark.parametrize("mapped", [True, False])
-def test_views_that_are_conjugated_or_negated_arrive_as_their_values(two, mapped):
+def test_what_has_no_memory_of_its_values_arrives_as_these(two, mapped):
     assert all(two(lazy, mapped))
 
 

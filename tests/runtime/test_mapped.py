@@ -184,7 +184,7 @@ def full(rank, ranks):
 
 def test_a_step_without_memory_for_a_message_fails_on_all_ranks(two):
     for rank, text, loss in two(full):
-        assert rank == 0 and "to rank 1" in text and "mapped=False" in text
+        assert rank == 0 and "with rank 1" in text and "mapped=False" in text
         assert torch.isfinite(loss)
 
 

@@ -15,8 +15,8 @@ import select
 import struct
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from typing import Any
@@ -44,9 +44,16 @@ def aligned(size: int) -> int:
 
 
 def plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors whose memory is contiguous and has their values: none is to be conjugated or negated."""
+    """Return tensors whose memory is contiguous and has their values.
+
+    That of a view may be conjugated or negated when it is read; a derivative that is zero may have none.
+    """
     contiguous = [tensor.contiguous() for tensor in tensors]
-    return [t.resolve_conj().resolve_neg() if t.is_neg() or t.is_conj() else t for t in contiguous]
+    return [_written(t) if t.is_neg() or t.is_conj() or t._is_zerotensor() else t for t in contiguous]
+
+
+def _written(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 class _RouteEnd:
@@ -72,9 +79,22 @@ class _RouteEnd:
     def _address_of(self, slot: _Slot) -> int:
         size, start = slot
         if start + size > len(self._map):
-            self._map = mmap.mmap(self._memory, 0)
+            with self._naming(start + size):
+                self._map = mmap.mmap(self._memory, 0)
             self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         return self._address + start
+
+    @contextmanager
+    def _naming(self, size: int) -> Iterator[None]:
+        """Name the route whose memory cannot be had."""
+        try:
+            yield
+        except OSError as error:
+            raise MemoryError(
+                f"rank {self._links.rank} got no {size:,} bytes of memory for messages with rank"
+                f" {self._peer}, which both map ({error.strerror}); leave the host that much, or make P2P(mapped=False) on"
+                " every rank, whose messages take gloo"
+            ) from error
 
     def _read(self) -> Iterable[Any]:
         """Read the slots that the peer has written, each at once: none is cut."""
@@ -160,14 +180,8 @@ class Sender(_RouteEnd):
         if slot is not None:
             return slot
         self._release([slot for slot in self._free if slot[0] < size])
-        try:
+        with self._naming(size):
             os.posix_fallocate(self._memory, self._size, size)
-        except OSError as error:
-            raise MemoryError(
-                f"rank {self._links.rank} got no {size:,} bytes of memory for a message to rank {self._peer},"
-                f" which both map ({error.strerror}); leave the host that much, or make P2P(mapped=False) on"
-                " every rank, whose messages take gloo"
-            ) from error
         self._size += size
         return size, self._size - size
 
