@@ -17,15 +17,28 @@ def first_match(name: str, patterns: Iterable[str]) -> str | None:
 def note_patterns(used: dict[str, bool], what: str, patterns: Collection[str], names: Iterable[str]) -> None:
     """Note which patterns take one of these names; ``"*"`` may take none, since it stands for the rest.
 
+    An alternative has to match a name, which an earlier pattern may take.
+
     >>> used = {}
     >>> note_patterns(used, "groups", ["*bias", "*norm*", "*"], ["h.bias"])
     >>> [text for text, takes in used.items() if not takes]
     ["groups: '*norm*' of '*bias', '*norm*', '*'"]
+    >>> used = {}
+    >>> note_patterns(used, "groups", ["*bias|*bais", "h*|*bias"], ["h.bias", "h.weight"])
+    >>> [text for text, takes in used.items() if not takes]
+    ["groups: '*bais' of '*bias|*bais', 'h*|*bias'"]
     """
+    names = list(names)
     taken = {"*", *(first_match(name, patterns) for name in names)}
     for pattern in patterns:
-        text = f"{what}: {pattern!r} of {', '.join(map(repr, patterns))}"
-        used[text] = used.get(text, False) or pattern in taken
+        for one in dict.fromkeys([pattern, *pattern.split("|")]):
+            takes = (
+                pattern in taken
+                if one == pattern
+                else one == "*" or any(first_match(n, [one]) for n in names)
+            )
+            text = f"{what}: {one!r} of {', '.join(map(repr, patterns))}"
+            used[text] = used.get(text, False) or takes
 
 
 def require_reachable(what: str, patterns: Iterable[str]) -> None:

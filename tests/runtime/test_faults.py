@@ -335,21 +335,22 @@ def test_a_rank_that_does_not_come_is_named(two):
     assert "waited for rank 0" in text
 
 
-def stop_between_steps(rank, ranks):
+def stop_between_steps(rank, ranks, error):
     params, inputs, targets = problem(ranks, 4)
-    with contextlib.suppress(ZeroDivisionError), pp.P2P(timeout=60) as transport:
+    with contextlib.suppress(error), pp.P2P(timeout=60) as transport:
         step = pp.value_and_grad([dense] * ranks, squared, pp.gpipe(ranks, 4), transport)
         step({rank: params[rank]}, inputs, targets)
         if rank == 1:
-            raise ZeroDivisionError("no more batches")
+            raise error("no more batches")
         return caught(step, {rank: params[rank]}, inputs, targets)
 
 
-def test_an_error_between_steps_reaches_the_peers_with_its_text(two, soon):
-    """With a trainer it did; of a transport alone they heard that it had been closed."""
-    name, text, seconds = two(stop_between_steps)[0]
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_error_between_steps_reaches_the_peers_with_its_text(two, soon, error):
+    """With a trainer it did; of a transport alone, or an interrupt, they heard that it had been closed."""
+    name, text, seconds = two(stop_between_steps, error)[0]
     assert name == "PipelineError"
-    assert "rank 1 failed outside its program: ZeroDivisionError: no more batches" in text
+    assert f"rank 1 failed outside its program: {error.__name__}: no more batches" in text
     assert seconds < soon
 
 

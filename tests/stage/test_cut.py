@@ -234,8 +234,13 @@ def test_what_a_stage_checkpoints_itself_is_not_kept_either(transformer, parts):
 
 
 def test_an_unknown_rematerialisation_is_refused():
-    with pytest.raises(ValueError, match="remat: got 'some'"):
-        graph(lambda p, x: x, ((), torch.ones(2)), remat="some")
+    for wrong, said in (
+        ("some", "remat: got 'some'"),
+        ({"h": "all"}, r"remat\['h'\]: got 'all'"),
+        (True, "remat: got"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            graph(remat=wrong)  # before a stage is traced
 
 
 # The first step.

@@ -283,6 +283,41 @@ PARTS = {  # like, patterns, and what the warning or the error says
 }
 
 
+WHOLE = {  # patterns, the optimizer that saves, that which loads, and what is lacking
+    "other": ("optimizer.*", pp.optim.sgd(1.0, momentum=0.9), pp.optim.adamw(1.0), "'optimizer.0.mean.w'"),
+    "leaf": ("*.v", pp.optim.adamw(1.0), pp.optim.adamw(1.0), "'optimizer.0.mean.v'"),
+    "group": (
+        "optimizer.*",
+        *(pp.optim.by_name({"*": make(1.0)}) for make in (pp.optim.sgd, pp.optim.adamw)),
+        "'optimizer.0.group0.mean.w'",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_an_optimizer_is_loaded_whole_or_not_at_all(tmp_path, kind):
+    """The count of updates was loaded beside moments of zero, which no longer were corrected."""
+    partial, saving, loading, lacking = WHOLE[kind]
+    new = lambda optimizer: pp.Trainer([lambda p, x: x], lambda y, t: y.sum(), pp.gpipe(1, 1), optimizer)  # noqa: E731
+    params = {0: {"w": torch.ones(1)}}
+    pp.checkpoint.save(tmp_path, new(saving).init(params), step=1)
+    like = {0: params[0] | {"v": torch.ones(1)}} if kind == "leaf" else params
+    with pytest.raises(ValueError, match=f"partial: step-1 lacks {lacking}.* of the same optimizer"):
+        pp.checkpoint.load(tmp_path, new(loading).init(like), partial=partial)
+
+
+def test_parameters_alone_are_loaded(tmp_path):
+    trainer = pp.Trainer([lambda p, x: x], lambda y, t: y.sum(), pp.gpipe(1, 1), pp.optim.adamw(1.0))
+    state = trainer.init({0: {"w": torch.ones(1)}})
+    pp.checkpoint.save(tmp_path, state, step=1)
+    params = {0: {"w": torch.zeros(1)}}
+    with pytest.raises(ValueError, match=r"lacks '0\.w', which like has, and has 'params\.0\.w'; load what"):
+        pp.checkpoint.load(tmp_path, params)
+    with pytest.warns(UserWarning, match="loaded in part"):
+        found = pp.checkpoint.load(tmp_path, {"params": params}, partial="optimizer.*|step")
+    assert equal(found["params"], state.params)
+
+
 @pytest.mark.parametrize("kind", PARTS)
 def test_a_part_is_loaded_by_patterns_and_told(tmp_path, kind):
     like, partial, said = PARTS[kind]

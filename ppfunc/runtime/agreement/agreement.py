@@ -21,6 +21,7 @@ import torch
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Signature
 from ppfunc.stage.device import autocast
+from ppfunc.stage.signature import leaf_names
 from ppfunc.stage.tree import tree_structure
 
 from ..call.arguments import StepArguments
@@ -270,11 +271,7 @@ class Exchange:
             raise ValueError(
                 "no stage has returned a loss; give loss_fn, or have a stage return Output(y, loss=...)"
             )
-        used = {text for *_, theirs in by_rank for text, takes in theirs.items() if takes}
-        if unused := [text for *_, theirs in by_rank for text in theirs if text not in used]:
-            raise ValueError(
-                f"{unused[0]} takes no leaf of any rank, frozen ones aside; mend the pattern, or leave it out"
-            )
+        _require_taken([theirs for *_, theirs in by_rank], lowered.form)
         if shares:
             require_same_forms({rank: forms for rank, (_, forms, _) in enumerate(by_rank)})
         if self._met and self._agreement.compares_programs:
@@ -285,6 +282,19 @@ class Exchange:
         generation = self._agreement.generation
         agreed = Agreed(self.shapes, generation, self._received, self._returned, losses, shared)
         return self._agreement.keep(agreed)
+
+
+def _require_taken(noted: Sequence[Mapping[str, bool]], form: StepForm) -> None:
+    """Raise ValueError for a pattern that takes no leaf of any rank; ``noted`` are those of each."""
+    used = {text for theirs in noted for text, takes in theirs.items() if takes}
+    if unused := [text for theirs in noted for text in theirs if text not in used]:
+        trees = form.state if unused[0].startswith("reduce_state") else form.params
+        names = sorted({repr(name) for signature in trees.values() for name in leaf_names(signature)})
+        here = ", ".join(names[:4]) + ", ..." * (len(names) > 4) or "none"
+        raise ValueError(
+            f"{unused[0]} takes no leaf of any rank, frozen ones aside; mend the pattern, or leave it out;"
+            f" the leaves here are {here}"
+        )
 
 
 def _call_terms(schedule: Schedule, steps: Sequence[StepArguments]) -> str:

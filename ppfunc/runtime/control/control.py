@@ -335,9 +335,9 @@ class Control:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close. Publish an error that ends the block on this rank outside a step."""
-        published = isinstance(error, PipelineError | AgreementError)  # by the step that raised it
+        told = isinstance(error, PipelineError | AgreementError)  # by the step that raised it
         try:
-            if isinstance(error, Exception) and not published and not self._closed:
+            if error is not None and not (told or self._closed or isinstance(error, GeneratorExit)):
                 self.fail(Failure(self.rank, None, None, error))
         finally:
             self.close()

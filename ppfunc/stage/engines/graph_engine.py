@@ -1,6 +1,6 @@
 """Trace forward and backward of a stage once, and cut the trace by dependency: the default engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
@@ -84,6 +84,7 @@ def graph(
             backward draws random numbers or needs a sparse tensor that the forward makes, tensors of a
             subclass are involved, CUDA graphs are wanted where the stage does not compute on CUDA, or
             ``remat`` has a pattern that matches no name.
+        ValueError: ``remat`` is none of these.
 
     >>> import torch
     >>> program = graph(lambda w, x: (w * x).sin(), (torch.ones(2), torch.zeros(2)))
@@ -102,6 +103,11 @@ def graph(
     for name, flag in {"compile": compile, "cuda_graphs": cuda_graphs, "dynamic": dynamic}.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: got {flag!r}, expected True or False")
+    if isinstance(remat, Mapping):
+        for pattern, choice in remat.items():
+            _require_choice(choice, f"remat[{pattern!r}]")
+    elif not isinstance(remat, int) or isinstance(remat, bool):
+        _require_choice(remat, "remat", ', a number of bytes, or {"layers.*.mlp": one of the others}')
     from .traced import traced  # a tenth of this package, for steps that are made
 
     if dynamic and (compile or cuda_graphs):
@@ -111,3 +117,9 @@ def graph(
     made: Any = partial(traced, remat=remat, compile=compile, cuda_graphs=cuda_graphs, dynamic=dynamic)
     made.dynamic = dynamic
     return made(*stage, **request) if stage or request else made
+
+
+def _require_choice(choice: Any, what: str, more: str = "") -> None:
+    if not callable(choice) and choice not in ("cheap", "none", "full"):
+        expected = f'"cheap", "none", "full", a predicate (operator, number) -> bool{more}'
+        raise ValueError(f"{what}: got {choice!r}, expected {expected}")

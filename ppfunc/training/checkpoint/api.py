@@ -210,7 +210,8 @@ def load(
         run: of which the checkpoint has to be; by default of any.
         partial: patterns of names that only one side may have, as of a shell, alternatives divided by ``|``:
             ``"optimizer.*|step"``. Those of the checkpoint are left out, those of ``like`` stay as they are,
-            and a warning lists both.
+            and a warning lists both. What an optimizer counts and averages is loaded whole or not at all.
+            Parameters alone: ``load(folder, {"params": params}, partial="optimizer.*|step")["params"]``.
 
     Returns:
         The state, with the structure and the layouts of ``like``.
@@ -219,7 +220,7 @@ def load(
         FileNotFoundError: there is no checkpoint.
         CheckpointError: a checkpoint is damaged, uncommitted or foreign; names the file or the tensor.
         ValueError: names, shapes or dtypes of ``like`` are not those of the checkpoint; it is of another run;
-            a pattern of ``partial`` that no missing name matches.
+            a pattern of ``partial`` that no missing name matches; an optimizer of which it takes a part.
     """
     with Peers(group) as peers:
         return load_tree(peers, Path(folder).absolute(), like, names, run, partial)

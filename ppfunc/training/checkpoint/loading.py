@@ -1,7 +1,9 @@
 """Load a tree of tensors: from the boxes that files have into those that this rank holds."""
 
+import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ Wanted = Mapping[str, tuple[str, str]]
 
 Reader = Callable[[Sequence[PartToRead]], object]
 """Read parts of tensors into those of this rank."""
+
+_COUNT = r"optimizer\.(.*\.)?updates"
 
 Opener = Callable[[Path], tuple[Contents, Reader]]
 """Find what a folder holds, and how its tensors are read."""
@@ -169,7 +173,12 @@ def _require_fit(contents: Contents, wanted: Wanted, partial: str | None) -> str
     patterns = [] if partial is None else partial.split("|")
     matched = {name: first_match(name, patterns) for name in missing | more}
     if refused := [name for name in missing if matched[name] is None]:
-        raise ValueError(f"{where} lacks {listed(refused)}, which like has{wanted[refused[0]][1]}; {mend}")
+        tails = tuple(f".{name}" for name in sorted(refused)[:3])
+        near = [name for name in more if name.endswith(tails)] or get_close_matches(refused[0], more)
+        has = f", and has {listed(near)}" if near else ""
+        raise ValueError(
+            f"{where} lacks {listed(refused)}, which like has{wanted[refused[0]][1]}{has}; {mend}"
+        )
     if refused := [name for name in more if matched[name] is None]:
         raise ValueError(f"like lacks {listed(refused)}, which {where} has; {mend}")
     for pattern in patterns:
@@ -181,8 +190,30 @@ def _require_fit(contents: Contents, wanted: Wanted, partial: str | None) -> str
                 f"{where}: {escaped(name)} is {stored[name]}, like has {wanted[name][0]}; give like= a leaf"
                 " of that form, or none"
             )
+    _require_whole(where, wanted, missing)
     left, unchanged = (f"{listed(names)}" if names else "nothing" for names in (more, missing))
     return f"{where} was loaded in part: left out {left}; as in like stays {unchanged}" if matched else ""
+
+
+def _require_whole(where: str, wanted: Iterable[str], missing: Collection[str]) -> None:
+    """Raise ValueError for an optimizer of which only a part is loaded: its count belongs to its moments.
+
+    A state of a rate (``rate``) may begin anew beside them.
+    """
+    counts = [name.removesuffix("updates") for name in wanted if re.fullmatch(_COUNT, name)]
+    lacking, taken = dict[str, list[str]](), dict[str, str]()
+    for name in wanted if missing and counts else ():
+        state = max((count for count in counts if name.startswith(count)), key=len, default="")
+        if name in missing and state and not name.startswith(f"{state}rate."):
+            lacking.setdefault(state, []).append(name)
+        elif name not in missing:
+            taken.setdefault(state, name)
+    for state in sorted(lacking.keys() & taken.keys()):
+        raise ValueError(
+            f"partial: {where} lacks {listed(lacking[state])}, and has {escaped(taken[state])} of the same"
+            ' optimizer, which is loaded whole or not at all; load {"params": params} with'
+            ' partial="optimizer.*|step", and begin with trainer.init'
+        )
 
 
 def _read(contents: Contents, leaves: Leaves, reader: Reader) -> list[Leaf]:

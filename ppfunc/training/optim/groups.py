@@ -56,7 +56,8 @@ def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Op
     Raises:
         TypeError, ValueError: not optimizers; one that clips: write ``chain(clip, by_name(...))``; a pattern
             that an earlier one hides. At ``init``: a parameter of no group. In the first step of a trainer: a
-            pattern other than ``"*"`` that takes no parameter of any rank which trains.
+            pattern other than ``"*"`` that takes no parameter of any rank which trains, or an
+            alternative that matches none.
 
     >>> import torch
     >>> from ppfunc.training.optim import adamw, sgd

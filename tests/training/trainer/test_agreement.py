@@ -274,3 +274,12 @@ def test_steps_leave_alone_the_generator_of_an_optimizer_that_draws():
         for rows in (4, 8):  # of a state, then of a batch, that it meets first
             state, _ = trainer.step(state, torch.ones(rows, 4), torch.ones(rows, 4))
         assert torch.equal(before, torch.get_rng_state())
+
+
+def test_an_alternative_that_takes_nothing_is_told_with_names_that_exist():
+    optimizer = pp.optim.by_name({"*norm|b": pp.optim.sgd(0.1), "w|b*": pp.optim.sgd(0.1)})
+    with pp.Trainer([lambda p, x: x @ p["w"] + p["b"]], squared, pp.gpipe(1, 1), optimizer) as trainer:
+        state, x = trainer.init({0: {"w": torch.eye(4), "b": torch.ones(4)}}), torch.ones(8, 4)
+        said = r"by_name: '\*norm' of '\*norm\|b', 'w\|b\*' takes no leaf .* leaves here are 'b', 'w'$"
+        with pytest.raises(ValueError, match=said):
+            trainer.step(state, x, x)

@@ -77,7 +77,6 @@ def cut_for(joint: Joint, remat: Remat, name: str, params: Iterable[str] = ()) -
     """
     if isinstance(remat, Mapping):
         return _by_place(joint, remat, name, params)
-    _require_choice(remat, "remat", ', a number of bytes, or {"layers.*.mlp": one of the others}')
     if remat == "cheap":
         return _cheap(joint, set(), repeatable(joint))
     again = set[Node]()
@@ -85,12 +84,6 @@ def cut_for(joint: Joint, remat: Remat, name: str, params: Iterable[str] = ()) -
         again = repeatable(joint) - _boundaries(joint)
         return cut(joint, again, _twice(joint, again))
     return cut(joint, _asked(joint, filter(is_call, early_nodes(joint)), remat) if callable(remat) else ())
-
-
-def _require_choice(choice: Any, what: str, more: str = "") -> None:
-    if not callable(choice) and choice not in ("cheap", "none", "full"):
-        expected = f'"cheap", "none", "full", a predicate (operator, number) -> bool{more}'
-        raise ValueError(f"{what}: got {choice!r}, expected {expected}")
 
 
 def _source(node: Node) -> Node:
@@ -121,8 +114,6 @@ def _asked(joint: Joint, calls: Iterable[Node], predicate: Predicate) -> set[Nod
 
 def _by_place(joint: Joint, remat: Mapping[str, Any], name: str, params: Iterable[str]) -> ProgramBlocks:
     """Compute again what is chosen for each module; elsewhere what is cheap."""
-    for pattern, choice in remat.items():
-        _require_choice(choice, f"remat[{pattern!r}]")
     early = early_nodes(joint)
     again, full, cheap = set[Node](), set[Node](), repeatable(joint)
     names = dict(zip(joint.params, params, strict=True))
