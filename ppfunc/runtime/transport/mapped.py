@@ -92,8 +92,8 @@ class _RouteEnd:
         except OSError as error:
             raise MemoryError(
                 f"rank {self._links.rank} got no {size:,} bytes of memory for messages with rank"
-                f" {self._peer}, which both map ({error.strerror}); leave the host that much, or make P2P(mapped=False) on"
-                " every rank, whose messages take gloo"
+                f" {self._peer}, which both map ({error.strerror}); leave the host that much, or make"
+                " P2P(mapped=False) on every rank, whose messages take gloo"
             ) from error
 
     def _read(self) -> Iterable[Any]:
