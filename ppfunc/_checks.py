@@ -96,6 +96,6 @@ def require_number(name: str, number: Any, least: float = 0.0, below: float = in
 def require_positive(**numbers: Any) -> None:
     """Raise TypeError or ValueError unless these are finite numbers of more than 0."""
     for name, number in numbers.items():
-        require_number(name, number)
-        if number == 0:
+        require_real(name, number)
+        if not 0 < number < inf:
             raise ValueError(f"{name} is {number}, expected a finite number of more than 0")

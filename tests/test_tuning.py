@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 import ppfunc as pp
 from ppfunc.tuning import tune
-from ppfunc.tuning.times import MICROBATCHES, seconds_of, times_of
+from ppfunc.tuning.times import MICROBATCHES, concurrency_of, seconds_of, times_of
 from ppfunc.tuning.tune import rows_of
 from tests.models import squared
 
@@ -83,21 +85,30 @@ def test_seconds_and_peaks_are_those_of_the_trainer_that_a_row_makes(every):
 
 
 def test_ranks_that_share_cores_compute_in_turn():
-    """Two ranks of which one is always at work: one core takes all of their work, without a bubble."""
-    for sent in (0, 1):  # each of four messages is work
+    """Two ranks of which one is always at work: one core takes all of their work, without a bubble.
+
+    With a core each they wait for none, whatever they send beside their compute.
+    """
+    for sent in (0, 1):  # two of the four messages go beside compute of their rank
         timeline = pp.simulate(pp.gpipe(2, 2), costs := pp.Costs(communication=sent))
         assert [seconds_of(timeline, costs, at_once) for at_once in (2, 1, 0.5)] == [
             9 + 2 * sent,
-            12 + 4 * sent,
-            24 + 8 * sent,
+            12 + 2 * sent,
+            24 + 4 * sent,
         ]
     options = {"grids": [(2, 1), (1, 2)], "shard": ["none"], "schedules": ["gpipe"], "remat": ["none"]}
     alone, shared = (pp.tune(**arguments(cores=cores, top=100, **options)) for cores in (None, 1))
     apart = {str(row): row for row in alone.rows}
-    assert {str(row) for row in shared.rows} == set(apart) and "cores; " in shared.best.binds
+    assert {str(row) for row in shared.rows} == set(apart) and "cores for 1 of 2 ranks; " in shared.best.binds
     for row in shared.rows:
         times = row.seconds / apart[str(row)].seconds
         assert times == pytest.approx(2) if row.choice.data == 2 else 1 < times < 2
+
+
+def test_cores_are_those_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert [concurrency_of(model_of(), cores, None) for cores in (None, 5)] == [1.5, 2.5]
 
 
 def test_what_does_not_fit_says_the_least_memory_that_would(every):
@@ -159,9 +170,10 @@ def test_an_interrupt_returns_what_was_found():
         if best is not None:
             raise KeyboardInterrupt
 
+    hook = sys.excepthook
     found = pp.tune(**arguments(progress=interrupt))
     assert not found.complete and len(found.rows) == 1 and found.waiting and "interrupted" in str(found)
-    assert not dist.is_initialized()
+    assert not dist.is_initialized() and sys.excepthook is hook
 
 
 def test_a_table_is_also_json_and_a_picture(every):
@@ -191,17 +203,28 @@ def test_of_what_does_not_fit_the_table_shows_the_smallest(every):
             ValueError,
             r"grids: got \(2, 1, 1\).*how ranks cut tensors is not searched",
         ),
-        ({"host": 1e9}, ValueError, "host: got 1000000000.0, expected bytes per second .* on an accelerator"),
-        ({"memory": float("nan")}, ValueError, "memory: got nan, expected bytes, 0 or more"),
-        ({"effort": -1}, ValueError, "effort: got -1, expected a finite number, 0 or more"),
-        ({"latency": float("inf")}, ValueError, "latency: got inf, expected seconds"),
-        ({"bandwidth": 0}, ValueError, "bandwidth: got 0, expected bytes per second, above 0"),
-        ({"speeds": (1e9, 0)}, ValueError, r"speeds: got \(1000000000.0, 0\), expected two numbers above 0"),
+        (
+            {"host": 1e9},
+            ValueError,
+            "host: got 1000000000.0, expected bytes per second of a model on an accelerator",
+        ),
+        ({"memory": float("nan")}, ValueError, "memory is nan, expected a finite number of at least 0"),
+        ({"memory": "3"}, TypeError, "memory is '3' of type str, expected a number"),
+        ({"effort": -1}, ValueError, "effort is -1, expected a finite number of at least 0"),
+        ({"latency": float("inf")}, ValueError, "latency is inf, expected a finite number"),
+        ({"bandwidth": 0}, ValueError, "bandwidth is 0, expected a finite number of more than 0"),
+        ({"speeds": (1e9, 0)}, ValueError, r"speeds\[1\] is 0, expected a finite number of more than 0"),
+        (
+            {"speeds": (1e9,)},
+            ValueError,
+            r"speeds: got \(1000000000.0,\) of type tuple, expected two numbers",
+        ),
+        ({"speeds": 1e9}, TypeError, "speeds: got 1000000000.0 of type float, expected two numbers"),
         ({"microbatch": [0]}, ValueError, "microbatch = 0, expected an integer of at least 1"),
         ({"schedules": []}, ValueError, "got nothing to try"),
         ({"microbatch": []}, ValueError, "got nothing to try"),
         ({"args": 3}, ValueError, "args: got no tensor with rows"),
-        ({"cores": 0}, ValueError, "cores: got 0, expected a number above 0"),
+        ({"cores": 0}, ValueError, "cores is 0, expected a finite number of more than 0"),
         ({"batch": 7}, ValueError, "batch: got 7 rows, expected a multiple of the 2 ranks"),
         ({"microbatch": [3]}, ValueError, "microbatch: got 3, expected a divisor of 8 rows"),
         ({"schedules": ["1f2b"]}, ValueError, "unknown schedule '1f2b'"),

@@ -3,7 +3,6 @@
 import argparse
 import runpy
 import sys
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +44,16 @@ def _tune(arguments: argparse.Namespace) -> int:
     options = ("ranks", "batch", "memory", "top", "effort")
     chosen = {k: v for k in options if (v := getattr(arguments, k)) is not None}
     say = {"progress": lambda *step: print(*step, file=sys.stderr)} if sys.stderr.isatty() else {}
-    given = function()
-    if not isinstance(given, dict):
+    of_file = function()
+    if not isinstance(of_file, dict):
         raise ValueError(
-            f"{arguments.source} returned {given!r}, expected the arguments of ppfunc.tune by name"
+            f"{arguments.source} returned {of_file!r}, expected the arguments of ppfunc.tune by name"
         )
     try:
-        signature(tune).bind(**given | say | chosen)
+        tuning = tune(**of_file | say | chosen)
     except TypeError as error:
-        raise ValueError(f"{arguments.source}: {error}, of ppfunc.tune") from None
-    found = tune(**given | say | chosen)
+        raise ValueError(f"{arguments.source}: {error}") from None
     if arguments.out:
-        write(found.to_svg(), arguments.out)
-    write(f"{found.to_json() if arguments.json else found}\n")
-    return 0 if found.rows and found.rows[0].fits else 1
+        write(tuning.to_svg(), arguments.out)
+    write(f"{tuning.to_json() if arguments.json else tuning}\n")
+    return 0 if tuning.rows and tuning.rows[0].fits else 1

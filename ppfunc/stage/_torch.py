@@ -276,7 +276,7 @@ def inductor() -> Any:
     return compile_fx, decompositions, lowerings, make_fallback, ShapeEnv
 
 
-def vectors() -> dict[str, bool]:
+def vector_options() -> dict[str, bool]:
     """Return the option of inductor that leaves out its trial whether torch and the compiler have AVX512.
 
     It compiles three programs, for 9 s, and loads them in each process. Where kernels of torch run with it,

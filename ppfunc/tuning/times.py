@@ -1,7 +1,8 @@
 """Find the seconds and bytes of stages: measured in this process, or counted over given speeds."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import inf
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from ppfunc._checks import require_number, require_positive, require_type
+from ppfunc._text import shown
 from ppfunc.runtime.lowering.stage_programs import StageCall
 from ppfunc.schedule import (
     Costs,
@@ -69,27 +72,25 @@ def times_of(
     return lowered.costs(Costs(f, i, w, b, step=step))
 
 
-def require_numbers(
-    memory: float, effort: float, latency: float, bandwidth: float, speeds: Speeds, cores: float | None
-) -> None:
-    """Refuse numbers of :func:`ppfunc.tune` with which nothing can be timed."""
-    for name, value, right, expected in (
-        ("memory", memory, memory >= 0, "bytes, 0 or more"),
-        ("effort", effort, 0 <= effort < inf, "a finite number, 0 or more"),
-        ("latency", latency, 0 <= latency < inf, "seconds, 0 or more"),
-        ("bandwidth", bandwidth, bandwidth > 0, "bytes per second, above 0"),
-        ("cores", cores, cores is None or cores > 0, "a number above 0"),
-        ("speeds", speeds, speeds is None or all(s > 0 for s in speeds), "two numbers above 0"),
-    ):
-        if not right:
-            raise ValueError(f"{name}: got {value}, expected {expected}")
+def require_numbers(memory: float, effort: float, latency: float, speeds: Speeds, **more: Any) -> None:
+    """Refuse numbers of :func:`ppfunc.tune` that cannot be used; ``more`` are positive or None."""
+    for name, number in (("memory", memory), ("effort", effort), ("latency", latency)):
+        if name != "memory" or number != inf:
+            require_number(name, number)
+    if speeds is not None:
+        require_type("speeds", speeds, Sequence, expected := "two numbers: operations and bytes per second")
+        if len(speeds) != 2:
+            raise ValueError(f"speeds: got {shown(speeds)}, expected {expected}")
+        more |= {f"speeds[{n}]": speed for n, speed in enumerate(speeds)}
+    require_positive(**{name: number for name, number in more.items() if number not in (None, inf)})
 
 
-def at_once(model: torch.nn.Module | Split, cores: float | None, speeds: Speeds) -> float:
+def concurrency_of(model: torch.nn.Module | Split, cores: float | None, speeds: Speeds) -> float:
     """Return how many ranks can compute at one time; ``cores`` are those of :func:`ppfunc.tune`."""
     if cores is None:
         here = speeds is None and not any(accelerates(leaf.device) for leaf in parameters_of(model))
-        cores = (os.cpu_count() or 1) if here else inf
+        mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = mine if here else inf
     return max(1, cores / torch.get_num_threads())
 
 
@@ -101,18 +102,19 @@ def parameters_of(model: torch.nn.Module | Split) -> list[Any]:
 def seconds_of(timeline: Timeline, costs: Costs, at_once: float) -> float:
     """Return the seconds of a step of which so many ranks compute at one time, and the others in turn.
 
-    While more would compute, send, or add up gradients, all of it takes longer in proportion: where ranks
-    share cores, messages and sums are work of these too.
+    While more ranks would compute, send, or add up gradients, all of it takes longer in proportion.
     """
-    if at_once == inf:
+    if at_once >= timeline.schedule.ranks:
         return timeline.makespan
     placed = simulate(place_communication(timeline.schedule), costs)
-    busy = [(a, b) for row in placed.rows() for i, a, b in row if i.op in _BUSY]
-    changes = sorted(change for a, b in busy for change in ((a, 1), (b, -1)))
-    computing, now, seconds = 0, 0.0, timeline.makespan
-    for time, change in changes:
-        seconds += (time - now) * (max(1, computing / at_once) - 1)
-        computing, now = computing + change, time
+    rows = enumerate(placed.rows())
+    busy = [(rank, a, b) for rank, row in rows for i, a, b in row if i.op in _BUSY]
+    changes = sorted(change for rank, a, b in busy for change in ((a, 1, rank), (b, -1, rank)))
+    works, now, seconds = Counter[int](), 0.0, timeline.makespan
+    for time, change, rank in changes:
+        seconds += (time - now) * (max(1, len(+works) / at_once) - 1)
+        works[rank] += change
+        now = time
     return seconds
 
 

@@ -1,5 +1,6 @@
 """Tune: rank configurations of a training step by predicted time, under a limit of memory."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ppfunc._checks import require_counts
+from ppfunc._text import naming_arguments
 from ppfunc.runtime import Axes, OnPaper, Transport
 from ppfunc.runtime.transport.grid import ShardWhat
 from ppfunc.schedule import BUILDERS, Costs, Schedule, Timeline, find_builder, one_f_one_b, plan, simulate
@@ -32,7 +34,7 @@ from .rows import Choice, Row, Tuning, binding
 from .times import (
     MICROBATCHES,
     Speeds,
-    at_once,
+    concurrency_of,
     parameters_of,
     remembering,
     require_numbers,
@@ -44,6 +46,7 @@ _ALIKE = ("data_parallel", "deepspeed_train")  # to several pipelines, and 1f1b
 TRAINING = tuple(n for n, build in BUILDERS.items() if n not in _ALIKE and not build(2, 4).forward_only)
 
 
+@naming_arguments
 def tune(
     model: torch.nn.Module | Split,
     args: Any,
@@ -95,8 +98,8 @@ def tune(
         host: bytes per second between a device and its host, in each direction; None if nothing is to move.
         speeds: floating point operations and bytes per second of a device, over which those of every
             operator are counted; nothing runs then.
-        cores: shared by all ranks, each of which uses as many as torch has threads; messages and sums are
-            then work as well. By default those of this machine where stages run on them, else enough.
+        cores: shared by all ranks, each of which uses as many as torch has threads, also to send and to add
+            up. By default those that this process may use, where stages run on them, else enough.
         effort: of :func:`ppfunc.plan` for each placement that can be faster by it; 0 for none.
         top: rows that fit after which the search ends.
         progress: called after every step of the search, with its name and the best row so far.
@@ -106,32 +109,32 @@ def tune(
         found so far.
 
     Raises:
-        ValueError: numbers that do not divide, or names that do not exist; a model with DTensors, since how
-            ranks cut tensors is not searched; a host for a model on the CPU or meta, whose residuals stay; a
-            process group that is there: during the call one of torch's
-            backend ``fake`` stands for the ranks.
-        StageError, TypeError: as :func:`ppfunc.split`.
+        ValueError: numbers out of range, or that do not divide, or names that do not exist; a model with
+            DTensors, since how ranks cut tensors is not searched; a host for a model on the CPU or meta,
+            whose residuals stay; a process group that is there: during the call one of torch's backend
+            ``fake`` stands for the ranks.
+        StageError, TypeError: as :func:`ppfunc.split`; arguments of other types.
     """
     if not (sizes := [len(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.ndim]):
         raise ValueError("args: got no tensor with rows, expected the inputs of some rows")
     batch = sizes[0] if batch is None else batch
     require_counts(ranks=ranks, batch=batch, top=top)
-    require_numbers(memory, effort, latency, bandwidth, speeds, cores)
+    require_numbers(memory, effort, latency, speeds, bandwidth=bandwidth, host=host, cores=cores)
     choices = list(_choices(ranks, batch, grids, microbatch, remat, shard))
     builders = {name: find_builder(name) for name in schedules}
     if not choices or not builders:
         raise ValueError("grids, schedules, microbatch, remat or shard: got nothing to try, expected some")
-    if host is not None:
-        _require_moving(model, host)
+    if host is not None and not any(accelerates(leaf.device) for leaf in parameters_of(model)):
+        raise ValueError(f"host: got {host}, expected bytes per second of a model on an accelerator")
 
     def trainer(parts: Split, schedule: Schedule, engine: Engine, to: Transport | None = None) -> Trainer:
         return Trainer(parts, loss_fn, schedule, optimizer, to, engine=engine, **options)
 
     search = Candidates(
         partial(_cut, model, args), trainer, (args, targets), choices, builders, batch, memory,
-        (latency, bandwidth, host), speeds, at_once(model, cores, speeds), effort,
+        (latency, bandwidth, host), speeds, concurrency_of(model, cores, speeds), effort,
     )  # fmt: skip
-    complete = True
+    complete, hook = True, sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         for step in search.steps(top):
@@ -141,16 +144,9 @@ def tune(
         complete = False
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook  # else a traceback names the rank in every line
     rows = sorted(search.rows, key=lambda r: (not r.fits, r.seconds if r.fits else max(r.peaks), r.seconds))
     return Tuning(tuple(rows), memory, complete, len(search.heap), search.refused)
-
-
-def _require_moving(model: torch.nn.Module | Split, host: float) -> None:
-    """Refuse a link to the host that nothing would use, or without a speed."""
-    if not any(accelerates(leaf.device) for leaf in parameters_of(model)) or not host > 0:
-        raise ValueError(
-            f"host: got {host}, expected bytes per second above 0, for a model on an accelerator"
-        )
 
 
 def _cut(model: torch.nn.Module | Split, args: Any, stages: int | None) -> Split:
@@ -196,7 +192,7 @@ class Candidates:
         rows: inputs and targets.
         choices: to try, those with the least remat first.
         link: latency and bandwidth, and that of the host.
-        at_once: ranks that compute at one time.
+        concurrency: ranks of all pipelines that can compute at one time.
 
     The others are those of :func:`ppfunc.tune`.
     """
@@ -204,11 +200,11 @@ class Candidates:
     def __init__(
         self, parts_of: Callable[[int | None], Split], trainer: Callable[..., Trainer], rows: tuple[Any, Any],
         choices: Sequence[Choice], builders: Mapping[str, Callable[..., Schedule]], batch: int, memory: float,
-        link: tuple[float, float, float | None], speeds: Speeds, at_once: float, effort: float,
+        link: tuple[float, float, float | None], speeds: Speeds, concurrency: float, effort: float,
     ) -> None:  # fmt: skip
         self._trainer, self._inputs, self._choices, self._builders = trainer, rows, choices, builders
         self._batch, self._memory, self._effort = batch, memory, effort
-        self._link, self._speeds, self._at_once = link, speeds, at_once
+        self._link, self._speeds, self._concurrency = link, speeds, concurrency
         self.heap, self.rows, self.refused = list[Any](), list[Row](), dict[str, str]()
         self._numbers, self._seen = count(), set[Any]()
         self._parts, self._costs = cache(parts_of), cache(self._measure)
@@ -293,7 +289,7 @@ class Candidates:
         ]
         of_ranks = [sum(held[s] for s in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
         least = max(map(sum, zip(of_ranks, timeline.peak_activations, strict=True)))
-        late, seconds = least > self._memory, seconds_of(timeline, costs, self._at_once / choice.data)
+        late, seconds = least > self._memory, seconds_of(timeline, costs, self._concurrency / choice.data)
         found = choice, schedule, costs, timeline, seconds
         self._push(least if late else seconds, "row", self._row, *found, late=late)
 
@@ -316,8 +312,8 @@ class Candidates:
                 left = [self._memory - p + a for p, a in zip(peaks, timeline.peak_activations, strict=True)]
                 self._push(bound, "plan", self._plan, choice, schedule, costs, left)
         fits, make = max(peaks) <= self._memory, partial(self._make, choice, schedule, parts)
-        found = schedule, parts.at, seconds, bound, peaks, fits
-        return Row(choice, *found, binding(memory, timeline, seconds, fits), make)
+        binds = binding(memory, timeline, seconds, self._concurrency / choice.data, fits)
+        return Row(choice, schedule, parts.at, seconds, bound, peaks, fits, binds, make)
 
     def _plan(self, choice: Choice, like: Schedule, costs: Costs, left: list[float]) -> None:
         """Plan for what ranks have left beside what they hold in a schedule of this placement."""

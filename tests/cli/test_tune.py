@@ -33,7 +33,7 @@ def test_rows_come_from_a_file_of_the_user(run, tmp_path):
     assert code == 2 and f"FILE:FUNCTION is '{file}:argument', expected such as train.py:arguments" in err
     for function, message in (
         ("number", "returned 3, expected the arguments of"),
-        ("unknown", "'args', of ppf"),
+        ("unknown", "tune() missing 2 required positional arguments: 'args' and 'loss_fn'; it takes model,"),
     ):
         code, _, err = run("tune", f"{file}:{function}", "--ranks", 2)
         assert code == 2 and message in err

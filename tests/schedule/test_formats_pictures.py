@@ -138,6 +138,11 @@ def test_svg_shows_measured_times_and_any_name():
         )
 
 
+def test_a_picture_with_memory_needs_a_schedule():
+    with pytest.raises(ScheduleError, match="got a value of type str, expected a Schedule"):
+        to_svg("1f1b", memory={0: [1]})
+
+
 def test_svg_says_in_words_what_it_shows():
     root = ElementTree.fromstring(to_svg(one_f_one_b(2, 4)))
     assert root.get("role") == "img"

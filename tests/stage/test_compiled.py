@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 
 from ppfunc.stage import graph, stage_from_module
-from ppfunc.stage._torch import vectors
+from ppfunc.stage._torch import vector_options
 from ppfunc.stage.engines.tracing import emit
 
 pytestmark = pytest.mark.compiler
@@ -94,7 +94,7 @@ def test_only_programs_that_run_are_compiled(monkeypatch):
 def test_inductor_does_not_try_vectors_that_torch_uses(monkeypatch, capability, decided, options):
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
     with config.patch({"cpp.vec_isa_ok": decided}):
-        assert vectors() == options
+        assert vector_options() == options
 
 
 def test_equal_programs_are_found_on_disk():

@@ -117,6 +117,11 @@ def test_a_wrong_shard_of_a_transport_is_named(options, text):
     [
         (lambda: pp.optim.adamw(-1), ValueError, "lr is -1, expected a finite number of at least 0"),
         (lambda: pp.optim.adamw(math.nan), ValueError, "lr is nan"),
+        (
+            lambda: pp.dynamic_scale(init=-1),
+            ValueError,
+            "init is -1, expected a finite number of more than 0",
+        ),
         (lambda: pp.optim.adamw(lambda n: "0.1"), TypeError, r"lr\(0\): got '0.1' of type str"),
         (lambda: pp.optim.adamw(lambda n: torch.ones(2)), TypeError, r"lr\(0\): got .*, or a tensor of one"),
         (lambda: pp.optim.adamw(math.inf), ValueError, "lr is inf"),

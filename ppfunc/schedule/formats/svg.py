@@ -15,6 +15,7 @@ from ppfunc._text import shown
 
 from ..errors import ScheduleError
 from ..instruction import COMPUTE, Op, parts_of
+from ..proof.structure import require_schedule
 from ..schedule import Schedule
 from ..timeline import Timeline, simulate
 from .elements import amount, clipped, line, number, page, rect, require_width, short, text, ticks
@@ -102,6 +103,7 @@ def to_svg(
         TypeError, ValueError: a width out of range, or bytes of other ranks, or of another number of
             instructions.
     """
+    require_schedule(schedule)
     if width is not None:
         require_width(width, 960)
     if memory is not None:

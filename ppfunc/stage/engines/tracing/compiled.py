@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..._torch import FakeTensorMode, inductor, vectors
+from ..._torch import FakeTensorMode, inductor, vector_options
 from .cut import Block
 from .graph import is_tensor, module_of
 
 # Random operators stay those of torch, so that compiled and plain programs draw the same numbers. What calls
-# the kernels in C++ is compiled apart from them, with less optimization: g++ takes two thirds of
-# the time.
+# the kernels in C++ is compiled apart from them, with less optimization: g++ takes two thirds of the time.
 _OPTIONS = {"fallback_random": True, "cpp_wrapper_build_separate": True}
 _NAMESPACES = ("aten", "prims")  # of the operators that inductor's C++ can call, whatever their arguments
 
@@ -72,7 +71,8 @@ def compiled(
     for node in graph.nodes:
         node.meta.clear()  # it is of the mode of its trace
     plain = all(getattr(n.target, "namespace", "aten") in _NAMESPACES for n in block.body)
-    options = _OPTIONS | vectors() | {"cpp_wrapper": plain and all(v.device.type == "cpu" for v in examples)}
+    here = plain and all(v.device.type == "cpu" for v in examples)
+    options = _OPTIONS | vector_options() | {"cpp_wrapper": here}
     function = compile_fx(module, examples, config_patches=options, decompositions=ours)
     return function, inputs, outputs
 
