@@ -79,8 +79,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     overview = compare_schedules(ranks, microbatches, items or None, costs, cap=arguments.cap, chunks=chunks)
     sizes = () if form == "json" or arguments.cap is not None else ("activation", "parameters")
     unseen = [name for name in sizes if not isinstance(getattr(arguments, name), tuple)]
-    planned = any(isinstance(item, Schedule) for item in items)
-    require_effect(arguments, [row.timeline.schedule for row in overview.rows], unseen, planned)
+    require_effect(arguments, [row.timeline.schedule for row in overview.rows], unseen)
     if form == "svg":
         text = to_scatter(overview, width=arguments.width)
     else:

@@ -1,7 +1,7 @@
 """Declare and read the options for costs: times and sizes of stages."""
 
 import argparse
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -107,25 +107,23 @@ def given_costs(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def require_effect(
-    arguments: argparse.Namespace,
-    schedules: Iterable[Schedule],
-    unseen: Collection[str] = (),
-    planned: bool = False,
+    arguments: argparse.Namespace, schedules: Collection[Schedule], unseen: Collection[str] = ()
 ) -> None:
     """Refuse costs of the command line that change nothing.
 
     Args:
-        schedules: what the costs are for.
+        schedules: what the costs are for. That of a plan, which recomputes and offloads only where that is
+            shorter, takes the costs of both; its name begins with ``plan``, in a CSV that of the file.
         unseen: costs that the output does not show.
-        planned: a schedule may be a plan's, which recomputes and offloads only where that is shorter.
 
     Raises:
         ValueError: a cost of an instruction that is in none of the schedules, or one that is not seen.
     """
-    ops = frozenset[Op]().union(*(schedule.ops for schedule in schedules))
+    ops = {op for schedule in schedules for op in schedule.ops}
+    ops |= RESIDUAL_OPS if any(schedule.name.startswith("plan") for schedule in schedules) else set()
     for name in given_costs(arguments):
         users, option = _OF.get(name), f"--{name.replace('_', '-')}"
-        if users and not users & ops and not (planned and users <= RESIDUAL_OPS):
+        if users and not users & ops:
             raise ValueError(
                 f"{option} changes nothing: there is no {' or '.join(sorted(users))} in the schedule; leave"
                 " it out"
@@ -134,12 +132,21 @@ def require_effect(
             raise ValueError(f"{option} changes nothing in what is printed: leave it out")
 
 
-def costed_schedule(arguments: argparse.Namespace) -> tuple[Schedule, Timeline | None, Costs | None]:
-    """Return the schedule that is named, its measured times, and the costs of its stages that are given."""
+def costed_schedule(
+    arguments: argparse.Namespace, default: bool = False
+) -> tuple[Schedule, Timeline | None, Costs | None]:
+    """Return the schedule that is named, its measured times, and the costs of its stages that are given.
+
+    Args:
+        default: without any, the times of a schedule that is not measured are those of ``Costs()``.
+
+    Raises:
+        ValueError: ``--per`` without costs; as :func:`read_costs`, :func:`fitted`, :func:`find_schedule`.
+    """
     costs, per_rank = read_costs(arguments), arguments.per == "rank"
     schedule, measured = find_schedule(arguments.name, arguments, None if per_rank else costs)
-    if per_rank and costs is None and measured is not None:
-        raise ValueError(f"--per changes nothing: {arguments.name} has measured times; give costs, or none")
+    if arguments.per and costs is None and (measured or not default):
+        raise ValueError("--per says what costs are for, and there are none: give some, or leave it out")
     if per_rank:
         costs = (costs or Costs()).per_rank(schedule)
         if takes_costs(arguments.name):

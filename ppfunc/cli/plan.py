@@ -36,7 +36,8 @@ def add_plan(commands: Any) -> None:
         "plan",
         help="search for the shortest schedule that fits in memory, with a lower bound",
         description=(
-            "What a rank holds is shared by its stages, if costs are per rank; messages keep their size."
+            "The stages of a rank share costs per rank; messages keep their size. Where several numbers of"
+            " chunks are tried, costs are per rank; pp.plan takes those of a stage of the first number."
             " Ctrl-C ends the search with the best schedule so far."
         ),
         example=(
@@ -58,7 +59,7 @@ def add_plan(commands: Any) -> None:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     for name, metavar in (("ranks", "P"), ("microbatches", "M")):
         parser.add_argument(f"--{name}", type=count, metavar=metavar, required=True, help=f"number of {name}")
-    default = "rank with several numbers of chunks, else stage"
+    default = "rank where several numbers of chunks are tried, else stage"
     add_cost_options(parser, "each stage, or each layer", without=_NOT_PLANNED, per=default)
     add_options(
         parser,
@@ -115,8 +116,8 @@ def _require_effect(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{name} changes nothing without --{other}: give that too, or leave it out")
 
 
-def _costs(arguments: argparse.Namespace) -> Costs:
-    """Read the costs, as those of a stage for the first number of chunks, and note what they were for."""
+def _costs(arguments: argparse.Namespace) -> tuple[Costs, str]:
+    """Return the costs as :func:`plan` takes them, and what they were given for: a layer, stage or rank."""
     costs, ranks, layers = _in_parts(read_costs(arguments) or Costs()), arguments.ranks, arguments.layers
     counts = chunk_counts(ranks, costs, arguments.placement, arguments.chunks, layers)
     require_size(ranks, arguments.microbatches, max(counts))
@@ -125,24 +126,21 @@ def _costs(arguments: argparse.Namespace) -> Costs:
             raise ValueError(
                 "--per changes nothing with --layers, whose costs are those of a layer: leave it out"
             )
-        return costs
+        return costs, "layer"
     if arguments.per == "stage" and len(counts) > 1:
         raise ValueError(
             "--per stage: several numbers of chunks have stages of other sizes; give one, or --per rank"
         )
-    arguments.per = arguments.per or ("rank" if len(counts) > 1 else "stage")
-    if arguments.per == "stage":
-        return costs
+    if arguments.per != "rank" and len(counts) == 1:
+        return costs, "stage"
     for name, value in vars(costs).items():
         if isinstance(value, Sequence | Mapping):
             raise ValueError(f"--per rank: {name} is {value!r}, expected one number")
-    return shared_costs(costs, 1, counts[0])
+    return shared_costs(costs, 1, counts[0]), "rank"
 
 
-def _planned(arguments: argparse.Namespace) -> Plan:
+def _planned(arguments: argparse.Namespace, costs: Costs) -> Plan:
     """Search until the effort is spent or Ctrl-C; return the best plan so far."""
-    _require_effect(arguments)
-    costs = _costs(arguments)
     with _interrupted() as interrupted:
         return plan(
             arguments.ranks,
@@ -179,14 +177,15 @@ def _plan(arguments: argparse.Namespace) -> int:
     if out and out.suffix not in _WRITERS:
         raise ValueError(f"--out {out} ends in {out.suffix!r}, expected one of {', '.join(_WRITERS)}")
     require_folder(out)
-    best = _planned(arguments)
+    _require_effect(arguments)
+    costs, per = _costs(arguments)
+    best = _planned(arguments, costs)
     if out:
         write(_WRITERS[out.suffix](best), out)
-    per = "; costs per rank" if arguments.per == "rank" else ""
     print(
         json.dumps(_figures(best), default=float)
         if arguments.json
-        else f"{best.placement}: {best}; {best.found}{per}"
+        else f"{best.placement}: {best}; {best.found}; costs per {per}"
     )
     return 0
 

@@ -180,7 +180,7 @@ def _show(arguments: argparse.Namespace) -> int:
     built_for_costs = takes_costs(arguments.name)
     memory = () if form != "grid" or built_for_costs else ("activation", "weight_share")
     unseen = () if built_for_costs else ("parameters", *memory)
-    require_effect(arguments, [schedule], unseen, is_file(arguments.name))
+    require_effect(arguments, [schedule], unseen)
     timeline = measured
     if is_file(arguments.name) and (form != "grid" or timeline or costs):
         check(schedule)  # a grid without times shows a wrong schedule too
@@ -244,12 +244,12 @@ def _memory(schedule: Schedule, costs: Costs, timeline: Timeline) -> tuple[float
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    schedule, timeline, costs = costed_schedule(arguments)
+    schedule, timeline, costs = costed_schedule(arguments, default=True)
     if is_file(arguments.name):
         check(schedule)
     if timeline is None or costs is not None:
         timeline = simulate(schedule, costs)
-    require_effect(arguments, [schedule], planned=is_file(arguments.name))
+    require_effect(arguments, [schedule])
     figures = {name: getattr(timeline, name) for name in _FIGURES}
     if costs is not None and costs.parameters:
         figures["memory"] = _memory(schedule, costs, timeline)
@@ -260,12 +260,9 @@ def _simulate(arguments: argparse.Namespace) -> int:
         name.replace("_", " "): value if isinstance(value, tuple) else (value,)
         for name, value in figures.items()
     }
-    print(
-        explain(
-            "\n".join(
-                f"{name:<17} {' '.join(f'{float(number):g}' for number in numbers)}"
-                for name, numbers in rows.items()
-            )
-        )
-    )
+    lines = [
+        f"{name:<17} {' '.join(f'{float(number):g}' for number in numbers)}" for name, numbers in rows.items()
+    ]
+    unit = "measured, in seconds" if timeline.measured else f"by costs per {arguments.per or 'stage'}"
+    print(explain("\n".join([*lines, f"{'times':<17} {unit}"])))
     return 0

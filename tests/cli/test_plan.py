@@ -23,7 +23,8 @@ def test_one_line_says_value_bound_gap_and_what_binds(run):
         "plan", *SMALL, "--cap", 4, "--weight-share", 1, "--placement", "loop", "--objective", "span"
     )
     assert (code, err) == (0, "")
-    assert out == "loop of 1: span 27, bound 27 (work, rank 0), optimal, bubble 0.1111, memory 4; zb_h1\n"
+    figures = "span 27, bound 27 (work, rank 0), optimal, bubble 0.1111, memory 4"
+    assert out == f"loop of 1: {figures}; zb_h1; costs per stage\n"
 
 
 def test_json_has_all_figures(run):
@@ -132,6 +133,6 @@ def test_ctrl_c_returns_the_best_so_far():
 
 def test_layers_are_told(run):
     _, line, _ = run("plan", "--ranks", 2, "--microbatches", 4, "--layers", 7, "--effort", 0.05)
-    assert ", layers 4 3; " in line
+    assert ", layers 4 3; " in line and line.endswith("; costs per layer\n")
     _, out, _ = run("plan", "--ranks", 2, "--microbatches", 4, "--layers", 7, "--effort", 0.05, "--json")
     assert json.loads(out)["boundaries"] == [0, 4, 7]

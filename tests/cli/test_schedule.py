@@ -272,14 +272,19 @@ def test_simulate_of_a_file_equals_that_of_its_schedule(run, tmp_path):
     assert run("simulate", file, "--ranks", 3, "--json") == built
     assert run("simulate", file, "--ranks", 4)[0] == 2
     assert run("simulate", file, "--chunks", 2)[0] == 2
+    assert "--offload changes nothing: there is no OFFLOAD" in run("simulate", file, "--offload", 1)[2]
     file.write_text("0F0,0B0,0F1\n")
     assert run("simulate", file)[0] == 1
 
 
 def test_simulate_in_words(run):
-    code, out, _ = run("simulate", "gpipe", "--ranks", 2, "--microbatches", 2)
+    shape = ("--ranks", 2, "--microbatches", 2)
+    code, out, _ = run("simulate", "gpipe", *shape)
     assert code == 0
     assert "makespan          9" in out and "peak activations  2 2" in out
+    assert "times             by costs per stage\n" in out
+    _, out, _ = run("simulate", "zbv", *shape, "--per", "rank")
+    assert "times             by costs per rank\n" in out
 
 
 def test_no_torch_is_imported_and_a_closed_pipe_is_no_error():
@@ -639,6 +644,8 @@ def test_the_nearest_name_is_suggested(arguments, message, run):
         (("--overlapped", 3), "--overlapped changes nothing: there is no OVERLAP_F_B in the schedule"),
         (("--step", 3), "--step changes nothing: there is no STEP in the schedule"),
         (("--bytes", 3), "--bytes and --bandwidth go together"),
+        (("--per", "rank"), "--per says what costs are for, and there are none: give some, or leave it out"),
+        (("--per", "stage", "--format", "csv"), "--per says what costs are for, and there are none"),
     ],
 )
 def test_an_option_that_changes_nothing_is_refused(arguments, message, run):

@@ -119,7 +119,8 @@ def plan(
         microbatches: number of microbatches m.
         costs: times, messages and memory of each stage, or of each layer with ``layers``. Numbers that are
             the same for all stages allow several numbers of chunks: they are for the first of these, and
-            smaller in proportion if a rank has more stages. Messages keep their size.
+            smaller in proportion if a rank has more stages, where ``ppfunc plan`` takes them per rank.
+            Messages keep their size.
         cap: memory of a rank for activations and parameters, in the unit of the costs, one number or one per
             rank; None for no limit.
         placement: ``"loop"``, ``"v"``, ``"wave"``, ``"any"`` of them, or the rank of every stage.
