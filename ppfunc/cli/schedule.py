@@ -256,13 +256,10 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(figures, default=float))
         return 0
-    rows = {
-        name.replace("_", " "): value if isinstance(value, tuple) else (value,)
-        for name, value in figures.items()
-    }
-    lines = [
-        f"{name:<17} {' '.join(f'{float(number):g}' for number in numbers)}" for name, numbers in rows.items()
-    ]
+    lines = []
+    for name, value in figures.items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        lines.append(f"{name.replace('_', ' '):<17} {' '.join(f'{float(number):g}' for number in numbers)}")
     unit = "measured, in seconds" if timeline.measured else f"by costs per {arguments.per or 'stage'}"
     print(explain("\n".join([*lines, f"{'times':<17} {unit}"])))
     return 0

@@ -74,9 +74,9 @@ def times_of(
 
 def require_numbers(memory: float, effort: float, latency: float, speeds: Speeds, **more: Any) -> None:
     """Refuse numbers of :func:`ppfunc.tune` that cannot be used; ``more`` are positive or None."""
-    for name, number in (("memory", memory), ("effort", effort), ("latency", latency)):
-        if name != "memory" or number != inf:
-            require_number(name, number)
+    require_number("memory", 0 if memory == inf else memory)
+    require_number("effort", effort)
+    require_number("latency", latency)
     if speeds is not None:
         require_type("speeds", speeds, Sequence, expected := "two numbers: operations and bytes per second")
         if len(speeds) != 2:
