@@ -173,8 +173,9 @@ def _require_fit(contents: Contents, wanted: Wanted, partial: str | None) -> str
     patterns = [] if partial is None else partial.split("|")
     matched = {name: first_match(name, patterns) for name in missing | more}
     if refused := [name for name in missing if matched[name] is None]:
-        tails = tuple(f".{name}" for name in sorted(refused)[:3])
-        near = [name for name in more if name.endswith(tails)] or get_close_matches(refused[0], more)
+        refused.sort()
+        tails = tuple(f".{name}" for name in refused[:3])
+        near = [name for name in more if name.endswith(tails)] or get_close_matches(refused[0], sorted(more))
         has = f", and has {listed(near)}" if near else ""
         raise ValueError(
             f"{where} lacks {listed(refused)}, which like has{wanted[refused[0]][1]}{has}; {mend}"
