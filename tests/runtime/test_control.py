@@ -683,8 +683,8 @@ def test_private_names_of_torch_are_there():
     group = dist.ProcessGroup
     used = {
         "ProcessGroupGloo": (dist, "ProcessGroupGloo"),
-        "start_coalescing": (group, "_start_coalescing"),
-        "end_coalescing": (group, "_end_coalescing"),
+        "coalesced": (group, "_end_coalescing"),
+        "connect_nccl": (group, "_start_coalescing"),
         "store_of": (group, "get_group_store"),
         "timeout_of": (group, "_get_backend"),
         "backend_of": (dist, "get_backend_config"),

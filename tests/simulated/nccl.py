@@ -7,10 +7,13 @@ Equivalent to NCCL as it may be at its strictest:
   host.
 * A send ends when the receive is at the head of its communicator, never before. The parts of a coalesced
   group advance together.
+* A thread issues nothing while it is in a group, of whichever communicator; works of that time wait for
+  nothing. An operation raises within a group, too, where its communicator was aborted.
 * The first operation of a kind connects: it holds up the host until all of its ranks have come, and refuses
   two ranks on one device.
-* An abort ends the kernels of this rank alone, takes the time that the test sets, and leaves NaN. A timeout
-  marks the work: the kernel goes on until the abort.
+* An abort ends the kernels of this rank alone, takes the time that the test sets, and leaves NaN. What a
+  thread has collected before, it would issue on freed memory: a fault. A timeout marks the work: the kernel
+  goes on until the abort.
 * The environment is read when a communicator is made. To change it while one is connected is a fault.
 
 Ranks are threads over a ``HashStore``, or processes over a ``TCPStore``: data travel through the store.
@@ -20,10 +23,12 @@ Import it before ``ppfunc``, so that what it says at the exit of the process com
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,6 +46,23 @@ _CARRIED = {
 }
 _PAUSE = 0.001  # seconds between looks whether another rank has come
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class _Groups(threading.local):
+    """How many groups a thread is in, and what it is to issue at the end of the outermost."""
+
+    def __init__(self) -> None:
+        self.depth, self.collected = 0, list[Callable[[], None]]()
+
+    def issue(self) -> None:
+        """Issue what was collected, unless a group goes on; an error drops the rest."""
+        if not self.depth:
+            collected, self.collected = self.collected, []
+            for issue in collected:
+                issue()
+
+
+_groups = _Groups()
 
 
 class Options:
@@ -66,9 +88,10 @@ class ProcessGroupNCCL(Collectives):
         self._device, self._stream = names.device(), None
         self._connected: set[str] = set()
         self._counts: Counter[str] = Counter()
-        self._coalesced: list[Part] | None = None
+        self._coalescing, self._coalesced = False, list[Part]()
         self._kept: list[Work] = []
         self._begun, self._ended, self.aborted = 0, False, False
+        self._aborts, self._ending = threading.Lock(), False
         self._handles_errors = os.environ.get(_HANDLING, "3") != "0"
         self._census = census.current
         self._census.made += 1
@@ -189,11 +212,16 @@ class ProcessGroupNCCL(Collectives):
     # -- issue -----------------------------------------------------------------------------
 
     def _start_coalescing(self) -> None:
-        self._coalesced = []
+        self._coalescing, self._coalesced = True, []
+        _groups.depth += 1
 
     def _end_coalescing(self) -> Work | None:
-        parts, self._coalesced = self._coalesced, None
-        return self._launch(parts) if parts else None
+        parts, self._coalescing, self._coalesced = self._coalesced, False, []
+        _groups.depth -= 1
+        if parts:
+            return self._launch(parts)
+        _groups.issue()
+        return None
 
     def _issue(self, part: Part) -> Work | None:
         for tensor in (*part.reads, *part.writes):
@@ -203,30 +231,47 @@ class ProcessGroupNCCL(Collectives):
                 raise ValueError(f"simulated NCCL: {part.what}: Tensors must be contiguous")
             if tensor.dtype not in _CARRIED:
                 raise ValueError(f"simulated NCCL: {part.what}: Unconvertible NCCL type {tensor.dtype}")
-        if self._coalesced is None:
+        with self._aborts:
+            self._require_alive()
+        if not self._coalescing:
             return self._launch([part])
         self._coalesced.append(part)
         return None
 
-    def _launch(self, parts: list[Part]) -> Work:
+    def _require_alive(self) -> None:
         if self.aborted:
             raise DistBackendError(f"simulated NCCL: communicator was aborted on rank {self._rank}")
+
+    def _launch(self, parts: list[Part]) -> Work:
         tensors = [t for part in parts for t in (*part.reads, *part.writes)]
         places = {t.device.index for t in tensors}
         if len(places) > 1 or (self._stream is not None and self._stream.device not in places):
             raise ValueError(f"simulated NCCL: {self} got tensors of other devices: {sorted(places)}")
         [index], device = places, self._device
+        if self._stream is None:
+            self._stream = device.new_stream(index)
+        work = Work(device, index, tensors)
+        _groups.collected.append(partial(self._give, parts, index, work))
+        _groups.issue()
+        with device.lock:
+            work.mark = device.mark(self._stream)
+            self._kept = [*(kept for kept in self._kept if not device.done(kept.mark)), work]
+            self._begun += 1
+        return work
+
+    def _give(self, parts: list[Part], index: int, work: Work) -> None:
+        """Give operations to the device, after what was issued on the current stream."""
+        if self._ending:
+            self._census.fault(f"{self} is given {parts[0].what}, which was collected before its abort began")
+        self._require_alive()
         for part in parts:
             self._connect(part.kind, part.ranks, index)
-        work = Work(device, index, tensors)
+        device = self._device
         kernel = Kernel(self, parts, work, device.host_view)
         reads, writes = [t for p in parts for t in p.reads], [t for p in parts for t in p.writes]
         with device.lock:
             device.order(device.mark(device.current(index)), self._stream)
-            work.mark = device.issue(self._stream, kernel.what, kernel.run, reads, writes, kernel.ready)
-            self._kept = [*(kept for kept in self._kept if not device.done(kept.mark)), work]
-            self._begun += 1
-        return work
+            device.issue(self._stream, kernel.what, kernel.run, reads, writes, kernel.ready)
 
     def timed_out(self, what: str) -> None:
         """Mark a work, as the watchdog does."""
@@ -275,10 +320,12 @@ class ProcessGroupNCCL(Collectives):
         """
         while self._kept:
             self._kept.pop().release()
-        time.sleep(self._census.abort_takes)
-        self.aborted = self._ended = True
-        if self._stream is not None and not self._device.drain(self._stream.device):
-            self._census.fault(f"the abort of {self} waits for others, which go on")
+        self._ending = True
+        with self._aborts:  # what is to be issued waits, and then raises
+            time.sleep(self._census.abort_takes)
+            self.aborted = self._ended = True
+            if self._stream is not None and not self._device.drain(self._stream.device):
+                self._census.fault(f"the abort of {self} waits for others, which go on")
 
     def shutdown(self) -> None:
         """End once all that was issued is done."""

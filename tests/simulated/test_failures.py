@@ -94,6 +94,9 @@ def breaking(name, armed):
     def call(self, *arguments):
         if (rank := names.device().index) in armed:
             armed.discard(rank)
+            if name == "_end_coalescing":  # the group has ended all the same, and issues nothing
+                self._coalesced.clear()
+                real(self)
             raise RuntimeError("told to fail")
         return real(self, *arguments)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
 
@@ -246,3 +247,40 @@ def differing(rank, size, what):
 def test_operations_that_differ_break_the_device(ranks, what, said, capfd):
     with pytest.raises(RuntimeError, match=said):
         ranks(differing, what)
+
+
+def in_a_group(rank, size):
+    group, pair, x, y = nccl(), dist.new_group(timeout=timedelta(seconds=30)), cuda(1.0), cuda(1.0)
+    dist.all_reduce(x)
+    dist.all_reduce(y, group=pair)
+    group._start_coalescing()
+    dist.all_reduce(y, group=pair)
+    within = y.item()
+    meet()
+    assert group._end_coalescing() is None
+    torch.cuda.synchronize()
+    return within, y.item()
+
+
+def test_a_thread_in_a_group_of_another_communicator_issues_nothing(ranks):
+    assert ranks(in_a_group) == [(2.0, 4.0)] * 2
+
+
+def aborted_in_a_group(rank, size, collected):
+    group, x = nccl(), cuda(1.0)
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    group._start_coalescing()
+    if collected:
+        group.recv([x], 1 - rank)
+    abort = threading.Thread(target=group.abort)
+    abort.start()
+    abort.join()
+    with pytest.raises(dist.DistBackendError, match="was aborted"):
+        group._end_coalescing() if collected else group.recv([x], 1 - rank)
+
+
+@pytest.mark.parametrize("collected", [False, True])
+def test_an_abort_in_the_middle_of_a_group_is_told_and_may_free_what_is_collected(ranks, collected):
+    ranks(aborted_in_a_group, collected)
+    assert ["collected before its abort" in fault for fault in ranks.count.faults] == [True, True] * collected

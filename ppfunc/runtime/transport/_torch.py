@@ -7,11 +7,12 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,11 @@ UnderWay = tuple[list[Any], Sequence[Any]]
 """Works, and the tensors that they use."""
 
 _ABORT = 10.0  # seconds
+_USE = 1.0  # seconds that an abort waits for a thread, which a GPU with a full queue may hold up
 _AT_EXIT = 5.0  # seconds that the end of the process waits for communicators that are ended or dropped
 _ASIDE: set[threading.Thread] = set()
-_OPEN: WeakSet[Any] = WeakSet()  # communicators of NCCL, which none has closed
+# Communicators of NCCL, which none has closed, each with what its user holds.
+_OPEN: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
 
 # Without a registry such a communicator ends when it is let go, and peers that wait on it raise.
 ProcessGroupGloo = dist.ProcessGroupGloo
@@ -46,7 +49,7 @@ def ProcessGroupNCCL(store: Store, rank: int, size: int, timeout: timedelta) -> 
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     group: Any = dist.ProcessGroupNCCL(store.clone(), rank, size, options)  # type: ignore[attr-defined]
-    _OPEN.add(group)
+    _OPEN[group] = threading.Lock()
     return group
 
 
@@ -68,9 +71,9 @@ def connect_nccl(group: Any, place: int, size: int, device: torch.device, messag
     with stream:  # the others wait for no rank that may not come
         mine, all_of_them = torch.zeros(1, device=device), torch.empty(size, device=device)
         if messages:
-            start_coalescing(group)
+            group._start_coalescing()
             group.recv([mine], 0, 0) if place else group.send([mine], 1, 0)
-            end_coalescing(group).wait()
+            group._end_coalescing().wait()
         else:
             for work in (
                 all_reduce(group, mine, "sum"),
@@ -82,14 +85,23 @@ def connect_nccl(group: Any, place: int, size: int, device: torch.device, messag
         stream.synchronize()
 
 
-def start_coalescing(group: Any) -> None:
-    """Collect the operations that follow, for :func:`end_coalescing` to issue as one."""
-    group._start_coalescing()
+def in_use(group: Any) -> AbstractContextManager[Any]:
+    """Hold up an abort of an NCCL communicator, which frees what a thread that gives it operations uses."""
+    return _OPEN.get(group) or nullcontext()
 
 
-def end_coalescing(group: Any) -> Any:
-    """Issue the collected operations as one; return its work."""
-    return group._end_coalescing()
+@contextmanager
+def coalesced(group: Any, works: list[Any]) -> Iterator[None]:
+    """Issue the operations of a block as one, and add its work to a list, also if the block raises.
+
+    NCCL counts the blocks of a thread over all communicators, and issues nothing before all have ended.
+    """
+    with in_use(group):
+        group._start_coalescing()
+        try:
+            yield
+        finally:
+            works.extend(filter(None, [group._end_coalescing()]))
 
 
 def all_reduce(group: Any, tensor: torch.Tensor, op: str) -> Any:
@@ -148,7 +160,7 @@ class Aborts:
         with self._lock:
             for group in groups:
                 if id(group) not in self._begun:
-                    self._begun[id(group)] = group, _aside(group.abort, "ppfunc aborts")
+                    self._begun[id(group)] = group, _aside(partial(_abort, group), "ppfunc aborts")
 
     def wait(self) -> None:
         """Wait until all have ended, and forget them."""
@@ -158,6 +170,16 @@ class Aborts:
         for _, thread in begun.values():
             if thread is not None:
                 thread.join(max(0.0, end - time.monotonic()))
+
+
+def _abort(group: Any) -> None:
+    use = _OPEN.get(group) or threading.Lock()  # the user's own have none
+    unused = use.acquire(timeout=_USE)
+    try:
+        group.abort()
+    finally:
+        if unused:
+            use.release()
 
 
 def drop_aside(groups: list[Any]) -> None:

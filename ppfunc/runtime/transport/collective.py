@@ -131,7 +131,8 @@ class Collective:
             self._require_carried(tensor.device)
         self._begun += 1
         number = self._begun
-        self._running[number] = operation(self.group, tensor, *args), (tensor, *args)
+        with _torch.in_use(self.group):
+            self._running[number] = operation(self.group, tensor, *args), (tensor, *args)
 
         def wait() -> None:
             work, _ = self._running[number]

@@ -187,36 +187,34 @@ class PairGroups:
     def _coalesced(self, batch: list[Transfer]) -> Call:
         """Post what goes over one communicator as one operation."""
         pair, calls = self._pair(batch[0]), [self._end(transfer) for transfer in batch]
-        tags = [transfer.tag for transfer in batch]
 
         def post_coalesced(buffers: Buffers) -> None:
-            _torch.start_coalescing(pair.group)
-            for call in calls:
-                call(buffers)
-            work = _torch.end_coalescing(pair.group)
-            for tag in tags:
-                buffers.pending[tag] = [] if work is None else [work], buffers.pending[tag][1]
+            works: list[Any] = []
+            with _torch.coalesced(pair.group, works):
+                for call in calls:
+                    call(buffers, works)
 
         return post_coalesced
 
-    def _end(self, transfer: Transfer) -> Call:
-        """Make the call that posts one end of a message."""
+    def _end(self, transfer: Transfer) -> Callable[..., None]:
+        """Make the call that posts one end of a message, and adds its works to a list, if given."""
         pair, wire, rank = self._pair(transfer), _wire(transfer), self._line[transfer.peer]
         outgoing, tag, _, leaves, device = transfer
         forms, joined = [(leaf.shape, leaf.dtype) for leaf in leaves], self._joined(transfer)
 
-        def post_end(buffers: Buffers) -> None:
-            self._pending, group = buffers.pending, pair.group
+        def post_end(buffers: Buffers, works: list[Any] | None = None) -> None:
+            self._pending, group, works = buffers.pending, pair.group, [] if works is None else works
             if outgoing:
                 tensors = plain(buffers.values.pop(tag))
             else:
                 tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
             posted = wire(tensors if joined is None else joined(tensors))
+            buffers.pending[tag] = works, posted if outgoing else tensors
+            begun = (group.send([t], 1, 0) if outgoing else group.recv([t], 0, 0) for t in posted)
             try:
-                works = [group.send([t], 1, 0) if outgoing else group.recv([t], 0, 0) for t in posted]
+                works.extend(filter(None, begun))  # none yet for what is coalesced
             except RuntimeError as error:
                 raise lost(rank, error) from error
-            buffers.pending[tag] = works, posted if outgoing else tensors
 
         return post_end
 
