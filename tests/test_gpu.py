@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.__main__ import last_result, run_stage
-from tests.gpu.ranks import agrees, in_processes, leaves, refused, survives
+from tests.gpu.ranks import WAYS, agrees, busy_noted, in_processes, leaves, refused, survives
 from tests.gpu.stages import STAGES
 
 
@@ -16,11 +16,23 @@ def test_two_ranks_agree_with_one(name):
     assert first == second
 
 
-@pytest.mark.parametrize("how", ["raises", "killed", "reads out of bounds"])
+@pytest.mark.parametrize("how", WAYS)
 def test_a_rank_that_fails_is_named(how):
     mine, told = in_processes(survives, "gloo", "cpu", how, seconds=120)
-    assert "rank 0" in told and ("on purpose" in told) == (how == "raises")
+    assert "rank 0" in told and ("on purpose" in told) == how.startswith("raises")
     assert (mine is None) == (how == "killed")
+
+
+def falls(rank, device):
+    with busy_noted(device):
+        raise ArithmeticError(f"on purpose, {rank}")
+
+
+def test_each_rank_that_falls_is_told():
+    with pytest.raises(AssertionError) as caught:
+        in_processes(falls, "gloo", "cpu", seconds=120)
+    for rank in range(2):
+        assert f"on purpose, {rank}\nbusy for 0 s on end, CUDA_DEVICE_MAX_CONNECTIONS=" in str(caught.value)
 
 
 def test_ranks_that_leave_a_transport_open_exit_by_themselves():

@@ -114,17 +114,23 @@ def one_gpu_for_two() -> Facts:
 
 def two_ranks() -> Facts:
     """Two ranks over NCCL: schedules, a rank that fails in several ways, an exit without ``close``."""
-    host, found = _hosts(), Facts()
-    from tests.gpu.ranks import agrees, in_processes, leaves, survives
+    host, found, failed = _hosts(), Facts(), list[str]()
+    from tests.gpu.ranks import WAYS, agrees, in_processes, leaves, survives
+
+    def run(name: str, job: Any, *args: str, **options: Any) -> None:
+        try:
+            found[name] = in_processes(job, "nccl", "cuda", *args, environment=host, seconds=60, **options)
+        except AssertionError as error:  # the others run all the same
+            failed.append(f"{name}: {error}")
 
     for name, *overlapped in (("one_f_one_b",), ("dualpipe",), ("dualpipev", "two_streams")):
-        found[name] = in_processes(agrees, "nccl", "cuda", name, *overlapped, environment=host, seconds=60)
-    for how in ("raises", "killed", "runs out of memory", "reads out of bounds"):
-        _, says = in_processes(survives, "nccl", "cuda", how, environment=host, seconds=90)
-        assert says is not None and "rank 0" in says, says
-        found[how] = says[:_SHOWN]
-    found["exits"] = in_processes(leaves, "nccl", "cuda", environment=host, seconds=60, exits=True)
-    assert found["exits"] == [0, 0], found
+        run(name, agrees, name, *overlapped)
+    for how in WAYS:
+        run(how, survives, how)
+    run("exits", leaves, exits=True)
+    if found.get("exits", [0, 0]) != [0, 0]:
+        failed.append(f"exits: {found['exits']}")
+    assert not failed, "\n".join([f"{len(failed)} of {len(found) + len(failed)}", *failed])
     return found
 
 
@@ -197,7 +203,7 @@ STAGES = {
     "one rank": Stage(one_rank, 60),
     "gloo refuses": Stage(gloo_refuses, 60),
     "one gpu for two": Stage(one_gpu_for_two, 90),
-    "two ranks": Stage(two_ranks, 240),
+    "two ranks": Stage(two_ranks, 300),
     "training": Stage(training, 180),
     "collectives": Stage(collectives, 180),
     "host waits": Stage(waits_of_two_ranks, 90),
