@@ -15,6 +15,7 @@ from ppfunc._lazy import late
 from ppfunc._text import answering
 from ppfunc.parallel.placement import stages_of
 
+from .collector import collector_paused
 from .instruction import COMMUNICATION, Instruction, Op
 
 Step = tuple[Instruction, ...]
@@ -232,6 +233,7 @@ class Schedule:
         return state.hexdigest()
 
 
+@collector_paused()
 def single_chain(
     name: str, placement: Iterable[int], microbatches: int, programs: Iterable[Iterable[Instruction]]
 ) -> Schedule:

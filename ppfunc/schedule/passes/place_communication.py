@@ -98,8 +98,7 @@ def _computes(program: Program, ends: Sequence[int], lookahead: int) -> Computes
     """Find the places of the computes of a program, given the times at which they end."""
     computes = list(map(COMPUTE.__contains__, map(itemgetter(0), chain.from_iterable(program))))
     indices = list(compress(count(), computes))
-    end = dict(zip(indices, ends, strict=True))
-    before = accumulate(map(end.get, range(len(computes)), repeat(-1)), max, initial=-1)
+    before = map((-1, *ends).__getitem__, accumulate(computes, initial=0))
     early = dict(zip(ends, chain(repeat(0, lookahead), indices), strict=False)) if lookahead else None
     return Computes(dict(zip(ends, indices, strict=True)), early, list(before))
 
@@ -118,12 +117,13 @@ def _along(flow: Dataflow, edge: EdgeFlow, done: Mapping[int, Mapping[int, int]]
     """Iterate over the consumed messages of all microbatches along one edge, as rows."""
     a, b, op, send, receive, far, near = edge
     first, then = (flow.output(stage, 0) + PRODUCT[op] for stage in (a, b))
+    message, stride = flow.message(first, b), flow.stride
     made, used = done.get(first, {}), done.get(then, {})
     numbers = [m for m in made if m in used]
     return zip(
         map(made.__getitem__, numbers),
         repeat(flow.schedule.placement[a]),
-        (flow.message(first, b) + flow.stride * m for m in numbers),
+        [message + stride * m for m in numbers],
         map(used.__getitem__, numbers),
         map(_instruction, zip(repeat(send), repeat(a), numbers, repeat(far), repeat(None), repeat(()))),
         map(_instruction, zip(repeat(receive), repeat(b), numbers, repeat(near), repeat(None), repeat(()))),
@@ -221,13 +221,16 @@ def _emit(program: Program, postings: Sequence[Posting]) -> Program:
 def _batches(postings: Sequence[Posting]) -> dict[int, list[Step]]:
     """Collect the batches of each gap."""
     batches: dict[int, list[Step]] = {}
+    last = -1
+    here: list[Step] = []  # the batches of the last gap
     for gap, batch, _, _, _, instruction in postings:
-        if gap not in batches:
-            batches[gap] = [(instruction,)]
-        elif batch < len(batches[gap]):
-            batches[gap][batch] += (instruction,)
+        if gap != last:
+            last, here = gap, [(instruction,)]
+            batches[gap] = here
+        elif batch < len(here):
+            here[batch] += (instruction,)
         else:
-            batches[gap].append((instruction,))
+            here.append((instruction,))
     return batches
 
 

@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice, repeat
+from operator import itemgetter
 
 from ..errors import fault_at, schedule_error
 from ..instruction import COMPUTE, RESIDUAL_OPS, WHOLE_STAGE, Instruction, Op, parts_of
@@ -31,8 +32,10 @@ def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
     """
     peaks, dropped = [], schedule.recomputed
     for rank, program in enumerate(schedule.programs):
-        parts = [part for step in program for i in step for part in i[5] or (i,)]
-        changes = [_LIVE.get(part[0], 0) for part in parts]
+        parts = list(chain.from_iterable(program))
+        if any(map(itemgetter(5), parts)):
+            parts = list(chain.from_iterable(map(parts_of, parts)))
+        changes = list(map(_LIVE.get, map(itemgetter(0), parts), repeat(0)))
         live = list(changes if schedule.forward_only else accumulate(changes))
         if dropped:
             lasting = [

@@ -13,8 +13,9 @@ only ever waits for another to begin an instruction, and one run over these wait
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
-from itertools import accumulate, chain, pairwise
+from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
+from itertools import accumulate, chain, pairwise, repeat
 from math import inf
 from operator import itemgetter
 from typing import NamedTuple
@@ -45,7 +46,7 @@ class QueueRun(NamedTuple):
         last: by two ranks, and by step of the first, the instruction that begins the last step of the
             second with a message of that batch.
         waits: per rank, in order.
-        late: per rank, how many steps of time it has lost after each of its waits.
+        late: per rank, how many steps of time it has lost at first, and after each of its waits.
     """
 
     first: list[list[int]]
@@ -67,8 +68,7 @@ class QueueRun(NamedTuple):
         """Return when an instruction of a rank begins, infinity behind the last one."""
         if number == len(self.steps[rank]):
             return inf
-        before = bisect_left(self.waits[rank], (number,))
-        return self.steps[rank][number] + (self.late[rank][before - 1] if before else 0)
+        return self.steps[rank][number] + self.late[rank][bisect_left(self.waits[rank], (number,))]
 
     def completion(self, rank: int, other: int, step: int) -> float:
         """Return when the batch that ``rank`` posts for ``other`` in ``step`` is complete."""
@@ -88,16 +88,16 @@ def check_queues(flow: Dataflow, record: OrderRecord) -> QueueRun:
     steps = [[step for step, row in enumerate(program) for _ in row] for program in schedule.programs]
     last = _last_steps(flow, first, steps, _streams(flow, record))
     waits: list[list[Wait]] = [[] for _ in schedule.programs]
-    for rank, wait in chain(
+    for rank, some in chain(
         _message_waits(flow, record, steps, last),
         _sum_waits(schedule, first) if Op.REDUCE_TIED in schedule.ops else (),
         _slot_waits(flow, first, last) if schedule.has_slots else (),
     ):
-        waits[rank].append(wait)
+        waits[rank] += some
     for of_rank in waits:
         of_rank.sort()
     late = _run(steps, waits)
-    blocked = [next(iter(of_rank[len(past) :]), None) for of_rank, past in zip(waits, late, strict=True)]
+    blocked = [next(iter(of_rank[len(past) - 1 :]), None) for of_rank, past in zip(waits, late, strict=True)]
     if any(blocked):
         raise _deadlock(flow, steps, blocked)
     return QueueRun(first, steps, last, waits, late)
@@ -134,9 +134,10 @@ def _last_steps(flow: Dataflow, first: list[list[int]], steps: list[list[int]], 
     for low, high in streams:
         if low > high:
             continue
-        ends = [(number, other, message) for number, other, message in streams[low, high]]
-        ends += [(number, other, message) for other, number, message in streams[high, low]]
-        rows = sorted((steps[low][here], steps[high][there], here, message) for here, there, message in ends)
+        to, fro = steps[low], steps[high]
+        rows = [(to[here], fro[there], here, message) for here, there, message in streams[low, high]]
+        rows += [(to[here], fro[there], here, message) for there, here, message in streams[high, low]]
+        rows.sort()
         for (step, there, here, one), (later, earlier, _, other) in pairwise(rows):
             if there > earlier:
                 reason = (
@@ -152,9 +153,9 @@ def _last_steps(flow: Dataflow, first: list[list[int]], steps: list[list[int]], 
 
 def _message_waits(
     flow: Dataflow, record: OrderRecord, steps: list[list[int]], last: _Last
-) -> Iterator[tuple[int, Wait]]:
+) -> Iterator[tuple[int, Iterable[Wait]]]:
     """Yield the waits of computes for the batches of what they consume."""
-    home = flow.schedule.placement
+    home, stride = flow.schedule.placement, flow.stride
     for (op, stage), needs in flow.needs.items():
         rank = home[stage]
         for value, origin in needs if op in (Op.F, Op.I) else ():
@@ -162,12 +163,14 @@ def _message_waits(
                 continue
             message = flow.message(value, stage)
             received, batches = record.receives[message], last[rank, sender]
-            for microbatch, number in record.made[flow.output(stage, 0) + PRODUCT[op]].items():
-                awaited = batches[steps[rank][received[microbatch]]]
-                yield rank, (number, number, sender, awaited, message + flow.stride * microbatch)
+            numbers = record.made[flow.output(stage, 0) + PRODUCT[op]]
+            posted = map(steps[rank].__getitem__, map(received.__getitem__, numbers))
+            awaited = map(batches.__getitem__, posted)
+            messages = [message + stride * microbatch for microbatch in numbers]
+            yield rank, zip(numbers.values(), numbers.values(), repeat(sender), awaited, messages)
 
 
-def _sum_waits(schedule: Schedule, first: list[list[int]]) -> Iterator[tuple[int, Wait]]:
+def _sum_waits(schedule: Schedule, first: list[list[int]]) -> Iterator[tuple[int, Iterable[Wait]]]:
     """Yield the waits for sums over replicas, which REDUCE_TIED begins, before what follows or at the end."""
     begun: dict[int, Position] = {}
     used: dict[int, Position] = {}
@@ -183,10 +186,10 @@ def _sum_waits(schedule: Schedule, first: list[list[int]]) -> Iterator[tuple[int
             _, step, place = used.get(stage, (rank, *(last_place(schedule, rank) or (0, 0))))
             for other, there, beside in map(begun.__getitem__, summed):
                 number = first[rank][step] + place
-                yield rank, (number, number, other, first[other][there] + beside, -1 - group)
+                yield rank, [(number, number, other, first[other][there] + beside, -1 - group)]
 
 
-def _slot_waits(flow: Dataflow, first: list[list[int]], last: _Last) -> Iterator[tuple[int, Wait]]:
+def _slot_waits(flow: Dataflow, first: list[list[int]], last: _Last) -> Iterator[tuple[int, Iterable[Wait]]]:
     """Yield the waits for the sends that read a slot, before another microbatch takes it.
 
     What a rank sends and what it receives in one batch are different parts of a slot, so for the sends of the
@@ -209,7 +212,7 @@ def _slot_waits(flow: Dataflow, first: list[list[int]], last: _Last) -> Iterator
             if op in COMPUTE:
                 ended += [(begin + place, sent) for sent in late.pop(key, ())]
             for number, (sent, other, message) in ended:
-                yield rank, (number, begin + place, other, last[rank, other][sent], message)
+                yield rank, [(number, begin + place, other, last[rank, other][sent], message)]
             if op in SENDS:
                 sends[key].append((step, flow.routes[op, stage, peer].other, flow.carried(instruction)))
 
@@ -217,18 +220,18 @@ def _slot_waits(flow: Dataflow, first: list[list[int]], last: _Last) -> Iterator
 def _run(steps: list[list[int]], waits: list[list[Wait]]) -> list[list[int]]:
     """Run all ranks from wait to wait, as far as they come; return ``late`` of the run."""
     numbers = [[wait[0] for wait in of_rank] for of_rank in waits]
-    late: list[list[int]] = [[] for _ in waits]
+    late: list[list[int]] = [[0] for _ in waits]
     blocked: list[list[tuple[int, int]]] = [[] for _ in waits]  # by rank: the waits to end, and who waits
 
     def run(rank: int) -> Iterator[None]:
-        mine, lost = late[rank], 0
+        mine, here, lost = late[rank], steps[rank], 0
         for _, at, other, awaited, _ in waits[rank]:
-            before = bisect_left(numbers[other], awaited)
-            if before > len(late[other]):
-                blocked[other].append((before, rank))
+            before, past = bisect_left(numbers[other], awaited), late[other]
+            if before >= len(past):
+                heappush(blocked[other], (before, rank))
                 yield
-            begun = steps[other][awaited] + (late[other][before - 1] if before else 0)
-            lost = max(lost, begun - steps[rank][at])
+            if (more := steps[other][awaited] + past[before] - here[at]) > lost:
+                lost = more
             mine.append(lost)
 
     ready = list(range(len(waits)))
@@ -236,10 +239,8 @@ def _run(steps: list[list[int]], waits: list[list[Wait]]) -> list[list[int]]:
     while ready:
         rank = ready.pop()
         next(runs[rank], None)
-        if blocked[rank]:
-            past = len(late[rank])
-            ready += [waiter for before, waiter in blocked[rank] if before <= past]
-            blocked[rank] = [entry for entry in blocked[rank] if entry[0] > past]
+        while blocked[rank] and blocked[rank][0][0] < len(late[rank]):
+            ready.append(heappop(blocked[rank])[1])
     return late
 
 
