@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import ppfunc as pp
 from ppfunc.tuning import tune
+from ppfunc.tuning.cuts import rows_of
 from ppfunc.tuning.times import MICROBATCHES, concurrency_of, seconds_of, times_of
-from ppfunc.tuning.tune import rows_of
 from tests.models import squared
 
 D, ROWS = 16, 8
@@ -199,9 +199,9 @@ def test_of_what_does_not_fit_the_table_shows_the_smallest(every):
     [
         ({"grids": [(2, 2)]}, ValueError, r"grids: got \(2, 2\).*whose product is 2"),
         (
-            {"grids": [(2, 1, 1)]},
+            {"grids": [(2, 1, 2)]},
             ValueError,
-            r"grids: got \(2, 1, 1\).*how ranks cut tensors is not searched",
+            r"grids: got \(2, 1, 2\).*tensor ranks\), whose product is 2",
         ),
         (
             {"host": 1e9},

@@ -16,8 +16,9 @@ def add_tune(commands: Any) -> None:
         "tune",
         help="rank grids, cuts, schedules, rematerialisation and shards for a model, with torch",
         description=(
-            "FUNCTION of the file FILE, which is run, returns a dictionary of arguments of ppfunc.tune; the"
-            " options here come before those. Ctrl-C ends the search with the best so far."
+            "FUNCTION of the file FILE, which is run, returns a dictionary of arguments of ppfunc.tune, such"
+            " as grids, and tensor=, which lays the model over tensor ranks; the options here come before"
+            " those. Ctrl-C ends the search with the best so far."
         ),
         example="  ppfunc tune train.py:arguments --ranks 8 --memory 80e9 --out frontier.svg",
     )

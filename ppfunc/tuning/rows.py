@@ -3,38 +3,18 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ppfunc.runtime.lowering.ledger import Memory
-from ppfunc.runtime.transport.grid import ShardWhat
 from ppfunc.schedule import Schedule, Timeline
 from ppfunc.schedule.formats.elements import amount, short
 from ppfunc.schedule.formats.scatter import Point, draw
 from ppfunc.schedule.table import show_table, table
 from ppfunc.training import Trainer
 
+from .choices import Choice
+
 _OVER = 3  # rows of a table that do not fit
-
-
-class Choice(NamedTuple):
-    """Hold the choices of a row beside its schedule.
-
-    Args:
-        pipe, data: ranks of a pipeline, and pipelines.
-        microbatch: rows of a microbatch.
-        remat: of the engine, ``engines.graph(remat=...)``.
-        shard: of the transport, ``P2P(mesh=..., axes=..., shard=...)``.
-    """
-
-    pipe: int
-    data: int
-    microbatch: int
-    remat: Any
-    shard: ShardWhat
-
-    def __str__(self) -> str:
-        grid = f"{self.pipe} x {self.data}, shard {self.shard}" if self.data > 1 else f"{self.pipe}"
-        return f"ranks {grid}, microbatches of {self.microbatch}, remat {self.remat}"
 
 
 class Row(NamedTuple):
@@ -51,6 +31,8 @@ class Row(NamedTuple):
         binds: what is short: the bytes, or the time, of which rank.
         make: ``make(transport=None) -> Trainer``, whose parameters are those of ``pp.split(model, args,
             at=row.at)``. Several pipelines take ``P2P(mesh=mesh, axes=Axes("pp", data="dp"), shard=...)``.
+            With tensor ranks it takes ``Axes("pp", data="dp", model="tp")``, and parameters are those of
+            ``pp.split(tensor(mesh["tp"]), args, at=row.at)``.
     """
 
     choice: Choice
@@ -90,7 +72,7 @@ class Tuning:
         memory: the limit.
         complete: whether the search came to its end.
         waiting: how many candidates were left: slower than the rows that fit, or too large.
-        refused: schedules that the numbers do not allow, with the reasons.
+        refused: schedules and tensor ranks that the numbers do not allow, with the reasons.
     """
 
     rows: tuple[Row, ...]
@@ -123,7 +105,8 @@ class Tuning:
         more = f"{len(self.rows) - len(rows)} more do not fit; " if len(rows) < len(self.rows) else ""
         end = "" if self.complete else "; interrupted"
         text = table(["seconds", "bound", "peak", "configuration", "what binds"], cells)
-        return f"{text}\n{more}{self.waiting} candidates were left{end}"
+        refused = f", {len(self.refused)} refused" if self.refused else ""
+        return f"{text}\n{more}{self.waiting} candidates were left{refused}{end}"
 
     _repr_pretty_ = show_table
 

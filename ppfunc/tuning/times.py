@@ -3,8 +3,10 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
+from operator import add
 from typing import Any
 
 import torch
@@ -29,19 +31,27 @@ from ppfunc.splitter import Split
 from ppfunc.stage import Engine, StageProgram
 from ppfunc.stage._torch import TorchDispatchMode
 from ppfunc.stage.device import accelerates
+from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.training import Trainer
 from ppfunc.training.lowered import on_meta
 
 MICROBATCHES = 3  # of a step that is timed: most of them add to sums of gradients, as in a step of many
 _STEPS = 6  # that are measured, the first of which is not counted
+_PROGRAMS = ("forward", "backward", "backward_input", "backward_weight")
 _BUSY = COMPUTE | SENDS | {Op.UNSHARD, *TAIL}
 
 Speeds = tuple[float, float] | None
+Ring = tuple[int, float, float]
+"""Tensor ranks, seconds of a message, and bytes per second."""
 
 
 def times_of(
-    make: Callable[[Split, Schedule], Trainer], parts: Split, batch: tuple[Any, Any], speeds: Speeds
+    make: Callable[[Split, Schedule], Trainer],
+    parts: Split,
+    batch: tuple[Any, Any],
+    speeds: Speeds,
+    ring: Ring = (1, 0, inf),
 ) -> Costs:
     """Return the costs of every stage: of whole backwards, of I and W apart, of updates; bytes as lowered.
 
@@ -52,6 +62,7 @@ def times_of(
             reads the gradients, and reads and writes parameters and optimizer. None to run every stage on one
             rank: each has the least over some steps of the median of its microbatches, since what other
             processes take of this machine only adds.
+        ring: over which the collectives of stages are counted in either case.
     """
     count = len(parts.stages)
     schedule = looped_bfs(1, MICROBATCHES, count) if speeds is None else gpipe(count, MICROBATCHES)
@@ -63,12 +74,19 @@ def times_of(
         whole, halves = zip(*timed[1:], strict=True)
         f, b, step = (_least(vars(c)[k] for c in whole) for k in ("forward", "backward_input", "step"))
         i, w = (_least(vars(c)[k] for c in halves) for k in ("backward_input", "backward_weight"))
-        return lowered.costs(Costs(f, i, w, tuple(2 * seconds for seconds in b), step=step))
-    counter, meta = partial(_Roofline, *speeds), both[0].init(on_meta(parts.params), on_meta(parts.state))
+        times = lowered.costs(Costs(f, i, w, tuple(2 * seconds for seconds in b), step=step))
+        if ring[0] == 1:
+            return times
+        sent = vars(times_of(make, parts, batch, (inf, inf), ring))
+        return replace(times, **{k: tuple(map(add, vars(times)[k], sent[k])) for k in _PROGRAMS})
+    counter, meta = (
+        partial(_Roofline, *speeds, ring),
+        both[0].init(on_meta(parts.params), on_meta(parts.state)),
+    )
     counts = [list(zip(*each.cost_analysis(counter).values(), strict=True)) for each in (lowered, apart)]
     f, b, i, w = (tuple(x / MICROBATCHES for x in xs) for xs in (*counts[0][:2], *counts[1][2:]))
     moved = ([p, p, p, meta.optimizer[stage], meta.optimizer[stage]] for stage, p in meta.params.items())
-    step = tuple(sum(leaf.nbytes for leaf in tree_leaves(tree)) / speeds[1] for tree in moved)
+    step = tuple(sum(local(leaf).nbytes for leaf in tree_leaves(tree)) / speeds[1] for tree in moved)
     return lowered.costs(Costs(f, i, w, b, step=step))
 
 
@@ -123,25 +141,36 @@ def _least(rows: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
 
 
 class _Roofline(TorchDispatchMode):
-    """Adds up the seconds of operators: operations or bytes, what takes longer. Views take no time."""
+    """Adds up the seconds of operators: operations or bytes, what takes longer. Views take no time.
 
-    def __init__(self, flops: float, bytes: float) -> None:
+    Collectives pass parts around a ring of ranks, of which sums take two rounds.
+    """
+
+    def __init__(self, flops: float, bytes: float, ring: Ring) -> None:
         super().__init__()
-        self._flops, self._bytes, self._seconds = flops, bytes, 0.0
+        self._flops, self._bytes, self._ring, self._seconds = flops, bytes, ring, 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not func.is_view:
+        if func.namespace == "_c10d_functional":
+            ranks, latency, bandwidth = self._ring
+            size = max(map(_bytes_of, ((args, kwargs), result)))
+            rounds = 0 if "wait" in str(func) else 2 if "all_reduce" in str(func) else 1
+            self._seconds += rounds * (ranks - 1) * (latency + size / ranks / bandwidth)
+        elif not func.is_view:
             counted = flop_registry.get(func._overloadpacket, lambda *args, **kwargs: 0)
             operations = counted(*args, **(kwargs or {}), out_val=result)
-            leaves = tree_leaves([args, kwargs, result])
-            moved = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+            moved = _bytes_of([args, kwargs, result])
             self._seconds += max(operations / self._flops, moved / self._bytes)
         return result
 
     def get_total_flops(self) -> float:
         """Return the seconds, where a counter of operations returns these."""
         return self._seconds
+
+
+def _bytes_of(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def remembering(engine: Engine) -> Engine:

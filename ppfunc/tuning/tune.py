@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache, partial
 from heapq import heappop, heappush
 from inspect import signature
-from itertools import count, product
+from itertools import count
 from math import inf
 from typing import Any, Literal, get_args
 
@@ -15,22 +15,24 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ppfunc._checks import require_counts
+from ppfunc._checks import require_counts, require_type
 from ppfunc._text import naming_arguments
 from ppfunc.runtime import Axes, OnPaper, Transport
 from ppfunc.runtime.transport.grid import ShardWhat
 from ppfunc.schedule import BUILDERS, Costs, Schedule, Timeline, find_builder, one_f_one_b, plan, simulate
 from ppfunc.schedule.overview import bound_of_order
-from ppfunc.splitter import Split, split
-from ppfunc.stage import Engine, Loss, graph
+from ppfunc.splitter import Split
+from ppfunc.stage import Engine, Loss, StageError, graph
 from ppfunc.stage.device import accelerates
-from ppfunc.stage.tree import tree_leaves, tree_map
+from ppfunc.stage.tree import tree_leaves
 from ppfunc.training import Trainer
 from ppfunc.training.calls import completed
 from ppfunc.training.lowered import on_meta
 from ppfunc.training.optim import Optimizer
 
-from .rows import Choice, Row, Tuning, binding
+from .choices import Choice, choices_of, grids_of
+from .cuts import Cuts, Lay, rows_of, tensor_axis
+from .rows import Row, Tuning, binding
 from .times import (
     MICROBATCHES,
     Speeds,
@@ -57,7 +59,8 @@ def tune(
     optimizer: Optimizer,
     batch: int | None = None,
     memory: float = inf,
-    grids: Literal["any"] | Sequence[tuple[int, int]] = "any",
+    grids: Literal["any"] | Sequence[tuple[int, ...]] = "any",
+    tensor: Lay | None = None,
     schedules: Sequence[str] = TRAINING,
     microbatch: Sequence[int] | None = None,
     remat: Sequence[Any] = ("cheap", "full"),
@@ -87,14 +90,18 @@ def tune(
         optimizer, options: as of :class:`ppfunc.Trainer`.
         batch: rows of a step, of all pipelines; by default those of ``args``.
         memory: bytes of a rank; by default without limit.
-        grids: ``(ranks of a pipeline, pipelines)`` to try; ``"any"`` for all that ``ranks`` allows.
+        grids: ``(ranks of a pipeline, pipelines)`` to try, or ``(ranks of a pipeline, data ranks, tensor
+            ranks)``; ``"any"`` for all that ``ranks`` allows.
+        tensor: ``tensor(mesh) -> module``, which lays a copy of the model over one axis of a mesh by torch's
+            plan, such as ``lambda mesh: parallelize_module(copy.deepcopy(model), mesh, plan)``. The split is
+            cut at the same modules, between which activations are plain tensors. None for no tensor ranks.
         schedules: names of ``ppfunc list``; of one rank, always ``1f1b``.
         microbatch: rows of a microbatch to try; by default the powers of two that leave at least one
             microbatch per rank.
         remat: of :func:`ppfunc.engines.graph`, the one that computes least again first.
         shard: of :class:`ppfunc.P2P`, for several pipelines.
-        latency, bandwidth: seconds of a message and bytes per second, between ranks of a pipeline and between
-            data ranks; by default messages take no time.
+        latency, bandwidth: seconds of a message and bytes per second, between ranks of a pipeline, data ranks
+            and tensor ranks, whose collectives go around a ring; by default messages take no time.
         host: bytes per second between a device and its host, in each direction; None if nothing is to move.
         speeds: floating point operations and bytes per second of a device, over which those of every
             operator are counted; nothing runs then.
@@ -110,9 +117,9 @@ def tune(
 
     Raises:
         ValueError: numbers out of range, or that do not divide, or names that do not exist; a model with
-            DTensors, since how ranks cut tensors is not searched; a host for a model on the CPU or meta,
-            whose residuals stay; a process group that is there: during the call one of torch's backend
-            ``fake`` stands for the ranks.
+            DTensors, whose tensor ranks cannot vary; a host for a model on the CPU or meta, whose residuals
+            stay; a process group that is there: during the call one of torch's backend ``fake`` stands for
+            the ranks.
         StageError, TypeError: as :func:`ppfunc.split`; arguments of other types.
     """
     if not (sizes := [len(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.ndim]):
@@ -120,7 +127,8 @@ def tune(
     batch = sizes[0] if batch is None else batch
     require_counts(ranks=ranks, batch=batch, top=top)
     require_numbers(memory, effort, latency, speeds, bandwidth=bandwidth, host=host, cores=cores)
-    choices = list(_choices(ranks, batch, grids, microbatch, remat, shard))
+    require_type("tensor", tensor, Callable | None, "a function of a mesh that lays the model over it")
+    choices = list(choices_of(ranks, batch, grids_of(ranks, grids, tensor), microbatch, remat, shard))
     builders = {name: find_builder(name) for name in schedules}
     if not choices or not builders:
         raise ValueError("grids, schedules, microbatch, remat or shard: got nothing to try, expected some")
@@ -131,7 +139,7 @@ def tune(
         return Trainer(parts, loss_fn, schedule, optimizer, to, engine=engine, **options)
 
     search = Candidates(
-        partial(_cut, model, args), trainer, (args, targets), choices, builders, batch, memory,
+        Cuts(model, rows_of(args, 1), tensor), trainer, (args, targets), choices, builders, batch, memory,
         (latency, bandwidth, host), speeds, concurrency_of(model, cores, speeds), effort,
     )  # fmt: skip
     complete, hook = True, sys.excepthook
@@ -149,45 +157,11 @@ def tune(
     return Tuning(tuple(rows), memory, complete, len(search.heap), search.refused)
 
 
-def _cut(model: torch.nn.Module | Split, args: Any, stages: int | None) -> Split:
-    """Split a model into so many stages, or into as few as there may be."""
-    cut = model if isinstance(model, Split) else split(model, rows_of(args, 1), at=stages or 1)
-    if stages not in (None, len(cut.stages)):
-        raise ValueError(f"{stages} stages, and the model was split into {len(cut.stages)}")
-    return cut
-
-
-def _choices(
-    ranks: int, batch: int, grids: Any, sizes: Sequence[int] | None, remats: Sequence[Any],
-    shards: Sequence[ShardWhat],
-) -> Iterator[Choice]:  # fmt: skip
-    """List what is chosen beside the schedule."""
-    every = [(p, ranks // p) for p in range(1, ranks + 1) if ranks % p == 0]
-    powers = [2**n for n in range(batch.bit_length()) if batch % (ranks * 2**n) == 0]
-    if sizes is None and not powers:
-        raise ValueError(f"batch: got {batch} rows, expected a multiple of the {ranks} ranks, or microbatch=")
-    for size, remat, grid in product(
-        powers if sizes is None else sizes, remats, every if grids == "any" else grids
-    ):
-        require_counts(microbatch=size)
-        if tuple(grid) not in every:
-            raise ValueError(
-                f"grids: got {grid}, expected (ranks of a pipeline, pipelines) whose product is {ranks}; how"
-                " ranks cut tensors is not searched"
-            )
-        if batch % (grid[1] * size):
-            raise ValueError(
-                f"microbatch: got {size}, expected a divisor of {batch} rows over {grid[1]} pipelines"
-            )
-        for each in shards if grid[1] > 1 else get_args(ShardWhat)[:1]:
-            yield Choice(grid[0], grid[1], size, remat, each)
-
-
 class Candidates:
     """Holds the configurations by the least seconds that they can take, and what is known of their parts.
 
     Args:
-        parts_of: splits the model into so many stages, or into as few as there may be.
+        cuts: the model in stages, over tensor ranks.
         trainer: makes a trainer of stages, schedule, engine and transport.
         rows: inputs and targets.
         choices: to try, those with the least remat first.
@@ -198,7 +172,7 @@ class Candidates:
     """
 
     def __init__(
-        self, parts_of: Callable[[int | None], Split], trainer: Callable[..., Trainer], rows: tuple[Any, Any],
+        self, cuts: Cuts, trainer: Callable[..., Trainer], rows: tuple[Any, Any],
         choices: Sequence[Choice], builders: Mapping[str, Callable[..., Schedule]], batch: int, memory: float,
         link: tuple[float, float, float | None], speeds: Speeds, concurrency: float, effort: float,
     ) -> None:  # fmt: skip
@@ -207,10 +181,10 @@ class Candidates:
         self._link, self._speeds, self._concurrency = link, speeds, concurrency
         self.heap, self.rows, self.refused = list[Any](), list[Row](), dict[str, str]()
         self._numbers, self._seen = count(), set[Any]()
-        self._parts, self._costs = cache(parts_of), cache(self._measure)
+        self._cuts, self._costs = cuts, cache(self._measure)
         self._engine = cache(lambda remat: remembering(graph(remat=remat)))
-        for size in dict.fromkeys(choice.microbatch for choice in choices):
-            self._push(0, "times", self._times, size)
+        for choice in {(choice.tensor, choice.microbatch): choice for choice in choices[::-1]}.values():
+            self._push(0, "times", self._times, choice)
 
     def steps(self, top: int) -> Iterator[str]:
         """Take the best candidate a step further until so many rows fit; yield the name of each step.
@@ -221,10 +195,12 @@ class Candidates:
             *_, name, step = heappop(self.heap)
             try:
                 self.rows += filter(None, [step()])
-            except ValueError as error:
-                if name in ("times", "row"):
+            except (ValueError, StageError) as error:
+                choice, known = step.args[0], isinstance(error, ValueError) and name != "times"
+                if name == "row" or not (known or choice.tensor > 1):
                     raise
-                self.refused[f"{name} of {step.args[0].pipe} ranks"] = str(error)
+                of = f"{choice.tensor} tensor" if name == "times" else choice.pipe
+                self.refused[f"{name} of {of} ranks"] = str(error)
             yield name
 
     def _push(self, key: float, name: str, step: Callable[..., Any], *args: Any, late: bool = False) -> None:
@@ -232,15 +208,16 @@ class Candidates:
 
     # -- costs
 
-    def _measure(self, size: int, remat: Any, stages: int | None) -> Costs:
+    def _measure(self, size: int, tensor: int, remat: Any, stages: int | None) -> Costs:
         """Time so many stages in microbatches of a size."""
         batch = (rows_of(tree, MICROBATCHES * size) for tree in self._inputs)
-        make = partial(self._trainer, engine=self._engine(remat))
-        return times_of(make, self._parts(stages), tuple(batch), self._speeds)
+        make, (latency, bandwidth, _) = partial(self._trainer, engine=self._engine(remat)), self._link
+        ring = tensor, latency, bandwidth
+        return times_of(make, self._cuts.of(stages, tensor), tuple(batch), self._speeds, ring)
 
     def _of_stages(self, choice: Choice, stages: int) -> Costs:
         """Return the costs of stages, with messages, sums over data ranks and over replicas, and updates."""
-        costs, d = self._costs(choice.microbatch, choice.remat, stages), choice.data
+        costs, d = self._costs(choice.microbatch, choice.tensor, choice.remat, stages), choice.data
         names, (latency, bandwidth, host) = ("bytes", "parameters", "step", "activation"), self._link
         sent, sizes, steps, kept = ([costs.of(name, s) for s in range(stages)] for name in names)
         seconds = [size / 2 / bandwidth for size in sizes]  # of all gradients
@@ -258,12 +235,13 @@ class Candidates:
 
     # -- the steps of a candidate
 
-    def _times(self, size: int) -> None:
+    def _times(self, like: Choice) -> None:
         """Time as few stages as there may be, which bounds the choices: to compute again takes longer."""
-        costs = self._costs(size, self._choices[0].remat, None)
+        size, tensor = like.microbatch, like.tensor
+        costs = self._costs(size, tensor, self._choices[0].remat, None)
         apart, stages = replace(costs, backward=None), range(len(costs.forward))
         work = sum(costs.forward) + sum(min(costs.backward_of(n), apart.backward_of(n)) for n in stages)
-        for choice in (choice for choice in self._choices if choice.microbatch == size):
+        for choice in (c for c in self._choices if (c.microbatch, c.tensor) == (size, tensor)):
             bound = work * self._batch / size / choice.data / choice.pipe
             for name, build in (self._builders if choice.pipe > 1 else {"1f1b": one_f_one_b}).items():
                 self._push(bound, name, self._schedule, choice, build)
@@ -289,7 +267,10 @@ class Candidates:
         ]
         of_ranks = [sum(held[s] for s in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
         least = max(map(sum, zip(of_ranks, timeline.peak_activations, strict=True)))
-        late, seconds = least > self._memory, seconds_of(timeline, costs, self._concurrency / choice.data)
+        late, seconds = (
+            least > self._memory,
+            seconds_of(timeline, costs, self._concurrency / choice.data / choice.tensor),
+        )
         found = choice, schedule, costs, timeline, seconds
         self._push(least if late else seconds, "row", self._row, *found, late=late)
 
@@ -297,9 +278,11 @@ class Candidates:
         self, choice: Choice, schedule: Schedule, costs: Costs, timeline: Timeline, seconds: float
     ) -> Row:
         """Find the peak of every rank; then plan for the same placement, if that can be faster."""
-        parts, rows = self._parts(len(set(schedule.model_stages))), self._batch // choice.data
-        mesh = init_device_mesh("cpu", (choice.pipe, choice.data), mesh_dim_names=("pp", "dp"))
-        paper = OnPaper(mesh=mesh, axes=Axes("pp", data="dp"), shard=choice.shard)
+        stages, rows = len(set(schedule.model_stages)), self._batch // choice.data
+        parts = self._cuts.of(stages, choice.tensor)
+        sizes, axes = choice[:3], Axes("pp", data="dp", model=self._cuts.axis)
+        mesh = init_device_mesh(self._cuts.device, sizes, mesh_dim_names=("pp", "dp", self._cuts.axis))
+        paper = OnPaper(mesh=mesh, axes=axes, shard=choice.shard)
         trainer = self._trainer(parts, schedule, self._engine(choice.remat), paper)
         batch = (rows_of(on_meta(tree), rows) for tree in self._inputs)
         memory = trainer.lower(parts.params, *batch, state=parts.state).memory_analysis()
@@ -312,7 +295,7 @@ class Candidates:
                 left = [self._memory - p + a for p, a in zip(peaks, timeline.peak_activations, strict=True)]
                 self._push(bound, "plan", self._plan, choice, schedule, costs, left)
         fits, make = max(peaks) <= self._memory, partial(self._make, choice, schedule, parts)
-        binds = binding(memory, timeline, seconds, self._concurrency / choice.data, fits)
+        binds = binding(memory, timeline, seconds, self._concurrency / choice.data / choice.tensor, fits)
         return Row(choice, schedule, parts.at, seconds, bound, peaks, fits, binds, make)
 
     def _plan(self, choice: Choice, like: Schedule, costs: Costs, left: list[float]) -> None:
@@ -326,21 +309,14 @@ class Candidates:
         self, choice: Choice, schedule: Schedule, parts: Split, transport: Transport | None = None
     ) -> Trainer:
         """Make the trainer of a row; see :class:`Row`."""
-        shard = "none" if transport is None else transport.shard
-        if shard != choice.shard or (transport is None and choice.data > 1):
+        shard, axis = "none" if transport is None else transport.shard, tensor_axis(transport)
+        tensor = 1 if axis is None else axis.size()
+        if (shard, tensor) != (choice.shard, choice.tensor) or (transport is None and choice.data > 1):
+            model = ", model='tp'" if choice.tensor > 1 else ""
             raise ValueError(
                 f"transport: got {transport}, with shard={shard!r}, expected P2P(mesh=mesh, axes=Axes('pp',"
-                f" data='dp'), shard={choice.shard!r}) of a mesh of {choice.pipe} x {choice.data} ranks"
+                f" data='dp'{model}), shard={choice.shard!r}) of a mesh of {choice.grid} ranks"
             )
+        if axis is not None and tensor > 1:
+            parts = self._cuts.over(axis, parts.at)
         return self._trainer(parts, schedule, graph(remat=choice.remat), transport)
-
-
-def rows_of(tree: Any, rows: int) -> Any:
-    """Return so many rows of a batch, which begin anew after the last; values other than tensors stay."""
-
-    def taken(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return leaf[torch.arange(rows, device=leaf.device) % len(leaf)]
-
-    return tree_map(taken, tree)
