@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -109,11 +110,16 @@ def caller_stack() -> tuple[Frame, ...]:
     frames, frame = [], sys._getframe(1)
     while frame is not None and len(frames) < _DEPTH:
         file = frame.f_code.co_filename
-        ours = file.startswith(_HERE) and not os.path.basename(file).startswith("test_")
-        if not ours and not file.startswith((_TORCH, "<")):
+        if _is_told(file):
             frames.append((file, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     return tuple(frames)
+
+
+@cache
+def _is_told(file: str) -> bool:
+    ours = file.startswith(_HERE) and not os.path.basename(file).startswith("test_")
+    return not ours and not file.startswith((_TORCH, "<"))
 
 
 def caller_place(depth: int = 1) -> str:

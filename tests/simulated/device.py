@@ -100,7 +100,8 @@ class Device(Streams):
             stream.issued = stream.clock[stream] = number
             stream.tasks.append(Task(number, what, run, ready))
             self._latest = time.monotonic()
-            self.changed.notify_all()
+            if self._awaited:  # else the worker would wake for nothing
+                self.changed.notify_all()
             return self.mark(stream)
 
     def _regions(self, shown: Iterable[Any]) -> list[Region]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import optree
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from optree import tree_unflatten
 
 from .device import Device
 from .graphs import next_seed
@@ -65,7 +67,7 @@ class Operators:
         outputs = [None if t is None else device.host_view(t) for t in made]
         writes = [t for t in made if t is not None]
         device.issue(stream, name, call.bound(device, seed, outputs), call.read(), writes)
-        return tree_unflatten(made, shown[1])
+        return tree_unflatten(shown[1], made)
 
     def _shown(self, call: _Call) -> tuple[list[Any], Any]:
         """Return size, stride and dtype of the results, by a call on meta tensors."""
@@ -110,7 +112,7 @@ class Operators:
         run = call.bound(device, seed)
         mark = device.issue(stream, name, lambda: results.append(run()), call.read())
         device.wait(_KINDS.get(name, name), mark)
-        return tree_map_only(torch.Tensor, lambda host: self._uploaded(host, stream), results[0])
+        return _map_tensors(lambda host: self._uploaded(host, stream), results[0])
 
     def _uploaded(self, host: torch.Tensor, stream: Stream) -> torch.Tensor:
         made = self.device.memory.empty(host.size(), host.stride(), host.dtype, stream.device)
@@ -120,13 +122,13 @@ class Operators:
 
     def _view(self, op: Any, args: Any, kwargs: Any) -> Any:
         base = args[0]
-        shown = op(*tree_map_only(torch.Tensor, self.device.host_view, args), **kwargs)
+        shown = op(*_map_tensors(self.device.host_view, args), **kwargs)
 
         def again(host: torch.Tensor) -> torch.Tensor:
             made = aten.view.dtype(base, host.dtype) if host.dtype != base.dtype else aten.alias(base)
             return aten.as_strided_(made, host.size(), host.stride(), host.storage_offset())
 
-        return tree_map_only(torch.Tensor, again, shown)
+        return _map_tensors(again, shown)
 
     # Operators that need more than their schema tells
 
@@ -260,7 +262,7 @@ class _Call:
 
     def on(self, change: Callable[[Any], Any]) -> Any:
         """Call it with changed leaves, and with no generator."""
-        args, kwargs = tree_unflatten([change(leaf) for leaf in self.flat], self._spec)
+        args, kwargs = tree_unflatten(self._spec, [change(leaf) for leaf in self.flat])
         kwargs.pop("generator", None)
         return self.op(*args, **kwargs)
 
@@ -285,7 +287,7 @@ class _Call:
         hosts = [_on_host(device, leaf) for leaf in self.flat]
 
         def run() -> Any:
-            args, kwargs = tree_unflatten(hosts, spec)
+            args, kwargs = tree_unflatten(spec, hosts)
             if seed is not None:
                 kwargs["generator"] = torch.Generator().manual_seed(seed[0])
             results = op(*args, **kwargs)
@@ -296,6 +298,14 @@ class _Call:
             return results
 
         return run
+
+
+tree_flatten = partial(optree.tree_flatten, none_is_leaf=True)
+
+
+def _map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    leaves, spec = tree_flatten(tree)
+    return tree_unflatten(spec, [change(x) if isinstance(x, torch.Tensor) else x for x in leaves])
 
 
 def _tensor_of(value: Any, argument: Any) -> Any:
