@@ -182,6 +182,8 @@ MISTAKES = {
     "a state alone": (lambda: pp.checkpoint.save(STATE), "save(folder, state); it takes folder, state"),
     "a split that is called": (lambda: SPLIT(INPUTS), "pp.evaluate(split, None, schedule, return_outputs"),
     "a split that is saved": (lambda: pickle.dumps(SPLIT), "split the model in each process"),
+    "a trainer that is pickled": (lambda: pickle.dumps(TRAINER), "make a trainer in each process"),
+    "a trainer that is copied": (lambda: deepcopy(TRAINER), "save its state by ppfunc.checkpoint.save"),
     "too few programs": (
         lambda: check(single_chain("mine", [0, 1], 1, [[F(0, 0)]])), "give a program for each rank",
     ),

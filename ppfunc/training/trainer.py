@@ -1,11 +1,10 @@
 """Train pipelines step by step: gradients, their sums and the update in one schedule."""
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from functools import partial
 from operator import call
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -132,6 +131,12 @@ class Trainer:
         """Return the schedule that trains, with its sums and updates."""
         return self._calls.schedule
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a trainer is not copied, pickled or sent to a process: save its state by ppfunc.checkpoint.save,"
+            " and make a trainer in each process"
+        )
+
     def __repr__(self) -> str:
         return f"<trainer of {self._calls.step!r}>"
 
@@ -150,7 +155,8 @@ class Trainer:
             ValueError: it places stages on other ranks, which would move the state.
             ScheduleError: it is none, or a wrong one.
         """
-        trainer = copy(self)
+        trainer = object.__new__(type(self))
+        trainer.__dict__ |= self.__dict__
         with reporting_mistakes(self.transport):
             trainer._calls = self._calls.under(schedule)
         return trainer

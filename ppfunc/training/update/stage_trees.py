@@ -52,16 +52,18 @@ class StageTrees(NamedTuple):
     def of(cls, rule: UpdateRule, ranks: TrainingRanks, stage: int, state: TrainState) -> Self:
         """Describe the trees of a stage; raise ValueError for an optimizer state of other ones."""
         leaves, treedef = tree_flatten(state.params[stage])
-        params, optimizer = rule.frozen.trained(stage, state.params[stage]), state.optimizer[stage]
-        of_state, patterns = require_state_of(rule, params, optimizer, f"state.optimizer[{stage}]")
-        moments: list[Any] = of_state.flatten_up_to(optimizer)
-        forms = form_of(leaves, treedef), form_of(moments, of_state)
         signature, cuts = Signature.of(state.params[stage]), ranks.cuts(leaves)
         fixed, again = rule.frozen.numbers(stage, signature), _further_places(ranks, stage, signature)
         trained = tuple(n for n in range(len(leaves)) if n not in fixed)
         bare = treedef.unflatten(None if n in fixed else leaf for n, leaf in enumerate(leaves))
         whole = frozenset[int]() if ranks.shards_params else fixed
         dims = tuple(None if n in whole else cut.dim for n, cut in enumerate(cuts))
+        shards = ranks.shards(list(map(local, leaves)), dims)
+        updated = treedef.unflatten(None if n in fixed else leaf for n, leaf in enumerate(shards))
+        optimizer = state.optimizer[stage]
+        of_state, patterns = require_state_of(rule, updated, optimizer, f"state.optimizer[{stage}]")
+        moments: list[Any] = of_state.flatten_up_to(optimizer)
+        forms = form_of(leaves, treedef), form_of(moments, of_state)
         counted = tuple(n for n in trained if n not in again and _counts(ranks, cuts[n]))
         parted = frozenset(n for n, cut in enumerate(cuts) if cut.dim is None and cut.part is not None)
         of_bare = form_of(*tree_flatten(bare))

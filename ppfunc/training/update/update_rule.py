@@ -2,6 +2,7 @@
 
 import reprlib
 from collections.abc import Sequence
+from contextlib import suppress
 from math import inf
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -242,6 +243,9 @@ def require_state_of(
 ) -> tuple[PyTreeSpec, dict[str, bool]]:
     """Return the structure of a state of the optimizer, with keys in the order of these parameters.
 
+    Args:
+        params: of a stage, those that train: the parts that this rank updates.
+
     Returns:
         That, and whether each pattern of the optimizer takes one of the parameters.
 
@@ -252,22 +256,33 @@ def require_state_of(
     ones = tree_map(_one, params)
     with preserve_rng(leaf.device for leaf in tree_leaves(ones)), noting_patterns() as used:
         made = rule.optimizer.init(ones)
+        structure = tree_structure(made)
+        sized: list[Any] = []
+        with suppress(Exception):  # one that reads values: sizes are compared where it updates
+            sized = structure.flatten_up_to(rule.optimizer.init(tree_map(_without_values, params)))
     ours, theirs = (_forms(tree, name) for tree in (made, state))
     for path in {**ours, **theirs}:
         got, expected = (forms.get(path, "nothing") for forms in (theirs, ours))
         if got != expected:
-            raise ValueError(
-                f"{path}: got {got}, expected {expected}, which the optimizer {text_of(rule.optimizer)}"
-                " keeps; go on with the optimizer whose state it is, or init anew"
-            )
-    structure = tree_structure(made)
+            raise _other(path, got, expected, rule.optimizer)
     try:
-        structure.flatten_up_to(state)
+        leaves: list[Any] = structure.flatten_up_to(state)
     except ValueError:
         raise ValueError(
             f"{name}: got the structure {tree_structure(state)}, expected {structure}, with keys in any order"
         ) from None
+    for path, *pair in zip(tree_paths(structure, name), sized, leaves, strict=False):
+        wanted, shape = (list(local(leaf).shape) for leaf in pair)
+        if shape != wanted:
+            raise _other(path, f"shape {shape}", str(wanted), rule.optimizer)
     return structure, used
+
+
+def _other(path: str, got: str, expected: str, optimizer: Optimizer) -> ValueError:
+    return ValueError(
+        f"{path}: got {got}, expected {expected}, which the optimizer {text_of(optimizer)} keeps;"
+        " go on with the optimizer whose state it is, or init anew"
+    )
 
 
 def _forms(tree: Tree, name: str) -> dict[str, str]:
@@ -275,6 +290,10 @@ def _forms(tree: Tree, name: str) -> dict[str, str]:
     leaves, treedef = tree_flatten(tree)
     pairs = zip(tree_paths(treedef, name), leaves, strict=True)
     return {path: f"{t.dtype} of {t.ndim} dimensions" for path, t in pairs}
+
+
+def _without_values(leaf: Tensor) -> Tensor:
+    return torch.empty_like(leaf, device="meta")
 
 
 def _one(leaf: Tensor) -> Tensor:

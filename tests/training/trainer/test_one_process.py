@@ -220,6 +220,25 @@ def test_stages_that_are_given_the_same_moments_are_told(warm):
             trainer.step(state._replace(optimizer=shared), x, y)
 
 
+@pytest.mark.parametrize("reads", [False, True], ids=["", "an init that reads values"])
+def test_moments_of_another_shape_are_refused_before_a_stage_runs(reads):
+    def init(params):
+        return {name: torch.zeros_like(p) * (float(p.sum()) if reads else 1) for name, p in params.items()}
+
+    ran, x = [], torch.ones(4, 3)
+    optimizer = pp.optim.Optimizer(init, lambda grads, state, params: (params, state))
+    with pp.Trainer(
+        [lambda p, x: ran.append(0) or x @ p["w"]], squared, pp.gpipe(1, 2), optimizer
+    ) as trainer:
+        state = trainer.init({0: {"w": torch.eye(3)}})
+        shape = (3,) if reads else (3, 1)  # where values are read, dimensions are counted
+        other = state._replace(optimizer={0: {"w": torch.zeros(shape)}})
+        with pytest.raises(ValueError, match=r"state.optimizer\[0\]\['w'\]: got .*, expected .*3\]|of 2 dim"):
+            trainer.step(other, x, x)
+        assert not ran
+        trainer.step(state, x, x)
+
+
 @pytest.mark.parametrize("donate", [False, True])
 def test_what_is_known_of_a_state_does_not_keep_it_alive(donate):
     stages, params, x, y = problem()
