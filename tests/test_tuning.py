@@ -15,7 +15,7 @@ import torch.distributed as dist
 import ppfunc as pp
 from ppfunc.tuning import tune
 from ppfunc.tuning.cuts import rows_of
-from ppfunc.tuning.times import MICROBATCHES, concurrency_of, seconds_of, times_of
+from ppfunc.tuning.times import MICROBATCHES, Pace, concurrency_of, seconds_of, times_of
 from tests.models import squared
 
 D, ROWS = 16, 8
@@ -87,14 +87,15 @@ def test_seconds_and_peaks_are_those_of_the_trainer_that_a_row_makes(every):
 def test_ranks_that_share_cores_compute_in_turn():
     """Two ranks of which one is always at work: one core takes all of their work, without a bubble.
 
-    With a core each they wait for none, whatever they send beside their compute.
+    With a core each they wait for none, whatever they send beside their compute. On one core what a rank
+    sends beside its compute takes as long as ever.
     """
     for sent in (0, 1):  # two of the four messages go beside compute of their rank
         timeline = pp.simulate(pp.gpipe(2, 2), costs := pp.Costs(communication=sent))
         assert [seconds_of(timeline, costs, at_once) for at_once in (2, 1, 0.5)] == [
             9 + 2 * sent,
-            12 + 2 * sent,
-            24 + 4 * sent,
+            12 + 4 * sent,
+            24 + 8 * sent,
         ]
     options = {"grids": [(2, 1), (1, 2)], "shard": ["none"], "schedules": ["gpipe"], "remat": ["none"]}
     alone, shared = (pp.tune(**arguments(cores=cores, top=100, **options)) for cores in (None, 1))
@@ -103,6 +104,20 @@ def test_ranks_that_share_cores_compute_in_turn():
     for row in shared.rows:
         times = row.seconds / apart[str(row)].seconds
         assert times == pytest.approx(2) if row.choice.data == 2 else 1 < times < 2
+
+
+def test_stages_timed_while_the_machine_is_slower_are_scaled_to_its_first_pace():
+    """What was timed first is timed again beside the others, and there takes twice the seconds."""
+
+    def step(work):
+        seconds = work * slower
+        return None, pp.simulate(pp.one_f_one_b(1, 3), pp.Costs(seconds, seconds / 2, seconds / 2))
+
+    pace, slower = Pace(), 1
+    assert pace.timed(lambda: step(3))[1] == 1
+    slower = 2
+    (timed,), scale = pace.timed(lambda: step(5))
+    assert scale == 0.5 and {costs.forward for costs in timed} == {(10,)}
 
 
 def test_cores_are_those_that_this_process_may_use(monkeypatch):

@@ -1,7 +1,6 @@
 """Find the seconds and bytes of stages: measured in this process, or counted over given speeds."""
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -46,12 +45,30 @@ Ring = tuple[int, float, float]
 """Tensor ranks, seconds of a message, and bytes per second."""
 
 
+class Pace:
+    """Repeats the step that was timed first beside all others: this machine may be slower for a while."""
+
+    def __init__(self) -> None:
+        self._first: Callable[[], Any] | None = None
+        self._seconds = 0.0
+
+    def timed(self, *steps: Callable[[], Any]) -> tuple[list[tuple[Costs, ...]], float]:
+        """Return the costs of several runs of every step, and what scales them to the pace of the first."""
+        self._first = self._first or steps[0]
+        runs = [[step()[1].costs() for step in (*steps, self._first)] for _ in range(_STEPS)]
+        *timed, first = map(tuple, zip(*runs[1:], strict=True))
+        seconds = sum(_least((*c.forward, *c.backward_input) for c in first))
+        self._seconds = self._seconds or seconds
+        return timed, self._seconds / seconds
+
+
 def times_of(
     make: Callable[[Split, Schedule], Trainer],
     parts: Split,
     batch: tuple[Any, Any],
     speeds: Speeds,
     ring: Ring = (1, 0, inf),
+    pace: Pace | None = None,
 ) -> Costs:
     """Return the costs of every stage: of whole backwards, of I and W apart, of updates; bytes as lowered.
 
@@ -63,6 +80,7 @@ def times_of(
             rank: each has the least over some steps of the median of its microbatches, since what other
             processes take of this machine only adds.
         ring: over which the collectives of stages are counted in either case.
+        pace: of the machine, by which the seconds of several calls are compared.
     """
     count = len(parts.stages)
     schedule = looped_bfs(1, MICROBATCHES, count) if speeds is None else gpipe(count, MICROBATCHES)
@@ -70,10 +88,11 @@ def times_of(
     lowered, apart = (each.lower(parts.params, *batch, state=parts.state) for each in both)
     if speeds is None:
         state = both[0].init(tree_map(torch.clone, parts.params), tree_map(torch.clone, parts.state))
-        timed = [[t.record(state, *batch, seed=(0, 0))[1].costs() for t in both] for _ in range(_STEPS)]
-        whole, halves = zip(*timed[1:], strict=True)
+        steps = [partial(t.record, state, *batch, seed=(0, 0)) for t in both]
+        (whole, halves), scale = (pace or Pace()).timed(*steps)
         f, b, step = (_least(vars(c)[k] for c in whole) for k in ("forward", "backward_input", "step"))
         i, w = (_least(vars(c)[k] for c in halves) for k in ("backward_input", "backward_weight"))
+        f, b, i, w, step = (tuple(scale * seconds for seconds in each) for each in (f, b, i, w, step))
         times = lowered.costs(Costs(f, i, w, tuple(2 * seconds for seconds in b), step=step))
         if ring[0] == 1:
             return times
@@ -120,19 +139,17 @@ def parameters_of(model: torch.nn.Module | Split) -> list[Any]:
 def seconds_of(timeline: Timeline, costs: Costs, at_once: float) -> float:
     """Return the seconds of a step of which so many ranks compute at one time, and the others in turn.
 
-    While more ranks would compute, send, or add up gradients, all of it takes longer in proportion.
+    While more would be computed, sent, or added up at one time, all of it takes longer in proportion.
     """
     if at_once >= timeline.schedule.ranks:
         return timeline.makespan
     placed = simulate(place_communication(timeline.schedule), costs)
-    rows = enumerate(placed.rows())
-    busy = [(rank, a, b) for rank, row in rows for i, a, b in row if i.op in _BUSY]
-    changes = sorted(change for rank, a, b in busy for change in ((a, 1, rank), (b, -1, rank)))
-    works, now, seconds = Counter[int](), 0.0, timeline.makespan
-    for time, change, rank in changes:
-        seconds += (time - now) * (max(1, len(+works) / at_once) - 1)
-        works[rank] += change
-        now = time
+    spans = [(a, b) for row in placed.rows() for i, a, b in row if i.op in _BUSY]
+    changes = sorted(change for a, b in spans for change in ((a, 1), (b, -1)))
+    busy, now, seconds = 0, 0.0, timeline.makespan
+    for time, change in changes:
+        seconds += (time - now) * (max(1, busy / at_once) - 1)
+        busy, now = busy + change, time
     return seconds
 
 

@@ -35,6 +35,7 @@ from .cuts import Cuts, Lay, rows_of, tensor_axis
 from .rows import Row, Tuning, binding
 from .times import (
     MICROBATCHES,
+    Pace,
     Speeds,
     concurrency_of,
     parameters_of,
@@ -142,17 +143,7 @@ def tune(
         Cuts(model, rows_of(args, 1), tensor), trainer, (args, targets), choices, builders, batch, memory,
         (latency, bandwidth, host), speeds, concurrency_of(model, cores, speeds), effort,
     )  # fmt: skip
-    complete, hook = True, sys.excepthook
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        for step in search.steps(top):
-            fitting = [row for row in search.rows if row.fits]
-            progress(step, min(fitting, key=lambda row: row.seconds, default=None))
-    except KeyboardInterrupt:
-        complete = False
-    finally:
-        dist.destroy_process_group()
-        sys.excepthook = hook  # else a traceback names the rank in every line
+    complete = search.run(top, progress)
     rows = sorted(search.rows, key=lambda r: (not r.fits, r.seconds if r.fits else max(r.peaks), r.seconds))
     return Tuning(tuple(rows), memory, complete, len(search.heap), search.refused)
 
@@ -180,11 +171,26 @@ class Candidates:
         self._batch, self._memory, self._effort = batch, memory, effort
         self._link, self._speeds, self._concurrency = link, speeds, concurrency
         self.heap, self.rows, self.refused = list[Any](), list[Row](), dict[str, str]()
-        self._numbers, self._seen = count(), set[Any]()
+        self._numbers, self._seen, self._pace = count(), set[Any](), Pace()
         self._cuts, self._costs = cuts, cache(self._measure)
         self._engine = cache(lambda remat: remembering(graph(remat=remat)))
         for choice in {(choice.tensor, choice.microbatch): choice for choice in choices[::-1]}.values():
             self._push(0, "times", self._times, choice)
+
+    def run(self, top: int, progress: Callable[[str, Row | None], object]) -> bool:
+        """Search in a group that is fake until so many rows fit; return whether nothing interrupted."""
+        hook, (pipe, data, tensor, *_) = sys.excepthook, self._choices[0]
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=pipe * data * tensor)
+        try:
+            for step in self.steps(top):
+                fitting = [row for row in self.rows if row.fits]
+                progress(step, min(fitting, key=lambda row: row.seconds, default=None))
+        except KeyboardInterrupt:
+            return False
+        finally:
+            dist.destroy_process_group()
+            sys.excepthook = hook  # else a traceback names the rank in every line
+        return True
 
     def steps(self, top: int) -> Iterator[str]:
         """Take the best candidate a step further until so many rows fit; yield the name of each step.
@@ -213,7 +219,7 @@ class Candidates:
         batch = (rows_of(tree, MICROBATCHES * size) for tree in self._inputs)
         make, (latency, bandwidth, _) = partial(self._trainer, engine=self._engine(remat)), self._link
         ring = tensor, latency, bandwidth
-        return times_of(make, self._cuts.of(stages, tensor), tuple(batch), self._speeds, ring)
+        return times_of(make, self._cuts.of(stages, tensor), tuple(batch), self._speeds, ring, self._pace)
 
     def _of_stages(self, choice: Choice, stages: int) -> Costs:
         """Return the costs of stages, with messages, sums over data ranks and over replicas, and updates."""
