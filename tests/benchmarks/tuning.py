@@ -6,11 +6,12 @@ Run by torchrun, also with more processes than cores::
 
 Unless ``--latency`` says what a message takes, it is measured. Process 0 tunes alone; the limits are those in
 which a third and two thirds of the configurations fit. Then all processes run what it takes and rows of every
-grid, schedule, microbatch and rematerialisation, in turn; the seconds of each are the least of several steps.
+grid, schedule, microbatch and rematerialisation, in turn; the seconds of each are the median of all steps.
 Printed are, for each row, predicted and measured seconds, CPU seconds of all ranks over the cores, and
-predicted over measured peaks; then the rank correlation of predicted seconds with both, and for each limit
-what tune takes over the best that fits. ``--cpu-clock`` times stages in CPU seconds, and ``--foremost`` runs
-steps before all other processes, for machines on which others run.
+predicted over measured peaks; then the rank correlation of predicted seconds with both, beside that of every
+other step with the steps between, which no prediction can exceed; and for each limit what tune takes over the
+best that fits. ``--cpu-clock`` times stages in CPU seconds, and ``--foremost`` runs all before other
+processes, for machines on which others run. Rows of a grid share a transport, whose threads wake up to wait.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from tests.benchmarks.timing import add_foremost, foremost
 from tests.storages import LiveStorages
 
 Problem = tuple[nn.Module, Tensor, Tensor, Any]
+Seconds = list[list[float]]  # of every step of every row
 
 
 class Block(nn.Module):
@@ -89,9 +91,8 @@ def message_seconds(ranks: int) -> float:
             cpu = time.process_time()
             step(params, x, x)
             least = min(least, time.process_time() - cpu)
-    every: list[Any] = [None] * ranks
-    dist.all_gather_object(every, least)
-    return float(sum(every)) / (2 * 16 * (ranks - 1))
+    dist.all_reduce(every := torch.tensor(least, dtype=torch.float64))
+    return every.item() / (2 * 16 * (ranks - 1))
 
 
 def tuned(name: str, options: argparse.Namespace, ranks: int) -> tuple[list[Any], list[float]]:
@@ -113,16 +114,16 @@ def tuned(name: str, options: argparse.Namespace, ranks: int) -> tuple[list[Any]
     return [row[:-1] for row in chosen], limits  # without the functions that make trainers
 
 
-def run(
-    name: str, rows: list[Any], options: argparse.Namespace
-) -> tuple[list[float], list[float], list[int]]:
-    """Wall and CPU seconds and peak bytes of every row on this rank."""
+def run(name: str, rows: list[Any], options: argparse.Namespace) -> tuple[Seconds, Seconds, list[int]]:
+    """Wall and CPU seconds of every step, and peak bytes, of every row on this rank."""
     model, x, y, loss_fn = problem(name)
-    trained, peaks = [], []
+    trained, peaks, links = [], [], {}
     for choice, schedule, at, *_ in rows:
         parts = pp.split(model, x, at=at)
-        mesh = init_device_mesh("cpu", (choice.pipe, choice.data), mesh_dim_names=("pp", "dp"))
-        transport = pp.P2P(mesh=mesh, axes=pp.Axes("pp", data="dp"), shard=choice.shard)
+        if (grid := (choice.pipe, choice.data)) not in links:
+            mesh = init_device_mesh("cpu", grid, mesh_dim_names=("pp", "dp"))
+            links[grid] = mesh, pp.P2P(mesh=mesh, axes=pp.Axes("pp", data="dp"), shard=choice.shard)
+        mesh, transport = links[grid]
         engine = pp.engines.graph(remat=choice.remat)
         trainer = pp.Trainer(parts, loss_fn, schedule, pp.optim.adamw(1e-3), transport, engine=engine)
         mine, size = schedule.model_stages_of(mesh.get_local_rank("pp")), options.batch // choice.data
@@ -138,32 +139,42 @@ def run(
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
         peaks.append(sum(storages.values()) + counted.peak)
         trained.append([trainer, state, batch])
-    walls, cpus = ([float("inf")] * len(rows) for _ in range(2))
+    walls, cpus = ([[] for _ in rows] for _ in range(2))
     for _ in range(options.rounds):
         for n, (trainer, state, batch) in enumerate(trained):
             dist.barrier()
             wall, cpu = time.perf_counter(), time.process_time()
             trained[n][1], _ = trainer.step(state, *batch)  # a state that no step returned is compared
-            walls[n] = min(walls[n], time.perf_counter() - wall)
-            cpus[n] = min(cpus[n], time.process_time() - cpu)
-    for trainer, _, _ in trained:
-        trainer.close()
+            walls[n].append(time.perf_counter() - wall)
+            cpus[n].append(time.process_time() - cpu)
+    for _, transport in links.values():
+        transport.close()
     return walls, cpus, peaks
 
 
+def correlation(one: Tensor, other: Tensor) -> float:
+    """Rank correlation of two series."""
+    ranks = torch.stack([series.argsort().argsort() for series in (one, other)])
+    return torch.corrcoef(ranks.double())[0, 1].item()
+
+
 def report(name: str, rows: list[Any], limits: list[float], ranks: list[Any]) -> None:
-    every = [list(zip(*each, strict=True)) for each in zip(*ranks, strict=True)]
-    walls, peaks = ([max(of) for of in each] for each in (every[0], every[2]))
-    cpus = [sum(of) / min(len(of), os.cpu_count() or 1) for of in every[1]]
+    every_wall, every_cpu, every_peak = (torch.tensor(each) for each in zip(*ranks, strict=True))
+    steps = every_wall.amax(0), every_cpu.sum(0) / min(len(ranks), os.cpu_count() or 1)
+    walls, cpus = (each.median(1).values for each in steps)
+    peaks, predicted = every_peak.amax(0).tolist(), torch.tensor([row[3] for row in rows])
     for row, wall, cpu, peak in zip(rows, walls, cpus, peaks, strict=True):
         figures = f"predicted {row[3]:.4f} s, measured {wall:.4f}, CPU {cpu:.4f}"
         print(f"{name}: {row[1].name}, {row[0]}: {figures}; peak {max(row[5]) / peak:.3f}")
-    order, *others = (torch.tensor(s).argsort().argsort() for s in ([row[3] for row in rows], walls, cpus))
-    wall, cpu = (torch.corrcoef(torch.stack([order, other]).double())[0, 1] for other in others)
-    print(f"{name}: rank correlation {wall:.3f}, with CPU seconds {cpu:.3f}")
+    wall, cpu = (correlation(predicted, each) for each in (walls, cpus))
+    again, again_cpu = (correlation(*(t[:, n::2].median(1).values for n in (0, 1))) for t in steps)
+    print(
+        f"{name}: rank correlation {wall:.3f}, with CPU seconds {cpu:.3f}; of measured ones with"
+        f" themselves {again:.3f}, of CPU seconds {again_cpu:.3f}"
+    )
     for taken, limit in enumerate(limits):
         fits = [n for n, peak in enumerate(peaks) if peak <= limit]
-        over = [seconds[taken] / min(seconds[n] for n in fits) for seconds in (walls, cpus)]
+        over = [(seconds[taken] / seconds[fits].min()).item() for seconds in (walls, cpus)]
         print(
             f"{name}: what tune takes is {over[0]:.3f} of the best of {len(fits)} that fit, of {len(rows)};"
             f" {over[1]:.3f} in CPU seconds; its peak is {peaks[taken] / limit:.3f} of {limit:.0f}",
@@ -189,6 +200,8 @@ def main() -> None:
     torch.set_num_threads(1)
     rank, size, run_id = (os.environ[k] for k in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"))
     paths = {name: Path(tempfile.gettempdir(), f"{run_id}-{size}-{name}") for name in options.models}
+    if options.foremost:
+        foremost()
     if options.latency is None:
         dist.init_process_group("gloo")
         options.latency = message_seconds(int(size))
@@ -197,16 +210,17 @@ def main() -> None:
     for name, path in paths.items() if rank == "0" else ():  # before there is a group
         path.write_bytes(pickle.dumps(tuned(name, options, int(size))))
     dist.init_process_group("gloo")
-    if options.foremost:
-        foremost()
     for name, path in paths.items():
         dist.barrier()
         rows, limits = pickle.loads(path.read_bytes())
-        ranks: list[Any] = [None] * int(size)
-        dist.all_gather_object(ranks, run(name, rows, options))
+        of_ranks = [path.with_name(f"{path.name}-{n}") for n in range(int(size))]
+        of_ranks[int(rank)].write_bytes(pickle.dumps(run(name, rows, options)))
+        dist.barrier()
         if rank == "0":
-            report(name, rows, limits, ranks)
-            path.unlink()
+            report(name, rows, limits, [pickle.loads(each.read_bytes()) for each in of_ranks])
+            for each in (path, *of_ranks):
+                each.unlink()
+    dist.barrier()
     dist.destroy_process_group()
 
 
