@@ -1,11 +1,13 @@
 """Declare and read the options for costs: times and sizes of stages."""
 
 import argparse
+import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from ppfunc.schedule.costs import Costs
+from ppfunc.schedule.formats.json import load
 from ppfunc.schedule.instruction import RESIDUAL_OPS, TAIL, Op
 from ppfunc.schedule.schedule import Schedule
 from ppfunc.schedule.timeline import Timeline
@@ -63,7 +65,10 @@ def add_cost_options(
         meaning = "what one number is for: a stage, or a rank's share of the model, as in compare"
         group.add_argument("--per", choices=("stage", "rank"), help=f"{meaning}; default: {per}")
     group.add_argument(
-        "--costs", metavar="FILE", type=Path, help="JSON as Costs.to_json writes it, such as of pp.measure"
+        "--costs",
+        metavar="FILE",
+        type=Path,
+        help="JSON as Costs.to_json writes it, such as of pp.measure, or as plan --json does",
     )
     for name, meaning in _OPTIONS.items():
         if name not in without:
@@ -96,7 +101,10 @@ def read_costs(arguments: argparse.Namespace) -> Costs | None:
             " place"
         )
     try:
-        return Costs.from_json(text_of_path(arguments.costs))
+        text = text_of_path(arguments.costs)
+        read = load(text)
+        planned = read.get("costs") if isinstance(read, dict) else None
+        return Costs.from_json(text if planned is None else json.dumps(planned))
     except ValueError as error:
         raise ValueError(f"{arguments.costs}: {error}") from None
 

@@ -63,7 +63,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add_cost_options(parser, "each stage, or each layer", without=_NOT_PLANNED, per=default)
     add_options(
         parser,
-        layers="costs are those of N layers, which are also cut into stages",
+        layers="costs are those of N layers, also cut into stages; simulate --costs reads what --json prints",
         cap="memory of a rank, in the unit of an activation; default: no limit",
         effort="how long to search; default 1, some seconds",
     )

@@ -136,3 +136,15 @@ def test_layers_are_told(run):
     assert ", layers 4 3; " in line and line.endswith("; costs per layer\n")
     _, out, _ = run("plan", "--ranks", 2, "--microbatches", 4, "--layers", 7, "--effort", 0.05, "--json")
     assert json.loads(out)["boundaries"] == [0, 4, 7]
+
+
+def test_what_a_plan_of_layers_prints_has_the_costs_for_simulate(run, tmp_path):
+    """Of layers that are not equal; `simulate` takes as long as the plan."""
+    schedule, costs = tmp_path / "plan.csv", tmp_path / "plan.json"
+    options = "--ranks", 2, "--microbatches", 4, "--layers", 5, "--forward", "1,2,3,1,1", "--effort", 0.05
+    _, out, _ = run("plan", *options, "--json", "--out", schedule)
+    costs.write_text(out)
+    code, timed, _ = run("simulate", schedule, "--costs", costs, "--json")
+    assert code == 0 and json.loads(timed)["makespan"] == json.loads(out)["makespan"]
+    code, timed, _ = run("simulate", schedule, "--json")
+    assert json.loads(timed)["makespan"] < json.loads(out)["makespan"]

@@ -119,6 +119,10 @@ def test_svg_says_what_it_shows():
     assert "weight gradient" not in to_svg(gpipe(2, 2))
 
 
+def test_svg_without_a_timeline_says_what_its_units_are():
+    assert "<title>gpipe: simulated, F, I and W take 1 each</title>" in to_svg(gpipe(2, 2))
+
+
 def test_svg_shows_measured_times_and_any_name():
     schedule = replace(gpipe(1, 2), name='<b> & "c"\x00\x1b')
     times = [[0.0, 0.011, 0.03, 0.05]], [[0.01, 0.02, 0.05, 0.08]]

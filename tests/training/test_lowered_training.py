@@ -97,7 +97,7 @@ def test_meta_tensors_and_signatures_lower_to_the_same():
     )
     lowered = [trainer.lower(*given) for given in ((params(), inputs, targets), meta, signatures)]
     assert len({each.as_text() for each in lowered}) == 1
-    assert len({str(each.memory_analysis()) for each in lowered}) == 1
+    assert len({repr(each.memory_analysis()) for each in lowered}) == 1
     assert len({str(each.cost_analysis()) for each in lowered}) == 1
 
 
@@ -208,6 +208,16 @@ def lowered_with_ties(rank, size):
 
 def test_tied_values_are_compared_when_they_are_there(two):
     assert min(two(lowered_with_ties)) > 0
+
+
+def test_the_memory_of_all_ranks_is_printed_in_a_line_for_each():
+    memory = trainer_of().lower(params(), *batch()).memory_analysis()
+    head, *lines = str(memory).splitlines()
+    assert head.split("  ")[0] == "rank" and len(lines) == len(memory) == 2
+    for (rank, held), line in zip(memory.items(), lines, strict=True):
+        words = line.split()
+        assert words[:2] == [str(rank), str(held.peak)] and str(held.at or "end") in words[:4]
+        assert words[-1] == str(held.largest[0].size) and held.largest[0].name in line
 
 
 def test_a_state_in_the_place_of_parameters_is_refused_by_name():

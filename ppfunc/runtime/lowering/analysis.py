@@ -22,7 +22,7 @@ from ..execution.buffers import Key, Tag
 from ..execution.execute import fill
 from ..transport.protocols import LossPart, Transport
 from .compile import CompiledStep, build_programs, compile_step
-from .ledger import Memory
+from .ledger import Memories
 from .lowered import BATCH, LoweredStage, LoweredStep
 from .memory import Completed, cotangents_of, empty, memory_of, residual_bytes
 from .stage_programs import StagePrograms
@@ -62,8 +62,10 @@ class Shown:
         """Return the program of every rank of this process, its stages, and its messages with their bytes."""
         return "\n".join(_text(self._lowered))
 
-    def memory_analysis(self) -> dict[int, Memory]:
+    def memory_analysis(self) -> Memories:
         """Return the bytes of every rank over the step, by running it on tensors without values.
+
+        Printed, they are a line for each rank; one of them is its tables.
 
         Programs that are compiled are counted as they are traced. A message counts at its sender until that
         has waited for it, at its receiver from when it is expected. Through memory that two processes map
@@ -73,7 +75,7 @@ class Shown:
             StageError: stages are captured in CUDA graphs, which keep more memory than is counted.
         """
         step, programs = self._lowered, self.programs()
-        return {rank: memory_of(step, programs, rank, self._completed) for rank in step.ranks}
+        return Memories((rank, memory_of(step, programs, rank, self._completed)) for rank in step.ranks)
 
     def _completed(self, step: LoweredStep, arguments: StepArguments) -> Completed:
         """Complete the arguments of a rank for :func:`memory_of`."""

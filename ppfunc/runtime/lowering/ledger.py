@@ -13,7 +13,7 @@ import torch
 
 from ppfunc.schedule import Instruction
 from ppfunc.schedule.instruction import COMMUNICATION, TAIL
-from ppfunc.schedule.table import table
+from ppfunc.schedule.table import show_table, table
 from ppfunc.stage._torch import FakeTensor, TorchDispatchMode, without_modes
 from ppfunc.stage.tree import tree_leaves
 
@@ -124,6 +124,29 @@ class Memory(NamedTuple):
             f"{self.peak} bytes at most, in {self.at or 'the end'}\n{table(['kind', 'then', 'most'], rows)}\n"
             + table(["bytes", "kind", "of", "name"], tensors)
         )
+
+
+class Memories(dict[int, Memory]):
+    """Maps ranks to what they hold; its text is a line for each."""
+
+    def __str__(self) -> str:
+        """Write of every rank its peak, where that is, the kind with most of it, and the largest tensor."""
+        rows = []
+        for rank, memory in self.items():
+            kind, size = max(memory.held._asdict().items(), key=lambda item: item[1])
+            tensor = memory.largest[0] if memory.largest else Allocation(0, "", None, "")
+            rows.append(
+                [
+                    rank,
+                    memory.peak,
+                    str(memory.at or "the end"),
+                    f"{kind} {size}",
+                    f"{tensor.name} {tensor.size}",
+                ]
+            )
+        return table(["rank", "peak in bytes", "in", "most of it", "largest tensor"], rows)
+
+    _repr_pretty_ = show_table
 
 
 @dataclass(slots=True, eq=False)

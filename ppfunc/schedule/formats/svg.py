@@ -108,6 +108,7 @@ def to_svg(
         require_width(width, 960)
     if memory is not None:
         _require_bytes(schedule, memory)
+    units = "F, I and W take 1 each" if timeline is None else "units of its costs"
     timeline = simulate(schedule) if timeline is None else timeline
     rows, whole, makespan = (
         bars_of(schedule, timeline),
@@ -122,7 +123,7 @@ def to_svg(
     most = max((size for sizes in (memory or {}).values() for size in sizes), default=0)
     numbered = _numbered(scale, rows)
     facts = _facts(schedule, timeline)
-    origin = "measured, seconds" if timeline.measured else "simulated, units of its costs"
+    origin = "measured, seconds" if timeline.measured else f"simulated, {units}"
     heading = f"{clipped(schedule.name)}: {origin}"
     elements = [
         text("ink h", _LEFT, 34, heading),

@@ -77,7 +77,8 @@ def graph(
             sizes. Sizes of 0 and 1, and of DTensors, do not vary. A stage that uses a size as anything but a
             number, or changes an attribute of a module, is traced for every form, with one warning. It reads
             only arguments and constants: a change elsewhere is not seen. The stages of a model that was split
-            are refused, and calls of the engine by anything but a step function.
+            are refused, since their code has the sizes of one trace of the model as numbers; and calls of the
+            engine by anything but a step function.
 
     Raises:
         StageError: control flow or shapes depend on values, the gradient cannot be traced, the
