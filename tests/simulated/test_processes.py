@@ -8,6 +8,7 @@ from unittest import mock
 import optree
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
@@ -71,7 +72,7 @@ def test_no_interleaving_between_processes_changes_a_bit(pool, seed):
 
 
 def failing(rank, size):
-    """A stage fails in one process; the other is told, and the next step of both is right."""
+    """A stage fails in one process, then in the other; both are told, and what they do next is right."""
     fails = [False]
 
     def stage(params, x):
@@ -80,18 +81,23 @@ def failing(rank, size):
         return dense(params, x)
 
     schedule = pp.one_f_one_b(size, 4)
-    with member_in_pool(rank, size, seed=rank, abort_takes=0.2) as (gpu, _):
+    with member_in_pool(rank, size, seed=rank, abort_takes=0.2) as (gpu, count):
         params, inputs, targets = moved(problem(schedule), "cuda")
         with pp.P2P(timeout=20) as transport:
             step = pp.value_and_grad([stage] * 2, squared, schedule, transport, engine=pp.engines.functional)
             loss, _ = step({rank: params[rank]}, inputs, targets)
-            fails[0] = rank == 1
-            with pytest.raises(pp.PipelineError, match="rank 1 failed"):
-                step({rank: params[rank]}, inputs, targets)
-            fails[0] = False
-            again, _ = step({rank: params[rank]}, inputs, targets)
-            assert torch.equal(loss, again)
+            for victim in (1, 0):
+                fails[0] = rank == victim
+                with pytest.raises(pp.PipelineError, match=f"rank {victim} failed"):
+                    step({rank: params[rank]}, inputs, targets)
+                fails[0] = False
+                for _ in range(2):
+                    again, _ = step({rank: params[rank]}, inputs, targets)
+                    assert torch.equal(loss, again)
+                dist.all_reduce(total := torch.ones(1, device="cuda"))
+                assert total.item() == size
         assert not gpu.races, gpu.races[0]
+        assert not count.faults, count.faults
 
 
 def test_a_failure_in_one_process_is_named_in_both(pool):
