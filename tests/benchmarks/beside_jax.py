@@ -7,10 +7,9 @@ Run where JAX is installed, `pip install jax`, with as many free cores as ranks:
 Each side has processes of its own, which wait while another runs; each rank is bound to a core. Gradients of
 all sides are compared first. Then sides run in turn, in rounds. Printed are, for each side, the median step
 time, on the wall and on the CPU of all ranks, its ratio to the first side round by round (the median, the
-quartiles), and its first step, imports aside. JAX runs GPipe as one program over a mesh of all ranks, in a
-process per rank, whose messages are gloo's, or in a single one; and 1F1B as programs of stages on the devices
-of a single one. Programs of ppfunc run in C++ once their library is built: the first run on a machine has it
-built.
+quartiles), and its first step, imports aside. JAX runs GPipe as one program over a mesh of all ranks, and
+1F1B as programs of stages: each in a process per rank, whose messages are gloo's, or in a single process.
+Programs of ppfunc run in C++ once their library is built: the first run on a machine has it built.
 """
 
 import argparse
@@ -36,7 +35,7 @@ from step_time import SIZES, Blocks, bind_to_core, gpt, squared, their_step
 from timing import Cost, add_foremost, foremost, measure
 
 import ppfunc as pp
-from ppfunc.schedule import BUILDERS, Op, Schedule
+from ppfunc.schedule import BUILDERS, Instruction, Op, Schedule
 
 SIDES = (
     "ppfunc 1f1b",
@@ -47,6 +46,7 @@ SIDES = (
     "torch gpipe",
     "torch-compiled 1f1b",
     "torch-compiled gpipe",
+    "jax 1f1b",
     "jax gpipe",
     "jax-single gpipe",
     "jax-single 1f1b",
@@ -194,50 +194,108 @@ def gpipe_of_jax(problem: Problem) -> Step:
     return step
 
 
-def one_f_one_b_of_jax(problem: Problem) -> Step:
-    """Programs of stages on devices of one process, which hands them out in the order of the schedule."""
+def calls_of(schedule: Schedule, mine: list[int]) -> list[Instruction]:
+    """Calls of these ranks in the order in which they begin."""
+    timeline = pp.simulate(schedule)
+    begun = [
+        (start, s, call)
+        for s in mine
+        for start, call in zip(
+            timeline.starts[s], (c for step in schedule.programs[s] for c in step), strict=True
+        )
+    ]
+    return [call for *_, call in sorted(begun, key=lambda row: row[:2])]
+
+
+class Messages:
+    """What stages hand on in a step: within this process, or by torch.distributed to the ranks of others.
+
+    Args:
+        devices: those of this process, by stage.
+        like: a message, of which all have the shape.
+    """
+
+    def __init__(self, schedule: Schedule, devices: dict[int, Any], like: torch.Tensor) -> None:
+        self.devices, self.arrived, self.sent, self.expected = devices, {}, [], {}
+        for s in devices:
+            for op, source in (Op.F, s - 1), (Op.B, s + 1):
+                if source not in devices and 0 <= source < schedule.stages:
+                    for n in range(schedule.microbatches):
+                        buffer = torch.empty_like(like)
+                        self.expected[s, n, op] = buffer, dist.irecv(buffer, source, tag=self._tag(n, op))
+
+    def _tag(self, n: int, op: Op) -> int:
+        return 2 * n + (op is Op.B)
+
+    def pass_on(self, value: Any, s: int, n: int, op: Op) -> None:
+        import jax
+
+        if s in self.devices:
+            self.arrived[s, n, op] = jax.device_put(value, self.devices[s])
+        else:
+            message = torch.from_numpy(np.asarray(value))
+            self.sent.append((message, dist.isend(message, s, tag=self._tag(n, op))))
+
+    def take(self, s: int, n: int, op: Op) -> Any:
+        import jax
+
+        if (s, n, op) not in self.expected:
+            return self.arrived.pop((s, n, op))
+        buffer, work = self.expected.pop((s, n, op))
+        work.wait()
+        return jax.device_put(buffer.numpy(), self.devices[s])
+
+    def finish(self) -> None:
+        for _, work in self.sent:
+            work.wait()
+
+
+def one_f_one_b_of_jax(problem: Problem, mine: list[int]) -> Step:
+    """Programs of stages, which a process hands out in the order of the schedule: a device has one stage.
+
+    Args:
+        mine: the stages of this process. Messages to and from others are those of `torch.distributed`.
+    """
     import jax
     from jax import numpy as jnp
 
-    schedule, devices = problem.schedule, jax.devices()
+    schedule, devices = problem.schedule, dict(zip(mine, jax.local_devices(), strict=True))
     last, m = schedule.stages - 1, schedule.microbatches
-    inputs, targets = microbatches(problem)
-    inputs = [jax.device_put(x, devices[0]) for x in inputs]
-    targets = [jax.device_put(x, devices[last]) for x in targets]
-    params = [
-        jax.device_put([{k: v.numpy() for k, v in p.items()} for p in problem.params(s)], devices[s])
-        for s in range(schedule.stages)
-    ]
+    inputs, targets = (
+        [jax.device_put(x, devices[s]) for x in batch] if s in devices else []
+        for s, batch in zip((0, last), microbatches(problem), strict=True)
+    )
+    params = {
+        s: jax.device_put([{k: v.numpy() for k, v in p.items()} for p in problem.params(s)], devices[s])
+        for s in mine
+    }
     forward = jax.jit(lambda p, x: jax.vjp(blocks_of_jax, p, x))
     closing = jax.jit(
         jax.grad(lambda p, x, target: jnp.square(blocks_of_jax(p, x) - target).mean() / m, (0, 1))
     )
     backward = jax.jit(lambda pull, gy: pull(gy))
     add = jax.jit(lambda total, more: jax.tree.map(jnp.add, total, more), donate_argnums=0)
-    timeline = pp.simulate(schedule)
-    begun = [
-        (start, s, call)
-        for s, program in enumerate(schedule.programs)
-        for start, call in zip(timeline.starts[s], (c for step in program for c in step), strict=True)
-    ]
-    calls = [call for *_, call in sorted(begun, key=lambda row: row[:2])]
+    calls = calls_of(schedule, mine)
 
     def step() -> Gradients:
-        arrived = {(0, n): x for n, x in enumerate(inputs)}
         pulls, totals = {}, {}
+        messages = Messages(schedule, devices, problem.inputs.unflatten(0, (m, -1))[0])
+        for n, x in enumerate(inputs):
+            messages.pass_on(x, 0, n, Op.F)
         for call in calls:
             s, n = call.stage, call.microbatch
             if call.op is Op.F and s < last:
-                y, pulls[s, n] = forward(params[s], arrived.pop((s, n)))
-                arrived[s + 1, n] = jax.device_put(y, devices[s + 1])
+                y, pulls[s, n] = forward(params[s], messages.take(s, n, Op.F))
+                messages.pass_on(y, s + 1, n, Op.F)
             elif call.op is Op.B:
                 if s == last:
-                    made, gx = closing(params[s], arrived.pop((s, n)), targets[n])
+                    made, gx = closing(params[s], messages.take(s, n, Op.F), targets[n])
                 else:
-                    made, gx = backward(pulls.pop((s, n)), pulls.pop((s, n, "gradient")))
+                    made, gx = backward(pulls.pop((s, n)), messages.take(s, n, Op.B))
                 totals[s] = add(totals[s], made) if s in totals else made
                 if s:
-                    pulls[s - 1, n, "gradient"] = jax.device_put(gx, devices[s - 1])
+                    messages.pass_on(gx, s - 1, n, Op.B)
+        messages.finish()
         return jax.block_until_ready(totals)
 
     return step
@@ -266,7 +324,8 @@ def serve(options: argparse.Namespace) -> None:
     dist.barrier()
     wall, cpu = perf_counter(), process_time()
     if system.startswith("jax"):
-        step = gpipe_of_jax(given) if name == "gpipe" else one_f_one_b_of_jax(given)
+        mine = list(range(options.ranks)) if single else [rank]
+        step = gpipe_of_jax(given) if name == "gpipe" else one_f_one_b_of_jax(given, mine)
     else:
         make = of_ppfunc if system.startswith("ppfunc") else of_torch
         step = make(given, rank, system.endswith("compiled"))
