@@ -136,6 +136,18 @@ def test_what_does_not_fit_says_the_least_memory_that_would(every):
     assert pp.tune(**arguments(memory=needed)).best.fits
 
 
+def test_where_nothing_fits_only_the_smallest_is_timed(monkeypatch):
+    timed = []
+    monkeypatch.setattr(tune, "times_of", lambda *args: timed.append(len(args[1].stages)) or times_of(*args))
+    options = {"grids": [(2, 1)], "microbatch": [1, 2], "remat": ["full", "none"]}
+    tight = pp.tune(**arguments(**options, memory=1))
+    assert len(tight.rows) == 1 and not tight.rows[0].fits
+    assert sorted(timed) == [1, 1, timed[-1]] and timed[-1] > 1
+    timed.clear()
+    every = pp.tune(**arguments(**options, top=1000)).rows
+    assert len(timed) == 2 + 8 and max(tight.rows[0].peaks) < 1.1 * min(max(row.peaks) for row in every)
+
+
 def test_a_plan_is_ranked_where_it_is_faster():
     options = {"schedules": ["1f1b"], "grids": [(4, 1)], "microbatch": [1], "remat": ["none"], "effort": 0.05}
     found = pp.tune(**arguments(**options, ranks=4, batch=12))

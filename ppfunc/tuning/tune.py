@@ -19,7 +19,17 @@ from ppfunc._checks import require_counts, require_type
 from ppfunc._text import naming_arguments
 from ppfunc.runtime import Axes, OnPaper, Transport
 from ppfunc.runtime.transport.grid import ShardWhat
-from ppfunc.schedule import BUILDERS, Costs, Schedule, Timeline, find_builder, one_f_one_b, plan, simulate
+from ppfunc.schedule import (
+    BUILDERS,
+    Costs,
+    Schedule,
+    Timeline,
+    find_builder,
+    gpipe,
+    one_f_one_b,
+    plan,
+    simulate,
+)
 from ppfunc.schedule.overview import bound_of_order
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, StageError, graph
@@ -172,7 +182,7 @@ class Candidates:
         self._link, self._speeds, self._concurrency = link, speeds, concurrency
         self.heap, self.rows, self.refused = list[Any](), list[Row](), dict[str, str]()
         self._numbers, self._seen, self._pace = count(), set[Any](), Pace()
-        self._cuts, self._costs = cuts, cache(self._measure)
+        self._cuts, self._costs, self._sizes = cuts, cache(self._measure), cache(self._lowered)
         self._engine = cache(lambda remat: remembering(graph(remat=remat)))
         for choice in {(choice.tensor, choice.microbatch): choice for choice in choices[::-1]}.values():
             self._push(0, "times", self._times, choice)
@@ -221,6 +231,13 @@ class Candidates:
         ring = tensor, latency, bandwidth
         return times_of(make, self._cuts.of(stages, tensor), tuple(batch), self._speeds, ring, self._pace)
 
+    def _lowered(self, size: int, tensor: int, remat: Any, stages: int) -> Costs:
+        """Return the bytes of so many stages, without a time."""
+        batch = (rows_of(tree, MICROBATCHES * size) for tree in self._inputs)
+        parts, schedule = self._cuts.of(stages, tensor), gpipe(stages, MICROBATCHES)
+        trainer = self._trainer(parts, schedule, self._engine(remat))
+        return trainer.lower(parts.params, *batch, state=parts.state).costs(Costs())
+
     def _of_stages(self, choice: Choice, stages: int) -> Costs:
         """Return the costs of stages, with messages, sums over data ranks and over replicas, and updates."""
         costs, d = self._costs(choice.microbatch, choice.tensor, choice.remat, stages), choice.data
@@ -252,13 +269,22 @@ class Candidates:
             for name, build in (self._builders if choice.pipe > 1 else {"1f1b": one_f_one_b}).items():
                 self._push(bound, name, self._schedule, choice, build)
 
-    def _schedule(self, choice: Choice, builder: Callable[..., Schedule]) -> None:
-        """Build a schedule."""
+    def _schedule(self, choice: Choice, builder: Callable[..., Schedule], late: bool = False) -> None:
+        """Build a schedule; time its stages unless they are too large, which is then for want of others."""
         build = partial(builder, choice.pipe, m := self._batch // choice.data // choice.microbatch)
         if (schedule := build()).microbatches != m:
             raise ValueError("each rank has microbatches of its own; expected several pipelines instead")
-        costs = self._of_stages(choice, len(set(schedule.model_stages))).of_stages(schedule.model_stages)
-        if "costs" in signature(builder).parameters:
+        stages, ordered = len(set(schedule.model_stages)), "costs" in signature(builder).parameters
+        if self._memory < inf and not late:
+            sizes = self._sizes(choice.microbatch, choice.tensor, choice.remat, stages).of_stages(
+                schedule.model_stages
+            )
+            order = builder(choice.pipe, 1) if ordered else schedule  # that of several depends on the times
+            least = least_bytes(choice, simulate(order, sizes), sizes)
+            if least > self._memory:
+                return self._push(least, schedule.name, self._schedule, choice, builder, True, late=True)
+        costs = self._of_stages(choice, stages).of_stages(schedule.model_stages)
+        if ordered:
             schedule = build(costs=replace(costs, backward=None))
         self._simulate(choice, schedule, costs)
 
@@ -268,11 +294,7 @@ class Candidates:
             return
         self._seen.add((choice, schedule.programs))
         timeline = simulate(completed(schedule, choice.shard == "params", False)[0], costs)
-        held = [
-            0 if choice.shard == "params" else costs.of("parameters", s) / 2 for s in range(schedule.stages)
-        ]
-        of_ranks = [sum(held[s] for s in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
-        least = max(map(sum, zip(of_ranks, timeline.peak_activations, strict=True)))
+        least = least_bytes(choice, timeline, costs)
         late, seconds = (
             least > self._memory,
             seconds_of(timeline, costs, self._concurrency / choice.data / choice.tensor),
@@ -326,3 +348,13 @@ class Candidates:
         if axis is not None and tensor > 1:
             parts = self._cuts.over(axis, parts.at)
         return self._trainer(parts, schedule, graph(remat=choice.remat), transport)
+
+
+def least_bytes(choice: Choice, timeline: Timeline, costs: Costs) -> float:
+    """Return the bytes of parameters, or gradients, and of residuals of the fullest rank."""
+    schedule, share = timeline.schedule, 0 if choice.shard == "params" else 0.5
+    of_ranks = (
+        sum(share * costs.of("parameters", stage) for stage in schedule.stages_of(rank))
+        for rank in range(schedule.ranks)
+    )
+    return max(map(sum, zip(of_ranks, timeline.peak_activations, strict=True)))
