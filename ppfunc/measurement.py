@@ -10,7 +10,7 @@ import torch
 from ppfunc._step_factory import Stages
 from ppfunc.runtime.agreement.ties import TiedPlaces
 from ppfunc.runtime.lowering.analysis import costs_of
-from ppfunc.schedule import Costs, Op, Timeline, looped_bfs, split_backward
+from ppfunc.schedule import Costs, Op, looped_bfs, split_backward
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.tree import tree_leaves
@@ -84,20 +84,17 @@ def measure(
         stages, loss_fn, split_backward(looped_bfs(1, 1, count)), engine=engine, has_aux=True, tied=tied
     )
     step(params, example, targets, **arguments)
-    seconds = _medians([step.record(params, example, targets, **arguments)[1] for _ in range(repeats)])
-    compiled = step.lower(params, example, targets, **arguments).compile().step
-    costs = Costs(seconds[Op.F], seconds[Op.I], seconds[Op.W])
-    sizes = costs_of(compiled.lowered, compiled.programs if memory else {})
-    return replace(costs, **{name: tuple(by_stage.values()) for name, by_stage in sizes.items()})
-
-
-def _medians(timelines: Sequence[Timeline]) -> dict[Op, tuple[float, ...]]:
-    """Return the median time of every instruction of one rank with one microbatch, by op and stage."""
+    # The median time of every instruction of one rank with one microbatch, by op and stage.
+    timelines = [step.record(params, example, targets, **arguments)[1] for _ in range(repeats)]
     schedule = timelines[0].schedule
     medians: dict[Op, list[float]] = {op: [0.0] * schedule.stages for op in schedule.ops}
     for n, instruction in enumerate(schedule.instructions(0)):
         medians[instruction.op][instruction.stage] = median(t.ends[0][n] - t.starts[0][n] for t in timelines)
-    return {op: tuple(times) for op, times in medians.items()}
+    seconds = {op: tuple(times) for op, times in medians.items()}
+    compiled = step.lower(params, example, targets, **arguments).compile().step
+    costs = Costs(seconds[Op.F], seconds[Op.I], seconds[Op.W])
+    sizes = costs_of(compiled.lowered, compiled.programs if memory else {})
+    return replace(costs, **{name: tuple(by_stage.values()) for name, by_stage in sizes.items()})
 
 
 def _total(y: Any, target: Any) -> torch.Tensor:

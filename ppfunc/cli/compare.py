@@ -73,7 +73,13 @@ def _compare(arguments: argparse.Namespace) -> int:
     costs = read_costs(arguments)
     items = list(_items(arguments.names))
     ranks, microbatches = _numbers(arguments, items)
-    _require_use(arguments, items)
+    built = [item for item in items if isinstance(item, str)]
+    if (
+        arguments.chunks is not None
+        and items
+        and not any("chunks" in signature(find_builder(name)).parameters for name in built)
+    ):
+        raise ValueError("--chunks changes nothing: none of these schedules takes it")
     chunks = 2 if arguments.chunks is None else arguments.chunks
     require_size(ranks, microbatches, chunks)
     overview = compare_schedules(ranks, microbatches, items or None, costs, cap=arguments.cap, chunks=chunks)
@@ -101,17 +107,6 @@ def _items(names: list[str]) -> Iterator[str | Schedule]:
         else:
             find_builder(name)  # else it is unknown
             yield name
-
-
-def _require_use(arguments: argparse.Namespace, items: list[str | Schedule]) -> None:
-    """Refuse options that none of the schedules takes."""
-    built = [item for item in items if isinstance(item, str)]
-    if (
-        arguments.chunks is not None
-        and items
-        and not any("chunks" in signature(find_builder(name)).parameters for name in built)
-    ):
-        raise ValueError("--chunks changes nothing: none of these schedules takes it")
 
 
 def _numbers(arguments: argparse.Namespace, items: list[str | Schedule]) -> tuple[int, int]:

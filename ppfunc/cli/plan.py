@@ -104,18 +104,6 @@ def _in_parts(costs: Costs) -> Costs:
     return apart if all(isclose(apart.backward_of(s), costs.backward_of(s)) for s in range(stages)) else costs
 
 
-def _require_effect(arguments: argparse.Namespace) -> None:
-    """Raise ValueError for an option that changes nothing without another one."""
-    for name, other in (
-        ("recompute", "cap"),
-        ("offload", "cap"),
-        ("checkpoint", "recompute"),
-        ("fetch", "offload"),
-    ):
-        if getattr(arguments, name) is not None and getattr(arguments, other) is None:
-            raise ValueError(f"--{name} changes nothing without --{other}: give that too, or leave it out")
-
-
 def _costs(arguments: argparse.Namespace) -> tuple[Costs, str]:
     """Return the costs as :func:`plan` takes them, and what they were given for: a layer, stage or rank."""
     costs, ranks, layers = _in_parts(read_costs(arguments) or Costs()), arguments.ranks, arguments.layers
@@ -177,7 +165,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     if out and out.suffix not in _WRITERS:
         raise ValueError(f"--out {out} ends in {out.suffix!r}, expected one of {', '.join(_WRITERS)}")
     require_folder(out)
-    _require_effect(arguments)
+    for name, other in (
+        ("recompute", "cap"),
+        ("offload", "cap"),
+        ("checkpoint", "recompute"),
+        ("fetch", "offload"),
+    ):
+        if getattr(arguments, name) is not None and getattr(arguments, other) is None:
+            raise ValueError(f"--{name} changes nothing without --{other}: give that too, or leave it out")
     costs, per = _costs(arguments)
     best = _planned(arguments, costs)
     if out:

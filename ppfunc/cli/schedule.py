@@ -235,14 +235,6 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _memory(schedule: Schedule, costs: Costs, timeline: Timeline) -> tuple[float, ...]:
-    """Add up, per rank, the parameters of its stages and its peak of activations."""
-    return tuple(
-        peak + sum(costs.of("parameters", stage) for stage in schedule.stages_of(rank))
-        for rank, peak in enumerate(timeline.peak_activations)
-    )
-
-
 def _simulate(arguments: argparse.Namespace) -> int:
     schedule, timeline, costs = costed_schedule(arguments, default=True)
     if is_file(arguments.name):
@@ -252,7 +244,11 @@ def _simulate(arguments: argparse.Namespace) -> int:
     require_effect(arguments, [schedule])
     figures = {name: getattr(timeline, name) for name in _FIGURES}
     if costs is not None and costs.parameters:
-        figures["memory"] = _memory(schedule, costs, timeline)
+        # Per rank, the parameters of its stages and its peak of activations.
+        figures["memory"] = tuple(
+            peak + sum(costs.of("parameters", stage) for stage in schedule.stages_of(rank))
+            for rank, peak in enumerate(timeline.peak_activations)
+        )
     if arguments.json:
         print(json.dumps(figures, default=float))
         return 0

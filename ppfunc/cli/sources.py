@@ -59,7 +59,15 @@ def find_schedule(
             read. ScheduleError: a file that is no schedule.
     """
     if is_file(name):
-        return _read(name, arguments)
+        schedule, timeline = read_file(name)
+        for option, wanted in _builder_options(arguments).items():
+            if option not in ("ranks", "microbatches"):
+                raise ValueError(f"--{option} is for building a schedule, and {name} is a file: leave it out")
+            if wanted != getattr(schedule, option):
+                raise ValueError(
+                    f"--{option} {wanted}, but {name} has {getattr(schedule, option)}: leave the option out"
+                )
+        return schedule, timeline
     return _built(name, arguments, costs), None
 
 
@@ -132,18 +140,6 @@ def _built(name: str, arguments: argparse.Namespace, costs: Costs | None) -> Sch
         options["ranks"], options["microbatches"], options.get("chunks", 2) if "chunks" in taken else 1
     )
     return build(**options, **({"costs": costs} if "costs" in taken and costs is not None else {}))
-
-
-def _read(name: str, arguments: argparse.Namespace) -> tuple[Schedule, Timeline | None]:
-    schedule, timeline = read_file(name)
-    for option, wanted in _builder_options(arguments).items():
-        if option not in ("ranks", "microbatches"):
-            raise ValueError(f"--{option} is for building a schedule, and {name} is a file: leave it out")
-        if wanted != getattr(schedule, option):
-            raise ValueError(
-                f"--{option} {wanted}, but {name} has {getattr(schedule, option)}: leave the option out"
-            )
-    return schedule, timeline
 
 
 def takes_costs(name: str) -> bool:

@@ -107,14 +107,10 @@ def _even_cuts(prefix: Sequence[int], stages: int, limit: int) -> list[int]:
         start, left = boundaries[-1], stages - stage + 1
         first = max(earliest[stage], start + 1)
         final = min(bisect_right(prefix, prefix[start] + limit, start) - 1, last - left + 1)
-        boundaries.append(_nearest(prefix, start, left, first, final))
+        # The cut whose stage is nearest to one share of what is left.
+        rest = prefix[-1] - prefix[start]
+        below = bisect_right(prefix, prefix[start] + rest // left) - 1
+        above = bisect_right(prefix, prefix[min(below + 1, len(prefix) - 1)]) - 1
+        below, above = (min(max(cut, first), final) for cut in (below, above))
+        boundaries.append(min(above, below, key=lambda cut: abs((prefix[cut] - prefix[start]) * left - rest)))
     return [*boundaries, last]
-
-
-def _nearest(prefix: Sequence[int], start: int, left: int, first: int, final: int) -> int:
-    """Find the cut in ``first..final`` whose stage from ``start`` is nearest to one share of ``left``."""
-    rest = prefix[-1] - prefix[start]
-    below = bisect_right(prefix, prefix[start] + rest // left) - 1
-    above = bisect_right(prefix, prefix[min(below + 1, len(prefix) - 1)]) - 1
-    below, above = (min(max(cut, first), final) for cut in (below, above))
-    return min(above, below, key=lambda cut: abs((prefix[cut] - prefix[start]) * left - rest))

@@ -97,7 +97,12 @@ def materialize(
         )
         leaves = stages.params[stage] if isinstance(stages, Split) else dict(module.named_parameters())
         if not isinstance(stages, Split):
-            _require_buffers(stage, module)
+            for name, buffer in module.named_buffers():
+                if buffer.is_meta:
+                    raise ValueError(
+                        f"stages[{stage}]: its buffer {name} is on meta, and buffers are not drawn; fill it"
+                        " before"
+                    )
         params[stage] = {}
         for name, parameter in leaves.items():
             whole = (
@@ -135,14 +140,6 @@ def _stages_of_rank(
             f" schedule {schedule.name!r}"
         )
     return schedule.model_stages_of(mesh[pipe].get_local_rank())
-
-
-def _require_buffers(stage: int, module: nn.Module) -> None:
-    for name, buffer in module.named_buffers():
-        if buffer.is_meta:
-            raise ValueError(
-                f"stages[{stage}]: its buffer {name} is on meta, and buffers are not drawn; fill it before"
-            )
 
 
 class _ParameterMaker:

@@ -121,7 +121,14 @@ class Recording(GraphRecorder, PreDispatchMode):
 
         In an inner graph, one that was made outside becomes an input of it.
         """
-        self._require_own_backward(tensor)
+        history = tensor.grad_fn
+        if isinstance(history, BackwardCFunction) and id(history) not in self._functions:
+            name = type(history).__name__.removesuffix("Backward")
+            reason = (
+                f"its autograd.Function {name} is called by a reference taken earlier{calling_place()}, so"
+                " that its backward is not seen"
+            )
+            raise StageError(MODEL, reason, f"write {name}.apply where it is called")
         if self._outer and tensor not in self._nodes and any(tensor in known for known, _ in self._outer):
             self._outer[-1][1].append(tensor)
             return self.place(tensor, "read")
@@ -299,16 +306,6 @@ class Recording(GraphRecorder, PreDispatchMode):
         for tensor in tensors_in(result):
             self.node(tensor).meta["known"] = True
         return result
-
-    def _require_own_backward(self, tensor: torch.Tensor) -> None:
-        history = tensor.grad_fn
-        if isinstance(history, BackwardCFunction) and id(history) not in self._functions:
-            name = type(history).__name__.removesuffix("Backward")
-            reason = (
-                f"its autograd.Function {name} is called by a reference taken earlier{calling_place()}, so"
-                " that its backward is not seen"
-            )
-            raise StageError(MODEL, reason, f"write {name}.apply where it is called")
 
     def _warn_of_checkpoint(self) -> None:
         if not self._warned:

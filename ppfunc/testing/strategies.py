@@ -48,7 +48,12 @@ def schedules(
         ValueError: an unknown name, or bounds within which none of the builders has a schedule.
         ImportError: Hypothesis is not installed.
     """
-    st = _hypothesis()
+    try:
+        from hypothesis import strategies as st
+    except ImportError:
+        raise ImportError(
+            "ppfunc.testing makes Hypothesis strategies: install it, as in `pip install hypothesis`"
+        ) from None
     chosen = tuple(BUILDERS) if names is None else tuple(names)
     for name in chosen:
         if name not in BUILDERS:
@@ -68,16 +73,6 @@ def schedules(
         return place_communication(schedule) if place and not schedule.has_messages else schedule
 
     return st.composite(build)()
-
-
-def _hypothesis() -> Any:
-    try:
-        from hypothesis import strategies
-    except ImportError:
-        raise ImportError(
-            "ppfunc.testing makes Hypothesis strategies: install it, as in `pip install hypothesis`"
-        ) from None
-    return strategies
 
 
 @cache

@@ -61,7 +61,17 @@ def per_sample_grad(
     (tensor(12.), {0: tensor([[3., 6., 9.]]), 1: tensor([[2., 4., 6.]])})
     """
     whole = isinstance(stages, Split)  # values between its stages need not have a batch axis
-    _require_per_sample(stages, samples)
+    if isinstance(stages, Split) and stages.state:
+        name, *_ = next(iter(stages.state.values()))
+        raise ValueError(
+            f"stages: got a split that writes into the buffer {name}, and there is none per sample; split in"
+            " evaluation"
+        )
+    if not isinstance(samples, int) or samples < 1:
+        raise ValueError(
+            f"samples: got {samples!r}, expected the number of samples in a microbatch, an integer of at"
+            " least 1"
+        )
     stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
     losses = per_sample_loss(loss_fn, joined=not whole)
 
@@ -102,21 +112,6 @@ def _read(
         flatten(tree, f"params[{stage}]")  # refuses other leaves than tensors
     copies = {stage: for_samples(tree, samples) for stage, tree in params.items()}
     return RawArguments(copies, inputs, targets, extras, None, [1.0] * m, seed)
-
-
-def _require_per_sample(stages: Stages, samples: Any) -> None:
-    """Raise for stages with a state, of which there is none per sample, or an invalid number of samples."""
-    if isinstance(stages, Split) and stages.state:
-        name, *_ = next(iter(stages.state.values()))
-        raise ValueError(
-            f"stages: got a split that writes into the buffer {name}, and there is none per sample; split in"
-            " evaluation"
-        )
-    if not isinstance(samples, int) or samples < 1:
-        raise ValueError(
-            f"samples: got {samples!r}, expected the number of samples in a microbatch, an integer of at"
-            " least 1"
-        )
 
 
 def _require_samples(batch: Any, samples: int, microbatches: int, name: str) -> None:

@@ -128,7 +128,18 @@ def read_arguments(
                 f"{name}: got some, but there is no loss function that would read them; give the loss"
                 f" function, or no {name}"
             )
-    _require_stages(raw.params, "params", stages)
+    if not isinstance(raw.params, Mapping) or set(raw.params) != set(stages):
+        got = list(raw.params) if isinstance(raw.params, Mapping) else type(raw.params).__name__
+        fewer = isinstance(raw.params, Mapping) and set(raw.params) < set(stages)
+        mend = (
+            "; where processes run a pipeline together, each gives its transport, such as ppfunc.P2P(group)"
+            if fewer
+            else ""
+        )
+        raise ValueError(
+            f"params: got {got}, expected a dictionary with the stages of the model that this process runs,"
+            f" {list(stages)}: {{stage: tree}}, such as split.params or state.params{mend}"
+        )
     extras = {} if raw.extras is None else raw.extras
     state = {} if raw.state is None else raw.state
     _require_some(extras, "extras", stages)
@@ -258,21 +269,6 @@ def _zeros(weights: torch.Tensor | None) -> frozenset[int]:
     if weights is None or weights.device.type != "cpu" or is_wrapped(weights):
         return frozenset()
     return frozenset(m for m, weight in enumerate(weights.tolist()) if weight == 0)
-
-
-def _require_stages(trees: Any, name: str, stages: Sequence[int]) -> None:
-    if not isinstance(trees, Mapping) or set(trees) != set(stages):
-        got = list(trees) if isinstance(trees, Mapping) else type(trees).__name__
-        fewer = isinstance(trees, Mapping) and set(trees) < set(stages)
-        mend = (
-            "; where processes run a pipeline together, each gives its transport, such as ppfunc.P2P(group)"
-            if fewer
-            else ""
-        )
-        raise ValueError(
-            f"{name}: got {got}, expected a dictionary with the stages of the model that this process runs,"
-            f" {list(stages)}: {{stage: tree}}, such as split.{name} or state.{name}{mend}"
-        )
 
 
 def _require_some(trees: Any, name: str, stages: Sequence[int]) -> None:

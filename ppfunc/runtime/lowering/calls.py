@@ -193,7 +193,13 @@ def _pass_on(low: LoweredStage, key: Key) -> Callable[[Buffers, LeafGradients], 
 
     def pass_on(buffers: Buffers, gradients: LeafGradients) -> None:
         for tag, leaves, place in sources:
-            buffers.values[tag] = _dense(gradients[place], leaves, device)
+            # Zeros where a gradient is structurally zero: the other end expects a tensor.
+            buffers.values[tag] = tuple(
+                [
+                    torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if g is None else g
+                    for g, leaf in zip(gradients[place], leaves, strict=True)
+                ]
+            )
 
     return pass_on
 
@@ -239,16 +245,6 @@ def _add(sums: Gradients, gradients: LeafGradients, numbers: Numbers | None, mic
     numbers = _present(gradients) if numbers is None else numbers
     present: Any = gradients if len(numbers) == len(gradients) else [g for g in gradients if g is not None]
     sums.add(present, numbers, microbatch)
-
-
-def _dense(gradients: LeafGradients, leaves: tuple[LeafSignature, ...], device: torch.device) -> Leaves:
-    """Put zeros where a gradient is structurally zero: the other end expects a tensor."""
-    return tuple(
-        [
-            torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if g is None else g
-            for g, leaf in zip(gradients, leaves, strict=True)
-        ]
-    )
 
 
 class Sum:

@@ -44,7 +44,14 @@ def lower(
     """
     load_tracer()
     schedule, spec, local = pipeline.schedule, pipeline.spec, set(pipeline.ranks)
-    _require_same_rows(form, schedule.microbatches)
+    for name, tree in form.trees.items():
+        # A loss might broadcast others. A batch without leaves has 0.
+        if form.rows and tree.rows and tree.rows != form.rows:
+            raise ValueError(
+                f"{name}: got {tree.rows * schedule.microbatches} rows in axis 0, the inputs have"
+                f" {form.rows * schedule.microbatches}; expected the same rows, or ppfunc.microbatch({name},"
+                f" {schedule.microbatches}) where this is meant"
+            )
     home, model_stages = schedule.placement, schedule.model_stages
     edges: dict[tuple[int, int], Sequence[Signature]] = {}
     lowered: dict[Key, LoweredStage] = {}
@@ -64,7 +71,11 @@ def lower(
         lower_one = cache(partial(_lower_stage, pipeline, form, stage, sinks, function, params))
         for n, m in enumerate(microbatches):
             received = tuple(Edge(source, edges[source, stage][n]) for source in sources)
-            lowered[stage, m] = lower_one(received, _extras(form, model_stages[stage], m, function))
+            model_stage = model_stages[stage]  # beside its input it gets a target, extras, a state
+            target = (form.targets[m],) if function.loss_fn is not None and form.targets is not None else ()
+            extras = (form.extras[model_stage][m],) if model_stage in form.extras else ()
+            state = (form.state[model_stage],) if model_stage in form.state else ()
+            lowered[stage, m] = lower_one(received, (*target, *extras, *state))
         for n, sink in enumerate(sinks):
             edges[stage, sink] = [lowered[stage, m].sinks[n].signature for m in microbatches]
             if home[sink] not in local:
@@ -115,14 +126,6 @@ def _stage_function(pipeline: Pipeline, form: StepForm, stage: int, sinks: tuple
         tuple(schedule.model_stages[sink] for sink in sinks[int(not last) :]),
         spec.frozen_in(k, form.params[k]),
     )
-
-
-def _extras(form: StepForm, model_stage: int, m: int, function: StageFunction) -> tuple[Signature, ...]:
-    """Return the signatures of the arguments after the input: the target, the extras, the state."""
-    target = (form.targets[m],) if function.loss_fn is not None and form.targets is not None else ()
-    extras = (form.extras[model_stage][m],) if model_stage in form.extras else ()
-    state = (form.state[model_stage],) if model_stage in form.state else ()
-    return (*target, *extras, *state)
 
 
 def _lower_stage(
@@ -216,17 +219,6 @@ def _losses(schedule: Schedule, spec: StepSpec, lowered: Mapping[Key, LoweredSta
 
 
 # -- what a step would not carry out, and stages that do not train
-
-
-def _require_same_rows(form: StepForm, microbatches: int) -> None:
-    """Raise ValueError for targets or extras with other rows than the inputs: a loss might broadcast."""
-    for name, tree in form.trees.items():
-        if form.rows and tree.rows and tree.rows != form.rows:  # 0 of a batch without leaves
-            raise ValueError(
-                f"{name}: got {tree.rows * microbatches} rows in axis 0, the inputs have"
-                f" {form.rows * microbatches}; expected the same rows, or ppfunc.microbatch({name},"
-                f" {microbatches}) where this is meant"
-            )
 
 
 def _require_layouts(

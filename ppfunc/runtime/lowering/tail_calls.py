@@ -40,7 +40,9 @@ def sum_over_places(lowered: LoweredStep, transport: DataTransport) -> Iterator[
     here = sorted({place.stage for leaf in leaves for place in leaf.places})
     if not here:
         return
-    origin = _last_place(lowered, here[0])
+    stage = here[0]
+    rank = lowered.schedule.placement[stage]
+    origin = Origin(rank, len(lowered.schedule.programs[rank]) - 1, Instruction(Op.REDUCE_TIED, stage))
     if lowered.spec.updates is None:
         yield _compare_here(leaves), origin
         for ranks, _, of_group in _groups(lowered, leaves, lambda leaf: None):
@@ -148,11 +150,6 @@ def _trains(lowered: LoweredStep, place: Place) -> bool:
     """Tell whether a leaf gets gradients other than zeros."""
     frozen = lowered.spec.frozen_in(place.model, lowered.form.params[place.model])
     return place.number in lowered.differentiated(place.stage) and place.number not in frozen
-
-
-def _last_place(lowered: LoweredStep, stage: int) -> Origin:
-    rank = lowered.schedule.placement[stage]
-    return Origin(rank, len(lowered.schedule.programs[rank]) - 1, Instruction(Op.REDUCE_TIED, stage))
 
 
 # -- the update of parameters

@@ -78,7 +78,13 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     ops = {i.op for row in rows for i in row if i is not None}
     if not ops <= COMPUTE:
         _refuse_blanks(rows, min(op.value for op in ops - COMPUTE))
-    _refuse_padding(rows)
+    instructions = sum(len(row) - row.count(None) for row in rows)
+    for rank, row in enumerate(rows):
+        if (blanks := row.count(None)) > _UNITS * instructions:
+            raise FormatError(
+                f"row {rank + 1} (rank {rank}): {blanks} blanks, far more than {instructions} instructions"
+                " can take"
+            )
     placement, chains = _layout(rows)
     programs = tuple(tuple(() if i is None else (i,) for i in row) for row in rows)
     return Schedule(name, placement, chains, programs, _skips(rows, len(placement)))
@@ -131,17 +137,6 @@ def _refuse_blanks(rows: list[_Row], token: str) -> None:
             place = f"row {rank + 1} (rank {rank}), column {row.index(None) + 1}"
             raise FormatError(
                 f"{place}: a blank, but only files of nothing but compute may have blanks: this has {token}"
-            )
-
-
-def _refuse_padding(rows: list[_Row]) -> None:
-    """Refuse a rank with far more blanks than all instructions can take one after the other."""
-    instructions = sum(len(row) - row.count(None) for row in rows)
-    for rank, row in enumerate(rows):
-        if (blanks := row.count(None)) > _UNITS * instructions:
-            raise FormatError(
-                f"row {rank + 1} (rank {rank}): {blanks} blanks, far more than {instructions} instructions"
-                " can take"
             )
 
 

@@ -79,7 +79,12 @@ def _lines(schedule: Schedule, timeline: Timeline | None, width: int | None) -> 
             return _in_time(bars_of(schedule, simulate(schedule, Costs(backward=whole))), width)
         except ScheduleError:
             pass  # saying what is wrong with it is the work of check
-    return _in_steps([["+".join(map(str, step)) or "." for step in program] for program in schedule.programs])
+    rows = [["+".join(map(str, step)) or "." for step in program] for program in schedule.programs]
+    steps = max(map(len, rows))
+    widths = [max((len(row[step]) for row in rows if step < len(row)), default=0) for step in range(steps)]
+    return _labelled(
+        ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) for row in rows]
+    )
 
 
 def show_grid(schedule: Schedule, printer: Any, cycle: bool) -> None:
@@ -157,14 +162,6 @@ def _in_columns(row: list[Bar], scale: float, columns: int) -> str:
 
 def _name(bar: Bar) -> str:
     return ";".join(map(str, bar.instruction.parts or (bar.instruction,)))
-
-
-def _in_steps(rows: list[list[str]]) -> list[str]:
-    steps = max(map(len, rows))
-    widths = [max((len(row[step]) for row in rows if step < len(row)), default=0) for step in range(steps)]
-    return _labelled(
-        ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) for row in rows]
-    )
 
 
 def _labelled(lines: list[str]) -> list[str]:

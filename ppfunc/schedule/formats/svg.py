@@ -121,7 +121,15 @@ def to_svg(
     high = 30.0 if len(rows) <= 16 or any(bar.instruction.parts for row in rows for bar in row) else 22.0
     scale = _Scale(across / (makespan or 1.0), across, high, top, _STRIP + 6 if memory else 0.0)
     most = max((size for sizes in (memory or {}).values() for size in sizes), default=0)
-    numbered = _numbered(scale, rows)
+    # Instructions whose bars have room for their microbatch are numbered.
+    narrow = {
+        bar.instruction.op
+        for row in rows
+        for bar in row
+        for part in parts_of(bar.instruction)
+        if scale.bar_width(bar) < _DIGIT * len(str(part.microbatch)) + 1
+    }
+    numbered = COMPUTE - narrow
     facts = _facts(schedule, timeline)
     origin = "measured, seconds" if timeline.measured else f"simulated, {units}"
     heading = f"{clipped(schedule.name)}: {origin}"
@@ -165,18 +173,6 @@ def _across(rows: list[list[Bar]], makespan: float) -> float:
     typical = durations[len(durations) // 4] if durations else makespan
     wanted = (_DIGIT * digits + 5) * makespan / typical if typical else 0.0
     return min(max(wanted, 720.0), _WIDEST - _LEFT - _RIGHT)
-
-
-def _numbered(scale: _Scale, rows: list[list[Bar]]) -> Set[Op]:
-    """Return the kinds of bars that all have room for a number."""
-    narrow = {
-        bar.instruction.op
-        for row in rows
-        for bar in row
-        for part in parts_of(bar.instruction)
-        if scale.bar_width(bar) < _DIGIT * len(str(part.microbatch)) + 1
-    }
-    return COMPUTE - narrow
 
 
 def _facts(schedule: Schedule, timeline: Timeline) -> list[str]:

@@ -263,13 +263,10 @@ def _most(states: Sequence[tuple[int, Number]], count: int, memory: int) -> Numb
         hull.append((size, work))
     for (low, less), (high, more) in pairwise(hull):
         if memory < count * high:
-            return count * less + _ratio((memory - count * low) * (more - less), high - low)
+            a = (memory - count * low) * (more - less)
+            b = high - low
+            return count * less + (a // b if isinstance(a, int) else a / b)
     return count * hull[-1][1]
-
-
-def _ratio(a: Number, b: int) -> Number:
-    """Divide work a / b; round down to whole units if times are whole."""
-    return a // b if isinstance(a, int) else a / b
 
 
 def _left(load: _Load, c: int) -> Number:

@@ -148,7 +148,12 @@ def plan(
     costs = require_costs(costs)
     if isinstance(effort, bool) or not isinstance(effort, Real) or not 0 < effort < inf:
         raise ValueError(f"effort is {effort!r}, expected a finite number above 0")
-    _require_parts(costs)
+    if costs.overlapped is not None:
+        raise ValueError("overlapped is given, but a plan overlaps nothing: leave it out")
+    if costs.backward is not None:
+        raise ValueError(
+            "backward is given, but a plan has I and W apart: give backward_input and backward_weight only"
+        )
     still = replace(costs, recompute=None, offload=None, fetch=None)
     costs = still if cap is None else costs  # all can stay
     found = candidates(ranks, microbatches, costs, placement, chunks, layers, cap, objective)
@@ -166,16 +171,6 @@ def plan(
         ]
         best, sure = _best(attempts, effort).plan(), min(attempts, key=lambda attempt: attempt.given_value)
         return best if best.value <= sure.given_value else sure.plan()
-
-
-def _require_parts(costs: Costs) -> None:
-    """Refuse costs that only whole or overlapped backwards have."""
-    if costs.overlapped is not None:
-        raise ValueError("overlapped is given, but a plan overlaps nothing: leave it out")
-    if costs.backward is not None:
-        raise ValueError(
-            "backward is given, but a plan has I and W apart: give backward_input and backward_weight only"
-        )
 
 
 def _fitting(

@@ -98,7 +98,10 @@ class Search:
 
     def improve(self, order: Order, rules: Rules) -> Replayed:
         """Justify an order backwards and forwards while its value falls, also with weight gradients last."""
-        best = Replayed(_value(order, rules[0]), order)
+        timing = evaluate(rules[0], order)
+        assert timing, "an order to start from deadlocks"
+        value = max(end - begin for end, begin in zip(timing.ends, rules[0].begin, strict=True))
+        best = Replayed(value, order)
         last = order
         while True:
             before = best.value
@@ -172,10 +175,3 @@ class Search:
             self.best, self.found = found, self._trying
         self.stopped = self._stop()
         return found
-
-
-def _value(order: Order, forwards: Direction) -> Number:
-    """Return the value of an order as replays count it."""
-    timing = evaluate(forwards, order)
-    assert timing, "an order to start from deadlocks"
-    return max(end - begin for end, begin in zip(timing.ends, forwards.begin, strict=True))

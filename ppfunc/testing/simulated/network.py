@@ -246,10 +246,16 @@ class Network:
             interrupt()
             return
         if fault.kind == "kill":
-            self._lose_pipes(rank)
+            for (_, sender, receiver, channel), pipe in self._pipes.items():
+                if sender == rank and self.scheduler.random.random() < 0.5:
+                    if pipe.under_way:
+                        self.log(f"rank {rank} loses {pipe.under_way} messages to {receiver} ({channel})")
+                    pipe.tear()
             self.close(rank)
         if fault.seconds is None:
-            self._stop(rank)
+            self.scheduler.wait(rank, lambda: self.scheduler.over)
+            self.members[rank].ended = error = RankStopped(f"rank {rank} has stopped")
+            raise error
         else:
             self._sleep(rank, fault.seconds)
 
@@ -257,19 +263,6 @@ class Network:
         until = self.scheduler.now + seconds
         self.scheduler.after(seconds, lambda: None)
         self.scheduler.wait(rank, lambda: self.scheduler.now >= until)
-
-    def _stop(self, rank: int) -> None:
-        self.scheduler.wait(rank, lambda: self.scheduler.over)
-        self.members[rank].ended = error = RankStopped(f"rank {rank} has stopped")
-        raise error
-
-    def _lose_pipes(self, rank: int) -> None:
-        """Lose what a rank has sent, on half of its connections."""
-        for (_, sender, receiver, channel), pipe in self._pipes.items():
-            if sender == rank and self.scheduler.random.random() < 0.5:
-                if pipe.under_way:
-                    self.log(f"rank {rank} loses {pipe.under_way} messages to {receiver} ({channel})")
-                pipe.tear()
 
     def close(self, rank: int) -> None:
         """End the connections of a rank; peers notice later, each at its time."""

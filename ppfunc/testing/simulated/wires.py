@@ -76,7 +76,12 @@ class Wires:
                     else _End(transfer, tuple(_poisoned(leaf, transfer.device) for leaf in transfer.leaves))
                 )
                 buffers.pending[transfer.tag] = end
-                self._match(self._pipe(generation, route), end)
+                pipe = self._pipe(generation, route)
+                sends, receives = self._posted[pipe, True], self._posted[pipe, False]
+                (sends if end.transfer.outgoing else receives).append(end)
+                while sends and receives:
+                    source, destination = sends.popleft(), receives.popleft()
+                    pipe.send(source.seconds, partial(self._deliver, source, destination))
 
         return post
 
@@ -123,13 +128,6 @@ class Wires:
         if got != expected:
             raise RuntimeError(f"rank {rank} sends {got} as {_name(transfer.tag)}; agreed was {expected}")
         return _End(transfer, tensors, tuple(t.clone() for t in tensors), self._network.delay(rank))
-
-    def _match(self, pipe: Pipe, end: _End) -> None:
-        sends, receives = self._posted[pipe, True], self._posted[pipe, False]
-        (sends if end.transfer.outgoing else receives).append(end)
-        while sends and receives:
-            source, destination = sends.popleft(), receives.popleft()
-            pipe.send(source.seconds, partial(self._deliver, source, destination))
 
     def _deliver(self, source: _End, destination: _End) -> None:
         sent, received = source.transfer, destination.transfer

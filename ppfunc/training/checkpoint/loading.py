@@ -57,7 +57,14 @@ def load_tree(
         named, structure = named_leaves(like, names, "like")
         leaves.extend(named)
         treedef.append(structure)
-        candidates = [folder] if opener or peers.rank else _candidates(folder)
+        candidates = [folder]
+        if not (opener or peers.rank):
+            if not folder.is_dir():
+                raise FileNotFoundError(
+                    f"folder: {folder} is no folder; give one that save or export has written"
+                )
+            alone = step_of(folder) is not None or (folder / MANIFEST).exists() or holds_model_files(folder)
+            candidates = [folder] if alone else checkpoints(folder)
         return {
             "forms": {name: _form(leaf) for name, leaf in named},
             "folders": list(map(str, candidates)),
@@ -114,14 +121,6 @@ def _read_together(
     if messages[0]:
         warnings.warn(messages[0], stacklevel=5)
     return loaded
-
-
-def _candidates(folder: Path) -> list[Path]:
-    """List the folders to try: this one, or the checkpoints in it, the latest first."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"folder: {folder} is no folder; give one that save or export has written")
-    alone = step_of(folder) is not None or (folder / MANIFEST).exists() or holds_model_files(folder)
-    return [folder] if alone else checkpoints(folder)
 
 
 def _open(path: Path) -> tuple[Contents, Reader]:

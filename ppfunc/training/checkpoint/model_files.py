@@ -130,7 +130,10 @@ def _publish(
     def publish() -> None:
         if peers.rank == 0:
             if len(files) > 1:
-                _write_index(draft / INDEX, files, size)
+                homes = {name: title for title, names in files.items() for name in names}
+                index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(homes.items()))}
+                with new_file(draft / INDEX) as file:
+                    write_at(file, (json.dumps(index, indent=2) + "\n").encode(), 0)
             # One after the other: without the last nobody reads them.
             for title in titles:
                 os.rename(draft / title, root / title)
@@ -171,13 +174,6 @@ def _titled(files: Sequence[list[str]]) -> dict[str, list[str]]:
     return {
         f"model-{n:05}-of-{len(files):05}.safetensors": tensors for n, tensors in enumerate(files, start=1)
     }
-
-
-def _write_index(path: Path, files: Mapping[str, Sequence[str]], size: int) -> None:
-    homes = {name: title for title, names in files.items() for name in names}
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(homes.items()))}
-    with new_file(path) as file:
-        write_at(file, (json.dumps(index, indent=2) + "\n").encode(), 0)
 
 
 def holds_model_files(folder: Path) -> bool:

@@ -166,7 +166,12 @@ def prepare(
     leaves: list[tuple[str, Leaf]] = []
 
     def describe() -> dict[str, Any]:
-        _require_options(keep, run)
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ValueError(
+                f"keep: got {keep!r}, expected a number of checkpoints, at least 1, or None for all"
+            )
+        if run is not None and (type(run) is not str or not run):
+            raise TypeError(f"run: got {run!r}, expected a text that names the run, or None")
         leaves.extend(named_leaves(state, names, "state")[0])
         number = _step(leaves, _training_states(state), step)
         answer: dict[str, Any] = {"step": number, "forms": forms_of(leaves), "run": run}
@@ -225,13 +230,6 @@ def take_parts(
     return mine, sums
 
 
-def _require_options(keep: Any, run: Any) -> None:
-    if keep is not None and (type(keep) is not int or keep < 1):
-        raise ValueError(f"keep: got {keep!r}, expected a number of checkpoints, at least 1, or None for all")
-    if run is not None and (type(run) is not str or not run):
-        raise TypeError(f"run: got {run!r}, expected a text that names the run, or None")
-
-
 def _training_states(state: Any) -> list[TrainState]:
     """List the training states in a tree; raise ValueError for one that a step has written into."""
     leaves = optree.tree_leaves(state, is_leaf=lambda part: isinstance(part, TrainState))
@@ -277,7 +275,21 @@ def write(peers: Peers, work: SaveWork) -> Path:
     def commit() -> None:
         if peers.rank == 0:
             require_same([answer["sums"] for answer in answers])
-            _commit(_with_digests(work.contents, [answer["file"] for answer in answers]), work.nonce)
+            # The contents again, with the files and digests that the ranks have written.
+            records = [answer["file"] for answer in answers]
+            written = {
+                file_name(rank, len(records)): record
+                for rank, record in enumerate(records)
+                if record is not None
+            }
+            tensors = {
+                name: stored._replace(
+                    parts=tuple(part._replace(digest=written[part.file][2][name]) for part in stored.parts)
+                )
+                for name, stored in work.contents.tensors.items()
+            }
+            files = {name: (size, header) for name, (size, header, _) in written.items()}
+            _commit(work.contents._replace(tensors=tensors, files=files), work.nonce)
             try:
                 clean(target, work.keep)
             except (OSError, CheckpointError) as error:  # the checkpoint is there
@@ -288,21 +300,6 @@ def write(peers: Peers, work: SaveWork) -> Path:
     with hold_interrupts():  # what one rank has committed is saved on all
         peers.together(commit)
     return target
-
-
-def _with_digests(plan: Contents, records: Sequence[Any]) -> Contents:
-    """Complete a plan with the files and digests that the ranks have written."""
-    written = {
-        file_name(rank, len(records)): record for rank, record in enumerate(records) if record is not None
-    }
-    tensors = {
-        name: stored._replace(
-            parts=tuple(part._replace(digest=written[part.file][2][name]) for part in stored.parts)
-        )
-        for name, stored in plan.tensors.items()
-    }
-    files = {name: (size, header) for name, (size, header, _) in written.items()}
-    return plan._replace(tensors=tensors, files=files)
 
 
 def _commit(contents: Contents, nonce: str) -> None:

@@ -15,7 +15,7 @@ from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 
 from .._torch import looked_through
 from .norms import Clip
-from .protocols import Optimizer, Tree, require_pair, selected, skipping, text_of
+from .protocols import Optimizer, Tree, require_pair, selected, text_of, unclipped
 from .updates import zero_count
 
 
@@ -54,11 +54,7 @@ def from_updates(transform: Any) -> Optimizer:
         state = transform.init(params)
         leaves, structure = tree_flatten(state)
         for leaf, path in zip(leaves, tree_paths(structure, "state"), strict=True):
-            if not isinstance(leaf, Tensor):
-                raise TypeError(
-                    f"{path} is of type {type(leaf).__name__}, expected a tensor, which can be saved, moved"
-                    " and skipped"
-                )
+            require_type(path, leaf, Tensor, "a tensor, which can be saved, moved and skipped")
         return state
 
     def update(
@@ -104,10 +100,7 @@ def chain(clip: Clip, optimizer: Optimizer) -> Optimizer:
     [tensor([-0.6000, -0.8000])]
     """
     require_type("clip", clip, Clip, "a clip first, such as ppfunc.optim.clip_by_global_norm(1.0)")
-    require_pair("optimizer", optimizer)
-    if getattr(optimizer, "clipped", None) is not None:
-        raise ValueError(f"optimizer: got {text_of(optimizer)}, which clips already; expected one clip")
-    ending = skipping(optimizer)
+    ending = unclipped("optimizer", optimizer, "already; expected one clip")
 
     def update(
         grads: Tree, state: Tree, params: Tree, *, found_inf: Tensor | None = None
@@ -198,12 +191,7 @@ def _averaging(
         begin: makes its own state, of parameters.
         average: from new parameters and its own state to the parameters and state after them.
     """
-    require_pair("optimizer", optimizer)
-    if getattr(optimizer, "clipped", None) is not None:
-        raise ValueError(
-            f"optimizer: got {text_of(optimizer)}; expected the clip around all, chain(clip, ...)"
-        )
-    inner = skipping(optimizer)
+    inner = unclipped("optimizer", optimizer, "inside; expected the clip around all, chain(clip, ...)")
 
     def init(params: Tree) -> dict[str, Tree]:
         def wide(p: Tensor) -> Tensor:  # in which small changes are not lost

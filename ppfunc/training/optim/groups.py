@@ -16,7 +16,7 @@ from ppfunc.stage.patterns import first_match, note_patterns, require_reachable
 from ppfunc.stage.signature import differentiable, names_in
 from ppfunc.stage.tree import tree_flatten
 
-from .protocols import Optimizer, Tree, require_pair, skipping, text_of
+from .protocols import Optimizer, Tree, skipping, text_of, unclipped
 
 Choose = Callable[[str, ParameterKind], str]
 """From the name of a parameter in its stage, and an object with its ``ndim`` and ``dtype``, to a group."""
@@ -72,12 +72,10 @@ def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Op
             ' "*": adamw(1e-3, weight_decay=0.1)}'
         )
     for key, optimizer in groups.items():
-        require_pair(f"groups[{key!r}]", optimizer)
-        if getattr(optimizer, "clipped", None) is not None:
-            raise ValueError(
-                f"groups[{key!r}]: got {text_of(optimizer)}, which clips by the norm of its own gradients;"
-                " expected chain(clip, by_name(...)), which clips by that of all"
-            )
+        mend = (
+            "by the norm of its own gradients; expected chain(clip, by_name(...)), which clips by that of all"
+        )
+        unclipped(f"groups[{key!r}]", optimizer, mend)
     keys = list(groups)
     if choose is not None and not callable(choose):
         raise TypeError(f"choose: got {shown(choose)}, expected a function (name, parameter) -> key")
@@ -125,18 +123,17 @@ def divided(
 
     @lru_cache(maxsize=64)  # stages
     def numbers_of(treedef: PyTreeSpec, kinds: tuple[tuple[int, torch.dtype], ...]) -> list[int]:
-        """Return the group of every parameter."""
         pairs = zip(names_in(treedef), kinds, strict=True)
         return [group_of(n, ParameterKind(*kind)) if differentiable(kind[1]) else 0 for n, kind in pairs]
 
-    def divisions(params: Tree, *trees: Tree) -> tuple[list[list[Tree]], list[int]]:
-        """Divide trees like the parameters; also return the group of every leaf."""
+    def divisions(params: Tree, *trees: Tree) -> tuple[list[list[Tree]], list[int], PyTreeSpec]:
+        """Divide trees like the parameters; also return the group of every leaf, and their structure."""
         leaves, treedef = tree_flatten(params)
         numbers = numbers_of(treedef, tuple([(p.ndim, p.dtype) for p in leaves]))
-        return [_groups(tree, treedef, numbers, len(every)) for tree in (params, *trees)], numbers
+        return [_groups(tree, treedef, numbers, len(every)) for tree in (params, *trees)], numbers, treedef
 
     def init(params: Tree) -> dict[str, Tree]:
-        (divided_params,), _ = divisions(params)
+        (divided_params,), *_ = divisions(params)
         state = dict[str, Tree]()
         for key, name, o, mine in zip(optimizers, names, every, divided_params, strict=True):
             with noting_patterns(key):
@@ -148,10 +145,9 @@ def divided(
     ) -> tuple[Tree, dict[str, Tree]]:
         if not isinstance(state, dict) or list(state) != names:
             raise ValueError(f"state: got {shown(state)}, expected the groups {', '.join(names)}")
-        trees, numbers = divisions(params, grads)
+        trees, numbers, treedef = divisions(params, grads)
         groups = zip(names, every, *trees, strict=True)
         results = [o.update(g, state[name], p, found_inf=found_inf) for name, o, p, g in groups]
-        treedef = tree_flatten(params)[1]
         columns: list[list[Any]] = [treedef.flatten_up_to(new) for new, _ in results]
         new = treedef.unflatten(columns[number][n] for n, number in enumerate(numbers))
         return new, {name: after for name, (_, after) in zip(names, results, strict=True)}

@@ -183,11 +183,6 @@ def adam_direction(
     """Return both moments, and the direction of the update."""
     mean = mean + (1 - betas[0]) * (g - mean)
     square = betas[1] * square + (1 - betas[1]) * g * g
-    root = _root(square) / (1 - betas[1] ** step).sqrt()
+    none = square == 0  # where the derivative of the root would be infinite
+    root = torch.where(none, square, torch.where(none, 1.0, square).sqrt()) / (1 - betas[1] ** step).sqrt()
     return mean, square, mean / (1 - betas[0] ** step) / (root + eps)
-
-
-def _root(x: Tensor) -> Tensor:
-    """Take the square root, whose derivative is finite where ``x`` is 0."""
-    none = x == 0
-    return torch.where(none, x, torch.where(none, 1.0, x).sqrt())

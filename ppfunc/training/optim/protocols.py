@@ -105,6 +105,14 @@ def require_pair(name: str, pair: Any) -> None:
         )
 
 
+def unclipped(name: str, optimizer: Any, mend: str) -> Optimizer:
+    """Return an optimizer whose update takes ``found_inf``; raise ValueError for one that clips."""
+    require_pair(name, optimizer)
+    if getattr(optimizer, "clipped", None) is not None:
+        raise ValueError(f"{name}: got {text_of(optimizer)}, which clips {mend}")
+    return skipping(optimizer)
+
+
 def text_of(thing: Any) -> str:
     """Write the name of an optimizer or a transform, with its numbers if it has ``text``."""
     text = getattr(thing, "text", "")

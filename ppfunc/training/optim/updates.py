@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from ppfunc._checks import require_number
-from ppfunc._text import naming_arguments, shown
+from ppfunc._checks import require_number, require_type
+from ppfunc._text import naming_arguments
 from ppfunc.stage import Signature
 from ppfunc.stage.modules.frozen import Mask, masked_leaves
 from ppfunc.stage.signature import differentiable
@@ -68,11 +68,11 @@ def optimizer_of(
         kernel: computes the same, in place.
         donate: let the kernel write into its arguments.
     """
-    if mask is not None and not callable(mask):
-        raise TypeError(f"mask: got {shown(mask)}, expected a function mask(params) -> tree of booleans")
+    require_type("mask", mask, Callable | None, "a function mask(params) -> tree of booleans")
+    of_mask = "" if mask is None else f" of {getattr(mask, '__qualname__', type(mask).__name__)}"
 
     def write() -> str:
-        return f"{name}({text_of_rate(lr)}, {numbers}, weight decay {weight_decay}{_text_of_mask(mask)})"
+        return f"{name}({text_of_rate(lr)}, {numbers}, weight decay {weight_decay}{of_mask})"
 
     write()  # raises for a rate that is none
     shapes = states if isinstance(states, Mapping) else dict.fromkeys(states, tuple)
@@ -307,11 +307,6 @@ def require_betas(betas: object) -> None:
         )
     for n, beta in enumerate(betas):
         require_number(f"betas[{n}]", beta, below=1.0)
-
-
-def _text_of_mask(mask: Mask | None) -> str:
-    """Name the mask of a weight decay."""
-    return "" if mask is None else f" of {getattr(mask, '__qualname__', type(mask).__name__)}"
 
 
 def _require_state(state: Any, names: tuple[str, ...]) -> None:

@@ -69,21 +69,16 @@ def initial_state(
     for s, tree in stage_state.items() if ranks.data.size > 1 and rule.states.reduce else ():
         rule.states.reductions(s, tree)  # raises where nothing says how states go together
     for name in ("params", "optimizer", "stage_state"):
-        _require_storable(getattr(state, name), name)
+        leaves, treedef = tree_flatten(getattr(state, name))
+        for leaf, path in zip(leaves, tree_paths(treedef, name), strict=True):
+            if leaf.dtype not in DTYPES_BY_NAME.values():
+                raise TypeError(
+                    f"{path} has the dtype {leaf.dtype}, which no checkpoint holds; expected one of"
+                    f" {', '.join(DTYPES_BY_NAME)}"
+                )
     if ranks.shards_params:
         note_whole(ranks, state.step, masters)
     return note_made(state, {})
-
-
-def _require_storable(trees: Mapping[int, Tree], name: str) -> None:
-    """Raise TypeError for a leaf of a dtype that no checkpoint holds."""
-    leaves, treedef = tree_flatten(trees)
-    for leaf, path in zip(leaves, tree_paths(treedef, name), strict=True):
-        if leaf.dtype not in DTYPES_BY_NAME.values():
-            raise TypeError(
-                f"{path} has the dtype {leaf.dtype}, which no checkpoint holds; expected one of"
-                f" {', '.join(DTYPES_BY_NAME)}"
-            )
 
 
 def _own(storages: set[int], leaf: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,7 @@ import torch
 from optree import PyTreeSpec
 from torch import Tensor
 
-from ppfunc._checks import require_one_of
-from ppfunc._text import shown
+from ppfunc._checks import require_one_of, require_type
 from ppfunc.runtime.call.forms import Form, leaves_like
 from ppfunc.stage._torch import versions
 from ppfunc.stage.device import preserve_rng
@@ -65,11 +64,9 @@ class UpdateRule(NamedTuple):
             TypeError, ValueError: arguments that do not fit together.
         """
         require_pair("optimizer", optimizer)
-        if not isinstance(precision, Precision):
-            raise TypeError(
-                f"precision: got {shown(precision)}, expected Precision, such as"
-                " ppfunc.Precision(compute=torch.bfloat16)"
-            )
+        require_type(
+            "precision", precision, Precision, "Precision, such as ppfunc.Precision(compute=torch.bfloat16)"
+        )
         require_one_of("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
         scale = precision.scale
         if scale is not None and scale.changes and on_nonfinite != "skip":
