@@ -6,10 +6,8 @@ from ppfunc._lazy import attach
 
 if TYPE_CHECKING:
     from .balance import (
-        partition_balanced as partition_balanced,
-    )
-    from .partition import (
         Partition as Partition,
+        partition_balanced as partition_balanced,
         partition_uniform as partition_uniform,
     )
     from .placement import (

@@ -1,18 +1,170 @@
-"""Partition layers with the least maximum load.
-
-For several chunks on each rank, cut into ``ranks * chunks`` stages; `Partition.dealt` lists the intervals of
-each rank.
-"""
+"""Cut the layers of a model into stages: a partition is the boundaries between them."""
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import InitVar, dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from typing import Literal, Self, TypeVar
 
 from ppfunc._checks import require_counts
 
-from .partition import Partition, partition_uniform
+T = TypeVar("T")
+Interval = tuple[int, int]
+"""``(start, end)``: the layers from ``start`` up to and without ``end``."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Assign consecutive layers to stages: stage ``s`` has ``range(boundaries[s], boundaries[s + 1])``.
+
+    Every layer is in exactly one stage, since only the boundaries are stored.
+
+    Args:
+        boundaries: from 0 to the number of layers, ascending; one more than there are stages.
+        allow_empty: whether stages without layers are wanted.
+
+    Raises:
+        ValueError: the boundaries do not start at 0, do not ascend, or leave a stage empty without
+            ``allow_empty``.
+
+    >>> partition = Partition((0, 2, 5))
+    >>> partition.sizes, list(partition.layers_of(1))
+    ((2, 3), [2, 3, 4])
+    >>> partition.loads([1, 1, 4, 1, 1])
+    (2, 6)
+    """
+
+    boundaries: tuple[int, ...]
+    allow_empty: InitVar[bool] = False
+
+    def __post_init__(self, allow_empty: bool) -> None:
+        boundaries = tuple(self.boundaries)
+        object.__setattr__(self, "boundaries", boundaries)
+        if any(isinstance(b, bool) or not isinstance(b, int) for b in boundaries):
+            raise ValueError(f"boundaries are whole numbers, got {_abridged(boundaries)}")
+        if len(boundaries) < 2 or boundaries[0] != 0:
+            raise ValueError(
+                f"boundaries run from 0 to the number of layers, as in (0, 3, 6); got {_abridged(boundaries)}"
+            )
+        if min(self.sizes) < 0:
+            raise ValueError(f"boundaries have to ascend, got {_abridged(boundaries)}")
+        if not allow_empty and 0 in self.sizes:
+            raise ValueError(
+                f"stage {self.sizes.index(0)} would be empty: {self.layers} layers in {self.stages} stages of"
+                f" sizes {_abridged(self.sizes)}; use fewer stages, or set allow_empty"
+            )
+
+    @classmethod
+    def from_sizes(cls, sizes: Iterable[int], allow_empty: bool = False) -> Self:
+        """Make the partition with so many layers in each stage: ``Partition.from_sizes((2, 3))``."""
+        return cls(tuple(accumulate(sizes, initial=0)), allow_empty)
+
+    @property
+    def stages(self) -> int:
+        """Count the stages."""
+        return len(self.boundaries) - 1
+
+    @property
+    def layers(self) -> int:
+        """Count the layers."""
+        return self.boundaries[-1]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Count the layers of each stage."""
+        return tuple(end - start for start, end in self.intervals)
+
+    @property
+    def intervals(self) -> tuple[Interval, ...]:
+        """List the interval of layers of each stage."""
+        return tuple(pairwise(self.boundaries))
+
+    def layers_of(self, stage: int) -> range:
+        """List the layers of a stage."""
+        if not 0 <= stage < self.stages:
+            raise ValueError(f"stage {stage} is out of range: the stages are 0..{self.stages - 1}")
+        return range(*self.boundaries[stage : stage + 2])
+
+    def loads(self, weights: Sequence[float]) -> tuple[float, ...]:
+        """Add up the weights of each stage; sums of whole numbers stay whole."""
+        self._require_length(weights)
+        add = sum if all(isinstance(w, int) for w in weights) else math.fsum
+        return tuple(add(weights[start:end]) for start, end in self.intervals)
+
+    def split(self, items: Sequence[T]) -> tuple[tuple[T, ...], ...]:
+        """Cut items, one per layer, into one tuple per stage."""
+        self._require_length(items)
+        return tuple(tuple(items[start:end]) for start, end in self.intervals)
+
+    def split_points(self, prefix: str = "layers.") -> tuple[str, ...]:
+        """Name the first layer of every stage but the first.
+
+        >>> Partition((0, 3, 8)).split_points()
+        ('layers.3',)
+        """
+        return tuple(f"{prefix}{boundary}" for boundary in self.boundaries[1:-1])
+
+    def dealt(self, ranks: int) -> tuple[tuple[Interval, ...], ...]:
+        """List the intervals of each rank when the stages are dealt round the ranks, as `loop` places them.
+
+        Raises:
+            ValueError: ``ranks`` does not divide the stages.
+
+        >>> Partition((0, 1, 2, 4, 6)).dealt(2)
+        (((0, 1), (2, 4)), ((1, 2), (4, 6)))
+        """
+        require_counts(ranks=ranks)
+        if self.stages % ranks:
+            raise ValueError(
+                f"{self.stages} stages cannot be dealt evenly to {ranks} ranks: use a divisor of"
+                f" {self.stages}"
+            )
+        return tuple(self.intervals[rank::ranks] for rank in range(ranks))
+
+    def _require_length(self, items: Sequence[object]) -> None:
+        if len(items) != self.layers:
+            raise ValueError(
+                f"got {len(items)} items, expected {self.layers}, one for each layer of the partition"
+            )
+
+
+def partition_uniform(
+    layers: int, stages: int, *, remainder: Literal["first", "last"] = "first", allow_empty: bool = False
+) -> Partition:
+    """Cut layers into equal numbers; the remainder goes one each to the first stages, or to the last.
+
+    Args:
+        layers: number of layers.
+        stages: number of stages.
+        remainder: which stages are larger by one where the layers do not divide.
+        allow_empty: whether there may be fewer layers than stages. With ``"first"`` the last
+            stages are then empty, with ``"last"`` the first.
+
+    Raises:
+        ValueError: for fewer layers than stages, unless empty stages are allowed.
+
+    References:
+        DeepSpeed gives the remainder to the first stages, ColossalAI to the last.
+
+    >>> partition_uniform(10, 4).sizes, partition_uniform(10, 4, remainder="last").sizes
+    ((3, 3, 2, 2), (2, 2, 3, 3))
+    """
+    require_counts(stages=stages)
+    require_counts(0, layers=layers)
+    if remainder not in ("first", "last"):
+        raise ValueError(f"the remainder goes to the 'first' or the 'last' stages, got {remainder!r}")
+    size, left_over = divmod(layers, stages)
+    sizes = (size + 1,) * left_over + (size,) * (stages - left_over)
+    return Partition.from_sizes(sizes if remainder == "first" else sizes[::-1], allow_empty)
+
+
+def _abridged(numbers: Sequence[int]) -> str:
+    """Write numbers for a message, without the middle where there are very many."""
+    if len(numbers) <= 64:
+        return str(list(numbers))
+    return f"[{', '.join(map(str, numbers[:30]))}, ..., {', '.join(map(str, numbers[-30:]))}]"
 
 
 def partition_balanced(weights: Sequence[float], stages: int, *, allow_empty: bool = False) -> Partition:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from ppfunc._checks import require_counts, require_one_of
 
-from .partition import Partition
+from .balance import Partition
 
 
 def partition_layers(

@@ -20,7 +20,7 @@ from .costs import SENT, Costs, Number, portion, require_costs
 from .instruction import RESIDUAL_OPS, Op
 from .names import find_builder
 from .planner.bounds import lower_bound
-from .planner.layers import costs_of_stages
+from .planner.placements import costs_of_stages
 from .schedule import Schedule
 from .table import show_table
 from .timeline import Timeline, simulate

@@ -17,7 +17,7 @@ from ppfunc.schedule import BUILDERS, Costs, check, lower_bound, place_communica
 from ppfunc.schedule.planner.orders import directions, evaluate, fits, schedule_of
 from ppfunc.schedule.planner.placements import wave
 from ppfunc.schedule.planner.problem import problem_of
-from ppfunc.schedule.planner.replay import Manner, replay
+from ppfunc.schedule.planner.search import Manner, replay
 from ppfunc.schedule.planner.starts import spaced_orders
 from tests.clock import busy
 

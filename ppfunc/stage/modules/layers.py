@@ -5,9 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from ppfunc._checks import require_type
-from ppfunc._text import shown
-from ppfunc.parallel.partition import Partition
+from ppfunc._checks import require_type, shown
+from ppfunc.parallel.balance import Partition
 
 Layer = Callable[..., Any]  # layer(params, x, *extras) -> y
 

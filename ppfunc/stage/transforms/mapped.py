@@ -12,7 +12,7 @@ from ..output import Output
 from ..program import Loss, Stage
 from ..signature import differentiable
 from ..tree import tree_flatten, tree_leaves, tree_map
-from .tangents import alone
+from .dual import alone
 
 
 def batched(
