@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from ppfunc.parallel.balance import partition_balanced
+from ppfunc.parallel.partition import partition_balanced
 from ppfunc.parallel.stack import effective_loads, partition_layers
 from ppfunc.parallel.topology import Topology
 

@@ -20,7 +20,7 @@ from ppfunc.schedule.formats.torch_csv import to_torch_csv
 from ppfunc.schedule.formats.trace import to_trace
 from ppfunc.schedule.names import find_builder
 from ppfunc.schedule.passes.place_communication import place_communication
-from ppfunc.schedule.passes.remove import compute_only, remove_slots
+from ppfunc.schedule.passes.rewrite import compute_only, remove_slots
 from ppfunc.schedule.schedule import Schedule
 from ppfunc.schedule.timeline import Timeline, simulate
 

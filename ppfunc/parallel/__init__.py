@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ppfunc._lazy import attach
 
 if TYPE_CHECKING:
-    from .balance import (
+    from .partition import (
         Partition as Partition,
         partition_balanced as partition_balanced,
         partition_uniform as partition_uniform,

@@ -5,7 +5,7 @@ from typing import Literal
 
 from ppfunc._checks import require_counts, require_one_of
 
-from .balance import Partition
+from .partition import Partition
 
 
 def partition_layers(

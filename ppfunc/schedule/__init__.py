@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     )
     from .passes.linearize import linearize as linearize
     from .passes.place_communication import place_communication as place_communication
-    from .passes.remove import (
+    from .passes.rewrite import (
         compute_only as compute_only,
         forward_only as forward_only,
         remove_communication as remove_communication,

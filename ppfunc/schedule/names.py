@@ -3,7 +3,8 @@
 import re
 from collections.abc import Callable
 
-from ppfunc._checks import require_type, suggestion
+from ppfunc._checks import require_type
+from ppfunc._text import suggestion
 
 from .builders import BUILDERS
 from .schedule import Schedule

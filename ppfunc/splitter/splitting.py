@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ppfunc._checks import naming_arguments, shown
-from ppfunc.parallel.balance import Partition, partition_balanced
+from ppfunc._text import naming_arguments, shown
+from ppfunc.parallel.partition import Partition, partition_balanced
 from ppfunc.stage.abstract.evaluation import without_values
 from ppfunc.stage.layout import layout_of
 from ppfunc.stage.modules.module import is_subclass, require_usable

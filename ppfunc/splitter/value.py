@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ppfunc._checks import answering, mend_of
+from ppfunc._text import answering, mend_of
 
 if TYPE_CHECKING:
     from .source import Source

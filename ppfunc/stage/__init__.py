@@ -10,7 +10,7 @@ A stage on its way to a program::
     program.py    what engines take, and return: StageProgram, forward, backward, and a backward in two parts
 
 Trees of tensors are read by `tree`, described by `signature`, `layout` (DTensors) and `constants` (numbers
-and block masks among tensors). `errors` finds the user's lines, `device` has all that a device does beside
+and block masks among tensors). `places` finds the user's lines, `device` has all that a device does beside
 computing, `_torch` the private names of torch, `process` and `interrupts` what threads share.
 `transforms` makes stages of stages; `collectives` may be called in a stage.
 """

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
-from ppfunc._checks import limited
+from ppfunc._text import limited
 
 from .layout import local
 from .signature import Signature
@@ -330,3 +330,18 @@ def _filled(device: torch.device, signature: Signature, gradients: Gradients) ->
     return signature.wrap(
         torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if g is None else g for leaf, g in pairs
     )
+
+
+def without_aux(loss_fn: Loss) -> Callable[[Any, Any], torch.Tensor]:
+    """Wrap a loss function: raise TypeError if it returns ``(loss, aux)``, which no transform carries."""
+
+    def loss(y: Any, target: Any) -> torch.Tensor:
+        value = loss_fn(y, target)
+        if isinstance(value, tuple):
+            raise TypeError(
+                "it returned (loss, aux) to a transform, expected the loss; return that alone, or take"
+                " ppfunc.value_and_grad"
+            )
+        return value
+
+    return loss

@@ -8,8 +8,8 @@ from typing import Any, NoReturn, Self
 
 import torch
 
-from ppfunc._checks import answering, naming_arguments
 from ppfunc._step_factory import Stages, make_step, reporting_mistakes, unpacked
+from ppfunc._text import answering, naming_arguments
 from ppfunc.runtime import InProcess, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import TiedPlaces
 from ppfunc.runtime.call.arguments import LossWeights, Seed
@@ -22,7 +22,8 @@ from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.modules.frozen import FrozenLeaves, Trainable
 
 from .batches import Batches
-from .calls import Calls, History, LoweredTraining
+from .calls import Calls, History
+from .lowered import LoweredTraining
 from .optim.protocols import Optimizer, text_of
 from .update.comparison import KnownState
 from .update.precision import Precision

@@ -24,7 +24,7 @@ from ppfunc.stage.transforms import (
     per_sample_loss,
     sloping,
 )
-from ppfunc.stage.transforms.dual import flatten_tangents
+from ppfunc.stage.transforms.tangents import flatten_tangents
 from ppfunc.stage.tree import tree_flatten, tree_map, tree_paths
 
 _PAIR = ("0", "1")  # the parameters of a transformed stage: a tree, and its tangents

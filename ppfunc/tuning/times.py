@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ppfunc._checks import require_number, require_positive, require_type, shown
+from ppfunc._checks import require_number, require_positive, require_type
+from ppfunc._text import shown
 from ppfunc.runtime.lowering.stage_programs import StageCall
 from ppfunc.schedule import (
     Costs,
@@ -32,7 +33,7 @@ from ppfunc.stage.device import accelerates
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.training import Trainer
-from ppfunc.training.calls import on_meta
+from ppfunc.training.lowered import on_meta
 
 MICROBATCHES = 3  # of a step that is timed: most of them add to sums of gradients, as in a step of many
 _STEPS = 6  # that are measured, the first of which is not counted

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ppfunc._checks import naming_arguments, require_counts, require_type
+from ppfunc._checks import require_counts, require_type
+from ppfunc._text import naming_arguments
 from ppfunc.runtime import Axes, OnPaper, Transport
 from ppfunc.runtime.transport.grid import ShardWhat
 from ppfunc.schedule import (
@@ -35,7 +36,8 @@ from ppfunc.stage import Engine, Loss, StageError, graph
 from ppfunc.stage.device import accelerates
 from ppfunc.stage.tree import tree_leaves
 from ppfunc.training import Trainer
-from ppfunc.training.calls import completed, on_meta
+from ppfunc.training.calls import completed
+from ppfunc.training.lowered import on_meta
 from ppfunc.training.optim import Optimizer
 
 from .choices import Choice, choices_of, grids_of

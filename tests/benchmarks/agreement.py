@@ -23,8 +23,8 @@ import torch.multiprocessing as mp
 
 from ppfunc.runtime.control.connections import Address, in_thread
 from ppfunc.runtime.control.control import Control
-from ppfunc.runtime.control.failure_tree import END, TreeMessages
 from ppfunc.runtime.control.socket_links import SocketLinks
+from ppfunc.runtime.control.tree import END, TreeMessages
 from ppfunc.runtime.transport.p2p import P2P
 from ppfunc.runtime.transport.protocols import LossPart
 from ppfunc.stage import LeafSignature

@@ -9,7 +9,8 @@ from functools import partial
 
 from hypothesis import given, strategies as st
 
-from ppfunc.runtime.control.failure_tree import FailureTree, RankTree
+from ppfunc.runtime.control.failure_tree import FailureTree
+from ppfunc.runtime.control.tree import RankTree
 
 
 class Ranks:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import ppfunc as pp
-from ppfunc.parallel.balance import Partition
+from ppfunc.parallel.partition import Partition
 from ppfunc.stage import StageError
 from ppfunc.stage.process import process_lock
 from tests.covering import pairwise

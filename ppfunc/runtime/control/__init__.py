@@ -10,7 +10,7 @@ A step flows through these modules::
         |
     control        begin: pass the call and the shapes down the tree, and compare them
         |          end: gather losses up the tree, vote, commit at rank 0, pass the sum down
-        |            failure_tree  the messages of a binary tree of ranks, and the protocol of links
+        |            tree          the messages of a binary tree of ranks, and the protocol of links
         |
         +--fail--> failure_tree  take the first failure of a generation; pure
                    suspects      find the rank, or the link, that holds up a late one; pure

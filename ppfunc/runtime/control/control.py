@@ -33,7 +33,7 @@ from ..errors import (
 from ..execution.buffers import Compared
 from ..transport.grid import Axes, Grid, ShardWhat
 from ..transport.protocols import LossPart, Mode
-from .failure_tree import BEGIN, END, KEY, TEXT, Links, TreeMessages
+from .tree import BEGIN, END, KEY, TEXT, Links, TreeMessages
 
 
 class Control:

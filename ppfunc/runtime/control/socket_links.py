@@ -13,10 +13,11 @@ from ppfunc.stage.interrupts import act_on_interrupts
 
 from ..errors import CLOSED, GONE, Failure, FailureRecord, LinkError
 from .connections import Address, Stream, in_thread
-from .failure_tree import MEETING, FailureTree, RankTree, TreeMessages, Verdict
+from .failure_tree import MEETING, FailureTree, Verdict
 from .rendezvous import Rendezvous
 from .streams import PeerStreams
 from .suspects import Answer, find_culprit
+from .tree import RankTree, TreeMessages
 
 T = TypeVar("T")
 _WATCH = b"watch"  # the channel of streams that are watched
@@ -32,7 +33,7 @@ give_way: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0)
 
 
 class SocketLinks:
-    """Implements :class:`~ppfunc.runtime.control.failure_tree.Links` of a process by sockets.
+    """Implements :class:`~ppfunc.runtime.control.tree.Links` of a process by sockets.
 
     A thread watches each neighbour in the tree. When its connection ends, or a failure is published,
     :class:`~.failure_tree.FailureTree` decides which failure is the first. The thread that waits for any

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .failure_tree import RankTree
+from .tree import RankTree
 
 
 class Answer(NamedTuple):

@@ -4,7 +4,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ppfunc._checks import naming_arguments, require_counts
+from ppfunc._checks import require_counts
+from ppfunc._text import naming_arguments
 from ppfunc.parallel.placement import v_shape
 
 from ..instruction import B, F, Instruction, Op, overlap

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate, count
 from operator import itemgetter
 
-from ppfunc._checks import naming_arguments, require_counts
+from ppfunc._checks import require_counts
+from ppfunc._text import naming_arguments
 from ppfunc.parallel.placement import v_shape
 
 from ..instruction import F, I, Instruction, Op, microbatch_of

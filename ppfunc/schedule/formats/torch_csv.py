@@ -9,7 +9,7 @@ from operator import itemgetter
 
 from ..certificate import check
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, parts_of
-from ..passes.remove import compute_only
+from ..passes.rewrite import compute_only
 from ..schedule import Schedule
 from ..timeline import Timeline, simulate
 from .csv import to_csv

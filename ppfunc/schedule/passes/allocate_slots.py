@@ -13,7 +13,7 @@ from ..proof.order import check_order
 from ..proof.queues import check_queues
 from ..proof.structure import check_structure
 from ..schedule import Program, Schedule
-from .remove import remove_slots
+from .rewrite import remove_slots
 
 
 class Range(NamedTuple):

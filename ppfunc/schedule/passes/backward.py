@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ..instruction import Instruction, Op
 from ..proof.order import in_order
 from ..schedule import Program, Schedule, Step
-from .remove import rewrite
+from .rewrite import rewrite
 
 
 def split_backward(schedule: Schedule, *, overlapped: bool = False) -> Schedule:

@@ -8,7 +8,7 @@ from ..costs import Costs, Number, require_costs
 from ..instruction import COMMUNICATION, COMPUTE, RESIDUAL_OPS, Instruction, Op, parts_of
 from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step
-from .remove import Place, insert, remove_slots, rewrite
+from .rewrite import Place, insert, remove_slots, rewrite
 
 Residuals = tuple[int, int | None]  # stage, microbatch
 

@@ -16,7 +16,7 @@ from ..earliest import earliest
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
 from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step
-from .remove import remove_slots
+from .rewrite import remove_slots
 
 # Any positive durations give a valid order; these are the usual proportions.
 _DURATION = {Op.F: 1, Op.RECOMPUTE: 1, Op.B: 2, Op.I: 1, Op.W: 1}

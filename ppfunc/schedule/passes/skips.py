@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..instruction import Op
 from ..proof.structure import require_schedule
 from ..schedule import Schedule
-from .remove import remove_communication
+from .rewrite import remove_communication
 
 
 def with_skips(schedule: Schedule, skips: Collection[tuple[int, int]]) -> Schedule:

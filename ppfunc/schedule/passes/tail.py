@@ -8,7 +8,7 @@ from ppfunc._checks import require_stages
 from ..instruction import SHARDING, TAIL, Instruction, Op, parts_of
 from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step
-from .remove import cross_out, insert, rewrite
+from .rewrite import cross_out, insert, rewrite
 
 
 def append_tail(

@@ -5,7 +5,7 @@ from ppfunc._checks import require_counts
 from ..instruction import COMPUTE, Instruction, Op, parts_of
 from ..proof.order import in_order
 from ..schedule import Program, Schedule
-from .remove import insert, remove_unshards, rewrite
+from .rewrite import insert, remove_unshards, rewrite
 
 # Before each compute instruction, the stages in the order in which they are next used.
 Orders = list[tuple[int, ...]]

@@ -22,7 +22,7 @@ from numbers import Real
 from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
-from ppfunc.parallel.balance import Partition
+from ppfunc.parallel.partition import Partition
 
 from ..collector import collector_paused
 from ..costs import Costs, Number, require_costs

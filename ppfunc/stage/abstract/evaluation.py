@@ -31,9 +31,10 @@ from .._torch import (
     flex_scores,
     require_flex_device,
 )
-from ..errors import StageError, line_of
+from ..errors import StageError
 from ..interrupts import hold_interrupts
 from ..layout import local
+from ..places import line_of
 from ..program import Leaves
 from ..signature import LeafSignature, Signature
 from ..tree import tree_flatten, tree_leaves, tree_map

@@ -12,7 +12,7 @@ import torch
 from optree import PyTreeSpec
 from torch import nn
 
-from ppfunc._checks import limited, shown
+from ppfunc._text import limited, shown
 
 from ..errors import raised
 from ..process import process_lock

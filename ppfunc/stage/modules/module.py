@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ppfunc._checks import mend_of, naming_arguments, shown
+from ppfunc._text import mend_of, naming_arguments, shown
 
 from .._torch import is_dtensor, version
 from ..errors import StageError

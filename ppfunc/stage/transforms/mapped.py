@@ -9,10 +9,9 @@ from einops import einsum, rearrange, reduce, repeat
 
 from ..layout import Boundary, declaring, distributed, layout_of, local, whole
 from ..output import Output
-from ..program import Loss, Stage
+from ..program import Loss, Stage, without_aux
 from ..signature import differentiable
 from ..tree import tree_flatten, tree_leaves, tree_map
-from .dual import alone
 
 
 def batched(
@@ -139,7 +138,7 @@ def per_sample_loss(loss_fn: Loss, *, joined: bool = True) -> Loss:
     """Return ``loss(y, target) -> tensor[b]``, the losses of every sample as a batch of one."""
 
     def one(y: Any, target: Any) -> torch.Tensor:
-        return alone(loss_fn)(_alone(y) if joined else y, _alone(target))
+        return without_aux(loss_fn)(_alone(y) if joined else y, _alone(target))
 
     def losses(y: Any, target: Any) -> torch.Tensor:
         return batched(one, (y, target), (True, True))

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ppfunc.runtime.control.control import Control
-from ppfunc.runtime.control.failure_tree import RankTree, Verdict
+from ppfunc.runtime.control.failure_tree import Verdict
+from ppfunc.runtime.control.tree import RankTree
 from ppfunc.runtime.errors import LinkError
 from ppfunc.runtime.transport.collective import Among, Collective
 from ppfunc.runtime.transport.protocols import Call, Route, Transfer
@@ -127,7 +128,7 @@ class SimulatedTransport(Control):
 
 
 class SimulatedLinks:
-    """Implements :class:`~ppfunc.runtime.control.failure_tree.Links` of one rank over a simulated network."""
+    """Implements :class:`~ppfunc.runtime.control.tree.Links` of one rank over a simulated network."""
 
     def __init__(self, network: Network, rank: int) -> None:
         self._network, self._member = network, network.members[rank]

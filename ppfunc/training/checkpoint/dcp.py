@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppfunc._checks import naming_arguments
+from ppfunc._text import naming_arguments
 from ppfunc.stage.interrupts import hold_interrupts
 from ppfunc.stage.layout import local
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from ppfunc._checks import naming_arguments, require_number, require_type
+from ppfunc._checks import require_number, require_type
+from ppfunc._text import naming_arguments
 from ppfunc.stage import Signature
 from ppfunc.stage.modules.frozen import Mask, masked_leaves
 from ppfunc.stage.signature import differentiable

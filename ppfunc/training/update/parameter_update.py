@@ -21,11 +21,12 @@ from ..optim.norms import leaf_norms, powers
 from ..optim.protocols import selected
 from .comparison import alike_in_places, start_facts
 from .conclusion import conclude, shares, start_largest, unscaled_norm
+from .metrics import learning_rate, losses_of_all, with_norms
 from .ranks import TrainingRanks
 from .reducer import Reducer
 from .sharding import gather
 from .stage_trees import StageLeaves, laid_out, read
-from .train_state import Metrics, TrainState, learning_rate, losses_of_all, note_made, with_norms
+from .train_state import Metrics, TrainState, note_made
 from .update_rule import StageUpdate, UpdateRule
 
 

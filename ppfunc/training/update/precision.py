@@ -7,7 +7,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from ppfunc._checks import mend_for, require_counts, require_number, require_positive, shown
+from ppfunc._checks import require_counts, require_number, require_positive
+from ppfunc._text import mend_for, shown
 from ppfunc.stage.tree import tree_flatten, tree_map
 
 from .._torch import update_scale

@@ -8,7 +8,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ppfunc._checks import shown
+from ppfunc._text import shown
 from ppfunc.runtime.call.forms import Form, form_of, has_form, leaves_like
 from ppfunc.stage import Signature
 from ppfunc.stage.layout import distributed, local

@@ -1,20 +1,18 @@
 """Define the state of training and the metrics of a step: trees of tensors."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 from weakref import ref
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ppfunc._checks import answering
-from ppfunc.stage.tree import tree_leaves, tree_map
+from ppfunc._text import answering
+from ppfunc.stage.tree import tree_leaves
 
 from .._torch import note_on_memory, noted_on_memory
-from ..optim.protocols import Optimizer, Tree
-from .ranks import TrainingRanks
+from ..optim.protocols import Tree
 
 _made: WeakIdKeyDictionary = (
     WeakIdKeyDictionary()
@@ -149,45 +147,3 @@ def require_not_donated(state: TrainState) -> None:
                 " the state that the last step returned, a copy from before it, or a checkpoint; give each"
                 " trainer tensors of its own"
             )
-
-
-def losses_of_all(ranks: TrainingRanks, each: Mapping[int, Tensor], device: torch.device) -> Tensor:
-    """Put the losses of this process in their places among those of all data ranks: float64[ranks * m].
-
-    Args:
-        each: the losses, by microbatch; their sum over all ranks completes the others.
-    """
-    m = ranks.schedule.microbatches
-    rows = torch.zeros(ranks.data.size * m, dtype=torch.float64, device=device)
-    for n, loss in each.items() if ranks.model.index == 0 else ():
-        rows[ranks.data.index * m + n] = loss
-    return rows
-
-
-def learning_rate(optimizer: Optimizer, initial: TrainState, step: Tensor, like: Tensor) -> Any:
-    """Compute the learning rate of an update, from the state before the call and the updates since.
-
-    Args:
-        step: the number of updates before this one.
-        like: has the dtype and the device of the rates.
-
-    Returns:
-        As ``lr`` of :class:`Metrics`.
-    """
-    if optimizer.rate is None:
-        return None
-    values = optimizer.rate(next(iter(initial.optimizer.values())), step - initial.step)
-    if isinstance(values, float):
-        return torch.full_like(like, values)
-    return tree_map(lambda v: v.to(like) if isinstance(v, Tensor) else torch.full_like(like, v), values)
-
-
-def with_norms(
-    metrics: Metrics,
-    stages: Tensor,
-    leaves: Mapping[int, Mapping[str, Tensor]],
-    norm: Callable[[Tensor], Tensor],
-) -> Metrics:
-    """Add the norms by stage and by leaf, which ``norm`` makes of their sums over all ranks."""
-    by_leaf = {stage: {name: norm(s) for name, s in sums.items()} for stage, sums in leaves.items()}
-    return metrics._replace(stage_norms=norm(stages), leaf_norms=by_leaf)
