@@ -128,18 +128,7 @@ def read_arguments(
                 f"{name}: got some, but there is no loss function that would read them; give the loss"
                 f" function, or no {name}"
             )
-    if not isinstance(raw.params, Mapping) or set(raw.params) != set(stages):
-        got = list(raw.params) if isinstance(raw.params, Mapping) else type(raw.params).__name__
-        fewer = isinstance(raw.params, Mapping) and set(raw.params) < set(stages)
-        mend = (
-            "; where processes run a pipeline together, each gives its transport, such as ppfunc.P2P(group)"
-            if fewer
-            else ""
-        )
-        raise ValueError(
-            f"params: got {got}, expected a dictionary with the stages of the model that this process runs,"
-            f" {list(stages)}: {{stage: tree}}, such as split.params or state.params{mend}"
-        )
+    _require_stages(raw.params, stages)
     extras = {} if raw.extras is None else raw.extras
     state = {} if raw.state is None else raw.state
     _require_some(extras, "extras", stages)
@@ -269,6 +258,22 @@ def _zeros(weights: torch.Tensor | None) -> frozenset[int]:
     if weights is None or weights.device.type != "cpu" or is_wrapped(weights):
         return frozenset()
     return frozenset(m for m, weight in enumerate(weights.tolist()) if weight == 0)
+
+
+def _require_stages(params: Any, stages: Sequence[int]) -> None:
+    """Raise ValueError for other parameters than those of the stages that this process runs."""
+    if not isinstance(params, Mapping) or set(params) != set(stages):
+        got = list(params) if isinstance(params, Mapping) else type(params).__name__
+        fewer = isinstance(params, Mapping) and set(params) < set(stages)
+        mend = (
+            "; where processes run a pipeline together, each gives its transport, such as ppfunc.P2P(group)"
+            if fewer
+            else ""
+        )
+        raise ValueError(
+            f"params: got {got}, expected a dictionary with the stages of the model that this process runs,"
+            f" {list(stages)}: {{stage: tree}}, such as split.params or state.params{mend}"
+        )
 
 
 def _require_some(trees: Any, name: str, stages: Sequence[int]) -> None:

@@ -44,14 +44,7 @@ def lower(
     """
     load_tracer()
     schedule, spec, local = pipeline.schedule, pipeline.spec, set(pipeline.ranks)
-    for name, tree in form.trees.items():
-        # A loss might broadcast others. A batch without leaves has 0.
-        if form.rows and tree.rows and tree.rows != form.rows:
-            raise ValueError(
-                f"{name}: got {tree.rows * schedule.microbatches} rows in axis 0, the inputs have"
-                f" {form.rows * schedule.microbatches}; expected the same rows, or ppfunc.microbatch({name},"
-                f" {schedule.microbatches}) where this is meant"
-            )
+    _require_same_rows(form, schedule.microbatches)
     home, model_stages = schedule.placement, schedule.model_stages
     edges: dict[tuple[int, int], Sequence[Signature]] = {}
     lowered: dict[Key, LoweredStage] = {}
@@ -66,12 +59,13 @@ def lower(
                 assert exchange is not None
                 edges[source, stage] = exchange.recv((source, stage))
         function = _stage_function(pipeline, form, stage, sinks)
-        params = example(model_stages[stage])
+        model_stage = model_stages[stage]
+        params = example(model_stage)
         # Microbatches of one form share it.
         lower_one = cache(partial(_lower_stage, pipeline, form, stage, sinks, function, params))
         for n, m in enumerate(microbatches):
             received = tuple(Edge(source, edges[source, stage][n]) for source in sources)
-            model_stage = model_stages[stage]  # beside its input it gets a target, extras, a state
+            # Beside its input it gets a target, extras, a state.
             target = (form.targets[m],) if function.loss_fn is not None and form.targets is not None else ()
             extras = (form.extras[model_stage][m],) if model_stage in form.extras else ()
             state = (form.state[model_stage],) if model_stage in form.state else ()
@@ -219,6 +213,17 @@ def _losses(schedule: Schedule, spec: StepSpec, lowered: Mapping[Key, LoweredSta
 
 
 # -- what a step would not carry out, and stages that do not train
+
+
+def _require_same_rows(form: StepForm, microbatches: int) -> None:
+    """Raise ValueError for targets or extras with other rows than the inputs: a loss might broadcast."""
+    for name, tree in form.trees.items():
+        if form.rows and tree.rows and tree.rows != form.rows:  # 0 of a batch without leaves
+            raise ValueError(
+                f"{name}: got {tree.rows * microbatches} rows in axis 0, the inputs have"
+                f" {form.rows * microbatches}; expected the same rows, or ppfunc.microbatch({name},"
+                f" {microbatches}) where this is meant"
+            )
 
 
 def _require_layouts(

@@ -263,6 +263,7 @@ def _most(states: Sequence[tuple[int, Number]], count: int, memory: int) -> Numb
         hull.append((size, work))
     for (low, less), (high, more) in pairwise(hull):
         if memory < count * high:
+            # Rounds down to whole units if times are whole.
             a = (memory - count * low) * (more - less)
             b = high - low
             return count * less + (a // b if isinstance(a, int) else a / b)

@@ -245,7 +245,7 @@ class Network:
         if fault.kind == "interrupt":
             interrupt()
             return
-        if fault.kind == "kill":
+        if fault.kind == "kill":  # what it has sent is lost on half of its connections
             for (_, sender, receiver, channel), pipe in self._pipes.items():
                 if sender == rank and self.scheduler.random.random() < 0.5:
                     if pipe.under_way:

@@ -64,6 +64,7 @@ def load_tree(
                     f"folder: {folder} is no folder; give one that save or export has written"
                 )
             alone = step_of(folder) is not None or (folder / MANIFEST).exists() or holds_model_files(folder)
+            # Else the checkpoints in it, the latest first.
             candidates = [folder] if alone else checkpoints(folder)
         return {
             "forms": {name: _form(leaf) for name, leaf in named},

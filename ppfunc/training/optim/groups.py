@@ -16,7 +16,7 @@ from ppfunc.stage.patterns import first_match, note_patterns, require_reachable
 from ppfunc.stage.signature import differentiable, names_in
 from ppfunc.stage.tree import tree_flatten
 
-from .protocols import Optimizer, Tree, skipping, text_of, unclipped
+from .protocols import Optimizer, Tree, text_of, unclipped
 
 Choose = Callable[[str, ParameterKind], str]
 """From the name of a parameter in its stage, and an object with its ``ndim`` and ``dtype``, to a group."""
@@ -71,11 +71,8 @@ def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Op
             f'groups: got {shown(groups)}, expected optimizers by pattern, such as {{"*norm*": adamw(1e-3),'
             ' "*": adamw(1e-3, weight_decay=0.1)}'
         )
-    for key, optimizer in groups.items():
-        mend = (
-            "by the norm of its own gradients; expected chain(clip, by_name(...)), which clips by that of all"
-        )
-        unclipped(f"groups[{key!r}]", optimizer, mend)
+    how = "by the norm of its own gradients; expected chain(clip, by_name(...)), which clips by that of all"
+    optimizers = {key: unclipped(f"groups[{key!r}]", each, how) for key, each in groups.items()}
     keys = list(groups)
     if choose is not None and not callable(choose):
         raise TypeError(f"choose: got {shown(choose)}, expected a function (name, parameter) -> key")
@@ -100,7 +97,7 @@ def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Op
         texts = ", ".join(f"{key!r}: {text_of(optimizer)}" for key, optimizer in groups.items())
         return f"by_name({texts}{chosen})"
 
-    made = divided(group_of, groups, write)
+    made = divided(group_of, optimizers, write)
 
     def init(params: Tree) -> dict[str, Tree]:
         if choose is None and (used := _used.get()) is not None:
@@ -117,12 +114,16 @@ def divided(
     optimizers: Mapping[str, Optimizer],
     write: Callable[[], str],
 ) -> Optimizer:
-    """Make an optimizer of several: the n-th updates the parameters for which ``group_of`` returns n."""
-    every = [skipping(optimizer) for optimizer in optimizers.values()]
+    """Make an optimizer of several: the n-th updates the parameters for which ``group_of`` returns n.
+
+    Their updates take ``found_inf``.
+    """
+    every = list(optimizers.values())
     names = [f"group{n}" for n in range(len(every))]
 
     @lru_cache(maxsize=64)  # stages
     def numbers_of(treedef: PyTreeSpec, kinds: tuple[tuple[int, torch.dtype], ...]) -> list[int]:
+        """Return the group of every parameter."""
         pairs = zip(names_in(treedef), kinds, strict=True)
         return [group_of(n, ParameterKind(*kind)) if differentiable(kind[1]) else 0 for n, kind in pairs]
 

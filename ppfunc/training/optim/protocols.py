@@ -105,11 +105,11 @@ def require_pair(name: str, pair: Any) -> None:
         )
 
 
-def unclipped(name: str, optimizer: Any, mend: str) -> Optimizer:
+def unclipped(name: str, optimizer: Any, how: str) -> Optimizer:
     """Return an optimizer whose update takes ``found_inf``; raise ValueError for one that clips."""
     require_pair(name, optimizer)
     if getattr(optimizer, "clipped", None) is not None:
-        raise ValueError(f"{name}: got {text_of(optimizer)}, which clips {mend}")
+        raise ValueError(f"{name}: got {text_of(optimizer)}, which clips {how}")
     return skipping(optimizer)
 
 

@@ -12,7 +12,7 @@ from ppfunc.stage.modules.frozen import Mask, ParameterKind
 
 from .groups import divided
 from .optimizers import adam_direction
-from .protocols import Optimizer, require_pair, text_of
+from .protocols import Optimizer, require_pair, skipping, text_of
 from .rates import LearningRate
 from .updates import optimizer_of, require_betas
 
@@ -85,8 +85,10 @@ def muon(
             )
         return 1
 
-    every = {"matrices": matrices} if rest is None else {"matrices": matrices, "rest": rest}
-    return divided(group_of, every, lambda: ", the rest by ".join(map(text_of, every.values())))
+    if rest is None:
+        return divided(group_of, {"matrices": matrices}, lambda: text_of(matrices))
+    every = {"matrices": matrices, "rest": skipping(rest)}
+    return divided(group_of, every, lambda: f"{text_of(matrices)}, the rest by {text_of(rest)}")
 
 
 @naming_arguments
