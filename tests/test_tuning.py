@@ -33,7 +33,8 @@ def arguments(**options):
     x = torch.randn(ROWS, D)
     some = {"schedules": ["1f1b", "gpipe", "zbv"], "remat": ["none", "full"], "effort": 0, "speeds": SPEEDS}
     given = {"model": model_of(), "args": x, "loss_fn": squared, "targets": x, "ranks": 2}
-    return given | some | {"optimizer": pp.optim.adamw(0.1), "latency": 1e-6, "bandwidth": 1e9} | options
+    given |= {"microbatch": [1, 4], "optimizer": pp.optim.adamw(0.1), "latency": 1e-6, "bandwidth": 1e9}
+    return given | some | options
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def names(rows):
 
 def test_what_is_pruned_is_not_among_the_best(every):
     """The rows of a search that ends early are the first of the whole space, at any limit."""
-    assert every.complete and not every.waiting and len(every.rows) > 30
+    assert every.complete and not every.waiting and len(every.rows) > 20
     assert {(row.choice.pipe, row.choice.shard) for row in every.rows} == {
         (2, "none"), (1, "none"), (1, "optimizer"), (1, "params")
     }  # fmt: skip
@@ -127,25 +128,27 @@ def test_cores_are_those_that_this_process_may_use(monkeypatch):
 
 
 def test_what_does_not_fit_says_the_least_memory_that_would(every):
-    least = min(max(row.peaks) for row in every.rows)
-    tight = pp.tune(**arguments(memory=least - 1))
+    some = {"grids": [(2, 1)], "microbatch": [1]}
+    least = min(max(row.peaks) for row in every.rows if row.choice[:4] == (2, 1, 1, 1))
+    tight = pp.tune(**arguments(**some, memory=least - 1))
     assert not any(row.fits for row in tight.rows) and f"needs {max(tight.rows[0].peaks)} bytes" in str(tight)
     needed = max(tight.rows[0].peaks)
+    assert needed == least
     with pytest.raises(ValueError, match=rf"in which nothing fits; the least that would is {needed}"):
         tight.best  # noqa: B018
-    assert pp.tune(**arguments(memory=needed)).best.fits
+    assert pp.tune(**arguments(**some, memory=needed)).best.fits
 
 
 def test_where_nothing_fits_only_the_smallest_is_timed(monkeypatch):
     timed = []
     monkeypatch.setattr(tune, "times_of", lambda *args: timed.append(len(args[1].stages)) or times_of(*args))
-    options = {"grids": [(2, 1)], "microbatch": [1, 2], "remat": ["full", "none"]}
+    options = {"schedules": ["1f1b", "gpipe"], "grids": [(2, 1)], "microbatch": [1, 2]}
     tight = pp.tune(**arguments(**options, memory=1))
     assert len(tight.rows) == 1 and not tight.rows[0].fits
     assert sorted(timed) == [1, 1, timed[-1]] and timed[-1] > 1
     timed.clear()
     every = pp.tune(**arguments(**options, top=1000)).rows
-    assert len(timed) == 2 + 8 and max(tight.rows[0].peaks) < 1.1 * min(max(row.peaks) for row in every)
+    assert len(timed) == 2 + 4 and max(tight.rows[0].peaks) < 1.1 * min(max(row.peaks) for row in every)
 
 
 def test_a_plan_is_ranked_where_it_is_faster():
@@ -198,7 +201,7 @@ def test_an_interrupt_returns_what_was_found():
             raise KeyboardInterrupt
 
     hook = sys.excepthook
-    found = pp.tune(**arguments(progress=interrupt))
+    found = pp.tune(**arguments(schedules=["1f1b", "gpipe"], grids=[(2, 1)], progress=interrupt))
     assert not found.complete and len(found.rows) == 1 and found.waiting and "interrupted" in str(found)
     assert not dist.is_initialized() and sys.excepthook is hook
 
@@ -252,7 +255,11 @@ def test_of_what_does_not_fit_the_table_shows_the_smallest(every):
         ({"microbatch": []}, ValueError, "got nothing to try"),
         ({"args": 3}, ValueError, "args: got no tensor with rows"),
         ({"cores": 0}, ValueError, "cores is 0, expected a finite number of more than 0"),
-        ({"batch": 7}, ValueError, "batch: got 7 rows, expected a multiple of the 2 ranks"),
+        (
+            {"batch": 7, "microbatch": None},
+            ValueError,
+            "batch: got 7 rows, expected a multiple of the 2 ranks",
+        ),
         ({"microbatch": [3]}, ValueError, "microbatch: got 3, expected a divisor of 8 rows"),
         ({"schedules": ["1f2b"]}, ValueError, "unknown schedule '1f2b'"),
         ({"engine": pp.engines.eager}, TypeError, "engine"),
