@@ -301,7 +301,7 @@ def test_a_split_keeps_its_cuts():
     found = pp.tune(**arguments(model=parts, top=1000))
     assert {row.at for row in found.rows} == {("4",)}
     assert found.refused == {
-        "1f1b of 1 ranks": "1 stages, and the model was split into 2",
+        "1f1b of 1 x 2 ranks": "1 stages, and the model was split into 2",
         "zbv of 2 ranks": "4 stages, and the model was split into 2",
     }
 

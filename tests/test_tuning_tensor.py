@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -172,6 +173,31 @@ def test_ranks_are_searched_along_three_axes_and_named():
     assert max(row.peaks) < 0.7 * max(by_grid["2 x 2"].peaks)
     with pytest.raises(ValueError, match=r"data='dp', model='tp'\), shard='none'\) of a mesh of 2 x 1 x 2"):
         row.make()
+    for sizes in ((1, 2, 2), (1, 1, 2)):
+        mesh = fake_mesh(sizes)
+        with pytest.raises(ValueError, match="expected P2P.* of a mesh of 2 x 1 x 2 ranks"):
+            row.make(pp.OnPaper(mesh=mesh, axes=pp.Axes("pp", data="dp", model="tp")))
+        dist.destroy_process_group()
+
+
+def fake_mesh(sizes):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(sizes))
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
+
+
+class Falsy:
+    """Lays a model over ranks, and is false."""
+
+    def __bool__(self):
+        return False
+
+    def __call__(self, mesh):
+        return laid(mesh)
+
+
+def test_a_function_that_is_false_is_called():
+    found = pp.tune(**arguments(tensor=Falsy(), grids="any", shard=["none"]))
+    assert {row.choice.tensor for row in found.rows} == {1, 2, 4}
 
 
 def taken_back(mesh):

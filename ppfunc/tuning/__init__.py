@@ -10,7 +10,8 @@ replan.py    replan: what another schedule of the same placement would gain, fro
 A candidate becomes known in steps, and the next step is that of the candidate with the least seconds so far::
 
     group      grid, microbatch, rematerialisation, shards: the work of a rank, which no schedule beats
-    schedule   simulated with the costs of its stages, sums and messages: its seconds
+    schedule   lowered: too large, it is left for want of others; else its stages are timed, and it is
+               simulated with their costs, sums and messages: its seconds
     row        Trainer.lower(...).memory_analysis(): its peaks; and the bound of a plan of its placement
     plan       searched under what its ranks have left for activations, then simulated like a schedule
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple, get_args
 
 from ppfunc._checks import require_counts
+from ppfunc.runtime import Transport
 from ppfunc.runtime.transport.grid import ShardWhat
 
 Grid = tuple[int, int, int]
@@ -30,7 +32,7 @@ class Choice(NamedTuple):
 
     @property
     def grid(self) -> str:
-        """Write its ranks along each axis, which end with the last of several."""
+        """Write the ranks of each axis, without trailing ones."""
         sizes = (self.pipe, self.data, self.tensor)
         return " x ".join(map(str, sizes[: 3 if self.tensor > 1 else 2 if self.data > 1 else 1]))
 
@@ -44,7 +46,7 @@ def grids_of(ranks: int, grids: Any, tensor: object) -> list[Grid]:
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     every = [(p, d, ranks // p // d) for p in divisors for d in divisors if ranks % (p * d) == 0]
     if grids == "any":
-        return [grid for grid in every if grid[2] == 1 or tensor]
+        return [grid for grid in every if grid[2] == 1 or tensor is not None]
     triples = [(*grid, 1) if len(grid) == 2 else tuple(grid) for grid in grids]
     for grid, triple in zip(grids, triples, strict=True):
         if triple not in every:
@@ -58,6 +60,16 @@ def grids_of(ranks: int, grids: Any, tensor: object) -> list[Grid]:
             " tensor(mesh) that lays the model over them"
         )
     return triples
+
+
+def axis_sizes(transport: Transport | None, pipe: int) -> Grid:
+    """Return the ranks of each axis of a transport; without a mesh, those of one pipeline of ``pipe``."""
+    if transport is None or transport.mesh is None:
+        return pipe, 1, 1
+    mesh, axes = transport.mesh, transport.axes
+    model = () if axes.model is None else (axes.model,)
+    sizes = [prod(mesh[axis].size() for axis in names) for names in ((axes.pipe,), axes.data_axes, model)]
+    return sizes[0], sizes[1], sizes[2]
 
 
 def choices_of(

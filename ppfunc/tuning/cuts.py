@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import Module
 
 from ppfunc._text import shown
-from ppfunc.runtime import Transport
 from ppfunc.splitter import Split, split
 from ppfunc.stage.layout import layout_of
 from ppfunc.stage.tree import tree_map
@@ -33,13 +32,13 @@ class Cuts:
 
     def __init__(self, model: Module | Split, args: Any, lay: Lay | None) -> None:
         self._given, self._args, self._lay = model, args, lay
-        self.of, self._on_paper = cache(self._of), cache(self._lay_on_paper)
+        self._on_paper = cache(self._lay_on_paper)
         devices = (leaf.device.type for leaf in parameters_of(model) if not leaf.is_meta)
         self.device = next(devices, "cpu")  # of a mesh
         # Torch caches what DTensors do by the names of axes, also over groups that are gone.
         self.axis = f"tensor ranks of search {uuid4()}"
 
-    def _of(self, stages: int | None, tensor: int) -> Split:
+    def split(self, stages: int | None, tensor: int) -> Split:
         """Split into so many stages, or into as few as there may be, whole or over tensor ranks on paper."""
         given = self._given
         parts = given if isinstance(given, Split) else split(given, self._args, at=stages or 1)
@@ -47,7 +46,7 @@ class Cuts:
             raise ValueError(f"{stages} stages, and the model was split into {len(parts.stages)}")
         return parts if tensor == 1 else split(self._on_paper(tensor), self._args, at=parts.at)
 
-    def over(self, axis: DeviceMesh, at: tuple[str, ...]) -> Split:
+    def laid_over(self, axis: DeviceMesh, at: tuple[str, ...]) -> Split:
         """Split the model over an axis of a mesh, all ranks of which call this."""
         return split(self._laid(axis), self._args, at=at)
 
@@ -66,13 +65,6 @@ class Cuts:
                 " such as parallelize_module(copy.deepcopy(model), mesh, plan)"
             )
         return laid
-
-
-def tensor_axis(transport: Transport | None) -> DeviceMesh | None:
-    """Return the axis of the tensor ranks of a transport, None without one."""
-    if transport is None or transport.mesh is None or transport.axes.model is None:
-        return None
-    return transport.mesh[transport.axes.model]
 
 
 def rows_of(tree: Any, rows: int) -> Any:

@@ -98,10 +98,8 @@ def times_of(
             return times
         sent = vars(times_of(make, parts, batch, (inf, inf), ring))
         return replace(times, **{k: tuple(map(add, vars(times)[k], sent[k])) for k in _PROGRAMS})
-    counter, meta = (
-        partial(_Roofline, *speeds, ring),
-        both[0].init(on_meta(parts.params), on_meta(parts.state)),
-    )
+    counter = partial(_Roofline, *speeds, ring)
+    meta = both[0].init(on_meta(parts.params), on_meta(parts.state))
     counts = [list(zip(*each.cost_analysis(counter).values(), strict=True)) for each in (lowered, apart)]
     f, b, i, w = (tuple(x / MICROBATCHES for x in xs) for xs in (*counts[0][:2], *counts[1][2:]))
     moved = ([p, p, p, meta.optimizer[stage], meta.optimizer[stage]] for stage, p in meta.params.items())

@@ -7,7 +7,7 @@ from functools import cache, partial
 from heapq import heappop, heappush
 from inspect import signature
 from itertools import count
-from math import inf
+from math import inf, prod
 from typing import Any, Literal, get_args
 
 import torch
@@ -40,8 +40,8 @@ from ppfunc.training.calls import completed
 from ppfunc.training.lowered import on_meta
 from ppfunc.training.optim import Optimizer
 
-from .choices import Choice, choices_of, grids_of
-from .cuts import Cuts, Lay, rows_of, tensor_axis
+from .choices import Choice, axis_sizes, choices_of, grids_of
+from .cuts import Cuts, Lay, rows_of
 from .rows import Row, Tuning, binding
 from .times import (
     MICROBATCHES,
@@ -182,15 +182,19 @@ class Candidates:
         self._link, self._speeds, self._concurrency = link, speeds, concurrency
         self.heap, self.rows, self.refused = list[Any](), list[Row](), dict[str, str]()
         self._numbers, self._seen, self._pace = count(), set[Any](), Pace()
-        self._cuts, self._costs, self._sizes = cuts, cache(self._measure), cache(self._lowered)
+        self._cuts, self._split = cuts, cache(cuts.split)
+        self._costs, self._sizes = cache(self._measure), cache(self._lowered)
         self._engine = cache(lambda remat: remembering(graph(remat=remat)))
-        for choice in {(choice.tensor, choice.microbatch): choice for choice in choices[::-1]}.values():
+        first = dict[Any, Choice]()
+        for choice in choices:
+            first.setdefault((choice.tensor, choice.microbatch), choice)
+        for choice in first.values():
             self._push(0, "times", self._times, choice)
 
     def run(self, top: int, progress: Callable[[str, Row | None], object]) -> bool:
         """Search in a group that is fake until so many rows fit; return whether nothing interrupted."""
-        hook, (pipe, data, tensor, *_) = sys.excepthook, self._choices[0]
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=pipe * data * tensor)
+        hook, ranks = sys.excepthook, prod(self._choices[0][:3])
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
         try:
             for step in self.steps(top):
                 fitting = [row for row in self.rows if row.fits]
@@ -212,11 +216,11 @@ class Candidates:
             try:
                 self.rows += filter(None, [step()])
             except (ValueError, StageError) as error:
-                choice, known = step.args[0], isinstance(error, ValueError) and name != "times"
-                if name == "row" or not (known or choice.tensor > 1):
+                choice, known = step.args[0], isinstance(error, ValueError) and name not in ("times", "row")
+                if not known and choice.tensor == 1:
                     raise
-                of = f"{choice.tensor} tensor" if name == "times" else choice.pipe
-                self.refused[f"{name} of {of} ranks"] = str(error)
+                ranks = f"{choice.tensor} tensor" if name == "times" else choice.grid
+                self.refused[f"{name} of {ranks} ranks"] = str(error)
             yield name
 
     def _push(self, key: float, name: str, step: Callable[..., Any], *args: Any, late: bool = False) -> None:
@@ -229,12 +233,12 @@ class Candidates:
         batch = (rows_of(tree, MICROBATCHES * size) for tree in self._inputs)
         make, (latency, bandwidth, _) = partial(self._trainer, engine=self._engine(remat)), self._link
         ring = tensor, latency, bandwidth
-        return times_of(make, self._cuts.of(stages, tensor), tuple(batch), self._speeds, ring, self._pace)
+        return times_of(make, self._split(stages, tensor), tuple(batch), self._speeds, ring, self._pace)
 
     def _lowered(self, size: int, tensor: int, remat: Any, stages: int) -> Costs:
         """Return the bytes of so many stages, without a time."""
         batch = (rows_of(tree, MICROBATCHES * size) for tree in self._inputs)
-        parts, schedule = self._cuts.of(stages, tensor), gpipe(stages, MICROBATCHES)
+        parts, schedule = self._split(stages, tensor), gpipe(stages, MICROBATCHES)
         trainer = self._trainer(parts, schedule, self._engine(remat))
         return trainer.lower(parts.params, *batch, state=parts.state).costs(Costs())
 
@@ -271,8 +275,9 @@ class Candidates:
 
     def _schedule(self, choice: Choice, builder: Callable[..., Schedule], late: bool = False) -> None:
         """Build a schedule; time its stages unless they are too large, which is then for want of others."""
-        build = partial(builder, choice.pipe, m := self._batch // choice.data // choice.microbatch)
-        if (schedule := build()).microbatches != m:
+        microbatches = self._batch // choice.data // choice.microbatch
+        build = partial(builder, choice.pipe, microbatches)
+        if (schedule := build()).microbatches != microbatches:
             raise ValueError("each rank has microbatches of its own; expected several pipelines instead")
         stages, ordered = len(set(schedule.model_stages)), "costs" in signature(builder).parameters
         if self._memory < inf and not late:
@@ -282,7 +287,8 @@ class Candidates:
             order = builder(choice.pipe, 1) if ordered else schedule  # that of several depends on the times
             least = least_bytes(choice, simulate(order, sizes), sizes)
             if least > self._memory:
-                return self._push(least, schedule.name, self._schedule, choice, builder, True, late=True)
+                self._push(least, schedule.name, self._schedule, choice, builder, True, late=True)
+                return
         costs = self._of_stages(choice, stages).of_stages(schedule.model_stages)
         if ordered:
             schedule = build(costs=replace(costs, backward=None))
@@ -295,10 +301,8 @@ class Candidates:
         self._seen.add((choice, schedule.programs))
         timeline = simulate(completed(schedule, choice.shard == "params", False)[0], costs)
         least = least_bytes(choice, timeline, costs)
-        late, seconds = (
-            least > self._memory,
-            seconds_of(timeline, costs, self._concurrency / choice.data / choice.tensor),
-        )
+        seconds = seconds_of(timeline, costs, self._concurrency / choice.data / choice.tensor)
+        late = least > self._memory
         found = choice, schedule, costs, timeline, seconds
         self._push(least if late else seconds, "row", self._row, *found, late=late)
 
@@ -307,7 +311,7 @@ class Candidates:
     ) -> Row:
         """Find the peak of every rank; then plan for the same placement, if that can be faster."""
         stages, rows = len(set(schedule.model_stages)), self._batch // choice.data
-        parts = self._cuts.of(stages, choice.tensor)
+        parts = self._split(stages, choice.tensor)
         sizes, axes = choice[:3], Axes("pp", data="dp", model=self._cuts.axis)
         mesh = init_device_mesh(self._cuts.device, sizes, mesh_dim_names=("pp", "dp", self._cuts.axis))
         paper = OnPaper(mesh=mesh, axes=axes, shard=choice.shard)
@@ -337,16 +341,16 @@ class Candidates:
         self, choice: Choice, schedule: Schedule, parts: Split, transport: Transport | None = None
     ) -> Trainer:
         """Make the trainer of a row; see :class:`Row`."""
-        shard, axis = "none" if transport is None else transport.shard, tensor_axis(transport)
-        tensor = 1 if axis is None else axis.size()
-        if (shard, tensor) != (choice.shard, choice.tensor) or (transport is None and choice.data > 1):
+        shard = "none" if transport is None else transport.shard
+        if (shard, axis_sizes(transport, choice.pipe)) != (choice.shard, choice[:3]):
             model = ", model='tp'" if choice.tensor > 1 else ""
             raise ValueError(
                 f"transport: got {transport}, with shard={shard!r}, expected P2P(mesh=mesh, axes=Axes('pp',"
                 f" data='dp'{model}), shard={choice.shard!r}) of a mesh of {choice.grid} ranks"
             )
-        if axis is not None and tensor > 1:
-            parts = self._cuts.over(axis, parts.at)
+        if choice.tensor > 1:
+            axis = transport.mesh[transport.axes.model]  # type: ignore[union-attr,index]
+            parts = self._cuts.laid_over(axis, parts.at)
         return self._trainer(parts, schedule, graph(remat=choice.remat), transport)
 
 
