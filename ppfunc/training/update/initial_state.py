@@ -106,11 +106,7 @@ def _cut(
     """
     leaves, treedef = flatten(params, name)
     cuts = ranks.cuts(leaves)
-    if axis := next((axis for leaf in leaves if (axis := ranks.sharded_over(leaf))), None):
-        raise ValueError(
-            f"{name}: got parts over the axis {axis!r}, expected whole parameters, which init cuts itself;"
-            " parameters of experts lie over the axis Axes(experts=...)"
-        )
+    ranks.require_whole(leaves, name)
     trained = treedef.unflatten(None if n in fixed else leaf for n, leaf in enumerate(leaves))
     splits = [cut.split for n, cut in enumerate(cuts) if n not in fixed]
     require_elementwise(rule.optimizer, trained, splits, name)

@@ -166,9 +166,15 @@ class TrainingRanks(NamedTuple):
         cut = self._data_axes_of(leaf)
         return tuple(axis for axis in self.axes.data_axes if axis not in cut)
 
-    def sharded_over(self, leaf: Tensor) -> str | None:
-        """Name a data axis over which a leaf is cut, other than that of experts; None for none."""
-        return next((axis for axis in self._data_axes_of(leaf) if axis != self.axes.experts), None)
+    def require_whole(self, leaves: Sequence[Tensor], name: str) -> None:
+        """Raise ValueError for parameters that are cut over a data axis other than that of experts."""
+        axes = (axis for leaf in leaves for axis in self._data_axes_of(leaf) if axis != self.axes.experts)
+        if axis := next(axes, None):
+            raise ValueError(
+                f"{name}: got parts over the axis {axis!r}, expected whole parameters, such as"
+                " leaf.full_tensor(), which this trainer cuts itself; parameters of experts lie over the axis"
+                " Axes(experts=...)"
+            )
 
     def _data_axes_of(self, leaf: Tensor) -> list[str]:
         """List the data axes over which a leaf is cut."""

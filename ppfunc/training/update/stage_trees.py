@@ -50,8 +50,10 @@ class StageTrees(NamedTuple):
 
     @classmethod
     def of(cls, rule: UpdateRule, ranks: TrainingRanks, stage: int, state: TrainState) -> Self:
-        """Describe the trees of a stage; raise ValueError for an optimizer state of other ones."""
+        """Describe the trees of a stage; raise ValueError for parts, or an optimizer state of others."""
         leaves, treedef = tree_flatten(state.params[stage])
+        if not ranks.shards_params:
+            ranks.require_whole(leaves, f"state.params[{stage}]")
         signature, cuts = Signature.of(state.params[stage]), ranks.cuts(leaves)
         fixed, again = rule.frozen.numbers(stage, signature), _further_places(ranks, stage, signature)
         trained = tuple(n for n in range(len(leaves)) if n not in fixed)

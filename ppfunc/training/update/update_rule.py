@@ -255,7 +255,7 @@ def require_state_of(
         made = rule.optimizer.init(ones)
         structure = tree_structure(made)
         sized: list[Any] = []
-        with suppress(Exception):  # one that reads values: sizes are compared where it updates
+        with suppress(RuntimeError, TypeError, ValueError):  # it reads values: an update compares
             sized = structure.flatten_up_to(rule.optimizer.init(tree_map(_without_values, params)))
     ours, theirs = (_forms(tree, name) for tree in (made, state))
     for path in {**ours, **theirs}:

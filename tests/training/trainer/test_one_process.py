@@ -233,7 +233,7 @@ def test_moments_of_another_shape_are_refused_before_a_stage_runs(reads):
         state = trainer.init({0: {"w": torch.eye(3)}})
         shape = (3,) if reads else (3, 1)  # where values are read, dimensions are counted
         other = state._replace(optimizer={0: {"w": torch.zeros(shape)}})
-        with pytest.raises(ValueError, match=r"state.optimizer\[0\]\['w'\]: got .*, expected .*3\]|of 2 dim"):
+        with pytest.raises(ValueError, match=r"r\[0\]\['w'\]: got .*, expected .*(3\]|of 2 dim)"):
             trainer.step(other, x, x)
         assert not ran
         trainer.step(state, x, x)
