@@ -30,8 +30,7 @@ def main() -> float:
     for size in (0.01, 0.1, 0.3):
         hurt, shaken = (evaluate(params, inputs + size * d.sign(), targets) for d in (saliency, noise))
         print(
-            f"inputs changed by {size:<4}: loss {hurt:.4f} against the gradient's signs, {shaken:.4f} at"
-            " random"
+            f"inputs changed by {size:<4}: loss {hurt:.4f} along the gradient's signs, {shaken:.4f} at random"
         )
 
     # Both gradients in one step, as adversarial training wants them.

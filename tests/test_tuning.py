@@ -134,7 +134,7 @@ def test_what_does_not_fit_says_the_least_memory_that_would(every):
     assert not any(row.fits for row in tight.rows) and f"needs {max(tight.rows[0].peaks)} bytes" in str(tight)
     needed = max(tight.rows[0].peaks)
     assert needed == least
-    with pytest.raises(ValueError, match=rf"in which nothing fits; the least that would is {needed}"):
+    with pytest.raises(ValueError, match=rf"in which nothing fits; the smallest row needs {needed}"):
         tight.best  # noqa: B018
     assert pp.tune(**arguments(**some, memory=needed)).best.fits
 

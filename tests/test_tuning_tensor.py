@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from copy import deepcopy
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -200,6 +201,23 @@ def test_a_function_that_is_false_is_called():
     assert {row.choice.tensor for row in found.rows} == {1, 2, 4}
 
 
+ENDS = {
+    "head": ColwiseParallel(output_layouts=Replicate()),
+    "out": ColwiseParallel(output_layouts=Replicate()),
+}
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.out.weight = self.head.weight
+        self.double()
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.head(x)))
+
+
 def taken_back(mesh):
     return model_of()
 
@@ -226,4 +244,7 @@ def test_what_the_user_lays_out_is_checked():
         pp.tune(**arguments(grids=[(2, 2)]))
     with pytest.raises(TypeError, match="tensor: got .* expected a function of a mesh"):
         pp.tune(**arguments(tensor=PLAN))
+    tied = Tied()
+    with pytest.raises(TypeError, match="in which head.weight and out.weight are parameters of their own"):
+        pp.tune(**arguments(model=tied, tensor=lambda mesh: parallelize_module(deepcopy(tied), mesh, ENDS)))
     assert not dist.is_initialized()

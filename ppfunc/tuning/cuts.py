@@ -63,8 +63,24 @@ class Cuts:
             raise TypeError(
                 f"tensor: returned {shown(laid)}, expected a copy of the model with DTensors over the mesh,"
                 " such as parallelize_module(copy.deepcopy(model), mesh, plan)"
+                + "; the model itself is laid out now, and has to be made anew"
+                * (laid is model)
+            )
+        untied = {names for names in _ties(model) if len(names) > 1} - _ties(laid)
+        if untied:  # as parallelize_module leaves them
+            raise TypeError(
+                f"tensor: returned a model in which {' and '.join(min(untied))} are parameters of their own,"
+                " expected one parameter, as in the model; tie them again after parallelize_module"
             )
         return laid
+
+
+def _ties(model: Module) -> set[tuple[str, ...]]:
+    """Return the names of each parameter."""
+    names: dict[Any, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return set(map(tuple, names.values()))
 
 
 def rows_of(tree: Any, rows: int) -> Any:

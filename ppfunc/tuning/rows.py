@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from ppfunc.runtime.lowering.ledger import Memory
@@ -86,10 +87,10 @@ class Tuning:
         """Return the fastest row that fits.
 
         Raises:
-            ValueError: none fits; it says the least limit of memory in which one would.
+            ValueError: none fits; it says what the smallest of the rows needs.
         """
         if not self.rows or not self.rows[0].fits:
-            least = f"the least that would is {max(self.rows[0].peaks)}" if self.rows else self.refused
+            least = f"the smallest row needs {max(self.rows[0].peaks)}" if self.rows else self.refused
             raise ValueError(f"memory: got {self.memory} bytes a rank, in which nothing fits; {least}")
         return self.rows[0]
 
@@ -106,17 +107,25 @@ class Tuning:
         end = "" if self.complete else "; interrupted"
         text = table(["seconds", "bound", "peak", "configuration", "what binds"], cells)
         refused = f", {len(self.refused)} refused" if self.refused else ""
+        if not self.rows:
+            refused += "".join(f"\n{name}: {why}" for name, why in self.refused.items())
         return f"{text}\n{more}{self.waiting} candidates were left{refused}{end}"
 
     _repr_pretty_ = show_table
 
     def to_json(self) -> str:
-        """Return one JSON object with the fields of the tuning and of its rows; schedules are names."""
+        """Return one JSON object with the fields of the tuning and of its rows; schedules are names.
+
+        Without a limit, ``memory`` is null.
+        """
         rows = [
-            {**r.choice._asdict(), **r._asdict(), "schedule": r.schedule.name, "choice": str(r), "make": None}
+            r.choice._asdict() | r._asdict() | {"schedule": r.schedule.name, "choice": str(r)}
             for r in self.rows
         ]
-        return json.dumps(vars(self) | {"rows": rows}, default=str)
+        for row in rows:
+            del row["make"]
+        limit = None if self.memory == inf else self.memory
+        return json.dumps(vars(self) | {"rows": rows, "memory": limit}, default=str)
 
     def to_svg(self, *, width: float | None = None) -> str:
         """Draw the rows as an SVG file, seconds over bytes; those of the frontier have their names.
