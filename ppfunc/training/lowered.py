@@ -63,7 +63,7 @@ class LoweredTraining(Shown):
         ranks = self._ranks.on_paper(step.ranks)
         update = TrainingUpdate(self._rule, ranks, {}, state, known=True)
         update.stages, _ = stages_of(self._rule, ranks, state, {})
-        update.begin([None])
+        (weights,) = update.begin([None])
         params = {s: ranks.for_step(tree, self._rule.precision) for s, tree in state.params.items()}
         arguments = replace(
             arguments, params=_local_leaves(params), state=_local_leaves(state.stage_state),
@@ -71,10 +71,11 @@ class LoweredTraining(Shown):
         )  # fmt: skip
         kept = "shards" if ranks.shards_params else "masters"
         first = step.schedule.model_stages[step.schedule.chains[0].stages[0]]
-        read = self._inputs if isinstance(self._inputs, Microbatches) else [self._inputs]
-        given = [leaf for tree in read for leaf in tree_leaves(tree) if first in stages]
+        inputs = self._inputs if isinstance(self._inputs, Microbatches) else [self._inputs]
+        given = [leaf for tree in inputs for leaf in tree_leaves(tree) if first in stages]
         cast = [here(leaf) for leaf in given if self._rule.precision.to_compute(leaf) is not leaf]
-        return arguments, {kept: state.params, "optimizer": state.optimizer, "batch": cast}
+        read = [*cast, state.step, state.scale, () if weights is None else weights]
+        return arguments, {kept: state.params, "optimizer": state.optimizer, "batch": read}
 
 
 def _empty_on(device: torch.device, leaf: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ Unless ``--latency`` says what a message takes, it is measured. Process 0 tunes 
 which a third and two thirds of the configurations fit. Then all processes run what it takes and rows of every
 grid, schedule, microbatch and rematerialisation, in turn; the seconds of each are the median of all steps.
 Printed are, for each row, predicted and measured seconds, CPU seconds of all ranks over the cores, and
-predicted over measured peaks; then the rank correlation of predicted seconds with both, beside that of every
+predicted and measured peaks; then the rank correlation of predicted seconds with both, beside that of every
 other step with the steps between, which no prediction can exceed; and for each limit what tune takes over the
 best that fits. ``--cpu-clock`` times stages in CPU seconds, and ``--foremost`` runs all before other
 processes, for machines on which others run. Rows of a grid share a transport, whose threads wake up to wait.
@@ -165,7 +165,7 @@ def report(name: str, rows: list[Any], limits: list[float], ranks: list[Any]) ->
     peaks, predicted = every_peak.amax(0).tolist(), torch.tensor([row[3] for row in rows])
     for row, wall, cpu, peak in zip(rows, walls, cpus, peaks, strict=True):
         figures = f"predicted {row[3]:.4f} s, measured {wall:.4f}, CPU {cpu:.4f}"
-        print(f"{name}: {row[1].name}, {row[0]}: {figures}; peak {max(row[5]) / peak:.3f}")
+        print(f"{name}: {row[1].name}, {row[0]}: {figures}; peak {max(row[5])} bytes, measured {peak}")
     wall, cpu = (correlation(predicted, each) for each in (walls, cpus))
     again, again_cpu = (correlation(*(t[:, n::2].median(1).values for n in (0, 1))) for t in steps)
     print(
@@ -177,7 +177,7 @@ def report(name: str, rows: list[Any], limits: list[float], ranks: list[Any]) ->
         over = [(seconds[taken] / seconds[fits].min()).item() for seconds in (walls, cpus)]
         print(
             f"{name}: what tune takes is {over[0]:.3f} of the best of {len(fits)} that fit, of {len(rows)};"
-            f" {over[1]:.3f} in CPU seconds; its peak is {peaks[taken] / limit:.3f} of {limit:.0f}",
+            f" {over[1]:.3f} in CPU seconds; its peak is {peaks[taken]} of {limit:.0f}",
             flush=True,
         )
 

@@ -192,7 +192,7 @@ def test_processes_count_the_same_as_paper_and_hold_as_much(four, on_paper, shar
         # Half of the numbers are cast, two bytes each.
         kept = memory.most.shards - W if shard == "params" else memory.most.masters
         assert (params_kept, optimizer_kept) == (kept, memory.most.optimizer)
-        assert memory.peak == pytest.approx(measured, rel=0.005)
+        assert memory.peak == pytest.approx(measured, rel=0.005) and memory.peak >= measured
 
 
 def lowered_with_ties(rank, size):

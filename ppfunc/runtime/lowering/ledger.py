@@ -31,7 +31,8 @@ class Bytes(NamedTuple):
         shards: the parts that this rank keeps of parameters that are whole only while they are used.
         gathered: such parameters while they are whole.
         optimizer: the state of the optimizer.
-        batch: inputs, targets, extras and weights that this rank reads; the caller holds them to the end.
+        batch: inputs, targets, extras, weights and counts that this rank reads; the caller holds them to the
+            end.
         gradients: sums of gradients over microbatches, with the buckets that are summed over ranks.
         residuals: kept by forwards for their backwards, and by input gradients for weight gradients.
         messages: activations and their gradients on their way.
