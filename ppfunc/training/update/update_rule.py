@@ -236,12 +236,13 @@ def updated_ones(optimizer: Optimizer, params: Tree, gradients: Sequence[float] 
 
 
 def require_state_of(
-    rule: UpdateRule, params: Tree, state: Tree, name: str
+    rule: UpdateRule, params: Tree, parts: Tree, state: Tree, name: str
 ) -> tuple[PyTreeSpec, dict[str, bool]]:
     """Return the structure of a state of the optimizer, with keys in the order of these parameters.
 
     Args:
-        params: of a stage, those that train: the parts that this rank updates.
+        params: of a stage, those that train.
+        parts: of them, which this rank updates, on the device ``meta``.
 
     Returns:
         That, and whether each pattern of the optimizer takes one of the parameters.
@@ -256,7 +257,7 @@ def require_state_of(
         structure = tree_structure(made)
         sized: list[Any] = []
         with suppress(RuntimeError, TypeError, ValueError):  # it reads values: an update compares
-            sized = structure.flatten_up_to(rule.optimizer.init(tree_map(_without_values, params)))
+            sized = structure.flatten_up_to(rule.optimizer.init(parts))
     ours, theirs = (_forms(tree, name) for tree in (made, state))
     for path in {**ours, **theirs}:
         got, expected = (forms.get(path, "nothing") for forms in (theirs, ours))
@@ -287,10 +288,6 @@ def _forms(tree: Tree, name: str) -> dict[str, str]:
     leaves, treedef = tree_flatten(tree)
     pairs = zip(tree_paths(treedef, name), leaves, strict=True)
     return {path: f"{t.dtype} of {t.ndim} dimensions" for path, t in pairs}
-
-
-def _without_values(leaf: Tensor) -> Tensor:
-    return torch.empty_like(leaf, device="meta")
 
 
 def _one(leaf: Tensor) -> Tensor:
