@@ -40,6 +40,11 @@ _OPTIONS = {
     "step": "time of an optimizer step; default 0",
 }
 _HALVES = ("backward_input", "backward_weight")
+# What ``plan --json`` prints, the costs among them.
+_OF_A_PLAN = {
+    *("objective", "value", "bound", "gap", "binds", "span", "makespan", "bubble", "span_bubble"),
+    *("peak_activations", "placement", "found", "costs", "boundaries"),
+}
 # The instructions that a cost is for: it changes nothing in a schedule without them.
 _OF = {
     "overlapped": {Op.OVERLAP_F_B},
@@ -103,7 +108,7 @@ def read_costs(arguments: argparse.Namespace) -> Costs | None:
     try:
         text = text_of_path(arguments.costs)
         read = load(text)
-        planned = read.get("costs") if isinstance(read, dict) else None
+        planned = read.get("costs") if isinstance(read, dict) and read.keys() <= _OF_A_PLAN else None
         return Costs.from_json(text if planned is None else json.dumps(planned))
     except ValueError as error:
         raise ValueError(f"{arguments.costs}: {error}") from None

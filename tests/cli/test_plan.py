@@ -58,6 +58,13 @@ def test_costs_come_from_a_file_or_from_options(run, tmp_path):
     code, out, _ = run("plan", *SMALL, "--costs", file, "--cap", 450, "--json")
     assert code == 0 and max(json.loads(out)["peak_activations"]) <= 400
     assert "give the costs in one place" in run("plan", *SMALL, "--costs", file, "--forward", 2)[2]
+    plan = json.loads(out)
+    file.write_text(out)  # the costs of a plan are among what it prints
+    again = json.loads(run("plan", *SMALL, "--costs", file, "--cap", 450, "--json")[1])
+    assert again["costs"] == plan["costs"]
+    for more in ({"forward": 5}, {"anything": 3}):
+        file.write_text(json.dumps(plan | more))
+        assert f"{file}: has 'objective'" in run("plan", *SMALL, "--costs", file)[2]
     file.write_text('{"forwards": 1}')
     assert f"{file}: has 'forwards', expected an object" in run("plan", *SMALL, "--costs", file)[2]
 
