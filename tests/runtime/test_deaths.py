@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -559,3 +560,36 @@ def test_the_communicators_of_a_step_that_has_failed_are_ended_while_it_runs_tho
         assert len(aborted) == 2 and {*aborted} == {one, other}
         setattr(transport, state, False)
         aborted.clear()
+
+
+class Coalescing:
+    """A communicator whose block fails at its end too, where asked."""
+
+    def __init__(self, fails=False):
+        self.fails = fails
+
+    def _start_coalescing(self):
+        pass
+
+    def _end_coalescing(self):
+        if self.fails:
+            raise RuntimeError("a consequence")
+        return "work"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_first_error_of_a_coalesced_block_is_told_and_its_work_is_kept(fails):
+    with pytest.raises(ValueError, match="the cause"), _torch.coalesced(Coalescing(fails)) as kept:
+        raise ValueError("the cause")
+    assert kept == ([] if fails else ["work"])
+
+
+def test_an_abort_that_does_not_end_holds_up_nobody_for_ever(monkeypatch):
+    monkeypatch.setattr(_torch, "_ABORT", 0.01)
+    group, lock = Coalescing(), threading.Lock()
+    monkeypatch.setitem(_torch._OPEN, group, lock)
+    with lock, pytest.raises(RuntimeError, match="being aborted"), _torch.coalesced(group):
+        pass
+    with _torch.coalesced(group) as works:
+        assert lock.locked()
+    assert works == ["work"] and not lock.locked()

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -65,7 +65,7 @@ def connect_nccl(group: Any, place: int, size: int, device: torch.device, messag
 
     A communicator connects in the first operation of each kind, and holds up the host until the other end
     comes to that operation. In the middle of a step the other end may be held up by its GPU, which waits for
-    what this one has not sent.
+    what this one has not sent. It runs in a thread of its own, where a block that is left open holds up none.
     """
     stream = new_stream(device)
     with stream:  # the others wait for no rank that may not come
@@ -85,23 +85,42 @@ def connect_nccl(group: Any, place: int, size: int, device: torch.device, messag
         stream.synchronize()
 
 
-def in_use(group: Any) -> AbstractContextManager[Any]:
-    """Hold up an abort of an NCCL communicator, which frees what a thread that gives it operations uses."""
-    return _OPEN.get(group) or nullcontext()
+@contextmanager
+def in_use(group: Any) -> Iterator[None]:
+    """Hold up an abort of an NCCL communicator, which frees what a thread that gives it operations uses.
+
+    Raise RuntimeError where an abort has begun and does not end.
+    """
+    use = _OPEN.get(group, threading.Lock())  # others have none
+    if not use.acquire(timeout=_ABORT):
+        raise RuntimeError(f"the communicator is being aborted, which has not ended after {_ABORT:g} s")
+    try:
+        yield
+    finally:
+        use.release()
 
 
 @contextmanager
-def coalesced(group: Any, works: list[Any]) -> Iterator[None]:
-    """Issue the operations of a block as one, and add its work to a list, also if the block raises.
+def coalesced(group: Any) -> Iterator[list[Any]]:
+    """Issue the operations of a block as one; the list that it yields gets the work, also if they raise.
 
     NCCL counts the blocks of a thread over all communicators, and issues nothing before all have ended.
     """
+    works: list[Any] = []
+
+    def end() -> None:
+        if (work := group._end_coalescing()) is not None:
+            works.append(work)
+
     with in_use(group):
         group._start_coalescing()
         try:
-            yield
-        finally:
-            works.extend(filter(None, [group._end_coalescing()]))
+            yield works
+        except BaseException:
+            with suppress(RuntimeError):  # the first error is told
+                end()
+            raise
+        end()
 
 
 def all_reduce(group: Any, tensor: torch.Tensor, op: str) -> Any:
@@ -173,7 +192,7 @@ class Aborts:
 
 
 def _abort(group: Any) -> None:
-    use = _OPEN.get(group) or threading.Lock()  # the user's own have none
+    use = _OPEN.get(group, threading.Lock())  # the user's own have none
     unused = use.acquire(timeout=_USE)
     try:
         group.abort()
@@ -198,7 +217,7 @@ def drop_when_done(device: torch.device, under_way: list[UnderWay]) -> None:
     A communicator may write into its tensors until its end, which may come after that of :class:`Aborts`.
     """
     with new_stream(device):
-        for work in [work for works, _ in under_way for work in works if work is not None]:
+        for work in [work for works, _ in under_way for work in works]:
             with suppress(RuntimeError):  # it has failed
                 work.wait()
         done = record_event(device)

@@ -185,38 +185,53 @@ class PairGroups:
         return send if transfer.outgoing else expect
 
     def _coalesced(self, batch: list[Transfer]) -> Call:
-        """Post what goes over one communicator as one operation."""
-        pair, calls = self._pair(batch[0]), [self._end(transfer) for transfer in batch]
+        """Post what goes over one communicator as one operation.
+
+        The tensors are there before: a full GPU may hold up what makes them, longer than an abort waits.
+        """
+        pair, ends = self._pair(batch[0]), [self._prepared(transfer) for transfer in batch]
 
         def post_coalesced(buffers: Buffers) -> None:
-            works: list[Any] = []
-            with _torch.coalesced(pair.group, works):
-                for call in calls:
-                    call(buffers, works)
+            posts = [prepare(buffers) for prepare in ends]
+            with _torch.coalesced(pair.group) as works:
+                for post in posts:
+                    post(works)
 
         return post_coalesced
 
-    def _end(self, transfer: Transfer) -> Callable[..., None]:
-        """Make the call that posts one end of a message, and adds its works to a list, if given."""
+    def _end(self, transfer: Transfer) -> Call:
+        """Make the call that posts one end of a message."""
+        prepare = self._prepared(transfer)
+        return lambda buffers: prepare(buffers)([])
+
+    def _prepared(self, transfer: Transfer) -> Callable[[Buffers], Callable[[list[Any]], None]]:
+        """Make the call that makes the tensors of one end of a message, and the one that posts them.
+
+        That one adds its works to a list.
+        """
         pair, wire, rank = self._pair(transfer), _wire(transfer), self._line[transfer.peer]
         outgoing, tag, _, leaves, device = transfer
         forms, joined = [(leaf.shape, leaf.dtype) for leaf in leaves], self._joined(transfer)
 
-        def post_end(buffers: Buffers, works: list[Any] | None = None) -> None:
-            self._pending, group, works = buffers.pending, pair.group, [] if works is None else works
+        def prepare(buffers: Buffers) -> Callable[[list[Any]], None]:
             if outgoing:
                 tensors = plain(buffers.values.pop(tag))
             else:
                 tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
             posted = wire(tensors if joined is None else joined(tensors))
-            buffers.pending[tag] = works, posted if outgoing else tensors
-            begun = (group.send([t], 1, 0) if outgoing else group.recv([t], 0, 0) for t in posted)
-            try:
-                works.extend(filter(None, begun))  # none yet for what is coalesced
-            except RuntimeError as error:
-                raise lost(rank, error) from error
 
-        return post_end
+            def post(works: list[Any]) -> None:
+                self._pending, group = buffers.pending, pair.group
+                buffers.pending[tag] = works, posted if outgoing else tensors
+                begun = (group.send([t], 1, 0) if outgoing else group.recv([t], 0, 0) for t in posted)
+                try:
+                    works.extend(filter(None, begun))  # none yet for what is coalesced
+                except RuntimeError as error:
+                    raise lost(rank, error) from error
+
+            return post
+
+        return prepare
 
     def _joined(self, transfer: Transfer) -> Callable[[list[torch.Tensor]], list[torch.Tensor]] | None:
         """Return a function that moves small tensors of a list into one buffer: those that travel, with it.
