@@ -68,7 +68,7 @@ def test_the_memory_of_a_step(fresh, store_port):
 
 def test_the_bytes_of_a_large_model_on_paper(monkeypatch, capsys):
     monkeypatch.syspath_prepend(FOLDER)
-    monkeypatch.setattr(sys, "argv", ["on_paper.py", "deepseek", "--layers", "8", "--microbatches", "8"])
+    monkeypatch.setattr(sys, "argv", ["on_paper.py", "deepseek", "--layers", "8", "--microbatches", "2"])
     importlib.import_module("on_paper").main()
     printed = capsys.readouterr().out
     found = re.findall(r"(shards|optimizer|gradients) \S+ GB x (\S+?)[,\n]", printed)
