@@ -82,8 +82,8 @@ def without_writes(trace: Trace, device: torch.device) -> Trace:
 
 def fake_sources(trace: Trace, device: torch.device) -> dict[Node, Any]:
     """Make tensors without values for the parameters, the buffers and the inputs of a trace."""
-    fakes = {node: _fake(node, device, name not in trace.frozen) for name, node in trace.params.items()}
-    return fakes | {node: _fake(node, device, False) for node in (*trace.buffers.values(), *trace.inputs)}
+    fakes = {node: fake(node, device, name not in trace.frozen) for name, node in trace.params.items()}
+    return fakes | {node: fake(node, device, False) for node in (*trace.buffers.values(), *trace.inputs)}
 
 
 def replay(trace: Trace, values: dict[Node, Any], recording: Recording | None = None) -> Iterator[Node]:
@@ -109,7 +109,8 @@ def _node(recording: Recording, value: Tensor) -> Node:
     return recording.node(from_functional(value))
 
 
-def _fake(node: Node, device: torch.device, grad: bool) -> Tensor:
+def fake(node: Node, device: torch.device, grad: bool) -> Tensor:
+    """Make the tensor of a node without values."""
     value = node.meta["value"]
-    fake = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
-    return fake.requires_grad_(grad and value.dtype.is_floating_point)
+    made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+    return made.requires_grad_(grad and value.dtype.is_floating_point)

@@ -1,23 +1,29 @@
 """Split any model into stages: choose the modules at which to cut, trace one call, cut the trace."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import Node, map_arg
 from torch.utils.flop_counter import FlopCounterMode
 
 from ppfunc._text import naming_arguments, shown
 from ppfunc.parallel.partition import Partition, partition_balanced
-from ppfunc.stage.abstract.evaluation import without_values
+from ppfunc.stage._torch import OpOverload
+from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT, without_values
+from ppfunc.stage.engines.tracing.graph import comparable, is_element, is_view
 from ppfunc.stage.layout import layout_of
 from ppfunc.stage.modules.module import is_subclass, require_usable
 
 from .call import CallForm
-from .functional import fake_sources, replay
+from .functional import fake
+from .known import call_again
 from .pipe import as_pipe
+from .record import within
 from .source import Source
 from .stages import make_stage
 from .trace import PIPE_SPLIT, LeafForm, Tensors, Trace, trace, undisturbed
@@ -285,14 +291,27 @@ def _balanced(
 def _flops(traced: Trace, device: torch.device) -> list[float]:
     """Count operations before each operator and after the last.
 
-    An operation is a multiplication, an addition, or an element made.
+    An operation is a multiplication, an addition, or an element made. Equal calls are counted once.
     """
-    marks, elements = [], 0
+    marks, known, values = [0.0], dict[Any, float](), dict[Node, Any]()
     with undisturbed(), without_values(), FlopCounterMode(display=False) as counter:
-        # The counter hooks onto histories of modules.
-        sources = {node: t.detach() for node, t in fake_sources(traced, device).items()}
-        for node in replay(traced, sources):
-            if node.op == "call_function":
-                marks.append(counter.get_total_flops() + elements)
-                elements += torch.Size(node.meta["value"].shape).numel() if "value" in node.meta else 0
-        return [*marks, counter.get_total_flops() + elements]
+        for node in traced.nodes:
+            if node.op == "get_attr":
+                values[node] = call_again(node, values)
+                continue
+            value = node.meta.get("value")
+            count: float = torch.Size(value.shape).numel() if value is not None else 0
+            sparse = value is not None and value.storage is None  # strides do not make it
+            free = is_element(node) or (isinstance(node.target, OpOverload) and is_view(node.target))
+            if sparse or not free:
+                forms = map_arg((node.args, node.kwargs), lambda n: n.meta["value"]._replace(storage=None))
+                key = node.target, node.meta["region"], comparable(forms)
+                if sparse or key not in known:
+                    before = counter.get_total_flops()
+                    made = {n: fake(n, device, False) for n in node.all_input_nodes if n not in values}
+                    with within(node.meta["region"]), suppress(*DATA_DEPENDENT):  # these count nothing
+                        values[node] = call_again(node, values | made)
+                    known[key] = counter.get_total_flops() - before
+                count += known[key]
+            marks.append(marks[-1] + count)
+        return marks

@@ -259,8 +259,9 @@ def _like(tensor: Tensor, device: torch.device, compute: torch.dtype | None = No
     A floating one may get another dtype.
     """
     dtype = compute if compute is not None and tensor.is_floating_point() else tensor.dtype
-    part = local(tensor.detach())
+    layout = layout_of(tensor)
+    part = tensor if layout is None else local(tensor.detach())
     fake = torch.empty_strided(part.shape, part.stride(), dtype=dtype, device=device)
-    fake = distributed(fake, layout_of(tensor))
+    fake = distributed(fake, layout)
     fake = nn.Parameter(fake, requires_grad=False) if isinstance(tensor, nn.Parameter) else fake
     return fake.requires_grad_(tensor.requires_grad)

@@ -230,7 +230,7 @@ class CompiledSteps:
         exchange.require_same_layouts(form)
         lowered = lower(pipeline, form, arguments.example, exchange)
         if pipeline.spec.frozen is not None:
-            for low in lowered.stages.values():
+            for low in {id(low.outline): low for low in lowered.stages.values()}.values():
                 pipeline.spec.frozen.watch(low.model_stage, low.outline.modules)
         return lowered
 
