@@ -97,8 +97,8 @@ def sharded(rank, size, shard):
         average = state.optimizer[0]["average"]
         assert isinstance(average["w"], DTensor) == (shard != "none")
         if shard == "optimizer":
-            told = r"^state.params\[0\]: got parts over the axis 'dp', expected whole parameters"
-            with pytest.raises(ValueError, match=told):
+            told = r"state.params\[0\]: got parts over the axis 'dp', expected whole parameters"
+            with pytest.raises((ValueError, pp.PipelineError), match=told):
                 trainer.evaluate(state._replace(params={0: average}), x, y)
             average = whole(average)
         loss = trainer.evaluate(state._replace(params={0: average}), x, y)

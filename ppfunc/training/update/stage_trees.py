@@ -60,11 +60,8 @@ class StageTrees(NamedTuple):
         bare = treedef.unflatten(None if n in fixed else leaf for n, leaf in enumerate(leaves))
         whole = frozenset[int]() if ranks.shards_params else fixed
         dims = tuple(None if n in whole else cut.dim for n, cut in enumerate(cuts))
-        without = [torch.empty_like(local(leaf), device="meta") for leaf in leaves]
-        shards = ranks.shards(without, dims)
-        updated = treedef.unflatten(None if n in fixed else leaf for n, leaf in enumerate(shards))
         optimizer = state.optimizer[stage]
-        of_state, patterns = require_state_of(rule, bare, updated, optimizer, f"state.optimizer[{stage}]")
+        of_state, patterns = require_state_of(rule, bare, optimizer, f"state.optimizer[{stage}]")
         moments: list[Any] = of_state.flatten_up_to(optimizer)
         forms = form_of(leaves, treedef), form_of(moments, of_state)
         counted = tuple(n for n in trained if n not in again and _counts(ranks, cuts[n]))

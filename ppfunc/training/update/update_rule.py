@@ -2,7 +2,6 @@
 
 import reprlib
 from collections.abc import Sequence
-from contextlib import suppress
 from math import inf
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -236,13 +235,9 @@ def updated_ones(optimizer: Optimizer, params: Tree, gradients: Sequence[float] 
 
 
 def require_state_of(
-    rule: UpdateRule, params: Tree, parts: Tree, state: Tree, name: str
+    rule: UpdateRule, params: Tree, state: Tree, name: str
 ) -> tuple[PyTreeSpec, dict[str, bool]]:
     """Return the structure of a state of the optimizer, with keys in the order of these parameters.
-
-    Args:
-        params: of a stage, those that train.
-        parts: of them, which this rank updates, on the device ``meta``.
 
     Returns:
         That, and whether each pattern of the optimizer takes one of the parameters.
@@ -254,33 +249,22 @@ def require_state_of(
     ones = tree_map(_one, params)
     with preserve_rng(leaf.device for leaf in tree_leaves(ones)), noting_patterns() as used:
         made = rule.optimizer.init(ones)
-        structure = tree_structure(made)
-        sized: list[Any] = []
-        with suppress(RuntimeError, TypeError, ValueError):  # it reads values: an update compares
-            sized = structure.flatten_up_to(rule.optimizer.init(parts))
     ours, theirs = (_forms(tree, name) for tree in (made, state))
     for path in {**ours, **theirs}:
         got, expected = (forms.get(path, "nothing") for forms in (theirs, ours))
         if got != expected:
-            raise _other(path, got, expected, rule.optimizer)
+            raise ValueError(
+                f"{path}: got {got}, expected {expected}, which the optimizer {text_of(rule.optimizer)}"
+                " keeps; go on with the optimizer whose state it is, or init anew"
+            )
+    structure = tree_structure(made)
     try:
-        leaves: list[Any] = structure.flatten_up_to(state)
+        structure.flatten_up_to(state)
     except ValueError:
         raise ValueError(
             f"{name}: got the structure {tree_structure(state)}, expected {structure}, with keys in any order"
         ) from None
-    for path, *pair in zip(tree_paths(structure, name), sized, leaves, strict=False):
-        wanted, shape = (list(local(leaf).shape) for leaf in pair)
-        if shape != wanted:
-            raise _other(path, f"shape {shape}", str(wanted), rule.optimizer)
     return structure, used
-
-
-def _other(path: str, got: str, expected: str, optimizer: Optimizer) -> ValueError:
-    return ValueError(
-        f"{path}: got {got}, expected {expected}, which the optimizer {text_of(optimizer)} keeps;"
-        " go on with the optimizer whose state it is, or init anew"
-    )
 
 
 def _forms(tree: Tree, name: str) -> dict[str, str]:
