@@ -76,6 +76,12 @@ def test_the_bytes_of_a_large_model_on_paper(monkeypatch, capsys):
     assert all(float(ratio) == pytest.approx(1, rel=0.001) for _, ratio in found), printed
 
 
+def test_one_rank_of_many_is_bound_beside_peers_of_words(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    seconds, most = importlib.import_module("large_schedule").bind(4, 8, 1, placed=False)
+    assert len(seconds) == 4 and min(seconds) > 0 and most > 0
+
+
 def test_without_jax_the_comparison_with_it_is_skipped_in_one_sentence(monkeypatch, capsys):
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setattr(sys, "argv", ["beside_jax.py"])

@@ -49,7 +49,8 @@ class OneRank(pp.InProcess):
             tree_structure(0), (LeafSignature((self.schedule.microbatches,), torch.float32, False),)
         )
         last = self.schedule.stages - 1
-        return [text, json.dumps([{last: [self.schedule.placement[last], losses.to_json()]}, {}])]
+        loss = [self.schedule.placement[last], losses.to_json(), []]
+        return [text, json.dumps([{last: loss}, {}, {}])]
 
     def send_text(self, peer: int, text: str) -> None:
         pass
