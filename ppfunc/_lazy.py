@@ -31,6 +31,7 @@ def attach(
     >>> "topology" in __all__, str(__getattr__("default_grid")(6))
     (False, 'pipe=2,data=3')
     """
+    sys.modules[package].__class__ = _Package
     spec = sys.modules[package].__spec__
     assert spec is not None and spec.loader is not None
     source = spec.loader.get_source(package)  # type: ignore[attr-defined]
@@ -48,11 +49,11 @@ def attach(
             places = {inner: f"{home}.{inner}" for home in reversed(homes) for inner in dir(load(home))}
             raise _unknown(package, name, sorted(module_of), places)
         module = module_of[name]
-        value = import_module(f"{package}.{module or name}")
-        if module:
-            value = getattr(value, name)
-        if isinstance(value, ModuleType):
-            value.__class__ = _Package
+        home = import_module(f"{package}.{module or name}")
+        value = getattr(home, name) if module else home
+        for each in (home, value):  # a module that is imported for a name is an attribute, never loaded
+            if isinstance(each, ModuleType):
+                each.__class__ = _Package
         setattr(sys.modules[package], name, value)
         return value
 

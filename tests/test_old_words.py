@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import re
+import subprocess
+import sys
 from collections import UserDict
 from copy import deepcopy
 
@@ -196,6 +198,13 @@ def test_a_mistake_is_answered_by_what_to_write(mistake):
     pattern = ".*".join(map(re.escape, told.split(".*")))
     with pytest.raises((AttributeError, TypeError, ValueError, RuntimeError), match=pattern):
         call()
+
+
+@pytest.mark.parametrize("first", ["pp.gpipe", "import ppfunc.schedule"])
+def test_a_package_that_is_called_answers_whatever_was_imported_before(first):
+    code = f"import ppfunc as pp; {first}; pp.schedule('1f1b')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "here: pp.one_f_one_b(ranks, microbatches) makes one" in done.stderr
 
 
 @pytest.mark.parametrize("owner", OWNERS, ids=lambda owner: type(owner).__name__)
