@@ -1,4 +1,10 @@
-"""Make step functions of other derivatives; each transforms the stages and runs them by an ordinary step."""
+"""Make step functions of other derivatives: forward mode, curvature products, gradients of every sample.
+
+Each transforms the stages and runs them by an ordinary step::
+
+    products.py          jvp, hvp
+    sample_gradients.py  per_sample_grad
+"""
 
 from ppfunc.stage.transforms import (
     clipped_sum as clipped_sum,
@@ -6,4 +12,5 @@ from ppfunc.stage.transforms import (
     square_norms as square_norms,
 )
 
-from .derivatives import hvp as hvp, jvp as jvp, per_sample_grad as per_sample_grad
+from .products import hvp as hvp, jvp as jvp
+from .sample_gradients import per_sample_grad as per_sample_grad
