@@ -110,26 +110,15 @@ def to_svg(
         _require_bytes(schedule, memory)
     units = "F, I and W take 1 each" if timeline is None else "units of its costs"
     timeline = simulate(schedule) if timeline is None else timeline
-    rows, whole, makespan = (
-        bars_of(schedule, timeline),
-        bars_of(schedule, timeline, _WHOLE),
-        float(timeline.makespan),
-    )
+    rows, whole = bars_of(schedule, timeline), bars_of(schedule, timeline, _WHOLE)
+    makespan = float(timeline.makespan)
     across = _across(rows, makespan) if width is None else width - _LEFT - _RIGHT
     timed = {bar.instruction.op for row in whole for bar in row if bar.end > bar.start}
     legend, top = _legend(schedule, rows, timed, _LEFT + across + _RIGHT)
     high = 30.0 if len(rows) <= 16 or any(bar.instruction.parts for row in rows for bar in row) else 22.0
     scale = _Scale(across / (makespan or 1.0), across, high, top, _STRIP + 6 if memory else 0.0)
     most = max((size for sizes in (memory or {}).values() for size in sizes), default=0)
-    # Instructions whose bars have room for their microbatch are numbered.
-    narrow = {
-        bar.instruction.op
-        for row in rows
-        for bar in row
-        for part in parts_of(bar.instruction)
-        if scale.bar_width(bar) < _DIGIT * len(str(part.microbatch)) + 1
-    }
-    numbered = COMPUTE - narrow
+    numbered = _numbered(scale, rows)
     facts = _facts(schedule, timeline)
     origin = "measured, seconds" if timeline.measured else f"simulated, {units}"
     heading = f"{clipped(schedule.name)}: {origin}"
@@ -173,6 +162,18 @@ def _across(rows: list[list[Bar]], makespan: float) -> float:
     typical = durations[len(durations) // 4] if durations else makespan
     wanted = (_DIGIT * digits + 5) * makespan / typical if typical else 0.0
     return min(max(wanted, 720.0), _WIDEST - _LEFT - _RIGHT)
+
+
+def _numbered(scale: _Scale, rows: list[list[Bar]]) -> Set[Op]:
+    """Return the kinds of bars that all have room for a number."""
+    narrow = {
+        bar.instruction.op
+        for row in rows
+        for bar in row
+        for part in parts_of(bar.instruction)
+        if scale.bar_width(bar) < _DIGIT * len(str(part.microbatch)) + 1
+    }
+    return COMPUTE - narrow
 
 
 def _facts(schedule: Schedule, timeline: Timeline) -> list[str]:

@@ -161,10 +161,9 @@ def divided(
         pairs = zip(names, every, strict=True)
         return {name: o.observe(state[name], metric) if o.observe else state[name] for name, o in pairs}
 
-    elementwise, observes = all(o.elementwise for o in every), any(o.observe for o in every)
-    return Optimizer(
-        init, update, text=write, elementwise=elementwise, rate=rate, observe=observe if observes else None
-    )
+    elementwise = all(o.elementwise for o in every)
+    observes = observe if any(o.observe for o in every) else None
+    return Optimizer(init, update, text=write, elementwise=elementwise, rate=rate, observe=observes)
 
 
 def _groups(tree: Tree, treedef: PyTreeSpec, numbers: Sequence[int], groups: int) -> list[Tree]:
