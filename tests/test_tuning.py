@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
-from ppfunc.tuning import tune
+from ppfunc.tuning import candidates, tune
 from ppfunc.tuning.cuts import rows_of
 from ppfunc.tuning.times import MICROBATCHES, Pace, concurrency_of, seconds_of, times_of
 from tests.models import squared
@@ -141,7 +141,9 @@ def test_what_does_not_fit_says_the_least_memory_that_would(every):
 
 def test_where_nothing_fits_only_the_smallest_is_timed(monkeypatch):
     timed = []
-    monkeypatch.setattr(tune, "times_of", lambda *args: timed.append(len(args[1].stages)) or times_of(*args))
+    monkeypatch.setattr(
+        candidates, "times_of", lambda *args: timed.append(len(args[1].stages)) or times_of(*args)
+    )
     options = {"schedules": ["1f1b", "gpipe"], "grids": [(2, 1)], "microbatch": [1, 2]}
     tight = pp.tune(**arguments(**options, memory=1))
     assert len(tight.rows) == 1 and not tight.rows[0].fits
@@ -167,7 +169,7 @@ def test_a_plan_is_ranked_where_it_is_faster():
 def test_plans_may_compute_again_and_move_under_a_limit(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        tune, "plan", lambda *args, **kw: seen.append((args[2], kw["cap"])) or pp.plan(*args, **kw)
+        candidates, "plan", lambda *args, **kw: seen.append((args[2], kw["cap"])) or pp.plan(*args, **kw)
     )
     monkeypatch.setattr(tune, "accelerates", lambda device: True)
     options = {

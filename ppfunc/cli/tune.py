@@ -40,7 +40,8 @@ def _tune(arguments: argparse.Namespace) -> int:
     from ppfunc.tuning.tune import tune  # here, because it loads torch
 
     file, _, name = arguments.source.rpartition(":")
-    sys.path.insert(0, str(Path(file).resolve().parent))  # as Python does for a file that it runs
+    if file:  # as Python does for a file that it runs
+        sys.path.insert(0, str(Path(file).resolve().parent))
     if not file or (function := runpy.run_path(file).get(name)) is None:
         raise ValueError(f"FILE:FUNCTION is {arguments.source!r}, expected such as train.py:arguments")
     options = ("ranks", "batch", "memory", "top", "effort")

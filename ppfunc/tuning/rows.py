@@ -119,11 +119,11 @@ class Tuning:
         Without a limit, ``memory`` is null.
         """
         rows = [
-            r.choice._asdict() | r._asdict() | {"schedule": r.schedule.name, "choice": str(r)}
+            r.choice._asdict()
+            | {name: value for name, value in r._asdict().items() if name != "make"}
+            | {"schedule": r.schedule.name, "choice": str(r)}
             for r in self.rows
         ]
-        for row in rows:
-            del row["make"]
         limit = None if self.memory == inf else self.memory
         return json.dumps(vars(self) | {"rows": rows, "memory": limit}, default=str)
 
