@@ -285,19 +285,27 @@ def save_again_and_again(rank, size, root, last):
         )
 
 
-def save_and_end_while_connecting(rank, size, root, last):
-    """The last rank is there, and ends before the others have reached it."""
+def save_and_end_while_connecting(rank, size, root, last, late):
+    """The last rank is there, and ends before the others have reached it. A late one comes once the other
+    has given up.
+    """
     from ppfunc.training.checkpoint import peers
 
     if rank == last:
         peers.SocketLinks = lambda *_: os._exit(0)
-    pp.checkpoint.save(root, {"step": 1})
+    given_up = Path(root) / "given up"
+    while rank == late and not given_up.exists():
+        time.sleep(0.02)
+    try:
+        pp.checkpoint.save(root, {"step": 1})
+    finally:
+        given_up.touch()
 
 
-@pytest.mark.parametrize("last", range(3))
-def test_a_rank_that_ends_while_the_others_connect_is_named_at_once(fresh, tmp_path, last):
+@pytest.mark.parametrize("last, late", [(0, None), (1, None), (2, None), (0, 2), (1, 2), (2, 1)])
+def test_a_rank_that_ends_while_the_others_connect_is_named_at_once(fresh, tmp_path, last, late):
     processes = fresh(3)
-    processes.start(save_and_end_while_connecting, str(tmp_path), last)
+    processes.start(save_and_end_while_connecting, str(tmp_path), last, late)
     answers = processes.answers(timeout=20 * busy())  # gloo asks an address for minutes
     assert answers[last] is None
     for answer in answers[:last] + answers[last + 1 :]:

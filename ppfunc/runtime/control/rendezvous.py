@@ -103,11 +103,12 @@ class Rendezvous:
     def abandon(self, failure: str) -> str:
         """Fail this round on all ranks with a FailureRecord; return the first one of the round.
 
-        If it is the absence of a rank, the next calls of all absent ones are of another round.
+        If it is the absence of a rank whose process may live, the next calls of all absent ones are of
+        another round. One that has ended comes to no round.
         """
-        rank = FailureRecord.read(failure).rank
-        absent = [] if rank == self.rank else self.missing()
-        text = json.dumps([failure, absent if rank in absent else []])
+        record = FailureRecord.read(failure)
+        absent = [] if record.rank == self.rank or record.reason == GONE else self.missing()
+        text = json.dumps([failure, absent if record.rank in absent else []])
         with suppress(LinkError):
             return str(json.loads(self._ask(lambda: self.store.compare_set("abandoned", "", text), _SOON))[0])
         return failure
