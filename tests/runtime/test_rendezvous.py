@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import signal
 import threading
 import time
 from contextlib import contextmanager, nullcontext, suppress
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
+from ppfunc.runtime.control import tree
 from ppfunc.runtime.control.rendezvous import Rendezvous
 from ppfunc.runtime.errors import Failure, FailureRecord, LinkError
 from tests.models import squared
@@ -156,6 +158,26 @@ def test_ranks_meet_again_after_a_transport_that_some_have_missed(four, who):
         if rank not in who:
             name, text, named = seen
             assert (name, named) == ("PipelineError", who[0]) and "has not come" in text
+
+
+def stops_before_it_tells_that_all_have_met(rank, ranks):
+    """Rank 1 learns from rank 0 that all have met, and stops before it tells rank 3."""
+    if rank == 1:
+        tree.TreeMessages.send_down = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 3:
+        seen = caught(pp.P2P, timeout=4)
+        dist.group.WORLD.get_group_store().set("seen", "")
+        return seen
+    with pp.P2P(timeout=60):
+        while not dist.group.WORLD.get_group_store().check(["seen"]):
+            time.sleep(0.1)
+
+
+def test_a_rank_that_others_have_met_is_not_said_to_be_missing(fresh):
+    processes = fresh(4)
+    processes.start(stops_before_it_tells_that_all_have_met)
+    name, text, named = processes.answers(stopped=1)[3]
+    assert (name, named) == ("PipelineError", 1) and "has not come" not in text, text
 
 
 def misses_a_save(rank, ranks, who, root):

@@ -62,6 +62,7 @@ class Rendezvous:
             while True:
                 number = self._ask(lambda: store.add(f"{name}/{self.rank}", 1))
                 self.store = PrefixStore(f"{name}/{number}", store)
+                self._earlier = PrefixStore(f"{name}/{number - 1}", store)
                 abandoned = self._read("abandoned")
                 if abandoned is None or self.rank not in abandoned[1]:
                     return
@@ -124,9 +125,12 @@ class Rendezvous:
             raise
 
     def forget(self) -> None:
-        """Delete the address of this rank, once all have met."""
+        """Delete the address of this rank in the round before, once all have met in this one.
+
+        One of this round tells those that are late that this rank has come.
+        """
         with suppress(LinkError):
-            self._ask(lambda: self.store.delete_key(f"address/{self.rank}"), _SOON)
+            self._ask(lambda: self._earlier.delete_key(f"address/{self.rank}"), _SOON)
 
     def alive(self, peer: int) -> bool:
         """Return False where the process of a peer is known to have ended."""
