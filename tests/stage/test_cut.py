@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import optree
@@ -16,6 +17,7 @@ from ppfunc.stage.abstract.outline import outline
 from ppfunc.stage.engines.tracing import emit
 from ppfunc.stage.tree import tree_leaves
 
+aten = torch.ops.aten
 VIEWS = {
     "t",
     "view",
@@ -287,3 +289,37 @@ def test_a_power_of_one_in_the_derivative_of_a_square_is_left_out():
     for got, want in zip((y, gw, gx), (wanted, *torch.autograd.grad(wanted, (a, b), gy)), strict=True):
         assert torch.equal(got, want)
     assert torch.equal(x, before) and "pow(1.0)" not in program.flat.backward.__doc__
+
+
+@pytest.mark.parametrize(
+    "shape, order, axis", [((2, 4, 3, 5), (2, 0, 3, 1), 0), ((2, 3, 4, 5), (-2, 0, 1, 3), -2)]
+)
+def test_the_gradient_of_views_side_by_side_is_copied_once(shape, order, axis):
+    def fn(w, x):
+        a, b, c = (x @ w).reshape(shape).permute(order).unbind(axis)
+        return a.sin() * b + c
+
+    w, x = (torch.randn(6, math.prod(shape[1:]), requires_grad=True), torch.randn(2, 6, requires_grad=True))
+    program = graph(fn, (w.detach(), x.detach()))
+    y, residuals = program.forward(w.detach(), x.detach())
+    gy = torch.randn(y.shape)
+    wanted = torch.autograd.grad(fn(w, x), (w, x), gy)
+    assert all(map(torch.equal, program.backward(residuals, gy), wanted))
+    called = [n.target for n in program.flat.backward.recipe.block.body]
+    assert aten.stack.default in called and aten.clone.default not in called
+
+
+def test_a_gradient_in_the_format_of_channels_last_becomes_contiguous():
+    def fn(w, x):
+        a, b = (x * x).reshape(2, 2, 5, 3, 4).permute(1, 0, 2, 3, 4).unbind()
+        return a.permute(0, 2, 3, 1) @ w + b.permute(0, 2, 3, 1) @ w.sin()
+
+    w, x = torch.randn(5, 6), torch.randn(2, 120)
+    y, residuals = (program := graph(fn, (w, x))).forward(w, x)
+    leaves = [t.clone().requires_grad_() for t in (w, x)]
+    wanted = torch.autograd.grad(fn(*leaves), leaves, gy := torch.randn(y.shape))
+    assert all(map(torch.equal, program.backward(residuals, gy), wanted))
+    copies = [
+        n.meta["val"] for n in program.flat.backward.recipe.block.body if n.target is aten.clone.default
+    ]
+    assert len(copies) == 1 and copies[0].is_contiguous()

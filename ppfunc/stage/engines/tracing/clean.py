@@ -5,11 +5,13 @@ from collections.abc import Hashable
 import torch
 from torch.fx import Node
 
+from ..._torch import without_modes, without_transforms
 from .graph import (
     always_equal,
     ancestors,
     arguments,
     base,
+    call_node,
     comparable,
     is_call,
     is_dense,
@@ -113,10 +115,11 @@ def _key(node: Node) -> Hashable:
 
 
 def _fuse(joint: Joint) -> None:
-    """Put ``linear`` together again, and let sums drop their dimensions themselves."""
+    """Put ``linear`` together again, let sums drop their dimensions themselves, and copy once, not twice."""
     for node in list(joint.graph.nodes):
         if is_call(node):
             _fuse_linear(node)
+            _fuse_stack(node)
             _fuse_sum(node)
             _fuse_draw(node)
 
@@ -141,6 +144,35 @@ def _fuse_linear(node: Node) -> None:
     weight = arguments(transposed)[0]
     if weight.meta["val"].dim() == 2:
         node.target, node.args = aten.linear.default, (x, weight) if bias is None else (x, weight, bias)
+
+
+def _fuse_stack(node: Node) -> None:
+    """Replace a contiguous copy of ``permute(stack(tensors))`` by a ``stack`` of permuted tensors.
+
+    It is the gradient of what queries, keys and values are views of.
+    """
+    if node.target is not aten.clone.default or node.kwargs != {"memory_format": torch.contiguous_format}:
+        return
+    if not is_call(turned := arguments(node)[0]) or turned.target is not aten.permute.default:
+        return
+    stack, order = arguments(turned)
+    if stack.target is not aten.stack.default or len(stack.users) + len(turned.users) > 2:
+        return
+    tensors, axis = (*arguments(stack), 0)[:2]
+    rank = stack.meta["val"].dim()
+    axis, order = axis % rank, [d % rank for d in order]
+    dims, place = [d - (d > axis) for d in order if d != axis], order.index(axis)
+    with without_modes(), without_transforms():
+        values = [tensor.meta["val"].permute(dims) for tensor in tensors]
+        stacked = torch.stack(values, place)  # it keeps the format of channels last
+    if always_equal(stacked.stride()) != always_equal(node.meta["val"].stride()):
+        return
+    parts = []
+    for tensor, value in zip(tensors, values, strict=True):
+        with node.graph.inserting_before(node):
+            parts.append(part := call_node(node.graph, aten.permute.default, (tensor, dims), {}, None))
+        part.meta = turned.meta | {"val": value}
+    node.target, node.args, node.kwargs = aten.stack.default, (parts, place), {}
 
 
 def _fuse_sum(node: Node) -> None:
