@@ -162,11 +162,15 @@ class SocketLinks:
         Args:
             late: what is waited for, if it is not the peer itself.
             pause: waits a little; by default until something changes.
-            spins: looks before the first pause.
+            spins: looks before the first pause, and before what may have failed is looked for.
 
         Raises:
             LinkError: a rank has failed, or the peer is gone or late.
         """
+        for _ in range(spins):
+            if (result := ready()) is not None:
+                return result
+            give_way()
         end, self.waiting_on = time.monotonic() + self.timeout, peer
         while True:
             if not self._met:
@@ -178,10 +182,6 @@ class SocketLinks:
             if problem is not None:
                 del ready, pause  # this frame holds the exception that holds it
                 raise problem
-            if spins:
-                spins -= 1
-                give_way()
-                continue
             act_on_interrupts()
             if time.monotonic() > end:
                 what = late or f"rank {peer}, which has not answered"
