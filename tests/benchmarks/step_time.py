@@ -5,8 +5,8 @@ Run by torchrun, two ranks or more::
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tests/benchmarks/step_time.py --schedule 1f1b --width 64
 
 Both run in turn in one process group, in rounds that alternate, each rank on a core of its own unless
-``--unbound`` leaves that to the operating system. Printed are the median step times, the median of the
-ratios round by round (below 1: ppfunc is faster), the same for the CPU seconds of all ranks, and the measured
+``--unbound`` leaves that to the operating system; freed memory stays with the process. Printed
+are the median step times, the median of the ratios round by round (below 1: ppfunc is faster), the same for the CPU seconds of all ranks, and the measured
 over the ideal step, which is the simulated makespan with the stages' own measured times. ``--compile``
 compares programs compiled by inductor with the same programs as traced, ``--cuda-graphs`` those captured as
 CUDA graphs, and ``--protection`` steps as they are with steps that hold no signals back, and that ranks
@@ -29,7 +29,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from timing import add_foremost, foremost, measure
+from timing import add_foremost, foremost, keep_freed_memory, measure
 from torch.distributed.pipelining import PipelineStage, schedules as theirs
 
 import ppfunc as pp
@@ -75,6 +75,7 @@ def squared(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     options = arguments()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    keep_freed_memory()
     device = torch.device(options.device)
     if device.type == "cuda":
         local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
