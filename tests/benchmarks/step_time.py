@@ -5,9 +5,10 @@ Run by torchrun, two ranks or more::
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 tests/benchmarks/step_time.py --schedule 1f1b --width 64
 
 Both run in turn in one process group, in rounds that alternate, each rank on a core of its own unless
-``--unbound`` leaves that to the operating system; freed memory stays with the process. Printed
-are the median step times, the median of the ratios round by round (below 1: ppfunc is faster), the same for the CPU seconds of all ranks, and the measured
-over the ideal step, which is the simulated makespan with the stages' own measured times. ``--compile``
+``--unbound`` leaves that to the operating system; freed memory stays with the process. Printed are the
+median step times, the median of the ratios round by round (below 1: ppfunc is faster), the same for the CPU
+seconds of all ranks, and the measured over the ideal step, which is the simulated makespan with the stages'
+own measured times. ``--compile``
 compares programs compiled by inductor with the same programs as traced, ``--cuda-graphs`` those captured as
 CUDA graphs, and ``--protection`` steps as they are with steps that hold no signals back, and that ranks
 neither begin nor end together. ``--device cuda`` takes a GPU per rank, or one for all, which
