@@ -15,8 +15,8 @@ import torch.distributed as dist
 import ppfunc as pp
 from ppfunc.tuning import candidates, tune
 from ppfunc.tuning.cuts import rows_of
-from ppfunc.tuning.times import MICROBATCHES, Pace, concurrency_of, seconds_of, times_of
-from tests.models import squared
+from ppfunc.tuning.times import MICROBATCHES, concurrency_of, seconds_of, times_of
+from tests.models import BatchNormed, squared
 
 D, ROWS = 16, 8
 SPEEDS = (1e9, 1e9)
@@ -105,20 +105,6 @@ def test_ranks_that_share_cores_compute_in_turn():
     for row in shared.rows:
         times = row.seconds / apart[str(row)].seconds
         assert times == pytest.approx(2) if row.choice.data == 2 else 1 < times < 2
-
-
-def test_stages_timed_while_the_machine_is_slower_are_scaled_to_its_first_pace():
-    """What was timed first is timed again beside the others, and there takes twice the seconds."""
-
-    def step(work):
-        seconds = work * slower
-        return None, pp.simulate(pp.one_f_one_b(1, 3), pp.Costs(seconds, seconds / 2, seconds / 2))
-
-    pace, slower = Pace(), 1
-    assert pace.timed(lambda: step(3))[1] == 1
-    slower = 2
-    (timed,), scale = pace.timed(lambda: step(5))
-    assert scale == 0.5 and {costs.forward for costs in timed} == {(10,)}
 
 
 def test_cores_are_those_that_this_process_may_use(monkeypatch):
@@ -308,29 +294,20 @@ def test_a_split_keeps_its_cuts():
     }
 
 
-def slowed(params, x):
-    return torch.tanh(x @ params["w"])
-
-
-def test_another_schedule_gains_what_is_promised_where_a_stage_is_slow():
-    """Stage 2 takes half as long again: the plan for it is run on paper with the costs that were measured."""
-    stages, x = [slowed] * 4, torch.randn(16, D)
-    params = {s: {"w": torch.randn(D, D)} for s in range(4)}
-    trainer = pp.Trainer(stages, squared, pp.one_f_one_b(4, 8), pp.optim.sgd(0.1))
-    state = trainer.init(params)
-    (state, _), timeline = trainer.record(state, x, x)
-    costs = pp.Costs([1, 1, 1.5, 1], [1, 1, 1.5, 1], [1, 1, 1.5, 1])
-    timeline = replace(pp.simulate(timeline.schedule, costs), measured=True)
-    again = pp.replan(trainer, timeline, effort=0.1)
-    assert 0 < again.gain < 1 and again.now == pp.simulate(pp.one_f_one_b(4, 8), costs).makespan
-    assert max(again.plan.timeline.peak_activations) <= 4
-    after = trainer.with_schedule(again.plan.schedule)
-    assert pp.simulate(pp.schedule.compute_only(after.schedule), costs).makespan == again.plan.value
-    after.step(state, x, x)
-    with pytest.raises(ValueError, match="timeline: got a simulated one"):
-        pp.replan(trainer, pp.simulate(trainer.schedule))
-    recomputing = pp.schedule.insert_recomputes(pp.one_f_one_b(4, 8))
-    with pytest.raises(ValueError, match="its schedule has RECOMPUTE, whose times"):
-        pp.replan(trainer.with_schedule(recomputing), timeline)
-    with pytest.raises(ValueError, match=r"timeline: got a measured one of 'one_f_one_b'.*expected that"):
-        pp.replan(after, timeline)
+def test_what_batch_norms_refuse_is_refused_by_name():
+    """One row has no variance, and data ranks would each have a running mean; all else is tried."""
+    model, x = torch.nn.Sequential(*(BatchNormed(D) for _ in range(2))), torch.randn(ROWS, D)
+    given = arguments(model=model, args=x[:1], targets=x[:1], schedules=["1f1b"], microbatch=[1, 2])
+    some = pp.tune(**given, batch=ROWS, top=1000)
+    assert {row.choice[:4] for row in some.rows} == {(2, 1, 1, 2)}
+    assert set(some.refused) == {"microbatches of 1", "row of 1 x 2 ranks"}
+    assert "Expected more than 1 value per channel" in some.refused["microbatches of 1"]
+    assert "reduce_state={'*': 'mean'}" in some.refused["row of 1 x 2 ranks"]
+    mean = pp.tune(**given, batch=ROWS, top=1000, reduce_state={"*": "mean"})
+    assert {row.choice[:4] for row in mean.rows} == {(2, 1, 1, 2), (1, 2, 1, 2)}
+    for options, message in (
+        ({"microbatch": [1]}, "more than 1 value"),
+        ({"grids": [(1, 2)]}, "reduce_state"),
+    ):
+        with pytest.raises((ValueError, pp.StageError), match=message):
+            pp.tune(**given | options, batch=ROWS)

@@ -95,19 +95,24 @@ class Candidates:
     def steps(self, top: int) -> Iterator[str]:
         """Take the best candidate a step further until so many rows fit; yield the name of each step.
 
-        Candidates that are too large by an estimate come last, and only for want of rows: the smallest.
+        Candidates that are too large by an estimate come last, and only for want of rows: the smallest. What
+        fails is refused by name; it raises where nothing is left, unless all that failed has tensor ranks.
         """
+        failed: Exception | None = None
         while self.heap and sum(row.fits for row in self.rows) < top and not (self.heap[0][0] and self.rows):
             *_, name, step = heappop(self.heap)
             try:
                 self.rows += filter(None, [step()])
             except (ValueError, StageError) as error:
                 choice, known = step.args[0], isinstance(error, ValueError) and name not in ("times", "row")
-                if not known and choice.tensor == 1:
-                    raise
+                failed = failed if known or choice.tensor > 1 else error
                 ranks = f"{choice.tensor} tensor" if name == "times" else choice.grid
-                self.refused[f"{name} of {ranks} ranks"] = str(error)
+                whole = name == "times" and choice.tensor == 1
+                what = f"microbatches of {choice.microbatch}" if whole else f"{name} of {ranks} ranks"
+                self.refused[what] = str(error)
             yield name
+        if failed and not self.rows:
+            raise failed
 
     def _push(self, key: float, name: str, step: Callable[..., Any], *args: Any, late: bool = False) -> None:
         heappush(self.heap, (late, key, next(self._numbers), name, partial(step, *args)))

@@ -26,7 +26,7 @@ class Cuts:
 
     Args:
         model: or a split of it, whose cuts stay.
-        args: a row of its inputs.
+        args: its inputs, of some rows.
         lay: lays the model over tensor ranks; None without them.
     """
 

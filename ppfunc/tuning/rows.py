@@ -73,7 +73,7 @@ class Tuning:
         memory: the limit.
         complete: whether the search came to its end.
         waiting: how many candidates were left: slower than the rows that fit, or too large.
-        refused: schedules and tensor ranks that the numbers do not allow, with the reasons.
+        refused: schedules, grids, tensor ranks and microbatches that fail, with the reasons.
     """
 
     rows: tuple[Row, ...]

@@ -1,11 +1,13 @@
 """Find the seconds and bytes of stages: measured in this process, or counted over given speeds."""
 
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
-from operator import add
+from math import inf, sqrt
+from operator import add, mul
+from statistics import median
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ppfunc._checks import require_number, require_positive, require_type
 from ppfunc._text import shown
+from ppfunc.runtime.execution.record import host_clock
 from ppfunc.runtime.lowering.stage_programs import StageCall
 from ppfunc.schedule import (
     Costs,
@@ -36,7 +39,9 @@ from ppfunc.training import Trainer
 from ppfunc.training.lowered import on_meta
 
 MICROBATCHES = 3  # of a step that is timed: most of them add to sums of gradients, as in a step of many
-_STEPS = 6  # that are measured, the first of which is not counted
+_LEAST, _MOST = 5, 20  # rounds of steps that are measured
+_ERROR = 0.01  # of what they take, at which they end
+_TIMED = ("forward", "backward_input", "backward_weight", "step")
 _PROGRAMS = ("forward", "backward", "backward_input", "backward_weight")
 _BUSY = COMPUTE | SENDS | {Op.UNSHARD, *TAIL}
 
@@ -52,14 +57,47 @@ class Pace:
         self._first: Callable[[], Any] | None = None
         self._seconds = 0.0
 
-    def timed(self, *steps: Callable[[], Any]) -> tuple[list[tuple[Costs, ...]], float]:
-        """Return the costs of several runs of every step, and what scales them to the pace of the first."""
+    def timed(self, *steps: Callable[[], Any]) -> list[dict[str, tuple[float, ...]]]:
+        """Run all steps in turn, round by round; return the seconds of each by kind and stage.
+
+        They are medians of the rounds, each at the pace of the first step of all. A noisy machine takes more
+        rounds. Of a single thread they are CPU seconds: what others take of its core is not counted.
+        """
         self._first = self._first or steps[0]
-        runs = [[step()[1].costs() for step in (*steps, self._first)] for _ in range(_STEPS)]
-        *timed, first = map(tuple, zip(*runs[1:], strict=True))
-        seconds = sum(_least((*c.forward, *c.backward_input) for c in first))
-        self._seconds = self._seconds or seconds
-        return timed, self._seconds / seconds
+        for step in steps:  # which compiles
+            step()
+        before = host_clock.set(time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
+        try:
+            runs, paces, works = list[list[dict[str, Any]]](), list[float](), list[float]()
+            while len(runs) < _LEAST or (len(runs) < _MOST and _deviation(works, paces) > _ERROR):
+                first, *costs, last = (vars(s()[1].costs()) for s in (self._first, *steps, self._first))
+                runs.append(costs)
+                paces.append(_work(first, last))
+                works.append(_work(*costs))
+        finally:
+            host_clock.reset(before)
+        self._seconds = self._seconds or median(paces)
+        scales = [self._seconds / pace for pace in paces]
+
+        def middle(of_rounds: Iterable[float]) -> float:
+            return median(map(mul, of_rounds, scales))
+
+        return [
+            {kind: tuple(map(middle, zip(*(each[kind] for each in run), strict=True))) for kind in _TIMED}
+            for run in zip(*runs, strict=True)
+        ]
+
+
+def _work(*costs: dict[str, Any]) -> float:
+    """Add up the seconds of the programs of all stages."""
+    return sum(sum(map(sum, (each[kind] for kind in _TIMED[:3]))) for each in costs)
+
+
+def _deviation(works: Iterable[float], paces: Iterable[float]) -> float:
+    """Estimate the standard deviation of the median of these ratios, as a share of it."""
+    ratios = [work / pace for work, pace in zip(works, paces, strict=True)]
+    middle = median(ratios)
+    return 1.86 * median(abs(ratio - middle) for ratio in ratios) / middle / sqrt(len(ratios))
 
 
 def times_of(
@@ -77,10 +115,9 @@ def times_of(
         batch: inputs and targets of ``MICROBATCHES`` microbatches.
         speeds: operations and bytes per second, over which those of every operator are counted; an update
             reads the gradients, and reads and writes parameters and optimizer. None to run every stage on one
-            rank: each has the least over some steps of the median of its microbatches, since what other
-            processes take of this machine only adds.
+            rank.
         ring: over which the collectives of stages are counted in either case.
-        pace: of the machine, by which the seconds of several calls are compared.
+        pace: of the machine, at which all calls are timed.
     """
     count = len(parts.stages)
     schedule = looped_bfs(1, MICROBATCHES, count) if speeds is None else gpipe(count, MICROBATCHES)
@@ -89,11 +126,16 @@ def times_of(
     if speeds is None:
         state = both[0].init(tree_map(torch.clone, parts.params), tree_map(torch.clone, parts.state))
         steps = [partial(t.record, state, *batch, seed=(0, 0)) for t in both]
-        (whole, halves), scale = (pace or Pace()).timed(*steps)
-        f, b, step = (_least(vars(c)[k] for c in whole) for k in ("forward", "backward_input", "step"))
-        i, w = (_least(vars(c)[k] for c in halves) for k in ("backward_input", "backward_weight"))
-        f, b, i, w, step = (tuple(scale * seconds for seconds in each) for each in (f, b, i, w, step))
-        times = lowered.costs(Costs(f, i, w, tuple(2 * seconds for seconds in b), step=step))
+        whole, halves = (pace or Pace()).timed(*steps)
+        times = lowered.costs(
+            Costs(
+                whole["forward"],
+                halves["backward_input"],
+                halves["backward_weight"],
+                tuple(2 * seconds for seconds in whole["backward_input"]),
+                step=whole["step"],
+            )
+        )
         if ring[0] == 1:
             return times
         sent = vars(times_of(make, parts, batch, (inf, inf), ring))
@@ -145,14 +187,10 @@ def seconds_of(timeline: Timeline, costs: Costs, at_once: float) -> float:
     spans = [(a, b) for row in placed.rows() for i, a, b in row if i.op in _BUSY]
     changes = sorted(change for a, b in spans for change in ((a, 1), (b, -1)))
     busy, now, seconds = 0, 0.0, timeline.makespan
-    for time, change in changes:
-        seconds += (time - now) * (max(1, busy / at_once) - 1)
-        busy, now = busy + change, time
+    for at, change in changes:
+        seconds += (at - now) * (max(1, busy / at_once) - 1)
+        busy, now = busy + change, at
     return seconds
-
-
-def _least(rows: Iterable[tuple[float, ...]]) -> tuple[float, ...]:
-    return tuple(map(min, zip(*rows, strict=True)))
 
 
 class _Roofline(TorchDispatchMode):

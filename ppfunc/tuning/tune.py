@@ -58,8 +58,9 @@ def tune(
     """Rank grids, cuts, schedules, microbatches, rematerialisations and shards by the time of a step.
 
     Stages are timed once per cut, microbatch and rematerialisation that the search needs: here, alone, on one
-    rank. A step is simulated with its messages, sums and updates; its peaks are those of
-    ``Trainer.lower(...).memory_analysis()``. Sums over tied places take no time. Under a limit of memory,
+    rank, beside those timed first. With one thread of torch on the CPU these are seconds of that thread, so
+    other processes may run here. A step is simulated with its messages, sums and updates; its peaks are those
+    of ``Trainer.lower(...).memory_analysis()``. Sums over tied places take no time. Under a limit of memory,
     plans compute residuals again, or move them to the host, where that is faster than to keep them.
 
     Args:
@@ -69,7 +70,8 @@ def tune(
         ranks: of all pipelines together.
         optimizer, options: as of :class:`ppfunc.Trainer`.
         batch: rows of a step, of all pipelines; by default those of ``args``.
-        memory: bytes of a rank; by default without limit.
+        memory: bytes of a rank; by default without limit. They count messages in storages, where
+            ``P2P(mapped=True)`` holds them in memory of the host.
         grids: ``(ranks of a pipeline, pipelines)`` to try, or ``(ranks of a pipeline, data ranks, tensor
             ranks)``; ``"any"`` for all that ``ranks`` allows.
         tensor: ``tensor(mesh) -> module``, which lays a copy of the model over one axis of a mesh by torch's
@@ -118,8 +120,9 @@ def tune(
     def trainer(parts: Split, schedule: Schedule, engine: Engine, to: Transport | None = None) -> Trainer:
         return Trainer(parts, loss_fn, schedule, optimizer, to, engine=engine, **options)
 
+    most = max(choice.microbatch for choice in choices)
     search = Candidates(
-        Cuts(model, rows_of(args, 1), tensor), trainer, (args, targets), choices, builders, batch, memory,
+        Cuts(model, rows_of(args, most), tensor), trainer, (args, targets), choices, builders, batch, memory,
         (latency, bandwidth, host), speeds, concurrency_of(model, cores, speeds), effort,
     )  # fmt: skip
     complete = search.run(top, progress)

@@ -10,8 +10,8 @@ grid, schedule, microbatch and rematerialisation, in turn; the seconds of each a
 Printed are, for each row, predicted and measured seconds, CPU seconds of all ranks over the cores, and
 predicted and measured peaks; then the rank correlation of predicted seconds with both, beside that of every
 other step with the steps between, which no prediction can exceed; and for each limit what tune takes over the
-best that fits. ``--cpu-clock`` times stages in CPU seconds, and ``--foremost`` runs all before other
-processes, for machines on which others run. Rows of a grid share a transport, whose threads wake up to wait.
+best that fits. ``--foremost`` runs all before other processes, for machines on which others run. Rows of a
+grid share a transport, whose threads wake up to wait.
 """
 
 import argparse
@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
-from ppfunc.runtime.execution import record
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves, tree_map
+from ppfunc.tuning.times import remembering
 
 sys.path.append(str(Path(__file__).parents[2]))
 from tests.benchmarks.timing import add_foremost, foremost
@@ -113,18 +113,25 @@ def tuned(name: str, options: argparse.Namespace, ranks: int) -> tuple[list[Any]
     given = {"ranks": ranks, "batch": options.batch, "optimizer": pp.optim.adamw(1e-3)}
     given |= {"latency": options.latency, "bandwidth": options.bandwidth, "schedules": options.schedules}
     given |= {"shard": ["none"], "microbatch": options.microbatch, "effort": options.effort}
-    if options.cpu_clock:
-        record.time = argparse.Namespace(perf_counter=time.thread_time)  # type: ignore[attr-defined]
     start, (model, x, y, loss_fn) = time.perf_counter(), problem(name)
     every = pp.tune(model, x, loss_fn, y, top=1000, **given)
     peaks = sorted(max(row.peaks) for row in every.rows)
     limits = [float(peaks[len(peaks) * n // 3]) for n in (1, 2)]
     best = [next(row for row in every.rows if max(row.peaks) <= limit) for limit in limits]
-    record.time = time  # type: ignore[attr-defined]
     print(f"{name}: {len(every.rows)} rows in {time.perf_counter() - start:.0f} s", flush=True)
     rest = [row for row in every.rows if row not in best]
     chosen = [*best, *rest[:: max(1, len(rest) // options.tries)]]
     return [row[:-1] for row in chosen], limits  # without the functions that make trainers
+
+
+def peak_of(trainer: pp.Trainer, params: Any, batch: Any) -> int:
+    """Bytes of a second step."""
+    state, _ = trainer.step(trainer.init(params), *batch)
+    held = [local(t) for t in tree_leaves((state, batch)) if t is not None]
+    with LiveStorages(held) as counted:
+        trainer.step(state, *batch)
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
+    return sum(storages.values()) + counted.peak
 
 
 def run(name: str, rows: list[Any], options: argparse.Namespace) -> tuple[Seconds, Seconds, list[int]]:
@@ -135,23 +142,23 @@ def run(name: str, rows: list[Any], options: argparse.Namespace) -> tuple[Second
         parts = pp.split(model, x, at=at)
         if (grid := (choice.pipe, choice.data)) not in links:
             mesh = init_device_mesh("cpu", grid, mesh_dim_names=("pp", "dp"))
-            links[grid] = mesh, pp.P2P(mesh=mesh, axes=pp.Axes("pp", data="dp"), shard=choice.shard)
-        mesh, transport = links[grid]
-        engine = pp.engines.graph(remat=choice.remat)
-        trainer = pp.Trainer(parts, loss_fn, schedule, pp.optim.adamw(1e-3), transport, engine=engine)
+            given = {"mesh": mesh, "axes": pp.Axes("pp", data="dp"), "shard": choice.shard}
+            links[grid] = mesh, pp.P2P(**given, mapped=False), pp.P2P(**given)
+        mesh, *transports = links[grid]
+        engine = remembering(pp.engines.graph(remat=choice.remat))
+        counted, timed = (
+            pp.Trainer(parts, loss_fn, schedule, pp.optim.adamw(1e-3), transport, engine=engine)
+            for transport in transports
+        )
         mine, size = schedule.model_stages_of(mesh.get_local_rank("pp")), options.batch // choice.data
         ends = 0 in mine, len(parts.stages) - 1 in mine
         batch = [
             t.repeat(size, *[1] * (t.ndim - 1)) if e else None for t, e in zip((x, y), ends, strict=True)
         ]
         params = {s: tree_map(torch.clone, parts.params[s]) for s in mine}
-        state, _ = trainer.step(trainer.init(params), *batch)
-        held = [local(t) for t in tree_leaves((state, batch)) if t is not None]
-        with LiveStorages(held) as counted:
-            trainer.step(state, *batch)
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
-        peaks.append(sum(storages.values()) + counted.peak)
-        trained.append([trainer, state, batch])
+        peaks.append(peak_of(counted, params, batch))
+        state, _ = timed.step(timed.init(params), *batch)
+        trained.append([timed, state, batch])
     walls, cpus = ([[] for _ in rows] for _ in range(2))
     for _ in range(options.rounds):
         for n, (trainer, state, batch) in enumerate(trained):
@@ -160,8 +167,9 @@ def run(name: str, rows: list[Any], options: argparse.Namespace) -> tuple[Second
             trained[n][1], _ = trainer.step(state, *batch)  # a state that no step returned is compared
             walls[n].append(time.perf_counter() - wall)
             cpus[n].append(time.process_time() - cpu)
-    for _, transport in links.values():
-        transport.close()
+    for _, *transports in links.values():
+        for transport in transports:
+            transport.close()
     return walls, cpus, peaks
 
 
@@ -202,7 +210,6 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["gpt", "mlp", "vit"])
     parser.add_argument("--schedules", nargs="*", default=["gpipe", "1f1b", "interleaved_1f1b", "zbv"])
     parser.add_argument("--microbatch", type=int, nargs="*", default=[2, 4, 8])
-    parser.add_argument("--cpu-clock", action="store_true")
     for option, value in (("batch", 32), ("tries", 14), ("rounds", 15)):
         parser.add_argument(f"--{option}", type=int, default=value)
     for option, number in (("latency", None), ("bandwidth", 1e9), ("effort", 0.1)):

@@ -1,0 +1,76 @@
+"""Stages timed on a machine that others use."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+
+import ppfunc as pp
+from ppfunc.tuning import times
+from ppfunc.tuning.times import Pace
+from tests.models import squared
+
+
+def test_stages_are_timed_at_the_first_pace_of_the_machine():
+    """What was timed first is timed again beside the others, in rounds of which each takes its own time."""
+
+    schedule = pp.schedule.append_tail(pp.one_f_one_b(1, 3))
+
+    def step(work):
+        return None, pp.simulate(schedule, pp.Costs(work * slow, slow, slow, step=slow))
+
+    def first():
+        nonlocal slow
+        slow = next(paces)
+        return step(3)
+
+    def other():
+        nonlocal runs
+        runs += 1
+        return step(5)
+
+    pace, paces, slow, runs = Pace(), itertools.repeat(1), 1, 0
+    assert pace.timed(first)[0]["forward"] == (3,)
+    paces = itertools.chain.from_iterable([n, n] for n in itertools.cycle([2, 9, 4]))
+    (timed,) = pace.timed(other)
+    assert runs == 1 + times._LEAST
+    assert {kind: pytest.approx(seconds) for kind, seconds in timed.items()} == {
+        "forward": (5,), "backward_input": (1,), "backward_weight": (1,), "step": (1,)
+    }  # fmt: skip
+    paces = itertools.chain.from_iterable([n, 1] for n in itertools.cycle([2, 9, 4]))
+    pace.timed(other)
+    assert runs == 2 + times._LEAST + times._MOST
+
+
+def test_seconds_are_those_of_the_thread_that_computes():
+    """What a core does for others is not counted, here half of the time of each forward."""
+
+    def sleeping(params, x):
+        return Waits.apply(x @ params["w"])
+
+    class Waits(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            time.sleep(0.05)
+            return x * 1
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    trainer = pp.Trainer(
+        [sleeping], squared, pp.one_f_one_b(1, 3), pp.optim.sgd(0.1), engine=pp.engines.functional
+    )
+    state, x = trainer.init({0: {"w": torch.randn(4, 4)}}), torch.randn(3, 4)
+    (timed,) = Pace().timed(lambda: trainer.record(state, x, x))
+    threads, at_all = torch.get_num_threads(), trainer.record(state, x, x)[1].costs().forward[0]
+    assert at_all >= 0.05 and (timed["forward"][0] < 0.03) == (threads == 1)
