@@ -9,6 +9,7 @@ from .errors import ScheduleError, cycle_text, schedule_error, text_of
 from .instruction import COMPUTE, WITHOUT_VALUE, Instruction, Op, microbatch_of
 from .proof.structure import check_structure
 from .schedule import Program, Schedule
+from .turns import take_turns
 
 Time = Any  # int, float or Fraction: whatever the durations are, nothing is converted
 Duration = Callable[[Op, int], Time]
@@ -136,8 +137,7 @@ def earliest(
         )
         for rank, program in enumerate(schedule.programs)
     ]
-    while ready:
-        next(runs[ready.pop()], None)
+    take_turns(lambda rank: next(runs[rank], None), ready, times.starts)
     times.done.update((first, done) for first, (done, _) in lines.items())
     waits = (
         (first + flow.output(0, m), ranks)
@@ -167,34 +167,37 @@ def _run(
 ) -> Iterator[None]:
     """Run the instructions of one rank; pause at each missing value until ``ready`` names the rank again."""
     free: Time = 0
+    note_start, note_end = starts.append, ends.append
     for microbatch, timed in work:
-        op, _, length, inputs, outputs = timed
-        if op not in COMPUTE:
-            assert engines
-            start, end = engines.run(timed, microbatch, free)
-            starts.append(start)
-            ends.append(end)
-            if op not in BESIDE:
-                free = max(free, end)
-            continue
-        start = max(free, engines.arrival(timed, microbatch)) if engines else free
+        _, _, length, inputs, outputs = timed
+        start = free
+        if engines:
+            if timed.op not in COMPUTE:
+                start, end = engines.run(timed, microbatch, free)
+                note_start(start)
+                note_end(end)
+                if timed.op not in BESIDE:
+                    free = max(free, end)
+                continue
+            start = max(free, engines.arrival(timed, microbatch))
         for (done, waiting), distance, late in inputs:
-            while (arrival := done.get(microbatch + distance)) is None:
-                waiting.setdefault(microbatch + distance, []).append(rank)
+            number = microbatch + distance if distance else microbatch  # a sum would be a new object
+            while number not in done:
+                waiting.setdefault(number, []).append(rank)
                 yield
-            if late:
-                arrival += late
+            arrival = done[number] + late if late else done[number]
             if arrival > start:
                 start = arrival
         free = start + length
-        starts.append(start)
-        ends.append(free)
+        note_start(start)
+        note_end(free)
         if engines and engines.copied:
             engines.begin_copies(timed, microbatch, free)
         for (done, waiting), distance in outputs:
-            done[microbatch + distance] = free
-            if microbatch + distance in waiting:
-                ready += waiting.pop(microbatch + distance)
+            number = microbatch + distance if distance else microbatch
+            done[number] = free
+            if number in waiting:
+                ready += waiting.pop(number)
 
 
 def _kinds(

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import compress
-from operator import sub
+from itertools import chain, compress
+from operator import itemgetter, sub
 from typing import Any
 
 from ppfunc._checks import require_type
@@ -17,7 +17,7 @@ from .dataflow import Dataflow
 from .earliest import BESIDE, EarliestTimes, Time, earliest
 from .errors import schedule_error
 from .instruction import COMMUNICATION, COMPUTE, MOVES, TAIL, Instruction, Op
-from .proof.buffers import HELD
+from .proof.buffers import HELD, elementary
 from .proof.structure import require_schedule
 from .schedule import Schedule
 from .table import show_table, table
@@ -192,15 +192,15 @@ def timeline_of(
             require_type(f"{name}[{rank}]", row, Sequence, "a row of times, one per instruction")
     busy, spans, makespan = [], [], 0
     for rank in range(schedule.ranks):
-        ops = [i[0] for i in schedule.instructions(rank)]
+        ops = list(map(itemgetter(0), chain.from_iterable(schedule.programs[rank])))
         if not len(ops) == len(starts[rank]) == len(ends[rank]):
             raise ValueError(
                 f"rank {rank} has {len(ops)} instructions, got {len(starts[rank])} starts and"
                 f" {len(ends[rank])} ends"
             )
-        compute = [op in _BUSY for op in ops]
+        compute = list(map(_BUSY.__contains__, ops))
         begins, stops = (list(compress(times[rank], compute)) for times in (starts, ends))
-        last = max(compress(ends[rank], [op in _COUNTED for op in ops]), default=0)
+        last = max(compress(ends[rank], map(_COUNTED.__contains__, ops)), default=0)
         makespan = max(makespan, last)
         busy.append(sum(map(sub, stops, begins)))
         spans.append(last - min(begins, default=0))
@@ -234,26 +234,26 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
     kind = [kinds[size] for size in sizes]
     keep = 0 if schedule.forward_only else 1
     peaks = []
-    for rank in range(schedule.ranks):
+    for program in schedule.programs:
         # Whole activations and shares are counted by kind and only then multiplied, so that floats do not
         # drift.
         held = [0] * (3 * len(kinds))
         states = set()
-        for instruction in schedule.instructions(rank):
-            for part in instruction[5] or (instruction,):
-                if part[0] in HELD:
-                    change, share = HELD[part[0]]
-                    at, lasts = kind[part[1]], keep
-                    if dropped and part[1:3] in dropped:
-                        held[at + 2] -= part[0] is Op.RECOMPUTE
-                        lasts *= part[0] is not Op.F
-                    if change > 0:
-                        held[at] += 1
-                        states.add(tuple(held))
-                        held[at] -= 1
-                    held[at] += change * lasts
-                    held[at + 1] += share
-                    held[at + 2] += lasts < keep
+        for op, stage, microbatch, _, _, _ in elementary(program):
+            change, share = HELD.get(op, (0, 0))
+            at, lasts = kind[stage], keep
+            if dropped and (stage, microbatch) in dropped:
+                held[at + 2] -= op is Op.RECOMPUTE
+                lasts *= op is not Op.F
+            if change > 0:
+                held[at] += 1
+                states.add(tuple(held))
+                held[at] += lasts - 1
+            else:
+                held[at] += change * lasts
+                held[at + 1] += share
+            if lasts < keep:
+                held[at + 2] += 1
         memory = [
             sum(
                 size * (state[at] + share * state[at + 1]) + c * state[at + 2]

@@ -2,14 +2,15 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import accumulate, count
+from functools import partial
+from itertools import accumulate, repeat
 from operator import itemgetter
 
 from ppfunc._checks import require_counts
 from ppfunc._text import naming_arguments
 from ppfunc.parallel.placement import v_shape
 
-from ..instruction import F, I, Instruction, Op, microbatch_of
+from ..instruction import F, I, Instruction, Op
 from ..schedule import Schedule, single_chain
 from ._orders import rank_by_rank
 
@@ -39,21 +40,22 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
     """
 
     def program_of(r: int) -> Iterator[Instruction]:
-        pattern = _pattern(r, ranks, max(2 * ranks - 1, microbatches))
-        return (i for i in pattern if microbatch_of(i) < microbatches)
+        letters = _pattern(r, ranks, max(2 * ranks - 1, microbatches))
+        left = {}
+        for letter in set(letters):
+            stage = r if letter.isupper() else 2 * ranks - 1 - r
+            left[letter] = map(partial(Instruction, Op(letter.upper()), stage), range(microbatches))
+        return filter(None, map(next, map(left.__getitem__, letters), repeat(None)))
 
     return rank_by_rank("zbv", v_shape(ranks), ranks, microbatches, program_of)
 
 
-def _pattern(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
+def _pattern(rank: int, ranks: int, microbatches: int) -> str:
     """Write the letters of the pattern: capitals for the first chunk, small ones for the second."""
     warm_up = "F" * (2 * (ranks - rank) - 1) + "fF" * rank + "fiw" * (ranks - rank)
     steady = "FIWfiw" * (microbatches - 2 * ranks + rank + 1) + "IWfiw" * (ranks - rank - 1)
     cool_down = "Ii" * rank + "IW" * (ranks - rank) + "w" * rank + "W" * rank
-    numbers = {letter: count() for letter in "FIWfiw"}
-    for letter in warm_up + steady + cool_down:
-        stage = rank if letter.isupper() else 2 * ranks - 1 - rank
-        yield Instruction(Op(letter.upper()), stage, next(numbers[letter]))
+    return warm_up + steady + cool_down
 
 
 @naming_arguments

@@ -32,9 +32,7 @@ def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
     """
     peaks, dropped = [], schedule.recomputed
     for rank, program in enumerate(schedule.programs):
-        parts = list(chain.from_iterable(program))
-        if any(map(itemgetter(5), parts)):
-            parts = list(chain.from_iterable(map(parts_of, parts)))
+        parts = elementary(program)
         changes = list(map(_LIVE.get, map(itemgetter(0), parts), repeat(0)))
         live = list(changes if schedule.forward_only else accumulate(changes))
         if dropped:
@@ -54,6 +52,12 @@ def check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]:
             )
             raise schedule_error(schedule, rank, next(islice(places, above, None)), reason)
     return tuple(peaks)
+
+
+def elementary(program: Program) -> list[Instruction]:
+    """List the instructions of a program in order, the parts of overlapped pairs apart."""
+    parts = list(chain.from_iterable(program))
+    return list(chain.from_iterable(map(parts_of, parts))) if any(map(itemgetter(5), parts)) else parts
 
 
 def check_offloads(schedule: Schedule) -> None:

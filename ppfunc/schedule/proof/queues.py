@@ -24,6 +24,7 @@ from ..dataflow import PRODUCT, Dataflow
 from ..errors import ScheduleError, cycle_text, fault_at, last_place, text_of
 from ..instruction import COMMUNICATION, COMPUTE, SENDS, TAIL, Op
 from ..schedule import Schedule
+from ..turns import take_turns
 from .order import OrderRecord, Position, position_of, walk
 
 Wait = tuple[int, int, int, int, int]
@@ -234,13 +235,14 @@ def _run(steps: list[list[int]], waits: list[list[Wait]]) -> list[list[int]]:
                 lost = more
             mine.append(lost)
 
-    ready = list(range(len(waits)))
-    runs = [run(rank) for rank in ready]
-    while ready:
-        rank = ready.pop()
+    def resume(rank: int) -> None:
         next(runs[rank], None)
         while blocked[rank] and blocked[rank][0][0] < len(late[rank]):
             ready.append(heappop(blocked[rank])[1])
+
+    ready = list(range(len(waits)))
+    runs = [run(rank) for rank in ready]
+    take_turns(resume, ready, late)
     return late
 
 
