@@ -67,8 +67,8 @@ def axis_sizes(transport: Transport | None, pipe: int) -> Grid:
     if transport is None or transport.mesh is None:
         return pipe, 1, 1
     mesh, axes = transport.mesh, transport.axes
-    model = () if axes.model is None else (axes.model,)
-    sizes = [prod(mesh[axis].size() for axis in names) for names in ((axes.pipe,), axes.data_axes, model)]
+    roles = (axes.pipe,), axes.data_axes, axes.model_axes
+    sizes = [prod(mesh[axis].size() for axis in names) for names in roles]
     return sizes[0], sizes[1], sizes[2]
 
 

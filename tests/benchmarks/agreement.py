@@ -132,7 +132,7 @@ def parts_of_a_step() -> dict[str, float]:
     keys: dict[int, Address] = {}
     links = [in_thread(partial(SocketLinks, Keys(keys, rank)), "meets") for rank in range(2)]
     root, child = (Control(each.result()) for each in links)
-    tree = TreeMessages(child.links, (0, 1), "tree")
+    tree = TreeMessages(child.links, (0, 1))
     parts = {1: LossPart(1, LeafSignature((MICROBATCHES,), torch.float32, False))}
     losses = f"1:{bytes(parts[1].leaf.nbytes).hex()}"
     found: dict[str, list[float]] = {}
@@ -146,7 +146,7 @@ def parts_of_a_step() -> dict[str, float]:
         clock("begin", lambda: root.begin(CALL, "key", 0))
         clock("line", lambda: child.begin(CALL, None, 0))
         child.links.vote(step)
-        clock("send", lambda step=step: tree.send(END, f"{step} -1 -1 {losses}", 0))
+        clock("send", lambda: tree.send(END, f"-1 -1 {losses}", 0))
         clock("end", lambda: root.end({}, parts))
         root.count_step()
         clock("mark", lambda: tree.recv(0, END))

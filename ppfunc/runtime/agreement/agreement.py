@@ -123,10 +123,7 @@ class Agreement:
         common = f"{common}; {steps[0].common}" if steps[0].common else common
         return common, _call_terms(self._schedule, steps)
 
-    def _meet(self, arguments: StepArguments) -> None:
-        """Compare options, forms and shared values, which must be the same on all ranks, and connect."""
-        with self._lock:
-            self._agreed.clear()
+    def _require_same_options(self, arguments: StepArguments) -> None:
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         tied = ", ".join(f"{name}: {places}" for name, places in self._spec.tied)
         tied = f", tied {tied}" if tied else ""
@@ -135,9 +132,17 @@ class Agreement:
         common, by_axes = update.facts() if update is not None else ("", {})
         forms = "; ".join(f"params[{s}] {form}" for s, form in arguments.form.params.items())
         self.transport.require_same("; ".join(filter(None, (facts, common))))
-        self.transport.require_same(forms, "data")
+        self.transport.require_same(forms, self.transport.axes.data_axes)
         for axes, text in by_axes.items():
             self.transport.require_same(text, axes)
+
+    def _meet(self, arguments: StepArguments) -> None:
+        """Compare options, forms and shared values, which must be the same on all ranks, and connect."""
+        with self._lock:
+            self._agreed.clear()
+        if self.transport.has_peers:
+            self._require_same_options(arguments)
+        update = arguments.update
         leaves = [t for tree in arguments.params.values() for t in tree]
         lowered = update is not None and any(t.is_meta for t in leaves)
         if not lowered:  # else there are no values to compare
@@ -212,7 +217,7 @@ class Exchange:
                 require_same_layouts(form)
         if transport.compares_layouts and self.agreed is None:
             # On all ranks, which meet here; later, when they are ready.
-            transport.require_same(str(laid_out(form)), "peers")
+            transport.require_same(str(laid_out(form)), transport.axes.model_axes)
 
     def send(self, edge: tuple[int, int], signatures: Sequence[Signature]) -> None:
         self._returned[edge] = tuple(signatures)

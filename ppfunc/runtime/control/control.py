@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +33,7 @@ from ..errors import (
 from ..execution.buffers import Compared
 from ..transport.grid import Axes, Grid, ShardWhat
 from ..transport.protocols import LossPart, Mode
-from .tree import BEGIN, END, KEY, TEXT, Links, TreeMessages
+from .tree import BEGIN, END, TEXT, Links, TreeMessages
 
 
 class Control:
@@ -55,22 +55,16 @@ class Control:
 
     def __init__(self, links: Links, grid: Grid | None = None) -> None:
         everyone = tuple(range(links.size))
-        self.links, self.grid = links, grid or Grid((everyone,), (links.rank,), links.size, links.rank)
+        alone = Grid((everyone,), links.size, links.rank, axes=("pp",), sizes=(links.size,))
+        self.links, self.grid = links, grid or alone
         self.pipeline = self.grid.pipeline
         self.rank, self.size = self.pipeline.index(links.rank), len(self.pipeline)  # of the pipeline
         self.ended = 0  # steps whose results this rank has returned
-        trees: dict[tuple[int, ...], TreeMessages] = {}  # one for each set of ranks
-
-        def tree(members: tuple[int, ...], channel: str) -> TreeMessages:
-            return trees.setdefault(members, TreeMessages(links, members, channel))
-
-        self._world = tree(everyone, "tree")
-        self._replica = tree(self.grid.same_batch, "replica")
-        self._pipeline = tree(self.pipeline, "pipeline")
-        together = self.grid.together
-        self._together = tree(together, "together") if len(together) > 1 else None
-        self._data, self._tree = tree(self.grid.data, "data"), tree
-        self.has_other_pipelines = bool(self.grid.axes)
+        self._world = TreeMessages(links, everyone)
+        self._replica = TreeMessages(links, self.grid.same_batch)
+        self._pipeline = TreeMessages(links, self.pipeline)
+        self._together = TreeMessages(links, self.grid.together) if len(self.grid.together) > 1 else None
+        self.has_other_pipelines = self.size < links.size
         self.mixes_batches, self.compares_layouts = self.grid.mixes_batches, self._together is not None
         self._running, self._closed = threading.Lock(), False
         self._step_count = 0  # step functions
@@ -141,13 +135,13 @@ class Control:
         common = f"{common}; steps ended: {self.ended}" if common else f"steps ended: {self.ended}"
         tree = self._replica
         first = self.grid.pipelines[0][source]  # of the ranks that are given the batch, the one that counts
-        if tree is not self._world:
+        if tree.size < self._world.size:
             self._pass_down(self._world, common)
             common = ""
         mine = "; ".join(filter(None, (call, f"shapes from rank {first}", common)))
         shapes = self._pass_down(tree, mine, key if first == tree.top else None)
         if shapes is None:
-            shapes = self._shapes(tree, key, first)
+            shapes = tree.gather_texts(key if key is not None and self.links.rank == first else "")[first]
         if key is not None:
             require_same_step(key, shapes, self.links.rank, tree.top)
         if self._together is not None and self.mixes_batches:
@@ -175,48 +169,24 @@ class Control:
         tree.send_down(BEGIN, begun)
         return shapes
 
-    def _shapes(self, tree: TreeMessages, key: str | None, source: int) -> str:
-        """Pass the key of a rank to the top of a tree, and from there to all."""
-        if self.links.rank == source:
-            assert key is not None
-            self.links.send(tree.top, KEY, key.encode())
-        if tree.parent is None:
-            shapes = self.links.recv(source, KEY).decode()
-        else:
-            shapes = tree.recv(tree.parent, BEGIN)
-        tree.send_down(BEGIN, shapes)
-        return shapes
-
     def all_gather(self, text: str) -> list[str]:
-        with self.hold_interrupts():
-            texts = self._pipeline.gather_texts(text)
+        texts = self._gather(text, (self.axes.pipe,))
         return [texts[rank] for rank in self.pipeline]
 
     def gather_replicas(self, text: str) -> dict[int, str]:
         # Ranks along the other axes may run parts of a stage that their place tells apart.
         axes = (self.axes.pipe, *(axis for axis in self.axes.data_axes if axis not in self.axes.of_stages))
-        with self.hold_interrupts():
-            return (self._along(axes) if self.grid.axes else self._pipeline).gather_texts(text)
+        return self._gather(text, axes)
 
-    def _along(self, axes: Sequence[str]) -> TreeMessages:
-        places = sum(1 << n for n, axis in enumerate(self.grid.axes) if axis in axes)
-        return self._tree(self.grid.along(axes), f"axes{places:x}")  # a channel has 8 bytes
+    def require_same(self, facts: str, axes: Sequence[str] | None = None) -> None:
+        for rank, theirs in sorted(self._gather(facts, axes).items()):
+            require_same_facts(facts, theirs, self.links.rank, rank)
 
-    def require_same(
-        self, facts: str, among: Literal["world", "peers", "data"] | tuple[str, ...] = "world"
-    ) -> None:
-        if isinstance(among, tuple):
-            tree = self._along(among)
-        else:
-            tree = {"world": self._world, "peers": self._replica, "data": self._data}[among]
-        if among == "peers" and tree is self._pipeline:
-            return
+    def _gather(self, text: str, axes: Sequence[str] | None) -> dict[int, str]:
+        """Gather the texts of the ranks along these axes; of all ranks where they are None."""
+        tree = self._world if axes is None else TreeMessages(self.links, self.grid.along(axes))
         with self.hold_interrupts():
-            texts = tree.gather_texts(json.dumps([self.rank, facts]))
-        for rank, text in sorted(texts.items()):
-            place, theirs = json.loads(text)
-            if among != "peers" or place == self.rank:
-                require_same_facts(facts, theirs, self.links.rank, rank)
+            return tree.gather_texts(text)
 
     def send_text(self, peer: int, text: str) -> None:
         with self.hold_interrupts():
@@ -239,7 +209,7 @@ class Control:
         for values, require in compared:
             require(values)
         of_pipeline = None
-        if parts and self._pipeline is not self._world:
+        if parts and self.has_other_pipelines:
             of_pipeline, parts = self._sum_up(self._pipeline, losses, parts, mode), {}
         total = self._sum_up(self._world, losses, parts, mode)
         self._executing = False
@@ -266,8 +236,8 @@ class Control:
                 assert (got.shape, got.dtype) == (leaf.shape, leaf.dtype), (got.shape, got.dtype, leaf)
                 texts.append(f"{stage}:{to_text(got)}")
         for child in tree.children:
-            training, evaluation, below = self._recv_end(tree, child)
-            modes, texts = [max(modes[0], training), max(modes[1], evaluation)], texts + below
+            training, evaluation, *below = tree.recv(child, END).split(" ")
+            modes, texts = [max(modes[0], int(training)), max(modes[1], int(evaluation))], texts + below
         require_same_modes(*modes)
         if last:
             keep_holding()  # the step may have ended on some ranks already
@@ -276,22 +246,15 @@ class Control:
         else:
             if last:
                 self.links.vote(self.ended)
-            tree.send(END, " ".join(map(str, (self.ended, *modes, *texts))), tree.parent)
-            *_, texts = self._recv_end(tree, tree.parent)
+            tree.send(END, " ".join(map(str, (*modes, *texts))), tree.parent)
+            _, _, *texts = tree.recv(tree.parent, END).split(" ")
         if last:
             self.links.commit(self.ended)
-        tree.send_down(END, " ".join(map(str, (self.ended, *modes, *texts))))  # first: the next line may fail
+        tree.send_down(END, " ".join(map(str, (*modes, *texts))))  # first: the next line may fail
         if not parts:
             return None
         dtype = reduce(torch.promote_types, (part.leaf.dtype for part in parts.values()))
         return upload(of_text(texts[0], shape_of_sum(parts), dtype), self.device)
-
-    def _recv_end(self, tree: TreeMessages, peer: int) -> tuple[int, int, list[str]]:
-        """Receive the modes and the losses, or their sum, of a peer at the end of the same step."""
-        theirs, training, evaluation, *texts = tree.recv(peer, END).split(" ")
-        if theirs != str(self.ended):
-            require_same_step(f"steps ended: {self.ended}", f"steps ended: {theirs}", self.links.rank, peer)
-        return int(training), int(evaluation), texts
 
     # -- failures --------------------------------------------------------------------------
 

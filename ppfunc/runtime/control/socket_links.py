@@ -88,7 +88,7 @@ class SocketLinks:
             self._open(parent, "watched")
         for child in self._tree.children:
             self.wait_for(child, partial(self._streams.watched.get, child))
-        tree = TreeMessages(self, range(self.size), "meet")
+        tree = TreeMessages(self, range(self.size))
         collected = tree.collect(json.dumps(mine))
         (self.vote if self.rank else self.commit)(MEETING)  # a rank that has met may fail its first step
         texts = tree.share(collected)

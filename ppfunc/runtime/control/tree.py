@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import NamedTuple, Protocol, Self
 
 from ..errors import AgreementError
 
 # Kinds of messages: what a rank does that sends or expects one.
 BEGIN, GATHER, END = "begins a step", "gathers texts", "ends a step"
-KEY, TEXT = "key", "text"  # channels besides those of trees
+TEXT = "text"  # the channel of what is sent to one rank
 
 
 class Links(Protocol):
@@ -68,25 +69,23 @@ class RankTree(NamedTuple):
     """Describe a binary tree over some ranks, as one of them sees it.
 
     Args:
-        members: the ranks; that at place n has those at 2n + 1 and 2n + 2 below it.
         parent: the rank above, None at the top.
         children: the ranks below.
     """
 
-    members: Sequence[int]
     parent: int | None
     children: Sequence[int]
 
     @classmethod
     def over(cls, members: Sequence[int], rank: int) -> Self:
-        """Return the tree as ``rank`` sees it, over ranks in this order.
+        """Return the tree as ``rank`` sees it: the member at place n has those at 2n + 1, 2n + 2 below it.
 
         >>> RankTree.over((0, 4, 8, 12), 4).neighbours
         [0, 12]
         """
         place = members.index(rank)
         parent = members[(place - 1) // 2] if place else None
-        return cls(members, parent, members[2 * place + 1 : 2 * place + 3])
+        return cls(parent, members[2 * place + 1 : 2 * place + 3])
 
     @property
     def neighbours(self) -> list[int]:
@@ -100,14 +99,15 @@ class TreeMessages:
 
     Args:
         links: carry them.
-        members: the ranks of the tree.
-        channel: its name, another one for each tree.
+        members: the ranks of the tree, the same at each of them.
     """
 
-    def __init__(self, links: Links, members: Sequence[int], channel: str) -> None:
-        self._links, self._channel = links, channel
+    def __init__(self, links: Links, members: Sequence[int]) -> None:
+        self._links = links
+        self._channel = sha256(repr([*members]).encode()).hexdigest()[:8]  # another one for each tree
         tree = RankTree.over(members, links.rank)
-        self.top, self.parent, self.children = members[0], tree.parent, tree.children
+        self.size, self.top = len(members), members[0]
+        self.parent, self.children = tree.parent, tree.children
 
     def send(self, kind: str, text: str, *peers: int) -> None:
         """Send a text to neighbours."""

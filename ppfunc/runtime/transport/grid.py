@@ -37,6 +37,11 @@ class Axes(NamedTuple):
         return self.data if isinstance(self.data, tuple) else () if self.data is None else (self.data,)
 
     @property
+    def model_axes(self) -> tuple[str, ...]:
+        """List the axis of the ranks that hold parts of the parameters of one stage, if there is one."""
+        return () if self.model is None else (self.model,)
+
+    @property
     def of_stages(self) -> tuple[str, ...]:
         """List the axes over which stages communicate."""
         return tuple(dict.fromkeys(a for a in (self.model, self.experts, self.context) if a is not None))
@@ -47,7 +52,6 @@ class Grid(NamedTuple):
 
     Args:
         pipelines: the ranks of each pipeline that runs the batch of this rank, in the order of the pipeline.
-        data: the ranks that have this rank's place in the pipelines that run other batches, and this rank.
         size: the number of ranks that train together.
         rank: this one.
         together: the ranks that run the same stages, and communicate within them.
@@ -55,7 +59,6 @@ class Grid(NamedTuple):
     """
 
     pipelines: tuple[tuple[int, ...], ...]
-    data: tuple[int, ...]
     size: int
     rank: int
     together: tuple[int, ...] = ()
@@ -86,7 +89,7 @@ class Grid(NamedTuple):
     def along(self, axes: Sequence[str]) -> tuple[int, ...]:
         """List the ranks that differ from this one along these axes alone, in the order of the axes.
 
-        >>> Grid(((0,),), (0, 1, 2, 3), 8, 5, axes=("out", "in", "pp"), sizes=(2, 2, 2)).along(("in", "out"))
+        >>> Grid(((0,),), 8, 5, axes=("out", "in", "pp"), sizes=(2, 2, 2)).along(("in", "out"))
         (1, 5, 3, 7)
         """
         numbers = torch.arange(self.size, device="cpu").view(self.sizes)
@@ -108,26 +111,24 @@ def grid_of(mesh: DeviceMesh, axes: Axes, rank: int) -> Grid:
     """
     names = mesh.mesh_dim_names or ()
     data = axes.data_axes
-    model = () if axes.model is None else (axes.model,)
     for role in ("experts", "context"):
         if (axis := getattr(axes, role)) is not None and axis not in data:
             raise ValueError(
                 f"axes: got {role}={axis!r}, expected one of the data axes, {', '.join(data) or 'none'}: its"
                 f" ranks run other {'batches' if role == 'experts' else 'tokens'}, and are data ranks"
             )
-    if sorted(map(str, (*data, axes.pipe, *model))) != sorted(names):
+    if sorted(map(str, (*data, axes.pipe, *axes.model_axes))) != sorted(names):
         raise ValueError(
             f"axes: got {axes}, the mesh has the axes {', '.join(names) or 'without names'}; name each of"
             " them once"
         )
     here = mesh.mesh.flatten().tolist().index(rank)
-    grid = Grid((), (), mesh.mesh.numel(), here, axes=tuple(names), sizes=tuple(mesh.mesh.shape))
-    pipelines = torch.tensor(grid.along((*model, axes.pipe)), device="cpu").view(
+    grid = Grid((), mesh.mesh.numel(), here, axes=tuple(names), sizes=tuple(mesh.mesh.shape))
+    pipelines = torch.tensor(grid.along((*axes.model_axes, axes.pipe)), device="cpu").view(
         -1, mesh.size(names.index(axes.pipe))
     )
     return grid._replace(
         pipelines=tuple(map(tuple, pipelines.tolist())),
-        data=grid.along(data),
         together=grid.along(axes.of_stages),
     )
 

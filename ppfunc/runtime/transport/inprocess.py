@@ -6,7 +6,7 @@ Those on paper have no processes: steps are lowered for them, and none runs.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,9 +61,7 @@ class InProcess:
     def recv_text(self, peer: int) -> str:
         raise AssertionError("ranks of one process need no texts")
 
-    def require_same(
-        self, facts: str, among: Literal["world", "peers", "data"] | tuple[str, ...] = "world"
-    ) -> None:
+    def require_same(self, facts: str, axes: Sequence[str] | None = None) -> None:
         pass
 
     def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:

@@ -145,15 +145,12 @@ class ControlTransport(Protocol):
         by number among all ranks. Collective.
         """
 
-    def require_same(
-        self, facts: str, among: Literal["world", "peers", "data"] | tuple[str, ...] = "world"
-    ) -> None:
+    def require_same(self, facts: str, axes: Sequence[str] | None = None) -> None:
         """Raise AgreementError on every rank where one has other facts. Collective.
 
         Args:
             facts: terms separated by ``"; "``.
-            among: all ranks that train together; those that have this rank's place in other pipelines on the
-                same batch; those that run other batches; or those along these axes of the mesh.
+            axes: the ranks along these axes of the mesh compare them; by default all that train together.
         """
 
     def send_text(self, peer: int, text: str) -> None:

@@ -98,7 +98,7 @@ class TrainingRanks(NamedTuple):
             return Sums(along(names), along(last), along(names[: len(names) - len(last)]))
 
         dense, experts = sums(every), sums(tuple(axis for axis in every if axis != axes.experts))
-        model = along(() if axes.model is None else (axes.model,))
+        model = along(axes.model_axes)
         local_ranks, world = transport.local_ranks(schedule.ranks), transport.collective("world")
         return cls(shard, schedule, local_ranks, tied, dense.ranks, model, world, dense, experts, mesh, axes)
 

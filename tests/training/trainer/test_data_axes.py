@@ -109,7 +109,7 @@ def odd(rank, size):
         state, _ = stepped(trainer, trainer.init({0: params()}), 0, rank)
         assert state.params[0]["w"].to_local().shape == (WIDTH // 2, WIDTH)
         place = 2 * swapped.get_local_rank("out") + swapped.get_local_rank("in")
-        assert transport.grid.data.index(dist.get_rank()) == place
+        assert transport.grid.along(transport.axes.data_axes).index(dist.get_rank()) == place
     return True
 
 

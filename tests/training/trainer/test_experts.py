@@ -144,8 +144,13 @@ def trainer_over(sizes, names, axes, schedule, shard, **options):
     return trainer, trainer.init(trees, {s: state() for s in mine})
 
 
+def data_ranks(transport):
+    """List the ranks that run other batches, in the order of the data axes."""
+    return transport.grid.along(transport.axes.data_axes)
+
+
 def part_of(trainer, tree, count):
-    place = trainer.transport.grid.data.index(trainer.transport.grid.rank)
+    place = data_ranks(trainer.transport).index(trainer.transport.grid.rank)
     return tuple(t.chunk(count)[place] for t in tree)
 
 
@@ -154,7 +159,7 @@ def trained(rank, size, sizes, names, axes, schedule, shard, expected, folder):
     overlapped = pp.interleaved() if schedule == "dualpipev" else None
     trainer, current = trainer_over(sizes, names, axes, schedule, shard, overlapped=overlapped)
     found, wanted, biases = expected
-    count, deviation = len(trainer.transport.grid.data), 0.0
+    count, deviation = len(data_ranks(trainer.transport)), 0.0
     with trainer:
         for step in range(STEPS):
             current, metrics = trainer.step(current, *part_of(trainer, batch(step), count))
@@ -172,7 +177,7 @@ def resumed(rank, size, sizes, names, axes, schedule, shard, expected, folder):
     """Go on from what was saved, with another number of expert ranks."""
     trainer, current = trainer_over(sizes, names, axes, schedule, shard)
     found, wanted, _ = expected
-    count = len(trainer.transport.grid.data)
+    count = len(data_ranks(trainer.transport))
     with trainer:
         current = pp.checkpoint.load(pp.checkpoint.latest(folder), like=current)
         for step in range(2, STEPS):
