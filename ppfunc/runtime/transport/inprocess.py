@@ -3,10 +3,8 @@
 Those on paper have no processes: steps are lowered for them, and none runs.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,10 +18,10 @@ from ..errors import AgreementError, Failure, PipelineError
 from ..execution.buffers import Buffers, Compared, moved
 from .collective import Among, Collective, Wait
 from .grid import Axes, ShardWhat, grid_of, require_shardable
-from .protocols import Call, LossPart, Mode, Route, Transfer
+from .protocols import Call, LossPart, Mode, Transfer, Transport
 
 
-class InProcess:
+class InProcess(Transport):
     """Carries messages of a pipeline whose ranks all live in this process and this thread.
 
     The calls of all ranks run in one order in which everything that a call consumes has been produced before,
@@ -40,40 +38,6 @@ class InProcess:
     def __repr__(self) -> str:
         return "InProcess()"
 
-    def local_ranks(self, ranks: int) -> tuple[int, ...]:
-        return tuple(range(ranks))
-
-    def register_step(self) -> int:
-        return 0
-
-    def making_step(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def all_gather(self, text: str) -> list[str]:
-        return [text]
-
-    def gather_replicas(self, text: str) -> dict[int, str]:
-        return {0: text}
-
-    def send_text(self, peer: int, text: str) -> None:
-        raise AssertionError("ranks of one process need no texts")
-
-    def recv_text(self, peer: int) -> str:
-        raise AssertionError("ranks of one process need no texts")
-
-    def require_same(self, facts: str, axes: Sequence[str] | None = None) -> None:
-        pass
-
-    def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:
-        assert key is not None  # one process holds the first stage, and so the batch
-        return key
-
-    def ready(self, layouts: LaidOut) -> None:
-        pass
-
-    def rest(self) -> None:
-        pass
-
     def end(
         self,
         losses: Mapping[int, torch.Tensor],
@@ -86,26 +50,10 @@ class InProcess:
         last = losses[max(parts)].device if parts else None
         return sum_up([losses[stage].to(last) for stage in sorted(parts)], parts) if parts else None
 
-    def hold_interrupts(self, later: bool = False) -> AbstractContextManager[object]:
-        """Delay nothing: interrupts act at once, since a step that they end leaves no peer behind."""
-        return nullcontext()
-
-    def count_step(self) -> None:
-        pass
-
     def fail(self, failure: Failure) -> BaseException:
         if failure.instruction is None or isinstance(failure.cause, AgreementError):
             return failure.cause
         return PipelineError(failure.rank, failure.position, failure.instruction, failure.reason)
-
-    def connect(self, routes: Iterable[Route], devices: Iterable[torch.device]) -> None:
-        pass
-
-    def collective(self, among: Among) -> Collective:
-        return Collective()
-
-    def post(self, batch: Sequence[Transfer]) -> Call | None:
-        return None
 
     def wait(self, transfer: Transfer) -> Call | None:
         tag, device = transfer.tag, transfer.device
@@ -117,17 +65,6 @@ class InProcess:
 
         return move
 
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 class CollectiveOnPaper(Collective):
     """Stands for a collective: holds its tensors until it is waited for, and moves nothing."""
@@ -138,8 +75,7 @@ class CollectiveOnPaper(Collective):
         return cls(other.size, other.index)
 
     def _begin(self, operation: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> Wait:
-        held = [tensor, *args]
-        return held.clear
+        return [tensor, *args].clear
 
 
 class MessagesOnPaper(InProcess):

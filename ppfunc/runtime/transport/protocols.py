@@ -1,7 +1,10 @@
-"""Define the protocols of a transport: data carries tensors between stages, control keeps ranks together."""
+"""Define the protocols of a transport: data carries tensors between stages, control keeps ranks together.
+
+What their methods do here is right where no rank lives in another process: :class:`InProcess` inherits it.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Literal, NamedTuple, Protocol, Self
 
@@ -87,12 +90,15 @@ class DataTransport(Protocol):
         Raises:
             ValueError: the tensors of a device cannot be carried.
         """
+        return
 
     def collective(self, among: Among) -> Collective:
         """Return the operations among these ranks, or of this one alone. Called before ``connect``."""
+        return Collective()
 
     def post(self, batch: Sequence[Transfer]) -> Call | None:
         """Post sends and receives as one batch, in the order given."""
+        return None
 
     def wait(self, transfer: Transfer) -> Call | None:
         """Wait until a receive is in ``buffers.values``, or a send no longer needs its tensors; free them."""
@@ -126,9 +132,11 @@ class ControlTransport(Protocol):
         Raises:
             ValueError: the number does not fit.
         """
+        return tuple(range(ranks))
 
     def register_step(self) -> int:
         """Return the number of one more step function; ranks make theirs in the same order."""
+        return 0
 
     def making_step(self) -> AbstractContextManager[object]:
         """Enter a context in which a step function is made.
@@ -136,14 +144,17 @@ class ControlTransport(Protocol):
         Where it raises, the peers are told, and no step can be run with this transport any more; after an
         interrupt, it may be made again.
         """
+        return nullcontext()
 
     def all_gather(self, text: str) -> list[str]:
         """Gather the text of every process of the pipeline, by rank. Collective."""
+        return [text]
 
     def gather_replicas(self, text: str) -> dict[int, str]:
         """Gather the texts of all ranks that run stages of this rank's pipeline, on its batch or on others,
         by number among all ranks. Collective.
         """
+        return {0: text}
 
     def require_same(self, facts: str, axes: Sequence[str] | None = None) -> None:
         """Raise AgreementError on every rank where one has other facts. Collective.
@@ -152,12 +163,15 @@ class ControlTransport(Protocol):
             facts: terms separated by ``"; "``.
             axes: the ranks along these axes of the mesh compare them; by default all that train together.
         """
+        return
 
     def send_text(self, peer: int, text: str) -> None:
         """Send a text of any length, without waiting until the peer receives it."""
+        raise AssertionError("ranks of one process need no texts")
 
     def recv_text(self, peer: int) -> str:
         """Receive the next text of a peer."""
+        raise AssertionError("ranks of one process need no texts")
 
     def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:
         """Begin a step: every rank compares ``call``, and gets the ``key`` of rank ``source``.
@@ -171,6 +185,8 @@ class ControlTransport(Protocol):
         Raises:
             AgreementError: a rank makes another call, or has another key; on every rank.
         """
+        assert key is not None  # one process holds the first stage, and so the batch
+        return key
 
     @property
     def compares_layouts(self) -> bool:
@@ -183,9 +199,11 @@ class ControlTransport(Protocol):
         Raises:
             AgreementError: one of them was given arguments that lie otherwise over a mesh.
         """
+        return
 
     def rest(self) -> None:
         """Announce that no rank enters a collective of a stage before the next step: no failure ends one."""
+        return
 
     def end(
         self,
@@ -217,16 +235,19 @@ class ControlTransport(Protocol):
     def hold_interrupts(self, later: bool = False) -> AbstractContextManager[object]:
         """Delay interrupts around a step, as :class:`~ppfunc.stage.interrupts.hold_interrupts` does.
 
-        With no rank in another process, nothing is delayed.
+        With no rank in another process, nothing is delayed: interrupts act at once, since a step that they
+        end leaves no peer behind.
 
         Args:
             later: whether those that are delayed to the end act a moment after it.
         """
+        return nullcontext()
 
     def count_step(self) -> None:
         """Count the step that has ended, whose results the caller is about to have. Where they are lost
         instead, as by an interrupt, the next step is refused on all ranks.
         """
+        return
 
     def fail(self, failure: Failure) -> BaseException:
         """Tell the peers, abort the communicators that they may wait on, and return the error to raise."""
@@ -252,9 +273,12 @@ class Transport(DataTransport, ControlTransport, Protocol):
 
     def close(self) -> None:
         """Close all connections."""
+        return
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        self.close()
