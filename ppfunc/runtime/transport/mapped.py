@@ -48,12 +48,12 @@ def plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
     That of a view may be conjugated or negated when it is read; a derivative that is zero may have none.
     """
-    contiguous = [tensor.contiguous() for tensor in tensors]
-    return [_written(t) if t.is_neg() or t.is_conj() or t._is_zerotensor() else t for t in contiguous]
-
-
-def _written(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return [
+        torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
+        if t.is_neg() or t.is_conj() or t._is_zerotensor()
+        else t
+        for t in (tensor.contiguous() for tensor in tensors)
+    ]
 
 
 class _RouteEnd:
@@ -175,7 +175,8 @@ class Sender(_RouteEnd):
             self._release(self._old.intersection(self._free))
             self._old = set(self._free)
         if (slot := self._free_slot(size)) is None:
-            self._read_freed()
+            for freed in self._read():  # by the receiver; it takes longer than to send a small message
+                insort(self._free, freed)
             slot = self._free_slot(size)
         if slot is not None:
             return slot
@@ -191,11 +192,6 @@ class Sender(_RouteEnd):
             return None
         self._old.discard(self._free[at])
         return self._free.pop(at)
-
-    def _read_freed(self) -> None:
-        """Read which slots the receiver has done with. It takes longer than to send a small message."""
-        for slot in self._read():
-            insort(self._free, slot)
 
     def _release(self, slots: Collection[_Slot]) -> None:
         """Give the memory of free slots to the system."""
