@@ -69,7 +69,6 @@ def adamw(
     """
     require_betas(betas)
     require_number("eps", eps)
-    require_number("weight_decay", weight_decay)
     options: dict[str, Any] = {
         "beta1": betas[0],
         "beta2": betas[1],
@@ -132,7 +131,6 @@ def sgd(
     [tensor(0.8000)]
     """
     require_number("momentum", momentum, below=1.0)
-    require_number("weight_decay", weight_decay)
     if nesterov and not momentum:
         raise ValueError("nesterov needs momentum > 0, got momentum=0; pass nesterov=False")
     numbers = f"momentum {momentum}, nesterov {nesterov}"

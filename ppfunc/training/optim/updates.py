@@ -17,9 +17,8 @@ from torch.autograd.graph import increment_version
 
 from ppfunc._checks import require_number, require_type
 from ppfunc._text import naming_arguments
-from ppfunc.stage import Signature
 from ppfunc.stage.modules.frozen import Mask, masked_leaves
-from ppfunc.stage.signature import differentiable
+from ppfunc.stage.signature import Signature, differentiable
 from ppfunc.stage.tree import tree_flatten
 
 from .._torch import looked_through
@@ -68,6 +67,7 @@ def optimizer_of(
         kernel: computes the same, in place.
         donate: let the kernel write into its arguments.
     """
+    require_number("weight_decay", weight_decay)
     require_type("mask", mask, Callable | None, "a function mask(params) -> tree of booleans")
     of_mask = "" if mask is None else f" of {getattr(mask, '__qualname__', type(mask).__name__)}"
 

@@ -65,7 +65,6 @@ def muon(
             [ 0.0000, -0.1000]])
     """
     require_number("momentum", momentum, below=1.0)
-    require_number("weight_decay", weight_decay)
     require_counts(ns_steps=ns_steps)
     if nesterov and not momentum:
         raise ValueError("nesterov needs momentum > 0, got momentum=0; pass nesterov=False")
@@ -115,7 +114,6 @@ def lamb(
     """
     require_betas(betas)
     require_number("eps", eps)
-    require_number("weight_decay", weight_decay)
     numbers = f"betas ({betas[0]}, {betas[1]}), eps {eps}"
     formula = partial(_lamb, betas=(betas[0], betas[1]), eps=eps)
     return optimizer_of("lamb", numbers, formula, ("lamb_mean", "lamb_square"), lr, weight_decay, mask)
@@ -156,7 +154,6 @@ def adafactor(
     if not -inf < beta2_decay <= 0:
         raise ValueError(f"beta2_decay is {beta2_decay}, expected a finite number of at most 0, such as -0.8")
     require_positive(d=d)
-    require_number("weight_decay", weight_decay)
     if not isinstance(eps, tuple | list) or len(eps) != 2:
         raise TypeError(
             f"eps is {shown(eps)}, expected two numbers, of which the first may be None, such as (None, 1e-3)"
