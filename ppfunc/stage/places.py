@@ -84,8 +84,7 @@ def module_of_call(end: str, known: Names) -> ModulePlace | None:
         if frame.f_code is _CALL:
             inside.append(frame.f_locals["self"])
         elif traced := frame.f_globals.get(TRACED_MODULES, {}).get(frame.f_lineno):
-            place: ModulePlace = traced
-            return place
+            return traced
         frame = frame.f_back
     if not inside:
         return None

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from optree import PyTreeSpec
@@ -27,6 +27,7 @@ from ..modules.frozen import noting_undeclared
 from ..program import Example, Leaves, Outline
 from ..signature import LeafSignature, Signature, flatten
 from ..tree import tree_flatten, tree_structure
+from .calls import SeenCalls
 from .evaluation import (
     DATA_DEPENDENT,
     NoValuesError,
@@ -38,9 +39,6 @@ from .evaluation import (
     without_values,
 )
 from .purity import Purity, without_foreign_draws
-
-if TYPE_CHECKING:
-    from .calls import SeenCalls
 
 
 class SeenFunctions(TorchFunctionMode):
@@ -146,7 +144,10 @@ def _observe(
         trees = example.unflatten(arguments)
         with (
             Purity(name, zip(example.paths, arguments, strict=True), abstract, after) as purity,
-            _noted(example, arguments) if noting else nullcontext() as seen,
+            # For ranks with peers.
+            SeenCalls(zip(example.paths, arguments, strict=True), map(estimate, example.symbols))
+            if noting
+            else nullcontext() as seen,
             SeenFunctions() as functions,
             modules_that_run() as modules,
             noting_undeclared() as undeclared,
@@ -176,12 +177,6 @@ def _observe(
         undeclared=tuple(dict.fromkeys(undeclared)),
         calls=calls,
     )
-
-
-def _noted(example: Example, arguments: list[torch.Tensor]) -> "SeenCalls":
-    from .calls import SeenCalls  # for ranks with peers
-
-    return SeenCalls(zip(example.paths, arguments, strict=True), map(estimate, example.symbols))
 
 
 @contextmanager

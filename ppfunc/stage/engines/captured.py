@@ -34,8 +34,10 @@ def captured(
 
     def forward(params: Leaves, x: Leaves, extras: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
         if transforming():
-            got = "a stage captured in CUDA graphs under a torch.func transform, which cannot follow a replay"
-            raise RuntimeError(f"got {got}; use the functional engine")
+            raise RuntimeError(
+                "got a stage captured in CUDA graphs under a torch.func transform, which cannot follow a"
+                " replay; use the functional engine"
+            )
         static = _copy_of(params, copies, example)
         slot = static.free.pop() if static.free else _Slot(example, y, recorder(example.device))
         lease = _Lease(static, slot)

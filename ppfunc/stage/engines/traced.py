@@ -108,8 +108,7 @@ def _emit(blocks: ProgramBlocks, joint: Joint, name: str, compile: bool, warning
     ) -> Callable[..., Any]:
         if any(map(is_post, block.body)):
             block = block._replace(body=posted_early(block.body))
-        recipe = Recipe(block, names, f"{name} {function}", settle, compile, warning)
-        return TracedFunction(recipe)
+        return TracedFunction(Recipe(block, names, f"{name} {function}", settle, compile, warning))
 
     return FlatProgram(
         make(blocks.forward, "forward", ("params", "x", "extras"), ("x", "extras")),

@@ -73,8 +73,7 @@ def compiled(
     plain = all(getattr(n.target, "namespace", "aten") in _NAMESPACES for n in block.body)
     here = plain and all(v.device.type == "cpu" for v in examples)
     options = _OPTIONS | vector_options() | {"cpp_wrapper": here}
-    function = compile_fx(module, examples, config_patches=options, decompositions=ours)
-    return function, inputs, outputs
+    return compile_fx(module, examples, config_patches=options, decompositions=ours), inputs, outputs
 
 
 def _is_random(operator: Any) -> bool:

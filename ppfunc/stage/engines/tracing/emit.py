@@ -132,8 +132,7 @@ class _Numbered(TracedFunction):
         return other and other.at(self._numbers)
 
     def table(self) -> tuple[Any, ...] | None:
-        rows: tuple[Any, ...] | None = self._numbers(self._symbolic.rows)
-        return rows
+        return self._numbers(self._symbolic.rows)
 
     def _write(self) -> Callable[..., Any]:
         symbolic = self._symbolic.function

@@ -117,6 +117,5 @@ class _Observe(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten.detach.default and args[0] is self.result:
             return self.result  # factories detach what they return, where somebody else holds it too
-        arguments = named_arguments(func, args, kwargs or {})
-        self.calls.append((func, comparable([*arguments.values()])))
+        self.calls.append((func, comparable([*named_arguments(func, args, kwargs or {}).values()])))
         return self.result

@@ -149,8 +149,7 @@ def is_element(node: Node) -> bool:
 
 def operator_of(node: Node) -> Node:
     """Return the node of the operator that makes the result."""
-    source: Node = arguments(node)[0] if is_element(node) else node
-    return source
+    return arguments(node)[0] if is_element(node) else node
 
 
 def is_tensor(node: Node) -> bool:
@@ -238,8 +237,7 @@ def layout(node: Node) -> Any:
 
 def always_equal(value: Any) -> Hashable:
     """Return a key of sizes, or tuples of them, that is equal for those that are always equal."""
-    key: Hashable = map_aggregate(value, lambda v: expression(v) if isinstance(v, torch.SymInt) else v)
-    return key
+    return map_aggregate(value, lambda v: expression(v) if isinstance(v, torch.SymInt) else v)
 
 
 def bytes_of(node: Node) -> int:

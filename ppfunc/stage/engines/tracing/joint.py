@@ -138,8 +138,7 @@ def _forward_and_backward(
 def _without_effects(joint: Joint, record: "Record", *groups: Leaves) -> Results:
     """Compute the same results by operators that write into nothing."""
     with torch.no_grad():
-        results: Results = torch.func.functionalize(_Rerun(record, joint).run)(*chain(*groups))
-    return results
+        return torch.func.functionalize(_Rerun(record, joint).run)(*chain(*groups))
 
 
 class _Rerun(Interpreter):

@@ -28,14 +28,11 @@ def run_traced(fn: Callable[..., Leaves], options: tuple[Hashable, ...], tensors
     if not programs:  # a first step does not wait for it
         programs.append(cache(partial(_traced, fn, options, forms)))
         return fn(*options, *tensors)
-    results: Leaves = programs[0]()(tensors)
-    return results
+    return programs[0]()(tensors)
 
 
-@lru_cache(maxsize=256)
-def _programs(*_: Hashable) -> list[Callable[[], TracedFunction]]:
-    """Return what makes the program of a call, for the caller to add."""
-    return []
+# By a call, what makes its program, which the caller adds.
+_programs: Callable[..., list[Callable[[], TracedFunction]]] = lru_cache(maxsize=256)(lambda *_: [])
 
 
 def _traced(fn: Callable[..., Leaves], options: tuple[Any, ...], forms: tuple[Any, ...]) -> TracedFunction:
