@@ -19,9 +19,8 @@ from typing import NamedTuple
 import torch
 
 from ppfunc.schedule import Schedule
-from ppfunc.stage import Signature
 from ppfunc.stage.device import autocast
-from ppfunc.stage.signature import leaf_names
+from ppfunc.stage.signature import Signature, leaf_names
 from ppfunc.stage.tree import tree_structure
 
 from ..call.arguments import StepArguments

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ppfunc.schedule import Schedule
-from ppfunc.stage import Signature
 from ppfunc.stage._torch import is_wrapped
 from ppfunc.stage.layout import local
-from ppfunc.stage.signature import differentiable, leaf_names, leaf_number
+from ppfunc.stage.signature import Signature, differentiable, leaf_names, leaf_number
 from ppfunc.stage.tree import tree_leaves
 
 from ..call.batch import Leaves

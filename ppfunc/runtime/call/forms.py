@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, Self
 import torch
 from optree import PyTreeSpec
 
-from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage._torch import guards, is_dtensor, transforming, values
 from ppfunc.stage.constants import with_constants, without_constants
 from ppfunc.stage.device import accelerates
 from ppfunc.stage.layout import MeshLayout, layout_of, local, same_layout
-from ppfunc.stage.signature import flatten
+from ppfunc.stage.signature import LeafSignature, Signature, flatten
 from ppfunc.stage.tree import tree_flatten, tree_paths, tree_structure
 
 from .batch import Leaves, Microbatches, refuse_microbatches, require_divisible, without_marks

@@ -11,9 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from ppfunc.schedule import Costs, Instruction, Op, Schedule, parts_of
 from ppfunc.schedule.costs import require_costs
 from ppfunc.schedule.instruction import COMMUNICATION
-from ppfunc.stage import StageProgram
 from ppfunc.stage.abstract.evaluation import without_values
-from ppfunc.stage.program import Example
+from ppfunc.stage.program import Example, StageProgram
 from ppfunc.stage.tree import tree_map
 
 from ..call.arguments import StepArguments

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ppfunc.schedule import Instruction, Op, send_completion
-from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL, WITHOUT_VALUE
+from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL, WITHOUT_VALUE, microbatch_of
 from ppfunc.stage import Signature, StageProgram
 from ppfunc.stage.device import SideStreams, accelerates, available
 from ppfunc.stage.interrupts import act_on_interrupts
@@ -329,5 +329,4 @@ def tag_of(message: Instruction, other: int | None) -> Tag:
 
 def _key(part: Instruction) -> Key:
     """Return stage and microbatch of an instruction that has both."""
-    assert part.microbatch is not None
-    return part.stage, part.microbatch
+    return part.stage, microbatch_of(part)

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from ppfunc.schedule import Instruction
-from ppfunc.schedule.instruction import COMMUNICATION, TAIL
+from ppfunc.schedule.instruction import COMMUNICATION, TAIL, Instruction
 from ppfunc.schedule.table import show_table, table
 from ppfunc.stage._torch import FakeTensor, TorchDispatchMode, without_modes
 from ppfunc.stage.tree import tree_leaves

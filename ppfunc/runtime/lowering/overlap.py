@@ -37,8 +37,7 @@ def interleaved() -> Overlapped:
             from ppfunc.stage.engines.tracing.emit import TracedFunction
             from ppfunc.stage.engines.tracing.interleave import interleave
 
-            both = interleave(_recipe(forward), _recipe(backward))
-            known[backward] = TracedFunction(both)
+            known[backward] = TracedFunction(interleave(_recipe(forward), _recipe(backward)))
         outputs, residuals, first, second = known[backward](*arguments, *others)
         return (outputs, residuals), (first, second)
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ppfunc._text import shown
 from ppfunc.runtime.call.forms import Form, form_of, has_form, leaves_like
-from ppfunc.stage import Signature
 from ppfunc.stage.layout import distributed, local
-from ppfunc.stage.signature import leaf_number
+from ppfunc.stage.signature import Signature, leaf_number
 from ppfunc.stage.tree import tree_flatten, tree_leaves
 
 from .ranks import Cut, TrainingRanks

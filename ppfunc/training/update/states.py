@@ -10,10 +10,9 @@ from torch import Tensor
 from ppfunc._text import shown
 from ppfunc.runtime.execution.buffers import Leaves
 from ppfunc.runtime.transport.collective import Collective, Wait
-from ppfunc.stage import Signature
 from ppfunc.stage.layout import local
 from ppfunc.stage.patterns import first_match, require_reachable
-from ppfunc.stage.signature import leaf_names
+from ppfunc.stage.signature import Signature, leaf_names
 from ppfunc.stage.tree import tree_flatten, tree_map
 
 from ..optim.protocols import Tree
