@@ -7,13 +7,12 @@ from math import inf, isinf
 import torch
 from torch import Tensor
 
-from ppfunc.runtime.execution.buffers import Buffers, Gradients, Leaves
+from ppfunc.runtime.execution.buffers import Buffers, Gradients, Leaves, ParameterUpdate
 from ppfunc.runtime.execution.nonfinite import NotFinite
 from ppfunc.runtime.transport.collective import Wait
-from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage.layout import local
 from ppfunc.stage.patterns import note_patterns
-from ppfunc.stage.signature import leaf_names
+from ppfunc.stage.signature import LeafSignature, Signature, leaf_names
 from ppfunc.stage.tree import tree_leaves
 
 from .._torch import looked_through, multiply_into_each
@@ -30,7 +29,7 @@ from .train_state import Metrics, TrainState, note_made
 from .update_rule import StageUpdate, UpdateRule
 
 
-class TrainingUpdate:
+class TrainingUpdate(ParameterUpdate):
     """Updates the parameters in one call of a trainer: of one step, or of several.
 
     Args:
@@ -75,15 +74,12 @@ class TrainingUpdate:
         self._new_states: dict[int, Callable[[], Leaves]] = {}
 
     def facts(self) -> tuple[str, dict[tuple[str, ...], str]]:
-        """Describe what ranks compare where they meet: see :func:`start_facts`."""
         return start_facts(self._rule, self._ranks, self.state)
 
     def alike(self) -> Iterator[tuple[str, dict[int, list[Tensor | None]]]]:
-        """Yield what places of one parameter have to share: see :func:`alike_in_places`."""
         return alike_in_places(self._rule, self._ranks, self.state.params)
 
     def patterns(self) -> dict[str, bool]:
-        """Tell of every pattern of the optimizer and of ``reduce_state`` whether it takes a leaf here."""
         used = dict[str, bool]()
         for trees, *_ in self.stages.values():
             used |= {text: takes or used.get(text, False) for text, takes in trees.patterns.items()}
@@ -232,14 +228,12 @@ class TrainingUpdate:
             self._idle[stage].append(self._reducers.pop(stage)[0])
 
     def unshard(self, buffers: Buffers, stage: int) -> None:
-        """Begin to gather the parameters of a stage."""
         trees, leaves, *_ = self.stages[stage]
         shards = tuple(self._rule.precision.to_compute(read(leaves, trees.params)))
         buffers.shards[stage] = shards
         buffers.gathering[stage] = gather(shards, trees.dims, self._ranks.parts)
 
     def finish(self) -> None:
-        """Wait for the sums and gathers that are still under way."""
         for wait in (*self._conclusions, *self._gathers.values()):
             wait()
         self._conclusions.clear()

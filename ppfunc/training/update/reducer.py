@@ -132,7 +132,6 @@ class Reducer:
         self._sums = gradients
 
     def signature(self, leaf: LeafSignature) -> LeafSignature:
-        """Return the signature of a sum over microbatches."""
         return leaf
 
     def take(self, like: Leaves, owned: Owner) -> Leaves:
