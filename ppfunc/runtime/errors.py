@@ -115,7 +115,7 @@ class StepFailed(Exception):
 
     Args:
         context: ``context(failure)`` describes the arguments and the line of the user's code that failed.
-        which: the step of a call that runs several, see :func:`in_step`.
+        which: names the step of a call that runs several, as ``; in step 1 of 4, counted from 0``.
     """
 
     def __init__(self, failure: Failure, context: Callable[[Failure], str], which: str = "") -> None:
@@ -125,11 +125,6 @@ class StepFailed(Exception):
     def described(self) -> Failure:
         """Return the failure with its context."""
         return self.failure._replace(context=self._context(self.failure) + self.which)
-
-
-def in_step(n: int, count: int) -> str:
-    """Name the step of a call that has failed, if the call runs several."""
-    return f"; in step {n} of {count}, counted from 0" if count > 1 else ""
 
 
 class LinkError(ConnectionError):

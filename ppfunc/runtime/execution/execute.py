@@ -16,7 +16,7 @@ from ppfunc.stage.tree import tree_leaves
 
 from ..call.arguments import StepArguments
 from ..call.results import StepResult, collect, losses_of
-from ..errors import Failure, StepFailed, in_step
+from ..errors import Failure, StepFailed
 from ..lowering.calls import Sum
 from ..lowering.compile import CompiledStep
 from ..lowering.compiled_steps import Entry
@@ -86,7 +86,7 @@ def execute_steps(compiled: CompiledStep, steps: Sequence[StepArguments], transp
         try:
             buffers = execute(compiled, fill(compiled.lowered, arguments, before))
         except StepFailed as failed:
-            which = in_step(n, len(steps))
+            which = f"; in step {n} of {len(steps)}, counted from 0" if len(steps) > 1 else ""
             if not isinstance(failed.failure.cause, NotFinite):
                 failed.which = which
                 raise

@@ -55,7 +55,7 @@ def locate_nonfinite(
 
     Args:
         buffers: of the step, as they were before it ran.
-        which: of several steps of a call, see :func:`ppfunc.runtime.errors.in_step`.
+        which: of several steps of a call, as in :class:`~ppfunc.runtime.errors.StepFailed`.
     """
     world = transport.collective("world")
     first = _first(compiled, buffers, transport)

@@ -131,15 +131,12 @@ def problem_of(
         need = sum(held[s] for s in mine)
         if need > caps[rank]:
             least = float(sum(costs.of("activation", s) + costs.of("parameters", s) for s in mine))
+            limit = cap[rank] if isinstance(cap, Sequence) else cap
             raise ValueError(
-                f"cap is {_on(rank, cap)}, but one microbatch and the parameters of rank {rank} take"
+                f"cap is {limit}, but one microbatch and the parameters of rank {rank} take"
                 f" {least:g}: raise it to that"
             )
     return problem
-
-
-def _on(rank: int, cap: Cap) -> Number:
-    return cap[rank] if isinstance(cap, Sequence) else cap
 
 
 def _exact(value: Number) -> "Fraction":

@@ -107,16 +107,12 @@ class Peers:
             raise (kind or RankError)(f"rank {rank}: {'' if kind else name + ': '}{text}") from failure
         return [result for result, _ in answers]
 
-    def close(self) -> None:
-        """End the connections."""
-        if self._links is not None:
-            self._links.leave()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._links is not None:
+            self._links.leave()
 
 
 def _rank_error(error: PipelineError) -> RankError:
