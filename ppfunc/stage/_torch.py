@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn.attention.flex_attention
-from torch import nn
 from torch._C._dynamo.guards import TensorGuards
 from torch._decomp import decomposition_table
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -91,7 +90,7 @@ def indexing() -> Any:
 without_transforms, without_modes = temporarily_clear_interpreter_stack, _disable_current_modes
 
 # Raise torch's error for one value per channel, and for one per channel and sample.
-require_batch, require_spatial = attrgetter("_verify_batch_size", "_verify_spatial_size")(nn.functional)
+require_batch, require_spatial = attrgetter("_verify_batch_size", "_verify_spatial_size")(torch.nn.functional)
 
 # Name of the logger that prints errors of fake evaluation with their whole traceback.
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"

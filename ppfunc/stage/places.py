@@ -9,7 +9,6 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 TRACED_LINES = "ppfunc_traced_lines"
 """A global name of programs that were traced: by line, the place in the user's code."""
@@ -17,9 +16,9 @@ TRACED_LINES = "ppfunc_traced_lines"
 TRACED_MODULES = "ppfunc_traced_modules"
 """A global name of programs that were traced: by line, the place in the user's modules."""
 
-Names = dict[int, tuple[nn.Module, dict[int, str]]]
+Names = dict[int, tuple[torch.nn.Module, dict[int, str]]]
 """An outermost module, by identity, with the names of all modules in it, by identity."""
-_CALL = nn.Module._call_impl.__code__
+_CALL = torch.nn.Module._call_impl.__code__
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 _LAYERS = Path(torch.__file__).parent / "nn" / "modules"
@@ -78,7 +77,7 @@ def module_of_call(end: str, known: Names) -> ModulePlace | None:
     Args:
         known: names that were asked for before; new ones are added.
     """
-    inside: list[nn.Module] = []
+    inside: list[torch.nn.Module] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != end:
         if frame.f_code is _CALL:
@@ -90,7 +89,7 @@ def module_of_call(end: str, known: Names) -> ModulePlace | None:
         return None
     outermost = inside[-1]
     if id(outermost) not in known:
-        lists = nn.ModuleList, nn.ModuleDict  # which nobody calls
+        lists = torch.nn.ModuleList, torch.nn.ModuleDict  # which nobody calls
         named = {id(m): name for name, m in outermost.named_modules() if not isinstance(m, lists)}
         known[id(outermost)] = outermost, named
     names = known[id(outermost)][1]

@@ -12,7 +12,6 @@ from typing import Any
 
 import optree
 import torch
-from optree import PyTreeSpec, treespec_paths
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._torch import is_dtensor
@@ -89,7 +88,7 @@ class Signature:
         leaves: one entry per tensor, in the order of :func:`~ppfunc.stage.tree.tree_leaves`.
     """
 
-    treedef: PyTreeSpec
+    treedef: optree.PyTreeSpec
     leaves: tuple[LeafSignature, ...]
 
     def __post_init__(self) -> None:
@@ -274,7 +273,7 @@ def differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], PyTreeSpec]:
+def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], optree.PyTreeSpec]:
     """Return the tensors of ``tree`` and its structure.
 
     Raises:
@@ -315,9 +314,9 @@ def leaf_names(signature: Signature) -> list[str]:
     return names_in(signature.treedef)
 
 
-def names_in(treedef: PyTreeSpec) -> list[str]:
+def names_in(treedef: optree.PyTreeSpec) -> list[str]:
     """Name the leaves of a structure, as :func:`leaf_names` does."""
-    return [".".join(map(str, path)) for path in treespec_paths(treedef)]
+    return [".".join(map(str, path)) for path in optree.treespec_paths(treedef)]
 
 
 def leaf_number(signature: Signature, name: str, tree: str) -> int:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import optree
-from optree import PyTreeSpec
 from optree.registry import _NODETYPE_REGISTRY as OPTREE_NODES
 
 from ._torch import PYTREE_NODES
@@ -29,7 +28,7 @@ _ordered = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
 _ordered.__enter__()  # for as long as the process lives: no other library uses the namespace
 
 
-def tree_flatten(tree: Any, name: str = "tree") -> tuple[list[Any], PyTreeSpec]:
+def tree_flatten(tree: Any, name: str = "tree") -> tuple[list[Any], optree.PyTreeSpec]:
     """Return the leaves of a tree, called ``name`` in errors, and its structure.
 
     Raises:
@@ -61,12 +60,12 @@ def tree_leaves(tree: Any) -> list[Any]:
     return tree_flatten(tree)[0]
 
 
-def tree_structure(tree: Any) -> PyTreeSpec:
+def tree_structure(tree: Any) -> optree.PyTreeSpec:
     """Return the structure of a tree."""
     return tree_flatten(tree)[1]
 
 
-def tree_unflatten(treedef: PyTreeSpec, leaves: Iterable[Any]) -> Any:
+def tree_unflatten(treedef: optree.PyTreeSpec, leaves: Iterable[Any]) -> Any:
     """Return the tree of this structure with these leaves."""
     return treedef.unflatten(leaves)
 
@@ -77,7 +76,7 @@ def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return treedef.unflatten(map(fn, leaves, *map(treedef.flatten_up_to, rest)))
 
 
-def tree_paths(treedef: PyTreeSpec, name: str = "") -> tuple[str, ...]:
+def tree_paths(treedef: optree.PyTreeSpec, name: str = "") -> tuple[str, ...]:
     """Return the paths of the leaves of a tree called ``name``.
 
     >>> tree_paths(tree_structure({"b": (1, None), "a": 2}), "x")

@@ -6,7 +6,6 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from ppfunc.stage._torch import is_dtensor, part_of, transforming
@@ -35,7 +34,7 @@ def looked_through(trees: Any) -> bool:
     if transforming() or forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(
-        isinstance(leaf, Tensor) and leaf.requires_grad and not isinstance(leaf, nn.Parameter)
+        isinstance(leaf, torch.Tensor) and leaf.requires_grad and not isinstance(leaf, torch.nn.Parameter)
         for leaf in tree_leaves(trees)
     )
 
@@ -45,18 +44,18 @@ def users_of(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-def note_on_memory(tensor: Tensor, note: object) -> None:
+def note_on_memory(tensor: torch.Tensor, note: object) -> None:
     """Note something on the memory of a tensor, for as long as that lives; torch keeps the object of it."""
     if (memory := _memory_of(tensor)) is not None:
         memory.ppfunc_note = note
 
 
-def noted_on_memory(tensor: Tensor) -> Any:
+def noted_on_memory(tensor: torch.Tensor) -> Any:
     """Return what was noted on the memory of a tensor; None for nothing."""
     return getattr(_memory_of(tensor), "ppfunc_note", None)
 
 
-def _memory_of(tensor: Tensor) -> Any:
+def _memory_of(tensor: torch.Tensor) -> Any:
     """Return the memory of a tensor; None for sparse tensors and those that a transform wraps."""
     try:
         return (part_of(tensor) if is_dtensor(tensor) else tensor).untyped_storage()

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ppfunc.runtime import LoweredFunction, Microbatches
 from ppfunc.runtime.call.arguments import StepArguments
@@ -78,12 +77,12 @@ class LoweredTraining(Shown):
         return arguments, {kept: state.params, "optimizer": state.optimizer, "batch": read}
 
 
-def _empty_on(device: torch.device, leaf: Tensor) -> Tensor:
+def _empty_on(device: torch.device, leaf: torch.Tensor) -> torch.Tensor:
     """Make a tensor of the form of a leaf."""
     return distributed(torch.empty_like(local(leaf), device=device), layout_of(leaf))
 
 
-def _local_leaves(trees: Mapping[int, Tree]) -> dict[int, tuple[Tensor, ...]]:
+def _local_leaves(trees: Mapping[int, Tree]) -> dict[int, tuple[torch.Tensor, ...]]:
     return {s: tuple(map(local, tree_leaves(tree))) for s, tree in trees.items()}
 
 
@@ -97,6 +96,6 @@ def _leaf_on_meta(leaf: Any) -> Any:
     if isinstance(leaf, Signature):
         empty = (torch.empty(each.shape, dtype=each.dtype, device="meta") for each in leaf.leaves)
         return leaf.unflatten(map(distributed, empty, (each.layout for each in leaf.leaves)))
-    if not isinstance(leaf, Tensor):
+    if not isinstance(leaf, torch.Tensor):
         return leaf
     return distributed(local(leaf).detach().to("meta"), layout_of(leaf))

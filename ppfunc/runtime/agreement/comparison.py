@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc.stage import LeafSignature
@@ -198,7 +197,7 @@ def _leaves(form: StepForm) -> Iterator[tuple[str, LeafSignature]]:
 
 
 @torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor:
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Sum the bits of a tensor, 8 bytes at a time, each mixed with its position: int64[] on its device.
 
     Other values or another order change the sum. Another shape or dtype alone does not.
@@ -216,7 +215,7 @@ def checksum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _mixed(words: Tensor, start: int) -> Tensor:
+def _mixed(words: torch.Tensor, start: int) -> torch.Tensor:
     """Sum words, each mixed with its position, modulo 2**64."""
     mixed = torch.arange(start + 1, start + 1 + words.numel(), device=words.device).mul_(_GOLDEN).add_(words)
     mixed ^= (mixed >> 32) & _LOW
@@ -225,17 +224,17 @@ def _mixed(words: Tensor, start: int) -> Tensor:
     return mixed.sum()
 
 
-def bits(tensor: Tensor) -> Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor, uint8[bytes]: a view where it is contiguous."""
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def differing(one: Tensor, other: Tensor) -> Tensor:
+def differing(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Compare the bits of two tensors of one shape, dtype and device: bool[] on it, not waited for."""
     word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(one.itemsize, torch.int64)
     return (bits(one).view(word) != bits(other).view(word)).any()
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether two tensors of one dtype and device have the same shape and bits."""
     return one.shape == other.shape and torch.equal(bits(one), bits(other))

@@ -8,7 +8,6 @@ from typing import Any
 
 import optree
 import torch
-from optree import PyTreeSpec
 
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import register_pytree_node
@@ -173,7 +172,7 @@ register_pytree_node(
 )
 
 
-def refuse_microbatches(treedef: PyTreeSpec, name: str) -> None:
+def refuse_microbatches(treedef: optree.PyTreeSpec, name: str) -> None:
     """Raise TypeError for Microbatches within a tree, whose rows would be cut again."""
     nodes = [treedef]
     while nodes:  # not by recursion: trees may be as deep as optree allows

@@ -10,7 +10,6 @@ from ppfunc._checks import require_one_of, require_type
 
 from ..control.rendezvous import Rendezvous
 from . import _torch
-from ._torch import CARRIES
 from .grid import Axes, ShardWhat, require_shardable
 
 
@@ -25,7 +24,7 @@ def pair_up(group: Any, timeout: float | None, mesh: DeviceMesh | None) -> Rende
     if ranks is not None and dist.get_rank() not in ranks:
         return None
     shared: Any = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
-    if (backend := _torch.backend_of(shared)) not in CARRIES:
+    if (backend := _torch.backend_of(shared)) not in _torch.CARRIES:
         raise ValueError(
             f"P2P got a process group with the backend {backend!r}, it knows 'gloo' and 'nccl'; make one with"
             " torch.distributed.new_group(backend='gloo') and give it as P2P(group), or lower a trainer over"

@@ -23,7 +23,6 @@ from ..control.suspects import Answer
 from ..errors import CLOSED, Failure, LinkError
 from ..execution.buffers import Compared
 from . import _torch
-from ._torch import CARRIES
 from .collective import Among, Collective, named
 from .grid import Axes, ShardWhat, grid_of
 from .joining import pair_up, require_group
@@ -139,7 +138,7 @@ class P2P(Control):
 
     @property
     def device(self) -> torch.device:
-        return torch.device(CARRIES[self.backend])
+        return torch.device(_torch.CARRIES[self.backend])
 
     def fail(self, failure: Failure) -> BaseException:
         with self.hold_interrupts():

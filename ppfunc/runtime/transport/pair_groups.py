@@ -15,7 +15,6 @@ from ..control.socket_links import SocketLinks, give_way
 from ..errors import GONE, LinkError
 from ..execution.buffers import Buffers
 from . import _torch
-from ._torch import CARRIES
 from .mapped import Receiver, Sender, aligned, plain
 from .opening import Opening
 from .protocols import Call, Route, Transfer
@@ -98,9 +97,11 @@ class PairGroups:
         Args:
             place: what uses the device, for the error.
         """
-        carried = CARRIES[self._backend]
+        carried = _torch.CARRIES[self._backend]
         if device.type != carried:
-            other = next((name for name, kind in CARRIES.items() if kind == device.type), "another backend")
+            other = next(
+                (name for name, kind in _torch.CARRIES.items() if kind == device.type), "another backend"
+            )
             raise ValueError(
                 f"{place}, whose tensors the backend {self._backend!r} of its process group does not carry;"
                 f" move its parameters to a device of type {carried!r}, or give P2P a group of {other!r},"

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from optree import PyTreeSpec
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .._torch import (
@@ -180,16 +179,16 @@ def _observe(
 
 
 @contextmanager
-def modules_that_run() -> Iterator[dict[int, nn.Module]]:
+def modules_that_run() -> Iterator[dict[int, torch.nn.Module]]:
     """Record, by identity, the modules that this thread calls, and their submodules."""
-    modules: dict[int, nn.Module] = {}
+    modules: dict[int, torch.nn.Module] = {}
     thread = threading.get_ident()
 
-    def note(module: nn.Module, args: Any) -> None:
+    def note(module: torch.nn.Module, args: Any) -> None:
         if threading.get_ident() == thread and id(module) not in modules:
             modules.update((id(part), part) for part in module.modules())
 
-    hook = nn.modules.module.register_module_forward_pre_hook(note)
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(note)
     try:
         yield modules
     finally:

@@ -9,8 +9,6 @@ from typing import Any
 
 import optree
 import torch
-from optree import PyTreeSpec
-from torch import nn
 
 from ppfunc._text import limited, shown
 
@@ -97,7 +95,7 @@ def masked_leaves(mask: Any, params: Signature, name: str = "mask") -> list[bool
     return leaves
 
 
-def note_parameters(fn: Callable[..., Any], module: nn.Module, names: Iterable[str]) -> None:
+def note_parameters(fn: Callable[..., Any], module: torch.nn.Module, names: Iterable[str]) -> None:
     """Note the parameters of these names with the function of a stage; which are frozen is read later."""
     places = []  # the dictionaries in which modules keep parameters, which may be replaced there
     for name in names:
@@ -134,10 +132,10 @@ class FrozenLeaves:
                 f" {len(stages) - 1}"
             )
         self._trainable = trainable
-        self._numbers: dict[tuple[int, PyTreeSpec], frozenset[int]] = {}
-        self.watched: dict[int, tuple[str, nn.Parameter, bool]] = {}
+        self._numbers: dict[tuple[int, optree.PyTreeSpec], frozenset[int]] = {}
+        self.watched: dict[int, tuple[str, torch.nn.Parameter, bool]] = {}
         with process_lock:  # a call of a module replaces its parameters
-            self._of_modules: list[dict[str, nn.Parameter]] = [
+            self._of_modules: list[dict[str, torch.nn.Parameter]] = [
                 getattr(fn, _PARAMETERS, dict)() for fn in stages
             ]
         for stage, parameters in enumerate(self._of_modules):
@@ -186,7 +184,7 @@ class FrozenLeaves:
         names = leaf_names(params)
         return [names[n] for n in sorted(self.numbers(stage, params))]
 
-    def watch(self, stage: int, modules: Sequence[nn.Module]) -> None:
+    def watch(self, stage: int, modules: Sequence[torch.nn.Module]) -> None:
         """Watch the parameters of modules that run in a stage: its function may call those of others."""
         with process_lock:
             for module in modules:
@@ -204,12 +202,12 @@ class FrozenLeaves:
                     " requires_grad; set it back, or make another step function or trainer, on every rank"
                 )
 
-    def _watch(self, name: str, p: nn.Parameter) -> None:
+    def _watch(self, name: str, p: torch.nn.Parameter) -> None:
         self.watched.setdefault(id(p), (name, p, p.requires_grad))
         _require_no_hook(name, p)
 
 
-def _require_no_hook(name: str, p: nn.Parameter) -> None:
+def _require_no_hook(name: str, p: torch.nn.Parameter) -> None:
     """Raise ValueError for a parameter whose gradient a hook would change or see."""
     if p._backward_hooks or p._post_accumulate_grad_hooks:
         raise ValueError(

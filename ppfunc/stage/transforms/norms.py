@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch import DECOMPOSITIONS, require_batch, require_spatial
@@ -30,26 +29,26 @@ class DecomposedNorms(TorchFunctionMode):
 
 
 def _layer_norm(
-    input: Tensor,
+    input: torch.Tensor,
     normalized_shape: Sequence[int],
     weight: Any = None,
     bias: Any = None,
     eps: float = 1e-5,
     cudnn_enable: bool = True,
-) -> Tensor:
+) -> torch.Tensor:
     return _LAYER(input, list(normalized_shape), weight, bias, eps)[0]
 
 
 def _batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Tensor:
+) -> torch.Tensor:
     if not training:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     require_batch(input.size())
@@ -60,15 +59,15 @@ def _batch_norm(
 
 
 def _instance_norm(
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Tensor:
+) -> torch.Tensor:
     if not use_input_stats:
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     if running_mean is not None or running_var is not None:

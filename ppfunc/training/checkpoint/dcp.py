@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ppfunc._text import naming_arguments
 from ppfunc.stage.interrupts import hold_interrupts
@@ -114,12 +113,12 @@ def to_dcp(folder: str | Path, params: Any, names: Names = None, *, group: Group
         TypeError, ValueError: a leaf that is no tensor, or tensors that do not fit together; names them.
     """
     target = Path(folder).absolute()
-    leaves: list[tuple[str, Tensor]] = []
+    leaves: list[tuple[str, torch.Tensor]] = []
     with Peers(group) as peers, ExitStack() as stack:
 
         def look() -> dict[str, Any]:
             for name, leaf in named_leaves(params, names, "params")[0]:
-                if not isinstance(leaf, Tensor):
+                if not isinstance(leaf, torch.Tensor):
                     raise TypeError(
                         f"params: {escaped(name)} is no tensor, and would be a pickle; leave it out"
                     )
@@ -158,7 +157,7 @@ def _title(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def _write_items(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+def _write_items(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
     """Write tensors into a file, each as ``torch.save`` has it; return where each begins, and its bytes."""
     items: dict[str, tuple[int, int]] = {}
     at = 0
@@ -282,7 +281,7 @@ def _stored(name: str, entry: Mapping[str, Any], places: Mapping[Any, Mapping[st
     return Stored(dtype, shape, tuple(parts))
 
 
-def _read_item(folder: Path, task: PartToRead, dtype: torch.dtype, place: Mapping[str, Any]) -> Tensor:
+def _read_item(folder: Path, task: PartToRead, dtype: torch.dtype, place: Mapping[str, Any]) -> torch.Tensor:
     """Read the part of a tensor that an item holds.
 
     Raises:
@@ -301,7 +300,7 @@ def _read_item(folder: Path, task: PartToRead, dtype: torch.dtype, place: Mappin
         raise CheckpointError(
             f"{escaped(where)} has no tensor that can be read as {escaped(task.name)}: {str(error)[:500]}"
         ) from None
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     if not plain or (tensor.dtype, tensor.shape) != (dtype, box.shape):
         got = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" if plain else type(tensor).__name__
         raise CheckpointError(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ppfunc.runtime.agreement.comparison import differences
 from ppfunc.stage.layout import distributed, layout_of, local
@@ -138,7 +137,7 @@ def _open(path: Path) -> tuple[Contents, Reader]:
 
 def _form(leaf: Leaf) -> str:
     """Describe dtype and shape of a tensor, or the type of a value."""
-    if isinstance(leaf, Tensor):
+    if isinstance(leaf, torch.Tensor):
         return f"{dtype_name(leaf.dtype)}{list(leaf.shape)}"
     return f"a number or text, {type(leaf).__name__}"
 
@@ -222,7 +221,7 @@ def _read(contents: Contents, leaves: Leaves, reader: Reader) -> list[Leaf]:
     loaded: list[Leaf] = []
     parts: list[PartToRead] = []
     for name, leaf in leaves:
-        if not isinstance(leaf, Tensor):
+        if not isinstance(leaf, torch.Tensor):
             loaded.append(contents.values.get(name, leaf))
             continue
         local_part = local(leaf).detach()
@@ -241,6 +240,8 @@ def _read(contents: Contents, leaves: Leaves, reader: Reader) -> list[Leaf]:
         loaded.append(new)
     reader(parts)
     return [
-        distributed(new, layout_of(leaf)) if isinstance(new, Tensor) and isinstance(leaf, Tensor) else new
+        distributed(new, layout_of(leaf))
+        if isinstance(new, torch.Tensor) and isinstance(leaf, torch.Tensor)
+        else new
         for new, (_, leaf) in zip(loaded, leaves, strict=True)
     ]

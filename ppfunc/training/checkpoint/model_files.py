@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ppfunc.stage.layout import whole
 
@@ -66,11 +65,11 @@ def export(
     if type(most) is not int or most < 1:
         raise ValueError(f"most: got {most!r}, expected a number of bytes")
     with Peers(group) as peers:
-        leaves: list[tuple[str, Tensor]] = []
+        leaves: list[tuple[str, torch.Tensor]] = []
 
         def look() -> dict[str, Any]:
             for name, leaf in named_leaves(params, names, "params")[0]:
-                if not isinstance(leaf, Tensor):
+                if not isinstance(leaf, torch.Tensor):
                     raise TypeError(f"params: {escaped(name)} is no tensor; leave it out")
                 leaves.append((name, leaf))
             return {"forms": forms_of(leaves, whole=True), "nonce": secrets.token_hex(8)}
@@ -82,7 +81,7 @@ def export(
                 "params: got no tensor, on any rank; expected {stage: tree}, such as split.params"
             )
         peers.together(lambda: _require_no_weights(root))
-        mine: dict[str, Tensor] = {}
+        mine: dict[str, torch.Tensor] = {}
 
         @torch.no_grad()
         def gather() -> dict[str, Any]:
@@ -109,7 +108,7 @@ def _publish(
     root: Path,
     draft: Path,
     files: Mapping[str, Sequence[str]],
-    mine: Mapping[str, Tensor],
+    mine: Mapping[str, torch.Tensor],
     size: int,
 ) -> None:
     """Write the files in a draft, then move them into the folder: all appear, or none that is read.
@@ -154,7 +153,7 @@ def _require_no_weights(root: Path) -> None:
         raise FileExistsError(f"{root} has weights: {listed(weights)}; give another folder, or delete them")
 
 
-def _divided(tensors: Mapping[str, Tensor], most: int) -> list[list[str]]:
+def _divided(tensors: Mapping[str, torch.Tensor], most: int) -> list[list[str]]:
     """Divide names into files of at most so many bytes."""
     files: list[list[str]] = []
     room = 0

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc.runtime.control.control import Control
@@ -17,7 +16,7 @@ from ppfunc.stage.interrupts import hold_interrupts, this_thread
 
 from .errors import CheckpointError, RankError
 
-Group = ProcessGroup | DeviceMesh | None
+Group = dist.ProcessGroup | DeviceMesh | None
 """Ranks that save or load together.
 
 By default all of ``torch.distributed``, or this process where that is not initialised.
@@ -124,7 +123,7 @@ def _ranks(group: Group) -> tuple[list[int], int]:
     """Return the ranks of a group, and this one, as the world numbers them."""
     if isinstance(group, DeviceMesh):
         return group.mesh.flatten().tolist(), dist.get_rank()
-    if group is not None and not isinstance(group, ProcessGroup):
+    if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"group: got {type(group).__name__}, expected a ProcessGroup, a DeviceMesh, or None for all ranks"
         )

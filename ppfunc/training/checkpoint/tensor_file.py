@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from .errors import CheckpointError, escaped, reading
 from .threads import in_threads
@@ -70,7 +69,7 @@ class Span(NamedTuple):
     end: int
 
 
-def require_storable(tensor: Tensor, name: str) -> None:
+def require_storable(tensor: torch.Tensor, name: str) -> None:
     """Raise TypeError for a tensor that no safetensors file holds."""
     if tensor.dtype not in _CODES:
         raise TypeError(f"{name} has the dtype {tensor.dtype}, expected one of {', '.join(DTYPES_BY_NAME)}")
@@ -81,19 +80,19 @@ def require_storable(tensor: Tensor, name: str) -> None:
         )
 
 
-def on_host(tensor: Tensor) -> Tensor:
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Bring a tensor to the CPU, in row-major memory, without history."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
-def copied(tensor: Tensor, into: Tensor | None) -> Tensor:
+def copied(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
     """Copy to the CPU, in row-major memory: in that of ``into``, if it is for such a tensor."""
     if into is None or (into.dtype, into.shape) != (tensor.dtype, tensor.shape):
         into = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return into.copy_(tensor.detach())
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """View the memory of a row-major tensor on the CPU, which the caller keeps alive."""
     return memoryview(
         (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr() if tensor.numel() else 1)
@@ -117,7 +116,7 @@ def _digest(size: int, bring: Callable[[int, int], memoryview]) -> str:
     return hashlib.sha256(b"".join(in_threads(digest, range(0, size, _CHUNK)))).hexdigest()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileRecord:
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> FileRecord:
     """Write a new safetensors file, and flush it to the disk.
 
     Args:
@@ -192,7 +191,7 @@ class TensorFile(NamedTuple):
     header: str
     spans: dict[str, Span]
 
-    def read(self, name: str, into: Tensor | None = None) -> str:
+    def read(self, name: str, into: torch.Tensor | None = None) -> str:
         """Read a tensor into a row-major one on the CPU, or nowhere; return its digest."""
         span = self.spans[name]
         memory = None if into is None else bytes_of(into)

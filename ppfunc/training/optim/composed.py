@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ppfunc._checks import require_counts, require_number, require_type
 from ppfunc._text import naming_arguments
@@ -54,7 +53,7 @@ def from_updates(transform: Any) -> Optimizer:
         state = transform.init(params)
         leaves, structure = tree_flatten(state)
         for leaf, path in zip(leaves, tree_paths(structure, "state"), strict=True):
-            require_type(path, leaf, Tensor, "a tensor, which can be saved, moved and skipped")
+            require_type(path, leaf, torch.Tensor, "a tensor, which can be saved, moved and skipped")
         return state
 
     def update(
@@ -62,7 +61,7 @@ def from_updates(transform: Any) -> Optimizer:
         state: Tree,
         params: Tree,
         *,
-        found_inf: Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
     ) -> tuple[Tree, Tree]:
         wanted, structure = tree_flatten(params)
         with nullcontext() if looked_through((grads, state, params)) else torch.no_grad():
@@ -103,7 +102,7 @@ def chain(clip: Clip, optimizer: Optimizer) -> Optimizer:
     ending = unclipped("optimizer", optimizer, "already; expected one clip")
 
     def update(
-        grads: Tree, state: Tree, params: Tree, *, found_inf: Tensor | None = None
+        grads: Tree, state: Tree, params: Tree, *, found_inf: torch.Tensor | None = None
     ) -> tuple[Tree, Tree]:
         return ending.update(clip(grads), state, params, found_inf=found_inf)
 
@@ -194,14 +193,14 @@ def _averaging(
     inner = unclipped("optimizer", optimizer, "inside; expected the clip around all, chain(clip, ...)")
 
     def init(params: Tree) -> dict[str, Tree]:
-        def wide(p: Tensor) -> Tensor:  # in which small changes are not lost
+        def wide(p: torch.Tensor) -> torch.Tensor:  # in which small changes are not lost
             wider = torch.promote_types(p.dtype, torch.float32)
             return p.detach().to(wider).clone() if differentiable(p.dtype) else p
 
         return {**begin(tree_map(wide, params)), "inner": inner.init(params)}
 
     def update(
-        grads: Tree, state: dict[str, Tree], params: Tree, *, found_inf: Tensor | None = None
+        grads: Tree, state: dict[str, Tree], params: Tree, *, found_inf: torch.Tensor | None = None
     ) -> tuple[Tree, dict[str, Tree]]:
         own = {key: tree for key, tree in state.items() if key != "inner"}
         with nullcontext() if looked_through((grads, state, params)) else torch.no_grad():
@@ -212,7 +211,7 @@ def _averaging(
     rate = inner.rate
     own_rate = None if rate is None else lambda state, since: rate(state["inner"], since)
 
-    def observed(state: dict[str, Tree], metric: Tensor) -> dict[str, Tree]:
+    def observed(state: dict[str, Tree], metric: torch.Tensor) -> dict[str, Tree]:
         assert inner.observe is not None
         return {**state, "inner": inner.observe(state["inner"], metric)}
 
@@ -226,6 +225,6 @@ def _averaging(
     )
 
 
-def _between(one: Tensor, other: Tensor, share: float) -> Tensor:
+def _between(one: torch.Tensor, other: torch.Tensor, share: float) -> torch.Tensor:
     """Return what is ``share`` of the way from one leaf to another; leaves that do not train as they are."""
     return one + share * (other - one) if differentiable(one.dtype) else one

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from optree import PyTreeSpec
-from torch import Tensor
 
 from ppfunc._text import shown
 from ppfunc.stage.modules.frozen import ParameterKind
@@ -142,7 +141,7 @@ def divided(
         return state
 
     def update(
-        grads: Tree, state: dict[str, Tree], params: Tree, *, found_inf: Tensor | None = None
+        grads: Tree, state: dict[str, Tree], params: Tree, *, found_inf: torch.Tensor | None = None
     ) -> tuple[Tree, dict[str, Tree]]:
         if not isinstance(state, dict) or list(state) != names:
             raise ValueError(f"state: got {shown(state)}, expected the groups {', '.join(names)}")
@@ -153,11 +152,11 @@ def divided(
         new = treedef.unflatten(columns[number][n] for n, number in enumerate(numbers))
         return new, {name: after for name, (_, after) in zip(names, results, strict=True)}
 
-    def rate(state: dict[str, Tree], since: Tensor) -> dict[str, Any]:
+    def rate(state: dict[str, Tree], since: torch.Tensor) -> dict[str, Any]:
         rates = zip(optimizers, names, [optimizer.rate for optimizer in every], strict=True)
         return {key: of(state[name], since) for key, name, of in rates if of is not None}
 
-    def observe(state: dict[str, Tree], metric: Tensor) -> dict[str, Tree]:
+    def observe(state: dict[str, Tree], metric: torch.Tensor) -> dict[str, Tree]:
         pairs = zip(names, every, strict=True)
         return {name: o.observe(state[name], metric) if o.observe else state[name] for name, o in pairs}
 

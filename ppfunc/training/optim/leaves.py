@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from optree import PyTreeSpec
-from torch import Tensor
 
 from ppfunc.runtime.agreement.ties import sharing
 from ppfunc.runtime.call.forms import Form, form_of, same_form
@@ -17,7 +16,7 @@ from ppfunc.stage.tree import tree_leaves, tree_paths, tree_structure
 from .._torch import copy_into_each
 from .protocols import Tree
 
-Leaves = Sequence[Tensor]
+Leaves = Sequence[torch.Tensor]
 
 Shapes = Mapping[str, Callable[[torch.Size], Sequence[int] | None]]
 """By the name of a tree of the state: from the shape of a parameter to that of its leaf, None for none."""
@@ -111,10 +110,10 @@ def plan_of(
 def state_column(
     name: str,
     tree: Tree,
-    params: Sequence[Tensor],
+    params: Sequence[torch.Tensor],
     treedef: PyTreeSpec,
     shape_of: Callable[[torch.Size], Sequence[int] | None],
-) -> list[Tensor | None]:
+) -> list[torch.Tensor | None]:
     """Return the leaf of each parameter in a tree of the state; None where it has none.
 
     Raises:
@@ -135,7 +134,11 @@ def state_column(
 
 
 def require_match(
-    name: str, got: Sequence[Tensor], structure: PyTreeSpec, wanted: Sequence[Tensor], expected: PyTreeSpec
+    name: str,
+    got: Sequence[torch.Tensor],
+    structure: PyTreeSpec,
+    wanted: Sequence[torch.Tensor],
+    expected: PyTreeSpec,
 ) -> None:
     """Raise ValueError unless a tree has the structure, shapes, dtypes and devices of the parameters."""
     if structure != expected:
@@ -171,7 +174,7 @@ def trained_leaves(plan: LeafPlan, leaves: Leaves) -> Leaves:
     return leaves if len(plan.trained) == len(leaves) else tuple(leaves[n] for n in plan.trained)
 
 
-def dense(leaf: Tensor) -> Tensor:
+def dense(leaf: torch.Tensor) -> torch.Tensor:
     """Put a leaf into row-major memory, without history.
 
     The kernels walk the memory of several tensors side by side.
@@ -179,7 +182,7 @@ def dense(leaf: Tensor) -> Tensor:
     return leaf if _is_dense(leaf) else leaf.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _is_dense(leaf: Tensor) -> bool:
+def _is_dense(leaf: torch.Tensor) -> bool:
     return not (leaf.requires_grad or leaf.is_conj() or leaf.is_neg()) and leaf.is_contiguous()
 
 
@@ -200,7 +203,7 @@ def require_own_memory(plan: LeafPlan, leaves: Sequence[Leaves]) -> None:
         every = list(map(dense, every))
     if every and isinstance(every[0], FakeTensor):
         return  # without values, nor addresses
-    if len(set(map(Tensor.data_ptr, every))) == len(every):
+    if len(set(map(torch.Tensor.data_ptr, every))) == len(every):
         return
     of_params = tree_paths(plan.structures[0], "params")
     of_state = (path for name, (_, treedef) in spans.items() for path in tree_paths(treedef, name))

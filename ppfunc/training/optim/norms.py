@@ -6,7 +6,6 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ppfunc._checks import require_real
 from ppfunc.stage.signature import differentiable
@@ -18,7 +17,7 @@ _DTYPE = attrgetter("dtype")
 _ROW, _LONG = 4096, 16_384  # elements of a row, and of the shortest leaf that is read in rows
 
 
-def leaf_norms(leaves: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+def leaf_norms(leaves: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """Compute the norm of each leaf.
 
     Args:
@@ -28,8 +27,8 @@ def leaf_norms(leaves: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     Returns:
         float32 or float64[leaves], on the device of the first. Halves are squared in float32.
     """
-    sizes = list(map(Tensor.numel, leaves))
-    if all(sizes) and len(set(map(_DTYPE, leaves))) == len(set(map(Tensor.get_device, leaves))) == 1:
+    sizes = list(map(torch.Tensor.numel, leaves))
+    if all(sizes) and len(set(map(_DTYPE, leaves))) == len(set(map(torch.Tensor.get_device, leaves))) == 1:
         return _norms(leaves, norm_type, max(sizes))
     norms = torch.zeros(len(leaves), dtype=torch.float64, device=leaves[0].device if leaves else None)
     by_leaf, by_kind = list(norms.unbind()), dict[tuple[torch.dtype, torch.device], list[int]]()
@@ -43,17 +42,17 @@ def leaf_norms(leaves: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     return torch.stack(by_leaf) if by_leaf else norms
 
 
-def powers(norms: Tensor, norm_type: float = 2.0) -> Tensor:
+def powers(norms: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
     """Raise the results of :func:`leaf_norms` to p, float64; for infinity, leave them."""
     return norms.double() if isinf(norm_type) else norms.double().pow(norm_type)
 
 
-def leaf_sums(leaves: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+def leaf_sums(leaves: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """Sum ``|x|**p`` over each leaf, float64[leaves]; for infinity, take its largest ``|x|``."""
     return powers(leaf_norms(leaves, norm_type), norm_type)
 
 
-def _norms(leaves: Sequence[Tensor], norm_type: float, largest: int) -> Tensor:
+def _norms(leaves: Sequence[torch.Tensor], norm_type: float, largest: int) -> torch.Tensor:
     """Compute the norms of leaves of one dtype and device, none of them empty: float[leaves].
 
     Args:
@@ -75,7 +74,7 @@ def _norms(leaves: Sequence[Tensor], norm_type: float, largest: int) -> Tensor:
     return torch.stack(norms_of_each(tuple(leaves), norm_type))
 
 
-def _in_rows(leaf: Tensor, norm_type: float) -> Tensor:
+def _in_rows(leaf: torch.Tensor, norm_type: float) -> torch.Tensor:
     """Compute norms of rows of a long leaf on the CPU, float64, which together have the norm of the leaf.
 
     There torch adds up the squares one by one: 10**6 of float32 are off by 1e-5.
@@ -89,17 +88,17 @@ def _in_rows(leaf: Tensor, norm_type: float) -> Tensor:
     ).double()
 
 
-def norm_sum(sums: Tensor, norm_type: float = 2.0) -> Tensor:
+def norm_sum(sums: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
     """Add up the results of :func:`powers`, float64[]; for the infinity norm, take the largest."""
     return sums.amax() if isinf(norm_type) and len(sums) else sums.sum()
 
 
-def norm_of(total: Tensor, norm_type: float = 2.0) -> Tensor:
+def norm_of(total: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
     """Compute the norm from the sum over all ranks of :func:`norm_sum`."""
     return total if isinf(norm_type) else total.pow(1 / norm_type)
 
 
-def global_norm(tree: Any, norm_type: float = 2.0) -> Tensor:
+def global_norm(tree: Any, norm_type: float = 2.0) -> torch.Tensor:
     """Compute the norm of all leaves of a tree as of one vector, float64[].
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)}).item()
@@ -108,7 +107,7 @@ def global_norm(tree: Any, norm_type: float = 2.0) -> Tensor:
     return norm_of(norm_sum(leaf_sums(tree_leaves(tree), norm_type), norm_type), norm_type)
 
 
-def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor | None:
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor | None:
     """Compute the factor of clipping, a tensor like ``norm``: ``min(1, max_norm / (norm + 1e-6))``.
 
     Returns None for an infinite ``max_norm``.

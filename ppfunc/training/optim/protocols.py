@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
 from ppfunc._text import answering, mend_for, shown
 from ppfunc.stage._torch import versions
@@ -25,7 +24,7 @@ class Update(Protocol):
         state: Tree,
         params: Tree,
         *,
-        found_inf: Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
     ) -> tuple[Tree, Tree]: ...
 
 
@@ -38,12 +37,12 @@ class UpdateLeaves(Protocol):
 
     def __call__(
         self,
-        grads: Sequence[Tensor],
-        state: Sequence[Tensor],
-        params: Sequence[Tensor],
-        found_inf: Tensor | None,
-        written: list[Tensor],
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]: ...
+        grads: Sequence[torch.Tensor],
+        state: Sequence[torch.Tensor],
+        params: Sequence[torch.Tensor],
+        found_inf: torch.Tensor | None,
+        written: list[torch.Tensor],
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]: ...
 
 
 @answering
@@ -84,8 +83,8 @@ class Optimizer(NamedTuple):
     clipped: "tuple[Clip, Optimizer] | None" = None
     text: str | Callable[[], str] = ""
     elementwise: bool = False
-    rate: Callable[[Tree, Tensor], Any] | None = None
-    observe: Callable[[Tree, Tensor], Tree] | None = None
+    rate: Callable[[Tree, torch.Tensor], Any] | None = None
+    observe: Callable[[Tree, torch.Tensor], Tree] | None = None
     on_leaves: tuple[Update, Callable[[Tree, Tree], UpdateLeaves]] | None = None
 
 
@@ -136,7 +135,7 @@ def skipping(optimizer: Optimizer) -> Optimizer:
         state: Tree,
         params: Tree,
         *,
-        found_inf: Tensor | None = None,
+        found_inf: torch.Tensor | None = None,
     ) -> tuple[Tree, Tree]:
         leaves = tree_leaves((params, state)) if found_inf is not None else []
         before = versions(leaves)
@@ -154,7 +153,7 @@ def skipping(optimizer: Optimizer) -> Optimizer:
     return optimizer._replace(update=update)
 
 
-def selected(found_inf: Tensor | None, old: Tree, new: Tree) -> Tree:
+def selected(found_inf: torch.Tensor | None, old: Tree, new: Tree) -> Tree:
     """Select ``old`` where ``found_inf`` is 1, else ``new``, without reading it.
 
     A new leaf of another form is taken, for the caller to refuse: it would be broadcast, or promoted.
@@ -162,8 +161,8 @@ def selected(found_inf: Tensor | None, old: Tree, new: Tree) -> Tree:
     if found_inf is None:
         return new
 
-    def of_leaf(a: Tensor, b: Any) -> Any:
-        if a is b or not isinstance(b, Tensor) or (a.dtype, a.shape) != (b.dtype, b.shape):
+    def of_leaf(a: torch.Tensor, b: Any) -> Any:
+        if a is b or not isinstance(b, torch.Tensor) or (a.dtype, a.shape) != (b.dtype, b.shape):
             return b
         return torch.where((found_inf > 0).to(a.device), a, b)
 

@@ -8,13 +8,12 @@ from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ppfunc._checks import require_counts, require_number, require_one_of
 from ppfunc._text import naming_arguments, shown
 from ppfunc.stage.device import accelerates
 
-LearningRate = float | Callable[[Any], Tensor | float]
+LearningRate = float | Callable[[Any], torch.Tensor | float]
 """Number, or function of the number of updates made before, such as :func:`warmup_cosine`, or of a state."""
 
 # Numbers of updates at which ranks compare a rate of which only a name is known.
@@ -33,11 +32,11 @@ class Rate(NamedTuple):
     """
 
     text: str
-    of: Callable[[Any], Tensor]
-    init: Callable[[torch.device | None], dict[str, Tensor]] | None = None
-    observe: Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]] | None = None
+    of: Callable[[Any], torch.Tensor]
+    init: Callable[[torch.device | None], dict[str, torch.Tensor]] | None = None
+    observe: Callable[[dict[str, torch.Tensor], torch.Tensor], dict[str, torch.Tensor]] | None = None
 
-    def __call__(self, at: Any) -> Tensor:
+    def __call__(self, at: Any) -> torch.Tensor:
         return self.of(at)
 
 
@@ -89,7 +88,7 @@ def warmup_cosine(peak: float, warmup: int, steps: int, end: float = 0.0) -> Rat
             f" rise too; pass steps={warmup + steps} for a fall of {steps}"
         )
 
-    def rate(updates: Tensor) -> Tensor:
+    def rate(updates: torch.Tensor) -> torch.Tensor:
         falling = end + (peak - end) * 0.5 * (1 + torch.cos(pi * _share(updates - warmup, steps - warmup)))
         return (
             falling
@@ -100,7 +99,7 @@ def warmup_cosine(peak: float, warmup: int, steps: int, end: float = 0.0) -> Rat
     return Rate(f"warmup_cosine({peak}, {warmup}, {steps}, {end})", rate)
 
 
-def _share(updates: Tensor, steps: int) -> Tensor:
+def _share(updates: torch.Tensor, steps: int) -> torch.Tensor:
     return (updates.double() / steps).clamp(0.0, 1.0)
 
 
@@ -155,12 +154,12 @@ def plateau(
     require_one_of("mode", mode, ("min", "max"))
     sign = 1.0 if mode == "min" else -1.0
 
-    def init(device: torch.device | None) -> dict[str, Tensor]:
+    def init(device: torch.device | None) -> dict[str, torch.Tensor]:
         first = {"lr": float(lr), "best": sign * inf, "bad": 0, "waits": 0}
         wide = {float: torch.float64, int: torch.int64}
         return {name: torch.tensor(x, dtype=wide[type(x)], device=device) for name, x in first.items()}
 
-    def observe(state: dict[str, Tensor], metric: Tensor) -> dict[str, Tensor]:
+    def observe(state: dict[str, torch.Tensor], metric: torch.Tensor) -> dict[str, torch.Tensor]:
         lr, best, bad, waits = (state[name] for name in ("lr", "best", "bad", "waits"))
         better = sign * metric.to(best) < sign * best * (1 - sign * threshold)
         bad = torch.where(better | (waits > 0), 0, bad + 1)
@@ -187,16 +186,16 @@ class RateState:
     def init(self, device: torch.device) -> dict[str, Any]:
         return {name: self._rate.init(device) for name in self.names}
 
-    def at(self, state: Mapping[str, Any], updates: Tensor) -> Tensor | float:
+    def at(self, state: Mapping[str, Any], updates: torch.Tensor) -> torch.Tensor | float:
         """Return the rate after so many updates."""
         rate, argument = self._rate, state["rate"] if self.names else updates
         return rate(argument) if callable(rate) else rate
 
-    def since(self, state: dict[str, Any], more: Tensor) -> Tensor | float:
+    def since(self, state: dict[str, Any], more: torch.Tensor) -> torch.Tensor | float:
         count = state["updates"]
         return self.at(state, count + more.to(count) if callable(self._rate) else count)
 
-    def observe(self, state: dict[str, Any], metric: Tensor) -> dict[str, Any]:
+    def observe(self, state: dict[str, Any], metric: torch.Tensor) -> dict[str, Any]:
         return {**state, "rate": self._rate.observe(state["rate"], metric)}
 
 
@@ -219,11 +218,11 @@ def text_of_rate(lr: LearningRate) -> str:
     return f"lr {getattr(lr, '__qualname__', type(lr).__name__)} ({texts})"
 
 
-def _value_of(lr: Callable[[Tensor], Tensor | float], updates: int) -> float | str:
+def _value_of(lr: Callable[[torch.Tensor], torch.Tensor | float], updates: int) -> float | str:
     """Compute a rate after so many updates, or name the error that it raises: a table ends somewhere."""
     try:
         rate = lr(torch.tensor(updates, device="cpu"))
-        if isinstance(rate, Tensor) and rate.numel() == 1:
+        if isinstance(rate, torch.Tensor) and rate.numel() == 1:
             return float(rate.detach())
         if isinstance(rate, Real):
             return float(rate)
@@ -232,8 +231,8 @@ def _value_of(lr: Callable[[Tensor], Tensor | float], updates: int) -> float | s
     raise TypeError(f"lr({updates}): got {shown(rate)}, expected a number, or a tensor of one")
 
 
-def on_device(rate: Tensor | float, device: torch.device) -> Tensor | float:
+def on_device(rate: torch.Tensor | float, device: torch.device) -> torch.Tensor | float:
     """Convert a learning rate for the kernels: those of an accelerator read float32 alone."""
-    if not isinstance(rate, Tensor):
+    if not isinstance(rate, torch.Tensor):
         return float(rate)
     return rate.to(device, torch.float32 if accelerates(device) else rate.dtype).reshape(())

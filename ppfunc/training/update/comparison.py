@@ -7,7 +7,6 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ppfunc._checks import require_counts
@@ -31,7 +30,7 @@ ByAxes = dict[tuple[str, ...], list[str]]
 _CUT_FROM: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the step of a state: terms on whole parameters
 
 
-def note_whole(ranks: TrainingRanks, step: Tensor, params: Mapping[int, object]) -> None:
+def note_whole(ranks: TrainingRanks, step: torch.Tensor, params: Mapping[int, object]) -> None:
     """Note checksums of the parameters that a state of this ``step`` is cut from, for its first step."""
     if step.is_meta:  # of a state that no step begins from
         return
@@ -66,7 +65,7 @@ def start_facts(
 
 def alike_in_places(
     rule: UpdateRule, ranks: TrainingRanks, params: Mapping[int, Tree]
-) -> Iterator[tuple[str, dict[int, list[Tensor | None]]]]:
+) -> Iterator[tuple[str, dict[int, list[torch.Tensor | None]]]]:
     """Yield the parameters of every stage, then updates of ones by the optimizer, each with words.
 
     The updates find an optimizer that treats places of one parameter differently: its groups and masks go
@@ -106,7 +105,7 @@ def _checksums(ranks: TrainingRanks, trees: Iterable[tuple[str, object]]) -> ByA
     every = ranks.axes.data_axes
     facts: ByAxes = {axes: [] for n in range(len(every), 0, -1) for axes in combinations(every, n)}
     for name, tree in trees:
-        sums: dict[tuple[str, ...], list[Tensor]] = {every: []}
+        sums: dict[tuple[str, ...], list[torch.Tensor]] = {every: []}
         for leaf in tree_leaves(tree):
             sums.setdefault(ranks.copied_over(leaf), []).append(checksum(local(leaf)))
         for axes in facts.keys() & sums.keys():  # nobody has a copy of what is cut over all of them
@@ -114,7 +113,7 @@ def _checksums(ranks: TrainingRanks, trees: Iterable[tuple[str, object]]) -> ByA
     return facts
 
 
-def _digest(sums: Sequence[Tensor]) -> str:
+def _digest(sums: Sequence[torch.Tensor]) -> str:
     if not sums:
         return "none"
     numbers = torch.stack([s.to(sums[0].device) for s in sums]).tolist()
@@ -136,7 +135,7 @@ class KnownState:
         self._every = every
         self._steps = 0  # of all calls that have ended well
         self._generation: int | None = None  # the failures before; None where no state is known
-        self._step: Callable[[], Tensor | None] = lambda: None
+        self._step: Callable[[], torch.Tensor | None] = lambda: None
         self._versions: list[int | None] = []  # how often each leaf was written into, and where it is
 
     def goes_on(self, state: TrainState, stages: Mapping[int, StageLeaves], generation: int) -> bool:
@@ -163,5 +162,5 @@ def _versions(state: TrainState, stages: Mapping[int, StageLeaves]) -> list[int 
     leaves = [state.step, *state.scale.values()]
     for trees, params, optimizer, _ in stages.values():
         leaves += [*read(params, trees.params), *read(optimizer, trees.optimizer)]
-    addresses = [] if transforming() else map(Tensor.data_ptr, leaves)  # `.data = other` is no write
+    addresses = [] if transforming() else map(torch.Tensor.data_ptr, leaves)  # `.data = other` is no write
     return [*versions(leaves), *addresses]

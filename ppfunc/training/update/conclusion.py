@@ -8,7 +8,6 @@ from functools import reduce
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ppfunc.runtime.transport.collective import Collective, Wait
 from ppfunc.stage.engines.tracing.plain import run_traced
@@ -28,18 +27,22 @@ class Conclusion(NamedTuple):
         factor: of the gradients, None for 1.
     """
 
-    loss: Tensor
-    norm: Tensor
-    scale: Tensor
-    found_inf: Tensor
-    skipped: Tensor
-    step: Tensor
-    factor: Tensor | None = None
+    loss: torch.Tensor
+    norm: torch.Tensor
+    scale: torch.Tensor
+    found_inf: torch.Tensor
+    skipped: torch.Tensor
+    step: torch.Tensor
+    factor: torch.Tensor | None = None
 
 
 def shares(
-    norms: Mapping[int, Tensor], losses: Sequence[Tensor], norm_type: float, stages: int, device: torch.device
-) -> Tensor:
+    norms: Mapping[int, torch.Tensor],
+    losses: Sequence[torch.Tensor],
+    norm_type: float,
+    stages: int,
+    device: torch.device,
+) -> torch.Tensor:
     """Stack this rank's shares in the loss and in the norm of every stage: float64[1 + stages].
 
     Summed over the ranks, and then over the stages in order, they give the same bits in any number of
@@ -54,8 +57,8 @@ def shares(
 
 
 def _shares(
-    norm_type: float, stages: int, here: tuple[int, ...], device: torch.device, *tensors: Tensor
-) -> tuple[Tensor]:
+    norm_type: float, stages: int, here: tuple[int, ...], device: torch.device, *tensors: torch.Tensor
+) -> tuple[torch.Tensor]:
     zero = torch.zeros((), dtype=torch.float64, device=device)
     sums = [zero] * stages
     for stage, leaves in zip(here, tensors, strict=False):
@@ -64,7 +67,9 @@ def _shares(
     return (torch.stack([reduce(torch.add, losses, zero), *sums]),)
 
 
-def conclude(sums: Tensor, step: Tensor, loss_scale: Tensor | None, clip: Clip, skips: bool) -> Conclusion:
+def conclude(
+    sums: torch.Tensor, step: torch.Tensor, loss_scale: torch.Tensor | None, clip: Clip, skips: bool
+) -> Conclusion:
     """Conclude from the sum of the shares of all ranks.
 
     Args:
@@ -76,7 +81,9 @@ def conclude(sums: Tensor, step: Tensor, loss_scale: Tensor | None, clip: Clip, 
     return Conclusion(*run_traced(_conclude, (clip, skips), (sums, step, *scales)))
 
 
-def _conclude(clip: Clip, skips: bool, sums: Tensor, step: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
+def _conclude(
+    clip: Clip, skips: bool, sums: torch.Tensor, step: torch.Tensor, *scales: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     loss = sums[0]
     one = torch.ones((), dtype=loss.dtype, device=loss.device)
     scale = scales[0].to(one) if scales else one
@@ -90,13 +97,13 @@ def _conclude(clip: Clip, skips: bool, sums: Tensor, step: Tensor, *scales: Tens
     return loss, norm, scale, found_inf, skipped, step + (skipped <= 0), *rest
 
 
-def unscaled_norm(sums: Tensor, clip: Clip, scale: Tensor | None) -> Tensor:
+def unscaled_norm(sums: torch.Tensor, clip: Clip, scale: torch.Tensor | None) -> torch.Tensor:
     """Compute norms of gradients from the sums of those that the loss scale has multiplied."""
     norm = norm_of(sums, clip.norm_type)
     return norm if scale is None else norm / scale
 
 
-def start_largest(ranks: Collective, norms: Tensor) -> Wait:
+def start_largest(ranks: Collective, norms: torch.Tensor) -> Wait:
     """Begin to replace norms by the largest of all ranks, NaN if one of them is.
 
     The maximum of a backend may leave NaN out; a sum does not.

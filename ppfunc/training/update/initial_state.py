@@ -9,8 +9,6 @@ from typing import Any
 
 import optree
 import torch
-from optree import PyTreeSpec
-from torch import Tensor
 
 from ppfunc.runtime.agreement.ties import require_declared_trees
 from ppfunc.stage._torch import transforming
@@ -134,7 +132,7 @@ def _require_parameters_back(optimizer: Optimizer, params: Tree, name: str) -> N
     except Exception:
         return  # it does not take leaves of one element
     for leaf in tree_leaves(ones):
-        if isinstance(leaf, Tensor) and differentiable(leaf.dtype) and (leaf.abs() < 0.5).any():
+        if isinstance(leaf, torch.Tensor) and differentiable(leaf.dtype) and (leaf.abs() < 0.5).any():
             raise ValueError(
                 f"{name}: the optimizer {text_of(optimizer)} has made {leaf.flatten()[0].item():g} of a"
                 " parameter of 1 and a gradient of 0; expected new parameters; one that returns differences"
@@ -143,7 +141,10 @@ def _require_parameters_back(optimizer: Optimizer, params: Tree, name: str) -> N
 
 
 def _laid_out(
-    state: Tree, treedef: PyTreeSpec, shards: Sequence[Tensor], layouts: Sequence[MeshLayout | None]
+    state: Tree,
+    treedef: optree.PyTreeSpec,
+    shards: Sequence[torch.Tensor],
+    layouts: Sequence[MeshLayout | None],
 ) -> Tree:
     """Make DTensors of the leaves of an optimizer state that belong to parameters which are DTensors.
 
@@ -157,7 +158,9 @@ def _laid_out(
         except ValueError:
             return []
         numbers = [n for n, leaf in enumerate(column) if leaf is not None]
-        alike = all(isinstance(column[n], Tensor) and column[n].shape == shards[n].shape for n in numbers)
+        alike = all(
+            isinstance(column[n], torch.Tensor) and column[n].shape == shards[n].shape for n in numbers
+        )
         return numbers if alike else []
 
     def laid_out(node: Any) -> Any:
@@ -210,7 +213,7 @@ def require_elementwise(optimizer: Optimizer, params: Tree, dims: Sequence[int |
             )
 
 
-def _random(leaf: Tensor, dim: int | None, draw: torch.Generator) -> Tensor:
+def _random(leaf: torch.Tensor, dim: int | None, draw: torch.Generator) -> torch.Tensor:
     """Draw a tensor like a leaf, of an even size along ``dim``; zeros for leaves that do not train."""
     shape = [
         min(size, _LARGEST) // 2 * 2 or 2 if d == dim else min(size, _LARGEST)
@@ -222,7 +225,9 @@ def _random(leaf: Tensor, dim: int | None, draw: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=draw, dtype=wide).to(leaf.device)
 
 
-def _trained(optimizer: Optimizer, treedef: PyTreeSpec, columns: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _trained(
+    optimizer: Optimizer, treedef: optree.PyTreeSpec, columns: Sequence[Sequence[torch.Tensor]]
+) -> list[torch.Tensor]:
     """Return parameters, the first column, after updates by gradients, the others."""
     params, *gradients = (treedef.unflatten(t.clone() for t in column) for column in columns)
     state = optimizer.init(params)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ppfunc.stage.tree import tree_map
 
@@ -13,7 +12,9 @@ from .ranks import TrainingRanks
 from .train_state import Metrics, TrainState
 
 
-def losses_of_all(ranks: TrainingRanks, each: Mapping[int, Tensor], device: torch.device) -> Tensor:
+def losses_of_all(
+    ranks: TrainingRanks, each: Mapping[int, torch.Tensor], device: torch.device
+) -> torch.Tensor:
     """Put the losses of this process in their places among those of all data ranks: float64[ranks * m].
 
     Args:
@@ -26,7 +27,7 @@ def losses_of_all(ranks: TrainingRanks, each: Mapping[int, Tensor], device: torc
     return rows
 
 
-def learning_rate(optimizer: Optimizer, initial: TrainState, step: Tensor, like: Tensor) -> Any:
+def learning_rate(optimizer: Optimizer, initial: TrainState, step: torch.Tensor, like: torch.Tensor) -> Any:
     """Compute the learning rate of an update, from the state before the call and the updates since.
 
     Args:
@@ -41,14 +42,14 @@ def learning_rate(optimizer: Optimizer, initial: TrainState, step: Tensor, like:
     values = optimizer.rate(next(iter(initial.optimizer.values())), step - initial.step)
     if isinstance(values, float):
         return torch.full_like(like, values)
-    return tree_map(lambda v: v.to(like) if isinstance(v, Tensor) else torch.full_like(like, v), values)
+    return tree_map(lambda v: v.to(like) if isinstance(v, torch.Tensor) else torch.full_like(like, v), values)
 
 
 def with_norms(
     metrics: Metrics,
-    stages: Tensor,
-    leaves: Mapping[int, Mapping[str, Tensor]],
-    norm: Callable[[Tensor], Tensor],
+    stages: torch.Tensor,
+    leaves: Mapping[int, Mapping[str, torch.Tensor]],
+    norm: Callable[[torch.Tensor], torch.Tensor],
 ) -> Metrics:
     """Add the norms by stage and by leaf, which ``norm`` makes of their sums over all ranks."""
     by_leaf = {stage: {name: norm(s) for name, s in sums.items()} for stage, sums in leaves.items()}

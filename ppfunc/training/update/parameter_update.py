@@ -5,7 +5,6 @@ from functools import cache, partial
 from math import inf, isinf
 
 import torch
-from torch import Tensor
 
 from ppfunc.runtime.execution.buffers import Buffers, Gradients, Leaves, ParameterUpdate
 from ppfunc.runtime.execution.nonfinite import NotFinite
@@ -61,11 +60,13 @@ class TrainingUpdate(ParameterUpdate):
         self.stages: dict[int, StageLeaves] = {}
         # By stage, where gradients are added up, and the numbers of the leaves.
         self._reducers: dict[int, tuple[Reducer, Sequence[int]]] = {}
-        self._gradients: dict[int, dict[int, Tensor]] = {}  # by stage and number of the leaf
-        self._norms: dict[int, Tensor] = {}  # by stage, of the leaves that this rank counts
-        self._leaf_sums: dict[int, dict[str, Tensor]] = {}  # by stage and name, of all ranks, where asked for
-        self._factor: Tensor | None = None  # of the gradients, None for 1
-        self._found_inf: Tensor | None = None  # 1 where loss or gradients are not finite, float32[]
+        self._gradients: dict[int, dict[int, torch.Tensor]] = {}  # by stage and number of the leaf
+        self._norms: dict[int, torch.Tensor] = {}  # by stage, of the leaves that this rank counts
+        self._leaf_sums: dict[
+            int, dict[str, torch.Tensor]
+        ] = {}  # by stage and name, of all ranks, where asked for
+        self._factor: torch.Tensor | None = None  # of the gradients, None for 1
+        self._found_inf: torch.Tensor | None = None  # 1 where loss or gradients are not finite, float32[]
         self._gathers: dict[int, Callable[[], Leaves]] = {}  # of new parameters, by stage, in order
         self._conclusions: list[Wait] = []  # of every update whose sums over all ranks are under way
         self._updates_left: dict[int, int] = {}  # by stage, how many updates are to come
@@ -76,7 +77,7 @@ class TrainingUpdate(ParameterUpdate):
     def facts(self) -> tuple[str, dict[tuple[str, ...], str]]:
         return start_facts(self._rule, self._ranks, self.state)
 
-    def alike(self) -> Iterator[tuple[str, dict[int, list[Tensor | None]]]]:
+    def alike(self) -> Iterator[tuple[str, dict[int, list[torch.Tensor | None]]]]:
         return alike_in_places(self._rule, self._ranks, self.state.params)
 
     def patterns(self) -> dict[str, bool]:
@@ -87,7 +88,7 @@ class TrainingUpdate(ParameterUpdate):
         note_patterns(used, "reduce_state", self._rule.states.reduce or (), names)
         return used
 
-    def begin(self, weights: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    def begin(self, weights: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Divide the weights of the losses by their sum over all data ranks.
 
         Gradients of weights that are not divided yet could overflow in half precision.
@@ -154,7 +155,9 @@ class TrainingUpdate(ParameterUpdate):
             like = tuple([leaves[n].new_empty(0) if n in fixed else leaves[n] for n in numbers])
             self._gradients[stage] = dict(zip(numbers, gradients.take(like, torch.clone), strict=True))
 
-    def join(self, buffers: Buffers, losses: Sequence[Tensor], each: Mapping[int, Tensor] | None) -> None:
+    def join(
+        self, buffers: Buffers, losses: Sequence[torch.Tensor], each: Mapping[int, torch.Tensor] | None
+    ) -> None:
         """Sum the norm and the loss over all ranks; conclude from them where the updates are to come."""
         rule, world = self._rule, self._ranks.world
         for stage in sorted({*self._gradients, *self._reducers}) if rule.needs_all else ():
@@ -240,7 +243,7 @@ class TrainingUpdate(ParameterUpdate):
         self._gathers.clear()
         note_made(self.state, {stage: leaves.made() for stage, leaves in self.stages.items()})
 
-    def _renew(self, stage: int, params: Sequence[Tensor]) -> list[Tensor]:
+    def _renew(self, stage: int, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Replace the parameters of a stage in the state by new ones, of which this rank has these parts.
 
         Return them with the strides of those before, for which programs were traced.
@@ -255,12 +258,12 @@ class TrainingUpdate(ParameterUpdate):
         self.stages[stage] = self.stages[stage]._replace(params=leaves)
         return params
 
-    def _gather(self, buffers: Buffers, stage: int, shards: Sequence[Tensor]) -> None:
+    def _gather(self, buffers: Buffers, stage: int, shards: Sequence[torch.Tensor]) -> None:
         """Begin to gather the new parameters of a stage; the memory is that of two stages at a time."""
         left, precision = self._updates_left[stage], self._rule.precision
         del buffers.params[stage]
 
-        def renewed(whole: Sequence[Tensor]) -> Leaves:
+        def renewed(whole: Sequence[torch.Tensor]) -> Leaves:
             new = self._renew(stage, whole)
             # After the last update nobody computes with them.
             return tuple(precision.to_compute(new)) if left else ()
@@ -293,7 +296,7 @@ class TrainingUpdate(ParameterUpdate):
             sums = powers(norms, norm_type)
             self._leaf_sums[stage] = self._over_ranks(stage, dict(zip(counted, sums.unbind(), strict=True)))
 
-    def _over_ranks(self, stage: int, mine: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    def _over_ranks(self, stage: int, mine: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Add up the sums of the leaves of a stage over the ranks that hold parts of it, by name."""
         every = enumerate(leaf_names(Signature.of(self.state.params[stage])))
         names = {n: name for n, name in every if n not in self.stages[stage].trees.fixed}
@@ -306,10 +309,10 @@ class TrainingUpdate(ParameterUpdate):
     def _conclude(
         self,
         waits: Sequence[Wait],
-        sums: Tensor,
-        loss_scale: Tensor | None,
-        losses: Tensor | None,
-        leaves: Mapping[int, Mapping[str, Tensor]],
+        sums: torch.Tensor,
+        loss_scale: torch.Tensor | None,
+        losses: torch.Tensor | None,
+        leaves: Mapping[int, Mapping[str, torch.Tensor]],
     ) -> None:
         """Conclude from the sums over all ranks if the update is made, and the factor of the gradients."""
         for wait in waits:

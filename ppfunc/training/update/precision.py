@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import reduce
 
 import torch
-from torch import Tensor
 
 from ppfunc._checks import require_counts, require_number, require_positive
 from ppfunc._text import mend_for, shown
@@ -93,8 +92,8 @@ class LossScale:
         changes: ``update`` may change the state: steps have to skip updates that overflow.
     """
 
-    init: Callable[[torch.device | str | None], dict[str, Tensor]]
-    update: Callable[[dict[str, Tensor], Tensor], dict[str, Tensor]]
+    init: Callable[[torch.device | str | None], dict[str, torch.Tensor]]
+    update: Callable[[dict[str, torch.Tensor], torch.Tensor], dict[str, torch.Tensor]]
     text: str = "of functions of your own"
     changes: bool = True
 
@@ -111,7 +110,7 @@ def static_scale(scale: float = 1.0) -> LossScale:
     require_positive(scale=scale)
     require_number("scale", scale, below=_LARGEST)
 
-    def first(device: torch.device | str | None) -> dict[str, Tensor]:
+    def first(device: torch.device | str | None) -> dict[str, torch.Tensor]:
         return {"scale": torch.full((), scale, dtype=torch.float32, device=device)}
 
     return LossScale(first, lambda state, found_inf: state, f"static_scale({scale})", changes=False)
@@ -157,14 +156,14 @@ def dynamic_scale(
             " than 1"
         )
 
-    def first(device: torch.device | str | None) -> dict[str, Tensor]:
+    def first(device: torch.device | str | None) -> dict[str, torch.Tensor]:
         return {
             "scale": torch.full((), init, dtype=torch.float32, device=device),
             "good": torch.zeros((), dtype=torch.int32, device=device),
         }
 
     @torch.no_grad()
-    def update(state: dict[str, Tensor], found_inf: Tensor) -> dict[str, Tensor]:
+    def update(state: dict[str, torch.Tensor], found_inf: torch.Tensor) -> dict[str, torch.Tensor]:
         scale, good = state["scale"].clone(), state["good"].clone()
         update_scale(scale, good, found_inf.to(scale.device, torch.float32), growth, backoff, interval)
         return {"scale": scale.clamp_(min=torch.finfo(torch.float32).tiny), "good": good}
@@ -172,7 +171,7 @@ def dynamic_scale(
     return LossScale(first, update, f"dynamic_scale({init}, {growth}, {backoff}, {interval})")
 
 
-def overflow(*numbers: Tensor) -> Tensor:
+def overflow(*numbers: torch.Tensor) -> torch.Tensor:
     """Return 1 if any number, such as the loss, is not finite, else 0: float32[].
 
     >>> overflow(torch.tensor(1.0), torch.tensor(float("nan")))

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc.runtime import Transport
@@ -126,11 +125,11 @@ class TrainingRanks(NamedTuple):
         """Tell whether parameters are whole only between UNSHARD and RESHARD."""
         return self.shard == "params" and self.parts.size > 1
 
-    def cuts(self, leaves: Sequence[Tensor]) -> list[Cut]:
+    def cuts(self, leaves: Sequence[torch.Tensor]) -> list[Cut]:
         """Return how parameters are cut, for leaves as ``init`` gets them or as a state has them."""
         return [self._cut(leaf) for leaf in leaves]
 
-    def _cut(self, leaf: Tensor) -> Cut:
+    def _cut(self, leaf: torch.Tensor) -> Cut:
         layout, axes = layout_of(leaf), self.axes
         if self.mesh is None or not differentiable(leaf.dtype):
             return Cut(None, None, layout, layout, self.dense, layout is None or not layout.sharded)
@@ -157,16 +156,16 @@ class TrainingRanks(NamedTuple):
             kept = MeshLayout.of(self.mesh, placed, leaf.shape)
         return Cut(dim, None if self.shard == "none" else dim, given, kept, over, repeated)
 
-    def summed_over(self, leaf: Tensor) -> Sums:
+    def summed_over(self, leaf: torch.Tensor) -> Sums:
         """Return the data ranks over which the gradient of a leaf, or its change, is summed."""
         return self.experts if self.axes.experts in self._data_axes_of(leaf) else self.dense
 
-    def copied_over(self, leaf: Tensor) -> tuple[str, ...]:
+    def copied_over(self, leaf: torch.Tensor) -> tuple[str, ...]:
         """List the data axes along which ranks keep the same part of a leaf of a state."""
         cut = self._data_axes_of(leaf)
         return tuple(axis for axis in self.axes.data_axes if axis not in cut)
 
-    def require_whole(self, leaves: Sequence[Tensor], name: str) -> None:
+    def require_whole(self, leaves: Sequence[torch.Tensor], name: str) -> None:
         """Raise ValueError for parameters that are cut over a data axis other than that of experts."""
         axes = (axis for leaf in leaves for axis in self._data_axes_of(leaf) if axis != self.axes.experts)
         if axis := next(axes, None):
@@ -176,7 +175,7 @@ class TrainingRanks(NamedTuple):
                 " Axes(experts=...)"
             )
 
-    def _data_axes_of(self, leaf: Tensor) -> list[str]:
+    def _data_axes_of(self, leaf: torch.Tensor) -> list[str]:
         """List the data axes over which a leaf is cut."""
         layout = layout_of(leaf)
         if layout is None:
@@ -184,7 +183,7 @@ class TrainingRanks(NamedTuple):
         pairs = zip(layout.axes, layout.placements, strict=True)
         return [axis for axis, placement in pairs if axis in self.axes.data_axes and placement != "R"]
 
-    def shards(self, leaves: Sequence[Tensor], dims: Dims) -> Sequence[Tensor]:
+    def shards(self, leaves: Sequence[torch.Tensor], dims: Dims) -> Sequence[torch.Tensor]:
         """Return the shards of leaves of this rank that this data rank updates."""
         if self.shards_params or self.parts.size == 1:
             return leaves
@@ -199,7 +198,7 @@ class TrainingRanks(NamedTuple):
             self._bare(leaf, cut, precision) for leaf, cut in zip(leaves, self.cuts(leaves), strict=True)
         )
 
-    def _bare(self, leaf: Tensor, cut: Cut, precision: Precision) -> Tensor:
+    def _bare(self, leaf: torch.Tensor, cut: Cut, precision: Precision) -> torch.Tensor:
         """Make a tensor of the form of a whole parameter, without memory if this rank holds a shard."""
         part = precision.to_compute(local(leaf))
         if cut.dim is None:

@@ -6,7 +6,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ppfunc.runtime.execution.buffers import Leaves, Numbers, Owner
 from ppfunc.runtime.transport.collective import Wait
@@ -27,11 +26,11 @@ class _Memory(NamedTuple):
         over: the ranks of the sum.
     """
 
-    flat: Tensor
-    sent: Tensor
-    total: Tensor
-    leaves: list[Tensor]
-    totals: list[Tensor]
+    flat: torch.Tensor
+    sent: torch.Tensor
+    total: torch.Tensor
+    leaves: list[torch.Tensor]
+    totals: list[torch.Tensor]
     over: Sums
 
 
@@ -180,7 +179,7 @@ class Reducer:
         self._waits = None
         self._begun.clear()
         # New tensors, so that ``idle`` sees who keeps one.
-        return tuple(map(Tensor.detach, self._totals))
+        return tuple(map(torch.Tensor.detach, self._totals))
 
     @property
     def _missing(self) -> set[int]:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ppfunc.runtime.transport.collective import Collective
 from ppfunc.stage.signature import LeafSignature, differentiable
@@ -49,7 +48,7 @@ class Bucket(NamedTuple):
 
 
 def plan_buckets(
-    leaves: Sequence[Tensor | LeafSignature],
+    leaves: Sequence[torch.Tensor | LeafSignature],
     *,
     chosen: Iterable[int] | None = None,
     most: int = MOST,
@@ -75,7 +74,7 @@ def plan_buckets(
 
 
 def _laid_out(
-    leaves: Sequence[Tensor | LeafSignature],
+    leaves: Sequence[torch.Tensor | LeafSignature],
     numbers: Sequence[int],
     dtype: torch.dtype,
     most: int,
@@ -96,7 +95,7 @@ def _laid_out(
         yield Bucket(dtype, used, tuple(places))
 
 
-def views(bucket: Bucket, flat: Tensor) -> list[Tensor]:
+def views(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
     """View the leaves in a buffer: tensors that share its memory.
 
     Args:
@@ -135,7 +134,7 @@ def shard_dim(shape: Sequence[int], ranks: int, taken: Collection[int] = ()) -> 
     return next((d for d, size in enumerate(shape) if d not in taken and size and size % ranks == 0), None)
 
 
-def shard(leaves: Sequence[Tensor], dims: Dims, ranks: int, rank: int) -> tuple[Tensor, ...]:
+def shard(leaves: Sequence[torch.Tensor], dims: Dims, ranks: int, rank: int) -> tuple[torch.Tensor, ...]:
     """Cut leaves that this rank has whole: shards in new memory; leaves that are not cut as they are."""
     return tuple(
         leaf
@@ -147,8 +146,8 @@ def shard(leaves: Sequence[Tensor], dims: Dims, ranks: int, rank: int) -> tuple[
 
 @torch.no_grad()
 def gather(
-    shards: Sequence[Tensor], dims: Dims, ranks: Collective, *, most: int = MOST
-) -> Callable[[], tuple[Tensor, ...]]:
+    shards: Sequence[torch.Tensor], dims: Dims, ranks: Collective, *, most: int = MOST
+) -> Callable[[], tuple[torch.Tensor, ...]]:
     """Begin to gather whole leaves from the shards of all ranks, those of :func:`shard`.
 
     Returns:
@@ -166,7 +165,7 @@ def gather(
         begun.append((bucket, *ranks.all_gather(part)))
 
     @torch.no_grad()
-    def gathered() -> tuple[Tensor, ...]:
+    def gathered() -> tuple[torch.Tensor, ...]:
         while begun:
             bucket, flat, wait = begun.pop(0)
             wait()
@@ -185,20 +184,20 @@ def whole_shape(shape: Sequence[int], dim: int | None, ranks: int) -> tuple[int,
     return tuple(size * ranks if d == dim else size for d, size in enumerate(shape))
 
 
-def part_signature(leaf: Tensor | LeafSignature, dim: int | None, ranks: int) -> LeafSignature:
+def part_signature(leaf: torch.Tensor | LeafSignature, dim: int | None, ranks: int) -> LeafSignature:
     """Return the signature of one of so many equal parts of a leaf."""
     return LeafSignature(
         tuple(size // ranks if d == dim else size for d, size in enumerate(leaf.shape)), leaf.dtype, False
     )
 
 
-def by_rank(leaf: Tensor, dim: int | None, ranks: int) -> Tensor:
+def by_rank(leaf: torch.Tensor, dim: int | None, ranks: int) -> torch.Tensor:
     """View a whole leaf with two dimensions in the place of ``dim``: ranks, and the rows of each."""
     assert dim is not None
     return leaf.unflatten(dim, (ranks, leaf.shape[dim] // ranks))
 
 
-def views_by_rank(bucket: Bucket, flat: Tensor, dims: Dims, ranks: int) -> list[Tensor]:
+def views_by_rank(bucket: Bucket, flat: torch.Tensor, dims: Dims, ranks: int) -> list[torch.Tensor]:
     """View the whole leaves, as of :func:`by_rank`, in a buffer that holds the shards rank after rank."""
     rows, leaves = flat.view(ranks, bucket.numel), []
     for place in bucket.places:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, Self
 from weakref import ref
 
 import torch
-from torch import Tensor
 
 from ppfunc._text import shown
 from ppfunc.runtime.call.forms import Form, form_of, has_form, leaves_like
@@ -88,8 +87,8 @@ class StageLeaves(NamedTuple):
     """
 
     trees: StageTrees
-    params: list[Tensor]
-    optimizer: list[Tensor]
+    params: list[torch.Tensor]
+    optimizer: list[torch.Tensor]
     update: StageUpdate | None = None
 
     def has_form(self) -> bool:
@@ -106,15 +105,15 @@ class StageMade(NamedTuple):
 
     trees: StageTrees
     update: StageUpdate | None
-    leaves: list[ref[Tensor]]
+    leaves: list[ref[torch.Tensor]]
 
 
-def read(leaves: list[Tensor], form: Form) -> list[Tensor]:
+def read(leaves: list[torch.Tensor], form: Form) -> list[torch.Tensor]:
     """Return the local leaves of a tree of this form."""
     return leaves if form.layouts is None else list(map(local, leaves))
 
 
-def laid_out(leaves: Sequence[Tensor], form: Form) -> list[Tensor]:
+def laid_out(leaves: Sequence[torch.Tensor], form: Form) -> list[torch.Tensor]:
     """Make the leaves of a tree of this form of its local leaves."""
     return list(leaves if form.layouts is None else map(distributed, leaves, form.layouts))
 

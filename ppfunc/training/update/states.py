@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
 
 from ppfunc._text import shown
 from ppfunc.runtime.execution.buffers import Leaves
@@ -126,7 +125,7 @@ class StateRule(NamedTuple):
         return tuple(leaf.detach() for leaf in map(local, tree_flatten(changed)[0]))
 
 
-def _change(before: Tensor, after: Tensor) -> Tensor:
+def _change(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """Subtract, integers in int64. Equal elements give 0, infinities as well."""
     if not (before.is_floating_point() or before.is_complex()):
         before, after = before.long(), after.long()
@@ -135,8 +134,8 @@ def _change(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _add(
-    new: list[Tensor], before: Leaves, ways: Sequence[str], changes: Sequence[Tensor], numbers: Sequence[int],
-    ranks: int,
+    new: list[torch.Tensor], before: Leaves, ways: Sequence[str], changes: Sequence[torch.Tensor],
+    numbers: Sequence[int], ranks: int,
 ) -> None:  # fmt: skip
     """Add the changes of so many ranks, or their mean, to the leaves of these numbers."""
     for n, change in zip(numbers, changes, strict=True):

@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 import torch
 from optree import PyTreeSpec
-from torch import Tensor
 
 from ppfunc._checks import require_one_of, require_type
 from ppfunc.runtime.call.forms import Form, leaves_like
@@ -112,12 +111,12 @@ class StageUpdate:
 
     def __call__(
         self,
-        grads: list[Tensor],
-        state: list[Tensor],
-        params: list[Tensor],
-        found_inf: Tensor | None,
-        step: Tensor,
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        grads: list[torch.Tensor],
+        state: list[torch.Tensor],
+        params: list[torch.Tensor],
+        found_inf: torch.Tensor | None,
+        step: torch.Tensor,
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """Run the optimizer.
 
         Args:
@@ -129,7 +128,7 @@ class StageUpdate:
         """
         rule, (of_params, of_state) = self._rule, self._forms
         found_inf = found_inf if rule.on_nonfinite == "skip" else None
-        seen, written = looked_through((grads, state, params)), list[Tensor]()
+        seen, written = looked_through((grads, state, params)), list[torch.Tensor]()
         if self._run is None and not seen:
             if (found := updated_from(step, (*state, *params))) is not None:
                 names = (f"{name}[{self._stage}]" for name in ("state.optimizer", "state.params"))
@@ -152,12 +151,12 @@ class StageUpdate:
 
     def _by_trees(
         self,
-        grads: Sequence[Tensor],
-        state: Sequence[Tensor],
-        params: Sequence[Tensor],
-        found_inf: Tensor | None,
-        written: list[Tensor],
-    ) -> tuple[list[Tensor], list[Tensor]]:
+        grads: Sequence[torch.Tensor],
+        state: Sequence[torch.Tensor],
+        params: Sequence[torch.Tensor],
+        found_inf: torch.Tensor | None,
+        written: list[torch.Tensor],
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Run an update that knows trees alone; ``written`` gets the leaves that it has written into."""
         stage, (of_params, of_state) = self._stage, self._forms
         leaves = [*state, *params]
@@ -183,7 +182,9 @@ class StageUpdate:
         )
 
 
-def _alike(stage: int, name: str, before: Sequence[Tensor], form: Form, new: Tree) -> list[Tensor]:
+def _alike(
+    stage: int, name: str, before: Sequence[torch.Tensor], form: Form, new: Tree
+) -> list[torch.Tensor]:
     """Return the leaves of a tree that the optimizer has made; raise ValueError for one of another form."""
     after = leaves_like(new, form)
     if after is None:  # its keys may be in another order
@@ -196,13 +197,13 @@ def _alike(stage: int, name: str, before: Sequence[Tensor], form: Form, new: Tre
     for n, (one, other) in enumerate(zip(before, after, strict=True)):
         if one is other:
             continue
-        if not isinstance(other, Tensor) or (one.dtype, one.shape, one.device) != (
+        if not isinstance(other, torch.Tensor) or (one.dtype, one.shape, one.device) != (
             other.dtype,
             other.shape,
             other.device,
         ):
             got, expected = (
-                f"{t.dtype}{list(t.shape)}" if isinstance(t, Tensor) else reprlib.repr(t)
+                f"{t.dtype}{list(t.shape)}" if isinstance(t, torch.Tensor) else reprlib.repr(t)
                 for t in (other, one)
             )
             where = f"the {name} {expected} of stage {stage}, {tree_paths(form.treedef, name)[n]}"
@@ -274,7 +275,7 @@ def _forms(tree: Tree, name: str) -> dict[str, str]:
     return {path: f"{t.dtype} of {t.ndim} dimensions" for path, t in pairs}
 
 
-def _one(leaf: Tensor) -> Tensor:
+def _one(leaf: torch.Tensor) -> torch.Tensor:
     """Make ones of at most one element, of the dimensions and the dtype of a leaf."""
     leaf = local(leaf)
     return torch.ones([min(1, size) for size in leaf.shape], dtype=leaf.dtype, device=leaf.device)
