@@ -8,10 +8,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from ppfunc.schedule.formats.scatter import to_scatter
-from ppfunc.schedule.names import find_builder
-from ppfunc.schedule.overview import Overview, compare_schedules
-from ppfunc.schedule.schedule import Schedule
+from ppfunc.schedule import Overview, Schedule, compare_schedules, find_builder, to_scatter
 
 from .costs import add_cost_options, read_costs, require_effect
 from .output import form_of, write

@@ -6,11 +6,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ppfunc.schedule.costs import Costs
+from ppfunc.schedule import Costs, Schedule, Timeline
 from ppfunc.schedule.formats.json import load
 from ppfunc.schedule.instruction import RESIDUAL_OPS, TAIL, Op
-from ppfunc.schedule.schedule import Schedule
-from ppfunc.schedule.timeline import Timeline
 
 from .number import numbers
 from .sources import find_schedule, takes_costs, text_of_path

@@ -4,9 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from ppfunc.parallel.partition import partition_balanced
-from ppfunc.parallel.stack import effective_loads, partition_layers
-from ppfunc.parallel.topology import Topology
+from ppfunc.parallel import Topology, effective_loads, partition_balanced, partition_layers
 
 from .number import count, number
 

@@ -10,12 +10,8 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from ppfunc.schedule.costs import Costs
-from ppfunc.schedule.formats.csv import to_csv
-from ppfunc.schedule.formats.json import to_json
-from ppfunc.schedule.formats.svg import to_svg
+from ppfunc.schedule import Costs, Plan, plan, to_csv, to_json, to_svg
 from ppfunc.schedule.planner.placements import chunk_counts, shared_costs
-from ppfunc.schedule.planner.plan import Plan, plan
 
 from .costs import add_cost_options, read_costs
 from .number import count

@@ -7,22 +7,26 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from ppfunc.schedule.builders import BUILDERS
-from ppfunc.schedule.certificate import check
-from ppfunc.schedule.compare_timelines import compare
-from ppfunc.schedule.costs import Costs
-from ppfunc.schedule.formats.csv import to_csv
-from ppfunc.schedule.formats.grid import to_grid
-from ppfunc.schedule.formats.json import to_json
-from ppfunc.schedule.formats.steps import to_steps
-from ppfunc.schedule.formats.svg import to_svg
-from ppfunc.schedule.formats.torch_csv import to_torch_csv
-from ppfunc.schedule.formats.trace import to_trace
-from ppfunc.schedule.names import find_builder
-from ppfunc.schedule.passes.place_communication import place_communication
-from ppfunc.schedule.passes.rewrite import compute_only, remove_slots
-from ppfunc.schedule.schedule import Schedule
-from ppfunc.schedule.timeline import Timeline, simulate
+from ppfunc.schedule import (
+    BUILDERS,
+    Costs,
+    Schedule,
+    Timeline,
+    check,
+    compare,
+    compute_only,
+    find_builder,
+    place_communication,
+    remove_slots,
+    simulate,
+    to_csv,
+    to_grid,
+    to_json,
+    to_steps,
+    to_svg,
+    to_torch_csv,
+    to_trace,
+)
 
 from .costs import add_cost_options, costed_schedule, require_effect
 from .output import form_of, write

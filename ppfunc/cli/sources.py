@@ -9,12 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ppfunc._text import suggestion
-from ppfunc.schedule.costs import Costs
+from ppfunc.schedule import Costs, FormatError, Schedule, Timeline, find_builder
 from ppfunc.schedule.formats.files import parse, read_text, text_of
-from ppfunc.schedule.formats.text import FormatError
-from ppfunc.schedule.names import find_builder
-from ppfunc.schedule.schedule import Schedule
-from ppfunc.schedule.timeline import Timeline
 
 from .number import count, number
 

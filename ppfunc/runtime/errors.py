@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Self
 
 from ppfunc._text import limited
-from ppfunc.schedule import Instruction, parts_of
-from ppfunc.schedule.formats.text import parse_instruction
+from ppfunc.schedule import Instruction, parse_instruction, parts_of
 
 
 class PipelineError(RuntimeError):

@@ -17,9 +17,7 @@ from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from ppfunc.schedule.builders import BUILDERS
-from ppfunc.schedule.passes.place_communication import place_communication
-from ppfunc.schedule.schedule import Schedule
+from ppfunc.schedule import BUILDERS, Schedule, place_communication
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy

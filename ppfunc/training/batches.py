@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ppfunc._text import shown
-from ppfunc.runtime import Microbatches
+from ppfunc.runtime import Microbatches, StepResult
 from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, read_loss_weights, read_seed
-from ppfunc.runtime.call.results import StepResult
 from ppfunc.stage.tree import tree_map
 
 from .update.train_state import Metrics

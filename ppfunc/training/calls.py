@@ -8,10 +8,9 @@ from weakref import ref
 
 from torch import Tensor
 
-from ppfunc.runtime import StepFunction, StepSpec, Transport
+from ppfunc.runtime import StepFunction, StepResult, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import require_declared_trees
 from ppfunc.runtime.call.arguments import RawArguments
-from ppfunc.runtime.call.results import StepResult
 from ppfunc.runtime.lowering.stage_programs import StagePrograms
 from ppfunc.schedule import (
     Schedule,

@@ -10,10 +10,9 @@ import torch
 
 from ppfunc._step_factory import Stages, make_step, reporting_mistakes, unpacked
 from ppfunc._text import answering, naming_arguments
-from ppfunc.runtime import InProcess, StepSpec, Transport
+from ppfunc.runtime import InProcess, StepResult, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import TiedPlaces
 from ppfunc.runtime.call.arguments import LossWeights, Seed
-from ppfunc.runtime.call.results import StepResult
 from ppfunc.runtime.lowering.lowered import Updates
 from ppfunc.runtime.lowering.overlap import Overlapped
 from ppfunc.schedule import Schedule, Timeline

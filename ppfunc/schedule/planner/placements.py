@@ -6,8 +6,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from ppfunc._checks import require_counts
-from ppfunc.parallel.partition import Partition, partition_balanced
-from ppfunc.parallel.placement import Placement, explicit, loop
+from ppfunc.parallel import Partition, Placement, explicit, loop, partition_balanced
 
 from ..costs import SENT, Costs, Number, exact_portion
 from .bounds import bound_of
