@@ -46,8 +46,7 @@ class _PairGroup:
     ``group`` is None until it is connected, and again after a failure.
     """
 
-    def __init__(self) -> None:
-        self.group: Any = None
+    group: Any = None
 
 
 class PairGroups:
