@@ -6,7 +6,6 @@
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from ppfunc.stage._torch import is_dtensor, part_of, transforming
 from ppfunc.stage.tree import tree_leaves
@@ -31,7 +30,7 @@ def looked_through(trees: Any) -> bool:
 
     Parameters of modules are values: who trains them wants no graph from step to step.
     """
-    if transforming() or forward_ad._current_level >= 0:
+    if transforming() or torch.autograd.forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(
         isinstance(leaf, torch.Tensor) and leaf.requires_grad and not isinstance(leaf, torch.nn.Parameter)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from optree import PyTreeSpec
-from torch.overrides import TorchFunctionMode
 
 from .._torch import (
     ASSIGNS_DATA,
@@ -40,7 +39,7 @@ from .evaluation import (
 from .purity import Purity, without_foreign_draws
 
 
-class SeenFunctions(TorchFunctionMode):
+class SeenFunctions(torch.overrides.TorchFunctionMode):
     """Watches what operators do not see: assignments to ``data``."""
 
     assigns = False

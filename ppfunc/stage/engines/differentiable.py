@@ -6,7 +6,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from .._torch import awaited, version
 from ..abstract.evaluation import NoValuesError, in_python, require_values
@@ -165,7 +164,7 @@ class DifferentiableStage:
             )
 
 
-class WithoutCudnn(TorchFunctionMode):
+class WithoutCudnn(torch.overrides.TorchFunctionMode):
     """Compute recurrent layers, and nothing else, by torch's own kernels.
 
     The derivatives of cuDNN's cannot be traced. ``torch.func`` does not take those of LSTM and GRU either:

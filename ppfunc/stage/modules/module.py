@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from ppfunc._text import mend_of, naming_arguments, shown
 
@@ -137,7 +136,7 @@ def require_usable(module: Any) -> None:
             " it was scripted"
         )
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor):
+        if torch.nn.parameter.is_lazy(tensor):
             raise ValueError(
                 f"{name} is not initialised, its shape is not known; run the module once on an example first"
             )

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from torch.overrides import TorchFunctionMode
 
 from .._torch import DECOMPOSITIONS, require_batch, require_spatial
 
@@ -19,7 +18,7 @@ _LAYER = DECOMPOSITIONS[torch.ops.aten.native_layer_norm.default]
 _BATCH = DECOMPOSITIONS[torch.ops.aten._native_batch_norm_legit.no_stats]
 
 
-class DecomposedNorms(TorchFunctionMode):
+class DecomposedNorms(torch.overrides.TorchFunctionMode):
     """Compute normalisation by decompositions."""
 
     def __torch_function__(

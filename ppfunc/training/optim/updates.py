@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from ppfunc._checks import require_number, require_type
 from ppfunc._text import naming_arguments
@@ -200,7 +199,7 @@ def _by_kernel(
     own = owned(plan, (trained_leaves(plan, params), *columns), donate)
     if donate:
         written += [leaf for column in own for leaf in column]
-        increment_version(written)  # the kernels do not count that they write
+        torch.autograd.graph.increment_version(written)  # the kernels do not count that they write
     every = [for_kernels(plan, c) for c in (own[0], trained_leaves(plan, grads), *own[1:])]
     for decay, group in plan.groups:
         chosen = [column if len(group) == len(column) else [column[n] for n in group] for column in every]

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
 
 from ..._torch import FakeTensorMode, inductor, vector_options
 from .cut import Block
@@ -33,7 +32,7 @@ def without_onednn() -> Iterator[None]:
 
 def compiled(
     block: Block,
-) -> tuple[Callable[..., Any], tuple[Node, ...], tuple[Node, ...]]:
+) -> tuple[Callable[..., Any], tuple[torch.fx.Node, ...], tuple[torch.fx.Node, ...]]:
     """Compile the body of a part as one function.
 
     Returns:
@@ -65,7 +64,7 @@ def compiled(
             torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
             for v in (n.meta["val"] for n in inputs)
         ]
-    graph = Graph()
+    graph = torch.fx.Graph()
     graph.output(Block((inputs,), block.body, (outputs,)).copied(graph).results[0])
     module = module_of(graph)
     for node in graph.nodes:
