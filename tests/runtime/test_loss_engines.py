@@ -81,6 +81,33 @@ def test_an_engine_is_chosen_and_said(problem, loss_fn):
             torch.testing.assert_close(result, reference(model, loss_fn, x, t)[0])
 
 
+@pytest.mark.parametrize("part", ["stage", "loss"])
+def test_what_raises_once_while_it_is_traced_is_traced_again_by_the_next_call(part):
+    calls = dict.fromkeys(("stage", "loss"), 0)
+
+    def called(name):
+        calls[name] += 1
+        if name == part and calls[name] == 2:  # the first is the evaluation
+            raise ConnectionError("busy")
+
+    def stage(params, x):
+        called("stage")
+        return x * params
+
+    def loss(y, target):
+        called("loss")
+        return squared(y, target)
+
+    step = pp.value_and_grad([stage], loss, pp.gpipe(1, 2))
+    args = {0: torch.ones(D)}, torch.randn(ROWS, D), torch.randn(ROWS, D)
+    with pytest.raises(StageError, match="ConnectionError.*busy"):
+        step(*args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(step(*args)[0], squared(args[1], args[2]))
+    assert hasattr(step._compiled.last.compiled.programs[0, 0].flat.backward, "recipe")
+
+
 def test_a_trainer_takes_one_and_aux_comes_back(problem):
     model, x, t = problem
     parts = pp.split(model, x[:2], at=["2"])

@@ -271,13 +271,12 @@ class StagePrograms:
                 return engine(call.function, call.example, outline=evaluation, **call.options)
             return with_loss_apart(engine, loss_engine, *parts, evaluation)
         except StageError as error:
-            # One that raised may not raise again.
             if loss_engine is not None or call.function.loss_fn is None or not evaluation.lasts:
                 raise
             refused = failure = error
         from ppfunc.stage.engines import eager, functional
 
-        for loss_engine in (functional, eager):
+        for loss_engine in (engine, functional, eager):
             try:
                 program = with_loss_apart(engine, loss_engine, *parts, evaluation)
             except StageError as error:
@@ -285,6 +284,8 @@ class StagePrograms:
                     break  # it is not the loss
                 failure = error
                 continue
+            if loss_engine is engine:
+                raise refused  # the stage or the loss raised, and does not again: the next call tries anew
             other = f"engines.{loss_engine.__name__}"
             warn(
                 f"the loss is differentiated by {other}, since the engine of the stages cannot serve it"
