@@ -5,7 +5,7 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 C = TypeVar("C", bound=type)
 P = ParamSpec("P")
@@ -77,6 +77,20 @@ def answering(owner: C) -> C:
     if issubclass(owner, tuple):
         owner.__getitem__, owner.__setattr__ = item, fixed  # type: ignore[method-assign]
     return owner
+
+
+def not_copied(kind: str, mend: str) -> Callable[..., NoReturn]:
+    """Make the ``__reduce__`` of what is bound to its process: copies and pickles raise TypeError.
+
+    Args:
+        kind: of object, with its article.
+        mend: what to do instead.
+    """
+
+    def refuse(self: object) -> NoReturn:
+        raise TypeError(f"{kind} is not copied, pickled or sent to a process: {mend}")
+
+    return refuse
 
 
 def naming_arguments(function: Callable[P, R]) -> Callable[P, R]:

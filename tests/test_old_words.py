@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
 import subprocess
 import sys
 from collections import UserDict
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -21,11 +23,14 @@ from tests.models import dense, problem, squared
 SCHEDULE = pp.one_f_one_b(2, 4)
 PARAMS, INPUTS, TARGETS = problem(SCHEDULE)
 STEP = pp.value_and_grad([dense] * 2, squared, SCHEDULE)
+EVALUATOR = pp.evaluate([dense] * 2, squared, SCHEDULE)
+LOWERED = STEP.lower(PARAMS, INPUTS, TARGETS)
 MODEL = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
 SPLIT = pp.split(MODEL, (INPUTS[:3],), at=["1"])
 OPTIMIZER = pp.optim.adamw(1e-3)
 TRAINER = pp.Trainer(SPLIT, squared, SCHEDULE, OPTIMIZER)
 STATE = TRAINER.init(SPLIT.params)
+TRAINING = TRAINER.lower(SPLIT.params, INPUTS, TARGETS)
 TIMELINE = pp.simulate(SCHEDULE)
 OWNERS = [SCHEDULE, SPLIT, STEP, TRAINER, STATE, OPTIMIZER, TIMELINE]
 
@@ -186,6 +191,12 @@ MISTAKES = {
     "a split that is saved": (lambda: pickle.dumps(SPLIT), "split the model in each process"),
     "a trainer that is pickled": (lambda: pickle.dumps(TRAINER), "make a trainer in each process"),
     "a trainer that is copied": (lambda: deepcopy(TRAINER), "save its state by ppfunc.checkpoint.save"),
+    "a step that is copied": (lambda: deepcopy(STEP), "a step function is not copied.*in each process"),
+    "a step that is saved": (lambda: torch.save(STEP, io.BytesIO()), "save the parameters by"),
+    "an evaluator that is sent": (lambda: pickle.dumps(partial(EVALUATOR, PARAMS)), "in each process"),
+    "a lowered step that is pickled": (lambda: pickle.dumps(LOWERED), "lower it in each process"),
+    "a compiled step that is copied": (lambda: deepcopy(LOWERED.compile()), "keep its as_text()"),
+    "a lowered training step": (lambda: deepcopy(TRAINING), "in each process"),
     "too few programs": (
         lambda: check(single_chain("mine", [0, 1], 1, [[F(0, 0)]])), "give a program for each rank",
     ),

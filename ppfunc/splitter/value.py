@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ppfunc._text import answering, mend_of
+from ppfunc._text import answering, mend_of, not_copied
 
 if TYPE_CHECKING:
     from .source import Source
@@ -64,11 +64,10 @@ class Split:
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(f"a split is not called as its model is; here: {mend_of('Split', 'forward')}")
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a split is not copied, pickled or sent to a process: save split.state_dict() or, by"
-            " ppfunc.checkpoint.save, a state, and split the model in each process"
-        )
+    __reduce__ = not_copied(
+        "a split",
+        "save split.state_dict() or, by ppfunc.checkpoint.save, a state, and split the model in each process",
+    )
 
     @property
     def model(self) -> nn.Module:

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import call
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 
 from ppfunc._step_factory import Stages, make_step, reporting_mistakes, unpacked
-from ppfunc._text import answering, naming_arguments
+from ppfunc._text import answering, naming_arguments, not_copied
 from ppfunc.runtime import InProcess, StepResult, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import TiedPlaces
 from ppfunc.runtime.call.arguments import LossWeights, Seed
@@ -130,11 +130,9 @@ class Trainer:
         """Return the schedule that trains, with its sums and updates."""
         return self._calls.schedule
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a trainer is not copied, pickled or sent to a process: save its state by ppfunc.checkpoint.save,"
-            " and make a trainer in each process"
-        )
+    __reduce__ = not_copied(
+        "a trainer", "save its state by ppfunc.checkpoint.save, and make a trainer in each process"
+    )
 
     def __repr__(self) -> str:
         return f"<trainer of {self._calls.step!r}>"

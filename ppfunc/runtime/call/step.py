@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from ppfunc._text import answering, with_arguments
+from ppfunc._text import answering, not_copied, with_arguments
 from ppfunc.stage._torch import transforming
 from ppfunc.stage.device import on_device
 
@@ -69,6 +69,11 @@ class StepFunction(Generic[P, R]):
         self._addresses: tuple[StepForm, list[int]] | None = None
         self._compiled = CompiledSteps(pipeline, repr(self))
         self._siblings: dict[tuple[str, ...], StepFunction[P, R]] = {}
+
+    __reduce__ = not_copied(
+        "a step function",
+        "save the parameters by ppfunc.checkpoint.save, and make the step function in each process",
+    )
 
     def __repr__(self) -> str:
         stages = ", ".join(map(str, self._stages))

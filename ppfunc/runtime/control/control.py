@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ppfunc._text import not_copied
 from ppfunc.stage.device import upload
 from ppfunc.stage.interrupts import hold_interrupts, keep_holding, send_later
 
@@ -292,6 +293,8 @@ class Control:
         with self.hold_interrupts():
             self._closed = True
             self.links.close()
+
+    __reduce__ = not_copied("a transport", "make one in each process, such as pp.P2P()")
 
     def __enter__(self) -> Self:
         return self

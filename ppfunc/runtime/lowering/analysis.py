@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from ppfunc._text import not_copied
 from ppfunc.schedule import Costs, Instruction, Op, Schedule, parts_of
 from ppfunc.schedule.costs import require_costs
 from ppfunc.schedule.instruction import COMMUNICATION
@@ -53,6 +54,8 @@ class Shown:
 
     def __init__(self, lowered: LoweredStep, programs: Callable[[], Mapping[Key, StageProgram]]) -> None:
         self._lowered, self.programs = lowered, programs
+
+    __reduce__ = not_copied("a lowered step", "keep its as_text(), or lower it in each process")
 
     def __repr__(self) -> str:
         return repr(self._lowered)
