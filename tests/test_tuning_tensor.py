@@ -207,6 +207,9 @@ ENDS = {
 }
 
 
+HEADS = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -226,6 +229,36 @@ def of_four(mesh):
     if mesh.size() > 2:
         raise ValueError("two heads over more ranks")
     return laid(mesh)
+
+
+class Heads(nn.Module):
+    """Three heads, which two ranks cannot share."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.double()
+
+    def forward(self, x):
+        return self.down(self.up(x).view(len(x), 3, 4).flatten(1))
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused_with_what_to_do():
+    """By a search, which splits, and by a step."""
+    options = {"ranks": 2, "grids": [(1, 1, 2)], "microbatch": [4]}
+    found = pp.tune(
+        **arguments(model=Heads(), tensor=lambda mesh: parallelize_module(Heads(), mesh, HEADS), **options)
+    )
+    advice = "take a number of ranks that divides what this line reshapes, such as heads"
+    assert advice in found.refused["times of 2 tensor ranks"] and not found.rows
+    assert "call the model itself" not in str(found)
+    mesh = fake_mesh((1, 1, 2))
+    part = pp.parallelize(Heads(), mesh["tp"], HEADS)
+    paper = pp.OnPaper(mesh=mesh, axes=pp.Axes("pp", data="dp", model="tp"))
+    step = pp.value_and_grad([part.fn], squared, pp.gpipe(1, 4), paper)
+    with pytest.raises(pp.StageError, match=f"test_tuning_tensor.py:.*Instead: .*{advice}"):
+        step.lower({0: part.params}, batch_of(), batch_of())
+    dist.destroy_process_group()
 
 
 def test_what_the_user_lays_out_is_checked():

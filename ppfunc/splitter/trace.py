@@ -23,7 +23,7 @@ from ppfunc.stage.abstract.evaluation import (
 )
 from ppfunc.stage.abstract.purity import without_foreign_draws
 from ppfunc.stage.constants import without_constants
-from ppfunc.stage.layout import distributed, layout_of, local
+from ppfunc.stage.layout import LAY_OTHERWISE, distributed, layout_of, local
 from ppfunc.stage.modules.module import further_places, is_subclass, unmodified
 from ppfunc.stage.places import line_of
 from ppfunc.stage.process import process_lock
@@ -210,11 +210,12 @@ def _call(
             f"it raised {type(error).__name__}{line_of(error)} when it was called without values:"
             f" {str(error).rstrip('.')}"
         )
-        mend = (
-            "register one"
-            if "fake impl" in reason
-            else f"call the model itself on inputs of this form; if that works, {BY_HAND}"
-        )
+        if "fake impl" in reason:
+            mend = "register one"
+        elif any(map(layout_of, model.parameters())):
+            mend = LAY_OTHERWISE
+        else:
+            mend = f"call the model itself on inputs of this form; if that works, {BY_HAND}"
         if any(isinstance(argument, list) for argument in arguments[0]):
             mend = f"a list is one argument, where several arguments are a tuple; else {mend}"
         raise StageError(MODEL, reason, mend) from error

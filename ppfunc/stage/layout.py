@@ -162,6 +162,13 @@ def cut_by(mesh: DeviceMesh, placements: Sequence[Placement], part: Sequence[int
     return MeshLayout.of(mesh, positive, whole)
 
 
+LAY_OTHERWISE = (
+    "its parameters are cut over ranks: take a number of ranks that divides what this line reshapes, such as"
+    " heads, or change the plan; for pp.tune, leave these ranks out of grids="
+)
+"""What to do where a stage or a model cannot run on its part of the parameters."""
+
+
 class Boundary(NamedTuple):
     """Describe how the tensors that a stage takes and returns lie over the ranks of an axis.
 

@@ -20,7 +20,7 @@ from .._torch import (
 )
 from ..errors import StageError, by_dtensor, raised
 from ..interrupts import hold_interrupts
-from ..layout import local
+from ..layout import LAY_OTHERWISE, Boundary, local
 from ..modules.frozen import noting_undeclared
 from ..program import Example, Leaves, Outline
 from ..signature import LeafSignature, Signature, flatten
@@ -217,11 +217,9 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
             else ", zeros everywhere, by which an engine that does not trace learns what it returns"
         )
         further = isinstance(error, TypeError) and len(example.extras) > example.targeted
-        mend = (
-            "where the stage takes no extra, leave it out of extras= and state= of the step"
-            if further
-            else ""
-        )
+        mend = LAY_OTHERWISE if Boundary.of(getattr(fn, "fn", fn)).params else ""
+        if further:
+            mend = "where the stage takes no extra, leave it out of extras= and state= of the step"
         raise StageError(name, f"{raised(error)}; it was given {example}{zeros}", mend) from error
 
 
