@@ -327,6 +327,18 @@ def values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def history_number() -> int:
+    """Return the number of the operator that autograd has seen last in this thread."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number - 1
+
+
+def reversed_number() -> int | None:
+    """Return the number of the operator whose gradient runs now; None outside of a backward."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
 def awaited(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself, or a copy of a functional collective's result that has waited."""
     collectives = sys.modules.get("torch.distributed._functional_collectives")

@@ -138,7 +138,9 @@ def test_the_largest_tensors_have_stage_kind_and_line():
     kept = [held for held in memory.largest if held.kind == "residuals"][:M]
     assert [held.size for held in kept] == [4 * 32 * 64] * M
     assert {str(held.instruction) for held in kept} == {f"1F{m}" for m in range(M)}
-    assert {held.name for held in kept} == {f"aten.tanh.default, called at {LINE}"}
+    assert {(held.stage, held.name, held.line) for held in kept} == {(1, "aten.tanh.default", LINE)}
+    lines = {held.line for held in memory.largest if held.kind == "workspace"}
+    assert LINE in lines and "" not in lines, "a gradient has the line of its operator"
     assert memory.held.residuals >= M * 4 * 32 * 64 and memory.held.workspace >= 2 * 4 * 32 * 64
     assert str(memory).startswith(f"{memory.peak} bytes at most, in 1B0\n") and LINE in str(memory)
 

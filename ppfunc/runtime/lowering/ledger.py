@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import nlargest
 from itertools import pairwise, zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -14,9 +15,12 @@ import torch
 from ppfunc.schedule.instruction import COMMUNICATION, TAIL, Instruction
 from ppfunc.schedule.table import show_table, table
 from ppfunc.stage._torch import FakeTensor, TorchDispatchMode, without_modes
+from ppfunc.stage.places import place_of_call
 from ppfunc.stage.tree import tree_leaves
 
 _LARGEST = 10
+_CALLED_AT = ", called at "  # between an operator and its line
+_RUN = str(Path(__file__).with_name("memory.py"))  # which runs the calls
 _BUFFER = "aten.empty.memory_format"
 _READ, _PIN = torch.ops.aten._local_scalar_dense.default, torch.ops.aten._pin_memory.default
 
@@ -63,13 +67,20 @@ class Allocation(NamedTuple):
         size: bytes.
         kind: a field of :class:`Bytes`.
         instruction: the one that made it; None for arguments and for results.
-        name: its path, or the operator that has made it with the line of the user that it comes from.
+        name: its path, or the operator that has made it.
+        line: of the user's code, ``file:line``, whose operator or gradient it is; empty if unknown.
     """
 
     size: int
     kind: str
     instruction: Instruction | None
     name: str
+    line: str
+
+    @property
+    def stage(self) -> int | None:
+        """Return the stage of the schedule whose instruction made it; None for arguments and for results."""
+        return None if self.instruction is None else self.instruction.stage
 
 
 class Moment(NamedTuple):
@@ -119,10 +130,13 @@ class Memory(NamedTuple):
         """Write the peak by kind, and its largest tensors."""
         kinds = zip(Bytes._fields, self.held, self.most, strict=True)
         rows = [row for row in kinds if row[2]]
-        tensors = [(h.size, h.kind, str(h.instruction or ""), h.name) for h in self.largest]
+        tensors = [
+            (h.size, h.kind, "" if h.stage is None else h.stage, str(h.instruction or ""), h.line, h.name)
+            for h in self.largest
+        ]
         return (
             f"{self.peak} bytes at most, in {self.at or 'the end'}\n{table(['kind', 'then', 'most'], rows)}\n"
-            + table(["bytes", "kind", "of", "name"], tensors)
+            + table(["bytes", "kind", "stage", "made in", "line", "name"], tensors)
         )
 
 
@@ -134,14 +148,14 @@ class Memories(dict[int, Memory]):
         rows = []
         for rank, memory in self.items():
             kind, size = max(memory.held._asdict().items(), key=lambda item: item[1])
-            tensor = memory.largest[0] if memory.largest else Allocation(0, "", None, "")
+            tensor = memory.largest[0] if memory.largest else Allocation(0, "", None, "", "")
             rows.append(
                 [
                     rank,
                     memory.peak,
                     str(memory.at or "the end"),
                     f"{kind} {size}",
-                    f"{tensor.name} {tensor.size}",
+                    " ".join(filter(None, (tensor.name, tensor.line, str(tensor.size)))),
                 ]
             )
         return table(["rank", "peak in bytes", "in", "most of it", "largest tensor"], rows)
@@ -165,7 +179,7 @@ class _Storage:
     def title(self) -> str:
         """Return its name, in words where it is for a message that comes."""
         comes = self.place is not None and self.place.op in COMMUNICATION
-        return "received" if comes and self.name == _BUFFER else self.name
+        return "received" if comes and self.name.startswith(_BUFFER) else self.name
 
     def kind_at(self, time: int) -> str:
         after = bisect_right(self.kinds, time, key=lambda entry: entry[0])
@@ -200,9 +214,10 @@ class Ledger(TorchDispatchMode):
         result = args[0] if func is _PIN else func(*args, **(kwargs or {}))
         # Sums have the names of their terms.
         summed = args[0] if str(func).startswith("aten._foreach") else ()
+        place = place_of_call(_RUN)
         for t, term in zip_longest(tree_leaves(result), summed):
             if isinstance(t, torch.Tensor) and t.layout is torch.strided:
-                self._note(t, str(func) if term is None else self._note(term, "").name)
+                self._note(t, f"{func}{place}" if term is None else self._note(term, "").name)
         return result
 
     def _note(self, tensor: torch.Tensor, name: str) -> _Storage:
@@ -290,7 +305,11 @@ class Ledger(TorchDispatchMode):
         for s in there:
             held[s.kind_at(time)] += s.size
         largest = nlargest(_LARGEST, there, key=lambda s: (s.size, s.born))
-        rows = tuple(Allocation(s.size, s.kind_at(time), s.place, s.title) for s in largest)
+        rows = tuple(
+            Allocation(s.size, s.kind_at(time), s.place, name, line)
+            for s in largest
+            for name, _, line in [s.title.partition(_CALLED_AT)]
+        )
         return Memory(size, place, Bytes(**held), self._most(), rows, tuple(moments))
 
     def _most(self) -> Bytes:

@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Interpreter, Node
 
-from ..._torch import OpOverload, TorchDispatchMode, device_of, has_kernel, schema, without_autocast
+from ..._torch import (
+    OpOverload,
+    TorchDispatchMode,
+    device_of,
+    has_kernel,
+    history_number,
+    reversed_number,
+    schema,
+    without_autocast,
+)
 from ...abstract.evaluation import without_values
 from ...abstract.purity import tensors_in, written
 from ...errors import StageError, first_line
@@ -36,7 +45,7 @@ Maybe = tuple[Node | None, ...]
 Results = tuple[Leaves, Gradients, Gradients]  # outputs, gradients of the parameters and of x
 
 _ENTRY = inspect.getfile(DifferentiableStage)  # which calls the stage
-_ORIGIN = "place", "module"
+_ORIGIN = "place", "module", "reverses"
 _HIDDEN = {aten.miopen_batch_norm.default}  # writes into its arguments in secret, and has no other form
 # name of the backward of operators that no derivative is registered for
 _WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"
@@ -176,7 +185,8 @@ class Record(GraphRecorder, TorchDispatchMode):
     """Records below autograd and the transforms of torch.func, so that a backward is recorded as well.
 
     ``meta["val"]`` of a node is its result without values. ``meta["place"]`` of an operator of the forward is
-    the line that called it.
+    the line that called it, ``meta["reverses"]`` of one of the backward the line of the operator whose
+    gradient it computes.
     """
 
     def __init__(self, stage: str) -> None:
@@ -185,6 +195,7 @@ class Record(GraphRecorder, TorchDispatchMode):
         # before the call.
         self._doubtful: list[tuple[Node, list[tuple[Any, Any]]]] = []
         self._in_forward = True
+        self._places: dict[int | None, str] = {}  # of operators, by autograd's number
         self.repeats: Node | None = None  # of an earlier trace, which is called once more
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -226,9 +237,13 @@ class Record(GraphRecorder, TorchDispatchMode):
         result = func(*args, **kwargs)
         node = self.add(func, nodes, named, result, _name(func))
         node.meta["val"] = result
-        if self._in_forward:
-            earlier = self.repeats
-            node.meta |= self.origin() if earlier is None else {k: earlier.meta[k] for k in _ORIGIN}
+        if (earlier := self.repeats) is not None:
+            node.meta |= {k: earlier.meta[k] for k in _ORIGIN if k in earlier.meta}
+        elif self._in_forward:
+            node.meta |= self.origin()
+            self._places.setdefault(history_number(), node.meta["place"])
+        else:
+            node.meta["reverses"] = self._places.get(reversed_number(), "")
         if histories is not None:
             histories += [(t, None) for t in tensors_in(result) if differentiable(t.dtype)]
             self._doubtful.append((node, histories))

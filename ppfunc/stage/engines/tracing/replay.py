@@ -190,8 +190,8 @@ def _memory(value: Any) -> int | None:
 
 
 def _name(node: Node) -> str:
-    """Name the operator of a call, and the line of the user that called it, or made what it reads."""
-    places = (n.meta.get("place") for n in (node, *node.all_input_nodes))
+    """Name the operator of a call, and the user's line of it, of its forward, or of what it reads."""
+    places = (n.meta.get(key) for n in (node, *node.all_input_nodes) for key in ("place", "reverses"))
     return f"{node.target}{next(filter(None, places), '')}"
 
 
