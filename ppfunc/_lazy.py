@@ -90,7 +90,7 @@ def late(module: str, name: str) -> Callable[..., Any]:
 def _unknown(package: str, name: str, names: list[str], places: dict[str, str]) -> AttributeError:
     if mend := mend_of("ppfunc", name):
         return AttributeError(f"module {package!r} has no attribute {name!r}; here: {mend}", name=name)
-    mend = "" if name in places else suggestion(name.replace("1f1b", "one_f_one_b"), names)
+    mend = "" if name in places else suggestion(name, names)
     place = places.get(name) or {inner.lower(): place for inner, place in places.items()}.get(name.lower())
     mend = mend or (f"; it is {package}.{place}" if place else f"; dir({package}) lists its names")
     # The name without the object: with both, Python's traceback would add a suggestion of its own.

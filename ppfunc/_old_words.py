@@ -38,11 +38,11 @@ _BY_MEND: dict[str, dict[str, str]] = {
             "Schedule1F1B PipeDreamFlush Std1F1B Eager1F1B TrainSchedule"
             " forward_backward_pipelining_without_interleaving"
         ),
-        _SCHEDULE.format("interleaved_one_f_one_b"): (
+        _SCHEDULE.format("interleaved_1f1b"): (
             "ScheduleInterleaved1F1B Interleaved1F1B forward_backward_pipelining_with_interleaving"
         ),
         _SCHEDULE.format("looped_bfs"): "ScheduleLoopedBFS",
-        _SCHEDULE.format("interleaved_zero_bubble"): "ScheduleInterleavedZeroBubble",
+        _SCHEDULE.format("interleaved_zb"): "ScheduleInterleavedZeroBubble",
         _SCHEDULE.format("zb_h1"): "zero_bubble_h1 ZBH1 ScheduleZBH1",
         _SCHEDULE.format("zbv"): "ScheduleZBVZeroBubble",
         _SCHEDULE.format("dualpipev"): "ScheduleDualPipeV",

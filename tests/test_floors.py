@@ -167,9 +167,9 @@ def test_an_unknown_name_is_answered_with_the_nearest():
     ):
         ppfunc.one_f1b  # noqa: B018
     with pytest.raises(
-        AttributeError, match="no attribute 'interleaved_1f1b'; did you mean 'interleaved_one_f_one_b'"
+        AttributeError, match="no attribute 'interleave_1f1b'; did you mean 'interleaved_1f1b'"
     ):
-        ppfunc.interleaved_1f1b  # noqa: B018
+        ppfunc.interleave_1f1b  # noqa: B018
     for name, home in (
         ("save", "checkpoint"),
         ("adamw", "optim"),

@@ -37,5 +37,5 @@ def test_another_schedule_gains_what_is_promised_where_a_stage_is_slow():
     recomputing = pp.schedule.insert_recomputes(pp.one_f_one_b(4, 8))
     with pytest.raises(ValueError, match="its schedule has RECOMPUTE, whose times"):
         pp.replan(trainer.with_schedule(recomputing), timeline)
-    with pytest.raises(ValueError, match=r"timeline: got a measured one of 'one_f_one_b'.*expected that"):
+    with pytest.raises(ValueError, match=r"timeline: got a measured one of '1f1b'.*expected that"):
         pp.replan(after, timeline)

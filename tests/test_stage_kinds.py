@@ -17,7 +17,7 @@ ENGINES = {"graph": pp.engines.graph, "functional": pp.engines.functional}
 SCHEDULES = {
     "1f1b": lambda: pp.one_f_one_b(4, M),
     "zbv": lambda: pp.zbv(2, M),
-    "interleaved": lambda: pp.interleaved_one_f_one_b(2, M, 2),
+    "interleaved": lambda: pp.interleaved_1f1b(2, M, 2),
 }
 
 

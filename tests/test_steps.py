@@ -299,7 +299,7 @@ def test_every_schedule_that_adds_up_in_the_same_order_gives_the_same_bits():
             pp.gpipe(4, 6),
             pp.one_f_one_b(4, 6),
             pp.zb_h1(4, 6),
-            pp.interleaved_one_f_one_b(2, 6, 2),
+            pp.interleaved_1f1b(2, 6, 2),
             pp.zbv(2, 6),
         )
     ]
@@ -328,7 +328,7 @@ def test_random_stages_depend_on_seed_step_stage_and_microbatch_only():
         pp.value_and_grad([dropped] * 2, squared, schedule, engine=engine)(
             params, inputs, targets, seed=(7, 1)
         )
-        for schedule in (pp.gpipe(2, 4), pp.one_f_one_b(2, 4), pp.interleaved_one_f_one_b(1, 4, 2))
+        for schedule in (pp.gpipe(2, 4), pp.one_f_one_b(2, 4), pp.interleaved_1f1b(1, 4, 2))
         for engine in ENGINES.values()
     ]
     assert torch.equal(torch.get_rng_state(), before)

@@ -142,7 +142,7 @@ def test_where_nothing_fits_only_the_smallest_is_timed(monkeypatch):
 def test_a_plan_is_ranked_where_it_is_faster():
     options = {"schedules": ["1f1b"], "grids": [(4, 1)], "microbatch": [1], "remat": ["none"], "effort": 0.05}
     found = pp.tune(**arguments(**options, ranks=4, batch=12))
-    assert [row.schedule.name for row in found.rows] == ["plan", "one_f_one_b"]
+    assert [row.schedule.name for row in found.rows] == ["plan", "1f1b"]
     assert found.rows[0].seconds < found.rows[1].seconds and found.rows[0].bound <= found.rows[0].seconds
     limit = max(found.rows[1].peaks)
     assert all(

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
         deepspeed_train as deepspeed_train,
     )
     from .builders.interleaved import (
-        interleaved_one_f_one_b as interleaved_one_f_one_b,
-        interleaved_zero_bubble as interleaved_zero_bubble,
+        interleaved_1f1b as interleaved_1f1b,
+        interleaved_zb as interleaved_zb,
         looped_bfs as looped_bfs,
     )
     from .builders.one_stage import (

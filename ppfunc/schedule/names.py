@@ -16,7 +16,8 @@ _NAMES_IN_TORCH = {"interleavedzerobubble": "interleaved_zb", "zbvzerobubble": "
 def find_builder(name: str) -> Callable[..., Schedule]:
     """Find a builder by its name in any spelling.
 
-    ``"1f1b"``, ``"Schedule1F1B"`` and ``"one_f_one_b"`` are the same builder.
+    A schedule has the name of its function, but for ``"1f1b"``, which is :func:`one_f_one_b`: names in Python
+    begin with a letter. ``"Schedule1F1B"`` of torch is the same builder.
 
     Raises:
         ValueError: for an unknown name, with the known ones and the most similar.

@@ -71,7 +71,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    schedule = pp.interleaved_one_f_one_b(ranks, options.microbatches, options.chunks)
+    schedule = pp.interleaved_1f1b(ranks, options.microbatches, options.chunks)
     held = schedule.stages_of(rank)
     count = sum(1 for _ in schedule.instructions(rank))
     one_leaf = sides(schedule, held, 1, rank)

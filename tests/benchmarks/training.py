@@ -335,7 +335,7 @@ def batch(width: int, microbatches: int, seed: int) -> list[torch.Tensor]:
 def parameters(options: argparse.Namespace) -> None:
     """Bytes of parameters that live on a rank whose stages are gathered two at a time."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    schedule, pipe = pp.interleaved_one_f_one_b(2, options.microbatches, 4), mesh.get_local_rank("pp")
+    schedule, pipe = pp.interleaved_1f1b(2, options.microbatches, 4), mesh.get_local_rank("pp")
     stages, params = blocks(64, schedule, pipe)
     x, y = batch(64, options.microbatches, seed=mesh.get_local_rank("dp"))
     sizes = {s: sum(leaf.nbytes for leaf in tree_leaves(tree)) for s, tree in params.items()}

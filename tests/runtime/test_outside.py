@@ -16,7 +16,7 @@ ENGINES = {"functional": pp.engines.functional, "graph": pp.engines.graph}
 SCHEDULES = {
     "1f1b": pp.one_f_one_b(2, M),
     "zb_h1": pp.zb_h1(2, M),
-    "interleaved": pp.interleaved_one_f_one_b(1, M, 2),
+    "interleaved": pp.interleaved_1f1b(1, M, 2),
 }
 
 

@@ -36,7 +36,7 @@ TOLERANCE = 1e-12
 SCHEDULES = {
     "gpipe": lambda: pp.gpipe(2, M),
     "1f1b": lambda: pp.one_f_one_b(2, M),
-    "interleaved": lambda: pp.interleaved_one_f_one_b(2, M, 2),
+    "interleaved": lambda: pp.interleaved_1f1b(2, M, 2),
     "zb-h1": lambda: pp.zb_h1(2, M),
     "zbv": lambda: pp.zbv(2, M),
 }

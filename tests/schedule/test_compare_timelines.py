@@ -7,7 +7,7 @@ from ppfunc.schedule import (
     Costs,
     compare,
     gpipe,
-    interleaved_one_f_one_b,
+    interleaved_1f1b,
     one_f_one_b,
     place_communication,
     simulate,
@@ -42,7 +42,7 @@ def test_one_stage_that_is_slow_is_named_with_those_who_wait_for_it():
 
 
 def test_a_rank_all_of_whose_stages_are_slow_is_named():
-    schedule = place_communication(interleaved_one_f_one_b(2, 4, 2))
+    schedule = place_communication(interleaved_1f1b(2, 4, 2))
     slow = simulate(schedule, Costs(forward=[1, 2, 1, 3], backward=[2, 4, 2, 6]))
     assert compare(slow, simulate(schedule)).summary.endswith(
         "; rank 1 is at least 2 times as slow as the others"
@@ -82,4 +82,4 @@ def test_timelines_of_two_schedules_are_refused():
     with pytest.raises(ValueError, match="expected those of one schedule"):
         compare(one, other)
     with pytest.raises(ValueError, match="expected those of one schedule"):
-        compare(simulate(interleaved_one_f_one_b(2, 4, 2)), one)
+        compare(simulate(interleaved_1f1b(2, 4, 2)), one)

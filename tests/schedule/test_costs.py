@@ -23,7 +23,7 @@ def test_schedules_are_compared_for_one_model():
     )
     for schedule, stages in (
         (pp.one_f_one_b(4, 8), 4),
-        (pp.interleaved_one_f_one_b(4, 8, chunks=3), 12),
+        (pp.interleaved_1f1b(4, 8, chunks=3), 12),
         (pp.zbv(4, 8), 8),
         (pp.dualpipe(4, 8), 4),
         (pp.dualpipev(4, 8), 8),
@@ -40,7 +40,7 @@ def test_schedules_are_compared_for_one_model():
 
 
 def test_shares_are_exact_where_the_costs_are():
-    costs = Costs(forward=1, backward=0.5).per_rank(pp.interleaved_one_f_one_b(2, 2, chunks=3))
+    costs = Costs(forward=1, backward=0.5).per_rank(pp.interleaved_1f1b(2, 2, chunks=3))
     assert costs.forward == Fraction(1, 3) and costs.backward == 0.5 / 3
     assert isinstance(Costs(forward=4).per_rank(pp.zbv(2, 2)).forward, int)
     assert Costs().per_rank(pp.gpipe(2, 2)) == Costs()

@@ -9,8 +9,8 @@ from ppfunc.schedule import (
     BUILDERS,
     find_builder,
     gpipe,
-    interleaved_one_f_one_b,
-    interleaved_zero_bubble,
+    interleaved_1f1b,
+    interleaved_zb,
     one_f_one_b,
     zbv,
 )
@@ -28,8 +28,8 @@ def test_every_builder_has_its_name(name):
         ("1F1B", one_f_one_b),
         ("Schedule1F1B", one_f_one_b),
         ("GPipe", gpipe),
-        ("Interleaved1F1B", interleaved_one_f_one_b),
-        ("InterleavedZeroBubble", interleaved_zero_bubble),
+        ("Interleaved1F1B", interleaved_1f1b),
+        ("InterleavedZeroBubble", interleaved_zb),
         ("ZBVZeroBubble", zbv),
         ("one_f_one_b", one_f_one_b),
         ("one-f-one-b", one_f_one_b),
@@ -51,7 +51,7 @@ def test_a_configuration_is_a_builder_and_a_partition():
     ranks, layers, layers_per_stage = 2, 12, 2
     stages = -(-layers // layers_per_stage)
     schedule = find_builder("Interleaved1F1B")(ranks, 32 // 4, chunks=stages // ranks)
-    assert schedule == interleaved_one_f_one_b(2, 8, chunks=3)
+    assert schedule == interleaved_1f1b(2, 8, chunks=3)
     points = partition_layers(layers, stages, input_weight=0, output_weight=0).split_points()
     assert points == tuple(f"layers.{n}" for n in (2, 4, 6, 8, 10))
     with pytest.raises(ValueError, match="4 layers in 8 stages"):

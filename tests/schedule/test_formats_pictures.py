@@ -26,7 +26,7 @@ from ppfunc.schedule import (
     from_trace,
     gpipe,
     insert_unshards,
-    interleaved_one_f_one_b,
+    interleaved_1f1b,
     one_f_one_b,
     place_communication,
     reduce_early,
@@ -76,7 +76,7 @@ def test_svg_has_one_bar_per_compute_instruction_to_scale(schedule):
 
 
 @pytest.mark.parametrize("ranks", [2, 16, 64])
-@pytest.mark.parametrize("build", [one_f_one_b, interleaved_one_f_one_b, dualpipe])
+@pytest.mark.parametrize("build", [one_f_one_b, interleaved_1f1b, dualpipe])
 def test_svg_is_readable_from_2_to_64_ranks(build, ranks):
     schedule = build(ranks, 2 * ranks)
     root = ElementTree.fromstring(to_svg(schedule, width=400 * ranks + 1000))
@@ -157,9 +157,7 @@ def test_svg_says_in_words_what_it_shows():
     )
 
 
-@pytest.mark.parametrize(
-    "schedule", [one_f_one_b(16, 64), dualpipev(8, 20), interleaved_one_f_one_b(4, 8, 4)]
-)
+@pytest.mark.parametrize("schedule", [one_f_one_b(16, 64), dualpipev(8, 20), interleaved_1f1b(4, 8, 4)])
 def test_svg_fits_a_screen_and_numbers_all_bars_of_a_kind_or_none(schedule):
     costs = Costs(forward=[1.5 - s / schedule.stages for s in range(schedule.stages)])
     for timeline in (simulate(schedule), simulate(schedule, costs)):
@@ -482,7 +480,7 @@ def test_a_schedule_is_printed_as_one_line_of_tokens_per_rank():
 def test_values_have_short_forms():
     schedule = one_f_one_b(8, 32)
     assert (
-        repr(schedule) == "Schedule('one_f_one_b', ranks=8, stages=8, microbatches=32, instructions=512,"
+        repr(schedule) == "Schedule('1f1b', ranks=8, stages=8, microbatches=32, instructions=512,"
         f" digest='{schedule.digest[:12]}')"
     )
     assert repr(check(schedule)) == repr(schedule).replace("Schedule", "Certificate")
@@ -519,7 +517,7 @@ def test_steps_are_deepspeeds_words():
 
 def test_steps_name_the_stage_where_a_rank_holds_several():
     assert (
-        to_steps(append_tail(interleaved_one_f_one_b(1, 1), tied=False))
+        to_steps(append_tail(interleaved_1f1b(1, 1), tied=False))
         == "rank 0\nForwardPass(stage_id=0, micro_batch_id=0)\nForwardPass(stage_id=1,"
         " micro_batch_id=0)\nBackwardPass(stage_id=1, micro_batch_id=0)\nBackwardPass(stage_id=0,"
         " micro_batch_id=0)\nReduceGrads(stage_id=0) ReduceGrads(stage_id=1) OptimizerStep(stage_id=0)"
@@ -551,7 +549,7 @@ def test_memory_in_bytes_has_room(size, told):
 
 
 def test_svg_shows_collectives_and_optimizer_steps_that_take_time():
-    schedule = reduce_early(append_tail(insert_unshards(interleaved_one_f_one_b(2, 4), most=1)))
+    schedule = reduce_early(append_tail(insert_unshards(interleaved_1f1b(2, 4), most=1)))
     drawn = Counter(
         bar.get("class") for bar in bars(ElementTree.fromstring(to_svg(schedule, simulate(schedule))))
     )

@@ -70,7 +70,7 @@ def test_a_timeline_shows_its_picture_and_its_figures():
     assert root.tag.endswith("svg")
     assert shown(timeline) == str(timeline)
     assert str(timeline).splitlines() == [
-        "one_f_one_b: makespan 49, bubble 42.9%; span 49, bubble of the span 42.9%",
+        "1f1b: makespan 49, bubble 42.9%; span 49, bubble of the span 42.9%",
         "rank  computes  idle  peak activations",
         "   0        24    25                 4",
         "   1        24    25                 3",

@@ -16,7 +16,7 @@ from ppfunc.schedule import (
     dualpipev,
     from_csv,
     gpipe,
-    interleaved_one_f_one_b,
+    interleaved_1f1b,
     lower_bound,
     one_f_one_b,
     place_communication,
@@ -112,7 +112,7 @@ def test_costs_per_stage_are_those_of_the_model():
     }
     joined = Costs(forward=[3, 7], backward=[6, 14], activation=[7, 3], communication=[2, 9])
     assert rows["1f1b"].timeline == simulate(one_f_one_b(2, 4), joined)
-    assert rows["interleaved_1f1b"].timeline == simulate(interleaved_one_f_one_b(2, 4), given)
+    assert rows["interleaved_1f1b"].timeline == simulate(interleaved_1f1b(2, 4), given)
     both = Costs(
         forward=[3, 7] * 2,
         backward=[6, 14] * 2,
@@ -175,13 +175,13 @@ def test_no_whole_backward_beats_the_bound(name, inputs, weights, whole):
         ({"schedules": []}, "schedules: got none"),
         (
             {"schedules": ["inference", "1f1b"]},
-            "of one_f_one_b and inference one has a backward, the other has none",
+            "of 1f1b and inference one has a backward, the other has none",
         ),
         ({"schedules": [gpipe(3, 8)]}, "gpipe is for 3 ranks and 8 microbatches, expected 4 and 8"),
         ({"schedules": [gpipe(4, 7)]}, "gpipe is for 4 ranks and 7 microbatches, expected 4 and 8"),
         (
             {"costs": Costs(forward=[1] * 7), "schedules": ["1f1b"]},
-            "costs for 7 stages are not those of the 4 stages of one_f_one_b",
+            "costs for 7 stages are not those of the 4 stages of 1f1b",
         ),
         ({"costs": Costs(forward=[1] * 4, backward=[1] * 8)}, "costs are given for 4 and for 8 stages"),
         ({"costs": Costs(forward={9: 1})}, "forward names stage 9"),

@@ -19,7 +19,7 @@ from ppfunc.schedule import (
     check,
     gpipe,
     insert_loads,
-    interleaved_zero_bubble,
+    interleaved_zb,
     one_f_one_b,
     place_communication,
     remove_communication,
@@ -116,7 +116,7 @@ def test_a_receive_comes_early_where_the_order_of_the_pair_demands_it():
 def test_a_message_that_would_hold_up_a_batch_gets_a_batch_of_its_own():
     # Rank 0 needs RECV_F3 of stage 3 for its next forward; a SEND_B0 in the same batch would make that
     # forward wait until rank 2 takes the gradient, which comes after it has got what rank 0 makes of F3.
-    lowered = place_communication(interleaved_zero_bubble(ranks=3, microbatches=4))
+    lowered = place_communication(interleaved_zb(ranks=3, microbatches=4))
     assert "| 3RECV_F3 | 3SEND_B0 3W0 | 3F3 |" in text(lowered)[0]
     program = lowered.programs[0]
     at = program.index((Instruction(Op.RECV_F, 3, 3),))

@@ -21,7 +21,7 @@ from ppfunc.schedule import (
     insert_loads,
     insert_offloads,
     insert_unshards,
-    interleaved_one_f_one_b,
+    interleaved_1f1b,
     one_f_one_b,
     place_communication,
     reduce_early,
@@ -146,9 +146,7 @@ def test_the_published_bubble_rate():
 def test_formulas_of_the_other_schedules():
     unit = Costs(1, 1, 1)
     assert simulate(gpipe(4, 8), Costs(2, 3, 4)).idle == (3 * 9,) * 4
-    assert (
-        simulate(interleaved_one_f_one_b(4, 8), unit).idle == (9,) * 4
-    )  # per chunk: F, B, W are 2, 2, 2 together
+    assert simulate(interleaved_1f1b(4, 8), unit).idle == (9,) * 4  # per chunk: F, B, W are 2, 2, 2 together
     assert simulate(zb_h1(4, 8), unit).idle == (3,) * 4
     assert simulate(zb_h2(4, 8), unit).span_bubble == 0
     assert simulate(zbv(4, 8), unit).span_bubble == 0
@@ -249,7 +247,7 @@ def test_nothing_takes_no_time():
 
 
 def test_a_reduction_hides_behind_the_backwards_of_other_stages():
-    schedule = append_tail(interleaved_one_f_one_b(2, 4))
+    schedule = append_tail(interleaved_1f1b(2, 4))
     costs = Costs(reduce_grad=3, step=1)
     late, early = simulate(schedule, costs), simulate(reduce_early(schedule), costs)
     assert (late.makespan, early.makespan) == (34, 32)

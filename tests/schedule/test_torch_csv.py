@@ -15,7 +15,7 @@ from ppfunc.schedule import (
     compute_only,
     from_csv,
     insert_offloads,
-    interleaved_one_f_one_b,
+    interleaved_1f1b,
     place_communication,
     read_schedule,
     remove_tail,
@@ -117,7 +117,7 @@ def test_what_is_written_for_torch_has_torchs_own_frame_around_its_compute(sched
 
 def test_messages_of_many_peers_share_a_queue():
     """With one queue per pair of ranks only, torch's one communicator of NCCL would block here."""
-    schedule = interleaved_one_f_one_b(3, 8)
+    schedule = interleaved_1f1b(3, 8)
     assert not cannot_block(place_communication(schedule))
     assert cannot_block(from_csv(to_torch_csv(schedule)))
 

@@ -60,8 +60,8 @@ def divides(ranks: int, microbatches: int) -> bool:
     [
         ("ScheduleGPipe", lambda p, m, v: ours.gpipe(p, m), (1,), False, lambda p, m: True),
         ("ScheduleLoopedBFS", ours.looped_bfs, (1, 2, 3), False, lambda p, m: True),
-        ("ScheduleInterleaved1F1B", ours.interleaved_one_f_one_b, (1, 2, 3, 4), False, divides),
-        ("ScheduleInterleavedZeroBubble", ours.interleaved_zero_bubble, (1, 2, 3, 4), False, divides),
+        ("ScheduleInterleaved1F1B", ours.interleaved_1f1b, (1, 2, 3, 4), False, divides),
+        ("ScheduleInterleavedZeroBubble", ours.interleaved_zb, (1, 2, 3, 4), False, divides),
         ("ScheduleZBVZeroBubble", lambda p, m, v: ours.zbv(p, m), (2,), True, lambda p, m: True),
         ("ScheduleDualPipeV", lambda p, m, v: ours.dualpipev(p, m), (2,), True, lambda p, m: m >= 2 * p),
     ],

@@ -101,7 +101,7 @@ def test_two_ranks_on_one_device_are_refused_before_anything_connects(ranks):
 
 def test_parameters_on_two_devices_of_a_rank_are_refused(ranks):
     def scattered(rank, size):
-        schedule = remove_tail(pp.interleaved_one_f_one_b(2, 4, 2))
+        schedule = remove_tail(pp.interleaved_1f1b(2, 4, 2))
         params, inputs, targets = problem(schedule)
         held = {s: {"w": params[s]["w"].to(torch.device("cuda", s // 2))} for s in (rank, rank + 2)}
         with pp.P2P(timeout=30) as transport:

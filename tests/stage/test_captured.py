@@ -21,7 +21,7 @@ M, D = 4, 5
 SCHEDULES = {
     "gpipe": lambda: pp.gpipe(2, M),
     "1f1b": lambda: pp.one_f_one_b(2, M),
-    "interleaved_zb": lambda: pp.interleaved_zero_bubble(2, M),
+    "interleaved_zb": lambda: pp.interleaved_zb(2, M),
     "zbv": lambda: pp.zbv(2, M),
     "dualpipev": lambda: pp.dualpipev(2, M),
     "dualpipe": lambda: pp.dualpipe(2, M),

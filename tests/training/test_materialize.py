@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ppfunc as pp
-from ppfunc.schedule import dualpipe, interleaved_one_f_one_b, one_f_one_b
+from ppfunc.schedule import dualpipe, interleaved_1f1b, one_f_one_b
 from ppfunc.splitter.materialize import materialize
 
 
@@ -166,9 +166,9 @@ def test_odd_leaves():
 
 def of_a_mesh(rank, size, build):
     blocks = on_meta(Block, {"one_f_one_b": 2}.get(build, 4))
-    schedule = {"one_f_one_b": one_f_one_b, "interleaved": interleaved_one_f_one_b, "dualpipe": dualpipe}[
-        build
-    ](2, 4)
+    schedule = {"one_f_one_b": one_f_one_b, "interleaved": interleaved_1f1b, "dualpipe": dualpipe}[build](
+        2, 4
+    )
     blocks = blocks[: len(set(schedule.model_stages))]
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     whole, own = materialize(blocks, seed=3), materialize(blocks, schedule, mesh, seed=3)

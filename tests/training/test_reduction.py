@@ -115,7 +115,7 @@ def emptied(rank, size):
     """A step with a stage that has no parameters, beside that of one process."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
     params, x, y = problem(2)
-    stages, schedule = [affine, double], pp.interleaved_one_f_one_b(1, MICROBATCHES, 2)
+    stages, schedule = [affine, double], pp.interleaved_1f1b(1, MICROBATCHES, 2)
     with new_trainer(stages, squared, schedule, pp.optim.sgd(0.1), mesh, axes=AXES) as trainer:
         state, metrics = trainer.step(trainer.init({0: params[0], 1: {}}), x, y)
     with pp.Trainer(stages, squared, schedule, pp.optim.sgd(0.1)) as trainer:
@@ -201,7 +201,7 @@ def overlapping(rank, size, late):
     def slow(params, x):
         return affine(params, Late.apply(x))
 
-    schedule = pp.interleaved_one_f_one_b(1, MICROBATCHES, 2)
+    schedule = pp.interleaved_1f1b(1, MICROBATCHES, 2)
     with new_trainer(
         [affine, slow], squared, schedule, pp.optim.sgd(0.1), mesh, axes=AXES, engine=pp.engines.eager
     ) as trainer:

@@ -866,7 +866,7 @@ def many_steps(rank, size, shape=None):
         transport, own, build = (
             pp.P2P(timeout=30, mesh=mesh, axes=pp.Axes("pp", "dp"), shard="params"),
             params,
-            lambda m: pp.interleaved_one_f_one_b(1, m, 2),
+            lambda m: pp.interleaved_1f1b(1, m, 2),
         )
         params[1] = {"w": params[0]["w"].clone()}
         options |= {"tied": {"w": [(0, "w"), (1, "w")]}}
@@ -1163,7 +1163,7 @@ def lying_differently(rank, size, kind):
         return x + p["w"].sum()
 
     if kind == "tied":
-        schedule, params = pp.interleaved_one_f_one_b(1, 4, 2), {0: {"w": part}, 1: {"w": whole}}
+        schedule, params = pp.interleaved_1f1b(1, 4, 2), {0: {"w": part}, 1: {"w": whole}}
         options["tied"] = {"w": [(0, "w"), (1, "w")]}
         error, text = ValueError, "tied parameters have one shape and dtype"
     else:
@@ -1194,7 +1194,7 @@ def naming(rank, size, shape, kind):
     x[12, 0] = 77.0
     at = torch.tanh(x[12] @ params[0]["w"])[0].item() if last else 77.0
     stages = [dense, spoiled(at, kind)] if last else [spoiled(at, kind), dense]
-    schedule = pp.zb_h1(2, 4) if pipes == 2 else pp.interleaved_one_f_one_b(1, 4, 2)
+    schedule = pp.zb_h1(2, 4) if pipes == 2 else pp.interleaved_1f1b(1, 4, 2)
     good, mine = x.clone(), {s: params[s] for s in schedule.model_stages_of(pipe)}
     good[12, 0] = 1.0
     options = {

@@ -9,7 +9,7 @@ from .deepspeed import (
     deepspeed_inference as deepspeed_inference,
     deepspeed_train as deepspeed_train,
 )
-from .interleaved import interleaved_one_f_one_b, interleaved_zero_bubble, looped_bfs
+from .interleaved import interleaved_1f1b, interleaved_zb, looped_bfs
 from .one_stage import gpipe, inference, one_f_one_b, zb_h1, zb_h2
 from .v_shape import v_half, v_min, zbv
 from .zero_bubble import zbv_greedy, zero_bubble
@@ -19,11 +19,11 @@ BUILDERS: dict[str, Callable[..., Schedule]] = {
     "1f1b": one_f_one_b,
     "inference": inference,
     "data_parallel": data_parallel,
-    "interleaved_1f1b": interleaved_one_f_one_b,
+    "interleaved_1f1b": interleaved_1f1b,
     "looped_bfs": looped_bfs,
     "zb_h1": zb_h1,
     "zb_h2": zb_h2,
-    "interleaved_zb": interleaved_zero_bubble,
+    "interleaved_zb": interleaved_zb,
     "zero_bubble": zero_bubble,
     "zbv": zbv,
     "zbv_greedy": zbv_greedy,

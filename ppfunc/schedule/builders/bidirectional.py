@@ -111,7 +111,7 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
     References:
         Li and Hoefler, Chimera, SC 2021 (arXiv:2107.06925), sections 3.1 and 3.5.
     """
-    chains = _both_ways(ranks, microbatches, 2, "an even number", "one_f_one_b")
+    chains = _both_ways(ranks, microbatches, 2, "an even number", "1f1b")
     programs = []
     for r in range(ranks):
         slots = {}

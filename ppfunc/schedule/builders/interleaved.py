@@ -12,16 +12,14 @@ from ._orders import alternate, delayed_weights, rank_by_rank, require
 
 
 @naming_arguments
-def interleaved_one_f_one_b(
-    ranks: int, microbatches: int, chunks: int = 2, group: int | None = None
-) -> Schedule:
+def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2, group: int | None = None) -> Schedule:
     """Run 1F1B over chunks: a rank takes a group of microbatches through one chunk, then the next.
 
     Bubble time ``(p - 1)(F + B)/v`` where m is a multiple of p; ``(v - 1)p + 2(p - 1) + 1``
     live chunk activations on rank 0.
 
     >>> from ppfunc.schedule import to_grid
-    >>> print(to_grid(interleaved_one_f_one_b(ranks=2, microbatches=4)), end="")
+    >>> print(to_grid(interleaved_1f1b(ranks=2, microbatches=4)), end="")
     rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1  .  2B2  .  2B3 0B2 0B3
     rank 1   .  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3  .
 
@@ -47,11 +45,11 @@ def interleaved_one_f_one_b(
         backwards = [[B((chunks - 1 - chunk) * ranks + r, m)] for chunk, m in order]
         return alternate(forwards, backwards, 2 * (ranks - 1 - r) + (chunks - 1) * size)
 
-    return rank_by_rank("interleaved_one_f_one_b", loop(ranks, chunks), ranks, microbatches, program_of)
+    return rank_by_rank("interleaved_1f1b", loop(ranks, chunks), ranks, microbatches, program_of)
 
 
 @naming_arguments
-def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
+def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """Run interleaved 1F1B with a shorter warm-up; weight gradients start r input gradients late.
 
     Rank r warms up with ``p - 1 - r + (v - 1)N`` forwards, N the size of a group, and does the
@@ -60,7 +58,7 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> S
     activations wait for their W.
 
     >>> from ppfunc.schedule import to_grid
-    >>> print(to_grid(interleaved_zero_bubble(ranks=2, microbatches=3)), end="")
+    >>> print(to_grid(interleaved_zb(ranks=2, microbatches=3)), end="")
     rank 0  0F0 0F1 0F2 2F0 2F1  .  2I0 2W0 2F2 2I1 2W1 2I2 2W2 0I0 0W0 0I1 0W1 0I2 0W2
     rank 1   .  1F0 1F1 1F2 3F0 3I0 3F1 3I1 3W0 3F2 3I2 3W1 1I0 3W2 1I1 1W0 1I2 1W1 1W2
 
@@ -85,7 +83,7 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, chunks: int = 2) -> S
         backwards = [((chunks - 1 - chunk) * ranks + r, m) for chunk, m in order]
         return delayed_weights(forwards, backwards, ranks - 1 - r + (chunks - 1) * size, delay=r)
 
-    return rank_by_rank("interleaved_zero_bubble", loop(ranks, chunks), ranks, microbatches, program_of)
+    return rank_by_rank("interleaved_zb", loop(ranks, chunks), ranks, microbatches, program_of)
 
 
 @naming_arguments

@@ -69,7 +69,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
         walk = range(microbatches)
         return alternate([F(r, m) for m in walk], [[B(r, m)] for m in walk], ranks - 1 - r)
 
-    return rank_by_rank("one_f_one_b", loop(ranks), ranks, microbatches, program_of)
+    return rank_by_rank("1f1b", loop(ranks), ranks, microbatches, program_of)
 
 
 @naming_arguments

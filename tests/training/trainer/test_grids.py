@@ -25,7 +25,7 @@ TOLERANCE = 1e-12
 GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
 SCHEDULES = {
     "1f1b": pp.one_f_one_b,
-    "interleaved": lambda ranks, m: pp.interleaved_one_f_one_b(ranks, m, 2),
+    "interleaved": lambda ranks, m: pp.interleaved_1f1b(ranks, m, 2),
     "zb_h1": pp.zb_h1,
     "zbv": pp.zbv,
     "dualpipev": pp.dualpipev,

@@ -18,7 +18,7 @@ from tests.models import new_trainer, same_bits, squared
 from tests.training.trainer.problems import ROWS, STAGES, STEPS, TIED, TOLERANCE, problem, tied_problem, train
 
 SCHEDULES = {
-    "interleaved": lambda ranks, m: pp.interleaved_one_f_one_b(ranks, m, STAGES // ranks),
+    "interleaved": lambda ranks, m: pp.interleaved_1f1b(ranks, m, STAGES // ranks),
     "zbv": lambda ranks, m: pp.zbv(STAGES // 2, m),
     "dualpipev": lambda ranks, m: pp.dualpipev(STAGES // 2, m),
 }

@@ -20,7 +20,7 @@ from tests.models import new_trainer, normal, squared
 WIDTH, STEPS, NARROW = 4, 3, {torch.float32: 1e-4}
 SCHEDULES = {
     "1f1b": (pp.one_f_one_b, 1), "gpipe": (pp.gpipe, 1), "zb_h1": (pp.zb_h1, 1), "zbv": (pp.zbv, 2), "dualpipev": (pp.dualpipev, 2),  # noqa: E501
-    "interleaved": (lambda ranks, m: pp.interleaved_one_f_one_b(ranks, m, 2), 2), "dualpipe": (pp.dualpipe, 1),  # noqa: E501
+    "interleaved": (lambda ranks, m: pp.interleaved_1f1b(ranks, m, 2), 2), "dualpipe": (pp.dualpipe, 1),
 }  # fmt: skip
 ODD = {
     "row": lambda: normal(1, WIDTH), "scalar": lambda: normal(1)[0].clone(), "empty": lambda: normal(0, 3), "five": lambda: normal(5, 3),  # noqa: E501

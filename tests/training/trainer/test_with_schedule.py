@@ -12,7 +12,7 @@ from tests.training.trainer.problems import STEPS, TIED, problem, tied_problem, 
 
 SCHEDULES = {
     "one stage per rank": (4, [pp.one_f_one_b, pp.gpipe, pp.zb_h2]),
-    "loops": (2, [pp.interleaved_one_f_one_b, pp.interleaved_zero_bubble]),
+    "loops": (2, [pp.interleaved_1f1b, pp.interleaved_zb]),
     "wave": (2, [pp.zbv, pp.v_half, pp.v_min]),
 }
 
@@ -67,7 +67,7 @@ def test_a_split_keeps_its_skips():
 
 def test_what_would_move_the_state_is_refused():
     stages, *_ = problem()
-    with new_trainer(stages, squared, pp.interleaved_one_f_one_b(2, 4), pp.optim.sgd(0.1)) as trainer:
+    with new_trainer(stages, squared, pp.interleaved_1f1b(2, 4), pp.optim.sgd(0.1)) as trainer:
         with pytest.raises(
             ValueError, match="stages on ranks \\[0, 1, 1, 0\\]; the state lies on \\[0, 1, 0, 1\\]"
         ):
