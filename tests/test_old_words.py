@@ -191,6 +191,7 @@ MISTAKES = {
     "a split that is saved": (lambda: pickle.dumps(SPLIT), "split the model in each process"),
     "a trainer that is pickled": (lambda: pickle.dumps(TRAINER), "make a trainer in each process"),
     "a trainer that is copied": (lambda: deepcopy(TRAINER), "save its state by ppfunc.checkpoint.save"),
+    "a paper without a mesh": (lambda: pp.OnPaper(), "missing.*'mesh'; it takes mesh, axes, shard"),
     "a step that is copied": (lambda: deepcopy(STEP), "a step function is not copied.*in each process"),
     "a step that is saved": (lambda: torch.save(STEP, io.BytesIO()), "save the parameters by"),
     "an evaluator that is sent": (lambda: pickle.dumps(partial(EVALUATOR, PARAMS)), "in each process"),

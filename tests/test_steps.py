@@ -356,6 +356,15 @@ def test_parameters_of_any_strides(engine):
     assert optree.tree_all(optree.tree_map(torch.equal, step(params, inputs, targets), expected))
 
 
+def test_a_stage_of_other_arguments_is_answered_by_those_it_has():
+    params, inputs, targets = problem(2, 2)
+    for engine in (pp.engines.graph, pp.engines.functional, pp.engines.eager):
+        step = pp.value_and_grad([affine, lambda x: x], squared, pp.gpipe(2, 2), engine=engine)
+        told = r"^stage 1: .*takes 1 positional argument.*Instead: write a stage as fn\(params, x\)"
+        with pytest.raises(pp.StageError, match=told):
+            step(params, inputs, targets)
+
+
 def test_what_the_loss_function_does_wrong_is_told_as_its_own():
     params, inputs, targets = problem(2, 2)
     for loss_fn, told in [

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc._checks import require_one_of
+from ppfunc._text import naming_arguments
 from ppfunc.stage.device import available
 
 from ..agreement.comparison import LaidOut
@@ -123,6 +124,7 @@ class OnPaper(InProcess):
         TypeError, ValueError: as :class:`P2P`.
     """
 
+    @naming_arguments
     def __init__(self, *, mesh: DeviceMesh, axes: Axes | None = None, shard: ShardWhat = "none") -> None:
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(f"mesh: got {mesh!r}, expected a DeviceMesh, such as init_device_mesh makes")

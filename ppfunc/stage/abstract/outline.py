@@ -22,6 +22,7 @@ from ..errors import StageError, by_dtensor, raised
 from ..interrupts import hold_interrupts
 from ..layout import LAY_OTHERWISE, Boundary, local
 from ..modules.frozen import noting_undeclared
+from ..places import line_of
 from ..program import Example, Leaves, Outline
 from ..signature import LeafSignature, Signature, flatten
 from ..tree import tree_flatten, tree_structure
@@ -216,10 +217,11 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
             if abstract
             else ", zeros everywhere, by which an engine that does not trace learns what it returns"
         )
-        further = isinstance(error, TypeError) and len(example.extras) > example.targeted
         mend = LAY_OTHERWISE if Boundary.of(getattr(fn, "fn", fn)).params else ""
-        if further:
+        if isinstance(error, TypeError) and len(example.extras) > example.targeted:
             mend = "where the stage takes no extra, leave it out of extras= and state= of the step"
+        elif "positional argument" in str(error) and not line_of(error):  # of the stage itself
+            mend = "write a stage as fn(params, x), with one argument more for each extra and for its state"
         raise StageError(name, f"{raised(error)}; it was given {example}{zeros}", mend) from error
 
 
