@@ -1,4 +1,4 @@
-"""Pause the garbage collector while a schedule of a million instructions is walked."""
+"""Pause the garbage collector while very many values are made: a long schedule, the trace of a model."""
 
 import gc
 from collections.abc import Iterator

@@ -179,8 +179,7 @@ class _Cutter:
         roots = [node for nodes in sent.values() for node in nodes] + list(state.values())
         roots += [r for r in self.trace.results if isinstance(r, Node)] if last else []
         roots += [w for node in roots for w in self.all_writers(node) if w.meta["stage"] == stage]
-        effects = (n for n in self.trace.nodes if is_random(n) or is_check(n))
-        roots += [n for n in effects if n.meta["stage"] == stage]
+        roots += [n for n in self.trace.nodes if n.meta["stage"] == stage and (is_random(n) or is_check(n))]
         here, taken = self._follow(roots, stage)
         for source, nodes in taken.items():
             self.wanted.setdefault(source, {})[stage] = nodes

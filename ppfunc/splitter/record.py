@@ -268,10 +268,9 @@ class Recording(GraphRecorder, PreDispatchMode):
             raise StageError(MODEL, reason, "register it as a parameter of the module, or detach it")
 
     def _know(self, node: Node, tensor: torch.Tensor) -> Node:
-        strided = tensor.layout is torch.strided
         node.meta["value"] = Value(tuple(tensor.shape), tensor.stride(), tensor.dtype, storage(tensor))
         node.meta["laid"] = is_dtensor(tensor)
-        self._alive += [tensor.untyped_storage()] if strided else []
+        self._alive += [tensor.untyped_storage()] if tensor.layout is torch.strided else []
         if is_element(node):
             self._note(node, storages([tensor]))
         elif node.op != "call_function":

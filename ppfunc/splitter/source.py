@@ -22,7 +22,7 @@ from .cut import StagePart, WrittenElsewhereError, cut
 from .functional import MAPPABLE, without_writes
 from .program import StageCode, stage_codes
 from .record import Region
-from .trace import LeafForm, Tensors, Trace, label_stages, trace
+from .trace import LeafForm, Trace, label_stages, trace
 
 _MOST = 32  # forms of inputs whose code is kept
 _PLAIN = {bool, int, float, str, NoneType}
@@ -85,7 +85,6 @@ class Source:
         Raises:
             StageError: the model cannot be traced, or the stages would not be those of the split.
         """
-        tensors = Tensors.of(self.model)
         key = (
             *inputs,
             device,
@@ -93,8 +92,8 @@ class Source:
             functional,
             repr(changes),
             _plain_attributes(self.model),
-            tuple((p.requires_grad, p.dtype) for p in tensors.params.values()),
-            tuple((b.shape, b.dtype) for b in tensors.buffers.values()),
+            tuple((p.requires_grad, p.dtype) for p in self.model.parameters()),
+            tuple((b.shape, b.dtype) for b in self.model.buffers()),
             autocast(),
             torch.get_default_dtype(),
         )

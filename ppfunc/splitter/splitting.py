@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ppfunc._text import naming_arguments, shown
 from ppfunc.parallel.partition import Partition, partition_balanced
+from ppfunc.schedule.collector import collector_paused
 from ppfunc.stage._torch import OpOverload
 from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT, without_values
 from ppfunc.stage.engines.tracing.graph import comparable, is_element, is_view
@@ -34,6 +35,7 @@ _NEAR = 1.2  # a heaviest stage of so much more than the least is near enough, i
 
 
 @naming_arguments
+@collector_paused()
 def split(
     model: nn.Module,
     args: Any = (),

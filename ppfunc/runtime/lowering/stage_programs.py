@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ppfunc.schedule.collector import collector_paused
 from ppfunc.stage import Engine, Outline, Signature, StageError, StageProgram, outline
 from ppfunc.stage._torch import without_transforms
 from ppfunc.stage.abstract.sizes import Numbers, SizeRange
@@ -185,6 +186,7 @@ class StagePrograms:
                     keep(of_function, alike, [evaluated] if known is None else known)
             return evaluated.outline
 
+    @collector_paused()
     def _evaluate(self, call: StageCall, range: SizeRange | None = None) -> _Evaluated:
         self.evaluations += 1
         function = call.function

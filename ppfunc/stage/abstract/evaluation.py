@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .._torch import (
+    ASKS_DEVICE,
     FAKE_TENSOR_LOGGER,
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -27,6 +28,7 @@ from .._torch import (
     FakeTensorMode,
     OpOverload,
     UnsupportedOperatorException,
+    device_of,
     flex_module,
     flex_scores,
     require_flex_device,
@@ -82,6 +84,12 @@ class Evaluation(FakeTensorMode):
             FakeTensorMode.cache_clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (
+            func is ASKS_DEVICE
+            and getattr(args[0], "fake_mode", None) is self
+            and not self.in_kernel_invocation
+        ):
+            return device_of(args[0])
         kwargs = kwargs or {}
         tensors = list(tensors_in((args, kwargs)))
         fakes = [t for t in tensors if isinstance(t, FakeTensor)]
@@ -99,6 +107,45 @@ class Evaluation(FakeTensorMode):
                 return _grouped_mm(*args, **kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
+    def _prep_args_for_hash(self, result: Any, args: Any, state: Any, id_hashed_objects: Any) -> None:
+        """Add arguments to the key by which torch remembers the form of results.
+
+        The key of common arguments tells apart what torch's own does, and is made in a fraction of its time.
+        """
+        if self.shape_env is None and (form := self._form(args)) is not None:
+            return result.append(form)
+        super()._prep_args_for_hash(result, args, state, id_hashed_objects)
+
+    def _form(self, arg: Any) -> tuple[Any, ...] | None:
+        """Describe all of an argument that the form of a result may depend on; None for an uncommon one."""
+        if type(arg) in _PLAIN:
+            return type(arg), arg
+        if type(arg) in (tuple, list):
+            forms = tuple(map(self._form, arg))
+            return None if None in forms else (type(arg), forms)
+        if (
+            type(arg) is not FakeTensor
+            or arg.fake_mode is not self
+            or arg.constant is not None
+            or arg.layout is not torch.strided
+        ):
+            return None
+        return (
+            device_of(arg),
+            arg.dtype,
+            arg.shape,
+            arg.stride(),
+            arg.storage_offset(),
+            arg.untyped_storage().nbytes(),
+            arg.requires_grad,
+            arg.is_quantized,
+            arg.is_conj(),
+            arg.is_neg(),
+            arg.is_inference(),
+        )
+
+
+_PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 # The dtypes of the real kernel. The abstract one of torch refuses all but bfloat16, and does not pad rows.
 _GROUPED = torch.bfloat16, torch.float16, torch.float32

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .._torch import (
+    ASKS_DEVICE,
     OpOverload,
     TorchDispatchMode,
     dtensor_class,
@@ -85,6 +86,8 @@ class Purity(LogicalDraws):
         self.before = torch.default_generator.get_state()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_DEVICE:
+            return func(*args)
         kwargs = kwargs or {}
         effects = _effects(func)
         if effects.seeded and draws(func, args, kwargs):
@@ -221,11 +224,12 @@ def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list
 
 def _flat(values: Any) -> Iterator[Any]:
     """Iterate over arguments or results of operators, which nest tuples, lists and dictionaries alone."""
-    if isinstance(values, (tuple, list, dict)):
-        for value in values.values() if isinstance(values, dict) else values:
+    inside = values.values() if isinstance(values, dict) else values
+    for value in inside if isinstance(values, (tuple, list, dict)) else (values,):
+        if isinstance(value, (tuple, list, dict)):
             yield from _flat(value)
-    else:
-        yield values
+        else:
+            yield value
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, Interpreter, Node
 
 from ..._torch import (
+    ASKS_DEVICE,
     OpOverload,
     TorchDispatchMode,
     device_of,
@@ -205,7 +206,7 @@ class Record(GraphRecorder, TorchDispatchMode):
         self.require_operator(func)
         if func.namespace == "prim":
             # Autograd asks for the device of each gradient, more often than it calls operators.
-            asks_device = func is torch.ops.prim.device.default and types
+            asks_device = func is ASKS_DEVICE and types
             return device_of(args[0]) if asks_device else func(*args, **kwargs)
         if func.namespace == "c10d":
             reason = (
