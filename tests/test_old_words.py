@@ -195,7 +195,7 @@ MISTAKES = {
     "a step that is copied": (lambda: deepcopy(STEP), "a step function is not copied.*in each process"),
     "a step that is saved": (lambda: torch.save(STEP, io.BytesIO()), "save the parameters by"),
     "an evaluator that is sent": (lambda: pickle.dumps(partial(EVALUATOR, PARAMS)), "in each process"),
-    "a lowered step that is pickled": (lambda: pickle.dumps(LOWERED), "lower it in each process"),
+    "a lowered step that is pickled": (lambda: pickle.dumps(LOWERED), "a lowered or compiled step is not"),
     "a compiled step that is copied": (lambda: deepcopy(LOWERED.compile()), "keep its as_text()"),
     "a lowered training step": (lambda: deepcopy(TRAINING), "in each process"),
     "too few programs": (

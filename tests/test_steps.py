@@ -360,7 +360,7 @@ def test_a_stage_of_other_arguments_is_answered_by_those_it_has():
     params, inputs, targets = problem(2, 2)
     for engine in (pp.engines.graph, pp.engines.functional, pp.engines.eager):
         step = pp.value_and_grad([affine, lambda x: x], squared, pp.gpipe(2, 2), engine=engine)
-        told = r"^stage 1: .*takes 1 positional argument.*Instead: write a stage as fn\(params, x\)"
+        told = r"^stage 1: .*takes 1 positional argument.*Instead: a stage is called as fn\(params, x\)"
         with pytest.raises(pp.StageError, match=told):
             step(params, inputs, targets)
 

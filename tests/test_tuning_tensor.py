@@ -250,7 +250,7 @@ def test_ranks_that_do_not_divide_the_heads_are_refused_with_what_to_do():
         **arguments(model=Heads(), tensor=lambda mesh: parallelize_module(Heads(), mesh, HEADS), **options)
     )
     advice = "take a number of ranks that divides what this line reshapes, such as heads"
-    assert advice in found.refused["times of 2 tensor ranks"] and not found.rows
+    assert advice in found.refused["2 tensor ranks"] and not found.rows
     assert "call the model itself" not in str(found)
     mesh = fake_mesh((1, 1, 2))
     part = pp.parallelize(Heads(), mesh["tp"], HEADS)
@@ -264,7 +264,7 @@ def test_ranks_that_do_not_divide_the_heads_are_refused_with_what_to_do():
 def test_what_the_user_lays_out_is_checked():
     """Sizes that cannot be are left out with their reason; a function that lays nothing out is refused."""
     found = pp.tune(**arguments(tensor=of_four, grids=[(1, 1, 4), (1, 2, 2)], shard=["none"]))
-    assert found.refused == {"times of 4 tensor ranks": "two heads over more ranks"}
+    assert found.refused == {"4 tensor ranks": "two heads over more ranks"}
     assert [row.choice[:3] for row in found.rows] == [(1, 2, 2)] and "1 refused" in str(found)
     model = model_of()
     with pytest.raises(TypeError, match="tensor: returned Sequential.*expected a copy of the model"):

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
+from hashlib import sha256
 from itertools import pairwise
 from types import NoneType
 from typing import Any
@@ -56,6 +57,12 @@ class Source:
         other = copy(self)
         other.loaded = {**self.loaded, **loaded}
         return other
+
+    @property
+    def cut(self) -> str:
+        """Name the model, where it is cut, and a digest of what its stages hold: the same on all ranks."""
+        held = sha256(repr([(code.params, code.state) for code in self.first]).encode()).hexdigest()[:16]
+        return f"{type(self.model).__name__} cut at {', '.join(self.names) or 'no module'} ({held})"
 
     @property
     def skips(self) -> tuple[tuple[int, int], ...]:

@@ -70,6 +70,7 @@ def make_stage(source: Source, stage: int) -> Callable[..., Any]:
 
     note_parameters(run, model, names)
     vars(run)["sizes_vary"] = False  # its code is that of one form of the inputs
+    vars(run)["cut"] = source.cut
     run.__name__ = run.__qualname__ = f"stage_{stage}_of_{type(model).__name__}"
     mesh = next((layout.mesh for layout in layouts.values()), None)
     return declaring(run, Boundary(mesh, params=layouts))

@@ -212,7 +212,7 @@ def _call(
         )
         if "fake impl" in reason:
             mend = "register one"
-        elif any(map(layout_of, model.parameters())):
+        elif isinstance(error, (RuntimeError, ValueError)) and any(map(layout_of, model.parameters())):
             mend = LAY_OTHERWISE
         else:
             mend = f"call the model itself on inputs of this form; if that works, {BY_HAND}"

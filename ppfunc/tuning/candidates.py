@@ -105,14 +105,25 @@ class Candidates:
                 self.rows += filter(None, [step()])
             except (ValueError, StageError) as error:
                 choice, known = step.args[0], isinstance(error, ValueError) and name not in ("times", "row")
-                failed = failed if known or choice.tensor > 1 else error
-                ranks = f"{choice.tensor} tensor" if name == "times" else choice.grid
-                whole = name == "times" and choice.tensor == 1
-                what = f"microbatches of {choice.microbatch}" if whole else f"{name} of {ranks} ranks"
+                what = self._refused(name, *step.args)
                 self.refused[what] = str(error)
+                if failed is not None:
+                    failed.add_note(f"{what}: {error}")
+                elif not known and choice.tensor == 1:
+                    failed = error
             yield name
         if failed and not self.rows:
             raise failed
+
+    @staticmethod
+    def _refused(name: str, choice: Choice, *given: Any) -> str:
+        """Say what a step has refused: one row, or all of a schedule, of tensor ranks or microbatches."""
+        if name == "row":
+            return f"{given[0].name}, {choice}"
+        if name != "times":
+            return f"{name} of {choice.grid} ranks"
+        of_tensor = choice.tensor > 1
+        return f"{choice.tensor} tensor ranks" if of_tensor else f"microbatches of {choice.microbatch}"
 
     def _push(self, key: float, name: str, step: Callable[..., Any], *args: Any, late: bool = False) -> None:
         heappush(self.heap, (late, key, next(self._numbers), name, partial(step, *args)))

@@ -1,6 +1,7 @@
 """Find the seconds and bytes of stages: measured in this process, or counted over given speeds."""
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -41,6 +42,7 @@ from ppfunc.training.lowered import on_meta
 MICROBATCHES = 3  # of a step that is timed: most of them add to sums of gradients, as in a step of many
 _LEAST, _MOST = 5, 20  # rounds of steps that are measured
 _ERROR = 0.01  # of what they take, at which they end
+_OF_MEDIAN = 1.86  # its standard deviation over the median of absolute deviations and 1 / sqrt(n), if normal
 _TIMED = ("forward", "backward_input", "backward_weight", "step")
 _PROGRAMS = ("forward", "backward", "backward_input", "backward_weight")
 _BUSY = COMPUTE | SENDS | {Op.UNSHARD, *TAIL}
@@ -55,18 +57,20 @@ class Pace:
 
     def __init__(self) -> None:
         self._first: Callable[[], Any] | None = None
+        self._clock: Callable[[], float] | None = None
         self._seconds = 0.0
 
     def timed(self, *steps: Callable[[], Any]) -> list[dict[str, tuple[float, ...]]]:
         """Run all steps in turn, round by round; return the seconds of each by kind and stage.
 
         They are medians of the rounds, each at the pace of the first step of all. A noisy machine takes more
-        rounds. Of a single thread they are CPU seconds: what others take of its core is not counted.
+        rounds.
         """
         self._first = self._first or steps[0]
         for step in steps:  # which compiles
             step()
-        before = host_clock.set(time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
+        self._clock = self._clock or _clock_of(self._first)
+        before = host_clock.set(self._clock)
         try:
             runs, paces, works = list[list[dict[str, Any]]](), list[float](), list[float]()
             while len(runs) < _LEAST or (len(runs) < _MOST and _deviation(works, paces) > _ERROR):
@@ -88,6 +92,23 @@ class Pace:
         ]
 
 
+def _clock_of(step: Callable[[], Any]) -> Callable[[], float]:
+    """Return the clock of this thread, which leaves out what other processes take of its core.
+
+    Where the step waits in every run, as for another thread that computes, it is that of the wall.
+    """
+    if sys.platform != "linux" or torch.get_num_threads() > 1:
+        return time.perf_counter
+    import resource
+
+    waits = list[int]()
+    for _ in range(_LEAST):
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        step()
+        waits.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before)
+    return time.perf_counter if min(waits) >= MICROBATCHES else time.thread_time
+
+
 def _work(*costs: dict[str, Any]) -> float:
     """Add up the seconds of the programs of all stages."""
     return sum(sum(map(sum, (each[kind] for kind in _TIMED[:3]))) for each in costs)
@@ -97,7 +118,7 @@ def _deviation(works: Iterable[float], paces: Iterable[float]) -> float:
     """Estimate the standard deviation of the median of these ratios, as a share of it."""
     ratios = [work / pace for work, pace in zip(works, paces, strict=True)]
     middle = median(ratios)
-    return 1.86 * median(abs(ratio - middle) for ratio in ratios) / middle / sqrt(len(ratios))
+    return _OF_MEDIAN * median(abs(ratio - middle) for ratio in ratios) / middle / sqrt(len(ratios))
 
 
 def times_of(

@@ -58,10 +58,11 @@ def tune(
     """Rank grids, cuts, schedules, microbatches, rematerialisations and shards by the time of a step.
 
     Stages are timed once per cut, microbatch and rematerialisation that the search needs: here, alone, on one
-    rank, beside those timed first. With one thread of torch on the CPU these are seconds of that thread, so
-    other processes may run here. A step is simulated with its messages, sums and updates; its peaks are those
-    of ``Trainer.lower(...).memory_analysis()``. Sums over tied places take no time. Under a limit of memory,
-    plans compute residuals again, or move them to the host, where that is faster than to keep them.
+    rank, beside those timed first. With one thread of torch these are seconds of that thread, unless a step
+    waits for others, so other processes may run here. A step is simulated with its messages, sums and
+    updates; its peaks are those of ``Trainer.lower(...).memory_analysis()``. Sums over tied places take no
+    time. Under a limit of memory, plans compute residuals again, or move them to the host, where that is
+    faster than to keep them.
 
     Args:
         model: any module, which :func:`ppfunc.split` cuts into balanced stages, or a split, whose cuts stay;
@@ -70,8 +71,8 @@ def tune(
         ranks: of all pipelines together.
         optimizer, options: as of :class:`ppfunc.Trainer`.
         batch: rows of a step, of all pipelines; by default those of ``args``.
-        memory: bytes of a rank; by default without limit. They count messages in storages, where
-            ``P2P(mapped=True)`` holds them in memory of the host.
+        memory: bytes of a rank; by default without limit. Messages count as tensors, though
+            ``P2P(mapped=True)`` holds some of them in memory of the host.
         grids: ``(ranks of a pipeline, pipelines)`` to try, or ``(ranks of a pipeline, data ranks, tensor
             ranks)``; ``"any"`` for all that ``ranks`` allows.
         tensor: ``tensor(mesh) -> module``, which lays a copy of the model over one axis of a mesh by torch's

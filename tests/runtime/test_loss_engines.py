@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 import ppfunc as pp
 from ppfunc.stage import StageError, eager, functional, graph
 from ppfunc.stage.output import Output
-from tests.models import squared
+from tests.models import same_bits, squared
 
 ROWS, T, D = 8, 6, 4
 
@@ -169,3 +170,17 @@ def test_it_is_refused_without_a_loss_and_a_fault_names_whose_it_is(problem):
 
     with pytest.raises(StageError, match="stage 0: its control flow"):
         pp.value_and_grad([looks], squared, pp.gpipe(1, 4))({0: torch.ones(D)}, x[:, 0], x[:, 0])
+
+
+def test_a_loss_that_fits_a_budget_only_apart_is_served_by_another_engine():
+    """It was refused by every call: alone the engine could serve it."""
+    params = {0: torch.ones(4, 4), 1: torch.ones(4, 1)}
+    x, target = torch.ones(8, 4), torch.zeros(8, 1)
+
+    def mean_of_squares(y, target):
+        return ((y - target) ** 2).mean()
+
+    make = partial(pp.value_and_grad, [lambda w, x: x @ w] * 2, mean_of_squares, pp.gpipe(2, 2))
+    with pytest.warns(UserWarning, match="the loss is differentiated by engines.functional"):
+        found = make(engine=pp.engines.graph(remat=64))(params, x, target)
+    assert same_bits(found, make(engine=pp.engines.eager)(params, x, target))

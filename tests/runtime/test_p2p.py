@@ -26,7 +26,7 @@ from ppfunc.runtime.control.rendezvous import Rendezvous
 from ppfunc.runtime.transport import _torch, opening, p2p
 from ppfunc.schedule import BUILDERS, chimera, remove_tail
 from tests.clock import busy
-from tests.models import squared, traced_once
+from tests.models import dense, squared, traced_once
 
 D = 4
 ROWS = 3  # of a microbatch
@@ -736,3 +736,16 @@ def test_ranks_that_still_meet_do_without_the_group(two):
     failed first step.
     """
     assert two(destroy_the_group) == [True, True]
+
+
+def lowers_without_values(rank, ranks):
+    from torch._subclasses import FakeTensorMode
+
+    params = {rank: {"w": torch.ones(4, 4)}}
+    with pp.P2P(timeout=60) as transport, FakeTensorMode(allow_non_fake_inputs=True):
+        step = pp.value_and_grad([dense] * ranks, squared, pp.one_f_one_b(ranks, 2), transport)
+        return len(step.lower(params, torch.ones(4, 4), torch.ones(4, 4)).as_text())
+
+
+def test_a_step_is_lowered_under_a_mode_of_tensors_without_values(two):
+    assert all(length > 100 for length in two(lowers_without_values))

@@ -44,8 +44,8 @@ def test_modules_pass_on_a_simulated_accelerator(run, session):
 
 
 def test_the_tests_of_a_gpu_pass_on_a_simulated_one(run):
-    """Except those of kernels that a CPU has not: fused recurrent layers, those that inductor writes, and
-    more kernels of attention than one of each dtype, which the simulation serves by one.
+    """Except those of kernels that a CPU has not: fused recurrent layers, those that inductor writes. Of the
+    kernels of attention one runs for each dtype: the simulation has one for all.
     """
     others = (p for p in HERE.parent.rglob("test_*.py") if p.parent != HERE)
     marked = [p for p in others if "mark.cuda" in p.read_text()]

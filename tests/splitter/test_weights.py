@@ -253,3 +253,25 @@ def test_weights_of_a_wrong_type_are_refused_by_name(tmp_path):
         parts.put_back(parts.params, "model")
     with pytest.raises(TypeError, match="kwargs: got int, expected a dictionary of keyword arguments"):
         pp.split(parts.model, torch.zeros(1, 2), 3, at=["1"])
+
+
+def cuts_elsewhere(rank, ranks, trains):
+    """Each rank splits the same model, whose layers are alike, at another one."""
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))), torch.ones(8, 8)
+    split, schedule = pp.split(model, x[:4], at=["32"[rank]]), pp.one_f_one_b(2, 2)
+    with pp.P2P(timeout=60) as transport:
+        if trains:
+            trainer = pp.Trainer(split, nn.functional.mse_loss, schedule, pp.optim.sgd(0.1), transport)
+            params = {rank: split.params[rank]}
+            with pytest.raises(pp.AgreementError, match="Sequential cut at [23] .*Sequential cut at [23] "):
+                trainer.step(trainer.init(params), x, x)
+            return
+        step = pp.value_and_grad(split, nn.functional.mse_loss, schedule, transport)
+        with pytest.raises(pp.AgreementError, match="Sequential cut at [23] .*Sequential cut at [23] "):
+            step({rank: split.params[rank]}, x, x)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_ranks_that_cut_a_model_elsewhere_do_not_train_another_model(two, trains):
+    """The stages fitted, and a layer was computed twice, or never."""
+    two(cuts_elsewhere, trains)

@@ -14,6 +14,7 @@ import reprlib
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from inspect import unwrap
 from typing import NamedTuple
 
 import torch
@@ -59,6 +60,8 @@ class Agreement:
         self._schedule, self._spec, self._ranks = pipeline.schedule, pipeline.spec, pipeline.ranks
         self.transport, self.homes = pipeline.transport, pipeline.schedule.placement
         self._number, self.compares_programs = pipeline.number, pipeline.programs.compared
+        cuts = {getattr(unwrap(stage), "cut", "") if stage else "" for stage in pipeline.stages}
+        self._cut = cuts.pop() if len(cuts) == 1 else ""  # of a model that was split; by hand there is none
         # The rank whose batch names the shapes.
         self._source = self._schedule.placement[self._schedule.chains[0].stages[0]]
         self._agreed: OrderedDict[tuple[object, ...], Agreed] = OrderedDict()
@@ -126,7 +129,8 @@ class Agreement:
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"
         tied = ", ".join(f"{name}: {places}" for name, places in self._spec.tied)
         tied = f", tied {tied}" if tied else ""
-        facts = f"{versions}, schedule {self._schedule.name[:60]} ({self._schedule.digest}){tied}"
+        cut = self._cut and f", {self._cut}"
+        facts = f"{versions}, schedule {self._schedule.name[:60]} ({self._schedule.digest}){cut}{tied}"
         update = arguments.update
         common, by_axes = update.facts() if update is not None else ("", {})
         forms = "; ".join(f"params[{s}] {form}" for s, form in arguments.form.params.items())

@@ -105,7 +105,7 @@ class Rendezvous:
         """Fail this round on all ranks with a FailureRecord; return the first one of the round.
 
         If it is the absence of a rank whose process may live, the next calls of all absent ones are of
-        another round. One that has ended comes to no round.
+        another round. Where it has ended, they fail as this one.
         """
         record = FailureRecord.read(failure)
         absent = [] if record.rank == self.rank or record.reason == GONE else self.missing()
@@ -127,7 +127,7 @@ class Rendezvous:
     def forget(self) -> None:
         """Delete the address of this rank in the round before, once all have met in this one.
 
-        One of this round tells those that are late that this rank has come.
+        That of this round stays: it tells late ranks that this one has come.
         """
         with suppress(LinkError):
             self._ask(lambda: self._earlier.delete_key(f"address/{self.rank}"), _SOON)

@@ -104,7 +104,8 @@ class TreeMessages:
 
     def __init__(self, links: Links, members: Sequence[int]) -> None:
         self._links = links
-        self._channel = sha256(repr([*members]).encode()).hexdigest()[:8]  # another one for each tree
+        # Another one for each tree. A channel has 8 bytes.
+        self._channel = sha256(repr([*members]).encode()).hexdigest()[:8]
         tree = RankTree.over(members, links.rank)
         self.size, self.top = len(members), members[0]
         self.parent, self.children = tree.parent, tree.children

@@ -55,7 +55,7 @@ class Shown:
     def __init__(self, lowered: LoweredStep, programs: Callable[[], Mapping[Key, StageProgram]]) -> None:
         self._lowered, self.programs = lowered, programs
 
-    __reduce__ = not_copied("a lowered step", "keep its as_text(), or lower it in each process")
+    __reduce__ = not_copied("a lowered or compiled step", "keep its as_text(), or make it in each process")
 
     def __repr__(self) -> str:
         return repr(self._lowered)

@@ -268,17 +268,26 @@ class StagePrograms:
         engine, parts = self._engine_of(call), call[:4]
         engine = partial(engine, dynamic=False) if _is_dynamic(engine) else engine
         loss_engine = None if call.function.loss_fn is None else self._loss_engine
+        together = partial(engine, call.function, call.example, outline=evaluation, **call.options)
         try:
-            if loss_engine is None:
-                return engine(call.function, call.example, outline=evaluation, **call.options)
-            return with_loss_apart(engine, loss_engine, *parts, evaluation)
+            return (
+                together()
+                if loss_engine is None
+                else with_loss_apart(engine, loss_engine, *parts, evaluation)
+            )
         except StageError as error:
             if loss_engine is not None or call.function.loss_fn is None or not evaluation.lasts:
                 raise
             refused = failure = error
         from ppfunc.stage.engines import eager, functional
 
-        for loss_engine in (engine, functional, eager):
+        try:
+            together()
+        except StageError:  # again: it is no error of one call alone
+            pass
+        else:
+            raise refused  # the next call tries anew
+        for loss_engine in (functional, eager):
             try:
                 program = with_loss_apart(engine, loss_engine, *parts, evaluation)
             except StageError as error:
@@ -286,8 +295,6 @@ class StagePrograms:
                     break  # it is not the loss
                 failure = error
                 continue
-            if loss_engine is engine:
-                raise refused  # the stage or the loss raised, and does not again: the next call tries anew
             other = f"engines.{loss_engine.__name__}"
             warn(
                 f"the loss is differentiated by {other}, since the engine of the stages cannot serve it"

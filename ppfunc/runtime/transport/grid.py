@@ -1,6 +1,7 @@
 """Name the ranks that train together on the axes of a DeviceMesh."""
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Literal, NamedTuple
 
 import torch
@@ -92,11 +93,13 @@ class Grid(NamedTuple):
         >>> Grid(((0,),), 8, 5, axes=("out", "in", "pp"), sizes=(2, 2, 2)).along(("in", "out"))
         (1, 5, 3, 7)
         """
-        numbers = torch.arange(self.size, device="cpu").view(self.sizes)
-        here = (numbers == self.rank).nonzero()[0].tolist()
-        kept = tuple(slice(None) if a in axes else n for a, n in zip(self.axes, here, strict=True))
-        order = [a for a in self.axes if a in axes]
-        return tuple(numbers[kept].permute([order.index(a) for a in axes]).flatten().tolist())
+        first, apart, numbers = self.rank, self.size, dict[str, range]()
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            apart //= size  # numbers of ranks that are neighbours along the axis
+            numbers[axis] = range(0, size * apart, apart)
+            if axis in axes:
+                first -= self.rank // apart % size * apart
+        return tuple(first + sum(further) for further in product(*map(numbers.__getitem__, axes)))
 
 
 def grid_of(mesh: DeviceMesh, axes: Axes, rank: int) -> Grid:

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import accumulate, repeat
+from itertools import accumulate
 from operator import itemgetter
 
 from ppfunc._checks import require_counts
@@ -45,7 +45,9 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
         for letter in set(letters):
             stage = r if letter.isupper() else 2 * ranks - 1 - r
             left[letter] = map(partial(Instruction, Op(letter.upper()), stage), range(microbatches))
-        return filter(None, map(next, map(left.__getitem__, letters), repeat(None)))
+        for letter in letters:
+            if instruction := next(left[letter], None):  # else it is surplus
+                yield instruction
 
     return rank_by_rank("zbv", v_shape(ranks), ranks, microbatches, program_of)
 

@@ -217,11 +217,15 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
             if abstract
             else ", zeros everywhere, by which an engine that does not trace learns what it returns"
         )
-        mend = LAY_OTHERWISE if Boundary.of(getattr(fn, "fn", fn)).params else ""
+        of_form = isinstance(error, (RuntimeError, ValueError))
+        mend = LAY_OTHERWISE if of_form and Boundary.of(getattr(fn, "fn", fn)).params else ""
         if isinstance(error, TypeError) and len(example.extras) > example.targeted:
             mend = "where the stage takes no extra, leave it out of extras= and state= of the step"
         elif "positional argument" in str(error) and not line_of(error):  # of the stage itself
-            mend = "write a stage as fn(params, x), with one argument more for each extra and for its state"
+            mend = (
+                "a stage is called as fn(params, x), a module as forward(x), with one argument more for each"
+                " extra and for its state"
+            )
         raise StageError(name, f"{raised(error)}; it was given {example}{zeros}", mend) from error
 
 
