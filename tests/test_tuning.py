@@ -121,7 +121,9 @@ def test_what_does_not_fit_says_the_least_memory_that_would(every):
     assert not any(row.fits for row in tight.rows) and f"needs {max(tight.rows[0].peaks)} bytes" in str(tight)
     needed = max(tight.rows[0].peaks)
     assert needed == least
-    with pytest.raises(ValueError, match=rf"in which nothing fits; the smallest row needs {needed}"):
+    with pytest.raises(
+        ValueError, match=rf"nothing fits; the smallest of \d rows worked out needs {needed}, and"
+    ):
         tight.best  # noqa: B018
     assert pp.tune(**arguments(**some, memory=needed)).best.fits
 
@@ -134,6 +136,11 @@ def test_where_nothing_fits_only_the_smallest_is_timed(monkeypatch):
     options = {"schedules": ["1f1b", "gpipe"], "grids": [(2, 1)], "microbatch": [1, 2]}
     tight = pp.tune(**arguments(**options, memory=1))
     assert len(tight.rows) == 1 and not tight.rows[0].fits
+    with pytest.raises(
+        ValueError, match=f"of 1 rows worked out.* and {tight.waiting} candidates left may need less"
+    ):
+        tight.best  # noqa: B018
+    assert repr(tight) == f"Tuning(rows=1, fit=0, waiting={tight.waiting}, complete=True)"
     assert sorted(timed) == [1, 1, timed[-1]] and timed[-1] > 1
     timed.clear()
     every = pp.tune(**arguments(**options, top=1000)).rows
@@ -240,8 +247,8 @@ def test_of_what_does_not_fit_the_table_shows_the_smallest(every):
         ),
         ({"speeds": 1e9}, TypeError, "speeds: got 1000000000.0 of type float, expected two numbers"),
         ({"microbatch": [0]}, ValueError, "microbatch = 0, expected an integer of at least 1"),
-        ({"schedules": []}, ValueError, "got nothing to try"),
-        ({"microbatch": []}, ValueError, "got nothing to try"),
+        ({"effor": 1}, TypeError, r"tune\(\) got .* 'effor'; did you mean 'effort'\?; it takes model, args,"),
+        ({"tie": 1}, TypeError, r"options of Trainer; did you mean 'tied'\?; it takes stages, "),
         ({"args": 3}, ValueError, "args: got no tensor with rows"),
         ({"cores": 0}, ValueError, "cores is 0, expected a finite number of more than 0"),
         (
@@ -260,6 +267,19 @@ def test_what_is_not_honoured_is_refused_by_name(options, error, message):
     with pytest.raises(error, match=message):
         pp.tune(**arguments(**options))
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("name", "got"),
+    [
+        ("schedules", []), ("microbatch", []), ("shard", []), ("microbatch", 8), ("schedules", "1f1b"),
+        ("remat", "cheap"), ("shard", "none"), ("grids", (2, 2)), ("grids", "all"),
+    ],
+)  # fmt: skip
+def test_what_is_no_list_of_what_to_try_is_refused_by_name(name, got):
+    message = f"{name}: got {got!r} of type {type(got).__name__}, expected a nonempty list of "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pp.tune(**arguments(**{name: got}))
 
 
 def test_a_row_of_several_pipelines_needs_its_transport(every):

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ppfunc._text import suggestion
+
 from .number import count, number
 from .output import form_of, require_folder, write
 
@@ -40,10 +42,11 @@ def _tune(arguments: argparse.Namespace) -> int:
     from ppfunc.tuning.tune import tune  # here, because it loads torch
 
     file, _, name = arguments.source.rpartition(":")
-    if file:  # as Python does for a file that it runs
-        sys.path.insert(0, str(Path(file).resolve().parent))
-    if not file or (function := runpy.run_path(file).get(name)) is None:
+    if not file:
         raise ValueError(f"FILE:FUNCTION is {arguments.source!r}, expected such as train.py:arguments")
+    sys.path.insert(0, str(Path(file).resolve().parent))  # as Python does for a file that it runs
+    if not callable(function := (names := runpy.run_path(file)).get(name)):
+        raise ValueError(f"{file} has no function {name!r}{suggestion(name, names)}")
     options = ("ranks", "batch", "memory", "top", "effort")
     chosen = {k: v for k in options if (v := getattr(arguments, k)) is not None}
     say = {"progress": lambda *step: print(*step, file=sys.stderr)} if sys.stderr.isatty() else {}

@@ -174,7 +174,7 @@ def compare_schedules(
                 rows.append(_figures(name, schedule, _stage_costs(costs, schedule), cap))
         except ValueError as error:
             if schedules is not None:
-                raise
+                raise (error if isinstance(item, Schedule) else ValueError(f"{name}: {error}")) from None
             refused.append((name, str(error)))
     for row in rows:
         _require_same(row.timeline.schedule, ranks, microbatches, rows[0].timeline.schedule)

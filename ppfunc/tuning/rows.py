@@ -71,8 +71,8 @@ class Tuning:
     Args:
         rows: ranked.
         memory: the limit.
-        complete: whether the search came to its end.
-        waiting: how many candidates were left: slower than the rows that fit, or too large.
+        complete: whether nothing interrupted the search.
+        waiting: how many candidates were left: slower than the rows that fit, or too large by an estimate.
         refused: schedules, grids, tensor ranks and microbatches that fail, with the reasons.
     """
 
@@ -87,11 +87,12 @@ class Tuning:
         """Return the fastest row that fits.
 
         Raises:
-            ValueError: none fits; it says what the smallest of the rows needs.
+            ValueError: none fits; it says what the smallest needs of the rows that were worked out.
         """
         if not self.rows or not self.rows[0].fits:
-            least = f"the smallest row needs {max(self.rows[0].peaks)}" if self.rows else self.refused
-            raise ValueError(f"memory: got {self.memory} bytes a rank, in which nothing fits; {least}")
+            found = f"the smallest of {len(self.rows)} rows worked out needs {max(self.rows[0].peaks)}, and"
+            why = f"{found} {self.waiting} candidates left may need less" if self.rows else self.refused
+            raise ValueError(f"memory: got {self.memory} bytes a rank, in which nothing fits; {why}")
         return self.rows[0]
 
     @property
@@ -99,6 +100,10 @@ class Tuning:
         """List the rows than which none is both faster and smaller, the fastest first."""
         rows = sorted(self.rows, key=lambda row: (row.seconds, max(row.peaks)))
         return tuple(r for n, r in enumerate(rows) if all(max(r.peaks) < max(q.peaks) for q in rows[:n]))
+
+    def __repr__(self) -> str:
+        fit = sum(row.fits for row in self.rows)
+        return f"Tuning(rows={len(self.rows)}, fit={fit}, waiting={self.waiting}, complete={self.complete})"
 
     def __str__(self) -> str:
         rows = self.rows[: sum(r.fits for r in self.rows) + _OVER]

@@ -1,13 +1,14 @@
 """Tune: rank configurations of a training step by predicted time, under a limit of memory."""
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from math import inf
 from typing import Any, Literal, get_args
 
 import torch
 
 from ppfunc._checks import require_counts, require_type
-from ppfunc._text import naming_arguments
+from ppfunc._text import naming_arguments, shown, with_arguments
 from ppfunc.runtime import Transport
 from ppfunc.runtime.transport.grid import ShardWhat
 from ppfunc.schedule import BUILDERS, Schedule, find_builder
@@ -99,12 +100,30 @@ def tune(
         found so far.
 
     Raises:
-        ValueError: numbers out of range, or that do not divide, or names that do not exist; a model with
-            DTensors, whose tensor ranks cannot vary; a host for a model on the CPU or meta, whose residuals
-            stay; a process group that is there: during the call one of torch's backend ``fake`` stands for
-            the ranks.
+        ValueError: numbers out of range, or that do not divide, names that do not exist, or no list of what
+            to try; a model with DTensors, whose tensor ranks cannot vary; a host for a model on the CPU or
+            meta, whose residuals stay; a process group that is there: during the call one of torch's backend
+            ``fake`` stands for the ranks.
         StageError, TypeError: as :func:`ppfunc.split`; arguments of other types.
     """
+    try:
+        signature(Trainer).bind(model, loss_fn, None, optimizer, None, engine=None, **options)
+    except TypeError as error:
+        named = f"{with_arguments(f'tune() {error}', tune)} of Trainer"
+        raise TypeError(with_arguments(named, Trainer)) from None
+    for name, tried, items in (
+        ("grids", [grids] if grids == "any" else grids, "tuples, or 'any'"),
+        ("schedules", schedules, "names"), ("shard", shard, "those of pp.P2P"),
+        ("microbatch", [None] if microbatch is None else microbatch, "numbers of rows"),
+        ("remat", remat, "those of pp.engines.graph"),
+    ):  # fmt: skip
+        if (
+            not isinstance(tried, Sequence)
+            or isinstance(tried, str)
+            or not tried
+            or (name == "grids" and int in map(type, tried))
+        ):
+            raise ValueError(f"{name}: got {shown(tried)}, expected a nonempty list of {items}")
     if not (sizes := [len(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.ndim]):
         raise ValueError("args: got no tensor with rows, expected the inputs of some rows")
     batch = sizes[0] if batch is None else batch
@@ -113,8 +132,6 @@ def tune(
     require_type("tensor", tensor, Callable | None, "a function of a mesh that lays the model over it")
     choices = list(choices_of(ranks, batch, grids_of(ranks, grids, tensor), microbatch, remat, shard))
     builders = {name: find_builder(name) for name in schedules}
-    if not choices or not builders:
-        raise ValueError("grids, schedules, microbatch, remat or shard: got nothing to try, expected some")
     if host is not None and not any(accelerates(leaf.device) for leaf in parameters_of(model)):
         raise ValueError(f"host: got {host}, expected bytes per second of a model on an accelerator")
 

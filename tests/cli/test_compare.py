@@ -91,6 +91,7 @@ def test_the_picture(run, tmp_path):
             "--ranks 0, expected an integer of at least 1: pass --ranks 1 or more",
         ),
         (("--ranks", 3, "--microbatches", 3, "dualpipe"), "--ranks 3, expected an even number"),
+        (("--ranks", 4, "--microbatches", 7, "1f1b", "dualpipe"), "dualpipe: --microbatches 7, expected an"),
         ((*SHAPE, "--format", "tabel"), "did you mean 'table'?"),
         (
             (*SHAPE, "--format", "table", "--out", "x.svg"),
