@@ -11,7 +11,7 @@ _MOVE = "move the model before it is split, or values: optree.tree_map(lambda t:
 _SAVE = "pp.checkpoint.save(folder, state), pp.checkpoint.load(folder, like=state)"
 _NO_GRAD = "nothing: a step returns its gradients, new ones in every call; no tensor has a .grad"
 _BATCH = "nothing: the batch is what a step gets, and the microbatches of the schedule cut it"
-_TO_MODEL = "split.put_back(state.params) writes what was trained into the model"
+_TO_MODEL = "split.put_back(state.params, state=state.stage_state) writes what was trained into the model"
 _RANKS = "processes come with the transport, pp.P2P(group) or pp.P2P(mesh=mesh, axes=axes)"
 _PURE = "params, state = optimizer.update(grads, state, params) returns new values; gradients are values too"
 _RATE = "a rate is a part of the optimizer: pp.optim.adamw(pp.optim.warmup_cosine(1e-3, 100, 1000))"
@@ -29,7 +29,9 @@ _OVERLAP = "stages are functions of yours, and overlapped=function, where the st
 _WEIGHTS = "nothing: the backward returns gradients of weights, and W of a schedule computes them"
 _SHAPES = "nothing: every step reads the shapes from its inputs"
 _CALLED = "a dictionary of the model's arguments as args of split, or inputs of a step: {name: tensor}"
-_EXPORT = "split.put_back(state.params), then generate and save_pretrained of the model"
+_EXPORT = (
+    "split.put_back(state.params, state=state.stage_state), then generate and save_pretrained of the model"
+)
 
 _BY_MEND: dict[str, dict[str, str]] = {
     "ppfunc": {
@@ -161,6 +163,7 @@ _BY_MEND: dict[str, dict[str, str]] = {
     "Metrics": {"metrics.loss is the loss": "item backward detach"},
     "TrainState": {
         "state.params, {stage: tree}": "parameters model",
+        "state.stage_state, {stage: tree}": "state buffers batch_stats",
         "state._replace(params=...) returns another state": "replace apply_gradients",
     },
     "value": {

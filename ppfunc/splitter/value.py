@@ -66,7 +66,8 @@ class Split:
 
     __reduce__ = not_copied(
         "a split",
-        "save split.state_dict() or, by ppfunc.checkpoint.save, a state, and split the model in each process",
+        "save split.state_dict(split.params, split.state) or, by ppfunc.checkpoint.save, a state, and split"
+        " the model in each process",
     )
 
     @property
@@ -129,12 +130,12 @@ class Split:
             state: ``{stage: tree}`` in the form of ``self.state``.
 
         Raises:
-            ValueError: places of a tied parameter differ, a stage has other names, or a tensor of the model
-                has no values.
+            ValueError: places of a tied parameter differ, stages with a state are given without it, a stage
+                has other names, or a tensor of the model has no values.
         """
         from .weights import join, put_back
 
-        self._require_form(params, state)
+        self.require_form(params, state)
         if not isinstance(model, nn.Module | None):
             raise TypeError(
                 f"model: got {type(model).__name__}, expected a torch.nn.Module with the names of the one"
@@ -157,24 +158,18 @@ class Split:
         """
         from .weights import join, state_dict
 
-        self._require_form(params, state)
-        if missing := [
-            stage for stage in params if stage in self.state and stage not in ({} if state is None else state)
-        ]:
-            raise ValueError(
-                f"state: got none for stage {missing[0]}, which has one; give what the last step returned, or"
-                " split.state"
-            )
+        self.require_form(params, state)
         return state_dict(
             self._source, join(params, state, self.tied), whole=set(params) == set(range(len(self.stages)))
         )
 
-    def _require_form(self, params: Params, state: Params | None) -> None:
-        """Raise TypeError or ValueError unless trees have the stages and names of the split."""
-        for kind, trees, expected in (
-            ("params", params, self.params),
-            ("state", {} if state is None else state, self.state),
-        ):
+    def require_form(self, params: Params, state: Params | None) -> None:
+        """Raise TypeError or ValueError unless trees have the stages and names of the split.
+
+        The state of every stage of ``params`` that has one is required.
+        """
+        state = {} if state is None else state
+        for kind, trees, expected in (("params", params, self.params), ("state", state, self.state)):
             if not isinstance(trees, Mapping) or not all(
                 isinstance(tree, Mapping) for tree in trees.values()
             ):
@@ -193,3 +188,8 @@ class Split:
                     raise ValueError(
                         f"{kind}[{stage}] {what} {name!r}; give all names of split.{kind}[{stage}]"
                     )
+        if missing := [stage for stage in params if stage in self.state and stage not in state]:
+            raise ValueError(
+                f"state: got none for stage {missing[0]}, whose buffers the model writes into; give"
+                " split.state, or state.stage_state of what was trained"
+            )

@@ -163,7 +163,7 @@ def put_back(model: nn.Module, values: Mapping[str, Tensor]) -> None:
         if targets[name].is_meta:
             raise ValueError(
                 f"{name} of the model is on the device meta; use"
-                " model.load_state_dict(split.state_dict(params), assign=True)"
+                " model.load_state_dict(split.state_dict(params, state), assign=True)"
             )
     with torch.no_grad():
         for name, value in values.items():

@@ -24,6 +24,7 @@ from ppfunc.schedule import (
     with_skips,
 )
 from ppfunc.schedule.proof.structure import require_schedule
+from ppfunc.splitter import Split
 from ppfunc.stage import Signature
 from ppfunc.stage.tree import tree_leaves
 
@@ -46,7 +47,7 @@ class History:
 
     Args:
         known: recognises the state that ranks need not compare.
-        stateful: the stages of the model whose state `init` has to be given.
+        split: the model whose names and states `init` has to be given; None for other stages.
         observed: the metrics since the last step, which the next one compares.
         last: ``step`` of the state that the last step has returned.
         begun: the generation in which a call began that has not returned.
@@ -54,7 +55,7 @@ class History:
     """
 
     known: KnownState
-    stateful: tuple[int, ...] = ()
+    split: Split | None = None
     observed: str = ""
     last: Callable[[], Tensor | None] = lambda: None
     begun: int | None = None
@@ -116,11 +117,8 @@ class Calls:
         stages = self.ranks.stages
         require_trees("params", params, stages)
         require_trees("state", state, stages, some=True)
-        if missing := [s for s in self.history.stateful if s in stages and s not in state]:
-            raise ValueError(
-                f"state: got none of the stages {missing}, whose buffers the model writes into; expected"
-                " trainer.init(params, split.state)"
-            )
+        if self.history.split is not None:
+            self.history.split.require_form(params, state)
         initial = initial_state(self.rule, self.ranks, self.transport.device, params, state)
         stages_of(self.rule, self.ranks, initial, self._trees)  # raises for an optimizer of other states
         return initial

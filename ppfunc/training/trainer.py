@@ -101,7 +101,7 @@ class Trainer:
     ) -> None:
         self.transport: Transport = InProcess() if transport is None else transport
         with reporting_mistakes(self.transport):
-            stateful = tuple(stages.state) if isinstance(stages, Split) else ()
+            split = stages if isinstance(stages, Split) else None
             stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
             frozen = FrozenLeaves(stages, trainable)
             states = StateRule.of(reduce_state, update_state)
@@ -122,7 +122,7 @@ class Trainer:
                 make_step, stages, loss_fn, transport=self.transport, engine=engine, loss_engine=loss_engine,
                 read=call,  # of a function that makes the arguments: its errors fail the step on all ranks
             )  # fmt: skip
-            history = History(KnownState(checksum_every), stateful)
+            history = History(KnownState(checksum_every), split)
             self._calls = Calls(schedule, spec, rule, self.transport, make, history)
 
     @property
@@ -168,8 +168,9 @@ class Trainer:
                 leaves it as it is.
 
         Raises:
-            TypeError, ValueError: other stages than those of this process; leaves that are no tensors, or of
-                a dtype that no checkpoint holds; stages that share memory and are not tied, which updates
+            TypeError, ValueError: other stages than those of this process; other names than those of a split,
+                or none of a state that it has; leaves that are no tensors, or of a dtype that no checkpoint
+                holds; stages that share memory and are not tied, which updates
                 would drive apart; a state with several data ranks, each of which would get another.
         """
         return self._calls.init(params, {} if state is None else state)

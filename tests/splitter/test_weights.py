@@ -4,6 +4,7 @@ names.
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -201,15 +202,18 @@ def test_unused_parameters_are_in_the_whole_state_dict():
 def test_a_state_is_not_forgotten():
     model = m.BatchNorms().double()
     parts = pp.split(model, m.rows(), at=["b"])
-    with pytest.raises(ValueError, match="state: got none for stage 0, which has one"):
-        parts.state_dict(parts.params)
+    for use in (parts.state_dict, parts.put_back):
+        with pytest.raises(ValueError, match="state: got none for stage 0, whose buffers the model writes"):
+            use(parts.params)
+    with pytest.raises(TypeError, match=r"save split.state_dict\(split.params, split.state\) or"):
+        copy.copy(parts)
     assert parts.state_dict(parts.params, parts.state).keys() == model.state_dict().keys()
     with pytest.raises(ValueError, match="a.weight: the model has none"):
-        parts.put_back(parts.params, nn.Linear(2, 2))
+        parts.put_back(parts.params, nn.Linear(2, 2), parts.state)
     with torch.device("meta"):
         empty = m.BatchNorms().double()
     with pytest.raises(ValueError, match="a.weight of the model is on the device meta"):
-        parts.put_back(parts.params, empty)
+        parts.put_back(parts.params, empty, parts.state)
 
 
 def test_a_split_is_shown_short_and_takes_back_its_own_names_only():

@@ -676,12 +676,11 @@ def test_the_state_of_a_split_is_asked_for():
     split = pp.split(model, x, at=["1"])
     trainer = trainer_of(stages=split)
     with pytest.raises(
-        ValueError,
-        match=(
-            r"state: got none of the stages \[1\], whose buffers the model writes into; expected trainer.init"
-        ),
+        ValueError, match="state: got none for stage 1, whose buffers the .*; give split.state"
     ):
         trainer.init(split.params)
+    with pytest.raises(ValueError, match=r"params\[0\] lacks '0.bias'; give all names of split.params\[0\]"):
+        trainer.init({0: {"weight": x}, 1: split.params[1]}, split.state)
     state, _ = trainer.step(trainer.init(split.params, split.state), x, y)
     assert not same_bits(state.stage_state, split.state)
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import optree
 from torch import Tensor
 
+from ppfunc._checks import require_type
 from ppfunc.runtime.agreement.comparison import checksum, differences
 from ppfunc.stage.interrupts import hold_interrupts
 from ppfunc.stage.layout import local
@@ -162,6 +163,7 @@ def prepare(
         spare: memory for copies of the tensors; None to take the tensors themselves.
         stack: deletes the draft in the end.
     """
+    require_type("folder", folder, str | os.PathLike, "a path first, save(folder, state)")
     root = Path(folder).absolute()
     leaves: list[tuple[str, Leaf]] = []
 
