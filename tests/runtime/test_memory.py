@@ -192,6 +192,16 @@ def test_an_input_gradient_frees_what_a_weight_gradient_does_not_need():
     assert (after["1F0"], after["1I0"]) == (4 * row, 2 * row)  # x and three angles; x and a cotangent
 
 
+def test_layers_of_torch_have_the_path_of_their_module():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.GELU(), torch.nn.Linear(64, 4))
+    split = pp.split(model, torch.ones(32, 4), at=1)
+    step = pp.value_and_grad(split, squared, pp.gpipe(1, M))
+    memory = step.lower(split.params, *[torch.ones(M * 32, 4)] * 2).memory_analysis()[0]
+    lines = {(held.kind, held.line) for held in memory.largest if held.kind not in ("params", "batch")}
+    assert {("residuals", "0"), ("residuals", "1"), ("workspace", "2")} <= lines
+    assert "" not in {line for _, line in lines}, "a sum of gradients has the name of its terms"
+
+
 def test_bytes_are_drawn_below_the_timeline():
     stages, params, inputs, targets = problem(pp.zb_h1(2, M))
     lowered = pp.value_and_grad(stages, squared, pp.zb_h1(2, M)).lower(params, inputs, targets)

@@ -23,6 +23,7 @@ _CALLED_AT = ", called at "  # between an operator and its line
 _RUN = str(Path(__file__).with_name("memory.py"))  # which runs the calls
 _BUFFER = "aten.empty.memory_format"
 _READ, _PIN = torch.ops.aten._local_scalar_dense.default, torch.ops.aten._pin_memory.default
+_ADD = torch.ops.aten.add.Tensor
 
 
 class Bytes(NamedTuple):
@@ -68,7 +69,8 @@ class Allocation(NamedTuple):
         kind: a field of :class:`Bytes`.
         instruction: the one that made it; None for arguments and for results.
         name: its path, or the operator that has made it.
-        line: of the user's code, ``file:line``, whose operator or gradient it is; empty if unknown.
+        line: of the user's code, ``file:line``, whose operator or gradient it is; without one, as of layers
+            of torch, the path of the module; empty if unknown.
     """
 
     size: int
@@ -212,9 +214,11 @@ class Ledger(TorchDispatchMode):
         if func is _READ and self._place is not None and self._place.op in TAIL:
             return args[0].dtype.is_floating_point and 0.0  # to what asks for infinite numbers
         result = args[0] if func is _PIN else func(*args, **(kwargs or {}))
+        place = place_of_call(_RUN)
         # Sums have the names of their terms.
         summed = args[0] if str(func).startswith("aten._foreach") else ()
-        place = place_of_call(_RUN)
+        if func is _ADD and not place:
+            summed = args[:1]
         for t, term in zip_longest(tree_leaves(result), summed):
             if isinstance(t, torch.Tensor) and t.layout is torch.strided:
                 self._note(t, f"{func}{place}" if term is None else self._note(term, "").name)

@@ -185,9 +185,8 @@ def _require_pure(joint: Joint, draws: int, name: str) -> None:
 class Record(GraphRecorder, TorchDispatchMode):
     """Records below autograd and the transforms of torch.func, so that a backward is recorded as well.
 
-    ``meta["val"]`` of a node is its result without values. ``meta["place"]`` of an operator of the forward is
-    the line that called it, ``meta["reverses"]`` of one of the backward the line of the operator whose
-    gradient it computes.
+    ``meta["val"]`` of a node is its result without values. An operator of the forward has the ``meta`` of
+    `origin`. ``meta["reverses"]`` of one of the backward is that of the operator whose gradient it computes.
     """
 
     def __init__(self, stage: str) -> None:
@@ -196,7 +195,7 @@ class Record(GraphRecorder, TorchDispatchMode):
         # before the call.
         self._doubtful: list[tuple[Node, list[tuple[Any, Any]]]] = []
         self._in_forward = True
-        self._places: dict[int | None, str] = {}  # of operators, by autograd's number
+        self._origins: dict[int | None, dict[str, Any]] = {}  # of operators, by autograd's number
         self.repeats: Node | None = None  # of an earlier trace, which is called once more
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -241,10 +240,10 @@ class Record(GraphRecorder, TorchDispatchMode):
         if (earlier := self.repeats) is not None:
             node.meta |= {k: earlier.meta[k] for k in _ORIGIN if k in earlier.meta}
         elif self._in_forward:
-            node.meta |= self.origin()
-            self._places.setdefault(history_number(), node.meta["place"])
+            node.meta |= (origin := self.origin())
+            self._origins.setdefault(history_number(), origin)
         else:
-            node.meta["reverses"] = self._places.get(reversed_number(), "")
+            node.meta["reverses"] = self._origins.get(reversed_number(), {})
         if histories is not None:
             histories += [(t, None) for t in tensors_in(result) if differentiable(t.dtype)]
             self._doubtful.append((node, histories))

@@ -190,9 +190,17 @@ def _memory(value: Any) -> int | None:
 
 
 def _name(node: Node) -> str:
-    """Name the operator of a call, and the user's line of it, of its forward, or of what it reads."""
-    places = (n.meta.get(key) for n in (node, *node.all_input_nodes) for key in ("place", "reverses"))
-    return f"{node.target}{next(filter(None, places), '')}"
+    """Name the operator of a call, and the user's line of it, of its forward, or of what it reads.
+
+    Where no line is known, the path of the module is in its place.
+    """
+    origins = (m for n in (node, *node.all_input_nodes) for m in (n.meta, n.meta.get("reverses", {})))
+    return f"{node.target}{next(filter(None, map(_place, origins)), '')}"
+
+
+def _place(origin: dict[str, Any]) -> str:
+    module = origin.get("module")
+    return origin.get("place") or (f", called at {module.name}" if module and module.name else "")
 
 
 def _constant(node: Node) -> torch.Tensor:
