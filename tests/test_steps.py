@@ -370,7 +370,8 @@ def test_what_the_loss_function_does_wrong_is_told_as_its_own():
     for loss_fn, told in [
         (
             lambda y: y.sum(),
-            r"^the loss: it raised TypeError.*takes 1 positional argument.*called as loss\(y, target\)",
+            r"^the loss: it raised TypeError.*takes 1 positional argument.*called as loss\(y, target\), and"
+            r" the last stage returned y = float64\[.*\]\.$",
         ),
         (
             lambda y, t: 1.0,
