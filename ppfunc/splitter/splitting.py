@@ -34,8 +34,8 @@ from .weights import overlapping
 _NEAR = 1.2  # a heaviest stage of so much more than the least is near enough, if cutting deeper is not needed
 
 
-@naming_arguments
 @collector_paused()
+@naming_arguments
 def split(
     model: nn.Module,
     args: Any = (),
