@@ -248,9 +248,7 @@ class StagePrograms:
         """
         with without_transforms(), process_lock:
             same_form = self._evaluated.get(id(call.function.fn), OrderedDict()).get(self._key(call), [])
-            programs = next(
-                (evaluated.programs for evaluated in same_form if evaluated.outline is evaluation), []
-            )
+            programs = next((one.programs for one in same_form if one.outline is evaluation), [])
             if programs:
                 return programs[0]
             program = self._build(call, evaluation)
@@ -267,34 +265,31 @@ class StagePrograms:
         """Build a program. A loss that the engine cannot serve gets another one, if its stage is served."""
         engine, parts = self._engine_of(call), call[:4]
         engine = partial(engine, dynamic=False) if _is_dynamic(engine) else engine
-        loss_engine = None if call.function.loss_fn is None else self._loss_engine
-        together = partial(engine, call.function, call.example, outline=evaluation, **call.options)
+        asked = None if call.function.loss_fn is None else self._loss_engine
+
+        def build(loss_engine: Engine | None) -> StageProgram:
+            if loss_engine is None:
+                return engine(call.function, call.example, outline=evaluation, **call.options)
+            return with_loss_apart(engine, loss_engine, *parts, evaluation)
+
         try:
-            return (
-                together()
-                if loss_engine is None
-                else with_loss_apart(engine, loss_engine, *parts, evaluation)
-            )
+            return build(asked)
         except StageError as error:
-            if loss_engine is not None or call.function.loss_fn is None or not evaluation.lasts:
+            if asked is not None or call.function.loss_fn is None or not evaluation.lasts:
                 raise
             refused = failure = error
         from ppfunc.stage.engines import eager, functional
 
-        try:
-            together()
-        except StageError:  # again: it is no error of one call alone
-            pass
-        else:
-            raise refused  # the next call tries anew
-        for loss_engine in (functional, eager):
+        for loss_engine in (None, functional, eager):
             try:
-                program = with_loss_apart(engine, loss_engine, *parts, evaluation)
+                program = build(loss_engine)
             except StageError as error:
-                if error.stage == call.name:
+                if loss_engine is not None and error.stage == call.name:
                     break  # it is not the loss
                 failure = error
                 continue
+            if loss_engine is None:
+                raise refused  # something raised, and does not again: the next call tries anew
             other = f"engines.{loss_engine.__name__}"
             warn(
                 f"the loss is differentiated by {other}, since the engine of the stages cannot serve it"
@@ -313,9 +308,7 @@ def _is_dynamic(engine: Engine) -> bool:
 
 
 def _modules_referred(function: Any) -> Iterator[torch.nn.Module]:
-    """Yield the modules that a function refers to, with their submodules: a stage may read their mode without
-    calling them.
-    """
+    """Yield the modules that a function refers to, and theirs, whose mode may be read without a call."""
     for value in _referred(function):
         if isinstance(value, torch.nn.Module):
             yield from value.modules()
