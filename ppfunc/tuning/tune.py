@@ -106,24 +106,8 @@ def tune(
             ``fake`` stands for the ranks.
         StageError, TypeError: as :func:`ppfunc.split`; arguments of other types.
     """
-    try:
-        signature(Trainer).bind(model, loss_fn, None, optimizer, None, engine=None, **options)
-    except TypeError as error:
-        named = f"{with_arguments(f'tune() {error}', tune)} of Trainer"
-        raise TypeError(with_arguments(named, Trainer)) from None
-    for name, tried, items in (
-        ("grids", [grids] if grids == "any" else grids, "tuples, or 'any'"),
-        ("schedules", schedules, "names"), ("shard", shard, "those of pp.P2P"),
-        ("microbatch", [None] if microbatch is None else microbatch, "numbers of rows"),
-        ("remat", remat, "those of pp.engines.graph"),
-    ):  # fmt: skip
-        if (
-            not isinstance(tried, Sequence)
-            or isinstance(tried, str)
-            or not tried
-            or (name == "grids" and int in map(type, tried))
-        ):
-            raise ValueError(f"{name}: got {shown(tried)}, expected a nonempty list of {items}")
+    _require_options(model, loss_fn, optimizer, options)
+    _require_lists(grids, schedules, shard, microbatch, remat)
     if not (sizes := [len(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.ndim]):
         raise ValueError("args: got no tensor with rows, expected the inputs of some rows")
     batch = sizes[0] if batch is None else batch
@@ -146,3 +130,29 @@ def tune(
     complete = search.run(top, progress)
     rows = sorted(search.rows, key=lambda r: (not r.fits, r.seconds if r.fits else max(r.peaks), r.seconds))
     return Tuning(tuple(rows), memory, complete, len(search.heap), search.refused)
+
+
+def _require_options(model: Any, loss_fn: Any, optimizer: Any, options: dict[str, Any]) -> None:
+    """Raise TypeError for an argument that neither the search nor a trainer takes."""
+    try:
+        signature(Trainer).bind(model, loss_fn, None, optimizer, None, engine=None, **options)
+    except TypeError as error:
+        named = f"{with_arguments(f'tune() {error}', tune)} of Trainer"
+        raise TypeError(with_arguments(named, Trainer)) from None
+
+
+def _require_lists(grids: Any, schedules: Any, shard: Any, microbatch: Any, remat: Any) -> None:
+    """Raise ValueError where one thing to try is given for a list of them, or none."""
+    for name, tried, items in (
+        ("grids", [grids] if grids == "any" else grids, "tuples, or 'any'"),
+        ("schedules", schedules, "names"), ("shard", shard, "those of pp.P2P"),
+        ("microbatch", [None] if microbatch is None else microbatch, "numbers of rows"),
+        ("remat", remat, "those of pp.engines.graph"),
+    ):  # fmt: skip
+        if (
+            not isinstance(tried, Sequence)
+            or isinstance(tried, str)
+            or not tried
+            or (name == "grids" and int in map(type, tried))
+        ):
+            raise ValueError(f"{name}: got {shown(tried)}, expected a nonempty list of {items}")

@@ -50,11 +50,10 @@ def captured(
         return flat.forward(lease.static.params, lease.slot.x, lease.slot.extras)[1]
 
     def pull(name: str, function: Callable[..., Any], residuals: tuple[_Lease], gy: Leaves) -> Any:
-        (lease,) = residuals
-        slot = lease.slot
+        slot = residuals[0].slot
         _fill(slot.gy, gy)
         run = partial(function, slot.results["forward"][1], slot.gy)
-        return slot.run(name, run, lambda: function(unrecorded(lease), slot.gy))
+        return slot.run(name, run, lambda: function(unrecorded(residuals[0]), slot.gy))
 
     def backward(residuals: tuple[_Lease], gy: Leaves) -> tuple[Gradients, Gradients]:
         gparams, gx = pull("backward", flat.backward, residuals, gy)
