@@ -1,11 +1,17 @@
-"""Refuse arguments of a wrong type or value by their names."""
+"""Say what is wrong with an argument or a name, and what would be right."""
 
-from collections.abc import Iterable, Sequence
+import inspect
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from math import inf
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from ._text import shown, suggestion
+C = TypeVar("C", bound=type)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def require_type(name: str, value: Any, kind: Any, expected: str) -> None:
@@ -99,3 +105,134 @@ def require_positive(**numbers: Any) -> None:
         require_real(name, number)
         if not 0 < number < inf:
             raise ValueError(f"{name} is {number}, expected a finite number of more than 0")
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """Return ``; did you mean ...?`` for the most similar of ``names``, or an empty text.
+
+    >>> suggestion("shwo", ["show", "check"])
+    "; did you mean 'show'?"
+    """
+    import difflib  # here, because it is needed for errors only
+
+    by_letters = {other.lower(): other for other in names}
+    similar = difflib.get_close_matches(name.lower(), by_letters, n=1)
+    return f"; did you mean {by_letters[similar[0]]!r}?" if similar else ""
+
+
+def mend_of(owner: str, name: str) -> str:
+    """Return what to write for a name of another library, or an empty text.
+
+    Args:
+        owner: where the name was used: a class, the package, ``()`` for an argument, or ``home`` for an
+            argument of another function.
+
+    >>> mend_of("()", "n_microbatches")
+    'microbatches'
+    """
+    from ._old_words import OLD_WORDS  # here, because it is needed for errors only
+
+    return OLD_WORDS[owner].get(name, "")
+
+
+def mend_for(value: Any, otherwise: str = "") -> str:
+    """Return what to use instead of an object of another library, by its class; else ``otherwise``."""
+    name = value.__name__ if isinstance(value, type) else type(value).__name__
+    return mend_of("value", name) or mend_of("ppfunc", name) or otherwise
+
+
+def answering(owner: C) -> C:
+    """Decorate a class: AttributeError names ppfunc's attribute for one that other libraries have.
+
+    Named tuples also raise with a hint for text indices and assignments.
+    """
+
+    def lacking(self: Any, name: str) -> Any:
+        error = f"{owner.__name__!r} object has no attribute {name!r}"
+        if mend := mend_of(owner.__name__, name):
+            raise AttributeError(f"{error}; here: {mend}", name=name)
+        if not name.startswith("_"):
+            known = sorted(n for n in {*dir(self)} - {*dir(tuple)} if not n.startswith("_"))
+            error = f"{error}; it has {', '.join(known)}"
+        raise AttributeError(error, name=name, obj=self)
+
+    def item(self: Any, key: Any) -> Any:
+        if isinstance(key, str):
+            raise TypeError(f"{owner.__name__}[{key!r}]: got a text as the index; write .{key}")
+        return tuple.__getitem__(self, key)
+
+    def fixed(self: Any, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"{owner.__name__}.{name}: it does not change; ._replace({name}=...) makes another"
+        )
+
+    if "__init__" in vars(owner):
+        owner.__init__ = naming_arguments(owner.__init__)  # type: ignore[misc]
+    owner.__getattr__ = lacking  # type: ignore[attr-defined]
+    if issubclass(owner, tuple):
+        owner.__getitem__, owner.__setattr__ = item, fixed  # type: ignore[method-assign]
+    return owner
+
+
+def not_copied(kind: str, mend: str) -> Callable[..., NoReturn]:
+    """Make the ``__reduce__`` of what is bound to its process: copies and pickles raise TypeError.
+
+    Args:
+        kind: of object, with its article.
+        mend: what to do instead.
+    """
+
+    def refuse(self: object) -> NoReturn:
+        raise TypeError(f"{kind} is not copied, pickled or sent to a process: {mend}")
+
+    return refuse
+
+
+def naming_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function: Python's TypeError for wrong arguments also names those that it takes."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise  # from within the function
+            raise TypeError(with_arguments(str(error), function)) from None
+
+    return call
+
+
+def with_arguments(error: str, function: Callable[..., Any]) -> str:
+    """Complete the text of Python's TypeError for wrong arguments: add the nearest name, and all names.
+
+    >>> with_arguments("got an unexpected keyword argument 'target'", lambda params, inputs, targets: 0)
+    "got an unexpected keyword argument 'target'; write targets; it takes params, inputs, targets"
+    """
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", error)
+    missing = re.search(r"missing .*'(\w+)'", error)
+    mend = mend_of("()", unknown[1]) if unknown else mend_of("missing", missing[1]) if missing else ""
+    if unknown and (mend or unknown[1]) not in names:
+        mend = mend_of("home", mend or unknown[1]) or mend
+    near = f"; write {mend}" if mend else suggestion(unknown[1], names) if unknown else ""
+    error = re.sub(r"\S+<locals>\.|\b_\w+\.", "", error)  # what made it
+    return f"{error}{near}; it takes {', '.join(names)}"
+
+
+def shown(thing: Any) -> str:
+    """Write a value, abridged and in one line, with its type.
+
+    >>> shown(2.5)
+    '2.5 of type float'
+    """
+    return f"{' '.join(reprlib.repr(thing).splitlines())} of type {type(thing).__name__}"
+
+
+def limited(text: str, most: int = 2000) -> str:
+    """Cut a foreign text, which may be very long, to ``most`` characters.
+
+    >>> limited("x" * 20_000_000, 3)
+    'xxx... (19999997 more characters)'
+    """
+    return text if len(text) <= most else f"{text[:most]}... ({len(text) - most} more characters)"

@@ -9,7 +9,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
 
-from ppfunc._text import mend_of, suggestion
+from ppfunc._checks import mend_of, suggestion
 
 # Ten times faster than `ast`, at every import.
 _IMPORT = re.compile(r"from \.(?P<module>[\w.]*) import|(?P<name>\w+) as (?P=name)\b")

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from ppfunc import schedule as schedules  # whose passes and proofs load with the first step function
-from ppfunc._text import mend_for, naming_arguments, shown
+from ppfunc._checks import mend_for, naming_arguments, shown
 from ppfunc.runtime import InProcess, StepFunction, StepResult, StepSpec, Transport, interleaved, two_streams
 from ppfunc.runtime.agreement.ties import Tied, TiedPlaces, read_tied
 from ppfunc.runtime.call.arguments import LossWeights, RawArguments, read_loss_weights

@@ -5,8 +5,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from ppfunc._checks import shown
 from ppfunc._step_factory import Stages, make_step, reports_mistakes, unpacked
-from ppfunc._text import shown
 from ppfunc.runtime import StepFunction, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import TiedPlaces
 from ppfunc.runtime.call.arguments import LossWeights, read_call

@@ -16,7 +16,6 @@ import pytest
 ROOT = Path(__file__).parents[1] / "ppfunc"
 FLOORS = {
     "_lazy": 0,
-    "_text": 0,
     "_checks": 0,
     "_old_words": 0,
     "schedule": 1,

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from ppfunc._text import limited, mend_of, suggestion
+from ppfunc._checks import limited, mend_of, suggestion
 
 _LONGEST = 4000
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ppfunc._text import suggestion
+from ppfunc._checks import suggestion
 from ppfunc.schedule import Costs, FormatError, Schedule, Timeline, find_builder
 from ppfunc.schedule.formats.files import parse, read_text, text_of
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ppfunc._text import suggestion
+from ppfunc._checks import suggestion
 
 from .number import count, number
 from .output import form_of, require_folder, write

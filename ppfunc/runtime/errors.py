@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import NamedTuple, Self
 
-from ppfunc._text import limited
+from ppfunc._checks import limited
 from ppfunc.schedule import Instruction, parse_instruction, parts_of
 
 

@@ -3,8 +3,7 @@
 import re
 from collections.abc import Callable
 
-from ppfunc._checks import require_type
-from ppfunc._text import suggestion
+from ppfunc._checks import require_type, suggestion
 
 from .builders import BUILDERS
 from .schedule import Schedule

@@ -10,9 +10,8 @@ from itertools import chain, compress, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from ppfunc._checks import require_index, require_type
+from ppfunc._checks import answering, require_index, require_type
 from ppfunc._lazy import late
-from ppfunc._text import answering
 from ppfunc.parallel.placement import stages_of
 
 from .collector import collector_paused

@@ -7,9 +7,8 @@ from itertools import chain, compress
 from operator import itemgetter, sub
 from typing import Any
 
-from ppfunc._checks import require_type
+from ppfunc._checks import answering, require_type
 from ppfunc._lazy import late
-from ppfunc._text import answering
 
 from .collector import collector_paused
 from .costs import Costs, Number, require_costs

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from optree import PyTreeSpec
 
-from ppfunc._text import mend_for, shown
+from ppfunc._checks import mend_for, shown
 from ppfunc.stage.constants import with_constants
 from ppfunc.stage.tree import tree_flatten, tree_map, tree_structure, tree_unflatten
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import Node, map_arg
 from torch.utils.flop_counter import FlopCounterMode
 
-from ppfunc._text import naming_arguments, shown
+from ppfunc._checks import naming_arguments, shown
 from ppfunc.parallel.partition import Partition, partition_balanced
 from ppfunc.schedule.collector import collector_paused
 from ppfunc.stage._torch import OpOverload

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ppfunc._text import answering, mend_of, not_copied
+from ppfunc._checks import answering, mend_of, not_copied
 
 if TYPE_CHECKING:
     from .source import Source

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
-from ppfunc._text import limited
+from ppfunc._checks import limited
 
 from .layout import local
 from .signature import Signature

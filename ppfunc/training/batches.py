@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ppfunc._text import shown
+from ppfunc._checks import shown
 from ppfunc.runtime import Microbatches, StepResult
 from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, read_loss_weights, read_seed
 from ppfunc.stage.tree import tree_map

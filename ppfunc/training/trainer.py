@@ -8,8 +8,8 @@ from typing import Any, Self
 
 import torch
 
+from ppfunc._checks import answering, naming_arguments, not_copied
 from ppfunc._step_factory import Stages, make_step, reporting_mistakes, unpacked
-from ppfunc._text import answering, naming_arguments, not_copied
 from ppfunc.runtime import InProcess, StepResult, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import TiedPlaces
 from ppfunc.runtime.call.arguments import LossWeights, Seed

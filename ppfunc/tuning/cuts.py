@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import Module
 
-from ppfunc._text import shown
+from ppfunc._checks import shown
 from ppfunc.splitter import Split, split
 from ppfunc.stage.layout import layout_of
 from ppfunc.stage.tree import tree_map

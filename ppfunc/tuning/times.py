@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ppfunc._checks import require_number, require_positive, require_type
-from ppfunc._text import shown
+from ppfunc._checks import require_number, require_positive, require_type, shown
 from ppfunc.runtime.execution.record import host_clock
 from ppfunc.runtime.lowering.stage_programs import StageCall
 from ppfunc.schedule import (

@@ -7,8 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ppfunc._checks import require_counts, require_type
-from ppfunc._text import naming_arguments, shown, with_arguments
+from ppfunc._checks import naming_arguments, require_counts, require_type, shown, with_arguments
 from ppfunc.runtime import Transport
 from ppfunc.runtime.transport.grid import ShardWhat
 from ppfunc.schedule import BUILDERS, Schedule, find_builder

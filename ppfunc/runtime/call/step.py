@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from ppfunc._text import answering, not_copied, with_arguments
+from ppfunc._checks import answering, not_copied, with_arguments
 from ppfunc.stage._torch import transforming
 from ppfunc.stage.device import on_device
 

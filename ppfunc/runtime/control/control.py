@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc._text import not_copied
+from ppfunc._checks import not_copied
 from ppfunc.stage.device import upload
 from ppfunc.stage.interrupts import hold_interrupts, keep_holding, send_later
 

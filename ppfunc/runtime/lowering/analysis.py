@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ppfunc._text import not_copied
+from ppfunc._checks import not_copied
 from ppfunc.schedule import Costs, Instruction, Op, Schedule, parts_of
 from ppfunc.schedule.costs import require_costs
 from ppfunc.schedule.instruction import COMMUNICATION

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc._checks import require_one_of
-from ppfunc._text import naming_arguments
+from ppfunc._checks import naming_arguments, require_one_of
 from ppfunc.stage.device import available
 
 from ..agreement.comparison import LaidOut

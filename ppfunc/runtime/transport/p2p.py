@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc._text import naming_arguments
+from ppfunc._checks import naming_arguments
 from ppfunc.stage.device import download, record_sleeping_event
 from ppfunc.stage.interrupts import hold_interrupts
 

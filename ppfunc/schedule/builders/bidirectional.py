@@ -4,8 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ppfunc._checks import require_counts
-from ppfunc._text import naming_arguments
+from ppfunc._checks import naming_arguments, require_counts
 from ppfunc.parallel.placement import v_shape
 
 from ..instruction import B, F, Instruction, Op, overlap

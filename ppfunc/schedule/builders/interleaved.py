@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from ppfunc._checks import require_counts
-from ppfunc._text import naming_arguments
+from ppfunc._checks import naming_arguments, require_counts
 from ppfunc.parallel.placement import loop
 
 from ..instruction import B, F, Instruction

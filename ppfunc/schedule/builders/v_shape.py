@@ -6,8 +6,7 @@ from functools import partial
 from itertools import accumulate
 from operator import itemgetter
 
-from ppfunc._checks import require_counts
-from ppfunc._text import naming_arguments
+from ppfunc._checks import naming_arguments, require_counts
 from ppfunc.parallel.placement import v_shape
 
 from ..instruction import F, I, Instruction, Op

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import chain, product
 
-from ppfunc._text import naming_arguments
+from ppfunc._checks import naming_arguments
 from ppfunc.parallel.placement import Placement, loop, stages_of, v_shape
 
 from ..costs import Costs, Number, require_costs

@@ -10,8 +10,7 @@ Below a row may be the bytes that its rank holds.
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from ppfunc._checks import require_index, require_type
-from ppfunc._text import shown
+from ppfunc._checks import require_index, require_type, shown
 
 from ..errors import ScheduleError
 from ..instruction import COMPUTE, Op, parts_of

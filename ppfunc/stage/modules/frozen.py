@@ -10,7 +10,7 @@ from typing import Any
 import optree
 import torch
 
-from ppfunc._text import limited, shown
+from ppfunc._checks import limited, shown
 
 from ..errors import raised
 from ..process import process_lock

@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from ppfunc._checks import require_type
-from ppfunc._text import shown
+from ppfunc._checks import require_type, shown
 from ppfunc.parallel.partition import Partition
 
 Layer = Callable[..., Any]  # layer(params, x, *extras) -> y

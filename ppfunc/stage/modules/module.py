@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from ppfunc._text import mend_of, naming_arguments, shown
+from ppfunc._checks import mend_of, naming_arguments, shown
 
 from .._torch import is_dtensor, version
 from ..errors import StageError

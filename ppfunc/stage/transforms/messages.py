@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ppfunc._text import shown
+from ppfunc._checks import shown
 
 from ..layout import Boundary
 from ..output import Output, Received

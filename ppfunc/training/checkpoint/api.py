@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ppfunc._text import naming_arguments
+from ppfunc._checks import naming_arguments
 
 from .loading import load_tree
 from .naming import Names

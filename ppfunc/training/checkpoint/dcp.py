@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ppfunc._text import naming_arguments
+from ppfunc._checks import naming_arguments
 from ppfunc.stage.interrupts import hold_interrupts
 from ppfunc.stage.layout import local
 

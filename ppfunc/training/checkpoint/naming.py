@@ -7,7 +7,7 @@ import optree
 import torch
 from optree import PyTreeAccessor, PyTreeSpec
 
-from ppfunc._text import mend_for, shown
+from ppfunc._checks import mend_for, shown
 from ppfunc.stage.tree import tree_flatten
 
 from ..update.train_state import TrainState

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from ppfunc._checks import require_counts, require_number, require_type
-from ppfunc._text import naming_arguments
+from ppfunc._checks import naming_arguments, require_counts, require_number, require_type
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from optree import PyTreeSpec
 
-from ppfunc._text import shown
+from ppfunc._checks import shown
 from ppfunc.stage.modules.frozen import ParameterKind
 from ppfunc.stage.patterns import first_match, note_patterns, require_reachable
 from ppfunc.stage.signature import differentiable, names_in

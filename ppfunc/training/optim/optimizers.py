@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppfunc._checks import require_number
-from ppfunc._text import naming_arguments
+from ppfunc._checks import naming_arguments, require_number
 from ppfunc.stage.modules.frozen import Mask
 
 from .._torch import fused_adamw, fused_sgd

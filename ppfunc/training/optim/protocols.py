@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ppfunc._text import answering, mend_for, shown
+from ppfunc._checks import answering, mend_for, shown
 from ppfunc.stage._torch import versions
 from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 

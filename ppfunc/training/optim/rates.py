@@ -9,8 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ppfunc._checks import require_counts, require_number, require_one_of
-from ppfunc._text import naming_arguments, shown
+from ppfunc._checks import naming_arguments, require_counts, require_number, require_one_of, shown
 from ppfunc.stage.device import accelerates
 
 LearningRate = float | Callable[[Any], torch.Tensor | float]

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ppfunc._checks import require_number, require_type
-from ppfunc._text import naming_arguments
+from ppfunc._checks import naming_arguments, require_number, require_type
 from ppfunc.stage.modules.frozen import Mask, masked_leaves
 from ppfunc.stage.signature import Signature, differentiable
 from ppfunc.stage.tree import tree_flatten

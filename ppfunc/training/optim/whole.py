@@ -6,8 +6,14 @@ from math import inf, sqrt
 import torch
 from torch import Tensor
 
-from ppfunc._checks import require_counts, require_number, require_positive, require_real
-from ppfunc._text import naming_arguments, shown
+from ppfunc._checks import (
+    naming_arguments,
+    require_counts,
+    require_number,
+    require_positive,
+    require_real,
+    shown,
+)
 from ppfunc.stage.modules.frozen import Mask, ParameterKind
 
 from .groups import divided

@@ -6,8 +6,7 @@ from functools import reduce
 
 import torch
 
-from ppfunc._checks import require_counts, require_number, require_positive
-from ppfunc._text import mend_for, shown
+from ppfunc._checks import mend_for, require_counts, require_number, require_positive, shown
 from ppfunc.stage.tree import tree_flatten, tree_map
 
 from .._torch import update_scale

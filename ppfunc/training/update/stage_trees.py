@@ -7,7 +7,7 @@ from weakref import ref
 
 import torch
 
-from ppfunc._text import shown
+from ppfunc._checks import shown
 from ppfunc.runtime.call.forms import Form, form_of, has_form, leaves_like
 from ppfunc.stage.layout import distributed, local
 from ppfunc.stage.signature import Signature, leaf_number

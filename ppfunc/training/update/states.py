@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from ppfunc._text import shown
+from ppfunc._checks import shown
 from ppfunc.runtime.execution.buffers import Leaves
 from ppfunc.runtime.transport.collective import Collective, Wait
 from ppfunc.stage.layout import local

@@ -8,7 +8,7 @@ from weakref import ref
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ppfunc._text import answering
+from ppfunc._checks import answering
 from ppfunc.stage.tree import tree_leaves
 
 from .._torch import note_on_memory, noted_on_memory

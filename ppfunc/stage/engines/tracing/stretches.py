@@ -5,7 +5,7 @@ from itertools import accumulate, groupby
 
 from torch.fx import Node
 
-from ppfunc._text import limited
+from ppfunc._checks import limited
 
 from ...errors import StageError
 from ...patterns import first_match
