@@ -7,7 +7,7 @@ import torch
 from optree import PyTreeSpec
 
 from ppfunc._checks import mend_for, shown
-from ppfunc.stage.constants import with_constants
+from ppfunc.stage.carried import with_constants
 from ppfunc.stage.tree import tree_flatten, tree_map, tree_structure, tree_unflatten
 
 Changes = tuple[tuple[int, Any], ...]

@@ -27,8 +27,7 @@ from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT
 from ppfunc.stage.abstract.purity import tensors_in, written
 from ppfunc.stage.device import autocast, kinds
 from ppfunc.stage.engines.tracing.graph import TRACED, GraphRecorder, is_element
-from ppfunc.stage.errors import warn
-from ppfunc.stage.places import place_of_call
+from ppfunc.stage.errors import place_of_call, warn
 from ppfunc.stage.tree import tree_flatten, tree_unflatten
 
 from ._torch import CheckpointFunction, PreDispatchMode, saved_tensor_hooks, with_values

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from ppfunc.stage import StageError
-from ppfunc.stage.constants import Constant, without_constants
+from ppfunc.stage.carried import Constant, Output, without_constants
 from ppfunc.stage.layout import Boundary, as_dtensor, declaring, layout_of
 from ppfunc.stage.modules.frozen import detached, note_parameters
-from ppfunc.stage.output import Output
 
 from ._torch import vmapped
 from .call import Changes

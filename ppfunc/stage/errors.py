@@ -1,10 +1,31 @@
-"""Name the stage, the reason and the mend where a stage cannot be served as it is written."""
+"""Name the stage, the reason and the mend where a stage cannot be served as it is written, and its place: the
+line and the module of a call in the user's code, also in a program that was traced.
+"""
 
 import sys
 import traceback
 import warnings
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
 
-from .places import is_of_a_library, line_of
+import torch
+
+TRACED_LINES = "ppfunc_traced_lines"
+"""A global name of programs that were traced: by line, the place in the user's code."""
+
+TRACED_MODULES = "ppfunc_traced_modules"
+"""A global name of programs that were traced: by line, the place in the user's modules."""
+
+Names = dict[int, tuple[torch.nn.Module, dict[int, str]]]
+"""An outermost module, by identity, with the names of all modules in it, by identity."""
+_CALL = torch.nn.Module._call_impl.__code__
+
+_LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
+_LAYERS = Path(torch.__file__).parent / "nn" / "modules"
+_PYTHON = Path(traceback.__file__).parent
 
 
 class StageError(RuntimeError):
@@ -52,3 +73,98 @@ def warn(text: str) -> None:
     while frame.f_back is not None and is_of_a_library(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
+
+
+# -- places in the user's code
+
+
+def line_of(error: BaseException) -> str:
+    """Find the innermost user's line, as ``" at file:line"``; without one, that of a layer of torch.
+
+    Of a program that was traced, it is the line that was traced.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if traced := [
+        place for frame, line in frames if (place := frame.f_globals.get(TRACED_LINES, {}).get(line))
+    ]:
+        return f" at {traced[-1]}"
+    files = [(frame.f_code.co_filename, line) for frame, line in frames]
+    candidates = [place for place in files if not is_of_a_library(place[0])] or [
+        place for place in files if _is_layer(place[0])
+    ]
+    return f" at {candidates[-1][0]}:{candidates[-1][1]}" if candidates else ""
+
+
+def place_of_call(end: str = "") -> str:
+    """Find the user's line that runs now, as ``", called at file:line"``; empty above the file ``end``.
+
+    Of a program that was traced, it is the line that was traced.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_of_a_library(frame.f_code.co_filename):
+        if traced := frame.f_globals.get(TRACED_LINES, {}).get(frame.f_lineno):
+            return f", called at {traced}"
+        if frame.f_code.co_filename == end:
+            return ""
+        frame = frame.f_back
+    return "" if frame is None else f", called at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class ModulePlace(NamedTuple):
+    """Describe a place in the calls of modules.
+
+    Args:
+        name: of the innermost module, within the outermost one; empty for that itself.
+        names: of all modules within the outermost one, by identity.
+    """
+
+    name: str
+    names: Mapping[int, str]
+
+
+def module_of_call(end: str, known: Names) -> ModulePlace | None:
+    """Find the module whose call runs now below the file ``end``; None outside of modules.
+
+    Of a program that was traced, it is the module that was traced.
+
+    Args:
+        known: names that were asked for before; new ones are added.
+    """
+    inside: list[torch.nn.Module] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != end:
+        if frame.f_code is _CALL:
+            inside.append(frame.f_locals["self"])
+        elif traced := frame.f_globals.get(TRACED_MODULES, {}).get(frame.f_lineno):
+            return traced
+        frame = frame.f_back
+    if not inside:
+        return None
+    outermost = inside[-1]
+    if id(outermost) not in known:
+        lists = torch.nn.ModuleList, torch.nn.ModuleDict  # which nobody calls
+        named = {id(m): name for name, m in outermost.named_modules() if not isinstance(m, lists)}
+        known[id(outermost)] = outermost, named
+    names = known[id(outermost)][1]
+    return ModulePlace(next(names[id(m)] for m in inside if id(m) in names), names)
+
+
+@cache
+def _is_layer(path: str) -> bool:
+    """Tell whether a file defines layers of torch, rather than calls or contains them."""
+    file = Path(path)
+    return file.is_relative_to(_LAYERS) and file.name not in ("module.py", "container.py")
+
+
+@cache
+def is_of_a_library(path: str) -> bool:
+    """Tell whether a file is of torch, of Python or of this library, or a program that was traced."""
+    file = Path(path)
+    installed = {"site-packages", "dist-packages"}.intersection(file.parts)
+    if file.name == "typing_extensions.py":  # torch decorates functions with it
+        return True
+    return (
+        any(map(file.is_relative_to, _LIBRARIES))
+        or (file.is_relative_to(_PYTHON) and not installed)
+        or path.startswith("<")
+    )

@@ -103,7 +103,7 @@ def _adopt() -> None:
     with _adopting:
         for kind, node in list(PYTREE_NODES.items()):
             known = kind in _seen or not isinstance(kind, type) or optree.is_structseq_class(kind)
-            known = known or kind.__module__ == BLOCK_MASKS  # see `constants`
+            known = known or kind.__module__ == BLOCK_MASKS  # see `carried`
             if not known and optree.register_pytree_node.get(kind, namespace=NAMESPACE) is None:
                 optree.register_pytree_node(
                     kind, *_functions_of(node), path_entry_type=_NodeEntry, namespace=NAMESPACE

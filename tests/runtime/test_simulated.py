@@ -17,7 +17,7 @@ from ppfunc.runtime.execution.buffers import Buffers, Tag
 from ppfunc.runtime.transport.protocols import LossPart, Route, Transfer
 from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import LeafSignature
-from ppfunc.stage.interrupts import act_on_interrupts
+from ppfunc.stage.process import act_on_interrupts
 from ppfunc.testing.simulated import Fault, InjectedError, RankStopped, Simulated
 from ppfunc.testing.simulated.network import KINDS
 from tests.models import dense, squared, traced_once

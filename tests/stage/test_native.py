@@ -201,7 +201,7 @@ def test_an_error_has_its_class_and_the_users_line(in_cpp):
     assert run is not program.forward.function
     with pytest.raises(IndexError, match="index 7 is out of bounds") as caught:
         run((w,), (torch.tensor([7]),), ())
-    from ppfunc.stage.places import line_of
+    from ppfunc.stage.errors import line_of
 
     lines = Path(__file__).read_text().splitlines()
     line = next(i for i, text in enumerate(lines, 1) if "# fails here" in text)

@@ -12,7 +12,7 @@ import torch
 
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import address, is_wrapped
-from ppfunc.stage.constants import without_constants
+from ppfunc.stage.carried import without_constants
 from ppfunc.stage.layout import distributed, layout_of, local
 from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc._checks import not_copied
 from ppfunc.stage.device import upload
-from ppfunc.stage.interrupts import hold_interrupts, keep_holding, send_later
+from ppfunc.stage.process import hold_interrupts, keep_holding, send_later
 
 from ..agreement.comparison import (
     LaidOut,

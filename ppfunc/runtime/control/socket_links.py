@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from ppfunc.stage.interrupts import act_on_interrupts
+from ppfunc.stage.process import act_on_interrupts
 
 from ..errors import CLOSED, GONE, Failure, FailureRecord, LinkError
 from .connections import Address, Stream, in_thread

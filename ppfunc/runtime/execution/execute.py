@@ -11,7 +11,7 @@ from ppfunc.schedule import Chain, Timeline
 from ppfunc.stage import LeafSignature
 from ppfunc.stage._torch import transforming, values
 from ppfunc.stage.device import preserve_rng, upload
-from ppfunc.stage.interrupts import act_on_interrupts, this_thread
+from ppfunc.stage.process import act_on_interrupts, this_thread
 from ppfunc.stage.tree import tree_leaves
 
 from ..call.arguments import StepArguments

@@ -12,7 +12,7 @@ from ppfunc.schedule import Instruction, Op, send_completion
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL, WITHOUT_VALUE, microbatch_of
 from ppfunc.stage import Signature, StageProgram
 from ppfunc.stage.device import SideStreams, accelerates, available
-from ppfunc.stage.interrupts import act_on_interrupts
+from ppfunc.stage.process import act_on_interrupts
 
 from ..execution.buffers import Buffers, Key, Origin, Tag, moved
 from ..transport.protocols import Call, DataTransport, Transfer

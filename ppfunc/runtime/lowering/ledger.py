@@ -15,7 +15,7 @@ import torch
 from ppfunc.schedule.instruction import COMMUNICATION, TAIL, Instruction
 from ppfunc.schedule.table import show_table, table
 from ppfunc.stage._torch import FakeTensor, TorchDispatchMode, without_modes
-from ppfunc.stage.places import place_of_call
+from ppfunc.stage.errors import place_of_call
 from ppfunc.stage.tree import tree_leaves
 
 _LARGEST = 10

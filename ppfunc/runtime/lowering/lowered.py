@@ -7,8 +7,8 @@ import torch
 
 from ppfunc.schedule import Instruction, Op, Schedule, parts_of
 from ppfunc.stage import LeafSignature, Loss, Outline, Signature, Stage
+from ppfunc.stage.errors import line_of
 from ppfunc.stage.modules.frozen import FrozenLeaves
-from ppfunc.stage.places import line_of
 
 from ..agreement.ties import SharedLeaf, Tied, shared_leaves
 from ..call.forms import StepForm

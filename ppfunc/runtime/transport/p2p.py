@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc._checks import naming_arguments
 from ppfunc.stage.device import download, record_sleeping_event
-from ppfunc.stage.interrupts import hold_interrupts
+from ppfunc.stage.process import hold_interrupts
 
 from ..control.connections import in_thread
 from ..control.control import Control

@@ -233,7 +233,7 @@ class ControlTransport(Protocol):
         """
 
     def hold_interrupts(self, later: bool = False) -> AbstractContextManager[object]:
-        """Delay interrupts around a step, as :class:`~ppfunc.stage.interrupts.hold_interrupts` does.
+        """Delay interrupts around a step, as :class:`~ppfunc.stage.process.hold_interrupts` does.
 
         With no rank in another process, nothing is delayed: interrupts act at once, since a step that they
         end leaves no peer behind.

@@ -23,7 +23,7 @@ from .._torch import (
     schema,
     storage,
 )
-from ..places import place_of_call
+from ..errors import place_of_call
 from ..program import SeenCall
 from .purity import draws, tensors_in
 

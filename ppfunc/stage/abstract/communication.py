@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..places import place_of_call
+from ..errors import place_of_call
 
 _EACH_OTHERS_TRANSPOSE = frozenset({
     "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "wait_tensor",

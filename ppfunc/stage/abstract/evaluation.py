@@ -33,10 +33,9 @@ from .._torch import (
     flex_scores,
     require_flex_device,
 )
-from ..errors import StageError
-from ..interrupts import hold_interrupts
+from ..errors import StageError, line_of
 from ..layout import local
-from ..places import line_of
+from ..process import hold_interrupts
 from ..program import Leaves
 from ..signature import LeafSignature, Signature
 from ..tree import tree_flatten, tree_leaves, tree_map

@@ -18,11 +18,10 @@ from .._torch import (
     function_of,
     results_of,
 )
-from ..errors import StageError, by_dtensor, raised
-from ..interrupts import hold_interrupts
+from ..errors import StageError, by_dtensor, line_of, raised
 from ..layout import LAY_OTHERWISE, Boundary, local
 from ..modules.frozen import noting_undeclared
-from ..places import line_of
+from ..process import hold_interrupts
 from ..program import Example, Leaves, Outline
 from ..signature import LeafSignature, Signature, flatten
 from ..tree import tree_flatten, tree_structure

@@ -26,8 +26,7 @@ from .._torch import (
     storage,
     without_modes,
 )
-from ..errors import StageError
-from ..places import place_of_call
+from ..errors import StageError, place_of_call
 from ..process import process_lock
 from .communication import fault_of
 

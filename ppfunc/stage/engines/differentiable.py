@@ -11,10 +11,9 @@ from .._torch import awaited, version
 from ..abstract.evaluation import NoValuesError, in_python, require_values
 from ..abstract.outline import outline as outline_of, split_aux
 from ..abstract.purity import LogicalDraws, Purity
-from ..errors import StageError
-from ..interrupts import hold_interrupts
+from ..errors import StageError, line_of
 from ..layout import local
-from ..places import line_of
+from ..process import hold_interrupts
 from ..program import Example, FlatProgram, Gradients, Leaves, Outline, StageProgram, stage_program
 from ..signature import differentiable
 

@@ -7,8 +7,7 @@ import torch
 
 from .._torch import without_autocast
 from ..abstract.evaluation import DATA_DEPENDENT, stand_ins, without_values
-from ..errors import StageError, by_dtensor, first_line
-from ..places import line_of
+from ..errors import StageError, by_dtensor, first_line, line_of
 from ..program import FlatProgram, Gradients, Leaves
 from .differentiable import DifferentiableStage, contiguous, engine
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ..carried import Output, Received
 from ..layout import Boundary, declaring
-from ..output import Output, Received
 from ..program import Loss, Stage, without_aux
 from .tangents import push
 

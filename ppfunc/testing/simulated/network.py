@@ -13,7 +13,7 @@ import torch
 from ppfunc._checks import require_one_of
 from ppfunc.runtime.control.failure_tree import Verdict
 from ppfunc.runtime.errors import GONE, LinkError
-from ppfunc.stage.interrupts import receive
+from ppfunc.stage.process import receive
 
 from .scheduler import Scheduler
 

@@ -12,7 +12,7 @@ from ppfunc.runtime.control.tree import RankTree
 from ppfunc.runtime.errors import LinkError
 from ppfunc.runtime.transport.collective import Among, Collective
 from ppfunc.runtime.transport.protocols import Call, Route, Transfer
-from ppfunc.stage.interrupts import act_on_interrupts, hold_interrupts
+from ppfunc.stage.process import act_on_interrupts, hold_interrupts
 
 from .network import Fault, Member, Network
 from .scheduler import RankResult

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from ppfunc._checks import naming_arguments
-from ppfunc.stage.interrupts import hold_interrupts
 from ppfunc.stage.layout import local
+from ppfunc.stage.process import hold_interrupts
 
 from .._torch import place_in_file
 from .errors import CheckpointError, escaped

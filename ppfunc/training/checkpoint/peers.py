@@ -12,7 +12,7 @@ from ppfunc.runtime.control.control import Control
 from ppfunc.runtime.control.rendezvous import Rendezvous
 from ppfunc.runtime.control.socket_links import SocketLinks
 from ppfunc.runtime.errors import GONE, Failure, PipelineError
-from ppfunc.stage.interrupts import hold_interrupts, this_thread
+from ppfunc.stage.process import hold_interrupts, this_thread
 
 from .errors import CheckpointError, RankError
 

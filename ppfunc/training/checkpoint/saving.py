@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ppfunc._checks import require_type
 from ppfunc.runtime.agreement.comparison import checksum, differences
-from ppfunc.stage.interrupts import hold_interrupts
 from ppfunc.stage.layout import local
+from ppfunc.stage.process import hold_interrupts
 
 from ..update.train_state import TrainState, require_not_donated
 from .errors import CheckpointError, escaped

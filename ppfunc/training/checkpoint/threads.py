@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ppfunc.stage.interrupts import hold_interrupts
+from ppfunc.stage.process import hold_interrupts
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -2,16 +2,20 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby, pairwise
 from typing import Any, Literal, cast
 
 import optree
 import torch
 from torch.fx import Node
 
+from ppfunc._checks import limited
+
 from ..._torch import OpOverload, estimate, schema
 from ...abstract.purity import is_collective
+from ...errors import StageError
+from ...patterns import first_match
 from .cut import ProgramBlocks, cut, early_nodes
 from .graph import (
     ancestors,
@@ -29,17 +33,12 @@ from .graph import (
     root,
 )
 from .joint import Joint, Nodes
-from .stretches import stretches
 
 Predicate = Callable[[OpOverload, int], bool]
 """From an operator, and how many calls of it came before, to: compute its results again?"""
 
-Remat = (
-    Literal["cheap", "none", "full"]
-    | Predicate
-    | int
-    | Mapping[str, Literal["cheap", "none", "full"] | Predicate]
-)
+Choice = Literal["cheap", "none", "full"] | Predicate
+Remat = Choice | int | Mapping[str, Choice]
 """``"cheap"`` computes again what saves most, for 1% of the work of a step; ``"none"`` nothing; ``"full"``
 keeps what enters blocks alone; a predicate chooses operators; a number is the most bytes that may be kept;
 a mapping chooses by the names of modules."""
@@ -117,7 +116,7 @@ def _by_place(joint: Joint, remat: Mapping[str, Any], name: str, params: Iterabl
     early = early_nodes(joint)
     again, full, cheap = set[Node](), set[Node](), repeatable(joint)
     names = dict(zip(joint.params, params, strict=True))
-    for pattern, calls in stretches(sorted(filter(is_call, early)), remat, names, name):
+    for pattern, calls in _stretches(sorted(filter(is_call, early)), remat, names, name):
         choice = remat[pattern]
         if choice != "cheap":
             cheap -= calls
@@ -128,6 +127,65 @@ def _by_place(joint: Joint, remat: Mapping[str, Any], name: str, params: Iterabl
             again |= _asked(joint, calls, choice)
     again |= full & repeatable(joint)
     return _cheap(joint, again, cheap, _twice(joint, again) if full else set())
+
+
+def _stretches(
+    calls: Sequence[Node], patterns: Collection[str], params: Mapping[Node, str], stage: str
+) -> Iterator[tuple[str, set[Node]]]:
+    """Group the calls of a forward by the modules that patterns name; a module has those of its submodules.
+
+    A stage that calls no module is grouped by its parameters. Patterns match the name of a parameter, or the
+    part of it before a dot. A call belongs to the parameter that it reads, or else to the one read last.
+
+    Args:
+        calls: in order.
+        patterns: the first that matches counts.
+        params: names of the parameters.
+        stage: its name, for errors.
+
+    Yields:
+        A pattern, and calls of one module that follow one another.
+
+    Raises:
+        StageError: a pattern matches no name.
+    """
+    places = [operator_of(n).meta.get("module") for n in calls]
+    known = {name for place in places if place is not None for name in place.names.values() if name}
+    paths = ["" if place is None else place.name for place in places]
+    if not (of_modules := bool(known)):
+        known, paths = {p for name in params.values() for p in _prefixes(name)}, [*_last_read(calls, params)]
+    for one in (one for pattern in patterns for one in pattern.split("|")):
+        if not any(first_match(name, [one]) for name in known):
+            names = limited(", ".join(sorted(known)), 300)
+            reason = (
+                f"remat: got {one!r}, expected names of {'modules' if of_modules else 'parameters'}: {names}"
+            )
+            mend = "correct the pattern, or give the stages that have such names an engine of their own"
+            raise StageError(stage, reason, mend)
+
+    def named(path: str) -> tuple[str, str]:
+        inside = [name for name in _prefixes(path) if name in known]
+        return next(((p, name) for p in patterns for name in inside if first_match(name, [p])), ("", ""))
+
+    for (pattern, _), group in groupby(zip(map(named, paths), calls, strict=True), key=lambda pair: pair[0]):
+        if pattern:
+            yield pattern, {call for _, call in group}
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """Yield the names on the way to a place.
+
+    >>> list(_prefixes("h.0.mlp"))
+    ['h', 'h.0', 'h.0.mlp']
+    """
+    return accumulate(path.split("."), "{}.{}".format)
+
+
+def _last_read(calls: Iterable[Node], params: Mapping[Node, str]) -> Iterator[str]:
+    name = ""
+    for call in calls:
+        name = next((params[a] for a in call.all_input_nodes if a in params), name)
+        yield name
 
 
 def repeatable(joint: Joint) -> set[Node]:

@@ -14,8 +14,7 @@ from torch.fx import Graph, Node
 
 from ..._torch import any_autocast, function_modes, operator_modes, transforming
 from ...abstract.sizes import Numbers
-from ...errors import warn
-from ...places import TRACED_LINES, TRACED_MODULES, ModulePlace
+from ...errors import TRACED_LINES, TRACED_MODULES, ModulePlace, warn
 from .compiled import compiled
 from .cut import Block
 from .fast_dispatch import OperatorCall, find_call

@@ -12,8 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..._torch import FUNCTIONAL_COLLECTIVES, FakeTensor, OpOverload, estimate, expression, schema
 from ...abstract.evaluation import NoValuesError
 from ...abstract.purity import draws, is_collective
-from ...errors import StageError
-from ...places import Names, module_of_call, place_of_call
+from ...errors import Names, StageError, module_of_call, place_of_call
 
 TRACED = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 """The classes of tensors whose operators are recorded."""

@@ -28,7 +28,7 @@ import torch
 from torch.fx import Node
 
 from ..._torch import OpOverload, schema
-from ...places import TRACED_LINES
+from ...errors import TRACED_LINES
 from .cut import Block
 from .fast_dispatch import RECORDING
 from .graph import arguments, is_element, is_mutable

@@ -13,7 +13,7 @@ import torch
 
 import ppfunc as pp
 from ppfunc.stage.abstract.outline import outline
-from ppfunc.stage.interrupts import act_on_interrupts, hold_interrupts, keep_holding, send_later
+from ppfunc.stage.process import act_on_interrupts, hold_interrupts, keep_holding, send_later
 from tests.models import squared
 
 
