@@ -87,6 +87,13 @@ def hidden(weight: Tensor, x: Tensor) -> Tensor:
     return x
 
 
+def meet(name: str) -> None:
+    """Make a group under keys of its own: gloo would read those of a group that was destroyed."""
+    host, port, rank, size = (os.environ[k] for k in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+    store = dist.PrefixStore(name, dist.TCPStore(host, int(port), is_master=False))
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(size))
+
+
 def message_seconds(ranks: int, bandwidth: float) -> float:
     """CPU seconds of a message, without those of its bytes: what all processes take more than one with all
     stages. Stages compute in between, as messages take longer where caches are not their own.
@@ -223,13 +230,13 @@ def main() -> None:
     if options.foremost:
         foremost()
     if options.latency is None:
-        dist.init_process_group("gloo")
+        meet("latency")
         options.latency = message_seconds(int(size), options.bandwidth)
         dist.destroy_process_group()
         print(f"rank {rank}: {options.latency:.6f} CPU seconds of a message", flush=True)
     for name, path in paths.items() if rank == "0" else ():  # before there is a group
         path.write_bytes(pickle.dumps(tuned(name, options, int(size))))
-    dist.init_process_group("gloo")
+    meet("rows")
     for name, path in paths.items():
         dist.barrier()
         rows, limits = pickle.loads(path.read_bytes())
