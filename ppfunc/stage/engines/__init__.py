@@ -5,8 +5,7 @@ differentiable leaves (`differentiable`), and give the same gradients::
 
     graph        trace forward and backward (`tracing.joint`), clean the trace (`tracing.clean`), choose
                  what is computed again (`tracing.again`), cut it in F, I and W (`tracing.cut`), write each
-                 as Python (`tracing.emit`),
-                 on request as CUDA graphs (`captured`); `traced` does it, imported for the first stage
+                 as Python (`tracing.emit`), on request as CUDA graphs (`captured`): `graph_engine`
     functional   torch.func.vjp at every forward (`dynamic_engines`)
     eager        the tape of autograd, one per forward (`dynamic_engines`)
 """

@@ -1,13 +1,20 @@
 """Trace forward and backward of a stage once, and cut the trace by dependency: the default engine."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
-from ..program import Engine, StageProgram
+from .._torch import any_autocast, estimate, expression, without_autocast
+from ..abstract.sizes import Numbers
+from ..errors import StageError
+from ..program import Engine, Example, FlatProgram, StageProgram
+from ..signature import differentiable, leaf_names
+from .differentiable import DifferentiableStage, engine
 
 if TYPE_CHECKING:
     from .tracing.again import Remat
+    from .tracing.joint import Joint
 
 
 @overload
@@ -109,13 +116,11 @@ def graph(
             _require_choice(choice, f"remat[{pattern!r}]")
     elif not isinstance(remat, int) or isinstance(remat, bool):
         _require_choice(remat, "remat", ', a number of bytes, or {"layers.*.mlp": one of the others}')
-    from .traced import traced  # a tenth of this package, for steps that are made
-
     if dynamic and (compile or cuda_graphs):
         raise ValueError(
             "graph got dynamic=True with compile or cuda_graphs, whose programs have one size; leave one out"
         )
-    made: Any = partial(traced, remat=remat, compile=compile, cuda_graphs=cuda_graphs, dynamic=dynamic)
+    made: Any = partial(_traced, remat=remat, compile=compile, cuda_graphs=cuda_graphs, dynamic=dynamic)
     made.dynamic = dynamic
     return made(*stage, **request) if stage or request else made
 
@@ -124,3 +129,79 @@ def _require_choice(choice: Any, what: str, more: str = "") -> None:
     if not callable(choice) and choice not in ("cheap", "none", "full"):
         expected = f'"cheap", "none", "full", a predicate (operator, number) -> bool{more}'
         raise ValueError(f"{what}: got {choice!r}, expected {expected}")
+
+
+@engine
+def _traced(
+    stage: DifferentiableStage,
+    _: tuple[Any, ...],
+    *,
+    remat: "Remat",
+    compile: bool,
+    cuda_graphs: bool,
+    dynamic: bool,
+) -> tuple[FlatProgram, int]:
+    """Trace a stage, and cut its trace in programs. Whoever varies sizes asks for ``dynamic=False``."""
+    # A tenth of this package, for stages that are traced.
+    from .tracing.again import cut_for
+    from .tracing.budget import within
+    from .tracing.clean import clean, require_same
+    from .tracing.compiled import without_onednn
+    from .tracing.cut import residual_bytes
+    from .tracing.emit import programs
+    from .tracing.joint import trace
+
+    if dynamic:
+        raise ValueError(
+            "graph(dynamic=True) was called for one example, whose program has one size; leave it out, or"
+            " give engine=graph(dynamic=True) itself, not a function that calls it, to a step function"
+        )
+    name, outline, example = stage.name, stage.outline, stage.example
+    if cuda_graphs and example.device.type != "cuda":
+        reason = f"it computes on the device {example.device}, and CUDA graphs are for CUDA alone"
+        raise StageError(name, reason, "put its parameters on a CUDA device, or leave out cuda_graphs=True")
+    if outline.untraced:
+        raise StageError(name, *outline.untraced)
+    with without_onednn() if compile else nullcontext():
+        joint = trace(stage)
+        if example.symbols:
+            numbers = Numbers({expression(size): estimate(size) for size in example.symbols})
+            of_sizes, known = numbers((example, outline))
+            static = DifferentiableStage(stage.fn, of_sizes, known, stage.has_aux, name)
+            require_same(joint, trace(static), numbers, name)
+    clean(joint)
+    if any_autocast():
+        for node in joint.graph.nodes:  # its casts are operators of the trace
+            node.meta["within"] = without_autocast
+    if isinstance(remat, int) and not isinstance(remat, bool):
+        blocks = within(joint, remat, name)
+    else:
+        blocks = cut_for(joint, remat, name, leaf_names(example.params))
+    size = residual_bytes(joint, blocks.residuals, name)
+    flat = programs(blocks, name, compile, _warning_of_unread(joint, example, name))
+    if not cuda_graphs:
+        return flat, size
+    from .captured import captured
+
+    return captured(flat, example, outline.y), size
+
+
+def _warning_of_unread(joint: "Joint", example: Example, name: str) -> str:
+    """Word the warning of a backward about the differentiable parameters on which no output depends.
+
+    A frozen one is used, and gets zeros on purpose. For another form of inputs there is another program.
+    """
+    from .tracing.graph import ancestors
+
+    used = ancestors(joint.results[0])
+    leaves = zip(joint.params, example.params.leaves, example.params.paths, strict=True)
+    unread = [
+        f"params{path}" for node, leaf, path in leaves if differentiable(leaf.dtype) and node not in used
+    ]
+    if not unread:
+        return ""
+    more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
+    return (
+        f"{name}: nothing depends on {', '.join(unread[:3])}{more} for such inputs, so the gradient is zero;"
+        " use it, or leave it out"
+    )

@@ -3,10 +3,11 @@
     joint.py          trace            records forward and backward of a stage as one graph
       graph.py          GraphRecorder    records operators; what is asked of their nodes
     clean.py          clean            drops copies, duplicates and dead operators
-    cut.py            cut              cuts the graph in forward, backward and the two parts of a backward
+    cut.py            cut              cuts the graph in forward, backward and the two parts of a backward;
+                                       posts collectives early, waits late
       again.py          cut_for          chooses what the backward computes again
       budget.py         within           chooses it so that at most so many bytes are kept
-    interleave.py     interleave       runs two programs as one; posts collectives early, waits late
+    interleave.py     interleave       runs two programs as one
     emit.py           TracedFunction   writes a program in Python; runs the one in C++ if it is there
       fast_dispatch.py  find_call        finds the fastest call of each operator
       compiled.py       compiled         has inductor compile a program

@@ -1,11 +1,14 @@
 """Clean up a joint trace without changing a bit of any result."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from itertools import zip_longest
 
 import torch
-from torch.fx import Node
+from torch.fx import Node, map_arg
 
 from ..._torch import without_modes, without_transforms
+from ...abstract.sizes import Numbers
+from ...errors import StageError
 from .graph import (
     always_equal,
     ancestors,
@@ -211,3 +214,35 @@ def _drop_dead(joint: Joint) -> None:
     for node in reversed(list(joint.graph.nodes)):
         if node not in alive and node.op != "placeholder":
             joint.graph.erase_node(node)
+
+
+def require_same(symbolic: Joint, joint: Joint, numbers: Numbers, name: str) -> None:
+    """Raise StageError where a trace with numbers in the place of its symbols is not the one for these sizes.
+
+    A stage may look at a size as at something else than a number: at its text, or at its type.
+    """
+    skip_copies(symbolic)  # where a size is a symbol, torch also takes a slice of all
+    skip_copies(joint)
+    for one, two in zip_longest(_written(symbolic, numbers), _written(joint, numbers)):
+        if one != two:
+            (with_symbols, _), (call, place) = one or ("nothing", ""), two or ("nothing", "")
+            reason = f"it calls {call}{place}, and {with_symbols} where its sizes are symbols"
+            raise StageError(name, reason, "use sizes as numbers alone")
+
+
+def _written(joint: Joint, numbers: Numbers) -> Iterator[tuple[str, str]]:
+    """Write each call that is no view, and yield the user's line. Of a view, what it comes to is written."""
+    names: dict[Node, int] = {}
+
+    def argument(node: Node) -> str:
+        value, text = node.meta["val"], f"%{names[root(node)]}"
+        if not (is_tensor(node) and is_dense(node)):
+            return text
+        axes = zip(*numbers((tuple(value.shape), value.stride())), strict=True)
+        return f"{text}{[axis for axis in axes if axis[0] != 1]} + {numbers(value.storage_offset())}"
+
+    for node in joint.graph.nodes:
+        if base(node) is None and (node.users or node.op != "call_function"):
+            names[node] = len(names)
+            text = f"{node.target} {map_arg(numbers((node.args, node.kwargs)), argument)}"
+            yield f"{text} {node.meta.get('constant', '')}", node.meta.get("place", "")

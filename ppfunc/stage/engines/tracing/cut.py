@@ -1,14 +1,27 @@
-"""Cut a joint trace into the operators of F, of I and of W."""
+"""Cut a joint trace into the operators of F, of I and of W, and order those of each."""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from math import inf
 from typing import NamedTuple
 
 from torch.fx import Graph, Node, map_arg
 
 from ...abstract.sizes import Numbers
 from ...errors import StageError
-from .graph import ancestors, base, is_call, is_dense, is_element, is_of_forward, operator_of, root
+from .graph import (
+    ancestors,
+    base,
+    is_call,
+    is_dense,
+    is_element,
+    is_of_forward,
+    is_post,
+    is_random,
+    is_wait,
+    operator_of,
+    root,
+)
 from .joint import Joint, Maybe, Nodes
 
 
@@ -139,6 +152,53 @@ def _in_order(body: set[Node], results: tuple[Maybe, ...]) -> Iterator[Node]:
         if node in body and node not in done:
             done.add(node)
             yield node
+
+
+def posted_early(body: Nodes) -> Nodes:
+    """Order the calls of a program: each collective as soon as its input is computed, its wait at the use.
+
+    Behind a collective come first the calls that run beside it: those that do not need it, and that the next
+    one does not need, such as gradients of parameters. Collectives and random operators keep their orders,
+    which ranks share. A call moves past one collective at most, so that memory lives little longer.
+    """
+    inside, drawn, posts = set(body), list[Node](), 0
+    needs, before = dict[Node, list[Node]](), dict.fromkeys(body, inf)
+    behind: dict[Node, int] = {}  # how many collectives stand before a call
+    after: dict[Node, int] = {}  # the last collective that a call needs, counted from 1; 0 for none
+    for node in body:
+        needs[node] = [a for a in node.all_input_nodes if a in inside]
+        if is_random(node):
+            needs[node] += drawn
+            drawn = [node]
+        behind[node] = posts
+        posts += is_post(node)
+        after[node] = posts if is_post(node) else max((after[a] for a in needs[node]), default=0)
+    for node in reversed(body):  # the first collective that needs a call
+        first = after[node] if is_post(node) else before[node]
+        before.update({argument: min(before[argument], first) for argument in needs[node]})
+
+    def place(node: Node) -> tuple[int, int]:
+        last = behind[node]
+        if is_post(node):
+            return last, 2
+        needs_last = after[node] == last
+        return (last, 1) if needs_last and before[node] == last + 1 else (last + needs_last, 0)
+
+    return tuple(waited_late(sorted(body, key=place)))
+
+
+def waited_late(body: Iterable[Node]) -> Iterator[Node]:
+    """Yield the calls in their order, each wait right before the first use of its result, or at the end."""
+    waits: dict[Node, bool] = {}
+    for node in body:
+        for argument in node.all_input_nodes:
+            if waits.pop(argument, False):
+                yield argument
+        if is_wait(node):
+            waits[node] = True
+        else:
+            yield node
+    yield from waits
 
 
 def residual_bytes(joint: Joint, residuals: Nodes, name: str) -> int:

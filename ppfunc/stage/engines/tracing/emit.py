@@ -15,10 +15,11 @@ from torch.fx import Graph, Node
 from ..._torch import any_autocast, function_modes, operator_modes, transforming
 from ...abstract.sizes import Numbers
 from ...errors import TRACED_LINES, TRACED_MODULES, ModulePlace, warn
+from ...program import FlatProgram
 from .compiled import compiled
-from .cut import Block
+from .cut import Block, ProgramBlocks, posted_early
 from .fast_dispatch import OperatorCall, find_call
-from .graph import always_equal, arguments, bytes_of, is_element, root
+from .graph import always_equal, arguments, bytes_of, is_element, is_post, root
 from .native import native, table
 
 _TOGETHER = 2**20  # bytes of gradients that are added up at once: one by one, small ones take longer
@@ -258,6 +259,24 @@ class _Writer:
     def source(self, title: str, names: tuple[str, ...]) -> str:
         body = [*self.lines, f"return {', '.join(map(self.value, self.block.results))}"]
         return f"def {title.split()[-1]}({', '.join(names)}):\n" + "".join(f"    {line}\n" for line in body)
+
+
+def programs(blocks: ProgramBlocks, name: str, compile: bool, warning: str) -> FlatProgram:
+    """Write the parts of a trace of a stage as functions. A backward gives the warning when it is called."""
+
+    def make(
+        block: Block, function: str, names: tuple[str, ...], settle: tuple[str, ...] = (), warning: str = ""
+    ) -> Callable[..., Any]:
+        if any(map(is_post, block.body)):
+            block = block._replace(body=posted_early(block.body))
+        return TracedFunction(Recipe(block, names, f"{name} {function}", settle, compile, warning))
+
+    return FlatProgram(
+        make(blocks.forward, "forward", ("params", "x", "extras"), ("x", "extras")),
+        make(blocks.backward, "backward", ("residuals", "gy"), ("gy",), warning),
+        make(blocks.backward_input, "backward_input", ("residuals", "gy"), ("gy",)),
+        make(blocks.backward_weight, "backward_weight", ("rest",), (), warning),
+    )
 
 
 def _accumulating(recipe: Recipe) -> Recipe | None:

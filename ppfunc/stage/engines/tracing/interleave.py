@@ -1,64 +1,13 @@
-"""Order the operators of programs so that others run between a collective and the wait for it.
+"""Join two programs, so that operators of one run between a collective of the other and the wait for it."""
 
-`posted_early` does so within one program, `interleave` in one program made of two.
-"""
-
-from collections.abc import Iterable, Iterator
-from math import inf
+from collections.abc import Iterator
 
 from torch.fx import Graph, Node
 
-from .cut import Block
+from .cut import Block, waited_late
 from .emit import Recipe
-from .graph import is_post, is_random, is_wait
+from .graph import is_post
 from .joint import Nodes
-
-
-def posted_early(body: Nodes) -> Nodes:
-    """Order the calls of a program: each collective as soon as its input is computed, its wait at the use.
-
-    Behind a collective come first the calls that run beside it: those that do not need it, and that the next
-    one does not need, such as gradients of parameters. Collectives and random operators keep their orders,
-    which ranks share. A call moves past one collective at most, so that memory lives little longer.
-    """
-    inside, drawn, posts = set(body), list[Node](), 0
-    needs, before = dict[Node, list[Node]](), dict.fromkeys(body, inf)
-    behind: dict[Node, int] = {}  # how many collectives stand before a call
-    after: dict[Node, int] = {}  # the last collective that a call needs, counted from 1; 0 for none
-    for node in body:
-        needs[node] = [a for a in node.all_input_nodes if a in inside]
-        if is_random(node):
-            needs[node] += drawn
-            drawn = [node]
-        behind[node] = posts
-        posts += is_post(node)
-        after[node] = posts if is_post(node) else max((after[a] for a in needs[node]), default=0)
-    for node in reversed(body):  # the first collective that needs a call
-        first = after[node] if is_post(node) else before[node]
-        before.update({argument: min(before[argument], first) for argument in needs[node]})
-
-    def place(node: Node) -> tuple[int, int]:
-        last = behind[node]
-        if is_post(node):
-            return last, 2
-        needs_last = after[node] == last
-        return (last, 1) if needs_last and before[node] == last + 1 else (last + needs_last, 0)
-
-    return tuple(waited_late(sorted(body, key=place)))
-
-
-def waited_late(body: Iterable[Node]) -> Iterator[Node]:
-    """Yield the calls in their order, each wait right before the first use of its result, or at the end."""
-    waits: dict[Node, bool] = {}
-    for node in body:
-        for argument in node.all_input_nodes:
-            if waits.pop(argument, False):
-                yield argument
-        if is_wait(node):
-            waits[node] = True
-        else:
-            yield node
-    yield from waits
 
 
 def interleave(first: Recipe, second: Recipe) -> Recipe:
