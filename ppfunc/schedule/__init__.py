@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from ppfunc._lazy import attach
 
 if TYPE_CHECKING:
-    from .builders import BUILDERS as BUILDERS
+    from .builders import BUILDERS as BUILDERS, find_builder as find_builder
     from .builders.bidirectional import chimera as chimera, dualpipe as dualpipe, dualpipev as dualpipev
     from .builders.deepspeed import (
         data_parallel as data_parallel,
@@ -51,9 +51,12 @@ if TYPE_CHECKING:
     from .formats.grid import to_grid as to_grid
     from .formats.json import from_json as from_json, to_json as to_json
     from .formats.scatter import to_scatter as to_scatter
-    from .formats.steps import to_steps as to_steps
     from .formats.svg import to_svg as to_svg
-    from .formats.text import FormatError as FormatError, parse_instruction as parse_instruction
+    from .formats.text import (
+        FormatError as FormatError,
+        parse_instruction as parse_instruction,
+        to_steps as to_steps,
+    )
     from .formats.torch_csv import to_torch_csv as to_torch_csv
     from .formats.trace import from_trace as from_trace, to_trace as to_trace
     from .instruction import (
@@ -66,29 +69,31 @@ if TYPE_CHECKING:
         overlap as overlap,
         parts_of as parts_of,
     )
-    from .names import find_builder as find_builder
     from .overview import Overview as Overview, compare_schedules as compare_schedules
     from .passes.allocate_slots import allocate_slots as allocate_slots
-    from .passes.backward import merge_backward as merge_backward, split_backward as split_backward
     from .passes.insert import (
         insert_loads as insert_loads,
         insert_offloads as insert_offloads,
         insert_recomputes as insert_recomputes,
+        with_skips as with_skips,
     )
-    from .passes.linearize import linearize as linearize
     from .passes.place_communication import place_communication as place_communication
     from .passes.rewrite import (
         compute_only as compute_only,
         forward_only as forward_only,
+        merge_backward as merge_backward,
         remove_communication as remove_communication,
         remove_slots as remove_slots,
         remove_tail as remove_tail,
         remove_unshards as remove_unshards,
+        split_backward as split_backward,
     )
-    from .passes.send_completion import send_completion as send_completion
-    from .passes.skips import with_skips as with_skips
-    from .passes.tail import append_tail as append_tail, reduce_early as reduce_early
-    from .passes.unshard import insert_unshards as insert_unshards
+    from .passes.running import linearize as linearize, send_completion as send_completion
+    from .passes.whole_stage import (
+        append_tail as append_tail,
+        insert_unshards as insert_unshards,
+        reduce_early as reduce_early,
+    )
     from .planner.bounds import Bound as Bound, lower_bound as lower_bound
     from .planner.plan import Plan as Plan, plan as plan
     from .schedule import (

@@ -9,11 +9,17 @@ from .collector import collector_paused
 from .dataflow import Dataflow
 from .earliest import earliest
 from .instruction import COMMUNICATION, Op
-from .proof.buffers import check_activations, check_offloads, check_slots
 from .proof.order import OrderRecord, check_order
 from .proof.queues import check_queues
+from .proof.states import (
+    check_activations,
+    check_loads,
+    check_offloads,
+    check_slots,
+    check_tail,
+    check_unshards,
+)
 from .proof.structure import check_structure
-from .proof.tail import check_loads, check_tail, check_unshards
 from .schedule import Schedule
 from .table import show_table
 

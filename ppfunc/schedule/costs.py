@@ -9,8 +9,8 @@ from typing import Any, Literal, Self, get_args, overload
 
 from ppfunc._checks import require_counts, require_type
 
+from .errors import require_schedule
 from .formats.json import plain, read_values
-from .proof.structure import require_schedule
 from .schedule import Schedule
 from .table import show_table, table
 

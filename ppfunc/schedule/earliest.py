@@ -1,7 +1,7 @@
 """Run instructions as early as possible: each starts once its rank is free and its inputs are there."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set, Sized
 from typing import Any, NamedTuple
 
 from .dataflow import PRODUCT, Dataflow
@@ -9,7 +9,6 @@ from .errors import ScheduleError, cycle_text, schedule_error, text_of
 from .instruction import COMPUTE, WITHOUT_VALUE, Instruction, Op, microbatch_of
 from .proof.structure import check_structure
 from .schedule import Program, Schedule
-from .turns import take_turns
 
 Time = Any  # int, float or Fraction: whatever the durations are, nothing is converted
 Duration = Callable[[Op, int], Time]
@@ -287,3 +286,32 @@ def _stuck(
     return schedule_error(
         schedule, rank, places[rank][len(times.ends[rank])], "deadlock: " + cycle_text(cycle)
     )
+
+
+_WINDOW = 32  # steps by which a rank may be ahead: what some 32 ranks touch meanwhile fits into the caches
+
+
+def take_turns(resume: Callable[[int], None], ready: list[int], past: Sequence[Sized]) -> None:
+    """Resume the ranks in ``ready``, the last first, until there are none.
+
+    A rank that is resumed runs until it has to wait, and adds to ``ready`` those that waited for it. Any
+    order gives the same result. But a rank can be only a microbatch or so ahead of its neighbour, so without
+    a window every microbatch goes through all ranks; more of them than the caches hold take twice the time.
+
+    Args:
+        resume: runs a rank.
+        ready: the ranks that can run; empty at the end.
+        past: what each rank has done so far. One that is ahead of the window waits for it to move on.
+    """
+    ahead: list[int] = []
+    end = _WINDOW
+    while ready:
+        rank = ready.pop()
+        if len(past[rank]) > end:
+            ahead.append(rank)
+        else:
+            resume(rank)
+        if not ready:
+            ready += reversed(ahead)
+            ahead.clear()
+            end += _WINDOW

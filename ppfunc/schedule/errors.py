@@ -1,12 +1,9 @@
 """Name the place and the reason of a wrong schedule, with a picture and a mark."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .schedule import Schedule
+from .schedule import Schedule
 
 _STEPS_AROUND = 3
 _RANKS_AROUND = 2
@@ -49,6 +46,18 @@ class ScheduleError(ValueError):
             where.append(text_of(self.instruction))
         head = f"{', '.join(where)}: {self.reason}" if where else self.reason
         return f"{head}\n\n{self.picture}" if self.picture else head
+
+
+def require_schedule(value: Any) -> None:
+    """Refuse a value of any other type.
+
+    Raises:
+        ScheduleError: naming the type.
+    """
+    if not isinstance(value, Schedule):
+        raise ScheduleError(
+            None, None, None, f"got a value of type {type(value).__name__}, expected a Schedule"
+        )
 
 
 def schedule_error(

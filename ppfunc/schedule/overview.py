@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 from ppfunc._checks import require_counts
 from ppfunc._lazy import late
 
-from .builders import BUILDERS
+from .builders import BUILDERS, find_builder
 from .certificate import check
 from .collector import collector_paused
 from .costs import SENT, Costs, Number, portion, require_costs
 from .instruction import RESIDUAL_OPS, Op
-from .names import find_builder
 from .planner.bounds import lower_bound
 from .planner.placements import costs_of_stages
 from .schedule import Schedule

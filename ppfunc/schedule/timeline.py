@@ -14,10 +14,9 @@ from .collector import collector_paused
 from .costs import Costs, Number, require_costs
 from .dataflow import Dataflow
 from .earliest import BESIDE, EarliestTimes, Time, earliest
-from .errors import schedule_error
+from .errors import require_schedule, schedule_error
 from .instruction import COMMUNICATION, COMPUTE, MOVES, TAIL, Instruction, Op
-from .proof.buffers import HELD, elementary
-from .proof.structure import require_schedule
+from .proof.states import HELD, elementary
 from .schedule import Schedule
 from .table import show_table, table
 

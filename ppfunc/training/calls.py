@@ -23,7 +23,7 @@ from ppfunc.schedule import (
     remove_unshards,
     with_skips,
 )
-from ppfunc.schedule.proof.structure import require_schedule
+from ppfunc.schedule.errors import require_schedule
 from ppfunc.splitter import Split
 from ppfunc.stage import Signature
 from ppfunc.stage.tree import tree_leaves

@@ -26,9 +26,8 @@ from ppfunc.schedule import (
 from ppfunc.schedule.planner.bounds import bound_of
 from ppfunc.schedule.planner.orders import choices_of, directions, evaluate, fits, order_of, schedule_of
 from ppfunc.schedule.planner.problem import problem_of
-from ppfunc.schedule.planner.residuals import residual_orders
 from ppfunc.schedule.planner.search import Manner, replay
-from ppfunc.schedule.planner.starts import spaced_orders
+from ppfunc.schedule.planner.starts import residual_orders, spaced_orders
 from tests.schedule.exhaustive import FIELDS, least, problem
 from tests.schedule.test_plan import problems
 

@@ -9,7 +9,7 @@ from ppfunc.parallel.placement import v_shape
 
 from ..instruction import B, F, Instruction, Op, overlap
 from ..schedule import Chain, Schedule
-from ._orders import rank_by_rank, require
+from .one_stage import rank_by_rank, require
 
 
 @naming_arguments

@@ -7,7 +7,7 @@ from ppfunc.parallel.placement import loop
 
 from ..instruction import TAIL, Instruction, Op
 from ..schedule import Chain, Schedule, Step
-from ._orders import require
+from .one_stage import require
 
 
 @naming_arguments

@@ -7,7 +7,7 @@ from ppfunc.parallel.placement import loop
 
 from ..instruction import B, F, Instruction
 from ..schedule import Schedule
-from ._orders import alternate, delayed_weights, rank_by_rank, require
+from .one_stage import alternate, delayed_weights, rank_by_rank, require
 
 
 @naming_arguments

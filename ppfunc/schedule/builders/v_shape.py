@@ -11,7 +11,7 @@ from ppfunc.parallel.placement import v_shape
 
 from ..instruction import F, I, Instruction, Op
 from ..schedule import Schedule, single_chain
-from ._orders import rank_by_rank
+from .one_stage import rank_by_rank
 
 
 @naming_arguments

@@ -9,7 +9,7 @@ from ppfunc.parallel.placement import Placement, loop, stages_of, v_shape
 from ..costs import Costs, Number, require_costs
 from ..planner.orders import FORWARD, INPUT, Order, Word, directions, fits, order_of, schedule_of
 from ..planner.problem import Problem, problem_of
-from ..planner.replay import Manner, Replayed, justify, replay
+from ..planner.search import Manner, Replayed, justify, replay
 from ..schedule import Schedule
 from .v_shape import v_half, v_min, zbv
 

@@ -27,9 +27,8 @@ from collections.abc import Callable
 
 from ppfunc._checks import require_type
 
-from ..errors import ScheduleError
+from ..errors import ScheduleError, require_schedule
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, microbatch_of, parts_of
-from ..proof.structure import require_schedule
 from ..schedule import Chain, Schedule
 from .text import FormatError, parse_instruction
 

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 from ppfunc._checks import require_counts, require_type
 
 from ..costs import Costs
-from ..errors import ScheduleError
+from ..errors import ScheduleError, require_schedule
 from ..instruction import COMPUTE, Instruction, Op
-from ..proof.structure import require_schedule
 from ..schedule import Schedule
 from ..table import clipped
 from ..timeline import Timeline, simulate

@@ -20,8 +20,8 @@ from typing import Any
 
 from ppfunc._checks import require_type
 
+from ..errors import require_schedule
 from ..instruction import Instruction
-from ..proof.structure import require_schedule
 from ..schedule import Chain, Schedule
 from .text import FormatError, parse_instruction, shortened
 

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from ppfunc._checks import require_index, require_type, shown
 
-from ..errors import ScheduleError
+from ..errors import ScheduleError, require_schedule
 from ..instruction import COMPUTE, Op, parts_of
-from ..proof.structure import require_schedule
 from ..schedule import Schedule
 from ..timeline import Timeline, simulate
 from .elements import amount, clipped, line, number, page, rect, require_width, short, text, ticks

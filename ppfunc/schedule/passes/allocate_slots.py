@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from ..dataflow import Dataflow
 from ..instruction import COMMUNICATION, SENDS, WHOLE_STAGE, Instruction, Op
-from ..proof.buffers import Holder, uses
 from ..proof.order import check_order
 from ..proof.queues import check_queues
+from ..proof.states import Holder, uses
 from ..proof.structure import check_structure
 from ..schedule import Program, Schedule
 from .rewrite import remove_slots

@@ -1,14 +1,16 @@
-"""Write loads, offloads and recomputes into a schedule."""
+"""Write into a schedule what its values take beside compute: loads, skips, offloads and recomputes."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import reprlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from ppfunc._checks import require_counts, require_stages
 
 from ..costs import Costs, Number, require_costs
+from ..errors import require_schedule
 from ..instruction import COMMUNICATION, COMPUTE, RESIDUAL_OPS, Instruction, Op, parts_of
-from ..proof.structure import require_schedule
 from ..schedule import Program, Schedule, Step
-from .rewrite import Place, insert, remove_slots, rewrite
+from .rewrite import Place, insert, remove_communication, remove_slots, rewrite
 
 Residuals = tuple[int, int | None]  # stage, microbatch
 
@@ -178,3 +180,41 @@ def _exceeding(
 def _add(held: list[Number], numbers: range, size: Number) -> None:
     for number in numbers:
         held[number] += size
+
+
+def with_skips(schedule: Schedule, skips: Collection[tuple[int, int]]) -> Schedule:
+    """Add skip connections: ``Output.skips`` carries values from one stage to a later one.
+
+    Args:
+        schedule: any; its communication is placed anew if it has some.
+        skips: ``(source stage, destination stage)`` of each, stages of the model, the source before the
+            destination. The source returns ``Output(y, skips={destination: tree})``, the destination gets
+            ``Received(x, {source: tree})`` in the place of ``x``. Replicas have the same ones.
+
+    Raises:
+        TypeError: not a list of pairs.
+        ValueError: a stage does not exist, or the destination does not come after the source and its
+            neighbour.
+
+    >>> from ppfunc import gpipe
+    >>> with_skips(gpipe(ranks=3, microbatches=2), [(0, 2)]).skips
+    ((0, 2),)
+    """
+    require_schedule(schedule)
+    if not isinstance(skips, Collection) or not all(
+        isinstance(edge, tuple | list) and len(edge) == 2 for edge in skips
+    ):
+        raise TypeError(
+            f"skips: got {reprlib.repr(skips)} of type {type(skips).__name__}, expected a list of pairs"
+            " (source, destination)"
+        )
+    places = {schedule.model_stages[stage]: place for place, stage in enumerate(schedule.chains[0].stages)}
+    for source, destination in skips:
+        if not {source, destination} <= places.keys() or places[destination] < places[source] + 2:
+            raise ValueError(
+                f"skips: got {(source, destination)}, expected (source, destination), two stages of the model"
+                " with another one between them"
+            )
+    edges = [(c.stages[places[a]], c.stages[places[b]]) for a, b in skips for c in schedule.chains]
+    bare = remove_communication(schedule) if schedule.ops & {Op.SEND_F, Op.RECV_F} else schedule
+    return replace(bare, skips=tuple(dict.fromkeys(edges)))

@@ -2,15 +2,13 @@
 
 The way of a plan, and where each part lives:
 
-* ``placements`` and ``layers``: which stage is where, and what it costs;
+* ``placements``: which stage is where, which layers it has, and what it costs;
 * ``problem``: the numbers of one placement; :mod:`ppfunc.schedule.planner.bounds`: what no schedule can beat;
 * ``orders``: a schedule as one word per rank, the rules of both directions of time, and the run of an order;
-* ``starts``: orders to start from, of the builders and of a microbatch that repeats;
-* ``residuals``: what stays, moves to the host or is computed again in an order;
-* ``replay``: list scheduling in the order of a word, in which operations overtake where data and memory let
-  them;
-* ``search``: replays backwards and forwards in time, and random delays, until the bound is met or the effort
-  is used up.
+* ``starts``: orders to start from, of the builders, of a microbatch that repeats, and of residuals that stay,
+  move to the host or are computed again;
+* ``search``: replays backwards and forwards in time, in which operations overtake where data and memory let
+  them, and random delays, until the bound is met or the effort is used up.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +30,8 @@ from .bounds import Bound, bound_of
 from .orders import Order, choices_of, directions, evaluate, fits, schedule_of
 from .placements import Candidate, Style, candidates
 from .problem import Cap, Objective, Problem, problem_of
-from .residuals import all_again, residual_orders
 from .search import Search
-from .starts import builder_orders, spaced_orders
+from .starts import all_again, builder_orders, residual_orders, spaced_orders
 
 Progress = Callable[[float, Number, Number], bool | None]
 """``progress(share of the effort, best value, its bound)``; the search stops where it returns True."""

@@ -3,7 +3,7 @@
 from itertools import pairwise
 from typing import Any, TypeGuard
 
-from ..errors import ScheduleError, schedule_error
+from ..errors import ScheduleError, require_schedule, schedule_error
 from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op
 from ..schedule import Chain, Schedule
 
@@ -23,16 +23,6 @@ def check_structure(schedule: Schedule) -> None:
     _check_skips(schedule)
     for rank, program in enumerate(schedule.programs):
         _check_program(schedule, rank, program, ranges)
-
-
-def require_schedule(value: Any) -> None:
-    """Refuse a value of any other type.
-
-    Raises:
-        ScheduleError: naming the type.
-    """
-    if not isinstance(value, Schedule):
-        raise _plain(f"got a value of type {type(value).__name__}, expected a Schedule")
 
 
 def _plain(reason: str, rank: int | None = None) -> ScheduleError:
