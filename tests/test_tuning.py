@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 import ppfunc as pp
 from ppfunc.tuning import candidates, tune
-from ppfunc.tuning.cuts import rows_of
-from ppfunc.tuning.times import MICROBATCHES, concurrency_of, seconds_of, times_of
+from ppfunc.tuning.stages import MICROBATCHES, concurrency_of, rows_of, seconds_of, times_of
 from tests.models import BatchNormed, squared
 
 D, ROWS = 16, 8

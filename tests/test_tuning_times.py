@@ -10,7 +10,7 @@ import torch
 
 import ppfunc as pp
 from ppfunc.tuning import times
-from ppfunc.tuning.times import Pace
+from ppfunc.tuning.stages import Pace
 from tests.models import squared
 
 

@@ -16,9 +16,8 @@ from ppfunc.schedule.errors import ScheduleError
 from .compare import add_compare
 from .parallel import add_parallel
 from .parser import CommandParser, in_options, printable
-from .plan import add_plan
 from .schedule import add_schedules
-from .tune import add_tune
+from .search import add_plan, add_tune
 
 
 @collector_paused()

@@ -10,9 +10,16 @@ from typing import Any
 
 from ppfunc.schedule import Overview, Schedule, compare_schedules, find_builder, to_scatter
 
-from .costs import add_cost_options, read_costs, require_effect
-from .output import form_of, write
-from .sources import add_options, is_file, read_file, require_size
+from .options import (
+    add_cost_options,
+    add_options,
+    is_file,
+    read_costs,
+    read_file,
+    require_effect,
+    require_size,
+)
+from .parser import form_of, write
 
 _COLUMNS = """Columns: the makespan in the unit of the costs; the bubble as a share of the makespan, and of
 the span (the largest time, over the ranks, from their first start to their last end); the peak of

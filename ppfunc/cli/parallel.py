@@ -6,9 +6,7 @@ from typing import Any
 
 from ppfunc.parallel import Topology, effective_loads, partition_balanced, partition_layers
 
-from .number import count, number
-
-_MOST = 1_000_000
+from .parser import MOST, count, number
 
 
 def add_parallel(commands: Any) -> None:
@@ -49,8 +47,8 @@ def add_parallel(commands: Any) -> None:
 
 def _topology(arguments: argparse.Namespace) -> int:
     topology = Topology.parse(arguments.axes)
-    if topology.world_size > _MOST:
-        raise ValueError(f"{topology.world_size} ranks are too many to print, expected at most {_MOST}")
+    if topology.world_size > MOST:
+        raise ValueError(f"{topology.world_size} ranks are too many to print, expected at most {MOST}")
     groups = {axis: list(topology.groups(axis)) for axis in topology.axes}
     if arguments.json:
         coordinates = [dict(zip(topology.axes, c, strict=True)) for c in topology.coordinates()]

@@ -2,10 +2,10 @@
 
 tune.py         tune: what is searched; its rows, ranked
   candidates.py the search: best first, each candidate only as exactly as needed
-  choices.py    Choice: grid, microbatch, rematerialisation and shards
-  cuts.py       the model in stages, whole or over the tensor ranks that the user lays it over
-  times.py      seconds and bytes of stages: measured here, or counted over given speeds
-  rows.py       Row and Tuning: the ranked table, its text, JSON and picture; Row.make is the trainer
+  stages.py     the model in stages, whole or over the tensor ranks that the user lays it over; their seconds
+                and bytes, measured here or counted over given speeds
+  rows.py       Choice: grid, microbatch, rematerialisation and shards; Row and Tuning: the ranked table, its
+                text, JSON and picture; Row.make is the trainer
 replan.py       replan: what another schedule of the same placement would gain, from a recorded step
 
 A candidate becomes known in steps, and the next step is that of the candidate with the least seconds so far::

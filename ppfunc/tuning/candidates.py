@@ -31,14 +31,14 @@ from ppfunc.training import Trainer
 from ppfunc.training.calls import completed
 from ppfunc.training.lowered import on_meta
 
-from .choices import Choice, axis_sizes
-from .cuts import Cuts, rows_of
-from .rows import Row, binding
-from .times import (
+from .rows import Choice, Row, axis_sizes, binding
+from .stages import (
     MICROBATCHES,
+    Cuts,
     Pace,
     Speeds,
     remembering,
+    rows_of,
     seconds_of,
     times_of,
 )

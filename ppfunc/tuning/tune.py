@@ -19,10 +19,8 @@ from ppfunc.training import Trainer
 from ppfunc.training.optim import Optimizer
 
 from .candidates import Candidates
-from .choices import choices_of, grids_of
-from .cuts import Cuts, Lay, rows_of
-from .rows import Row, Tuning
-from .times import Speeds, concurrency_of, parameters_of, require_numbers
+from .rows import Row, Tuning, choices_of, grids_of
+from .stages import Cuts, Lay, Speeds, concurrency_of, parameters_of, require_numbers, rows_of
 
 _ALIKE = ("data_parallel", "deepspeed_train")  # to several pipelines, and 1f1b
 TRAINING = tuple(n for n, build in BUILDERS.items() if n not in _ALIKE and not build(2, 4).forward_only)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import ppfunc
-from ppfunc.cli.costs import _OPTIONS
+from ppfunc.cli.options import _OPTIONS
 from ppfunc.schedule import (
     BUILDERS,
     Costs,
