@@ -133,14 +133,13 @@ def tuned(name: str, options: argparse.Namespace, ranks: int) -> tuple[list[Any]
 
 def peak_of(trainer: pp.Trainer, params: Any, batch: Any) -> int:
     """Bytes of a second step."""
-    given = [local(t) for t in tree_leaves((params, batch)) if t is not None]
-    uncounted = {t.untyped_storage()._cdata for t in given}
-    with LiveStorages(given) as counted:  # from the first step on: it keeps buckets for the next
-        state, _ = trainer.step(trainer.init(params), *batch)
-        counted.peak = 0
+    state, _ = trainer.step(trainer.init(params), *batch)
+    trainer._calls.idle.clear()  # buckets, whose memory would not be made within
+    held = [local(t) for t in tree_leaves((state, batch)) if t is not None]
+    with LiveStorages(held) as counted:
         trainer.step(state, *batch)
-    held = [local(t).untyped_storage() for t in tree_leaves((state, batch)) if t is not None]
-    return sum({s._cdata: s.nbytes() for s in held if s._cdata in uncounted}.values()) + counted.peak
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}
+    return sum(storages.values()) + counted.peak
 
 
 def run(name: str, rows: list[Any], options: argparse.Namespace) -> tuple[Seconds, Seconds, list[int]]:
