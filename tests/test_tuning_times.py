@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.tuning import times
+from ppfunc.tuning import stages
 from ppfunc.tuning.stages import Pace
 from tests.models import squared
 
@@ -36,13 +36,13 @@ def test_stages_are_timed_at_the_first_pace_of_the_machine():
     assert pace.timed(first)[0]["forward"] == (3,)
     paces = itertools.chain.from_iterable([n, n] for n in itertools.cycle([2, 9, 4]))
     (timed,) = pace.timed(other)
-    assert runs == 1 + times._LEAST
+    assert runs == 1 + stages._LEAST
     assert {kind: pytest.approx(seconds) for kind, seconds in timed.items()} == {
         "forward": (5,), "backward_input": (1,), "backward_weight": (1,), "step": (1,)
     }  # fmt: skip
     paces = itertools.chain.from_iterable([n, 1] for n in itertools.cycle([2, 9, 4]))
     pace.timed(other)
-    assert runs == 2 + times._LEAST + times._MOST
+    assert runs == 2 + stages._LEAST + stages._MOST
 
 
 class Waits(torch.autograd.Function):
