@@ -4,7 +4,7 @@ One call of the model is traced without values (`trace`): its operators are reco
 autocast (`record`), each with the stage that hooks on the named modules say. The trace is cut (`cut`): values
 that later stages need cross, what is cheap is computed again where it is needed. Each part is written as
 straight-line code (`program`), and kept for every form of the inputs (`source`), which the stage functions
-(`stages`) look up.
+(`value`) look up.
 
 A stage function traces the **whole** model, inside the trace of that one stage, when it first meets a form of
 the inputs (`Source.codes`): this trace gives the code of all stages, and the others look it up. Each process

@@ -14,6 +14,17 @@ Changes = tuple[tuple[int, Any], ...]
 """Numbers, texts and flags in the place of constants of the split, with the numbers of these."""
 
 
+class LeafForm(NamedTuple):
+    """Describe the form of one input tensor.
+
+    Args:
+        shape, dtype: of the tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class CallForm(NamedTuple):
     """Describe the form of one call of a model.
 

@@ -1,6 +1,6 @@
 """Make a trace functional, where a stage writes into memory that another stage has made."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,12 +56,15 @@ def without_writes(trace: Trace, device: torch.device) -> Trace:
             raise StageError(MODEL, reason, f"take unfold or another view, or {BY_HAND}")
     with undisturbed(), without_values():
         recording = Recording()
-        fakes = fake_sources(trace, device)
+        fakes = {node: fake(node, device, name not in trace.frozen) for name, node in trace.params.items()}
+        fakes |= {node: fake(node, device, False) for node in (*trace.buffers.values(), *trace.inputs)}
         places = {node: recording.place(fake, node.name) for node, fake in fakes.items()}
         with enable_python_dispatcher(), recording, without_functionalize(), FunctionalMode():
             values = {node: to_functional(fake) for node, fake in fakes.items()}
-            for node in replay(trace, values, recording):
+            for node in trace.nodes:
                 recording.stage = node.meta["stage"]
+                with within(node.meta["region"]):
+                    values[node] = _called_again(node, values, recording)
             results = tuple(_node(recording, values[r]) if isinstance(r, Node) else r for r in trace.results)
             ends = {
                 name: _node(recording, values[trace.replaced.get(name, node)])
@@ -80,29 +83,13 @@ def without_writes(trace: Trace, device: torch.device) -> Trace:
     )
 
 
-def fake_sources(trace: Trace, device: torch.device) -> dict[Node, Any]:
-    """Make tensors without values for the parameters, the buffers and the inputs of a trace."""
-    fakes = {node: fake(node, device, name not in trace.frozen) for name, node in trace.params.items()}
-    return fakes | {node: fake(node, device, False) for node in (*trace.buffers.values(), *trace.inputs)}
-
-
-def replay(trace: Trace, values: dict[Node, Any], recording: Recording | None = None) -> Iterator[Node]:
-    """Call every operator of a trace, in its region, after it was yielded.
-
-    Args:
-        values: of the sources; those of all nodes are put there.
-        recording: sees functions with a backward of their own as one operator, and gets plain tensors for
-            them.
-    """
-    for node in trace.nodes:
-        yield node
-        with within(node.meta["region"]):
-            if recording is not None and "opaque" in node.meta:
-                assert callable(node.target)
-                args = tuple(from_functional(values[n]) for n in node.args)  # type: ignore[index]
-                values[node] = tree_map(to_functional, recording.call_whole(node.target, args))
-            else:
-                values[node] = call_again(node, values)
+def _called_again(node: Node, values: dict[Node, Any], recording: Recording) -> Any:
+    """Call an operator of a trace once more. One with a backward of its own gets plain tensors."""
+    if "opaque" not in node.meta:
+        return call_again(node, values)
+    assert callable(node.target)
+    args = tuple(from_functional(values[n]) for n in node.args)  # type: ignore[index]
+    return tree_map(to_functional, recording.call_whole(node.target, args))
 
 
 def _node(recording: Recording, value: Tensor) -> Node:

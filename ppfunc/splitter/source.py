@@ -18,12 +18,13 @@ from ppfunc.stage.device import autocast
 from ppfunc.stage.modules.module import ModuleStructure
 from ppfunc.stage.process import process_lock
 
-from .call import CallForm, Changes
+from ._torch import vmapped
+from .call import CallForm, Changes, LeafForm
 from .cut import StagePart, WrittenElsewhereError, cut
 from .functional import MAPPABLE, without_writes
 from .program import StageCode, stage_codes
 from .record import Region
-from .trace import LeafForm, Trace, label_stages, trace
+from .trace import Trace, label_stages, trace
 
 _MOST = 32  # forms of inputs whose code is kept
 _PLAIN = {bool, int, float, str, NoneType}
@@ -74,7 +75,6 @@ class Source:
         self,
         inputs: Sequence[LeafForm],
         device: torch.device,
-        functional: bool = False,
         traced: Trace | None = None,
         changes: Changes = (),
         compute: torch.dtype | None = None,
@@ -85,13 +85,13 @@ class Source:
             inputs: the forms.
             device: where the stages compute.
             compute: the dtype of all floating parameters, by default that of each in the model.
-            functional: whether it runs under ``vmap``, where no operator may write into a tensor.
             traced: the trace of the model for them, by default made here.
             changes: of the constants of the call.
 
         Raises:
             StageError: the model cannot be traced, or the stages would not be those of the split.
         """
+        functional = vmapped()  # where no operator may write into a tensor
         key = (
             *inputs,
             device,

@@ -20,15 +20,14 @@ from ppfunc.stage.engines.tracing.graph import comparable, is_element, is_view
 from ppfunc.stage.layout import layout_of
 from ppfunc.stage.modules.module import is_subclass, require_usable
 
-from .call import CallForm
+from .call import CallForm, LeafForm
 from .functional import fake
 from .known import call_again
 from .pipe import as_pipe
 from .record import within
 from .source import Source
-from .stages import make_stage
-from .trace import PIPE_SPLIT, LeafForm, Tensors, Trace, trace, undisturbed
-from .value import Split
+from .trace import PIPE_SPLIT, Tensors, Trace, trace, undisturbed
+from .value import Split, make_stage
 from .weights import overlapping
 
 _NEAR = 1.2  # a heaviest stage of so much more than the least is near enough, if cutting deeper is not needed

@@ -31,7 +31,7 @@ from ppfunc.stage.tree import tree_flatten
 
 from ._torch import enable_python_dispatcher
 from .branches import recorded_in
-from .call import CallForm
+from .call import CallForm, LeafForm
 from .patches import (
     AssignedAttributes,
     caches_emptied,
@@ -45,17 +45,6 @@ from .record import BY_HAND, MODEL, Recording
 
 PIPE_SPLIT = "pipe_split() "
 """Begins the names of the cuts that the model makes itself; their numbers, from 1, follow."""
-
-
-class LeafForm(NamedTuple):
-    """Describe the form of one input tensor.
-
-    Args:
-        shape, dtype: of the tensor.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Trace(NamedTuple):
