@@ -2,6 +2,7 @@
 line and the module of a call in the user's code, also in a program that was traced.
 """
 
+import dis
 import sys
 import traceback
 import warnings
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,6 +58,21 @@ def raised(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """Write the class of an error, and the first line of its text."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def refuse_own(error: BaseException, stage: str) -> None:
+    """Raise StageError for an error of the user's own code in a later call: it is no refusal of an operator.
+
+    Operators refuse by RuntimeError or TypeError, without a statement ``raise`` of the user's.
+    """
+    trace: Any = error.__traceback__
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code = trace.tb_frame.f_code
+    raises = code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    if not is_of_a_library(code.co_filename) and (raises or not isinstance(error, RuntimeError | TypeError)):
+        reason = f"it ran before, and then raised {first_line(error)}{line_of(error)}"
+        raise StageError(stage, reason, "") from error
 
 
 def by_dtensor(error: BaseException) -> bool:

@@ -89,14 +89,15 @@ def outline(
             "use the eager engine",
         )
     else:
+        evaluate = partial(without_foreign_draws, partial(_evaluate, fn, seen, has_aux, name, noting), name)
         try:
-            return without_foreign_draws(partial(_evaluate, fn, seen, has_aux, name, noting), name)
+            return evaluate()
         except DATA_DEPENDENT as error:
             engine = "eager" if isinstance(error, UnsupportedOperatorException) else "functional"
             untraced = data_dependence(error), f"use the {engine} engine, which runs any Python"
         except StageError as error:
-            if error.__cause__ is None or seen.symbols:
-                raise
+            if error.__cause__ is None or seen.symbols or not _fails(evaluate):
+                raise  # an error of the first call alone is no refusal of tensors without values
             untraced, failure = (f"without values {error.reason}", "use the eager engine"), error
 
     if seen.symbols:
@@ -112,6 +113,15 @@ def outline(
     except StageError as error:
         first = failure if failure is not None and error.__cause__ is not None else error
         raise first from first.__cause__
+
+
+def _fails(evaluate: Callable[[], Outline]) -> bool:
+    """Tell whether one more evaluation fails."""
+    try:
+        evaluate()
+    except (StageError, *DATA_DEPENDENT):
+        return True
+    return False
 
 
 def _evaluate(fn: Callable[..., Any], example: Example, has_aux: bool, name: str, noting: bool) -> Outline:

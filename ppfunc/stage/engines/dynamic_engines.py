@@ -7,7 +7,7 @@ import torch
 
 from .._torch import without_autocast
 from ..abstract.evaluation import DATA_DEPENDENT, stand_ins, without_values
-from ..errors import StageError, by_dtensor, first_line, line_of
+from ..errors import StageError, by_dtensor, first_line, line_of, refuse_own
 from ..program import FlatProgram, Gradients, Leaves
 from .differentiable import DifferentiableStage, contiguous, engine
 
@@ -99,6 +99,7 @@ def _checked_program(
     except StageError:
         raise
     except Exception as error:
+        refuse_own(error, stage.name)
         reason = f"it runs, but {by} cannot differentiate it ({first_line(error)})"
         if by_dtensor(error):
             reason = f"it uses DTensors, whose own functions {by} cannot differentiate"

@@ -233,6 +233,37 @@ def test_an_error_of_a_running_stage_has_a_note_with_its_line_and_shapes(engine)
     )
 
 
+def _raising(number, error):
+    calls = []
+
+    def fn(w, x):
+        calls.append(x)
+        if len(calls) == number:
+            raise error
+        return x * w
+
+    return fn, f"{__file__}:{fn.__code__.co_firstlineno + 3}"
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@pytest.mark.parametrize("error", [ValueError("mine"), RuntimeError("mine")], ids=lambda e: type(e).__name__)
+def test_an_error_of_the_second_call_alone_is_not_blamed_on_the_derivative(engine, error):
+    fn, place = _raising(2, error)
+    name = type(error).__name__
+    with pytest.raises(
+        StageError, match=f"^the stage: it ran before, and then raised {name}: mine at {place}.$"
+    ):
+        engine(fn, (torch.ones(2), torch.zeros(2)))
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+def test_an_error_of_the_first_call_alone_is_raised(engine):
+    """The eager and the functional engine took it for a refusal of tensors without values, and went on."""
+    fn, place = _raising(1, ValueError("mine"))
+    with pytest.raises(StageError, match=f"^the stage: it raised ValueError at {place}: mine; it was given"):
+        engine(fn, (torch.ones(2), torch.zeros(2)))
+
+
 @pytest.mark.parametrize("engine", [functional, eager], ids=lambda e: e.__name__)
 @pytest.mark.filterwarnings("ignore:.*Converting a tensor")
 def test_an_output_shape_that_depends_on_values_is_refused_when_it_changes(engine):

@@ -23,7 +23,7 @@ from ..._torch import (
 )
 from ...abstract.evaluation import without_values
 from ...abstract.purity import tensors_in, written
-from ...errors import StageError, first_line
+from ...errors import StageError, first_line, refuse_own
 from ...program import Gradients, Leaves
 from ...signature import differentiable
 from ..differentiable import DifferentiableStage, contiguous
@@ -117,6 +117,7 @@ def recorded(fn: Callable[..., Any], groups: tuple[Leaves, ...], name: str) -> J
     except StageError:
         raise
     except Exception as error:
+        refuse_own(error, name)
         reason = (
             f"it runs, but its gradient cannot be traced ({first_line(error)}{record.place_of(str(error))})"
         )
