@@ -126,8 +126,11 @@ def _branch(
     outside = {storage(t) for t in (*operands, *read)}
     for node in nodes:
         if not outside.isdisjoint(node.meta["writes"]):
-            reason = f"a function of its cond or while_loop writes into an argument{node.meta['place']}"
-            raise StageError(MODEL, reason, "return the new value, or work on a clone")
+            raise StageError(
+                MODEL,
+                f"a function of its cond or while_loop writes into an argument{node.meta['place']}",
+                "return the new value, or work on a clone",
+            )
     body = tuple(n for n in nodes if n.op != "placeholder")
     return Branch(tuple(places), (), body, named, ambient), list(read), result
 

@@ -74,11 +74,12 @@ def _state_buffers(trace: Trace) -> dict[str, int]:
             homes.setdefault(name, set()).add(node.meta["stage"])
     for name, stages in homes.items():
         if len(stages) > 1:
-            reason = (
+            raise StageError(
+                MODEL,
                 f"its buffer {name} is written in the stages {', '.join(map(str, sorted(stages)))}, and is"
-                " the state of one"
+                " the state of one",
+                "cut elsewhere, or give each stage a module of its own",
             )
-            raise StageError(MODEL, reason, "cut elsewhere, or give each stage a module of its own")
     return {name: stage for name, (stage,) in homes.items()}
 
 
@@ -86,8 +87,11 @@ def _require_homes(cutter: "_Cutter", state: Mapping[str, int]) -> None:
     """Raise unless every memory that is written into is written by the stage that makes it."""
     for name, stage in state.items():
         if (home := cutter.homes[name]) != stage:
-            reason = f"its buffer {name} is the state of stage {stage}, and is written in stage {home}"
-            raise StageError(MODEL, reason, "split again")
+            raise StageError(
+                MODEL,
+                f"its buffer {name} is the state of stage {stage}, and is written in stage {home}",
+                "split again",
+            )
     for at, writers in cutter.writers_of.items():
         maker, (writer, *_) = cutter.maker[at], writers
         if maker in cutter.param_of:
@@ -97,8 +101,11 @@ def _require_homes(cutter: "_Cutter", state: Mapping[str, int]) -> None:
                 f"return a new value, or {BY_HAND}",
             )
         if maker.op == "get_attr":
-            reason = f"it writes into a tensor that is neither a parameter nor a buffer{writer.meta['place']}"
-            raise StageError(MODEL, reason, "register it as a buffer")
+            raise StageError(
+                MODEL,
+                f"it writes into a tensor that is neither a parameter nor a buffer{writer.meta['place']}",
+                "register it as a buffer",
+            )
         if maker in cutter.buffer_of or writer in cutter.cheap:
             continue
         if {w.meta["stage"] for w in writers} != {maker.meta["stage"]}:
@@ -219,10 +226,11 @@ class _Cutter:
         name = self.buffer_of.get(node, "")
         if (home := self.homes.get(name)) is not None:
             if home > stage:
-                reason = (
-                    f"its buffer {name} is read in stage {stage}, and is the state of the later stage {home}"
+                raise StageError(
+                    MODEL,
+                    f"its buffer {name} is read in stage {stage}, and is the state of the later stage {home}",
+                    "cut elsewhere",
                 )
-                raise StageError(MODEL, reason, "cut elsewhere")
             return home
         if node in self.param_of or node in self.buffer_of or node.op == "get_attr":
             return stage

@@ -49,11 +49,12 @@ def without_writes(trace: Trace, device: torch.device) -> Trace:
     """
     for node in trace.nodes:
         if node.target is aten.as_strided.default:
-            reason = (
+            raise StageError(
+                MODEL,
                 f"it uses as_strided{node.meta['place']}, and has to be traced without operators that write"
-                " into tensors"
+                " into tensors",
+                f"take unfold or another view, or {BY_HAND}",
             )
-            raise StageError(MODEL, reason, f"take unfold or another view, or {BY_HAND}")
     with undisturbed(), without_values():
         recording = Recording()
         fakes = {node: fake(node, device, name not in trace.frozen) for name, node in trace.params.items()}

@@ -123,11 +123,12 @@ class Recording(GraphRecorder, PreDispatchMode):
         history = tensor.grad_fn
         if isinstance(history, BackwardCFunction) and id(history) not in self._functions:
             name = type(history).__name__.removesuffix("Backward")
-            reason = (
+            raise StageError(
+                MODEL,
                 f"its autograd.Function {name} is called by a reference taken earlier{calling_place()}, so"
-                " that its backward is not seen"
+                " that its backward is not seen",
+                f"write {name}.apply where it is called",
             )
-            raise StageError(MODEL, reason, f"write {name}.apply where it is called")
         if self._outer and tensor not in self._nodes and any(tensor in known for known, _ in self._outer):
             self._outer[-1][1].append(tensor)
             return self.place(tensor, "read")
@@ -172,11 +173,12 @@ class Recording(GraphRecorder, PreDispatchMode):
             return func(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
         if others := {type(t).__name__ for t in tensors if type(t) not in TRACED and not is_dtensor(t)}:
-            reason = (
+            raise StageError(
+                MODEL,
                 f"it computes with tensors of the types {', '.join(sorted(others))}{calling_place()}, which"
-                " are not traced"
+                " are not traced",
+                BY_HAND,
             )
-            raise StageError(MODEL, reason, BY_HAND)
         nodes = [self.node(t) for t in tensors]
         if func is aten.lift_fresh.default:
             nodes[0].meta["known"] = True  # numbers in the code of the model
@@ -227,11 +229,12 @@ class Recording(GraphRecorder, PreDispatchMode):
         result = self._whole(getattr(call, "outline", call), args, {})
         results = list(tensors_in(result))
         if versions != [version(t) for t in args] or any(a is b for a in args for b in results):
-            reason = (
+            raise StageError(
+                MODEL,
                 f"its autograd.Function {call.__name__} writes into its arguments, or returns"
-                f" one{calling_place()}"
+                f" one{calling_place()}",
+                "return new tensors, or a clone",
             )
-            raise StageError(MODEL, reason, "return new tensors, or a clone")
         node = self.add(call, nodes, {}, result, f"v_{call.__name__}")
         node.meta["opaque"] = True
         self._note(node, storages(args))
@@ -252,19 +255,20 @@ class Recording(GraphRecorder, PreDispatchMode):
 
     def _require_constant(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, FakeTensor) and not getattr(tensor.fake_mode, "over", False):
-            reason = (
+            raise StageError(
+                MODEL,
                 f"it reads a tensor of shape {tuple(tensor.shape)} that no operator seen here has"
-                f" made{calling_place()}"
+                f" made{calling_place()}",
+                f"take detach() for .data, torch.func.grad for torch.autograd.grad, or {BY_HAND}",
             )
-            mend = f"take detach() for .data, torch.func.grad for torch.autograd.grad, or {BY_HAND}"
-            raise StageError(MODEL, reason, mend)
         super()._require_constant(tensor)
         if tensor.requires_grad:
-            reason = (
+            raise StageError(
+                MODEL,
                 f"it reads a tensor of shape {tuple(tensor.shape)} that requires a gradient and is no"
-                f" parameter{calling_place()}"
+                f" parameter{calling_place()}",
+                "register it as a parameter of the module, or detach it",
             )
-            raise StageError(MODEL, reason, "register it as a parameter of the module, or detach it")
 
     def _know(self, node: Node, tensor: torch.Tensor) -> Node:
         node.meta["value"] = Value(tuple(tensor.shape), tensor.stride(), tensor.dtype, storage(tensor))

@@ -137,8 +137,11 @@ class Source:
         for name, got in floating.items():
             if cast is not None and (got != cast or before not in (None, cast)):
                 reason = f"its parameter {name} has the dtype {got}, and others have been cast to"
-                mend = "cast all floating parameters to one dtype, or none of them"
-                raise StageError(f"stage {stage}", f"{reason} {before or cast}", mend)
+                raise StageError(
+                    f"stage {stage}",
+                    f"{reason} {before or cast}",
+                    "cast all floating parameters to one dtype, or none of them",
+                )
         return cast
 
     def buffer(self, name: str, device: torch.device, stage: int) -> Tensor:
@@ -205,9 +208,11 @@ def _require_plain(parts: Sequence[StagePart]) -> None:
         for source, nodes in part.received.items():
             for node in nodes:
                 if node.meta["laid"]:
-                    reason = f"it takes the value {_described(node)}, a DTensor, from stage {source}"
-                    mend = "cut where activations are plain tensors, as use_local_output=True makes them"
-                    raise StageError(f"stage {stage}", reason, mend)
+                    raise StageError(
+                        f"stage {stage}",
+                        f"it takes the value {_described(node)}, a DTensor, from stage {source}",
+                        "cut where activations are plain tensors, as use_local_output=True makes them",
+                    )
 
 
 def _begins(names: Sequence[str], traced: Trace) -> list[int]:
@@ -246,8 +251,11 @@ def _require_same(first: Sequence[StageCode], parts: Sequence[StagePart]) -> Non
             raise StageError(f"stage {stage}", f"it writes into the buffer {other[0]} {when}", mend)
         for source, (node, *_) in part.received.items():
             if source < stage - 1 and source not in code.received:
-                reason = f"it takes the value {_described(node)}, from stage {source} {when}"
-                raise StageError(f"stage {stage}", reason, mend)
+                raise StageError(
+                    f"stage {stage}",
+                    f"it takes the value {_described(node)}, from stage {source} {when}",
+                    mend,
+                )
 
 
 def _described(node: Node) -> str:

@@ -227,11 +227,12 @@ def _require_no_hooks(model: nn.Module) -> None:
     for what, owners in (("module", model.named_modules()), ("parameter", model.named_parameters())):
         for name, owner in owners:
             if any(getattr(owner, attribute, None) for attribute in hooks):
-                reason = (
+                raise StageError(
+                    MODEL,
                     f"its {what} {name or type(owner).__name__} has a backward hook, which no stage would"
-                    " call"
+                    " call",
+                    "remove it, or write what it does as an autograd.Function",
                 )
-                raise StageError(MODEL, reason, "remove it, or write what it does as an autograd.Function")
 
 
 def _input(leaf: LeafForm, device: torch.device) -> Tensor:

@@ -275,11 +275,12 @@ def _read(
 
 def _require_dtypes(received: Sequence[Tensor], expected: Sequence[torch.dtype], stage: int) -> None:
     if (got := [t.dtype for t in received]) != [*expected]:
-        reason = (
+        raise StageError(
+            f"stage {stage}",
             f"it gets values of the dtypes {got} from earlier stages, and with its parameters the model"
-            f" makes {[*expected]}"
+            f" makes {[*expected]}",
+            "give the parameters of all stages the same dtype",
         )
-        raise StageError(f"stage {stage}", reason, "give the parameters of all stages the same dtype")
 
 
 def _state_of(states: tuple[Any, ...], names: tuple[str, ...], stage: int) -> dict[str, Tensor]:

@@ -71,8 +71,9 @@ def refuse_own(error: BaseException, stage: str) -> None:
     code = trace.tb_frame.f_code
     raises = code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
     if not is_of_a_library(code.co_filename) and (raises or not isinstance(error, RuntimeError | TypeError)):
-        reason = f"it ran before, and then raised {first_line(error)}{line_of(error)}"
-        raise StageError(stage, reason, "") from error
+        raise StageError(
+            stage, f"it ran before, and then raised {first_line(error)}{line_of(error)}", ""
+        ) from error
 
 
 def by_dtensor(error: BaseException) -> bool:

@@ -215,10 +215,9 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
         raise
     except Exception as error:
         if by_dtensor(error):
-            reason = "it uses DTensors, whose own functions torch.func cannot transform"
             raise StageError(
                 name,
-                reason,
+                "it uses DTensors, whose own functions torch.func cannot transform",
                 "write it over ppfunc.collectives.psum and its siblings, or take ppfunc.value_and_grad",
             ) from error
         zeros = (
@@ -257,8 +256,11 @@ def _require_unchanged(
     for what, tree, signature in zip(example.names, trees, example.signatures, strict=True):
         leaves, treedef = tree_flatten(tree)
         if treedef != signature.treedef or any(leaf is not next(before) for leaf in leaves):
-            reason = f"it is not pure: it replaces entries of its argument {what}"
-            raise StageError(name, reason, "return the new value, or work on a clone")
+            raise StageError(
+                name,
+                f"it is not pure: it replaces entries of its argument {what}",
+                "return the new value, or work on a clone",
+            )
 
 
 # -- Functions that compute the gradient of a weight elsewhere than in their backward

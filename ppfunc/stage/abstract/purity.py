@@ -102,12 +102,12 @@ class Purity(LogicalDraws):
             if isinstance(value, torch.Tensor):
                 self._require_no_gradient_lost(func, value)
             elif isinstance(value, torch.Generator):
-                reason = (
+                raise StageError(
+                    self.stage,
                     f"it hands a torch.Generator to an operator{place_of_call()}; the numbers of one of its"
-                    " own depend on the order in which microbatches run"
+                    " own depend on the order in which microbatches run",
+                    "leave it out: the default generator draws, which seed=(seed, step) sets",
                 )
-                mend = "leave it out: the default generator draws, which seed=(seed, step) sets"
-                raise StageError(self.stage, reason, mend)
         if self.after is not None and (
             is_collective(func) or any(issubclass(kind, dtensor_class()) for kind in types)
         ):
@@ -143,11 +143,12 @@ class Purity(LogicalDraws):
         if not captured or func is aten.detach.default or not torch.is_grad_enabled():
             return
         if (at := storage(value)) not in self.made and at not in self.arguments:
-            reason = (
+            raise StageError(
+                self.stage,
                 f"it reads {_shape(value)} that is not among its arguments and requires a gradient, which"
-                " would be lost"
+                " would be lost",
+                "pass it in params, or detach it",
             )
-            raise StageError(self.stage, reason, "pass it in params, or detach it")
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -269,13 +270,10 @@ def without_foreign_draws(call: Callable[[], T], name: str, *, repeatable: bool 
     with _draws_seen() as seen:
         result = call()
     if seen:
-        reason = (
-            f"it draws from the generator of {seen[0]}, whose numbers depend on the order in which"
-            " microbatches run"
-        )
         raise StageError(
             name,
-            reason,
+            f"it draws from the generator of {seen[0]}, whose numbers depend on the order in which"
+            " microbatches run",
             "draw by torch, whose generator seed=(seed, step) sets, or give the numbers as inputs",
         )
     return result

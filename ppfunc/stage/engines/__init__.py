@@ -6,8 +6,8 @@ differentiable leaves (`differentiable`), and give the same gradients::
     graph        trace forward and backward (`tracing.joint`), clean the trace (`tracing.clean`), choose
                  what is computed again (`tracing.again`), cut it in F, I and W (`tracing.cut`), write each
                  as Python (`tracing.emit`), on request as CUDA graphs (`captured`): `graph_engine`
-    functional   torch.func.vjp at every forward (`dynamic_engines`)
-    eager        the tape of autograd, one per forward (`dynamic_engines`)
+    functional   torch.func.vjp at every forward (`differentiable`)
+    eager        the tape of autograd, one per forward (`differentiable`)
 """
 
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ppfunc._lazy import attach
 
 if TYPE_CHECKING:
-    from .dynamic_engines import eager as eager, functional as functional
+    from .differentiable import eager as eager, functional as functional
     from .graph_engine import graph as graph
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

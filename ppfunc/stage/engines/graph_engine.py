@@ -158,8 +158,11 @@ def _traced(
         )
     name, outline, example = stage.name, stage.outline, stage.example
     if cuda_graphs and example.device.type != "cuda":
-        reason = f"it computes on the device {example.device}, and CUDA graphs are for CUDA alone"
-        raise StageError(name, reason, "put its parameters on a CUDA device, or leave out cuda_graphs=True")
+        raise StageError(
+            name,
+            f"it computes on the device {example.device}, and CUDA graphs are for CUDA alone",
+            "put its parameters on a CUDA device, or leave out cuda_graphs=True",
+        )
     if outline.untraced:
         raise StageError(name, *outline.untraced)
     with without_onednn() if compile else nullcontext():

@@ -69,8 +69,11 @@ def _plain(fn: Stage, name: str, params: Any, x: Any, *extras: Any) -> Any:
     out = fn(params, x, *extras)
     y = out.y if isinstance(out, Output) else out
     if any(map(is_dtensor, tree_leaves(y))):
-        reason = "it returns a DTensor, which only its own engine hands on to the loss"
-        raise StageError(name, reason, "leave out loss_engine, or return x.to_local()")
+        raise StageError(
+            name,
+            "it returns a DTensor, which only its own engine hands on to the loss",
+            "leave out loss_engine, or return x.to_local()",
+        )
     return out
 
 

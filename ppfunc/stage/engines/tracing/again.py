@@ -157,11 +157,11 @@ def _stretches(
     for one in (one for pattern in patterns for one in pattern.split("|")):
         if not any(first_match(name, [one]) for name in known):
             names = limited(", ".join(sorted(known)), 300)
-            reason = (
-                f"remat: got {one!r}, expected names of {'modules' if of_modules else 'parameters'}: {names}"
+            raise StageError(
+                stage,
+                f"remat: got {one!r}, expected names of {'modules' if of_modules else 'parameters'}: {names}",
+                "correct the pattern, or give the stages that have such names an engine of their own",
             )
-            mend = "correct the pattern, or give the stages that have such names an engine of their own"
-            raise StageError(stage, reason, mend)
 
     def named(path: str) -> tuple[str, str]:
         inside = [name for name in _prefixes(path) if name in known]

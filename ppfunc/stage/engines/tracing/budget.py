@@ -38,8 +38,11 @@ def within(joint: Joint, budget: int, name: str) -> ProgramBlocks:
     least = cut(joint, repeated(1e6))
     size = residual_bytes(joint, least.residuals, name)
     if size > budget:
-        reason = f"it may keep {budget} bytes, but needs {size} with everything computed again"
-        raise StageError(name, reason, "allow more, or split the stage")
+        raise StageError(
+            name,
+            f"it may keep {budget} bytes, but needs {size} with everything computed again",
+            "allow more, or split the stage",
+        )
     low, high, best = -6.0, 6.0, least
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

@@ -226,8 +226,11 @@ def require_same(symbolic: Joint, joint: Joint, numbers: Numbers, name: str) -> 
     for one, two in zip_longest(_written(symbolic, numbers), _written(joint, numbers)):
         if one != two:
             (with_symbols, _), (call, place) = one or ("nothing", ""), two or ("nothing", "")
-            reason = f"it calls {call}{place}, and {with_symbols} where its sizes are symbols"
-            raise StageError(name, reason, "use sizes as numbers alone")
+            raise StageError(
+                name,
+                f"it calls {call}{place}, and {with_symbols} where its sizes are symbols",
+                "use sizes as numbers alone",
+            )
 
 
 def _written(joint: Joint, numbers: Numbers) -> Iterator[tuple[str, str]]:

@@ -209,11 +209,10 @@ def residual_bytes(joint: Joint, residuals: Nodes, name: str) -> int:
     """
     owners = set(map(root, residuals)) - set(joint.params)
     if not all(map(is_dense, owners)):
-        reason = (
-            "its backward needs a sparse tensor that its forward makes, whose size is not known without"
-            " values"
-        )
         raise StageError(
-            name, reason, 'use the functional engine, or graph(remat="full"), which makes it again'
+            name,
+            "its backward needs a sparse tensor that its forward makes, whose size is not known without"
+            " values",
+            'use the functional engine, or graph(remat="full"), which makes it again',
         )
     return sum(n.meta["val"].untyped_storage().nbytes() for n in owners)

@@ -101,8 +101,9 @@ class GraphRecorder:
     def require_operator(self, func: Any) -> None:
         """Raise for an operator that takes functions."""
         if not isinstance(func, OpOverload):
-            reason = f"it uses {func}, an operator on functions{self.called_at()}"
-            raise StageError(self.owner, reason, self.mend)
+            raise StageError(
+                self.owner, f"it uses {func}, an operator on functions{self.called_at()}", self.mend
+            )
 
     def _require_constant(self, tensor: torch.Tensor) -> None:
         """Raise if an unknown tensor has no values."""

@@ -209,17 +209,18 @@ class Record(GraphRecorder, TorchDispatchMode):
             asks_device = func is ASKS_DEVICE and types
             return device_of(args[0]) if asks_device else func(*args, **kwargs)
         if func.namespace == "c10d":
-            reason = (
-                f"it uses the collective {func}{self.called_at()}, which writes in place and is not traced"
-            )
-            mend = (
+            raise StageError(
+                self.owner,
+                f"it uses the collective {func}{self.called_at()}, which writes in place and is not traced",
                 "use ppfunc.collectives.psum or one of its siblings, or"
-                " torch.distributed._functional_collectives where no gradient is wanted"
+                " torch.distributed._functional_collectives where no gradient is wanted",
             )
-            raise StageError(self.owner, reason, mend)
         if func in _HIDDEN:
-            reason = f"its operator {func}{self.called_at()} writes into its arguments in secret"
-            raise StageError(self.owner, reason, self.mend)
+            raise StageError(
+                self.owner,
+                f"its operator {func}{self.called_at()} writes into its arguments in secret",
+                self.mend,
+            )
         with self:
             if func in _DECOMPOSITIONS:
                 return _DECOMPOSITIONS[func](*args, **kwargs)
@@ -273,12 +274,12 @@ class Record(GraphRecorder, TorchDispatchMode):
             if results and all(
                 t.grad_fn is before or t.grad_fn.name() == _WITHOUT_DERIVATIVE for t, before in results
             ):
-                reason = (
+                raise StageError(
+                    self.owner,
                     f"its operator {node.target}{node.meta['place']}, has no derivative, so that its gradient"
-                    " would be lost"
+                    " would be lost",
+                    "register one (torch.library.register_autograd), or detach what it is given",
                 )
-                mend = "register one (torch.library.register_autograd), or detach what it is given"
-                raise StageError(self.owner, reason, mend)
 
     def place_of(self, text: str) -> str:
         """Return the last line that called an operator named in a text."""
