@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 
 from ppfunc import __version__
-from ppfunc.schedule.collector import collector_paused
 from ppfunc.schedule.errors import ScheduleError
+from ppfunc.schedule.instruction import collector_paused
 
 from .compare import add_compare
 from .parallel import add_parallel

@@ -66,13 +66,6 @@ def _topology(arguments: argparse.Namespace) -> int:
 
 
 def _partition(arguments: argparse.Namespace) -> int:
-    try:
-        return _cut(arguments)
-    except ValueError as error:
-        raise ValueError(str(error).replace("set allow_empty", "pass --allow-empty")) from None
-
-
-def _cut(arguments: argparse.Namespace) -> int:
     stages, first, last = arguments.stages, arguments.input_weight, arguments.output_weight
     if stages is None:
         raise ValueError("--stages is missing: say how many stages there are to be")

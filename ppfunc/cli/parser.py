@@ -64,8 +64,11 @@ def in_options(reason: str, names: Iterable[str]) -> str:
 
     >>> in_options("ranks = 0, expected an integer: pass ranks=1 or more", ["ranks"])
     '--ranks 0, expected an integer: pass --ranks 1 or more'
+    >>> in_options("use fewer stages, or set allow_empty", ["allow_empty"])
+    'use fewer stages, or pass --allow-empty'
     """
     options = "|".join(map(re.escape, names))
+    reason = re.sub(rf"\bset ({options})\b", lambda found: f"pass --{found[1].replace('_', '-')}", reason)
     pattern = rf"(?<![\w.-])(?<!\* )({options}) ?= ?(?=-?\d)"
     return re.sub(pattern, lambda found: f"--{found[1].replace('_', '-')} ", reason)
 

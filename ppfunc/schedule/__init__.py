@@ -23,17 +23,15 @@ from ppfunc._lazy import attach
 if TYPE_CHECKING:
     from .builders import BUILDERS as BUILDERS, find_builder as find_builder
     from .builders.bidirectional import chimera as chimera, dualpipe as dualpipe, dualpipev as dualpipev
-    from .builders.deepspeed import (
-        data_parallel as data_parallel,
-        deepspeed_inference as deepspeed_inference,
-        deepspeed_train as deepspeed_train,
-    )
     from .builders.interleaved import (
         interleaved_1f1b as interleaved_1f1b,
         interleaved_zb as interleaved_zb,
         looped_bfs as looped_bfs,
     )
     from .builders.one_stage import (
+        data_parallel as data_parallel,
+        deepspeed_inference as deepspeed_inference,
+        deepspeed_train as deepspeed_train,
         gpipe as gpipe,
         inference as inference,
         one_f_one_b as one_f_one_b,
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
     from .costs import Costs as Costs
     from .errors import ScheduleError as ScheduleError
     from .formats.csv import from_csv as from_csv, to_csv as to_csv
-    from .formats.files import read_schedule as read_schedule
+    from .formats.files import read_schedule as read_schedule, to_torch_csv as to_torch_csv
     from .formats.grid import to_grid as to_grid
     from .formats.json import from_json as from_json, to_json as to_json
     from .formats.scatter import to_scatter as to_scatter
@@ -57,7 +55,6 @@ if TYPE_CHECKING:
         parse_instruction as parse_instruction,
         to_steps as to_steps,
     )
-    from .formats.torch_csv import to_torch_csv as to_torch_csv
     from .formats.trace import from_trace as from_trace, to_trace as to_trace
     from .instruction import (
         B as B,
@@ -70,7 +67,6 @@ if TYPE_CHECKING:
         parts_of as parts_of,
     )
     from .overview import Overview as Overview, compare_schedules as compare_schedules
-    from .passes.allocate_slots import allocate_slots as allocate_slots
     from .passes.insert import (
         insert_loads as insert_loads,
         insert_offloads as insert_offloads,
@@ -88,7 +84,11 @@ if TYPE_CHECKING:
         remove_unshards as remove_unshards,
         split_backward as split_backward,
     )
-    from .passes.running import linearize as linearize, send_completion as send_completion
+    from .passes.running import (
+        allocate_slots as allocate_slots,
+        linearize as linearize,
+        send_completion as send_completion,
+    )
     from .passes.whole_stage import (
         append_tail as append_tail,
         insert_unshards as insert_unshards,

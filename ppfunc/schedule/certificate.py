@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from itertools import groupby
 
-from ppfunc._checks import require_counts
+from ppfunc._checks import require_counts, show_table
 
-from .collector import collector_paused
 from .dataflow import Dataflow
 from .earliest import earliest
-from .instruction import COMMUNICATION, Op
+from .instruction import COMMUNICATION, Op, collector_paused
 from .proof.order import OrderRecord, check_order
 from .proof.queues import check_queues
 from .proof.states import (
@@ -21,7 +20,6 @@ from .proof.states import (
 )
 from .proof.structure import check_structure
 from .schedule import Schedule
-from .table import show_table
 
 
 @dataclass(frozen=True, repr=False)

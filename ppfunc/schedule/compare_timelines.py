@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from ppfunc._checks import require_type
+from ppfunc._checks import require_type, show_table
 
 from .instruction import COMPUTE, RECEIVES, Op, parts_of
 from .schedule import Schedule
-from .table import show_table
 from .timeline import Timeline
 
 _KINDS = {

@@ -7,18 +7,17 @@ from dataclasses import dataclass, replace
 from numbers import Rational, Real
 from typing import Any, Literal, Self, get_args, overload
 
-from ppfunc._checks import require_counts, require_type
+from ppfunc._checks import require_counts, require_type, show_table, table
 
 from .errors import require_schedule
 from .formats.json import plain, read_values
 from .schedule import Schedule
-from .table import show_table, table
 
 Number = Any  # int, float or Fraction; nothing is converted
 PerStage = Number | Sequence[Number] | Mapping[int, Number]
 _Optional = Literal["backward", "overlapped", "bandwidth", "recompute", "offload", "fetch"]
 _MOST = 1e100  # sums of many stay within the floats
-_TIMES = (
+OF_THE_MODEL = (  # divided where the model is cut into more stages
     "forward",
     "backward_input",
     "backward_weight",
@@ -31,9 +30,10 @@ _TIMES = (
     "recompute",
     "offload",
     "fetch",
+    "activation",
+    "parameters",
 )
 SENT = ("communication", "bytes", "bandwidth")
-_OF_THE_MODEL = (*_TIMES, "activation", "parameters")
 
 
 @dataclass(frozen=True, repr=False)
@@ -179,7 +179,7 @@ class Costs:
         [2, 1]
         """
         require_schedule(schedule)
-        shared = {name: value for name in _OF_THE_MODEL if (value := getattr(self, name)) is not None}
+        shared = {name: value for name in OF_THE_MODEL if (value := getattr(self, name)) is not None}
         for name, value in shared.items():
             if _stages(value):
                 raise ValueError(

@@ -10,18 +10,16 @@ from fractions import Fraction
 from operator import add
 from typing import Any, NamedTuple
 
-from ppfunc._checks import require_counts
+from ppfunc._checks import require_counts, show_table
 from ppfunc._lazy import late
 
 from .builders import BUILDERS, find_builder
 from .certificate import check
-from .collector import collector_paused
 from .costs import SENT, Costs, Number, portion, require_costs
-from .instruction import RESIDUAL_OPS, Op
+from .instruction import RESIDUAL_OPS, Op, collector_paused
 from .planner.bounds import lower_bound
 from .planner.placements import costs_of_stages
 from .schedule import Schedule
-from .table import show_table
 from .timeline import Timeline, simulate
 
 _HEAD = ("schedule", "makespan", "bubble", "of span", "peak", "messages", "held", "over bound")

@@ -7,18 +7,16 @@ from itertools import chain, compress
 from operator import itemgetter, sub
 from typing import Any
 
-from ppfunc._checks import answering, require_type
+from ppfunc._checks import answering, require_type, show_table, table
 from ppfunc._lazy import late
 
-from .collector import collector_paused
 from .costs import Costs, Number, require_costs
 from .dataflow import Dataflow
 from .earliest import BESIDE, EarliestTimes, Time, earliest
 from .errors import require_schedule, schedule_error
-from .instruction import COMMUNICATION, COMPUTE, MOVES, TAIL, Instruction, Op
+from .instruction import COMMUNICATION, COMPUTE, MOVES, TAIL, Instruction, Op, collector_paused
 from .proof.states import HELD, elementary
 from .schedule import Schedule
-from .table import show_table, table
 
 _TIMED = (Op.UNSHARD, Op.OFFLOAD, Op.FETCH, *TAIL)
 _BUSY = COMPUTE | {Op.STEP}

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ppfunc._checks import naming_arguments, shown
 from ppfunc.parallel.partition import Partition, partition_balanced
-from ppfunc.schedule.collector import collector_paused
+from ppfunc.schedule.instruction import collector_paused
 from ppfunc.stage._torch import OpOverload
 from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT, without_values
 from ppfunc.stage.engines.tracing.graph import comparable, is_element, is_view

@@ -18,6 +18,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ppfunc.schedule import BUILDERS, Schedule, place_communication
+from ppfunc.schedule.planner.starts import build
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
@@ -64,13 +65,13 @@ def schedules(
             f"no schedule of {names} has at most {max_ranks} ranks and {max_microbatches} microbatches"
         )
 
-    def build(draw: "DrawFn") -> Schedule:
+    def drawn(draw: "DrawFn") -> Schedule:
         name = draw(st.sampled_from(possible))
         schedule = BUILDERS[name](**dict(draw(st.sampled_from(_arguments(name, *bounds)))))
         place = draw(st.booleans()) if lowered is None else lowered
         return place_communication(schedule) if place and not schedule.has_messages else schedule
 
-    return st.composite(build)()
+    return st.composite(drawn)()
 
 
 @cache
@@ -85,12 +86,4 @@ def _arguments(name: str, max_ranks: int, max_microbatches: int, max_chunks: int
     }
     taken = [n for n in inspect.signature(BUILDERS[name]).parameters if n in choices]
     candidates = (tuple(zip(taken, values, strict=True)) for values in product(*(choices[n] for n in taken)))
-    return tuple(arguments for arguments in candidates if _accepts(name, dict(arguments)))
-
-
-def _accepts(name: str, arguments: dict[str, Any]) -> bool:
-    try:
-        BUILDERS[name](**arguments)
-    except ValueError:
-        return False
-    return True
+    return tuple(arguments for arguments in candidates if build(name, **dict(arguments)))

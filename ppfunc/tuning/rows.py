@@ -7,14 +7,13 @@ from itertools import product
 from math import inf, prod
 from typing import Any, NamedTuple, get_args
 
-from ppfunc._checks import require_counts
+from ppfunc._checks import require_counts, show_table, table
 from ppfunc.runtime import Transport
 from ppfunc.runtime.lowering.ledger import Memory
 from ppfunc.runtime.transport.grid import ShardWhat
 from ppfunc.schedule import Schedule, Timeline
 from ppfunc.schedule.formats.elements import amount, short
 from ppfunc.schedule.formats.scatter import Point, draw
-from ppfunc.schedule.table import show_table, table
 from ppfunc.training import Trainer
 
 Grid = tuple[int, int, int]

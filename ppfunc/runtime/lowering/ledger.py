@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from ppfunc._checks import show_table, table
 from ppfunc.schedule.instruction import COMMUNICATION, TAIL, Instruction
-from ppfunc.schedule.table import show_table, table
 from ppfunc.stage._torch import FakeTensor, TorchDispatchMode, without_modes
 from ppfunc.stage.errors import place_of_call
 from ppfunc.stage.tree import tree_leaves

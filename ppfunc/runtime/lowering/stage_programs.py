@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ppfunc.schedule.collector import collector_paused
+from ppfunc.schedule.instruction import collector_paused
 from ppfunc.stage import Engine, Outline, Signature, StageError, StageProgram, outline
 from ppfunc.stage._torch import without_transforms
 from ppfunc.stage.abstract.sizes import Numbers, SizeRange

@@ -7,13 +7,17 @@ from ppfunc._checks import require_type, suggestion
 
 from ..schedule import Schedule
 from .bidirectional import chimera as chimera, dualpipe as dualpipe, dualpipev as dualpipev
-from .deepspeed import (
+from .interleaved import interleaved_1f1b, interleaved_zb, looped_bfs
+from .one_stage import (
     data_parallel as data_parallel,
     deepspeed_inference as deepspeed_inference,
     deepspeed_train as deepspeed_train,
+    gpipe,
+    inference,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
 )
-from .interleaved import interleaved_1f1b, interleaved_zb, looped_bfs
-from .one_stage import gpipe, inference, one_f_one_b, zb_h1, zb_h2
 from .v_shape import v_half, v_min, zbv
 from .zero_bubble import zbv_greedy, zero_bubble
 

@@ -10,13 +10,12 @@ from collections.abc import Container
 from math import ceil, floor
 from typing import Any, NamedTuple
 
-from ppfunc._checks import require_counts, require_type
+from ppfunc._checks import clipped, require_counts, require_type
 
 from ..costs import Costs
 from ..errors import ScheduleError, require_schedule
 from ..instruction import COMPUTE, Instruction, Op
 from ..schedule import Schedule
-from ..table import clipped
 from ..timeline import Timeline, simulate
 
 _SHOWN = 20_000  # instructions whose grid is made only to show its beginning

@@ -1,1 +1,1 @@
-"""Rewrite schedules: pure functions from schedules to schedules, and two questions about one that runs."""
+"""Rewrite schedules: pure functions from schedules to schedules, and questions about one that runs."""

@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 from ppfunc._checks import require_counts
 
-from ..collector import collector_paused
 from ..dataflow import PRODUCT, Dataflow, EdgeFlow, edge_flows
 from ..earliest import earliest
 from ..errors import require_schedule
-from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
+from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, collector_paused
 from ..schedule import Program, Schedule, Step
 from .rewrite import remove_slots
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from ppfunc._checks import require_counts
 from ppfunc.parallel import Partition, Placement, explicit, loop, partition_balanced
 
-from ..costs import SENT, Costs, Number, exact_portion
+from ..costs import OF_THE_MODEL, SENT, Costs, Number, exact_portion
 from .bounds import bound_of
 from .problem import Cap, Objective, problem_of
 
@@ -87,8 +87,6 @@ def costs_of_stages(costs: Costs, boundaries: Sequence[int]) -> Costs:
 
 
 Style = Literal["loop", "v", "wave", "any"]
-_TIMES = ("forward", "backward_input", "backward_weight", "recompute", "offload", "fetch")
-_SHARED = (*_TIMES, "activation", "parameters")
 
 
 class Candidate(NamedTuple):
@@ -214,7 +212,7 @@ def shared_costs(costs: Costs, stages: int, wanted: int) -> Costs:
         costs,
         **{
             name: exact_portion(v, stages, wanted)
-            for name in _SHARED
+            for name in OF_THE_MODEL
             if (v := getattr(costs, name)) is not None
         },
     )

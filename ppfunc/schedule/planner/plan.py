@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, Self
 
 from ppfunc.parallel.partition import Partition
 
-from ..collector import collector_paused
 from ..costs import Costs, Number, require_costs
+from ..instruction import collector_paused
 from ..schedule import Schedule
 from ..timeline import Timeline, simulate
 from .bounds import Bound, bound_of

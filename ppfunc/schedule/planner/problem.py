@@ -9,7 +9,7 @@ from numbers import Rational, Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from ppfunc._checks import require_counts
-from ppfunc.parallel.placement import explicit
+from ppfunc.parallel.placement import explicit, stages_of
 
 from ..costs import Costs, Number, exact_portion, require_costs
 
@@ -71,10 +71,7 @@ class Problem(NamedTuple):
     @property
     def stages_by_rank(self) -> list[list[int]]:
         """List the stages of each rank, ascending."""
-        stages: list[list[int]] = [[] for _ in range(self.ranks)]
-        for stage, rank in enumerate(self.place):
-            stages[rank].append(stage)
-        return stages
+        return [list(stages_of(self.place, rank)) for rank in range(self.ranks)]
 
     @property
     def work(self) -> list[Number]:

@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from ppfunc.parallel.placement import stages_of
+
 from ..builders import BUILDERS
 from ..costs import Costs, Number
 from ..instruction import Op
@@ -159,7 +161,7 @@ def _fitted(p: Problem, rank: int, word: Word, ways: list[Op], spare: int) -> Wo
         spare: how many of the largest chunks of the cap are left free.
     """
     m, at = p.microbatches, {item: place for place, item in enumerate(word)}
-    fitting = _Fitting(p, p.cap[rank] - spare * max(p.held[s] for s in p.stages_by_rank[rank]), ways)
+    fitting = _Fitting(p, p.cap[rank] - spare * max(p.held[s] for s in stages_of(p.place, rank)), ways)
     for item in word:
         code, k = divmod(item, m)
         s, letter = divmod(code, 5)
