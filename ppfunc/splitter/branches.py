@@ -18,7 +18,7 @@ from ppfunc.stage.abstract.evaluation import (
     cond,
     while_loop,
 )
-from ppfunc.stage.tree import tree_flatten, tree_unflatten
+from ppfunc.stage.tree import tree_flatten
 
 from .known import call_again
 from .record import MODEL, Recording, Region, within
@@ -63,7 +63,7 @@ def recorded_in(recording: Recording) -> Handlers:
         leaves, treedef = tree_flatten(operands)
 
         def of(function: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *tensors: function(*tree_unflatten(treedef, tensors))
+            return lambda *tensors: function(*treedef.unflatten(tensors))
 
         branches, read, example = _record(recording, [of(true_fn), of(false_fn)], leaves)
 
@@ -148,4 +148,4 @@ def _whole(
         return tuple(t.clone() if isinstance(t, torch.Tensor) else t for t in leaves)
 
     fresh.__name__, fresh.outline = name, outline  # type: ignore[attr-defined]
-    return tree_unflatten(treedef, recording.call_whole(fresh, tensors))
+    return treedef.unflatten(recording.call_whole(fresh, tensors))

@@ -8,7 +8,8 @@ from optree import PyTreeSpec
 
 from ppfunc._checks import mend_for, shown
 from ppfunc.stage.carried import with_constants
-from ppfunc.stage.tree import tree_flatten, tree_map, tree_structure, tree_unflatten
+from ppfunc.stage.signature import Unquoted
+from ppfunc.stage.tree import tree_flatten, tree_map, tree_structure
 
 Changes = tuple[tuple[int, Any], ...]
 """Numbers, texts and flags in the place of constants of the split, with the numbers of these."""
@@ -89,8 +90,8 @@ class CallForm(NamedTuple):
         leaves = list(self.constants)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
-        args, kwargs = tree_unflatten(self.treedef, leaves)
-        return args, kwargs
+        arguments: Any = self.treedef.unflatten(leaves)
+        return arguments
 
     def read(self, x: Any) -> tuple[tuple[torch.Tensor, ...], Changes]:
         """Take the tensors out of an input of the first stage, and the constants that differ.
@@ -138,7 +139,7 @@ class CallForm(NamedTuple):
     @property
     def expected(self) -> str:
         """Describe the structure of the inputs of a step."""
-        args, kwargs = tree_unflatten(self.inputs, [_TENSOR] * self.inputs.num_leaves)
+        args, kwargs = self.inputs.unflatten([_TENSOR] * self.inputs.num_leaves)
         return str(
             {"one": args[0] if args else None, "args": args, "kwargs": kwargs, "both": (*args, kwargs)}[
                 self.kind
@@ -146,12 +147,7 @@ class CallForm(NamedTuple):
         )
 
 
-class _Word:
-    def __repr__(self) -> str:
-        return "tensor"
-
-
-_TENSOR = _Word()
+_TENSOR = Unquoted("tensor")
 
 
 def _updated(named: dict[str, Any], changes: Any) -> Any:

@@ -24,6 +24,21 @@ from ppfunc.stage._torch import ASSIGNS_DATA, SETS_REQUIRES_GRAD
 from ._torch import check_values
 from .record import BY_HAND, MODEL, Recording, calling_place
 
+# Functions that no operator records: owner, name, effect on the model, replacement.
+_UNSEEN = (
+    (torch, "manual_seed", "seeds the default random generator", "leave that out"),
+    (torch.random, "manual_seed", "seeds the default random generator", "leave that out"),
+    *(
+        (
+            torch.Tensor,
+            name,
+            f"puts a hook onto the gradient of a tensor ({name})",
+            "write an autograd.Function",
+        )
+        for name in ("register_hook", "register_post_accumulate_grad_hook")
+    ),
+)
+
 
 @contextmanager
 def functions_kept(recording: Recording) -> Iterator[None]:
@@ -63,7 +78,7 @@ def unseen_refused() -> Iterator[None]:
         return refuse
 
     with ExitStack() as stack:
-        for owner, name, what, mend in _unseen():
+        for owner, name, what, mend in _UNSEEN:
             stack.enter_context(_replaced(owner, name, refusing(getattr(owner, name), what, mend)))
         yield
 
@@ -163,19 +178,6 @@ def _caches_of(value: Any) -> Iterator[_lru_cache_wrapper[Any]]:
                 continue
             if isinstance(held, _lru_cache_wrapper):
                 yield held
-
-
-def _unseen() -> Iterator[tuple[Any, str, str, str]]:
-    """List functions that no operator records: owner, name, effect on the model, replacement."""
-    for owner in (torch, torch.random):
-        yield owner, "manual_seed", "seeds the default random generator", "leave that out"
-    for name in ("register_hook", "register_post_accumulate_grad_hook"):
-        yield (
-            torch.Tensor,
-            name,
-            f"puts a hook onto the gradient of a tensor ({name})",
-            "write an autograd.Function",
-        )
 
 
 @contextmanager

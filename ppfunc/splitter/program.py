@@ -12,7 +12,7 @@ from torch.fx import Node
 from ppfunc.stage.engines.tracing.cut import Block
 from ppfunc.stage.engines.tracing.emit import Recipe, write
 from ppfunc.stage.engines.tracing.fast_dispatch import OperatorCall
-from ppfunc.stage.tree import register_leafless, tree_unflatten
+from ppfunc.stage.tree import register_leafless
 
 from .cut import StagePart, storages_of
 from .record import Region, within
@@ -135,7 +135,7 @@ def _rebuilder(trace: Trace, tensors: Sequence[Node]) -> Callable[[Leaves], Any]
 
     def rebuild(results: Leaves) -> Any:
         pairs = zip(leaves, others, strict=True)
-        return tree_unflatten(trace.treedef, [o if place is None else results[place] for place, o in pairs])
+        return trace.treedef.unflatten([o if place is None else results[place] for place, o in pairs])
 
     return rebuild
 

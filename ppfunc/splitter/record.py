@@ -28,7 +28,7 @@ from ppfunc.stage.abstract.purity import tensors_in, written
 from ppfunc.stage.device import autocast, kinds
 from ppfunc.stage.engines.tracing.graph import TRACED, GraphRecorder, is_element
 from ppfunc.stage.errors import place_of_call, warn
-from ppfunc.stage.tree import tree_flatten, tree_unflatten
+from ppfunc.stage.tree import tree_flatten
 
 from ._torch import CheckpointFunction, PreDispatchMode, saved_tensor_hooks, with_values
 from .known import by_numbers, known_values
@@ -213,7 +213,7 @@ class Recording(GraphRecorder, PreDispatchMode):
             filled = list(leaves)
             for i, tensor in zip(places, tensors, strict=True):
                 filled[i] = tensor
-            args, kwargs = tree_unflatten(treedef, filled)
+            args, kwargs = treedef.unflatten(filled)
             return apply(*args, **kwargs)
 
         call.__name__ = cls.__name__

@@ -21,12 +21,11 @@ from ppfunc.stage.abstract.evaluation import (
     quiet,
     without_values,
 )
-from ppfunc.stage.abstract.purity import without_foreign_draws
 from ppfunc.stage.carried import without_constants
 from ppfunc.stage.errors import line_of
 from ppfunc.stage.layout import LAY_OTHERWISE, distributed, layout_of, local
 from ppfunc.stage.modules.module import further_places, is_subclass, unmodified
-from ppfunc.stage.process import process_lock
+from ppfunc.stage.process import process_lock, without_foreign_draws
 from ppfunc.stage.tree import tree_flatten
 
 from ._torch import enable_python_dispatcher

@@ -11,7 +11,7 @@ A stage on its way to a program::
 
 Trees of tensors are read by `tree`, described by `signature`, `layout` (DTensors) and `carried` (numbers
 and block masks among tensors). `errors` finds the user's lines, `device` has all that a device does beside
-computing, `_torch` the private names of torch, `process` what threads share, and signals.
+computing, `_torch` the private names of torch, `process` what all threads share.
 `transforms` makes stages of stages; `collectives` may be called in a stage.
 """
 

@@ -22,7 +22,6 @@ from .tree import (
     structure_to_json,
     tree_flatten,
     tree_paths,
-    tree_unflatten,
 )
 
 _SHORT = reprlib.Repr()
@@ -183,7 +182,7 @@ class Signature:
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:
         """Return the tree with these leaves."""
-        return tree_unflatten(self.treedef, leaves)
+        return self.treedef.unflatten(leaves)
 
     def wrap(self, leaves: Iterable[torch.Tensor]) -> Any:
         """Return the tree with these leaves, as DTensors where they have a layout."""
@@ -238,14 +237,14 @@ class Signature:
 
     def __str__(self) -> str:
         try:
-            return str(self.unflatten(_Plain(str(leaf)) for leaf in self.leaves))
+            return str(self.unflatten(Unquoted(str(leaf)) for leaf in self.leaves))
         except Exception:  # deep, or of classes that show themselves by what tensors alone have
             return (
                 f"a tree of {', '.join(map(str, self.leaves[:8]))}{', ...' if len(self.leaves) > 8 else ''}"
             )
 
 
-class _Plain(str):
+class Unquoted(str):
     """Shows a text without quotes."""
 
     __repr__ = str.__str__

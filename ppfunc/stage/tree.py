@@ -8,7 +8,7 @@ is a node without leaves.
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -63,11 +63,6 @@ def tree_leaves(tree: Any) -> list[Any]:
 def tree_structure(tree: Any) -> optree.PyTreeSpec:
     """Return the structure of a tree."""
     return tree_flatten(tree)[1]
-
-
-def tree_unflatten(treedef: optree.PyTreeSpec, leaves: Iterable[Any]) -> Any:
-    """Return the tree of this structure with these leaves."""
-    return treedef.unflatten(leaves)
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
@@ -180,7 +175,7 @@ def structure_to_json(treedef: optree.PyTreeSpec) -> list[Any]:
     [['builtins', 'tuple', None, 2], '*', None]
     """
     nodes: list[Any] = []
-    ahead = [tree_unflatten(treedef, [_LEAF] * treedef.num_leaves)]
+    ahead: list[Any] = [treedef.unflatten([_LEAF] * treedef.num_leaves)]
     while ahead:
         tree = ahead.pop()
         if tree is None or tree is _LEAF:

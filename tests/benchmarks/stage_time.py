@@ -21,7 +21,7 @@ import torch
 
 import ppfunc as pp
 from ppfunc.stage import FlatProgram
-from ppfunc.stage.tree import tree_flatten, tree_unflatten
+from ppfunc.stage.tree import tree_flatten
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import gpt
@@ -80,7 +80,7 @@ def make_sides(options: argparse.Namespace) -> dict[str, Side]:
 
     def autograd() -> object:
         inputs = [t.detach().requires_grad_() for t in (*leaves, x)]
-        y = fn(tree_unflatten(treedef, inputs[:-1]), inputs[-1])
+        y = fn(treedef.unflatten(inputs[:-1]), inputs[-1])
         return torch.autograd.grad(y, inputs, gy)
 
     plain, compiled = (pp.engines.graph(compile=c)(fn, (params, x)).flat for c in (False, True))

@@ -12,7 +12,7 @@ from torch.func import grad, hessian, jvp, vmap
 
 import ppfunc as pp
 from ppfunc.stage import StageError, eager, functional, graph
-from ppfunc.stage.abstract.communication import fault_of
+from ppfunc.stage.abstract.purity import collective_fault as fault_of
 from tests.sharded_models import MODELS, B, D, T, W, largest_difference, part, random
 
 TOLERANCE = 1e-12

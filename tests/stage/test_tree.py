@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import ppfunc as pp
 from ppfunc.stage import Signature, eager, functional, graph, outline
 from ppfunc.stage.transforms import dual, for_samples, per_sample
-from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths, tree_structure, tree_unflatten
+from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths, tree_structure
 
 ENGINES = [graph, functional, eager]
 
@@ -58,7 +58,7 @@ def test_classes_registered_with_torch_are_nodes():
     leaves, treedef = tree_flatten(tree)
     assert [len(t) for t in leaves] == [2, 3]
     assert tree_paths(treedef, "p") == ("p['b']['y']", "p['a'][0][0]")
-    again = tree_unflatten(treedef, leaves)
+    again = treedef.unflatten(leaves)
     assert type(again["b"]) is ModelOutput and list(again["b"]) == ["y", "x"] and type(again["a"][0]) is Plain
     assert hash(treedef) == hash(tree_structure(again)) and treedef == tree_structure(again)
     assert tree_leaves(tree_map(lambda t, u: len(t) + len(u), tree, again)) == [4, 6]

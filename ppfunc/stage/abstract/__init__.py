@@ -5,9 +5,8 @@ One evaluation gives the outline of a stage::
     outline         the stage is called: its outputs, its draws, its modules; autograd.Functions whose
                     backward leaves a weight's gradient to the user
       evaluation    on tensors without values; cond, scan and flex attention as the Python that they equal
-      purity        every operator is seen: writes into what the call has not made, and draws; the generators
-                    of Python and numpy are watched
-        communication   collectives through which a gradient would flow wrongly
+      purity        every operator is seen: writes into what the call has not made, draws, and collectives
+                    through which a gradient would flow wrongly
         calls       every operator is noted, for ranks that hold the same stage to compare
 
 The engines use `evaluation` and `purity` also where a stage runs or is traced.

@@ -21,7 +21,7 @@ from .._torch import (
 from ..errors import StageError, by_dtensor, line_of, raised
 from ..layout import LAY_OTHERWISE, Boundary, local
 from ..modules.frozen import noting_undeclared
-from ..process import hold_interrupts
+from ..process import hold_interrupts, without_foreign_draws
 from ..program import Example, Leaves, Outline
 from ..signature import LeafSignature, Signature, flatten
 from ..tree import tree_flatten, tree_structure
@@ -36,7 +36,7 @@ from .evaluation import (
     stand_ins,
     without_values,
 )
-from .purity import Purity, without_foreign_draws
+from .purity import Purity
 
 
 class SeenFunctions(torch.overrides.TorchFunctionMode):

@@ -1,18 +1,12 @@
-"""Refuse what no program can repeat: writes, draws and lost gradients, which operators show, and draws from
-the generators of Python and numpy.
+"""Refuse what no program can repeat, as operators show it: writes, draws from generators of one's own, lost
+gradients, and collectives through which a gradient would flow wrongly.
 """
 
-import os
-import pickle
-import random
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache, wraps
-from pathlib import Path
-from types import FrameType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,11 +21,8 @@ from .._torch import (
     without_modes,
 )
 from ..errors import StageError, place_of_call
-from ..process import process_lock
-from .communication import fault_of
 
 aten = torch.ops.aten
-T = TypeVar("T")
 
 # Namespaces of the operators that communicate.
 _COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
@@ -115,7 +106,7 @@ class Purity(LogicalDraws):
         if is_collective(func):
             # The reduction comes first, in operators that have one.
             texts = (value for value in _flat((args, kwargs)) if isinstance(value, str))
-            if fault := fault_of(func, tensors_in((args, kwargs)), self.strict, next(texts, "sum")):
+            if fault := collective_fault(func, tensors_in((args, kwargs)), self.strict, next(texts, "sum")):
                 raise StageError(self.stage, *fault)
         results = super().__torch_dispatch__(func, types, args, kwargs)
         if not effects.view:
@@ -241,106 +232,81 @@ def _shape(tensor: torch.Tensor) -> str:
     return "a nested tensor" if tensor.is_nested else f"a tensor of shape {tuple(tensor.shape)}"
 
 
-# -- draws from the generators of Python and numpy, which no seed of a step reaches
+# -- collectives through which a gradient would flow wrongly
 
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_EACH_OTHERS_TRANSPOSE = frozenset({
+    "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "wait_tensor",
+    "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "_wrap_tensor_autograd",
+})  # fmt: skip
+
+_INSTEAD = {  # by a part of the name of an operator; the first that fits
+    "reducescatter": "psum_scatter(x, mesh['tp'])",
+    "reduce": "psum(x, mesh['tp']) for a sum",
+    "broadcast": "psum(x, mesh['tp']) of a tensor that is zero on all ranks but one",
+    "scatter": "psum(x, mesh['tp']) of a tensor that is zero on all ranks but one",
+    "gather": "all_gather(x, mesh['tp'])",
+    "alltoall": "all_to_all(x, mesh['tp'], split_axis, concat_axis)",
+    "": "psum, pvary, all_gather, psum_scatter or all_to_all",
+}
+_FUNCTIONS = "torch.distributed.nn.functional"
+_REGISTERED = "torch._library.autograd"  # calls the derivatives that are registered for operators
 
 
-def without_foreign_draws(call: Callable[[], T], name: str, *, repeatable: bool = True) -> T:
-    """Return ``call()``, which evaluates a stage; raise if it draws from Python's or numpy's generator.
+def collective_fault(
+    func: Any, tensors: Iterable[torch.Tensor], strict: bool, reduction: str = "sum"
+) -> tuple[str, str] | None:
+    """Say why the gradient through a collective is wrong, or ranks hang, and what to use instead.
 
-    What is not seen: draws from a generator of one's own, and by a function that was imported from
-    ``numpy.random`` by its name.
+    None where the gradient is right, or none flows.
 
     Args:
-        call: evaluates the stage. It has no effects; it may be called twice, and the second result is
-            returned.
-        name: how errors call the stage.
-        repeatable: whether it may be called twice. If so, draws are watched in the second call only, which is
-            made if the generators have changed: watching takes time. Another thread may have changed them.
-
-    Raises:
-        StageError: it draws from the generator of ``random``, or of ``numpy.random``.
+        func: a collective.
+        tensors: those that it is given.
+        strict: whether a gradient may flow though no tensor requires one, as below a transform.
+        reduction: torch's name of what it computes, if it reduces.
     """
-    if repeatable:
-        before = _states()
-        result = call()
-        if _states() == before:
-            return result
-    with _draws_seen() as seen:
-        result = call()
-    if seen:
-        raise StageError(
-            name,
-            f"it draws from the generator of {seen[0]}, whose numbers depend on the order in which"
-            " microbatches run",
-            "draw by torch, whose generator seed=(seed, step) sets, or give the numbers as inputs",
+    name = str(func)
+    namespace, operator, *_ = name.split(".")
+    transposed = namespace != "c10d" and operator in _EACH_OTHERS_TRANSPOSE
+    plain = operator.replace("_", "")
+    use = "use ppfunc.collectives." + next(mend for part, mend in _INSTEAD.items() if part in plain)
+    detach = "; or detach what it is given, where no gradient is wanted"
+    if any(module == _FUNCTIONS for module, _ in _callers()):
+        name += f" by {_FUNCTIONS}"
+        why = "whose gradients are summed over the ranks once too often"
+    elif transposed and ("reduce" not in operator or reduction.lower() == "sum"):
+        return None
+    elif namespace == "c10d" and operator in ("scatter_", "gather_"):
+        why = (
+            "in which one rank has a list of tensors: torch.func refuses it there alone, and the others hang"
         )
-    return result
+        detach = ""
+    elif not (torch.is_grad_enabled() and (strict or any(t.requires_grad for t in tensors))) and (
+        (_REGISTERED, func) not in _callers()
+    ):
+        return None
+    elif transposed:
+        why = f"which has a derivative for sums alone, and is to reduce by {reduction!r}"
+        averages = reduction.lower() == "avg"
+        use += " divided by the number of ranks" if averages else ", or reduce the gathered values yourself"
+    elif namespace == "c10d":
+        why = "which writes in place: its gradient would be that of the identity"
+    elif operator == "all_reduce":
+        why = (
+            "whose gradient is an all-reduce again, and too large by the number of ranks where all go on to"
+            " compute the same"
+        )
+    else:
+        why = "which has no derivative: its gradient would be lost"
+    return f"it uses the collective {name}{place_of_call()}, {why}", use + detach
 
 
-def _draw_functions() -> Iterator[tuple[ModuleType, str]]:
-    """List the functions that use the generators of ``random``, and of ``numpy.random`` if imported."""
-    numpy = sys.modules.get("numpy.random")
-    for module, kind in ((random, "Random"), *([] if numpy is None else [(numpy, "RandomState")])):
-        for name, function in vars(module).items():
-            of_generator = isinstance(getattr(function, "__self__", None), getattr(module, kind))
-            if of_generator and name not in ("getstate", "get_state"):
-                yield module, name
-
-
-def _states() -> bytes:
-    """Return the states of both generators, to compare."""
-    numpy = sys.modules.get("numpy.random")
-    return pickle.dumps((random.getstate(), numpy and numpy.get_state(legacy=False)))
-
-
-def _by_torch(frame: FrameType | None) -> bool:
-    """Tell whether torch draws for itself: the innermost frame outside ``random`` and this module."""
-    while frame is not None and frame.f_code.co_filename in (random.__file__, __file__):
+def _callers() -> Iterator[tuple[str, Any]]:
+    """Iterate over the frames of this thread: the module, and the variable ``op`` of a ``forward``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield (
+            frame.f_globals.get("__name__", ""),
+            frame.f_locals.get("op") if frame.f_code.co_name == "forward" else None,
+        )
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
-
-
-@contextmanager
-def _draws_seen() -> Iterator[list[str]]:
-    """List the calls by which this thread draws.
-
-    A profile function sees those of ``random`` by whatever name they are called, unless a profiler is at
-    work. It does not see numpy's, so the functions of both modules are replaced as well. Draws of torch for
-    its own names do not count.
-    """
-    this, seen, generator = threading.get_ident(), list[str](), getattr(random.random, "__self__", None)
-
-    def note(frame: Any, event: str, function: Any) -> None:
-        draw = (
-            event == "c_call"
-            and getattr(function, "__self__", None) is generator
-            and function.__name__ != "getstate"
-        )
-        if draw and not _by_torch(frame):
-            seen.append(f"random ({function.__name__}{place_of_call()})")
-
-    def noting(original: Callable[..., Any], what: str) -> Callable[..., Any]:
-        @wraps(original)
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == this and not _by_torch(sys._getframe(1)):
-                seen.append(f"{what}{place_of_call()})")
-            return original(*args, **kwargs)
-
-        return noted
-
-    with process_lock:
-        originals = [(module, name, getattr(module, name)) for module, name in _draw_functions()]
-        for module, name, original in originals:
-            setattr(module, name, noting(original, f"{module.__name__} ({name}"))
-        alone = sys.getprofile() is None
-        if alone:
-            sys.setprofile(note)
-        try:
-            yield seen
-        finally:
-            if alone:
-                sys.setprofile(None)
-            for module, name, original in originals:
-                setattr(module, name, original)

@@ -20,7 +20,6 @@ from ..program import (
     Engine,
     Example,
     FlatProgram,
-    Gradients,
     Leaves,
     LossResiduals,
     Outline,
@@ -106,10 +105,9 @@ def _in_turn(first: StageProgram, second: StageProgram, targets: int) -> FlatPro
         )
         return backward(tuple(saved), cotangents)
 
-    def backward(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, Gradients]:
-        return pull(first.flat.backward, residuals, gy)
-
-    def backward_input(residuals: tuple[Any, ...], gy: Leaves) -> tuple[Gradients, tuple[Any, ...]]:
-        return pull(first.flat.backward_input, residuals, gy)
-
-    return FlatProgram(forward, backward, backward_input, first.flat.backward_weight)
+    return FlatProgram(
+        forward,
+        partial(pull, first.flat.backward),
+        partial(pull, first.flat.backward_input),
+        first.flat.backward_weight,
+    )

@@ -16,7 +16,6 @@ from .graph import comparable, is_dense, is_tensor, named_arguments
 # It returns what its backward needs only in grad mode, outside of which programs run.
 RECORDING = torch.ops.aten.mkldnn_rnn_layer.default
 _FOUND: "dict[Hashable, OperatorCall]" = {}
-_MOST_FOUND = 10_000
 
 
 class OperatorCall(NamedTuple):
@@ -44,8 +43,6 @@ def find_call(node: Node) -> OperatorCall:
         numbers: dict[Node, int] = {}
         kind = (node.target, _kind(node.args, numbers), _kind(tuple(node.kwargs.items()), numbers))
         if kind not in _FOUND:
-            if len(_FOUND) >= _MOST_FOUND:
-                _FOUND.clear()
             _FOUND[kind] = _find(node)
         node.meta["call"] = _FOUND[kind]
     return node.meta["call"]
