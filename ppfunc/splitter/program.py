@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from ppfunc.stage.engines.tracing.cut import Block
+from ppfunc.stage.engines.tracing.dispatch import OperatorCall
 from ppfunc.stage.engines.tracing.emit import Recipe, write
-from ppfunc.stage.engines.tracing.fast_dispatch import OperatorCall
 from ppfunc.stage.tree import register_leafless
 
 from .cut import StagePart, storages_of

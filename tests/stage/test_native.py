@@ -70,7 +70,7 @@ def test_most_programs_run_in_cpp(case, run, in_cpp):
 
 
 def native_free(node):
-    from ppfunc.stage.engines.tracing.fast_dispatch import RECORDING
+    from ppfunc.stage.engines.tracing.dispatch import RECORDING
     from ppfunc.stage.engines.tracing.graph import is_mutable
 
     return {RECORDING} | ({node.target} if is_mutable(node) else set())

@@ -146,8 +146,8 @@ def _traced(
     from .tracing.again import cut_for
     from .tracing.budget import within
     from .tracing.clean import clean, require_same
-    from .tracing.compiled import without_onednn
     from .tracing.cut import residual_bytes
+    from .tracing.dispatch import without_onednn
     from .tracing.emit import programs
     from .tracing.joint import trace
 

@@ -3,12 +3,6 @@
 What they return is run by the same schedules, interpreter and transports as any stage.
 """
 
-from .dual import (
-    dual as dual,
-    dual_loss as dual_loss,
-    hessian_loss as hessian_loss,
-    sloping as sloping,
-)
 from .mapped import (
     clipped_sum as clipped_sum,
     ensemble as ensemble,
@@ -18,3 +12,9 @@ from .mapped import (
     square_norms as square_norms,
 )
 from .messages import cast_messages as cast_messages
+from .tangents import (
+    dual as dual,
+    dual_loss as dual_loss,
+    hessian_loss as hessian_loss,
+    sloping as sloping,
+)

@@ -9,8 +9,8 @@
       budget.py         within           chooses it so that at most so many bytes are kept
     interleave.py     interleave       runs two programs as one
     emit.py           TracedFunction   writes a program in Python; runs the one in C++ if it is there
-      fast_dispatch.py  find_call        finds the fastest call of each operator
-      compiled.py       compiled         has inductor compile a program
+      dispatch.py       find_call        finds the fastest call of each operator
+                        compiled         has inductor compile a program
       native.py         native           writes a program as a table, which ``native.cpp`` runs
     plain.py          run_traced       runs a function that nothing differentiates as a program
     replay.py         replayed         runs a program without values, to count its memory

@@ -16,9 +16,8 @@ from ..._torch import any_autocast, function_modes, operator_modes, transforming
 from ...abstract.sizes import Numbers
 from ...errors import TRACED_LINES, TRACED_MODULES, ModulePlace, warn
 from ...program import FlatProgram
-from .compiled import compiled
 from .cut import Block, ProgramBlocks, posted_early
-from .fast_dispatch import OperatorCall, find_call
+from .dispatch import OperatorCall, compiled, find_call
 from .graph import always_equal, arguments, bytes_of, is_element, is_post, root
 from .native import native, table
 

@@ -30,7 +30,7 @@ from torch.fx import Node
 from ..._torch import OpOverload, schema
 from ...errors import TRACED_LINES
 from .cut import Block
-from .fast_dispatch import RECORDING
+from .dispatch import RECORDING
 from .graph import arguments, is_element, is_mutable
 
 aten = torch.ops.aten
