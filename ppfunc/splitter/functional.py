@@ -66,9 +66,12 @@ def without_writes(trace: Trace, device: torch.device) -> Trace:
                 recording.stage = node.meta["stage"]
                 with within(node.meta["region"]):
                     values[node] = _called_again(node, values, recording)
-            results = tuple(_node(recording, values[r]) if isinstance(r, Node) else r for r in trace.results)
+            results = tuple(
+                recording.node(from_functional(values[r])) if isinstance(r, Node) else r
+                for r in trace.results
+            )
             ends = {
-                name: _node(recording, values[trace.replaced.get(name, node)])
+                name: recording.node(from_functional(values[trace.replaced.get(name, node)]))
                 for name, node in trace.buffers.items()
             }
     for node in recording.graph.nodes:
@@ -91,10 +94,6 @@ def _called_again(node: Node, values: dict[Node, Any], recording: Recording) -> 
     assert callable(node.target)
     args = tuple(from_functional(values[n]) for n in node.args)  # type: ignore[index]
     return tree_map(to_functional, recording.call_whole(node.target, args))
-
-
-def _node(recording: Recording, value: Tensor) -> Node:
-    return recording.node(from_functional(value))
 
 
 def fake(node: Node, device: torch.device, grad: bool) -> Tensor:

@@ -220,10 +220,9 @@ def _laid(leaf: Tensor, like: Tensor, name: str) -> Tensor:
 def _initialisers(root: nn.Module, twin: nn.Module) -> list[Callable[[], Any]]:
     """List the functions that initialise the parameters of a module: its constructor's, then the model's."""
     functions: list[Callable[[], Any]] = []
-    for name in ("reset_parameters", "_reset_parameters"):
-        if callable(reset := getattr(twin, name, None)):
-            functions.append(reset)
-            break
+    reset = getattr(twin, "reset_parameters", getattr(twin, "_reset_parameters", None))
+    if callable(reset):
+        functions.append(reset)
     initialise = getattr(root, "_init_weights", None)
     if callable(initialise) and len(inspect.signature(initialise).parameters) == 1:
         functions.append(lambda: initialise(twin))

@@ -15,7 +15,7 @@ from torch.fx import Node
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import without_modes
 from ppfunc.stage.device import autocast
-from ppfunc.stage.modules.module import ModuleStructure
+from ppfunc.stage.modules.module import structure_watch
 from ppfunc.stage.process import process_lock
 
 from ._torch import vmapped
@@ -50,7 +50,7 @@ class Source:
         self.loaded: dict[str, Tensor] = {}
         self.first: tuple[StageCode, ...] = ()
         self._codes: OrderedDict[Hashable, tuple[StageCode, ...]] = OrderedDict()
-        self._structure = ModuleStructure.of(model.modules())
+        self._structure_same = structure_watch(model.modules())
         self._moved: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
 
     def with_buffers(self, loaded: Mapping[str, Tensor]) -> "Source":
@@ -105,9 +105,9 @@ class Source:
             torch.get_default_dtype(),
         )
         with process_lock:
-            if not self._structure.same():
+            if not self._structure_same():
                 self._codes.clear()
-                self._structure = ModuleStructure.of(self.model.modules())
+                self._structure_same = structure_watch(self.model.modules())
             if key not in self._codes:
                 if traced is None:
                     form = self.form.with_changes(changes)
@@ -136,10 +136,10 @@ class Source:
         cast = next(iter(floating.values())) if differ else before
         for name, got in floating.items():
             if cast is not None and (got != cast or before not in (None, cast)):
-                reason = f"its parameter {name} has the dtype {got}, and others have been cast to"
                 raise StageError(
                     f"stage {stage}",
-                    f"{reason} {before or cast}",
+                    f"its parameter {name} has the dtype {got}, and others have been cast to"
+                    f" {before or cast}",
                     "cast all floating parameters to one dtype, or none of them",
                 )
         return cast

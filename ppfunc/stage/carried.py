@@ -139,8 +139,12 @@ def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -
     except (StageError, NoValuesError, *DATA_DEPENDENT):
         raise
     except Exception as error:
-        reason = f"{raised(error)}; it is called as loss(y, target), and the last stage returned y ="
-        raise StageError("the loss", f"{reason} {Signature.of(y)}", "") from error
+        raise StageError(
+            "the loss",
+            f"{raised(error)}; it is called as loss(y, target), and the last stage returned y ="
+            f" {Signature.of(y)}",
+            "",
+        ) from error
     if not isinstance(loss, torch.Tensor):
         mend = "return a scalar tensor, without .item() or float()"
         if loss is None:

@@ -1,13 +1,13 @@
 """Compile steps by the form of their arguments, with all ranks in agreement, and keep them."""
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Self
 
 from ppfunc.stage._torch import any_autocast
 from ppfunc.stage.device import autocast
 from ppfunc.stage.errors import warn
-from ppfunc.stage.modules.module import ModuleStructure
+from ppfunc.stage.modules.module import structure_watch
 
 from ..agreement.agreement import Agreed, Agreement, Exchange
 from ..agreement.batch_shapes import BatchShapes
@@ -41,7 +41,7 @@ class Guards(NamedTuple):
         mode: of all modules.
     """
 
-    modules: ModuleStructure | None
+    modules: Callable[[], bool] | None
     autocast: tuple[Hashable, ...]
     mode: Mode
 
@@ -51,13 +51,13 @@ class Guards(NamedTuple):
         modules = {module for low in lowered.stages.values() for module in low.outline.modules}
         modes = {module.training for module in modules}
         mode: Mode = "mixed" if len(modes) != 1 else "training" if modes.pop() else "evaluation"
-        structure = ModuleStructure.of(modules, "training") if modules else None
+        structure = structure_watch(modules, "training") if modules else None
         return cls(structure, autocast(), mode)
 
     def hold(self) -> bool:
         """Tell whether modules and autocast are in the noted modes, with the same hooks and submodules."""
         on = autocast() if any_autocast() else ()
-        return self.autocast == on and (self.modules is None or self.modules.same())
+        return self.autocast == on and (self.modules is None or self.modules())
 
     def require(self) -> None:
         """Raise ValueError where they do not hold."""

@@ -24,7 +24,7 @@ from ppfunc.stage.carried import StageFunction
 from ppfunc.stage.device import autocast
 from ppfunc.stage.engines.loss_apart import with_loss_apart
 from ppfunc.stage.errors import warn
-from ppfunc.stage.modules.module import ModuleStructure, unmodified
+from ppfunc.stage.modules.module import structure_watch, unmodified
 from ppfunc.stage.process import process_lock
 from ppfunc.stage.program import Example, FlatProgram, stage_program
 from ppfunc.stage.tree import tree_leaves
@@ -109,7 +109,7 @@ class _Evaluated(NamedTuple):
     """
 
     function: StageFunction
-    modules: ModuleStructure | None
+    modules: Callable[[], bool] | None
     trained: list[bool]
     outline: Outline
     programs: list[StageProgram]
@@ -118,7 +118,7 @@ class _Evaluated(NamedTuple):
 
     def holds(self) -> bool:
         """Tell whether the modules are as they were."""
-        return self.modules is None or (self.modules.same() and self.trained == _trained(self.outline))
+        return self.modules is None or (self.modules() and self.trained == _trained(self.outline))
 
     def of(self, numbers: Numbers, call: StageCall) -> "_Evaluated":
         """Return the evaluation for numbers in the place of symbols, and its program."""
@@ -193,7 +193,7 @@ class StagePrograms:
         evaluation = outline(function, call.example, **call.options, noting=self.compared)
         referred = (*_modules_referred(function.fn), *_modules_referred(function.loss_fn))
         evaluation = evaluation._replace(modules=tuple(dict.fromkeys((*evaluation.modules, *referred))))
-        modules = ModuleStructure.of(evaluation.modules, "training") if evaluation.modules else None
+        modules = structure_watch(evaluation.modules, "training") if evaluation.modules else None
         return _Evaluated(function, modules, _trained(evaluation), evaluation, [], call.sizes, range)
 
     def _numbered(self, call: StageCall, known: list[_Evaluated]) -> _Evaluated | None:

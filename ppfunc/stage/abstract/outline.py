@@ -96,9 +96,14 @@ def outline(
             engine = "eager" if isinstance(error, UnsupportedOperatorException) else "functional"
             untraced = data_dependence(error), f"use the {engine} engine, which runs any Python"
         except StageError as error:
-            if error.__cause__ is None or seen.symbols or not _fails(evaluate):
-                raise  # an error of the first call alone is no refusal of tensors without values
-            untraced, failure = (f"without values {error.reason}", "use the eager engine"), error
+            if error.__cause__ is None or seen.symbols:
+                raise
+            try:
+                evaluate()
+            except (StageError, *DATA_DEPENDENT):
+                untraced, failure = (f"without values {error.reason}", "use the eager engine"), error
+            else:  # an error of the first call alone is no refusal of tensors without values
+                raise
 
     if seen.symbols:
         raise StageError(name, *untraced)
@@ -113,15 +118,6 @@ def outline(
     except StageError as error:
         first = failure if failure is not None and error.__cause__ is not None else error
         raise first from first.__cause__
-
-
-def _fails(evaluate: Callable[[], Outline]) -> bool:
-    """Tell whether one more evaluation fails."""
-    try:
-        evaluate()
-    except (StageError, *DATA_DEPENDENT):
-        return True
-    return False
 
 
 def _evaluate(fn: Callable[..., Any], example: Example, has_aux: bool, name: str, noting: bool) -> Outline:

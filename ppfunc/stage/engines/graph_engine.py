@@ -106,8 +106,9 @@ def graph(
     <BLANKLINE>
     """
     if len(stage) == 1:
-        got = f"{stage[0]!r} and no example"
-        raise TypeError(f"graph got {got}; its options have names, as in graph(remat='full')")
+        raise TypeError(
+            f"graph got {stage[0]!r} and no example; its options have names, as in graph(remat='full')"
+        )
     for name, flag in {"compile": compile, "cuda_graphs": cuda_graphs, "dynamic": dynamic}.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: got {flag!r}, expected True or False")
@@ -127,8 +128,10 @@ def graph(
 
 def _require_choice(choice: Any, what: str, more: str = "") -> None:
     if not callable(choice) and choice not in ("cheap", "none", "full"):
-        expected = f'"cheap", "none", "full", a predicate (operator, number) -> bool{more}'
-        raise ValueError(f"{what}: got {choice!r}, expected {expected}")
+        raise ValueError(
+            f'{what}: got {choice!r}, expected "cheap", "none", "full", a predicate (operator, number) ->'
+            f" bool{more}"
+        )
 
 
 @engine

@@ -54,8 +54,10 @@ def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[La
 def _stage(layers: tuple[Layer, ...], interval: tuple[int, int]) -> Layer:
     def stage(params: Sequence[Any], x: Any, *extras: Any) -> Any:
         if len(params) != len(layers):
-            got = f"{stage.__name__} takes params for {len(layers)} layers, got {len(params)}"
-            raise ValueError(f"{got}: split them by partition.split(params)")
+            raise ValueError(
+                f"{stage.__name__} takes params for {len(layers)} layers, got {len(params)}: split them by"
+                " partition.split(params)"
+            )
         for layer, layer_params in zip(layers, params, strict=True):
             x = layer(layer_params, x, *extras)
         return x

@@ -1,6 +1,6 @@
 """Make stages of ``torch.nn`` modules: the pure function, its parameters, its state.
 
-A call leaves its module unmodified. :class:`ModuleStructure` detects what others change in it.
+A call leaves its module unmodified. `structure_watch` detects what others change in it.
 """
 
 from collections import OrderedDict, defaultdict, deque
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, filterfalse, starmap
 from operator import is_
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -263,38 +263,26 @@ def unmodified(*modules: nn.Module) -> Iterator[Callable[[], bool]]:
             now.clear()
 
 
-class ModuleStructure(NamedTuple):
-    """Note the submodules of modules, their hooks, and some of their attributes.
+def structure_watch(modules: Iterable[nn.Module], *names: str) -> Callable[[], bool]:
+    """Note the submodules of modules, their hooks, and their attributes ``forward`` and ``names``, as of now.
 
-    Args:
-        attributes: of each module.
-        names: of those that count beside submodules and hooks.
-        held: the dictionaries of submodules and hooks.
-        then: the objects in them, and the attributes, when this was made.
+    Returns:
+        A function that tells whether all are still the same objects; it takes 0.3 us for each module.
     """
+    attributes = [vars(module) for module in modules]
+    held = [d for each in attributes for name in _STRUCTURE if isinstance(d := each.get(name), dict)]
 
-    attributes: list[dict[str, Any]]
-    names: tuple[str, ...]
-    held: list[dict[Any, Any]]
-    then: list[Any]
+    def now() -> list[Any]:
+        named = [each.get(name) for each in attributes for name in ("forward", *names)]
+        return [*chain.from_iterable(map(dict.values, held)), *named]
 
-    @classmethod
-    def of(cls, modules: Iterable[nn.Module], *names: str) -> Self:
-        """Note submodules and hooks of modules, and their attributes ``forward`` and ``names``, as of now."""
-        attributes = [vars(module) for module in modules]
-        held = [d for each in attributes for name in _STRUCTURE if isinstance(d := each.get(name), dict)]
-        made = cls(attributes, ("forward", *names), held, [])
-        made.then.extend(made._now())
-        return made
+    then = now()
 
-    def same(self) -> bool:
-        """Tell whether the structure is still as it was noted; takes 0.3 us for each module."""
-        now = self._now()
-        return len(now) == len(self.then) and all(map(is_, now, self.then))
+    def same() -> bool:
+        current = now()
+        return len(current) == len(then) and all(map(is_, current, then))
 
-    def _now(self) -> list[Any]:
-        named = [each.get(name) for each in self.attributes for name in self.names]
-        return [*chain.from_iterable(map(dict.values, self.held)), *named]
+    return same
 
 
 def _same(now: Any, before: Any) -> bool:

@@ -19,12 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .._torch import DECOMPOSITIONS, jvp, require_batch, require_spatial
 from ..carried import Output, Received
 from ..layout import Boundary, declaring, layout_of
-from ..program import Loss, Stage, without_aux
+from ..program import Gradients, Leaves, Loss, Stage, without_aux
 from ..signature import differentiable, flatten
 from ..tree import tree_flatten, tree_paths, tree_structure
-
-Leaves = tuple[torch.Tensor, ...]
-Tangents = tuple[torch.Tensor | None, ...]  # one entry per leaf, None for a zero tangent
 
 
 def dual(fn: Stage) -> Stage:
@@ -135,7 +132,7 @@ def _unzipped(x: Any) -> tuple[Any, Any]:
     return Received(value, values), Received(tangent, tangents)
 
 
-def flatten_tangents(primal: Any, tangent: Any, name: str) -> Tangents:
+def flatten_tangents(primal: Any, tangent: Any, name: str) -> Gradients:
     """Return the tangents of the leaves of ``primal``, in their order; errors call the tree ``name``.
 
     None in the place of a leaf, or of everything, stands for a tangent of zero. Integer leaves have no other.
