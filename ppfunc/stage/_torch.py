@@ -14,7 +14,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-import torch.nn.attention.flex_attention
 from torch._C._dynamo.guards import TensorGuards
 from torch._decomp import decomposition_table
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -33,9 +32,6 @@ from torch._subclasses.fake_tensor import (
 
 # The history of a result of an `autograd.Function` is an object of a subclass of it.
 from torch.autograd.function import BackwardCFunction as BackwardCFunction
-
-# Refuses a gradient of flex attention on the CPU.
-from torch.nn.attention.flex_attention import _validate_device
 
 # Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode, _disable_current_modes
@@ -67,9 +63,16 @@ PYTREE_NODES = SUPPORTED_NODES
 without_autocast: Any = torch._C._DisableAutocast
 
 
-# The module of flex attention, and its check of devices, which it calls by name.
-flex_module: Any = torch.nn.attention.flex_attention
-require_flex_device = _validate_device
+@cache
+def flex_attention() -> tuple[Any, Callable[..., None]]:
+    """Import the module of flex attention, and with it, since torch 2.14, sympy, which takes 0.3 s.
+
+    Returns:
+        It, and its check of devices, which it calls by name: no gradient on the CPU.
+    """
+    import torch.nn.attention.flex_attention as module
+
+    return module, module._validate_device
 
 
 def flex_scores(*args: Any, **options: Any) -> Any:

@@ -179,13 +179,17 @@ def without_foreign_draws(call: Callable[[], T], name: str, *, repeatable: bool 
     return result
 
 
+# Of the states: torch's compiler restores what it has read.
+_NO_DRAWS = ("getstate", "setstate", "get_state", "set_state")
+
+
 def _draw_functions() -> Iterator[tuple[ModuleType, str]]:
     """List the functions that use the generators of ``random``, and of ``numpy.random`` if imported."""
     numpy = sys.modules.get("numpy.random")
     for module, kind in ((random, "Random"), *([] if numpy is None else [(numpy, "RandomState")])):
         for name, function in vars(module).items():
             of_generator = isinstance(getattr(function, "__self__", None), getattr(module, kind))
-            if of_generator and name not in ("getstate", "get_state"):
+            if of_generator and name not in _NO_DRAWS:
                 yield module, name
 
 
@@ -216,7 +220,7 @@ def _draws_seen() -> Iterator[list[str]]:
         draw = (
             event == "c_call"
             and getattr(function, "__self__", None) is generator
-            and function.__name__ != "getstate"
+            and function.__name__ not in _NO_DRAWS
         )
         if draw and not _by_torch(frame):
             seen.append(f"random ({function.__name__}{place_of_call()})")

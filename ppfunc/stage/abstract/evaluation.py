@@ -29,9 +29,8 @@ from .._torch import (
     OpOverload,
     UnsupportedOperatorException,
     device_of,
-    flex_module,
+    flex_attention,
     flex_scores,
-    require_flex_device,
 )
 from ..errors import StageError, line_of
 from ..layout import local
@@ -288,7 +287,7 @@ def _validate(*args: Any) -> None:
     Its scores as a matrix have one.
     """
     if _handlers.get() is None:
-        require_flex_device(*args)
+        flex_attention()[1](*args)
 
 
 @contextmanager
@@ -296,11 +295,12 @@ def in_python(handlers: Handlers = PYTHON) -> Iterator[None]:
     """Call operators that take functions by handlers."""
     token = _handlers.set(handlers)
     with _lock:
-        _replaced.append((torch.compile, flex_module._validate_device))
-        torch.compile, flex_module._validate_device = _compile, _validate
+        flex, _ = flex_attention()
+        _replaced.append((torch.compile, flex._validate_device))
+        torch.compile, flex._validate_device = _compile, _validate
     try:
         yield
     finally:
         with _lock:
-            torch.compile, flex_module._validate_device = _replaced.pop()
+            torch.compile, flex._validate_device = _replaced.pop()
         _handlers.reset(token)
