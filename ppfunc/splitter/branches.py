@@ -54,12 +54,11 @@ def recorded_in(recording: Recording) -> Handlers:
     """Return handlers that record branches and loops, unless what decides is known."""
 
     def branch(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
-        if not recording.here:
-            return cond(pred, true_fn, false_fn, operands)
         try:
-            return (true_fn if bool(pred) else false_fn)(*operands)
+            return cond(pred, true_fn, false_fn, operands)
         except DATA_DEPENDENT:
-            pass
+            if not recording.here:
+                raise
         leaves, treedef = tree_flatten(operands)
 
         def of(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,12 +73,11 @@ def recorded_in(recording: Recording) -> Handlers:
         return _whole(recording, "cond", call, (pred, *leaves, *read), example)
 
     def loop(cond_fn: Any, body_fn: Any, carried: Any, more: Any) -> Any:
-        if not recording.here:
-            return while_loop(cond_fn, body_fn, carried, more)
         try:
             return while_loop(cond_fn, body_fn, carried, more)
         except DATA_DEPENDENT:
-            pass
+            if not recording.here:
+                raise
         operands = [*carried]
         branches, read, example = _record(recording, [body_fn, cond_fn], operands)
 

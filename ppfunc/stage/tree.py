@@ -87,7 +87,6 @@ class _NodeEntry(optree.PyTreeEntry):
         return f"{node}{self.entry}"
 
 
-_seen: set[Any] = set()
 _known = 0  # classes of torch and of optree when they were last adopted
 _adopting = threading.Lock()
 
@@ -97,13 +96,16 @@ def _adopt() -> None:
     global _known
     with _adopting:
         for kind, node in list(PYTREE_NODES.items()):
-            known = kind in _seen or not isinstance(kind, type) or optree.is_structseq_class(kind)
-            known = known or kind.__module__ == BLOCK_MASKS  # see `carried`
-            if not known and optree.register_pytree_node.get(kind, namespace=NAMESPACE) is None:
+            if (
+                not isinstance(kind, type)
+                or optree.is_structseq_class(kind)
+                or kind.__module__ == BLOCK_MASKS
+            ):
+                continue  # of block masks, see `carried`
+            if optree.register_pytree_node.get(kind, namespace=NAMESPACE) is None:
                 optree.register_pytree_node(
                     kind, *_functions_of(node), path_entry_type=_NodeEntry, namespace=NAMESPACE
                 )
-            _seen.add(kind)
         for entry in list(OPTREE_NODES.values()):
             if entry.namespace and optree.register_pytree_node.get(entry.type, namespace=NAMESPACE) is None:
                 optree.register_pytree_node(

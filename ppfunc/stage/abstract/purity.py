@@ -3,9 +3,9 @@ gradients, and collectives through which a gradient would flow wrongly.
 """
 
 import sys
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -303,10 +303,8 @@ def collective_fault(
 
 def _callers() -> Iterator[tuple[str, Any]]:
     """Iterate over the frames of this thread: the module, and the variable ``op`` of a ``forward``."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         yield (
             frame.f_globals.get("__name__", ""),
             frame.f_locals.get("op") if frame.f_code.co_name == "forward" else None,
         )
-        frame = frame.f_back

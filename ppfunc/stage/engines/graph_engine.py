@@ -5,8 +5,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
-from .._torch import any_autocast, estimate, expression, without_autocast
-from ..abstract.sizes import Numbers
+from .._torch import any_autocast, without_autocast
 from ..errors import StageError
 from ..program import Engine, Example, FlatProgram, StageProgram
 from ..signature import differentiable, leaf_names
@@ -171,10 +170,7 @@ def _traced(
     with without_onednn() if compile else nullcontext():
         joint = trace(stage)
         if example.symbols:
-            numbers = Numbers({expression(size): estimate(size) for size in example.symbols})
-            of_sizes, known = numbers((example, outline))
-            static = DifferentiableStage(stage.fn, of_sizes, known, stage.has_aux, name)
-            require_same(joint, trace(static), numbers, name)
+            require_same(joint, stage)
     clean(joint)
     if any_autocast():
         for node in joint.graph.nodes:  # its casts are operators of the trace
@@ -183,13 +179,12 @@ def _traced(
         blocks = within(joint, remat, name)
     else:
         blocks = cut_for(joint, remat, name, leaf_names(example.params))
-    size = residual_bytes(joint, blocks.residuals, name)
     flat = programs(blocks, name, compile, _warning_of_unread(joint, example, name))
-    if not cuda_graphs:
-        return flat, size
-    from .captured import captured
+    if cuda_graphs:
+        from .captured import captured
 
-    return captured(flat, example, outline.y), size
+        flat = captured(flat, example, outline.y)
+    return flat, residual_bytes(joint, blocks.residuals, name)
 
 
 def _warning_of_unread(joint: "Joint", example: Example, name: str) -> str:

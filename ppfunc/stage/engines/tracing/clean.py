@@ -6,9 +6,10 @@ from itertools import zip_longest
 import torch
 from torch.fx import Node, map_arg
 
-from ..._torch import without_modes, without_transforms
+from ..._torch import estimate, expression, without_modes, without_transforms
 from ...abstract.sizes import Numbers
 from ...errors import StageError
+from ..differentiable import DifferentiableStage
 from .graph import (
     always_equal,
     ancestors,
@@ -23,7 +24,7 @@ from .graph import (
     layout,
     root,
 )
-from .joint import Joint
+from .joint import Joint, trace
 
 aten = torch.ops.aten
 _COPIES = {aten.clone.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
@@ -216,18 +217,21 @@ def _drop_dead(joint: Joint) -> None:
             joint.graph.erase_node(node)
 
 
-def require_same(symbolic: Joint, joint: Joint, numbers: Numbers, name: str) -> None:
+def require_same(symbolic: Joint, stage: DifferentiableStage) -> None:
     """Raise StageError where a trace with numbers in the place of its symbols is not the one for these sizes.
 
     A stage may look at a size as at something else than a number: at its text, or at its type.
     """
+    numbers = Numbers({expression(size): estimate(size) for size in stage.example.symbols})
+    example, outline = numbers((stage.example, stage.outline))
+    joint = trace(DifferentiableStage(stage.fn, example, outline, stage.has_aux, stage.name))
     skip_copies(symbolic)  # where a size is a symbol, torch also takes a slice of all
     skip_copies(joint)
     for one, two in zip_longest(_written(symbolic, numbers), _written(joint, numbers)):
         if one != two:
             (with_symbols, _), (call, place) = one or ("nothing", ""), two or ("nothing", "")
             raise StageError(
-                name,
+                stage.name,
                 f"it calls {call}{place}, and {with_symbols} where its sizes are symbols",
                 "use sizes as numbers alone",
             )
