@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import threading
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
@@ -201,6 +202,50 @@ def test_an_interrupt_returns_what_was_found():
     assert not dist.is_initialized() and sys.excepthook is hook
 
 
+def test_searches_in_two_threads_take_turns():
+    """Each has the one default group of the process; one within another is refused by name."""
+    options = {"schedules": ["1f1b"], "grids": [(2, 1)], "microbatch": [4], "remat": ["none"]}
+    found, begun = [], threading.Event()
+
+    def search(progress=lambda step, best: None):
+        found.append(pp.tune(**arguments(**options, progress=progress)))
+
+    def wait(step, best):
+        if not begun.is_set():
+            begun.set()
+            other.start()
+            other.join(0.5)  # it waits for this search, unless it fails at once
+
+    other = threading.Thread(target=search)
+    search(wait)
+    other.join()
+    assert [names(each.rows) for each in found] == [names(found[0].rows)] * 2 and found[0].rows
+    with pytest.raises(ValueError, match="tune: got a process that has a process group, expected none"):
+        search(lambda step, best: search())
+    assert not dist.is_initialized()
+
+
+def test_a_model_that_fails_with_the_most_rows_alone_is_searched_with_fewer():
+    class Few(torch.nn.Linear):
+        def forward(self, x):
+            if len(x) > 2:
+                raise ValueError(f"{len(x)} rows are too many")
+            return super().forward(x)
+
+    model = torch.nn.Sequential(Few(D, D), Few(D, D))
+    found = pp.tune(**arguments(model=model, grids=[(2, 1)], schedules=["1f1b"], microbatch=[1, 2, 4]))
+    assert {row.choice.microbatch for row in found.rows} == {1, 2}
+    assert list(found.refused) == ["microbatches of 4"] and "4 rows are too many" in str(found.refused)
+    with pytest.raises((ValueError, pp.StageError), match="8 rows are too many"):
+        pp.tune(**arguments(model=model, grids=[(2, 1)], schedules=["1f1b"], microbatch=[4, 8]))
+
+
+def test_no_plan_is_made_where_no_order_fits():
+    options = {"schedules": ["gpipe"], "grids": [(2, 1)], "microbatch": [1], "remat": ["none"]}
+    tight = pp.tune(**arguments(**options, effort=0.01, memory=1))
+    assert [row.schedule.name for row in tight.rows] == ["gpipe"] and not tight.refused
+
+
 def test_a_table_is_also_json_and_a_picture(every):
     read = json.loads(every.to_json())
     assert [row["seconds"] for row in read["rows"]] == [row.seconds for row in every.rows]
@@ -237,6 +282,7 @@ def test_of_what_does_not_fit_the_table_shows_the_smallest(every):
         ({"memory": "3"}, TypeError, "memory is '3' of type str, expected a number"),
         ({"effort": -1}, ValueError, "effort is -1, expected a finite number of at least 0"),
         ({"latency": float("inf")}, ValueError, "latency is inf, expected a finite number"),
+        ({"hop": -1}, ValueError, "hop is -1, expected a finite number of at least 0"),
         ({"bandwidth": 0}, ValueError, "bandwidth is 0, expected a finite number of more than 0"),
         ({"speeds": (1e9, 0)}, ValueError, r"speeds\[1\] is 0, expected a finite number of more than 0"),
         (

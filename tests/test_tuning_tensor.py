@@ -164,6 +164,18 @@ def test_a_rank_computes_its_part_and_collectives_take_time():
     assert dear.backward_weight[1] == free.backward_weight[1] and here.backward_weight[1] < 1
 
 
+def test_sums_over_tensor_ranks_take_hops_of_their_own():
+    """Two blocks, whose F and I sum an activation each, in two hops, of two microbatches of a data rank."""
+    given = arguments(grids=[(1, 2, 2), (4, 1, 1)], shard=["none"], hop=0)
+    free, dear = ({r.choice[:3]: r.seconds for r in pp.tune(**given | {"hop": hop}).rows} for hop in (0, 1.0))
+    assert dear[1, 2, 2] - free[1, 2, 2] == pytest.approx(2 * 2 * 2 * 2)
+    assert dear[4, 1, 1] == free[4, 1, 1]
+    by_latency, by_hop = (
+        pp.tune(**given | {"hop": hop}).rows[-1].seconds for hop in (None, given["latency"])
+    )
+    assert by_latency == by_hop
+
+
 def test_ranks_are_searched_along_three_axes_and_named():
     found = pp.tune(**arguments(grids="any", shard=["none"]))
     read = json.loads(found.to_json())["rows"]

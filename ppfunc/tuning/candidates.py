@@ -8,6 +8,8 @@ from heapq import heappop, heappush
 from inspect import signature
 from itertools import count
 from math import inf, prod
+from operator import ge
+from threading import RLock
 from typing import Any
 
 import torch.distributed as dist
@@ -43,6 +45,8 @@ from .stages import (
     times_of,
 )
 
+_IN_TURN = RLock()  # searches of this process, which has one default group
+
 
 class Candidates:
     """Holds the configurations by the least seconds that they can take, and what is known of their parts.
@@ -52,7 +56,7 @@ class Candidates:
         trainer: makes a trainer of stages, schedule, engine and transport.
         rows: inputs and targets.
         choices: to try, those with the least remat first.
-        link: latency and bandwidth, and that of the host.
+        link: latency and bandwidth, that of the host, and the latency among tensor ranks.
         concurrency: ranks of all pipelines that can compute at one time.
 
     The others are those of :func:`ppfunc.tune`.
@@ -61,7 +65,7 @@ class Candidates:
     def __init__(
         self, cuts: Cuts, trainer: Callable[..., Trainer], rows: tuple[Any, Any],
         choices: Sequence[Choice], builders: Mapping[str, Callable[..., Schedule]], batch: int, memory: float,
-        link: tuple[float, float, float | None], speeds: Speeds, concurrency: float, effort: float,
+        link: tuple[float, float, float | None, float], speeds: Speeds, concurrency: float, effort: float,
     ) -> None:  # fmt: skip
         self._trainer, self._inputs, self._choices, self._builders = trainer, rows, choices, builders
         self._batch, self._memory, self._effort = batch, memory, effort
@@ -79,18 +83,24 @@ class Candidates:
 
     def run(self, top: int, progress: Callable[[str, Row | None], object]) -> bool:
         """Search in a group that is fake until so many rows fit; return whether nothing interrupted."""
-        hook, ranks = sys.excepthook, prod(self._choices[0][:3])
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-        try:
-            for step in self.steps(top):
-                fitting = [row for row in self.rows if row.fits]
-                progress(step, min(fitting, key=lambda row: row.seconds, default=None))
-        except KeyboardInterrupt:
-            return False
-        finally:
-            dist.destroy_process_group()
-            sys.excepthook = hook  # else a traceback names the rank in every line
-        return True
+        with _IN_TURN:
+            if dist.is_initialized():
+                raise ValueError(
+                    "tune: got a process that has a process group, expected none: a search makes a fake one;"
+                    " call it before init_process_group, or after destroy_process_group"
+                )
+            hook, ranks = sys.excepthook, prod(self._choices[0][:3])
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+            try:
+                for step in self.steps(top):
+                    fitting = [row for row in self.rows if row.fits]
+                    progress(step, min(fitting, key=lambda row: row.seconds, default=None))
+            except KeyboardInterrupt:
+                return False
+            finally:
+                dist.destroy_process_group()
+                sys.excepthook = hook  # else a traceback names the rank in every line
+            return True
 
     def steps(self, top: int) -> Iterator[str]:
         """Take the best candidate a step further until so many rows fit; yield the name of each step.
@@ -133,8 +143,8 @@ class Candidates:
     def _measure(self, size: int, tensor: int, remat: Any, stages: int | None) -> Costs:
         """Time so many stages in microbatches of a size."""
         batch = (rows_of(tree, MICROBATCHES * size) for tree in self._inputs)
-        make, (latency, bandwidth, _) = partial(self._trainer, engine=self._engine(remat)), self._link
-        ring = tensor, latency, bandwidth
+        make, (_, bandwidth, _, hop) = partial(self._trainer, engine=self._engine(remat)), self._link
+        ring = tensor, hop, bandwidth
         return times_of(make, self._split(stages, tensor), tuple(batch), self._speeds, ring, self._pace)
 
     def _lowered(self, size: int, tensor: int, remat: Any, stages: int) -> Costs:
@@ -147,7 +157,7 @@ class Candidates:
     def _of_stages(self, choice: Choice, stages: int) -> Costs:
         """Return the costs of stages, with messages, sums over data ranks and over replicas, and updates."""
         costs, d = self._costs(choice.microbatch, choice.tensor, choice.remat, stages), choice.data
-        names, (latency, bandwidth, host) = ("bytes", "parameters", "step", "activation"), self._link
+        names, (latency, bandwidth, host, _) = ("bytes", "parameters", "step", "activation"), self._link
         sent, sizes, steps, kept = ([costs.of(name, s) for s in range(stages)] for name in names)
         seconds = [size / 2 / bandwidth for size in sizes]  # of all gradients
         passed = [(d - 1) * (s / d + latency) for s in seconds]  # each has its part, or gets all parts
@@ -227,7 +237,9 @@ class Candidates:
             if self._effort and choice.pipe > 1 and (choice, schedule.placement) not in self._seen:
                 self._seen.add((choice, schedule.placement))
                 left = [self._memory - p + a for p, a in zip(peaks, timeline.peak_activations, strict=True)]
-                self._push(bound, "plan", self._plan, choice, schedule, costs, left)
+                one = [sum(costs.of("activation", s) for s in schedule.stages_of(rank)) for rank in memory]
+                if all(map(ge, left, one)):  # else no order fits
+                    self._push(bound, "plan", self._plan, choice, schedule, costs, left)
         fits, make = max(peaks) <= self._memory, partial(self._make, choice, schedule, parts)
         binds = binding(memory, timeline, seconds, self._concurrency / choice.data / choice.tensor, fits)
         return Row(choice, schedule, parts.at, seconds, bound, peaks, fits, binds, make)

@@ -6,7 +6,7 @@ They are measured in this process, or counted over given speeds.
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 from math import inf, sqrt
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import Module
 from torch.utils.flop_counter import flop_registry
 
-from ppfunc._checks import require_number, require_positive, require_type, shown
+from ppfunc._checks import shown
 from ppfunc.runtime.execution.record import host_clock
 from ppfunc.runtime.lowering.stage_programs import StageCall
 from ppfunc.schedule import (
@@ -37,7 +37,7 @@ from ppfunc.schedule import (
 )
 from ppfunc.schedule.instruction import COMPUTE, SENDS, TAIL
 from ppfunc.splitter import Split, split
-from ppfunc.stage import Engine, StageProgram
+from ppfunc.stage import Engine, StageError, StageProgram
 from ppfunc.stage._torch import TorchDispatchMode
 from ppfunc.stage.device import accelerates
 from ppfunc.stage.layout import layout_of, local
@@ -55,11 +55,13 @@ class Cuts:
     Args:
         model: or a split of it, whose cuts stay.
         args: its inputs, of some rows.
+        sizes: rows of a call that cuts it: the most with which it runs.
         lay: lays the model over tensor ranks; None without them.
     """
 
-    def __init__(self, model: Module | Split, args: Any, lay: Lay | None) -> None:
+    def __init__(self, model: Module | Split, args: Any, sizes: Iterable[int], lay: Lay | None) -> None:
         self._given, self._args, self._lay = model, args, lay
+        self._sizes = sorted(sizes, reverse=True)
         self._on_paper = cache(self._lay_on_paper)
         devices = (leaf.device.type for leaf in parameters_of(model) if not leaf.is_meta)
         self.device = next(devices, "cpu")  # of a mesh
@@ -69,14 +71,23 @@ class Cuts:
     def split(self, stages: int | None, tensor: int) -> Split:
         """Split into so many stages, or into as few as there may be, whole or over tensor ranks on paper."""
         given = self._given
-        parts = given if isinstance(given, Split) else split(given, self._args, at=stages or 1)
+        parts = given if isinstance(given, Split) else self._cut(given, stages or 1)
         if stages not in (None, len(parts.stages)):
             raise ValueError(f"{stages} stages, and the model was split into {len(parts.stages)}")
-        return parts if tensor == 1 else split(self._on_paper(tensor), self._args, at=parts.at)
+        return parts if tensor == 1 else self._cut(self._on_paper(tensor), parts.at)
 
     def laid_over(self, axis: DeviceMesh, at: tuple[str, ...]) -> Split:
         """Split the model over an axis of a mesh, all ranks of which call this."""
-        return split(self._laid(axis), self._args, at=at)
+        return self._cut(self._laid(axis), at)
+
+    def _cut(self, model: Module, at: int | tuple[str, ...]) -> Split:
+        failed: list[Exception] = []
+        for rows in self._sizes:
+            try:
+                return split(model, rows_of(self._args, rows), at=at)
+            except (ValueError, StageError) as error:
+                failed.append(error)
+        raise failed[0]
 
     def _lay_on_paper(self, tensor: int) -> Module:
         sizes = dist.get_world_size() // tensor, tensor
@@ -132,7 +143,7 @@ _BUSY = COMPUTE | SENDS | {Op.UNSHARD, *TAIL}
 
 Speeds = tuple[float, float] | None
 Ring = tuple[int, float, float]
-"""Tensor ranks, seconds of a message, and bytes per second."""
+"""Tensor ranks, seconds of a hop from one to the next, and bytes per second."""
 
 
 class Pace:
@@ -251,19 +262,6 @@ def times_of(
     moved = ([p, p, p, meta.optimizer[stage], meta.optimizer[stage]] for stage, p in meta.params.items())
     step = tuple(sum(local(leaf).nbytes for leaf in tree_leaves(tree)) / speeds[1] for tree in moved)
     return lowered.costs(Costs(f, i, w, b, step=step))
-
-
-def require_numbers(memory: float, effort: float, latency: float, speeds: Speeds, **more: Any) -> None:
-    """Refuse numbers of :func:`ppfunc.tune` that cannot be used; ``more`` are positive or None."""
-    require_number("memory", 0 if memory == inf else memory)
-    require_number("effort", effort)
-    require_number("latency", latency)
-    if speeds is not None:
-        require_type("speeds", speeds, Sequence, expected := "two numbers: operations and bytes per second")
-        if len(speeds) != 2:
-            raise ValueError(f"speeds: got {shown(speeds)}, expected {expected}")
-        more |= {f"speeds[{n}]": speed for n, speed in enumerate(speeds)}
-    require_positive(**{name: number for name, number in more.items() if number not in (None, inf)})
 
 
 def concurrency_of(model: torch.nn.Module | Split, cores: float | None, speeds: Speeds) -> float:

@@ -7,7 +7,15 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ppfunc._checks import naming_arguments, require_counts, require_type, shown, with_arguments
+from ppfunc._checks import (
+    naming_arguments,
+    require_counts,
+    require_number,
+    require_positive,
+    require_type,
+    shown,
+    with_arguments,
+)
 from ppfunc.runtime import Transport
 from ppfunc.runtime.transport.grid import ShardWhat
 from ppfunc.schedule import BUILDERS, Schedule, find_builder
@@ -20,7 +28,7 @@ from ppfunc.training.optim import Optimizer
 
 from .candidates import Candidates
 from .rows import Row, Tuning, choices_of, grids_of
-from .stages import Cuts, Lay, Speeds, concurrency_of, parameters_of, require_numbers, rows_of
+from .stages import Cuts, Lay, Speeds, concurrency_of, parameters_of
 
 _ALIKE = ("data_parallel", "deepspeed_train")  # to several pipelines, and 1f1b
 TRAINING = tuple(n for n, build in BUILDERS.items() if n not in _ALIKE and not build(2, 4).forward_only)
@@ -45,6 +53,7 @@ def tune(
     shard: Sequence[ShardWhat] = get_args(ShardWhat),
     latency: float = 0.0,
     bandwidth: float = inf,
+    hop: float | None = None,
     host: float | None = None,
     speeds: Speeds = None,
     cores: float | None = None,
@@ -83,6 +92,9 @@ def tune(
         shard: of :class:`ppfunc.P2P`, for several pipelines.
         latency, bandwidth: seconds of a message and bytes per second, between ranks of a pipeline, data ranks
             and tensor ranks, whose collectives go around a ring; by default messages take no time.
+        hop: seconds of a message of the collectives within stages, of which a sum over t tensor ranks takes
+            2 (t - 1). By default ``latency``, which is too little where these collectives go through sockets,
+            as gloo's do: measure a sum of an activation beside compute, and divide.
         host: bytes per second between a device and its host, in each direction; None if nothing is to move.
         speeds: floating point operations and bytes per second of a device, over which those of every
             operator are counted; nothing runs then.
@@ -93,37 +105,36 @@ def tune(
         progress: called after every step of the search, with its name and the best row so far.
 
     Returns:
-        The ranked table. Ctrl-C, or a ``KeyboardInterrupt`` from ``progress``, ends the search with what was
-        found so far.
+        The ranked table. Ctrl-C, or a ``KeyboardInterrupt`` from ``progress``, ends the search with the rows
+        so far, before the first one without any; before the search begins it leaves the call.
 
     Raises:
         ValueError: numbers out of range, or that do not divide, names that do not exist, or no list of what
             to try; a model with DTensors, whose tensor ranks cannot vary; a host for a model on the CPU or
-            meta, whose residuals stay; a process group that is there: during the call one of torch's backend
-            ``fake`` stands for the ranks.
+            meta, whose residuals stay; a process group that is there: during the search one of torch's
+            backend ``fake`` stands for the ranks. Calls in several threads search in turn.
         StageError, TypeError: as :func:`ppfunc.split`; arguments of other types.
     """
     _require_options(model, loss_fn, optimizer, options)
     _require_lists(grids, schedules, shard, microbatch, remat)
-    if not (sizes := [len(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.ndim]):
+    builders = {name: find_builder(name) for name in schedules}
+    if not (lengths := [len(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.ndim]):
         raise ValueError("args: got no tensor with rows, expected the inputs of some rows")
-    batch = sizes[0] if batch is None else batch
+    batch = lengths[0] if batch is None else batch
     require_counts(ranks=ranks, batch=batch, top=top)
-    require_numbers(memory, effort, latency, speeds, bandwidth=bandwidth, host=host, cores=cores)
+    _require_numbers(model, memory, effort, latency, hop, speeds, bandwidth=bandwidth, host=host, cores=cores)
     require_type("tensor", tensor, Callable | None, "a function of a mesh that lays the model over it")
     choices = list(choices_of(ranks, batch, grids_of(ranks, grids, tensor), microbatch, remat, shard))
-    builders = {name: find_builder(name) for name in schedules}
-    if host is not None and not any(accelerates(leaf.device) for leaf in parameters_of(model)):
-        raise ValueError(f"host: got {host}, expected bytes per second of a model on an accelerator")
 
     def trainer(parts: Split, schedule: Schedule, engine: Engine, to: Transport | None = None) -> Trainer:
         return Trainer(parts, loss_fn, schedule, optimizer, to, engine=engine, **options)
 
-    most = max(choice.microbatch for choice in choices)
+    cuts = Cuts(model, args, {choice.microbatch for choice in choices}, tensor)
+    link = latency, bandwidth, host, latency if hop is None else hop
+    at_once = concurrency_of(model, cores, speeds)
     search = Candidates(
-        Cuts(model, rows_of(args, most), tensor), trainer, (args, targets), choices, builders, batch, memory,
-        (latency, bandwidth, host), speeds, concurrency_of(model, cores, speeds), effort,
-    )  # fmt: skip
+        cuts, trainer, (args, targets), choices, builders, batch, memory, link, speeds, at_once, effort
+    )
     complete = search.run(top, progress)
     rows = sorted(search.rows, key=lambda r: (not r.fits, r.seconds if r.fits else max(r.peaks), r.seconds))
     return Tuning(tuple(rows), memory, complete, len(search.heap), search.refused)
@@ -153,3 +164,22 @@ def _require_lists(grids: Any, schedules: Any, shard: Any, microbatch: Any, rema
             or (name == "grids" and int in map(type, tried))
         ):
             raise ValueError(f"{name}: got {shown(tried)}, expected a nonempty list of {items}")
+
+
+def _require_numbers(
+    model: torch.nn.Module | Split, memory: float, effort: float, latency: float, hop: float | None,
+    speeds: Speeds, **more: Any,
+) -> None:  # fmt: skip
+    """Refuse numbers that cannot be used; ``more`` are positive or None."""
+    require_number("memory", 0 if memory == inf else memory)
+    require_number("effort", effort)
+    require_number("latency", latency)
+    require_number("hop", 0 if hop is None else hop)
+    if speeds is not None:
+        require_type("speeds", speeds, Sequence, expected := "two numbers: operations and bytes per second")
+        if len(speeds) != 2:
+            raise ValueError(f"speeds: got {shown(speeds)}, expected {expected}")
+        more |= {f"speeds[{n}]": speed for n, speed in enumerate(speeds)}
+    require_positive(**{name: number for name, number in more.items() if number not in (None, inf)})
+    if more["host"] is not None and not any(accelerates(leaf.device) for leaf in parameters_of(model)):
+        raise ValueError(f"host: got {more['host']}, expected bytes per second of a model on an accelerator")
