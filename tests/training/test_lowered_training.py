@@ -240,3 +240,10 @@ def test_a_transport_on_paper_that_does_not_fit_is_refused(on_paper):
         pp.OnPaper(mesh=transport.mesh["pp"], shard="params")
     with pytest.raises(TypeError, match="mesh: got None, expected a DeviceMesh"):
         pp.OnPaper(mesh=None)
+
+
+def test_what_an_update_makes_has_the_names_of_what_it_updates():
+    memory = trainer_of(optimizer=pp.optim.adamw(0.1)).lower(params(), *batch()).memory_analysis()[1]
+    names = [f"{tree}['w']" for tree in ("params[1]", "optimizer[1]['mean']", "optimizer[1]['square']")]
+    for kinds in (("updated",), ("params", "masters", "optimizer")):
+        assert sorted(h.name for h in memory.largest if h.kind in kinds and h.size == 4 * W) == sorted(names)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from ppfunc._checks import show_table, table
-from ppfunc.schedule.instruction import COMMUNICATION, TAIL, Instruction
+from ppfunc.schedule.instruction import COMMUNICATION, TAIL, Instruction, Op
 from ppfunc.stage._torch import FakeTensor, TorchDispatchMode, without_modes
 from ppfunc.stage.errors import place_of_call
 from ppfunc.stage.tree import tree_leaves
@@ -24,6 +24,7 @@ _RUN = str(Path(__file__).with_name("memory.py"))  # which runs the calls
 _BUFFER = "aten.empty.memory_format"
 _READ, _PIN = torch.ops.aten._local_scalar_dense.default, torch.ops.aten._pin_memory.default
 _ADD = torch.ops.aten.add.Tensor
+_COPY = torch.ops.aten._foreach_copy_.default
 
 
 class Bytes(NamedTuple):
@@ -213,6 +214,9 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _READ and self._place is not None and self._place.op in TAIL:
             return args[0].dtype.is_floating_point and 0.0  # to what asks for infinite numbers
+        if func is _COPY and self._place is not None and self._place.op is Op.STEP:
+            for copy, copied in zip(*args[:2], strict=True):  # which an update writes into
+                self.name(copy, self._note(copied, "").name)
         result = args[0] if func is _PIN else func(*args, **(kwargs or {}))
         place = place_of_call(_RUN)
         # Sums have the names of their terms.
@@ -282,10 +286,12 @@ class Ledger(TorchDispatchMode):
         """Name the stage whose call runs."""
         return "a stage" if self._place is None else f"stage {self._place.stage}"
 
-    def mark(self, kind: str, tensors: Iterable[Any], *, also: str = "") -> None:
-        """Mark storages as of a kind: those that are of none yet, or of the kind ``also``."""
+    def mark(self, kind: str, tensors: Iterable[Any], *, also: str = "", name: str = "") -> None:
+        """Mark storages as of a kind: those that are of none yet, or of the kind ``also``; name new ones."""
         for t in tensors:
-            if isinstance(t, torch.Tensor) and (not (s := self._note(t, kind)).kinds or s.kind == also):
+            if isinstance(t, torch.Tensor) and (
+                not (s := self._note(t, name or kind)).kinds or s.kind == also
+            ):
                 self._mark(s, kind)
 
     def mark_rest(self, kind: str) -> None:

@@ -19,7 +19,7 @@ from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.engines.tracing.replay import replayed
 from ppfunc.stage.layout import local
 from ppfunc.stage.program import Example
-from ppfunc.stage.tree import tree_leaves
+from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_paths
 
 from ..call.arguments import StepArguments
 from ..call.results import collect, losses_of
@@ -82,7 +82,9 @@ def memory_of(
             ledger.mark("params", chain(*arguments.state.values()))
             ledger.mark("batch", tree_leaves([arguments.inputs, arguments.targets, arguments.extras]))
             for kind, tree in more.items():
-                ledger.mark(kind, map(local, tree_leaves(tree)))
+                leaves, treedef = tree_flatten(tree)
+                for leaf, path in zip(leaves, tree_paths(treedef, kind), strict=True):
+                    ledger.mark(kind, [local(leaf)], name=path)
             moments = list(_run(step, compiled, arguments, ledger))
     return ledger.memory(moments)
 
