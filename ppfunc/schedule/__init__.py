@@ -21,25 +21,29 @@ from typing import TYPE_CHECKING
 from ppfunc._lazy import attach
 
 if TYPE_CHECKING:
-    from .builders import BUILDERS as BUILDERS, find_builder as find_builder
-    from .builders.bidirectional import chimera as chimera, dualpipe as dualpipe, dualpipev as dualpipev
-    from .builders.interleaved import (
-        interleaved_1f1b as interleaved_1f1b,
-        interleaved_zb as interleaved_zb,
-        looped_bfs as looped_bfs,
-    )
-    from .builders.one_stage import (
+    from .builders import (
+        BUILDERS as BUILDERS,
+        chimera as chimera,
         data_parallel as data_parallel,
         deepspeed_inference as deepspeed_inference,
         deepspeed_train as deepspeed_train,
+        dualpipe as dualpipe,
+        dualpipev as dualpipev,
+        find_builder as find_builder,
         gpipe as gpipe,
         inference as inference,
+        interleaved_1f1b as interleaved_1f1b,
+        interleaved_zb as interleaved_zb,
+        looped_bfs as looped_bfs,
         one_f_one_b as one_f_one_b,
+        v_half as v_half,
+        v_min as v_min,
         zb_h1 as zb_h1,
         zb_h2 as zb_h2,
+        zbv as zbv,
+        zbv_greedy as zbv_greedy,
+        zero_bubble as zero_bubble,
     )
-    from .builders.v_shape import v_half as v_half, v_min as v_min, zbv as zbv
-    from .builders.zero_bubble import zbv_greedy as zbv_greedy, zero_bubble as zero_bubble
     from .certificate import Certificate as Certificate, check as check
     from .compare_timelines import Comparison as Comparison, compare as compare
     from .costs import Costs as Costs

@@ -5,12 +5,8 @@ from typing import TYPE_CHECKING
 from .._lazy import attach
 
 if TYPE_CHECKING:
-    from .simulated import (
-        Fault as Fault,
-        InjectedError as InjectedError,
-        RankStopped as RankStopped,
-        Simulated as Simulated,
-    )
+    from .network import Fault as Fault, InjectedError as InjectedError, RankStopped as RankStopped
+    from .simulated import Simulated as Simulated
     from .strategies import schedules as schedules
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

@@ -21,8 +21,8 @@ import torch
 
 import ppfunc as pp
 from ppfunc.schedule import BUILDERS, Schedule, remove_tail
-from ppfunc.testing.simulated import Fault, InjectedError, RankStopped, Simulated
-from ppfunc.testing.simulated.network import interrupt
+from ppfunc.testing import Fault, InjectedError, RankStopped, Simulated
+from ppfunc.testing.network import interrupt
 from tests.models import squared, traced_once
 
 STEPS = 2

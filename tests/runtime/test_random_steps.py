@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ppfunc.testing.simulated import Simulated
+from ppfunc.testing import Simulated
 from tests import random_steps
 
 _PERTURB = -6  # M_PERTURB of glibc

@@ -18,8 +18,8 @@ from ppfunc.runtime.transport.protocols import LossPart, Route, Transfer
 from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import LeafSignature
 from ppfunc.stage.process import act_on_interrupts
-from ppfunc.testing.simulated import Fault, InjectedError, RankStopped, Simulated
-from ppfunc.testing.simulated.network import KINDS
+from ppfunc.testing import Fault, InjectedError, RankStopped, Simulated
+from ppfunc.testing.network import KINDS
 from tests.models import dense, squared, traced_once
 
 LEAF = LeafSignature((3,), torch.float64, True)

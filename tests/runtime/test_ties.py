@@ -7,7 +7,7 @@ import torch
 
 import ppfunc as pp
 from ppfunc.stage.tree import tree_map
-from ppfunc.testing.simulated import Simulated
+from ppfunc.testing import Simulated
 from tests.models import mlp, mlp_params, normal, squared
 
 D, V, M = 4, 8, 4

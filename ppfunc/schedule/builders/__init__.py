@@ -7,19 +7,23 @@ from ppfunc._checks import require_type, suggestion
 
 from ..schedule import Schedule
 from .bidirectional import chimera as chimera, dualpipe as dualpipe, dualpipev as dualpipev
-from .interleaved import interleaved_1f1b, interleaved_zb, looped_bfs
+from .interleaved import (
+    interleaved_1f1b as interleaved_1f1b,
+    interleaved_zb as interleaved_zb,
+    looped_bfs as looped_bfs,
+)
 from .one_stage import (
     data_parallel as data_parallel,
     deepspeed_inference as deepspeed_inference,
     deepspeed_train as deepspeed_train,
-    gpipe,
-    inference,
-    one_f_one_b,
-    zb_h1,
-    zb_h2,
+    gpipe as gpipe,
+    inference as inference,
+    one_f_one_b as one_f_one_b,
+    zb_h1 as zb_h1,
+    zb_h2 as zb_h2,
 )
-from .v_shape import v_half, v_min, zbv
-from .zero_bubble import zbv_greedy, zero_bubble
+from .v_shape import v_half as v_half, v_min as v_min, zbv as zbv
+from .zero_bubble import zbv_greedy as zbv_greedy, zero_bubble as zero_bubble
 
 BUILDERS: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,

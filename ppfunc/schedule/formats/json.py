@@ -114,8 +114,7 @@ def from_document(document: Any, path: str = "$") -> Schedule:
 def times_of(path: str, value: Any, rows: int) -> list[list[float]]:
     """Read so many lists of finite numbers from 0 on, as they stand at ``path``."""
     times = [[_time(*item) for item in _items(*row)] for row in _items(path, value)]
-    if len(times) != rows:
-        raise _wrong(path, value, f"{rows} lists")
+    _require(len(times) == rows, path, value, f"{rows} lists")
     return times
 
 
@@ -128,25 +127,23 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return entries
 
 
-def _wrong(path: str, value: Any, expected: str) -> FormatError:
-    return FormatError(f"{path}: expected {expected}, got {reprlib.repr(value)}")
+def _require(fits: bool, path: str, value: Any, expected: str) -> None:
+    if not fits:
+        raise FormatError(f"{path}: expected {expected}, got {reprlib.repr(value)}")
 
 
 def _header(document: Any, path: str) -> None:
     """Check format and version before the keys, so that a newer document is called newer, not malformed."""
-    if not isinstance(document, dict):
-        raise _wrong(path, document, f"an object with the keys {', '.join(_KEYS)}")
-    if document.get("format") != FORMAT:
-        raise _wrong(f"{path}.format", document.get("format"), repr(FORMAT))
-    version = document.get("version")
-    if type(version) is not int or version != VERSION:
-        raise _wrong(f"{path}.version", version, f"{VERSION}, the version that this ppfunc reads and writes")
+    _require(isinstance(document, dict), path, document, f"an object with the keys {', '.join(_KEYS)}")
+    kind, version = document.get("format"), document.get("version")
+    _require(kind == FORMAT, f"{path}.format", kind, repr(FORMAT))
+    same = type(version) is int and version == VERSION
+    _require(same, f"{path}.version", version, f"{VERSION}, the version that this ppfunc reads and writes")
     _object(path, document, _KEYS)
 
 
 def _object(path: str, value: Any, keys: tuple[str, ...]) -> None:
-    if not isinstance(value, dict):
-        raise _wrong(path, value, f"an object with the keys {', '.join(keys)}")
+    _require(isinstance(value, dict), path, value, f"an object with the keys {', '.join(keys)}")
     for key in keys:
         if key not in value:
             raise FormatError(f"{path}.{key}: missing: expected the keys {', '.join(keys)}")
@@ -157,33 +154,30 @@ def _object(path: str, value: Any, keys: tuple[str, ...]) -> None:
 
 def _items(path: str, value: Any) -> list[tuple[str, Any]]:
     """List ``(path, item)`` for the items of the list at ``path``."""
-    if not isinstance(value, list):
-        raise _wrong(path, value, "a list")
+    _require(isinstance(value, list), path, value, "a list")
     return [(f"{path}[{n}]", item) for n, item in enumerate(value)]
 
 
 def _text(path: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise _wrong(path, value, "a string")
+    _require(isinstance(value, str), path, value, "a string")
     return value
 
 
 def _number(path: str, value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise _wrong(path, value, "a whole number from 0")
+    _require(type(value) is int and value >= 0, path, value, "a whole number from 0")
     return value
 
 
 def _time(path: str, value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value <= 1e100:
-        raise _wrong(path, value, "a time: a finite number from 0")
+    _require(
+        type(value) in (int, float) and 0 <= value <= 1e100, path, value, "a time: a finite number from 0"
+    )
     return value
 
 
 def _pair(path: str, value: Any) -> tuple[int, int]:
     numbers = [_number(*item) for item in _items(path, value)]
-    if len(numbers) != 2:
-        raise _wrong(path, value, "a list of two numbers")
+    _require(len(numbers) == 2, path, value, "a list of two numbers")
     return numbers[0], numbers[1]
 
 

@@ -11,7 +11,7 @@ from ppfunc._checks import require_index
 
 from ..dataflow import Dataflow
 from ..errors import ScheduleError, cycle_text, require_schedule, schedule_error
-from ..instruction import COMMUNICATION, COMPUTE, SENDS, WHOLE_STAGE, Instruction, Op, microbatch_of, parts_of
+from ..instruction import COMMUNICATION, COMPUTE, SENDS, WHOLE_STAGE, Instruction, Op, parts_of
 from ..proof.order import check_order
 from ..proof.queues import check_queues
 from ..proof.states import Holder, uses
@@ -245,5 +245,4 @@ def _messages(flow: Dataflow, rank: int) -> Iterator[tuple[int, Instruction, int
         for instruction in instructions:
             op, stage, _, peer, _, _ = instruction
             if op in COMMUNICATION:
-                route = flow.routes[op, stage, peer]
-                yield step, instruction, route.other, route.first + flow.stride * microbatch_of(instruction)
+                yield step, instruction, flow.routes[op, stage, peer].other, flow.carried(instruction)
