@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ppfunc.runtime.control.control import Control
-from ppfunc.runtime.control.failure_tree import Verdict
+from ppfunc.runtime.control.failures import Verdict
 from ppfunc.runtime.control.tree import RankTree
 from ppfunc.runtime.errors import LinkError
 from ppfunc.runtime.transport.collective import Among, Collective

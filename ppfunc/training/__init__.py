@@ -1,12 +1,11 @@
 """Train with gradients: the trainer, optimizers, the update of parameters, and checkpoints::
 
 trainer.py    Trainer: init, step, steps, evaluate, record, observe, lower
-  calls.py      what runs its calls, under one schedule, and remembers the last
+  calls.py      what runs its calls, under one schedule, and remembers the last; a step from shapes alone
   batches.py    what the caller gives for the steps of a call
   update/       what lies between gradients and new parameters
     optim/        optimizers as pairs of pure functions, run stage by stage
 checkpoint/   saves and loads states
-lowered.py    a step from shapes alone: its text, memory and cost
 
 A step, from the call to the kernel::
 

@@ -1,4 +1,7 @@
-"""Run the calls of a trainer under one schedule, and remember from call to call which state is known."""
+"""Run the calls of a trainer under one schedule, and remember from call to call which state is known.
+
+A step can also be shown from shapes alone: its text, its memory with parameters and optimizer, its cost.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -6,11 +9,21 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
-from torch import Tensor
+import torch
 
-from ppfunc.runtime import StepFunction, StepResult, StepSpec, Transport
+from ppfunc.runtime import (
+    LoweredFunction,
+    Microbatches,
+    StepFunction,
+    StepResult,
+    StepSpec,
+    Transport,
+)
 from ppfunc.runtime.agreement.ties import require_declared_trees
-from ppfunc.runtime.call.arguments import RawArguments
+from ppfunc.runtime.call.arguments import RawArguments, StepArguments
+from ppfunc.runtime.lowering.analysis import Shown
+from ppfunc.runtime.lowering.lowered import LoweredStep
+from ppfunc.runtime.lowering.memory import Completed
 from ppfunc.runtime.lowering.stage_programs import StagePrograms
 from ppfunc.schedule import (
     Schedule,
@@ -26,11 +39,11 @@ from ppfunc.schedule import (
 from ppfunc.schedule.errors import require_schedule
 from ppfunc.splitter import Split
 from ppfunc.stage import Signature
-from ppfunc.stage.tree import tree_leaves
+from ppfunc.stage.layout import distributed, layout_of, local
+from ppfunc.stage.tree import tree_leaves, tree_map
 
 from .batches import Batches, with_results
-from .lowered import LoweredTraining, on_meta
-from .optim.protocols import text_of
+from .optim.protocols import Tree, text_of
 from .update.comparison import KnownState
 from .update.initial_state import initial_state
 from .update.parameter_update import TrainingUpdate
@@ -57,7 +70,7 @@ class History:
     known: KnownState
     split: Split | None = None
     observed: str = ""
-    last: Callable[[], Tensor | None] = lambda: None
+    last: Callable[[], torch.Tensor | None] = lambda: None
     begun: int | None = None
     closed: bool = False
 
@@ -162,7 +175,7 @@ class Calls:
     def lower(
         self, params: Mapping[int, Any], inputs: Any, targets: Any,
         state: Mapping[int, Any] | None, extras: Mapping[int, Any] | None,
-    ) -> LoweredTraining:  # fmt: skip
+    ) -> "LoweredTraining":  # fmt: skip
         """Lower a training step for arguments of these shapes."""
         initial, inputs = list[TrainState](), on_meta(inputs)
 
@@ -174,7 +187,9 @@ class Calls:
             update = TrainingUpdate(self.rule, self.ranks, {}, initial[0], known=True)
             batches = Batches([(inputs, on_meta(targets))], extras=[extras])
             tensors = ((s, leaf) for s, tree in params.items() for leaf in tree_leaves(tree))
-            devices = {s: leaf.device for s, leaf in tensors if isinstance(leaf, Tensor) and not leaf.is_meta}
+            devices = {
+                s: leaf.device for s, leaf in tensors if isinstance(leaf, torch.Tensor) and not leaf.is_meta
+            }
             return [replace(each, devices=devices) for each in self._arguments(update, batches)]
 
         step = self.step.lower(read)
@@ -227,3 +242,83 @@ def completed(schedule: Schedule, sharded: bool, tied: bool) -> tuple[Schedule, 
 def _state_and_metrics(update: TrainingUpdate, result: StepResult) -> tuple[TrainState, list[Metrics]]:
     """Return the new state, and the metrics of every step."""
     return update.state._replace(stage_state=result.aux.state), with_results(update.metrics, result)
+
+
+# -- a step from shapes alone
+
+
+class LoweredTraining(Shown):
+    """Shows a training step that was lowered and has not run; :meth:`Trainer.lower` returns it.
+
+    Bytes are those of ``value_and_grad(...).lower(...)`` with the state and its update; operations are
+    counted without those of sums and updates.
+
+    Args:
+        step: the gradients.
+        state: before the step, on the device meta.
+        rule: how gradients become new parameters.
+        ranks: those that train together.
+        inputs: as the caller gives them, on the device meta.
+    """
+
+    def __init__(
+        self, step: LoweredFunction, state: TrainState, rule: UpdateRule, ranks: TrainingRanks, inputs: Any
+    ) -> None:
+        super().__init__(step.step, step.programs)
+        self._state, self._rule, self._ranks, self._inputs = state, rule, ranks, inputs
+
+    def _completed(self, step: LoweredStep, arguments: StepArguments) -> Completed:
+        """Complete the arguments of a rank by an update, whose collectives move nothing."""
+        stages, devices = step.schedule.model_stages_of(step.ranks[0]), step.form.devices
+
+        def empty(trees: Mapping[int, Tree]) -> dict[int, Tree]:
+            return {s: tree_map(partial(_empty_on, devices[s]), trees[s]) for s in stages if s in trees}
+
+        here, of = partial(_empty_on, devices[stages[0]]), self._state
+        state = TrainState(
+            here(of.step),
+            empty(of.params),
+            empty(of.optimizer),
+            tree_map(here, of.scale),
+            empty(of.stage_state),
+        )
+        ranks = self._ranks.on_paper(step.ranks)
+        update = TrainingUpdate(self._rule, ranks, {}, state, known=True)
+        update.stages, _ = stages_of(self._rule, ranks, state, {})
+        (weights,) = update.begin([None])
+        params = {s: ranks.for_step(tree, self._rule.precision) for s, tree in state.params.items()}
+        arguments = replace(
+            arguments, params=_local_leaves(params), state=_local_leaves(state.stage_state),
+            scale=state.scale.get("scale"), update=update,
+        )  # fmt: skip
+        kept = "shards" if ranks.shards_params else "masters"
+        first = step.schedule.model_stages[step.schedule.chains[0].stages[0]]
+        inputs = self._inputs if isinstance(self._inputs, Microbatches) else [self._inputs]
+        given = [leaf for tree in inputs for leaf in tree_leaves(tree) if first in stages]
+        cast = [here(leaf) for leaf in given if self._rule.precision.to_compute(leaf) is not leaf]
+        read = [*cast, state.step, state.scale, () if weights is None else weights]
+        return arguments, {kept: state.params, "optimizer": state.optimizer, "batch": read}
+
+
+def _empty_on(device: torch.device, leaf: torch.Tensor) -> torch.Tensor:
+    """Make a tensor of the form of a leaf."""
+    return distributed(torch.empty_like(local(leaf), device=device), layout_of(leaf))
+
+
+def _local_leaves(trees: Mapping[int, Tree]) -> dict[int, tuple[torch.Tensor, ...]]:
+    return {s: tuple(map(local, tree_leaves(tree))) for s, tree in trees.items()}
+
+
+def on_meta(tree: Any) -> Any:
+    """Replace the tensors of a tree, and signatures of trees in it, by tensors without values."""
+    return tree_map(_leaf_on_meta, tree)
+
+
+def _leaf_on_meta(leaf: Any) -> Any:
+    """Take the values of a leaf; a number, a text or a flag stays."""
+    if isinstance(leaf, Signature):
+        empty = (torch.empty(each.shape, dtype=each.dtype, device="meta") for each in leaf.leaves)
+        return leaf.unflatten(map(distributed, empty, (each.layout for each in leaf.leaves)))
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return distributed(local(leaf).detach().to("meta"), layout_of(leaf))

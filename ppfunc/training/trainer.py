@@ -21,8 +21,7 @@ from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.modules.frozen import FrozenLeaves, Trainable
 
 from .batches import Batches
-from .calls import Calls, History
-from .lowered import LoweredTraining
+from .calls import Calls, History, LoweredTraining
 from .optim.protocols import Optimizer, text_of
 from .update.comparison import KnownState
 from .update.precision import Precision

@@ -30,8 +30,7 @@ from ppfunc.schedule.overview import bound_of_order
 from ppfunc.splitter import Split
 from ppfunc.stage import StageError, graph
 from ppfunc.training import Trainer
-from ppfunc.training.calls import completed
-from ppfunc.training.lowered import on_meta
+from ppfunc.training.calls import completed, on_meta
 
 from .rows import Choice, Row, axis_sizes, binding
 from .stages import (

@@ -43,7 +43,7 @@ from ppfunc.stage.device import accelerates
 from ppfunc.stage.layout import layout_of, local
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.training import Trainer
-from ppfunc.training.lowered import on_meta
+from ppfunc.training.calls import on_meta
 
 Lay = Callable[[DeviceMesh], Module]
 """``(mesh) -> module``: a copy of the model, laid over one axis of a mesh."""

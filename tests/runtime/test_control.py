@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ppfunc.runtime.control.control import Control
+from ppfunc.runtime.control.failures import Answer
 from ppfunc.runtime.control.socket_links import SocketLinks
-from ppfunc.runtime.control.suspects import Answer
 from ppfunc.runtime.errors import AgreementError, Failure, LinkError, PipelineError, StepRunning
 from ppfunc.runtime.execution.buffers import Buffers, Tag
 from ppfunc.runtime.transport import _torch

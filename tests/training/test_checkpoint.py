@@ -24,10 +24,9 @@ from torch import Tensor
 import ppfunc as pp
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.training.checkpoint import manifest, tensor_file, threads
-from ppfunc.training.checkpoint.folders import clean
+from ppfunc.training.checkpoint.folders import clean, verify
 from ppfunc.training.checkpoint.manifest import Box, require_tiled
 from ppfunc.training.checkpoint.naming import named_leaves
-from ppfunc.training.checkpoint.verify import verify
 
 
 def tree(seed: int = 0) -> dict:

@@ -25,18 +25,19 @@ from ppfunc.stage.signature import Signature, leaf_names
 from ppfunc.stage.tree import tree_structure
 
 from ..call.arguments import StepArguments
+from ..call.batch import BatchShapes, digest, read_shapes, write_shapes
 from ..call.forms import StepForm
 from ..errors import AgreementError
 from ..execution.buffers import ParameterUpdate
 from ..lowering.lowered import LoweredStep, Pipeline, routes_of
 from ..lowering.stage_programs import keep
 from ..transport.protocols import LossPart
-from .batch_shapes import BatchShapes, digest, read_shapes, write_shapes
 from .comparison import (
     NEW_FORMS,
     laid_out,
     require_as_agreed,
     require_same_layouts,
+    require_same_programs,
     require_whole_parameters,
 )
 from .ties import require_same_forms, require_same_values, shared_forms, sharing_ranks
@@ -283,9 +284,8 @@ class Exchange:
         if shares:
             require_same_forms({rank: forms for rank, (_, forms, _) in enumerate(by_rank)})
         if self._met and self._agreement.compares_programs:
-            from .programs import require_same_programs
-
-            require_same_programs(lowered.stages.values(), transport.gather_replicas)
+            evaluated = ((low.model_stage, low.outline) for low in lowered.stages.values())
+            require_same_programs(evaluated, transport.gather_replicas)
         losses = dict(sorted(losses.items()))
         generation = self._agreement.generation
         agreed = Agreed(self.shapes, generation, self._received, self._returned, losses, shared)

@@ -1,13 +1,14 @@
-"""Compare ranks: their steps, facts, modes, layouts, and the bits of their tensors.
+"""Compare ranks: their steps, facts, modes, layouts, programs, and the bits of their tensors.
 
 Each function ``require_...`` raises :class:`~ppfunc.runtime.AgreementError` if they differ, with the values
 of both ranks.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from itertools import zip_longest
+from operator import ne
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc.stage import LeafSignature
+from ppfunc.stage import LeafSignature, Outline
 from ppfunc.stage.layout import gather_texts
+from ppfunc.stage.program import SeenCall
 
 from ..call.forms import StepForm
 from ..errors import AgreementError
@@ -191,6 +193,60 @@ def _leaves(form: StepForm) -> Iterator[tuple[str, LeafSignature]]:
     for name, tree in form.trees.items():
         paths = (name + path for path in tree.signature.paths)
         yield from zip(paths, tree.signature.leaves, strict=True)
+
+
+# -- programs of stages that several ranks hold: data ranks, and copies in another chain
+
+
+Program = Sequence[tuple[str, str]]
+"""Text and place of every call."""
+
+
+def require_same_programs(
+    stages: Iterable[tuple[int, Outline]], gather: Callable[[str], Mapping[int, str]]
+) -> None:
+    """Raise AgreementError for a stage of which ranks run different programs for the same shapes.
+
+    Compared is what a stage and its loss call when they are evaluated: operators, their attributes, shapes,
+    and the bits of tensors that the functions capture; of autograd.Functions also the code of their backward.
+    That is in the step in which the ranks meet: the first, and the one after a failure. Not compared are what
+    custom operators do inside, hooks on gradients, shapes that come later, and ranks that were given other
+    shapes.
+
+    Args:
+        stages: of this rank, the number of each in the model and its evaluation.
+        gather: gathers the texts of all ranks that compare.
+    """
+    programs: dict[str, Program] = {}
+    for stage, evaluated in stages:
+        takes, *calls = evaluated.calls or (SeenCall(""),)
+        modes = sorted({module.training for module in evaluated.modules})
+        key = json.dumps([stage, modes, takes.text])
+        programs.setdefault(key, [_written(call) for call in calls])
+    texts = {key: "\n".join(text for text, _ in program) for key, program in programs.items()}
+    digests = {k: sha256(t.encode(errors="surrogatepass")).hexdigest()[:16] for k, t in texts.items()}
+    theirs = sorted(gather(json.dumps(digests, sort_keys=True)).items())
+    for key, (one, _), (other, _) in differences((rank, json.loads(text)) for rank, text in theirs):
+        by_rank = gather(json.dumps(programs.get(key, ())))
+        raise _difference(key, *((rank, json.loads(by_rank[rank])) for rank in (one, other)))
+
+
+def _difference(key: str, one: tuple[int, Program], other: tuple[int, Program]) -> AgreementError:
+    """Name the stage, and the first call that differs."""
+    pairs = zip_longest(one[1], other[1], fillvalue=("nothing more", ""))
+    here, there = next(pair for pair in pairs if ne(*(text for text, _ in pair)))
+    (a, place), (b, other_place) = here, there
+    return AgreementError(
+        f"stage {json.loads(key)[0]} runs other programs on ranks {one[0]} and {other[0]}: the first"
+        f" difference is {a}{place} on rank {one[0]}, {b}{other_place} on rank {other[0]}; give every rank"
+        " that holds a stage the same function, the same loss and the same constants"
+    )
+
+
+def _written(call: SeenCall) -> tuple[str, str]:
+    """Write a call with the bits of its constants."""
+    bits = [f"{int(checksum(t)) % 2**64:016x}" for t in call.constants if not t.is_meta]
+    return " ".join([call.text, *bits]), call.place
 
 
 # -- bits of tensors

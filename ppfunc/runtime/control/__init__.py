@@ -12,8 +12,8 @@ A step flows through these modules::
         |          end: gather losses up the tree, vote, commit at rank 0, pass the sum down
         |            tree          the messages of a binary tree of ranks, and the protocol of links
         |
-        +--fail--> failure_tree  take the first failure of a generation; pure
-                   suspects      find the rank, or the link, that holds up a late one; pure
+        +--fail--> failures  take the first failure of a generation; find the rank, or the link, that holds up
+                             a late one; pure
 
 The thread that waits for a message of a step reads it: to wake one takes longer than to send a message. One
 thread accepts, and one watches each neighbour in the tree. No thread refers to a transport, only to its

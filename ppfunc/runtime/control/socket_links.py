@@ -13,10 +13,9 @@ from ppfunc.stage.process import act_on_interrupts
 
 from ..errors import CLOSED, GONE, Failure, FailureRecord, LinkError
 from .connections import Address, Stream, in_thread
-from .failure_tree import MEETING, FailureTree, Verdict
+from .failures import MEETING, Answer, FailureTree, Verdict, find_culprit
 from .rendezvous import Rendezvous
 from .streams import PeerStreams
-from .suspects import Answer, find_culprit
 from .tree import RankTree, TreeMessages
 
 T = TypeVar("T")
@@ -36,7 +35,7 @@ class SocketLinks:
     """Implements :class:`~ppfunc.runtime.control.tree.Links` of a process by sockets.
 
     A thread watches each neighbour in the tree. When its connection ends, or a failure is published,
-    :class:`~.failure_tree.FailureTree` decides which failure is the first. The thread that waits for any
+    :class:`~.failures.FailureTree` decides which failure is the first. The thread that waits for any
     other message reads it.
 
     All ranks make theirs at the same time, and each is returned when all have met.

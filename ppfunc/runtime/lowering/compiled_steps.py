@@ -10,9 +10,9 @@ from ppfunc.stage.errors import warn
 from ppfunc.stage.modules.module import structure_watch
 
 from ..agreement.agreement import Agreed, Agreement, Exchange
-from ..agreement.batch_shapes import BatchShapes
 from ..agreement.comparison import NO_LAYOUTS, LaidOut, laid_out
 from ..call.arguments import StepArguments
+from ..call.batch import BatchShapes
 from ..call.forms import StepForm
 from ..transport.protocols import Mode
 from .compile import CompiledStep, compile_step
@@ -179,7 +179,7 @@ class CompiledSteps:
         """
         form, last = steps[0].form, self.last
         # A process that was given no batch learns its shapes.
-        shapes = None if form.inputs is None else shapes or BatchShapes.of(form)
+        shapes = None if form.inputs is None else shapes or BatchShapes.of(form.inputs, form.rows)
         exchange = self._agreement.begin(steps, shapes, purpose)
         if last is not None and last.agreed.generation != self._pipeline.transport.generation:
             self._entries = []  # what was compiled before a failure is of no use after it

@@ -3,7 +3,6 @@
     inprocess.py      InProcess      all ranks in one process: a message is an entry of the buffers
                       OnPaper        those of a mesh whose processes do not exist: lowered, never run
     p2p.py            P2P            one process per rank: its control half is ``control/control.py``
-      joining.py        pair_up        pairs up the calls of all ranks, and refuses wrong arguments
       pair_groups.py    PairGroups     messages from one rank to another, a communicator per route
       collective.py     Collective     sums and gathers among several ranks
         opening.py        open_groups    opens the communicators of both, in one order on all ranks

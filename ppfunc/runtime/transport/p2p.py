@@ -17,15 +17,14 @@ from ppfunc.stage.process import hold_interrupts
 
 from ..control.connections import in_thread
 from ..control.control import Control
-from ..control.rendezvous import Rendezvous
+from ..control.failures import Answer
+from ..control.rendezvous import Rendezvous, pair_up, require_group
 from ..control.socket_links import SocketLinks
-from ..control.suspects import Answer
 from ..errors import CLOSED, Failure, LinkError
 from ..execution.buffers import Compared
 from . import _torch
 from .collective import Among, Collective, named
 from .grid import Axes, ShardWhat, grid_of
-from .joining import pair_up, require_group
 from .opening import Opening, open_groups
 from .pair_groups import PairGroups, lost
 from .protocols import Call, LossPart, Mode, Route, Transfer

@@ -5,7 +5,7 @@
     save    api -> naming: a name for each leaf -> manifest: the part that each rank holds
             -> saving: the same plan on all ranks -> tensor_file: one file a rank, digests, flushed
             -> manifest: written last -> folders: the rename that makes the checkpoint appear
-    load    api -> loading -> folders: the latest first -> manifest -> verify: the next one if it is refused
+    load    api -> loading -> folders: the latest first -> manifest: the next one if it is refused
             -> tensor_file: the parts that this rank needs
 
 ``peers`` carries answers between ranks: a failure on one rank raises on all. ``model_files`` writes and
@@ -16,8 +16,8 @@ reads the safetensors files of a model under its own names; ``dcp`` the folders 
 from .api import Saving, load, save, save_async
 from .dcp import from_dcp, to_dcp
 from .errors import CheckpointError
+from .folders import latest
 from .model_files import export
-from .verify import latest
 
 __all__ = [
     "CheckpointError",

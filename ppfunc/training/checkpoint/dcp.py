@@ -26,7 +26,7 @@ from ppfunc.stage.process import hold_interrupts
 
 from .._torch import place_in_file
 from .errors import CheckpointError, escaped
-from .folders import draft, flush_folder, writing
+from .folders import PartToRead, draft, flush_folder, writing
 from .loading import Reader, load_tree
 from .manifest import Box, Contents, Stored, StoredPart, box_of, file_name, require_tiled
 from .naming import Names, named_leaves
@@ -34,7 +34,6 @@ from .peers import Group, Peers
 from .saving import forms_of, plan_of, require_same, take_parts
 from .tensor_file import dtype_name, is_sizes, new_file, on_host, open_plain, read_at, read_plain, write_at
 from .threads import in_threads
-from .verify import PartToRead
 
 _METADATA = ".metadata"
 _MOST = 2**28  # bytes

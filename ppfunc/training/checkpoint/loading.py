@@ -14,13 +14,12 @@ from ppfunc.stage.layout import distributed, layout_of, local
 from ppfunc.stage.patterns import first_match
 
 from .errors import CheckpointError, escaped, listed, reading
-from .folders import checkpoints, open_checkpoint, step_of
+from .folders import PartToRead, checkpoints, first_good, open_checkpoint, read_parts, step_of
 from .manifest import MANIFEST, Contents, box_of
 from .model_files import holds_model_files, open_model_files
 from .naming import Leaf, Names, named_leaves
 from .peers import Peers
 from .tensor_file import dtype_name
-from .verify import PartToRead, first_good, read_parts
 
 Leaves = Sequence[tuple[str, Leaf]]
 

@@ -27,7 +27,7 @@ from ppfunc.stage.process import hold_interrupts
 
 from ..update.train_state import TrainState, require_not_donated
 from .errors import CheckpointError, escaped
-from .folders import clean, draft, flush_folder, require_run, writing
+from .folders import clean, clear_way, draft, flush_folder, require_run, writing
 from .manifest import (
     MANIFEST,
     Box,
@@ -51,7 +51,6 @@ from .tensor_file import (
     write_at,
     write_tensors,
 )
-from .verify import clear_way
 
 Key = tuple[str, Box]
 

@@ -3,7 +3,7 @@
 parameter_update.py  TrainingUpdate   what REDUCE_GRAD, STEP and UNSHARD do in one call of a trainer:
   reducer.py           Reducer          gradients of microbatches into buckets, summed over data ranks
   conclusion.py        conclude         from the sums over all ranks: the norm, the factor, whether to skip
-  metrics.py           with_norms       metrics beside loss and norm
+                       with_norms       metrics beside loss and norm
   update_rule.py       StageUpdate      run the optimizer on a stage
   sharding.py          shard, gather    leaves in flat buffers, cut over data ranks, and gathered
 

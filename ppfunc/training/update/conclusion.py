@@ -1,19 +1,24 @@
-"""Conclude from the sums over all ranks whether an update is made, and by what its gradients are multiplied.
+"""Conclude from the sums over all ranks whether an update is made, by what its gradients are multiplied, and
+what its metrics are.
 
-The functions are run as programs of small tensors, see :func:`run_traced`.
+Most functions are run as programs of small tensors, see :func:`run_traced`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ppfunc.runtime.transport.collective import Collective, Wait
 from ppfunc.stage.engines.tracing.plain import run_traced
+from ppfunc.stage.tree import tree_map
 
 from ..optim.norms import Clip, clip_coefficient, norm_of, norm_sum, powers
+from ..optim.protocols import Optimizer
 from .precision import overflow
+from .ranks import TrainingRanks
+from .train_state import Metrics, TrainState
 
 
 class Conclusion(NamedTuple):
@@ -117,3 +122,50 @@ def start_largest(ranks: Collective, norms: torch.Tensor) -> Wait:
         norms.copy_(torch.where(total.isnan(), total, norms))
 
     return wait
+
+
+# -- metrics beside loss and norm
+
+
+def losses_of_all(
+    ranks: TrainingRanks, each: Mapping[int, torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """Put the losses of this process in their places among those of all data ranks: float64[ranks * m].
+
+    Args:
+        each: the losses, by microbatch; their sum over all ranks completes the others.
+    """
+    m = ranks.schedule.microbatches
+    rows = torch.zeros(ranks.data.size * m, dtype=torch.float64, device=device)
+    for n, loss in each.items() if ranks.model.index == 0 else ():
+        rows[ranks.data.index * m + n] = loss
+    return rows
+
+
+def learning_rate(optimizer: Optimizer, initial: TrainState, step: torch.Tensor, like: torch.Tensor) -> Any:
+    """Compute the learning rate of an update, from the state before the call and the updates since.
+
+    Args:
+        step: the number of updates before this one.
+        like: has the dtype and the device of the rates.
+
+    Returns:
+        As ``lr`` of :class:`Metrics`.
+    """
+    if optimizer.rate is None:
+        return None
+    values = optimizer.rate(next(iter(initial.optimizer.values())), step - initial.step)
+    if isinstance(values, float):
+        return torch.full_like(like, values)
+    return tree_map(lambda v: v.to(like) if isinstance(v, torch.Tensor) else torch.full_like(like, v), values)
+
+
+def with_norms(
+    metrics: Metrics,
+    stages: torch.Tensor,
+    leaves: Mapping[int, Mapping[str, torch.Tensor]],
+    norm: Callable[[torch.Tensor], torch.Tensor],
+) -> Metrics:
+    """Add the norms by stage and by leaf, which ``norm`` makes of their sums over all ranks."""
+    by_leaf = {stage: {name: norm(s) for name, s in sums.items()} for stage, sums in leaves.items()}
+    return metrics._replace(stage_norms=norm(stages), leaf_norms=by_leaf)

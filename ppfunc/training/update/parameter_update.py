@@ -18,8 +18,15 @@ from .._torch import looked_through, multiply_into_each
 from ..optim.norms import leaf_norms, powers
 from ..optim.protocols import selected
 from .comparison import alike_in_places, start_facts
-from .conclusion import conclude, shares, start_largest, unscaled_norm
-from .metrics import learning_rate, losses_of_all, with_norms
+from .conclusion import (
+    conclude,
+    learning_rate,
+    losses_of_all,
+    shares,
+    start_largest,
+    unscaled_norm,
+    with_norms,
+)
 from .ranks import TrainingRanks
 from .reducer import Reducer
 from .sharding import gather

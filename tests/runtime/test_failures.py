@@ -9,7 +9,7 @@ from functools import partial
 
 from hypothesis import given, strategies as st
 
-from ppfunc.runtime.control.failure_tree import FailureTree
+from ppfunc.runtime.control.failures import FailureTree
 from ppfunc.runtime.control.tree import RankTree
 
 
