@@ -94,10 +94,7 @@ class Agreement:
         if met:
             self._meet(steps[0])
         elif update is not None and not update.known:
-            common, by_axes = update.facts()
-            self.transport.require_same(common)
-            for axes, text in by_axes.items():
-                self.transport.require_same(text, axes)
+            self._require_same_options(steps[0])
             self._require_alike(steps[0])
         with self._lock:
             if (agreed := self._known(shapes)) is not None:

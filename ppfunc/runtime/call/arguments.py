@@ -202,7 +202,6 @@ class _Reader:
         return leaves
 
     def read_batch(self, batch: Any, name: str) -> Sequence[Leaves]:
-        """Read the microbatches of a batch."""
         m = self._microbatches
         if isinstance(batch, Microbatches):
             if len(batch) != m:

@@ -104,7 +104,6 @@ def collect(lowered: LoweredStep, steps: Sequence[StepArguments], buffers: Buffe
 
 
 def _tensors(steps: Sequence[StepArguments]) -> Iterator[torch.Tensor]:
-    """List the tensors of the caller."""
     yield from chain.from_iterable((*steps[0].params.values(), *steps[0].state.values()))
     for step in steps:
         for batch in (step.inputs, step.targets, *step.extras.values()):

@@ -6,8 +6,8 @@ The rooms that lower, compile and execute are imported when a step function is m
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -131,7 +131,10 @@ class StepFunction(Generic[P, R]):
         the result is returned. With :class:`InProcess` they act anywhere except while a stage is traced.
         """
         transport = self.pipeline.transport
-        with transport.hold_interrupts(later=True), _outside_inference_mode():
+        with (
+            transport.hold_interrupts(later=True),
+            _outside_inference_mode() if torch.is_inference_mode_enabled() else nullcontext(),
+        ):
             try:
                 if transforming():
                     self._require_servable_under_transforms()
@@ -284,10 +287,7 @@ class StepFunction(Generic[P, R]):
             del raised, failure, cause, error  # an error that is kept keeps this frame
 
 
-def _outside_inference_mode() -> AbstractContextManager[object]:
-    if not torch.is_inference_mode_enabled():
-        return nullcontext()
-    modes = ExitStack()
-    modes.enter_context(torch.inference_mode(False))
-    modes.enter_context(torch.no_grad())
-    return modes
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -62,7 +62,7 @@ class Control:
         self.rank, self.size = self.pipeline.index(links.rank), len(self.pipeline)  # of the pipeline
         self.ended = 0  # steps whose results this rank has returned
         self._world = TreeMessages(links, everyone)
-        self._replica = TreeMessages(links, self.grid.same_batch)
+        self._replica = TreeMessages(links, [rank for ranks in self.grid.pipelines for rank in ranks])
         self._pipeline = TreeMessages(links, self.pipeline)
         self._together = TreeMessages(links, self.grid.together) if len(self.grid.together) > 1 else None
         self.has_other_pipelines = self.size < links.size

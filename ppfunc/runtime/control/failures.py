@@ -62,17 +62,11 @@ class FailureTree:
         verdict = self.verdicts.get(self.generation)
         return verdict is not None and verdict.stops(self._voted)
 
-    @property
-    def undecided(self) -> int:
-        """Return the first generation without a verdict, from that of this rank on."""
-        return max(self.generation, max(self.verdicts, default=-1) + 1)
-
     def lost(self, peer: int) -> bool:
         """Tell whether a peer is gone and not needed. After its vote, a rank waits for the outcome."""
         return self._voted is None and peer in self.gone
 
     def vote(self, step: int) -> None:
-        """Vote for this step: from now on rank 0 alone decides whether it fails."""
         self._voted = step
 
     def commit(self, step: int) -> None:
@@ -83,7 +77,6 @@ class FailureTree:
             self.report(generation, failure)
 
     def publish(self, failure: str) -> None:
-        """Report a failure of this rank, which fails its step with it."""
         self._voted, self._deferred = None, []
         self.report(self.generation, failure)
 
@@ -112,7 +105,7 @@ class FailureTree:
         if peer not in self.gone:
             self.gone.add(peer)
             self.connected.discard(peer)
-            self.report(self.undecided, failure)
+            self.report(max(self.generation, max(self.verdicts, default=-1) + 1), failure)
 
     def connect(self, neighbour: int) -> None:
         """Note that a neighbour has connected; send a rank below what has been decided."""

@@ -78,7 +78,6 @@ class Rendezvous:
             raise PipelineError(error.peer, None, None, error.reason, self.rank) from error
 
     def publish(self, address: Address) -> None:
-        """Publish where this rank listens."""
         self._ask(lambda: self.store.set(f"address/{self.rank}", json.dumps(address)))
 
     def address(self, rank: int) -> Address | None:

@@ -99,7 +99,6 @@ class SocketLinks:
 
     @property
     def closed(self) -> bool:
-        """Tell whether all connections have ended, or are about to."""
         return self._streams.closed
 
     @property
@@ -128,7 +127,6 @@ class SocketLinks:
         return self.wait_for(peer, arrived, pause=pause, spins=_SPINS) if message is None else message
 
     def _open(self, peer: int, kind: str = "one way") -> None:
-        """Open a connection to a peer."""
         address = self._addresses.get(peer) or self.wait_for(
             peer, lambda: self._rendezvous.address(peer), pause=partial(time.sleep, _POLL)
         )

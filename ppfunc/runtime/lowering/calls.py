@@ -205,7 +205,6 @@ def _pass_on(low: LoweredStage, key: Key) -> Callable[[Buffers, LeafGradients], 
 
 
 def weight(program: FlatProgram, key: Key) -> Call:
-    """Make the call of a weight gradient."""
     run, (stage, microbatch) = program.backward_weight, key
     add = _accumulating(run)
     if add is not None:
@@ -241,7 +240,6 @@ def _present(gradients: Sequence[object]) -> Numbers:
 
 
 def _add(sums: Gradients, gradients: LeafGradients, numbers: Numbers | None, microbatch: int) -> None:
-    """Add the gradients of all leaves at once."""
     numbers = _present(gradients) if numbers is None else numbers
     present: Any = gradients if len(numbers) == len(gradients) else [g for g in gradients if g is not None]
     sums.add(present, numbers, microbatch)

@@ -191,7 +191,6 @@ class LoweredStage(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Return the device on which the stage computes."""
         return self.call.device
 
     @property

@@ -91,7 +91,6 @@ def memory_of(
 
 @contextmanager
 def _running(ledger: Ledger, devices: Iterable[torch.device]) -> Iterator[None]:
-    """Run calls without values."""
     try:
         with torch.no_grad(), preserve_rng(devices), without_values():
             yield
@@ -129,7 +128,6 @@ def cotangents_of(low: LoweredStage) -> Leaves:
 
 
 def empty(leaves: Iterable[LeafSignature], device: torch.device) -> Leaves:
-    """Make tensors of these signatures."""
     return tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in leaves)
 
 

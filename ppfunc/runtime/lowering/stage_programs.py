@@ -299,7 +299,6 @@ class StagePrograms:
         raise failure
 
     def clear(self) -> None:
-        """Drop everything that is kept."""
         self._evaluated.clear()
 
 

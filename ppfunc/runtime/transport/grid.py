@@ -78,11 +78,6 @@ class Grid(NamedTuple):
         return tuple(ranks[place] for ranks in self.pipelines)
 
     @property
-    def same_batch(self) -> tuple[int, ...]:
-        """List the ranks that run the same batch, those of the first pipeline first."""
-        return tuple(rank for ranks in self.pipelines for rank in ranks)
-
-    @property
     def mixes_batches(self) -> bool:
         """Tell whether stages communicate with ranks that run other batches."""
         return not set(self.together) <= set(self.model)

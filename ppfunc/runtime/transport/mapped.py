@@ -267,7 +267,6 @@ def open_mapped(
 
 
 def _accept(links: SocketLinks, name: str, sender: int, wanted: bool) -> Receiver | None:
-    """Open what the sender of a route offers, and tell it whether that is done."""
     theirs, offer = json.loads(links.recv(sender, _CHANNEL))
     assert theirs == name, (theirs, name)
     opened: list[int] = []

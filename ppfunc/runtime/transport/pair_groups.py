@@ -200,7 +200,6 @@ class PairGroups:
         return post_coalesced
 
     def _end(self, transfer: Transfer) -> Call:
-        """Make the call that posts one end of a message."""
         prepare = self._prepared(transfer)
         return lambda buffers: prepare(buffers)([])
 
@@ -299,7 +298,6 @@ def _wire(transfer: Transfer) -> Callable[[list[torch.Tensor]], list[torch.Tenso
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.reshape(-1).view(torch.uint8)

@@ -107,24 +107,21 @@ class DataTransport(Protocol):
 class ControlTransport(Protocol):
     """Keeps the ranks of one pipeline together. All methods act at once.
 
-    ``generation`` counts the failures: what was agreed before one has to be agreed again.
+    Attributes:
+        generation: counts the failures: what was agreed before one has to be agreed again.
+        has_peers: other processes may run ranks, with which this one has to agree.
+        has_other_pipelines: other pipelines may hold the stages of this one, for :meth:`gather_replicas`.
+        mixes_batches: stages communicate with ranks of other batches: none of these may be left out.
+        compares_layouts: :meth:`ready` knows the ranks that compute parts of the same stages.
     """
 
-    @property
-    def generation(self) -> int:
-        """Return the number of failures so far."""
+    has_peers: bool
+    has_other_pipelines: bool
+    mixes_batches: bool
+    compares_layouts: bool
 
     @property
-    def has_peers(self) -> bool:
-        """Tell whether other processes may run ranks, with which this one has to agree."""
-
-    @property
-    def has_other_pipelines(self) -> bool:
-        """Tell whether other pipelines may hold the stages of this one, for :meth:`gather_replicas`."""
-
-    @property
-    def mixes_batches(self) -> bool:
-        """Tell whether stages communicate with ranks of other batches: none of these may be left out."""
+    def generation(self) -> int: ...
 
     def local_ranks(self, ranks: int) -> tuple[int, ...]:
         """Return the ranks of a pipeline of ``ranks`` that live in this process.
@@ -187,10 +184,6 @@ class ControlTransport(Protocol):
         """
         assert key is not None  # one process holds the first stage, and so the batch
         return key
-
-    @property
-    def compares_layouts(self) -> bool:
-        """Tell whether :meth:`ready` knows the ranks that compute parts of the same stages."""
 
     def ready(self, layouts: LaidOut) -> None:
         """Announce that this rank is about to execute a step, and wait for those that compute parts of the

@@ -135,7 +135,6 @@ def _open(path: Path) -> tuple[Contents, Reader]:
 
 
 def _form(leaf: Leaf) -> str:
-    """Describe dtype and shape of a tensor, or the type of a value."""
     if isinstance(leaf, torch.Tensor):
         return f"{dtype_name(leaf.dtype)}{list(leaf.shape)}"
     return f"a number or text, {type(leaf).__name__}"
@@ -216,7 +215,6 @@ def _require_whole(where: str, wanted: Iterable[str], missing: Collection[str]) 
 
 
 def _read(contents: Contents, leaves: Leaves, reader: Reader) -> list[Leaf]:
-    """Read the leaves of this rank."""
     loaded: list[Leaf] = []
     parts: list[PartToRead] = []
     for name, leaf in leaves:

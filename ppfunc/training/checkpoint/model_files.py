@@ -167,7 +167,6 @@ def _divided(tensors: Mapping[str, torch.Tensor], most: int) -> list[list[str]]:
 
 
 def _titled(files: Sequence[list[str]]) -> dict[str, list[str]]:
-    """Name the files of all ranks."""
     if len(files) == 1:
         return {ONE: files[0]}
     return {

@@ -1,34 +1,20 @@
 """Name the leaves of a state as the model does, so that no name depends on the stages or the ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import optree
 import torch
 from optree import PyTreeAccessor, PyTreeSpec
 
 from ppfunc._checks import mend_for, shown
+from ppfunc.splitter import Split
 from ppfunc.stage.tree import tree_flatten
 
 from ..update.train_state import TrainState
 from .errors import escaped
 
-
-class NamedStages(Protocol):
-    """Hold the stages of a model with the model's own names, as a :class:`ppfunc.Split` has them.
-
-    Args:
-        params, state: by stage, parameters and buffers by name.
-    """
-
-    @property
-    def params(self) -> Mapping[int, Mapping[str, torch.Tensor]]: ...
-
-    @property
-    def state(self) -> Mapping[int, Mapping[str, torch.Tensor]]: ...
-
-
-Names = NamedStages | Mapping[int, Mapping[str, str]] | Callable[[int, str], str] | None
+Names = Split | Mapping[int, Mapping[str, str]] | Callable[[int, str], str] | None
 """From a stage and the name of a leaf in it to the name in the model; a split has those of its model."""
 
 Leaf = torch.Tensor | bool | int | float | str
@@ -96,11 +82,10 @@ def _name(accessor: PyTreeAccessor, parameters: Mapping[int, set[Path]], names: 
 
 
 def _model_name(names: Names, stage: int, leaf: str) -> str:
-    """Look up the name that the model has for a leaf of a stage."""
     name: Any
     if isinstance(names, Mapping):
         name = names.get(stage, {}).get(leaf)
-    elif names is not None and hasattr(names, "params") and hasattr(names, "state"):  # a split
+    elif isinstance(names, Split):
         name = leaf if leaf in {**names.params.get(stage, {}), **names.state.get(stage, {})} else None
     elif callable(names):
         name = names(stage, leaf)

@@ -168,7 +168,6 @@ def new_file(path: Path) -> Iterator[FileIO]:
 
 
 def write_at(file: FileIO, data: bytes | memoryview, at: int) -> None:
-    """Write all bytes at an offset."""
     left = memoryview(data)
     while len(left):
         done = os.pwrite(file.fileno(), left, at)
@@ -241,7 +240,6 @@ def open_tensors(folder: Path, name: str) -> Iterator[TensorFile]:
 
 
 def _span(path: str, name: str, entry: Any, base: int) -> Span:
-    """Check an entry of the header."""
     where = f"{escaped(path)}: tensor {escaped(name)}"
     if (
         type(entry) is not dict
@@ -324,5 +322,4 @@ def read_json(text: bytes, name: str) -> dict[str, Any]:
 
 
 def is_sizes(value: Any) -> bool:
-    """Tell whether this is a list of sizes."""
     return type(value) is list and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**63 for n in value)

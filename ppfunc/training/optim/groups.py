@@ -122,7 +122,6 @@ def divided(
 
     @lru_cache(maxsize=64)  # stages
     def numbers_of(treedef: PyTreeSpec, kinds: tuple[tuple[int, torch.dtype], ...]) -> list[int]:
-        """Return the group of every parameter."""
         pairs = zip(names_in(treedef), kinds, strict=True)
         return [group_of(n, ParameterKind(*kind)) if differentiable(kind[1]) else 0 for n, kind in pairs]
 

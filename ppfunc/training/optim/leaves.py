@@ -14,9 +14,7 @@ from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.tree import tree_leaves, tree_paths, tree_structure
 
 from .._torch import copy_into_each
-from .protocols import Tree
-
-Leaves = Sequence[torch.Tensor]
+from .protocols import Leaves, Tree
 
 Shapes = Mapping[str, Callable[[torch.Size], Sequence[int] | None]]
 """By the name of a tree of the state: from the shape of a parameter to that of its leaf, None for none."""
@@ -47,13 +45,11 @@ class LeafPlan(NamedTuple):
     plain: bool
 
     def part(self, name: str, state: Leaves) -> Tree:
-        """Return a tree of the state."""
         span, structure = self.spans[name]
         return structure.unflatten(state[span])
 
 
 def leaves_of(plan: LeafPlan, trees: Sequence[Tree]) -> list[Leaves] | None:
-    """Return the leaves of trees that have the forms of a plan, else None."""
     leaves: list[Leaves] = []
     for tree, form in zip(trees, plan.forms, strict=True):
         same = same_form(tree, form)
@@ -187,7 +183,6 @@ def _is_dense(leaf: torch.Tensor) -> bool:
 
 
 def _copies(leaves: Leaves) -> Leaves:
-    """Copy leaves into row-major memory."""
     fresh = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in leaves)
     if fresh:
         copy_into_each(fresh, tuple(leaves))

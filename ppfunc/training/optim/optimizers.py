@@ -156,7 +156,6 @@ def _adamw(
     p: Tensor, g: Tensor, mean: Tensor, square: Tensor, *,
     step: Tensor, lr: Tensor | float, weight_decay: float, betas: tuple[float, float], eps: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Update by Adam with decoupled weight decay."""
     mean, square, direction = adam_direction(g, mean, square, step, betas, eps)
     return p - lr * weight_decay * p - lr * direction, mean, square
 
@@ -166,7 +165,6 @@ def _sgd(
     step: Tensor, lr: Tensor | float, weight_decay: float,
     momentum: float, nesterov: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Update by stochastic gradient descent."""
     change = g + weight_decay * p
     if not buffers:
         return (p - lr * change,)

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,34 +15,17 @@ from .norms import Clip
 Tree = Any
 
 
-class Update(Protocol):
-    """Update parameters: the second function of an :class:`Optimizer`."""
+Update = Callable[..., tuple[Tree, Tree]]
 
-    def __call__(
-        self,
-        grads: Tree,
-        state: Tree,
-        params: Tree,
-        *,
-        found_inf: torch.Tensor | None = None,
-    ) -> tuple[Tree, Tree]: ...
+Leaves = Sequence[torch.Tensor]
 
+UpdateLeaves = Callable[
+    [Leaves, Leaves, Leaves, torch.Tensor | None, list[torch.Tensor]], tuple[Leaves, Leaves]
+]
+"""``update(grads, state, params, found_inf, written) -> (params, state)``, of leaves of trees that are known.
 
-class UpdateLeaves(Protocol):
-    """Update the leaves of trees that are known, by torch's kernels: each call goes on from the last.
-
-    Returns the leaves of the parameters and of the state. ``written`` gets those of its arguments that it
-    writes into, before it does.
-    """
-
-    def __call__(
-        self,
-        grads: Sequence[torch.Tensor],
-        state: Sequence[torch.Tensor],
-        params: Sequence[torch.Tensor],
-        found_inf: torch.Tensor | None,
-        written: list[torch.Tensor],
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]: ...
+Each call goes on from the last. ``written`` gets the arguments that it writes into, before it does.
+"""
 
 
 @answering
@@ -128,7 +111,7 @@ def skipping(optimizer: Optimizer) -> Optimizer:
         optimizer = Optimizer(optimizer.init, optimizer.update)
     if "found_inf" in inspect.signature(optimizer.update).parameters:
         return optimizer
-    plain: Callable[..., tuple[Tree, Tree]] = optimizer.update
+    plain = optimizer.update
 
     def update(
         grads: Tree,

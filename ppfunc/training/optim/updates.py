@@ -22,7 +22,6 @@ from ppfunc.stage.tree import tree_flatten
 from .._torch import looked_through
 from .leaves import (
     LeafPlan,
-    Leaves,
     Shapes,
     dense,
     for_kernels,
@@ -32,7 +31,7 @@ from .leaves import (
     require_own_memory,
     trained_leaves,
 )
-from .protocols import Optimizer, Tree, UpdateLeaves, selected
+from .protocols import Leaves, Optimizer, Tree, UpdateLeaves, selected
 from .rates import LearningRate, RateState, on_device, text_of_rate
 
 Formula = Callable[..., tuple[Tensor | None, ...]]
@@ -151,7 +150,6 @@ class _Updates:
         return update_leaves
 
     def _plan(self, params: Tree, grads: Tree, state: dict[str, Tree]) -> tuple[LeafPlan, list[Leaves]]:
-        """Return the plan of these trees, and their leaves."""
         plan = self.last  # read once: another thread may set it
         leaves = None if plan is None else leaves_of(plan, (params, grads, state))
         if plan is None or leaves is None:
@@ -308,7 +306,6 @@ def require_betas(betas: object) -> None:
 
 
 def _require_state(state: Any, names: tuple[str, ...]) -> None:
-    """Raise ValueError for the state of another optimizer."""
     if not isinstance(state, dict) or state.keys() != {"updates", *names}:
         got = ", ".join(map(repr, state)) if isinstance(state, dict) else f"a {type(state).__name__}"
         wanted = ", ".join(map(repr, ("updates", *names)))

@@ -176,7 +176,6 @@ class TrainingRanks(NamedTuple):
             )
 
     def _data_axes_of(self, leaf: torch.Tensor) -> list[str]:
-        """List the data axes over which a leaf is cut."""
         layout = layout_of(leaf)
         if layout is None:
             return []

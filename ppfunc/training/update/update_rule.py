@@ -269,7 +269,6 @@ def require_state_of(
 
 
 def _forms(tree: Tree, name: str) -> dict[str, str]:
-    """Describe the leaves of a tree by their paths."""
     leaves, treedef = tree_flatten(tree)
     pairs = zip(tree_paths(treedef, name), leaves, strict=True)
     return {path: f"{t.dtype} of {t.ndim} dimensions" for path, t in pairs}
