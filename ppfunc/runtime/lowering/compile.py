@@ -6,6 +6,7 @@ A call reads and writes the buffers of the running step. `calls.py` makes the ca
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from ppfunc.schedule import Instruction, Op, send_completion
@@ -187,7 +188,8 @@ class _Binder:
         """Wait for the parameters of a stage before their first use since something may gather them."""
         model_stage = self._schedule.model_stages[stage]
         if model_stage in self._gathering:
-            yield from _at(self._gathering.pop(model_stage) or place, await_params(model_stage))
+            gathered = self._gathering.pop(model_stage) or place
+            yield from _at(gathered, partial(await_params, model_stage))
 
     # -- communication
 
@@ -221,10 +223,10 @@ class _Binder:
             case Op.OFFLOAD | Op.FETCH if not self._moves(key):
                 pass
             case Op.OFFLOAD:
-                yield from _at(place, offload(low, key))
+                yield from _at(place, partial(offload, low, key))
             case Op.FETCH:
                 self._fetched.add(key)
-                yield from _at(place, fetch(low, key, self._back))
+                yield from _at(place, partial(fetch, low, key, self._back))
             case _:
                 raise AssertionError(part)  # lowering refuses it
 
@@ -234,23 +236,24 @@ class _Binder:
 
     def _prepare(self, place: Origin, part: Instruction) -> Iterator[PlacedCall]:
         """Bind the loads, waits and gathers before a forward, a backward or a part of one."""
-        key = _key(part)
+        key, low = _key(part), self._lowered.stages[_key(part)]
         if part.op is Op.F:  # nothing is left to move after a LOAD
-            yield from _at(place, load(self._lowered.stages[key], key))
+            yield from _at(place, load(low, key))
         if part.op not in WITHOUT_VALUE:
             yield from self._await_messages(place, part)
         yield from self._await_gather(place, part.stage)
         if key in self._fetched:
             self._fetched.remove(key)
-            yield from _at(place, await_residuals(self._lowered.stages[key], key))
+            yield from _at(place, partial(await_residuals, low, key))
         if part.op not in (Op.F, Op.RECOMPUTE) and self._frees:
-            yield from _at(place, restore_params(self._lowered.stages[key], key))
+            yield from _at(place, partial(restore_params, low, key))
 
     def _run(self, part: Instruction) -> Call:
         key, op = _key(part), part.op
         low, program = self._lowered.stages[key], self._programs[key].flat
         if op is Op.RECOMPUTE:
-            return calls.seeded(low, key[1], recompute(low, program, key))
+            again = partial(recompute, low, key, calls.fastest(program.forward))
+            return calls.seeded(low, key[1], again)
         if op is Op.F:
             forward = self._checkpointed(key, calls.forward(low, program, key, self._trains))
             return calls.seeded(low, key[1], forward)
@@ -258,19 +261,16 @@ class _Binder:
         return calls.unless_left_out(key[1], run, calls.leave_out(low, key, op))
 
     def _checkpointed(self, key: Key, forward: Call) -> Call:
-        return (
-            checkpointed(self._lowered.stages[key], key, forward)
-            if key in self._schedule.recomputed
-            else forward
-        )
+        low = self._lowered.stages[key]
+        return partial(checkpointed, low, key, forward) if key in self._schedule.recomputed else forward
 
     def _finish(self, part: Instruction) -> Iterator[Call | None]:
         """Release the parameters among residuals that wait for a later part, and begin to move residuals."""
         key, low = _key(part), self._lowered.stages[_key(part)]
         if self._frees and self._trains and part.op in (Op.F, Op.I, Op.RECOMPUTE):
-            yield release_params(low, key)
+            yield partial(release_params, low, key)
         if part.op is Op.F and key in self._leaving:
-            yield begin_offload(low, key, self._away)
+            yield partial(begin_offload, low, key, self._away)
 
     def _overlap(self, place: Origin) -> Iterator[PlacedCall]:
         """Run a forward and a backward as one: both wait for what they consume first."""

@@ -1,18 +1,21 @@
-"""Make calls that take residuals out of the way between a forward and its backward: their parameters, or all
-to another device, or all but the inputs, from which they are computed again.
+"""Take residuals out of the way between a forward and its backward: their parameters, or all to another
+device, or all but the inputs, from which they are computed again.
+
+The functions are calls of a program once all arguments but the buffers are bound.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from ppfunc.stage._torch import address
 from ppfunc.stage.device import SideStreams, accelerates, current_stream, download, record_event, upload
-from ppfunc.stage.program import FlatProgram, LossResiduals
+from ppfunc.stage.program import LossResiduals
 
 from ..execution.buffers import Buffers, Key
 from ..transport.protocols import Call
-from .calls import fastest, input_tags
+from .calls import input_tags
 from .lowered import LoweredStage
 
 
@@ -25,49 +28,34 @@ class Held(NamedTuple):
     offset: int
 
 
-def release_params(low: LoweredStage, key: Key) -> Call:
+def release_params(low: LoweredStage, key: Key, buffers: Buffers) -> None:
     """Drop the parameters among the residuals, so that RESHARD can free them.
 
     Raises:
         TypeError: the engine keeps other objects than tensors.
     """
-    model_stage = low.model_stage
-
-    def release(buffers: Buffers) -> None:
-        numbers = {address(t): n for n, t in enumerate(buffers.params[model_stage]) if t.numel()}
-        saved = _tensors(
-            buffers,
-            key,
-            f"the parameters of stage {model_stage} cannot be freed between forward and backward",
-            "whole parameters",
-        )
-        places = [
-            numbers.get(address(t)) if isinstance(t, torch.Tensor) and t.numel() else None for t in saved
+    params = buffers.params[low.model_stage]
+    numbers = {address(t): n for n, t in enumerate(params) if t.numel()}
+    fault = f"the parameters of stage {low.model_stage} cannot be freed between forward and backward"
+    saved = _tensors(buffers, key, fault, "whole parameters")
+    places = [numbers.get(address(t)) if isinstance(t, torch.Tensor) and t.numel() else None for t in saved]
+    buffers.residuals[key] = tuple(
+        [
+            t if n is None else Held(n, t.shape, t.stride(), t.storage_offset())
+            for t, n in zip(saved, places, strict=True)
         ]
-        buffers.residuals[key] = tuple(
-            [
-                t if n is None else Held(n, t.shape, t.stride(), t.storage_offset())
-                for t, n in zip(saved, places, strict=True)
-            ]
-        )
-
-    return release
+    )
 
 
-def restore_params(low: LoweredStage, key: Key) -> Call:
+def restore_params(low: LoweredStage, key: Key, buffers: Buffers) -> None:
     """Put the parameters back where :func:`release_params` has dropped them."""
-    model_stage = low.model_stage
-
-    def restore(buffers: Buffers) -> None:
-        params, saved = buffers.params[model_stage], buffers.residuals[key]
-        buffers.residuals[key] = tuple(
-            [
-                params[t.number].as_strided(t.shape, t.stride, t.offset) if isinstance(t, Held) else t
-                for t in saved
-            ]
-        )
-
-    return restore
+    params, saved = buffers.params[low.model_stage], buffers.residuals[key]
+    buffers.residuals[key] = tuple(
+        [
+            params[t.number].as_strided(t.shape, t.stride, t.offset) if isinstance(t, Held) else t
+            for t in saved
+        ]
+    )
 
 
 class Moving(NamedTuple):
@@ -84,96 +72,73 @@ class Moving(NamedTuple):
     done: torch.Event
 
 
-def begin_offload(low: LoweredStage, key: Key, streams: SideStreams) -> Call:
+def begin_offload(low: LoweredStage, key: Key, streams: SideStreams, buffers: Buffers) -> None:
     """Begin to copy residuals to the host while the device computes; :func:`offload` waits for the copies.
 
     Parameters, held by reference, stay where they are, and so do residuals on the host.
     """
-    model_stage, device = low.model_stage, low.device
-    fault, mend = f"the residuals of stage {model_stage} cannot be moved", "a schedule without OFFLOAD"
-
-    def begin(buffers: Buffers) -> None:
-        saved, beside = _tensors(buffers, key, fault, mend), streams[device]
-        stay = {address(t) for t in buffers.params[model_stage]}
-        moving = {
-            n: t
-            for n, t in enumerate(saved)
-            if isinstance(t, torch.Tensor) and accelerates(t.device) and address(t) not in stay
-        }
-        beside.wait_stream(current_stream(device))
-        with beside:
-            copies = {n: download(t) for n, t in moving.items()}
-            done = record_event(device)
-        buffers.residuals[key] = Moving(saved, copies, done)
-
-    return begin
+    fault = f"the residuals of stage {low.model_stage} cannot be moved"
+    saved = _tensors(buffers, key, fault, "a schedule without OFFLOAD")
+    device, beside = low.device, streams[low.device]
+    stay = {address(t) for t in buffers.params[low.model_stage]}
+    moving = {
+        n: t
+        for n, t in enumerate(saved)
+        if isinstance(t, torch.Tensor) and accelerates(t.device) and address(t) not in stay
+    }
+    beside.wait_stream(current_stream(device))
+    with beside:
+        copies = {n: download(t) for n, t in moving.items()}
+        done = record_event(device)
+    buffers.residuals[key] = Moving(saved, copies, done)
 
 
-def offload(low: LoweredStage, key: Key) -> Call:
+def offload(low: LoweredStage, key: Key, buffers: Buffers) -> None:
     """Let the device wait for the copies on the host, and free what they were made of."""
-    device = low.device
-
-    def run_offload(buffers: Buffers) -> None:
-        saved, copies, done = buffers.residuals[key]
-        done.wait(current_stream(device))
-        resting = tuple([None if n in copies else t for n, t in enumerate(saved)])
-        buffers.residuals[key] = Moving(resting, copies, done)
-
-    return run_offload
+    saved, copies, done = buffers.residuals[key]
+    done.wait(current_stream(low.device))
+    resting = tuple([None if n in copies else t for n, t in enumerate(saved)])
+    buffers.residuals[key] = Moving(resting, copies, done)
 
 
-def fetch(low: LoweredStage, key: Key, streams: SideStreams) -> Call:
+def fetch(low: LoweredStage, key: Key, streams: SideStreams, buffers: Buffers) -> None:
     """Begin to move residuals back; :func:`await_residuals` waits for them."""
-    device = low.device
-
-    def run_fetch(buffers: Buffers) -> None:
-        (resting, moving, _), beside = buffers.residuals[key], streams[device]
-        beside.wait_stream(current_stream(device))
-        with beside:
-            back = {n: upload(t, device) for n, t in moving.items()}
-            buffers.residuals[key] = Moving(resting, back, record_event(device))
-
-    return run_fetch
+    (resting, moving, _), device, beside = buffers.residuals[key], low.device, streams[low.device]
+    beside.wait_stream(current_stream(device))
+    with beside:
+        back = {n: upload(t, device) for n, t in moving.items()}
+        buffers.residuals[key] = Moving(resting, back, record_event(device))
 
 
-def await_residuals(low: LoweredStage, key: Key) -> Call:
+def await_residuals(low: LoweredStage, key: Key, buffers: Buffers) -> None:
     """Let the device wait for residuals that are on their way back."""
-    device = low.device
-
-    def run_await(buffers: Buffers) -> None:
-        (resting, moving, done), here = buffers.residuals[key], current_stream(device)
-        done.wait(here)
-        for t in moving.values():
-            t.record_stream(here)
-        buffers.residuals[key] = tuple([moving.get(n, t) for n, t in enumerate(resting)])
-
-    return run_await
+    (resting, moving, done), here = buffers.residuals[key], current_stream(low.device)
+    done.wait(here)
+    for t in moving.values():
+        t.record_stream(here)
+    buffers.residuals[key] = tuple([moving.get(n, t) for n, t in enumerate(resting)])
 
 
-def checkpointed(low: LoweredStage, key: Key, forward: Call) -> Call:
+def checkpointed(low: LoweredStage, key: Key, forward: Call, buffers: Buffers) -> None:
     """Keep the inputs and the state of a forward in place of its residuals, for :func:`recompute`."""
-    model_stage, tags = low.model_stage, input_tags(low, key)
-
-    def run_checkpointed(buffers: Buffers) -> None:
-        x = tuple([t for tag in tags for t in buffers.values[tag]])
-        inputs = x + buffers.state.get(model_stage, ())
-        forward(buffers)
-        buffers.residuals[key] = inputs
-
-    return run_checkpointed
+    x = tuple([t for tag in input_tags(low, key) for t in buffers.values[tag]])
+    inputs = x + buffers.state.get(low.model_stage, ())
+    forward(buffers)
+    buffers.residuals[key] = inputs
 
 
-def recompute(low: LoweredStage, program: FlatProgram, key: Key) -> Call:
-    """Run a forward again from what :func:`checkpointed` has kept; only its residuals are new."""
-    model_stage, function = low.model_stage, fastest(program.forward)
+def recompute(
+    low: LoweredStage, key: Key, forward: Callable[[], Callable[..., Any]], buffers: Buffers
+) -> None:
+    """Run a forward again from what :func:`checkpointed` has kept; only its residuals are new.
+
+    Args:
+        forward: gets the function of the program.
+    """
     count = sum(len(e.leaves) for e in low.sources)
-
-    def run_recompute(buffers: Buffers) -> None:
-        inputs, extras = buffers.residuals.pop(key), buffers.extras.get(key, ())
-        arguments = buffers.params[model_stage], inputs[:count], extras + inputs[count:]
-        buffers.residuals[key] = function()(*arguments)[1]
-
-    return run_recompute
+    inputs, extras = buffers.residuals.pop(key), buffers.extras.get(key, ())
+    arguments = buffers.params[low.model_stage], inputs[:count], extras + inputs[count:]
+    buffers.residuals[key] = forward()(*arguments)[1]
 
 
 def _tensors(buffers: Buffers, key: Key, fault: str, mend: str) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ meet.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -44,10 +45,11 @@ def sum_over_places(lowered: LoweredStep, transport: DataTransport) -> Iterator[
     rank = lowered.schedule.placement[stage]
     origin = Origin(rank, len(lowered.schedule.programs[rank]) - 1, Instruction(Op.REDUCE_TIED, stage))
     if lowered.spec.updates is None:
-        yield _compare_here(leaves), origin
+        pairs = [(leaf, leaf.places[0], place) for leaf in leaves for place in leaf.places[1:]]
+        yield partial(_compare_here, pairs), origin
         for ranks, _, of_group in _groups(lowered, leaves, lambda leaf: None):
             if len(ranks) > 1 and (collective := transport.collective(ranks)).size > 1:
-                yield _compare(ranks, of_group, collective), origin
+                yield partial(_compare, ranks, of_group, collective), origin
     if not lowered.schedule.forward_only:
         yield _sum(lowered, transport, leaves, here), origin
 
@@ -65,43 +67,36 @@ def _groups(
     return sorted(placed, key=lambda group: group[:2])
 
 
-def _compare_here(leaves: Sequence[SharedLeaf]) -> Call:
-    """Compare the values of leaves at the places of this process."""
-    pairs = [(leaf, leaf.places[0], place) for leaf in leaves for place in leaf.places[1:]]
+def _compare_here(pairs: Sequence[tuple[SharedLeaf, Place, Place]], buffers: Buffers) -> None:
+    """Compare the values of leaves at two places of this process each."""
+    names, flags = [], list[torch.Tensor]()
+    for leaf, (_, first, at), (_, model, number) in pairs:
+        value, other = buffers.params[first][at], buffers.params[model][number]
+        if is_wrapped(other) != is_wrapped(value):
+            raise ValueError(
+                f"{leaf.name} is transformed by torch.func in stage {first} or {model} alone; map both places"
+            )
+        if other is not value and not is_wrapped(value):
+            names.append((f"{leaf.name} {OTHER_VALUES}", f"in stage {first}", f"in stage {model}"))
+            flags.append(differing(other.to(value.device), value))
 
-    def compare(buffers: Buffers) -> None:
-        names, flags = [], list[torch.Tensor]()
-        for leaf, (_, first, at), (_, model, number) in pairs:
-            value, other = buffers.params[first][at], buffers.params[model][number]
-            if is_wrapped(other) != is_wrapped(value):
-                raise ValueError(
-                    f"{leaf.name} is transformed by torch.func in stage {first} or {model} alone; map both"
-                    " places"
-                )
-            if other is not value and not is_wrapped(value):
-                names.append((f"{leaf.name} {OTHER_VALUES}", f"in stage {first}", f"in stage {model}"))
-                flags.append(differing(other.to(value.device), value))
+    def require(flags: torch.Tensor) -> None:
+        if flags.any():
+            raise AgreementError(differs(*names[int(flags.int().argmax())]))
 
-        def require(flags: torch.Tensor) -> None:
-            if flags.any():
-                raise AgreementError(differs(*names[int(flags.int().argmax())]))
-
-        if flags:
-            device = flags[0].device
-            buffers.compared.append(Compared(torch.stack([flag.to(device) for flag in flags]), require))
-
-    return compare
+    if flags:
+        device = flags[0].device
+        buffers.compared.append(Compared(torch.stack([flag.to(device) for flag in flags]), require))
 
 
-def _compare(ranks: Sequence[int], leaves: Sequence[SharedLeaf], collective: Collective) -> Call:
+def _compare(
+    ranks: Sequence[int], leaves: Sequence[SharedLeaf], collective: Collective, buffers: Buffers
+) -> None:
     """Compare the values of leaves with those of other processes, by checksums that their device computes."""
-    places = [leaf.places[0] for leaf in leaves]
-
-    def compare(buffers: Buffers) -> None:
-        mine = torch.stack([checksum(buffers.params[model][number]) for _, model, number in places])
-        whole, wait = collective.all_gather(mine)
-        wait()
-        buffers.compared.append(Compared(whole.view(collective.size, -1), require))
+    places = (leaf.places[0] for leaf in leaves)
+    mine = torch.stack([checksum(buffers.params[model][number]) for _, model, number in places])
+    whole, wait = collective.all_gather(mine)
+    wait()
 
     def require(sums: torch.Tensor) -> None:
         if (sums == sums[0]).all():
@@ -112,7 +107,7 @@ def _compare(ranks: Sequence[int], leaves: Sequence[SharedLeaf], collective: Col
                 one, another = (f"on rank {ranks[n]} (checksum {column[n] % 2**64:016x})" for n in (0, other))
                 raise AgreementError(differs(f"{leaf.name} {OTHER_VALUES}", one, another))
 
-    return compare
+    buffers.compared.append(Compared(whole.view(collective.size, -1), require))
 
 
 def _sum(
@@ -210,14 +205,10 @@ def sharding_call(lowered: LoweredStep, instruction: Instruction) -> Call:
     return lambda buffers: buffers.params.update({model_stage: buffers.bare[model_stage]})
 
 
-def await_params(model_stage: int) -> Call:
-    """Make the call that waits for parameters that an UNSHARD, or the step before, gathers."""
-
-    def take(buffers: Buffers) -> None:
-        if model_stage in buffers.gathering:
-            buffers.params[model_stage] = buffers.gathering.pop(model_stage)()
-
-    return take
+def await_params(model_stage: int, buffers: Buffers) -> None:
+    """Wait for parameters that an UNSHARD, or the step before, gathers."""
+    if model_stage in buffers.gathering:
+        buffers.params[model_stage] = buffers.gathering.pop(model_stage)()
 
 
 def _update(buffers: Buffers) -> ParameterUpdate:
