@@ -15,6 +15,7 @@ from ppfunc.runtime.agreement.ties import Tied, TiedPlaces, read_tied
 from ppfunc.runtime.call.arguments import LossWeights, RawArguments, read_loss_weights
 from ppfunc.runtime.lowering.lowered import Pipeline
 from ppfunc.runtime.lowering.stage_programs import StagePrograms
+from ppfunc.runtime.transport.protocols import without_method
 from ppfunc.schedule import Op, Schedule
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, ModuleStage, Stage
@@ -34,11 +35,16 @@ def reporting_mistakes(transport: Transport | None) -> Iterator[None]:
     """Fail the next step of the other ranks if the body raises. The transport cannot be used afterwards.
 
     Raises:
-        TypeError: not a transport.
+        TypeError: not a transport, or one that lacks a method.
     """
     if transport is not None and (isinstance(transport, type) or not hasattr(transport, "local_ranks")):
         raise TypeError(
             f"transport: got {shown(transport)}, expected one such as ppfunc.InProcess() or ppfunc.P2P(group)"
+        )
+    if forgotten := [] if isinstance(transport, InProcess | None) else without_method(transport):
+        raise TypeError(
+            f"transport: got {shown(transport)}, which lacks {', '.join(forgotten)} of a Transport;"
+            " define them (the defaults are right for the ranks of one process, ppfunc.InProcess)"
         )
     with nullcontext() if transport is None else transport.making_step():
         yield

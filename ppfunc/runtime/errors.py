@@ -20,6 +20,7 @@ class PipelineError(RuntimeError):
         instruction: the instruction that failed, or None outside the program.
         reason: the fault, in one sentence.
         reported_by: the rank that raises this error; by default the one that failed.
+        gone: the process of the rank has ended or is out of reach, or it has closed its transport.
     """
 
     def __init__(
@@ -29,16 +30,20 @@ class PipelineError(RuntimeError):
         instruction: Instruction | None,
         reason: str,
         reported_by: int | None = None,
+        gone: bool = False,
     ) -> None:
         self.rank = rank
         self.position = position
         self.instruction = instruction
         self.reason = reason
         self.reported_by = rank if reported_by is None else reported_by
+        self.gone = gone
         super().__init__(self._message())
 
     def __reduce__(self) -> tuple:
-        return type(self), (self.rank, self.position, self.instruction, self.reason, self.reported_by)
+        return type(self), (
+            self.rank, self.position, self.instruction, self.reason, self.reported_by, self.gone,
+        )  # fmt: skip
 
     @property
     def stage(self) -> int | None:
@@ -80,9 +85,6 @@ class StepRunning(RuntimeError):
     """Raised for a step that is called while another one runs on the same transport, which goes on."""
 
     refused = False  # whether `fail` has returned it
-
-    def __init__(self, text: str = OTHER) -> None:
-        super().__init__(text)
 
 
 class Failure(NamedTuple):
@@ -131,44 +133,47 @@ class LinkError(ConnectionError):
 
     Args:
         peer: the rank at the other end.
-        kind: ``"gone"`` if it can answer no more, ``"late"`` if it did not in time, ``"failed"`` if a failure
-            has been published.
+        kind: ``"gone"`` if it can answer no more, ``"cut"`` if its link has failed and it may live,
+            ``"late"`` if it did not answer in time, ``"failed"`` if a failure has been published.
         reason: one sentence.
     """
 
-    def __init__(self, peer: int, kind: str, reason: str) -> None:
+    def __init__(self, peer: int, kind: str, reason: str = GONE) -> None:
         self.peer, self.kind, self.reason = peer, kind, reason
         super().__init__(reason)
 
 
 class FailureRecord(NamedTuple):
-    """Hold a failure as ranks send it: the fields of PipelineError, or of AgreementError."""
+    """Hold a failure as ranks send it: the fields of PipelineError, or of AgreementError.
+
+    ``kind`` is that of a LinkError; else ``"disagreement"`` or ``"error"``.
+    """
 
     rank: int
     position: int | None
     instruction: str | None
     reason: str
     reporter: int
-    disagreement: bool
+    kind: str
 
     @classmethod
     def of(cls, failure: "Failure", reporter: int, suspect: Callable[[int], tuple[int, str]]) -> Self:
         """Record a failure of rank ``reporter``; ``suspect`` finds the rank that holds up a late one."""
         cause, place = failure.cause, failure.instruction and str(failure.instruction)
         if not isinstance(cause, LinkError) or cause.kind == "failed":
-            disagreement = isinstance(cause, AgreementError)
-            reason = limited(str(cause)) if disagreement else failure.reason
-            return cls(failure.rank, failure.position, place, reason, reporter, disagreement)
+            kind = "disagreement" if isinstance(cause, AgreementError) else "error"
+            reason = limited(str(cause)) if kind == "disagreement" else failure.reason
+            return cls(failure.rank, failure.position, place, reason, reporter, kind)
         culprit, state = suspect(cause.peer) if cause.kind == "late" else (cause.peer, "")
         victim = "" if culprit == cause.peer else f", which waits for rank {culprit}"
         victim += state and f"; {state}"
         where = "" if place is None else f" (rank {failure.rank} was at {place}, step {failure.position})"
-        return cls(culprit, None, None, f"{cause.reason}{victim}{where}", reporter, False)
+        return cls(culprit, None, None, f"{cause.reason}{victim}{where}", reporter, cause.kind)
 
     @classmethod
-    def gone(cls, rank: int, reporter: int, reason: str = GONE) -> Self:
-        """Record that a rank is gone."""
-        return cls(rank, None, None, reason, reporter, False)
+    def lost(cls, error: LinkError, reporter: int) -> Self:
+        """Record that a rank is gone, or cut off."""
+        return cls(error.peer, None, None, error.reason, reporter, error.kind)
 
     @classmethod
     def read(cls, text: str) -> Self:
@@ -179,9 +184,10 @@ class FailureRecord(NamedTuple):
 
     def error(self, rank: int) -> AgreementError | PipelineError:
         """Make the error of this failure that ``rank`` raises."""
-        if self.disagreement:
+        if self.kind == "disagreement":
             return AgreementError(
                 self.reason if rank == self.reporter else f"{self.reason} [found by rank {self.reporter}]"
             )
         instruction = None if self.instruction is None else parse_instruction(self.instruction)
-        return PipelineError(self.rank, self.position, instruction, self.reason, reported_by=rank)
+        gone = self.kind == "gone"
+        return PipelineError(self.rank, self.position, instruction, self.reason, rank, gone)

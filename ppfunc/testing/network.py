@@ -12,7 +12,7 @@ import torch
 
 from ppfunc._checks import require_one_of
 from ppfunc.runtime.control.failures import Verdict
-from ppfunc.runtime.errors import GONE, LinkError
+from ppfunc.runtime.errors import LinkError
 from ppfunc.stage.process import receive
 
 from .scheduler import Scheduler
@@ -200,7 +200,7 @@ class Network:
         if member.heard > member.generation and self.published[member.generation].stops(member.voted):
             return LinkError(peer, "failed", "a failure has been published")
         if peer in member.lost and not (pipe is not None and pipe.under_way):
-            return LinkError(peer, "gone", GONE)
+            return LinkError(peer, "gone")
         return None
 
     def _lateness(self, rank: int) -> str:

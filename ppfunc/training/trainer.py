@@ -106,10 +106,11 @@ class Trainer:
             states = StateRule.of(reduce_state, update_state)
             rule = UpdateRule.of(optimizer, precision or Precision(), on_nonfinite, frozen, states)
             shard, reduce = self.transport.shard, rule.precision.reduce
-            axes = "" if self.transport.mesh is None else f", {self.transport.axes}"
+            axes = "" if self.transport.mesh is None else f"; {self.transport.axes}"
             spec = StepSpec(
-                f"trainer {rule.options_text}, shard {shard}{axes}",
+                "trainer",
                 ("loss", "aux"),
+                options=f"{rule.options_text}; shard {shard}{axes}",
                 tied=ties,
                 sum_dtype=reduce if reduce in (torch.float32, torch.float64) else None,
                 updates=Updates(rule.needs_all, shard == "params"),

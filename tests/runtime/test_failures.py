@@ -4,13 +4,16 @@ messages.
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from functools import partial
 
 from hypothesis import given, strategies as st
 
 from ppfunc.runtime.control.failures import FailureTree
+from ppfunc.runtime.control.socket_links import SocketLinks
 from ppfunc.runtime.control.tree import RankTree
+from ppfunc.runtime.errors import GONE, Failure, FailureRecord, LinkError, PipelineError
 
 
 class Ranks:
@@ -141,3 +144,25 @@ def test_a_failure_of_a_rank_whose_parent_has_not_connected_is_decided_by_it_and
     while ranks.deliver(lambda n: 0):
         pass
     assert [0 in tree.verdicts for tree in ranks.trees] == [False, True, False, True, True, False, False]
+
+
+def nobody(peer):
+    raise AssertionError("a rank that is gone is not asked for")
+
+
+def test_that_a_rank_is_gone_is_a_fact_beside_the_words():
+    """It was read from the words, which any other failure may have."""
+    for kind, reason in (("gone", "in other words"), ("cut", GONE)):
+        record = FailureRecord.of(Failure(2, None, None, LinkError(1, kind, reason)), 2, nobody)
+        assert record == FailureRecord.lost(LinkError(1, kind, reason), 2)
+        error = pickle.loads(pickle.dumps(FailureRecord.read(record.write()).error(0)))
+        assert (error.rank, error.reason, error.gone) == (1, reason, kind == "gone")
+    assert not PipelineError(1, None, None, GONE).gone
+
+
+def test_a_rank_is_not_said_to_wait_for_one_that_has_answered():
+    """An interrupt ended a wait; the next message came while the rank looked for it, before it slept."""
+    links = object.__new__(SocketLinks)
+    links.timeout, links.waiting_on = 60.0, 3
+    assert links.wait_for(1, lambda: b"message", spins=1) == b"message"
+    assert links.waiting_on is None

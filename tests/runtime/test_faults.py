@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
+from ppfunc.runtime.transport.protocols import Transport, without_method
 from tests import models
 from tests.clock import caught
 from tests.models import dense, squared
@@ -95,6 +96,24 @@ def test_what_is_no_schedule_stage_transport_or_engine_is_refused():
         error=TypeError,
     )
     refused("loss_fn: got None", make, [dense] * 2, None, schedule, error=TypeError)
+
+
+def test_a_transport_that_forgets_a_method_is_refused_before_anything_runs():
+    """The defaults of the protocol agree with everything: right for the ranks of one process alone."""
+
+    class Forgetful(Transport):
+        """Has all but two methods, which the protocol would have."""
+
+    own = {"generation": 0, "device": torch.device("cpu"), "mesh": None, "axes": pp.Axes(), "shard": "none"}
+    own |= dict.fromkeys(("has_peers", "has_other_pipelines", "mixes_batches", "compares_layouts"), False)
+    others = set(without_method(Forgetful())) - own.keys() - {"begin", "require_same"}
+    for name, value in {**own, **{name: lambda self, *args: None for name in others}}.items():
+        setattr(Forgetful, name, value)
+    arguments = [dense] * 2, squared, pp.gpipe(2, 4)
+    match = "which lacks require_same, begin of a Transport"
+    refused(match, pp.value_and_grad, *arguments, Forgetful(), error=TypeError)
+    refused(match, pp.Trainer, *arguments, pp.optim.sgd(1.0), Forgetful(), error=TypeError)
+    assert without_method(pp.InProcess()) and pp.value_and_grad(*arguments, pp.InProcess())
 
 
 def test_losses_of_several_dtypes_are_refused():

@@ -955,7 +955,8 @@ def disagreeing(rank, size, kind):
         make, text = OPTIMIZERS[kind]
         optimizer = make(rank)
     elif kind == "scale":
-        options, text = {"scale": pp.dynamic_scale(2.0 ** (8 + rank))}, "dynamic_scale"
+        options = {"scale": pp.dynamic_scale(2.0 ** (8 + rank))}
+        text = r"rank 1 has scale dynamic_scale\(512[^;]*\), rank 0 has scale dynamic_scale\(256[^;]*\);"
     elif kind == "seed":
         text = r"equal weights, seed \(0, [01]\)"
     elif kind in ("scale of the state", "step of the state"):

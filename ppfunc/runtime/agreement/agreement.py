@@ -119,9 +119,9 @@ class Agreement:
         """Name the terms for all ranks, and those for the ranks of one batch; empty without peers."""
         if not self.transport.has_peers:
             return "", ""
-        common = f"step function {self._number} ({self._spec.terms}); autocast {autocast() or 'off'}"
-        common = f"{common}; {steps[0].common}" if steps[0].common else common
-        return common, _call_terms(self._schedule, steps)
+        own = f"step function {self._number} ({self._spec.terms})", self._spec.options
+        common = (*own, f"autocast {autocast() or 'off'}", steps[0].common)
+        return "; ".join(filter(None, common)), _call_terms(self._schedule, steps)
 
     def _require_same_options(self, arguments: StepArguments) -> None:
         versions = f"torch {torch.__version__}, Python {platform.python_version()}"

@@ -24,6 +24,7 @@ from ..agreement.comparison import (
 from ..call.results import of_text, shape_of_sum, sum_texts, to_text
 from ..errors import (
     CLOSED,
+    OTHER,
     AgreementError,
     Failure,
     FailureRecord,
@@ -74,7 +75,6 @@ class Control:
 
     @property
     def device(self) -> torch.device:
-        """Return the device on which losses are summed and returned."""
         return torch.device("cpu")
 
     @property
@@ -124,7 +124,7 @@ class Control:
 
     def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:
         if not self._running.acquire(blocking=False):
-            raise StepRunning(CLOSED) if self._closed else StepRunning()
+            raise StepRunning(CLOSED if self._closed else OTHER)
         if self._unusable is not None:
             raise RuntimeError(self._unusable)
         if key is None and self.rank == source:
@@ -289,7 +289,6 @@ class Control:
         return first.error(rank)
 
     def close(self) -> None:
-        """End all connections: peers that still use this transport raise. Idempotent."""
         with self.hold_interrupts():
             self._closed = True
             self.links.close()

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from ppfunc._checks import require_one_of, require_type
 
-from ..errors import GONE, Failure, FailureRecord, LinkError, PipelineError
+from ..errors import Failure, FailureRecord, LinkError
 from ..transport import _torch
 from ..transport.grid import Axes, ShardWhat, require_shardable
 from .connections import Address, in_thread, own_host
@@ -75,7 +75,7 @@ class Rendezvous:
                 if abandoned is None or self.rank not in abandoned[1]:
                     return
         except LinkError as error:
-            raise PipelineError(error.peer, None, None, error.reason, self.rank) from error
+            raise FailureRecord.lost(error, self.rank).error(self.rank) from error
 
     def publish(self, address: Address) -> None:
         self._ask(lambda: self.store.set(f"address/{self.rank}", json.dumps(address)))
@@ -106,7 +106,7 @@ class Rendezvous:
             return str(abandoned[0])
         ended = next((rank for rank in awaited if not self.alive(rank)), None)
         self._next_look = time.monotonic() + max(_LOOK, 10 * (time.monotonic() - began))
-        return None if ended is None else FailureRecord.gone(ended, self.rank).write()
+        return None if ended is None else FailureRecord.lost(LinkError(ended, "gone"), self.rank).write()
 
     def abandon(self, failure: str) -> str:
         """Fail this round on all ranks with a FailureRecord; return the first one of the round.
@@ -115,7 +115,7 @@ class Rendezvous:
         another round. Where it has ended, they fail as this one.
         """
         record = FailureRecord.read(failure)
-        absent = [] if record.rank == self.rank or record.reason == GONE else self.missing()
+        absent = [] if record.rank == self.rank or record.kind == "gone" else self.missing()
         text = json.dumps([failure, absent if record.rank in absent else []])
         with suppress(LinkError):
             return str(json.loads(self._ask(lambda: self.store.compare_set("abandoned", "", text), _SOON))[0])
@@ -128,7 +128,7 @@ class Rendezvous:
             yield
         except BaseException as error:
             reason = Failure(self.rank, None, None, error).reason
-            self.abandon(FailureRecord(self.rank, None, None, reason, self.rank, False).write())
+            self.abandon(FailureRecord(self.rank, None, None, reason, self.rank, "error").write())
             raise
 
     def forget(self) -> None:
@@ -158,9 +158,9 @@ class Rendezvous:
         except TimeoutError:
             late = f"it serves the store of the process group, which has not answered in {seconds:g} s"
             # Not "late": nobody else is asked, since the other ranks ask the store as well.
-            raise LinkError(self._server, "gone", late) from None
+            raise LinkError(self._server, "cut", late) from None
         except (dist.DistError, RuntimeError) as error:
-            raise LinkError(self._server, "gone", GONE) from error
+            raise LinkError(self._server, "gone") from error
 
 
 # -- the ranks of a transport

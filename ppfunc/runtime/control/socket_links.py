@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ppfunc.stage.process import act_on_interrupts
 
-from ..errors import CLOSED, GONE, Failure, FailureRecord, LinkError
+from ..errors import CLOSED, Failure, FailureRecord, LinkError
 from .connections import Address, Stream, in_thread
 from .failures import MEETING, Answer, FailureTree, Verdict, find_culprit
 from .rendezvous import Rendezvous
@@ -123,8 +123,7 @@ class SocketLinks:
         def pause() -> None:
             incoming[peer].wait(_LOOK) if peer in incoming else self._pause()
 
-        message = arrived()
-        return self.wait_for(peer, arrived, pause=pause, spins=_SPINS) if message is None else message
+        return self.wait_for(peer, arrived, pause=pause, spins=_SPINS)
 
     def _open(self, peer: int, kind: str = "one way") -> None:
         address = self._addresses.get(peer) or self.wait_for(
@@ -134,7 +133,7 @@ class SocketLinks:
         try:
             self._streams.open(peer, kind, address, settle)
         except (ConnectionRefusedError, TimeoutError) as error:
-            raise LinkError(peer, "gone", self._why(error)) from error
+            raise self._lost(peer, error) from error
 
     def settle(self, peer: int, future: Future[T], late: str = "") -> T:
         """Wait for the result of a thread that waits for a peer. Raises as :meth:`wait_for`."""
@@ -164,6 +163,7 @@ class SocketLinks:
         Raises:
             LinkError: a rank has failed, or the peer is gone or late.
         """
+        self.waiting_on = None  # an interrupt may have ended the wait before
         for _ in range(spins):
             if (result := ready()) is not None:
                 return result
@@ -196,8 +196,8 @@ class SocketLinks:
             return LinkError(peer, "failed", "a rank has failed")
         incoming = self._streams.incoming.get(peer)
         if incoming is not None and incoming.ended:
-            return LinkError(peer, "gone", self._why(incoming.link_error))
-        return LinkError(peer, "gone", GONE) if self._failures.lost(peer) else None
+            return self._lost(peer, incoming.link_error)
+        return LinkError(peer, "gone") if self._failures.lost(peer) else None
 
     def _look_after_missing(self) -> None:
         """Take the failure of a rank that is not connected yet from the store."""
@@ -213,11 +213,11 @@ class SocketLinks:
         if (problem := self._problem(-1)) is not None:
             raise problem
         for peer in self._failures.gone:
-            raise LinkError(peer, "gone", self._why(self._streams.watched[peer].link_error))
+            raise self._lost(peer, self._streams.watched[peer].link_error)
 
-    def _why(self, error: BaseException | None) -> str:
+    def _lost(self, peer: int, error: BaseException | None) -> LinkError:
         link = f"the link between it and rank {self.rank} has failed ({error})"
-        return link if isinstance(error, TimeoutError) else GONE
+        return LinkError(peer, "cut", link) if isinstance(error, TimeoutError) else LinkError(peer, "gone")
 
     def vote(self, step: int) -> None:
         with self.changed:
@@ -306,7 +306,7 @@ class SocketLinks:
             stream.close()
             with self.changed:
                 if peer not in self._left and not self.closed:
-                    record = FailureRecord.gone(peer, self.rank, self._why(stream.link_error))
+                    record = FailureRecord.lost(self._lost(peer, stream.link_error), self.rank)
                     self._failures.note_gone(peer, record.write())
                 self.changed.notify_all()
 

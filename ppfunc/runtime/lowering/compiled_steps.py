@@ -160,11 +160,9 @@ class CompiledSteps:
         return entry
 
     def info(self) -> CacheInfo:
-        """Count the calls that found their step compiled, and those that did not."""
         return CacheInfo(self._hits, self._misses, CACHE_SIZE, len(self._entries))
 
     def clear(self) -> None:
-        """Drop every compiled step, and the programs of the stages."""
         self._entries = []
         self._hits = self._misses = self._traced = 0
         self._pipeline.programs.clear()

@@ -46,6 +46,7 @@ class StepSpec(NamedTuple):
         updates: of parameters, by REDUCE_GRAD and STEP, which are refused without it.
         finite: fail a step whose loss or gradients are not finite.
         frozen: the parameters that get zeros as gradients.
+        options: of a trainer, terms separated by ``"; "`` that ranks compare.
         primal: the key of the parameters proper where a transform has added tangents to them, such as
             ``"0."``.
     """
@@ -58,6 +59,7 @@ class StepSpec(NamedTuple):
     tied: Tied = ()
     sum_dtype: torch.dtype | None = None
     primal: str = ""
+    options: str = ""
     updates: Updates | None = None
     finite: bool = False
     frozen: FrozenLeaves | None = None
@@ -232,7 +234,6 @@ class LoweredStep(NamedTuple):
         return () if self.schedule.forward_only else tuple(n for n, leaf in enumerate(leaves) if leaf.grad)
 
     def shared_leaves(self) -> list[SharedLeaf]:
-        """List the parameters of this process that have several places."""
         return shared_leaves(self.schedule, self.ranks, self.form.params, self.spec.tied)
 
     def edge_of(self, message: Instruction) -> Edge:

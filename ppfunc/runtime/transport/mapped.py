@@ -25,7 +25,7 @@ from weakref import finalize, ref
 import torch
 
 from ..control.socket_links import SocketLinks
-from ..errors import GONE, LinkError
+from ..errors import LinkError
 from ..execution.buffers import Leaves
 
 _CHANNEL = "map"
@@ -103,7 +103,7 @@ class _RouteEnd:
         except BlockingIOError:
             return ()
         if not data:
-            raise LinkError(self._peer, "gone", GONE)
+            raise LinkError(self._peer, "gone")
         return _RECORD.iter_unpack(data)
 
     def _write(self, *slots: _Slot) -> bool | None:
@@ -116,7 +116,7 @@ class _RouteEnd:
         except BlockingIOError:
             return None
         except BrokenPipeError as error:
-            raise LinkError(self._peer, "gone", GONE) from error
+            raise LinkError(self._peer, "gone") from error
         return True
 
     def _pause(self) -> None:

@@ -157,7 +157,7 @@ class P2P(Control):
             return cause
         if self.links.closed:  # while the step runs: peers have let go of what they shared with this rank
             return RuntimeError(CLOSED)
-        if read.kind == "gone":
+        if read.kind != "late":
             self.links.await_failure(read.peer)
         elif read is not cause and len(self.grid.together) > 1:  # the answers of the ranks tell who is late
             text = str(cause).splitlines()[0]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ppfunc.stage.device import unique_name
 
 from ..control.socket_links import SocketLinks, give_way
-from ..errors import GONE, LinkError
+from ..errors import LinkError
 from ..execution.buffers import Buffers
 from . import _torch
 from .mapped import Receiver, Sender, aligned, plain
@@ -284,7 +284,7 @@ def lost(peer: int, error: BaseException) -> BaseException:
     if "Timed out waiting" in text:
         return LinkError(peer, "late", f"it has not answered in time ({text.splitlines()[0]})")
     if isinstance(error, dist.DistNetworkError) or any(words in text for words in _LOST):
-        return LinkError(peer, "gone", GONE)
+        return LinkError(peer, "gone")
     return error
 
 

@@ -1,6 +1,7 @@
 """Define the protocols of a transport: data carries tensors between stages, control keeps ranks together.
 
 What their methods do here is right where no rank lives in another process: :class:`InProcess` inherits it.
+Any other transport has to define all of them, see :func:`without_method`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -275,3 +276,16 @@ class Transport(DataTransport, ControlTransport, Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def without_method(transport: object) -> list[str]:
+    """List the methods and attributes of a :class:`Transport` that an object lacks, or has as defaults."""
+    parts = DataTransport, ControlTransport, Transport
+    names = dict.fromkeys(name for part in parts for name in (*part.__annotations__, *vars(part)))
+    public = (name for name in names if not name.startswith("_"))
+    return [
+        name
+        for name in public
+        if not hasattr(transport, name)
+        or getattr(type(transport), name, None) is getattr(Transport, name, transport)
+    ]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ppfunc.runtime.control.control import Control
 from ppfunc.runtime.control.rendezvous import Rendezvous
 from ppfunc.runtime.control.socket_links import SocketLinks
-from ppfunc.runtime.errors import GONE, Failure, PipelineError
+from ppfunc.runtime.errors import Failure, PipelineError
 from ppfunc.stage.process import hold_interrupts, this_thread
 
 from .errors import CheckpointError, RankError
@@ -115,7 +115,7 @@ class Peers:
 
 
 def _rank_error(error: PipelineError) -> RankError:
-    how = "is gone" if error.reason == GONE else "has failed"
+    how = "is gone" if error.gone else "has failed"
     return RankError(f"rank {error.rank} {how}: {error.reason}")
 
 

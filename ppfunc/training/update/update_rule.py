@@ -78,14 +78,14 @@ class UpdateRule(NamedTuple):
 
     @property
     def options_text(self) -> str:
-        """Write the options that all ranks have to agree on."""
+        """Write the options that all ranks have to agree on, terms separated by ``"; "``."""
         dtypes = "/".join(
             str(dtype) for dtype in (self.precision.compute, self.precision.reduce, self.precision.master)
         )
         scale = "none" if self.precision.scale is None else self.precision.scale.text
         return (
-            f"{self.clip.text}, scale {scale}, {dtypes}, {self.on_nonfinite} what is not finite,"
-            f" {self.states.text}"
+            f"{self.clip.text}; scale {scale}; dtypes to compute, reduce and keep {dtypes}; on_nonfinite"
+            f" {self.on_nonfinite}; {self.states.text}"
         )
 
     @property
