@@ -270,9 +270,14 @@ def test_what_an_optimizer_cannot_do_is_told_before_anything_runs():
             {0: {**moments, "updates": moments["updates"].float()}, 1: moments},
             r"state.optimizer\[0\]\['updates'\]: got torch.float32 of 0",
         ),
+        (
+            {0: {**moments, "mean": {"w": moments["mean"]["w"][:1]}}, 1: moments},
+            r"state.optimizer\[0\]\['mean'\]\['w'\]: got torch.float\d+\[1, \d\] of 2 dimensions, expected torch",
+        ),
     ):
-        with pytest.raises(ValueError, match=text):
-            trainer.step(state._replace(optimizer=wrong), x, y)
+        for call in (trainer.step, trainer.evaluate):
+            with pytest.raises(ValueError, match=text):
+                call(state._replace(optimizer=wrong), x, y)
     with pytest.raises(
         TypeError, match="state: got an object of type tuple, .*state, metrics = trainer.step"
     ):

@@ -247,10 +247,13 @@ def require_state_of(
         ValueError: this tree is no such state, whatever the order of its keys; errors say ``name``.
     """
     flatten(state, name)  # raises for leaves that are no tensors
-    ones = tree_map(_one, params)
+    ones, init = tree_map(_one, params), rule.optimizer.init
     with preserve_rng(leaf.device for leaf in tree_leaves(ones)), noting_patterns() as used:
-        made = rule.optimizer.init(ones)
-    ours, theirs = (_forms(tree, name) for tree in (made, state))
+        try:
+            made, sized = init(tree_map(_without_values, params)), True
+        except Exception:  # it needs values: sizes are compared by its updates alone
+            made, sized = init(ones), False
+    ours, theirs = (_forms(tree, name, sized) for tree in (made, state))
     for path in {**ours, **theirs}:
         got, expected = (forms.get(path, "nothing") for forms in (theirs, ours))
         if got != expected:
@@ -268,10 +271,17 @@ def require_state_of(
     return structure, used
 
 
-def _forms(tree: Tree, name: str) -> dict[str, str]:
+def _forms(tree: Tree, name: str, sized: bool) -> dict[str, str]:
     leaves, treedef = tree_flatten(tree)
     pairs = zip(tree_paths(treedef, name), leaves, strict=True)
-    return {path: f"{t.dtype} of {t.ndim} dimensions" for path, t in pairs}
+    return {
+        path: f"{t.dtype}{list(t.shape) if sized and t.ndim else ''} of {t.ndim} dimensions"
+        for path, t in pairs
+    }
+
+
+def _without_values(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
 
 
 def _one(leaf: torch.Tensor) -> torch.Tensor:
