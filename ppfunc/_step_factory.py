@@ -186,7 +186,6 @@ def prove(schedule: Schedule, spec: StepSpec) -> Schedule:
 
 
 def _require_honoured(schedule: Schedule, spec: StepSpec) -> None:
-    """Raise ValueError for an instruction that a step would not carry out."""
     mend = "take ppfunc.schedule.remove_tail(schedule), and do it in your own code"
     refused = {
         Op.STEP: f"a step returns gradients and runs no optimizer; {mend}",
@@ -225,7 +224,6 @@ def map_stages(stages: Sequence[Stage | None], transform: Callable[[Stage], Stag
 def _require(
     stages: Sequence[Any], schedule: Schedule, engine: Any, loss_engine: Any, spec: StepSpec
 ) -> None:
-    """Raise TypeError or ValueError for arguments that are not stages, an engine or options of a step."""
     for stage, fn in enumerate(stages):
         module = isinstance(fn, torch.nn.Module | ModuleStage)
         if module or not (fn is None or callable(fn)):

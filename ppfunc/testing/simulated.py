@@ -10,7 +10,7 @@ from ppfunc.runtime.control.control import Control
 from ppfunc.runtime.control.failures import Verdict
 from ppfunc.runtime.control.tree import RankTree
 from ppfunc.runtime.errors import LinkError
-from ppfunc.runtime.transport.collective import Among, Collective
+from ppfunc.runtime.transport.grid import Among, Collective
 from ppfunc.runtime.transport.protocols import Call, Route, Transfer
 from ppfunc.stage.process import act_on_interrupts, hold_interrupts
 

@@ -12,7 +12,7 @@ import torch
 
 from ppfunc.runtime.agreement.comparison import same_bits
 from ppfunc.runtime.execution.buffers import Buffers
-from ppfunc.runtime.transport.collective import Collective, Wait
+from ppfunc.runtime.transport.grid import Collective, Wait
 from ppfunc.runtime.transport.protocols import Call, Route, Transfer
 from ppfunc.stage import LeafSignature
 

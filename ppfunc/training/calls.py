@@ -155,7 +155,6 @@ class Calls:
     def _run(
         self, run: Callable[..., Any], rule: UpdateRule, state: TrainState, batches: Batches
     ) -> tuple[TrainingUpdate, Any]:
-        """Run the steps of a call. Return their update, and the result of ``run``."""
         self._require_open()
         history, generation, trains = self.history, self.transport.generation, rule is self.rule
         if history.begun == generation:  # it has neither failed nor returned: an interrupt took its result
@@ -237,7 +236,6 @@ def completed(schedule: Schedule, sharded: bool, tied: bool) -> tuple[Schedule, 
 
 
 def _state_and_metrics(update: TrainingUpdate, result: StepResult) -> tuple[TrainState, list[Metrics]]:
-    """Return the new state, and the metrics of every step."""
     return update.state._replace(stage_state=result.aux.state), with_results(update.metrics, result)
 
 
@@ -298,7 +296,6 @@ class LoweredTraining(Shown):
 
 
 def _empty_on(device: torch.device, leaf: torch.Tensor) -> torch.Tensor:
-    """Make a tensor of the form of a leaf."""
     return distributed(torch.empty_like(local(leaf), device=device), layout_of(leaf))
 
 

@@ -7,9 +7,14 @@ import torch
 from hypothesis import given, strategies as st
 
 from ppfunc.training.optim import chain, clip_by_global_norm, global_norm, sgd
-from ppfunc.training.optim.norms import clip_coefficient, leaf_sums, norm_of, norm_sum
+from ppfunc.training.optim.norms import clip_coefficient, leaf_norms, norm_of, norm_sum, powers
 
 NORMS = [2, 2.0, 1, 3, 0.5, 2.5, inf]
+
+
+def leaf_sums(leaves, norm_type=2.0):
+    """The sum of ``|x|**p`` over each leaf."""
+    return powers(leaf_norms(leaves, norm_type), norm_type)
 
 
 def grads(dtype=torch.float64, seed=0):

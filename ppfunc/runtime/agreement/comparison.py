@@ -232,7 +232,6 @@ def require_same_programs(
 
 
 def _difference(key: str, one: tuple[int, Program], other: tuple[int, Program]) -> AgreementError:
-    """Name the stage, and the first call that differs."""
     pairs = zip_longest(one[1], other[1], fillvalue=("nothing more", ""))
     here, there = next(pair for pair in pairs if ne(*(text for text, _ in pair)))
     (a, place), (b, other_place) = here, there

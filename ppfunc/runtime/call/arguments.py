@@ -260,7 +260,6 @@ def _zeros(weights: torch.Tensor | None) -> frozenset[int]:
 
 
 def _require_stages(params: Any, stages: Sequence[int]) -> None:
-    """Raise ValueError for other parameters than those of the stages that this process runs."""
     if not isinstance(params, Mapping) or set(params) != set(stages):
         got = list(params) if isinstance(params, Mapping) else type(params).__name__
         fewer = isinstance(params, Mapping) and set(params) < set(stages)

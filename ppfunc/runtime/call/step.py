@@ -181,7 +181,6 @@ class StepFunction(Generic[P, R]):
         return self._returned(shapes_of(lowered, arguments, agreed.losses))
 
     def _lower(self, args: Any, kwargs: Any) -> tuple[StepArguments, LoweredStep, Agreed, Guards]:
-        """Lower the step with the peers, and run nothing."""
         transport = self.pipeline.transport
         with transport.hold_interrupts(later=True):
             try:
@@ -242,7 +241,6 @@ class StepFunction(Generic[P, R]):
         return steps
 
     def _require_servable_under_transforms(self) -> None:
-        """Raise ValueError for a step that cannot be called under a ``torch.func`` transform."""
         if self.pipeline.spec.finite:
             raise ValueError(
                 "got a step that raises where numbers are not finite, under a torch.func transform, which has"

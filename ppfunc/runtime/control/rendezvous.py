@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError
 from contextlib import contextmanager, suppress
 from hashlib import sha256
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ppfunc._checks import require_one_of, require_type
+from ppfunc._checks import require_type
 
 from ..errors import Failure, FailureRecord, LinkError
 from ..transport import _torch
@@ -226,7 +226,6 @@ def require_group(
         )
     if axes is not None and mesh is None:
         raise ValueError(f"axes: got {axes}, and no mesh that has them; give mesh= as well")
-    require_one_of("shard", shard, get_args(ShardWhat))
     require_shardable(axes, shard)
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(

@@ -241,7 +241,6 @@ class SocketLinks:
             return failures.notice()
 
     def await_failure(self, peer: int) -> None:
-        """Wait a while for a failure to be published, or for this peer to be gone."""
         failures = self._failures
         with self.changed:
             self.changed.wait_for(

@@ -215,7 +215,6 @@ def _weights_of(
 
 @lru_cache(maxsize=64)
 def _require_representable(weights: tuple[float, ...], dtype: torch.dtype) -> None:
-    """Raise ValueError for weights that the dtype of a loss cannot hold."""
     wide = torch.tensor(weights, dtype=torch.float64, device="cpu")
     narrow = wide.to(dtype)
     if any((((wide != 0) & (narrow == 0)) | (wide.isfinite() & ~narrow.isfinite())).tolist()):

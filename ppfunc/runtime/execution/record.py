@@ -50,7 +50,6 @@ class Recorder:
         )
 
     def _begin(self, devices: Iterable[torch.device], buffers: Buffers) -> None:
-        """Start the clocks of all devices together."""
         for device in devices:
             synchronize(device)
         self._marks, self._start = [], self._clock()

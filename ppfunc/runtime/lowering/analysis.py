@@ -80,7 +80,6 @@ class Shown:
         return Memories((rank, memory_of(step, programs, rank, self._completed)) for rank in step.ranks)
 
     def _completed(self, step: LoweredStep, arguments: StepArguments) -> Completed:
-        """Complete the arguments of a rank for :func:`memory_of`."""
         return arguments, {}
 
     def costs(self, times: Costs | None = None) -> Costs:
@@ -100,16 +99,13 @@ class Shown:
         Args:
             counter: makes a mode that counts something else, and returns it by ``get_total_flops()``.
         """
-        step, counted = self._lowered, dict[int, Counts]()
-        flops, by = (
-            dict[Key, Counts](),
-            counter or partial(FlopCounterMode, display=False),
-        )
-        for key, program in self.programs().items():
-            if id(program) not in counted:
-                training = not step.schedule.forward_only
-                counted[id(program)] = _flops(program, step.stages[key], by, training=training)
-            flops[key] = counted[id(program)]
+        step, programs = self._lowered, self.programs()
+        by, training = counter or partial(FlopCounterMode, display=False), not step.schedule.forward_only
+        keys = {id(program): key for key, program in programs.items()}  # one of each program
+        counted = {
+            n: _flops(programs[key], step.stages[key], by, training=training) for n, key in keys.items()
+        }
+        flops = {key: counted[id(program)] for key, program in programs.items()}
         return {rank: _cost(step.schedule, flops, rank) for rank in step.ranks}
 
 

@@ -328,5 +328,4 @@ def tag_of(message: Instruction, other: int | None) -> Tag:
 
 
 def _key(part: Instruction) -> Key:
-    """Return stage and microbatch of an instruction that has both."""
     return part.stage, microbatch_of(part)

@@ -318,7 +318,6 @@ class Ledger(TorchDispatchMode):
         return Memory(size, place, Bytes(**held), self._most(), rows, tuple(moments))
 
     def _most(self) -> Bytes:
-        """Count of each kind the most bytes at once."""
         changes: dict[str, Counter[int]] = {}
         for s in self._storages:
             kinds = s.kinds or [(s.born, s.kind)]

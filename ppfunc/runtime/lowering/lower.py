@@ -131,7 +131,6 @@ def _lower_stage(
     received: tuple[Edge, ...],
     extras: tuple[Signature, ...],
 ) -> LoweredStage:
-    """Lower a stage for these parts of its input."""
     schedule, spec = pipeline.schedule, pipeline.spec
     model_stage = schedule.model_stages[stage]
     boundary = Boundary.of(function.fn)
@@ -163,7 +162,6 @@ def _lower_stage(
 
 
 def _inputs(pipeline: Pipeline, form: StepForm, microbatches: range) -> list[Signature]:
-    """Return signatures of the batch for the microbatches of a chain."""
     assert form.inputs is not None  # of a process that runs the first stage
     signatures = form.inputs[microbatches.start : microbatches.stop]
     if "input_grads" not in pipeline.spec.wants:
@@ -228,7 +226,6 @@ def _require_same_rows(form: StepForm, microbatches: int) -> None:
 def _require_layouts(
     model: int, boundary: Boundary, params: Signature, received: Iterable[tuple[int, Signature]]
 ) -> None:
-    """Raise ValueError for DTensors whose layout differs from the one that the stage declares."""
     for name, leaf in zip(leaf_names(params), params.leaves, strict=True):
         if name in boundary.params and leaf.layout != boundary.params[name]:
             raise ValueError(
@@ -253,7 +250,6 @@ def _require_layouts(
 
 
 def _require_declared_frozen(low: LoweredStage, spec: StepSpec) -> None:
-    """Raise ValueError for an update of parameters that a module within a user's function has frozen."""
     if spec.frozen is not None and spec.updates is not None and low.outline.undeclared:
         names = ", ".join(map(repr, low.outline.undeclared[:5]))
         raise ValueError(
@@ -265,7 +261,6 @@ def _require_declared_frozen(low: LoweredStage, spec: StepSpec) -> None:
 
 
 def _require_loss(low: LoweredStage, loss: Signature, spec: StepSpec) -> None:
-    """Raise ValueError for a loss of another form than wanted, or one that the caller did not ask for."""
     if low.call.function.loss_fn is None and not loss.leaves:
         return
     got, shape = ", ".join(map(str, loss.leaves)) or "nothing", spec.loss_shape
@@ -283,7 +278,6 @@ def _require_loss(low: LoweredStage, loss: Signature, spec: StepSpec) -> None:
 
 
 def _require_wanted(low: LoweredStage, form: StepForm, spec: StepSpec, replicated: bool) -> None:
-    """Raise ValueError for metrics, a state or outputs that the caller cannot get or did not ask for."""
     stage, metrics, state = low.model_stage, low.metrics, low.state
     if low.aux.leaves and "aux" not in spec.wants:
         raise ValueError(

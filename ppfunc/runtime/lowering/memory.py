@@ -143,7 +143,6 @@ def _of_rank(step: LoweredStep, rank: int) -> LoweredStep:
 
 
 def _arguments(step: LoweredStep, rank: int) -> StepArguments:
-    """Make the arguments that a rank reads."""
     form, schedule = step.form, step.schedule
     stages = schedule.model_stages_of(rank)
 
@@ -168,7 +167,6 @@ def _arguments(step: LoweredStep, rank: int) -> StepArguments:
 def _run(
     step: LoweredStep, compiled: CompiledStep, arguments: StepArguments, ledger: Ledger
 ) -> Iterator[Moment]:
-    """Run the calls of a rank, and make the results."""
     (rank,) = step.ranks
     program, flat = step.schedule.programs[rank], tuple(step.schedule.instructions(rank))
     starts = [0, *accumulate(map(len, program))]

@@ -20,7 +20,7 @@ from ..agreement.ties import OTHER_VALUES, Place, SharedLeaf, differs
 from ..call.results import apart, losses_of
 from ..errors import AgreementError
 from ..execution.buffers import Buffers, Compared, Origin, ParameterUpdate
-from ..transport.collective import Collective
+from ..transport.grid import Collective
 from ..transport.protocols import Call, DataTransport
 from .calls import PlacedCall, Sum
 from .lowered import LoweredStep
@@ -68,7 +68,6 @@ def _groups(
 
 
 def _compare_here(pairs: Sequence[tuple[SharedLeaf, Place, Place]], buffers: Buffers) -> None:
-    """Compare the values of leaves at two places of this process each."""
     names, flags = [], list[torch.Tensor]()
     for leaf, (_, first, at), (_, model, number) in pairs:
         value, other = buffers.params[first][at], buffers.params[model][number]

@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc._checks import naming_arguments, require_one_of
+from ppfunc._checks import naming_arguments
 from ppfunc.stage.device import available
 
 from ..agreement.comparison import LaidOut
 from ..call.results import sum_up
 from ..errors import AgreementError, Failure, PipelineError
 from ..execution.buffers import Buffers, Compared, moved
-from .collective import Among, Collective, Wait
-from .grid import Axes, ShardWhat, grid_of, require_shardable
+from .grid import Among, Axes, Collective, ShardWhat, Wait, grid_of, require_shardable
 from .protocols import Call, LossPart, Mode, Transfer, Transport
 
 
@@ -127,7 +126,6 @@ class OnPaper(InProcess):
     def __init__(self, *, mesh: DeviceMesh, axes: Axes | None = None, shard: ShardWhat = "none") -> None:
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(f"mesh: got {mesh!r}, expected a DeviceMesh, such as init_device_mesh makes")
-        require_one_of("shard", shard, ("none", "optimizer", "params"))
         self.mesh, self.axes, self.shard = mesh, axes or Axes(), shard
         require_shardable(self.axes, shard)
         self._grid = grid_of(mesh, self.axes, int(mesh.mesh.flatten()[0]))

@@ -23,8 +23,7 @@ from ..control.socket_links import SocketLinks
 from ..errors import CLOSED, Failure, LinkError
 from ..execution.buffers import Compared
 from . import _torch
-from .collective import Among, Collective, named
-from .grid import Axes, ShardWhat, grid_of
+from .grid import Among, Axes, Collective, ShardWhat, grid_of, named
 from .opening import Opening, open_groups
 from .pair_groups import PairGroups, lost
 from .protocols import Call, LossPart, Mode, Route, Transfer

@@ -165,7 +165,6 @@ def require_run(root: Path, run: str | None) -> None:
 
 
 def is_complete(folder: Path) -> bool:
-    """Tell whether a checkpoint is complete, without reading tensors."""
     with suppress(CheckpointError):
         open_checkpoint(folder)
         return True
@@ -255,7 +254,6 @@ def read_parts(contents: Contents, parts: Iterable[PartToRead]) -> None:
 
 
 def _require_written(contents: Contents, name: str, file: TensorFile, parts: Iterable[PartToRead]) -> None:
-    """Raise CheckpointError unless a file has the header that was written, and these parts of tensors."""
     if contents.files[name][1] != file.header:
         raise CheckpointError(
             f"{escaped(file.name)} has another header than the one that was written: damaged, or of another"

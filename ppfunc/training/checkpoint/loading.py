@@ -141,7 +141,6 @@ def _form(leaf: Leaf) -> str:
 
 
 def _wanted(answers: Sequence[Mapping[str, str]]) -> Wanted:
-    """Unite the forms of the leaves of all ranks."""
     places = [f" on rank {rank}" if len(answers) > 1 else "" for rank in range(len(answers))]
     by_place = list(zip(places, answers, strict=True))
     for name, (one, known), (other, form) in differences(by_place):

@@ -154,7 +154,6 @@ def _require_no_weights(root: Path) -> None:
 
 
 def _divided(tensors: Mapping[str, torch.Tensor], most: int) -> list[list[str]]:
-    """Divide names into files of at most so many bytes."""
     files: list[list[str]] = []
     room = 0
     for name, tensor in tensors.items():

@@ -120,7 +120,6 @@ def _rank_error(error: PipelineError) -> RankError:
 
 
 def _ranks(group: Group) -> tuple[list[int], int]:
-    """Return the ranks of a group, and this one, as the world numbers them."""
     if isinstance(group, DeviceMesh):
         return group.mesh.flatten().tolist(), dist.get_rank()
     if group is not None and not isinstance(group, dist.ProcessGroup):

@@ -47,11 +47,6 @@ def powers(norms: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
     return norms.double() if isinf(norm_type) else norms.double().pow(norm_type)
 
 
-def leaf_sums(leaves: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """Sum ``|x|**p`` over each leaf, float64[leaves]; for infinity, take its largest ``|x|``."""
-    return powers(leaf_norms(leaves, norm_type), norm_type)
-
-
 def _norms(leaves: Sequence[torch.Tensor], norm_type: float, largest: int) -> torch.Tensor:
     """Compute the norms of leaves of one dtype and device, none of them empty: float[leaves].
 
@@ -104,7 +99,8 @@ def global_norm(tree: Any, norm_type: float = 2.0) -> torch.Tensor:
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)}).item()
     5.0
     """
-    return norm_of(norm_sum(leaf_sums(tree_leaves(tree), norm_type), norm_type), norm_type)
+    sums = powers(leaf_norms(tree_leaves(tree), norm_type), norm_type)
+    return norm_of(norm_sum(sums, norm_type), norm_type)
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor | None:

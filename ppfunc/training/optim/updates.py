@@ -238,7 +238,6 @@ def _by_formula(
 
 
 def _zeros(p: Tensor, shape_of: Callable[[torch.Size], Sequence[int] | None]) -> Tensor | None:
-    """Make the first leaf of a state for a parameter, None where it has none."""
     shape = shape_of(p.shape) if differentiable(p.dtype) else None
     return None if shape is None else p.new_zeros(shape)
 

@@ -22,6 +22,8 @@ from .protocols import Optimizer, require_pair, skipping, text_of
 from .rates import LearningRate
 from .updates import optimizer_of, require_betas
 
+_norm = torch.linalg.vector_norm
+
 
 @naming_arguments
 def muon(
@@ -224,10 +226,6 @@ def _adafactor(
     size = (_norm(p) / sqrt(max(1, p.numel()))).clamp(min=eps[1])
     rate = torch.minimum(torch.as_tensor(lr, dtype=p.dtype, device=p.device), step.rsqrt())
     return p - lr * weight_decay * p - size * rate * direction, row, column, square
-
-
-def _norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x)
 
 
 def _orthogonal(matrix: Tensor, steps: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from ppfunc.runtime.execution.buffers import Buffers, Gradients, Leaves, ParameterUpdate
 from ppfunc.runtime.execution.nonfinite import NotFinite
-from ppfunc.runtime.transport.collective import Wait
+from ppfunc.runtime.transport.grid import Wait
 from ppfunc.stage.layout import local
 from ppfunc.stage.patterns import note_patterns
 from ppfunc.stage.signature import LeafSignature, Signature, leaf_names

@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ppfunc.runtime import Transport
 from ppfunc.runtime.agreement.comparison import note_data_axis
 from ppfunc.runtime.agreement.ties import Tied
-from ppfunc.runtime.transport.collective import Collective
-from ppfunc.runtime.transport.grid import Axes, ShardWhat
+from ppfunc.runtime.transport.grid import Axes, Collective, ShardWhat
 from ppfunc.runtime.transport.inprocess import CollectiveOnPaper
 from ppfunc.schedule import Schedule
 from ppfunc.stage.layout import MeshLayout, distributed, layout_of, local, placements_of
@@ -183,7 +182,6 @@ class TrainingRanks(NamedTuple):
         return [axis for axis, placement in pairs if axis in self.axes.data_axes and placement != "R"]
 
     def shards(self, leaves: Sequence[torch.Tensor], dims: Dims) -> Sequence[torch.Tensor]:
-        """Return the shards of leaves of this rank that this data rank updates."""
         if self.shards_params or self.parts.size == 1:
             return leaves
         return shard(leaves, dims, self.parts.size, self.parts.index)

@@ -274,10 +274,7 @@ def require_state_of(
 def _forms(tree: Tree, name: str, sized: bool) -> dict[str, str]:
     leaves, treedef = tree_flatten(tree)
     pairs = zip(tree_paths(treedef, name), leaves, strict=True)
-    return {
-        path: f"{t.dtype}{list(t.shape) if sized and t.ndim else ''} of {t.ndim} dimensions"
-        for path, t in pairs
-    }
+    return {p: f"{t.dtype} of {f'shape {[*t.shape]}' if sized else f'{t.ndim} dimensions'}" for p, t in pairs}
 
 
 def _without_values(leaf: torch.Tensor) -> torch.Tensor:
