@@ -122,12 +122,10 @@ class LaidOut(NamedTuple):
         return "; ".join(f"{name}: {leaf}" for name, leaf in self.leaves.items()) or "no DTensors"
 
 
-NO_LAYOUTS = LaidOut({}, "")
-
-
 def laid_out(form: StepForm) -> LaidOut:
     """Describe how the arguments of this form lie over meshes."""
-    leaves = {name: f"{leaf.dtype} {leaf.layout}" for name, leaf in _leaves(form) if leaf.layout is not None}
+    named = _leaves(form) if form.distributed else ()
+    leaves = {name: f"{leaf.dtype} {leaf.layout}" for name, leaf in named if leaf.layout is not None}
     return LaidOut(leaves, sha256(repr(leaves).encode()).hexdigest()[:16] if leaves else "")
 
 

@@ -3,7 +3,7 @@
 import json
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
 from itertools import chain, islice
@@ -23,13 +23,11 @@ Leaves = tuple[torch.Tensor, ...]
 _WHOLE = "what every microbatch takes whole is ppfunc.replicated(x)"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Replicated:
-    """Marks a part of a batch that every microbatch takes whole; see :func:`replicated`."""
+    """Mark a part of a batch that every microbatch takes whole; see :func:`replicated`."""
 
-    __slots__ = ("tree",)
-
-    def __init__(self, tree: Any) -> None:
-        self.tree = tree
+    tree: Any
 
 
 register_pytree_node(Replicated, lambda marked: ([marked.tree], None), lambda trees, _: Replicated(*trees))

@@ -43,7 +43,8 @@ class Recorder:
         lowered = compiled.lowered
         stages = (lowered.schedule.model_stages[place.instruction.stage] for place in compiled.places)
         devices = [lowered.form.devices[stage] for stage in stages]
-        calls = map(self._noted, compiled.calls, devices)
+        pairs = zip(compiled.calls, devices, strict=True)
+        calls = (partial(self._run, call, device) for call, device in pairs)
         return compiled._replace(
             calls=(partial(self._begin, frozenset(devices)), *calls),
             places=(*compiled.places[:1], *compiled.places),
@@ -55,14 +56,10 @@ class Recorder:
         self._marks, self._start = [], self._clock()
         self._begun = {device: record_event(device, timing=True) for device in devices if accelerates(device)}
 
-    def _noted(self, call: Call, device: torch.device) -> Call:
-        mark = partial(record_event, device, timing=True) if accelerates(device) else self._clock
-
-        def run(buffers: Buffers) -> None:
-            call(buffers)
-            self._marks.append((device, mark()))
-
-        return run
+    def _run(self, call: Call, device: torch.device, buffers: Buffers) -> None:
+        call(buffers)
+        mark = record_event(device, timing=True) if accelerates(device) else self._clock()
+        self._marks.append((device, mark))
 
     def intervals(self) -> list[Interval]:
         """Return start and end of every call, by the clock of this host.

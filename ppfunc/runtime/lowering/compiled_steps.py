@@ -10,7 +10,7 @@ from ppfunc.stage.errors import warn
 from ppfunc.stage.modules.module import structure_watch
 
 from ..agreement.agreement import Agreed, Agreement, Exchange
-from ..agreement.comparison import NO_LAYOUTS, LaidOut, laid_out
+from ..agreement.comparison import LaidOut, laid_out
 from ..call.arguments import StepArguments
 from ..call.batch import BatchShapes
 from ..call.forms import StepForm
@@ -212,8 +212,7 @@ class CompiledSteps:
             if (built := self._cached(form, agreed)) is not None:
                 return built
             last = self.last
-            layouts = laid_out(lowered.form) if lowered.form.distributed else NO_LAYOUTS
-            entry = Entry(form, agreed, Guards.now(lowered), compiled, layouts)
+            entry = Entry(form, agreed, Guards.now(lowered), compiled, laid_out(lowered.form))
             self._misses += 1
             self._entries = [*self._entries[1 - CACHE_SIZE :], entry]
             self._traced += (anew := self._pipeline.programs.evaluations > before)

@@ -45,14 +45,10 @@ class _Addresses(Store):
     def has_extended_api(self) -> bool:
         return False
 
-    def complete(self, theirs: dict[str, bytes]) -> None:
-        """Add the addresses of the others, and wake those that wait for them."""
-        self._known |= theirs
-        self._complete.set()
-
-    def give_up(self) -> None:
-        """Unblock waiters with an error."""
-        self._given_up = True
+    def complete(self, theirs: dict[str, bytes] | None) -> None:
+        """Add the addresses of the others, and wake those that wait for them; with None, by an error."""
+        self._given_up = theirs is None
+        self._known |= theirs or {}
         self._complete.set()
 
 
@@ -169,7 +165,7 @@ def open_gloo(links: SocketLinks, name: str, members: Sequence[int], timeout: fl
         addresses.complete(dict(receive_address(links, name, other) for other in others))
         return links.settle(peer, group)
     finally:
-        addresses.give_up()
+        addresses.complete(None)
 
 
 def receive_address(links: SocketLinks, name: str, peer: int) -> tuple[str, bytes]:

@@ -26,7 +26,7 @@ from . import _torch
 from .grid import Among, Axes, Collective, ShardWhat, grid_of, named
 from .opening import Opening, open_groups
 from .pair_groups import PairGroups, lost
-from .protocols import Call, LossPart, Mode, Route, Transfer
+from .protocols import LossPart, Mode, Route
 
 
 class P2P(Control):
@@ -122,7 +122,8 @@ class P2P(Control):
         super().__init__(links, grid)
         self.links: SocketLinks
         self.backend = rendezvous.backend
-        self._pair_groups = PairGroups(self.backend, links, self.pipeline, mapped)
+        self._pair_groups = pairs = PairGroups(self.backend, links, self.pipeline, mapped)
+        self.post, self.wait = pairs.post, pairs.wait
         self._groups: list[Any] = []  # the communicators that are open
         self._collectives: dict[Among, Collective] = {}
         self._aborts, self._synchronizing = _torch.Aborts(), False
@@ -307,12 +308,6 @@ class P2P(Control):
         if isinstance(among, tuple):
             return tuple(self.pipeline[rank] for rank in among)  # type: ignore[index]
         return tuple(range(self.grid.size))
-
-    def post(self, batch: Sequence[Transfer]) -> Call | None:
-        return self._pair_groups.post(batch)
-
-    def wait(self, transfer: Transfer) -> Call | None:
-        return self._pair_groups.wait(transfer)
 
     def disconnect(self) -> list[Any]:
         """Drop every communicator, which ends with its last reference: peers that wait on one raise at once.

@@ -82,7 +82,10 @@ def plan_of(folder: Path, step: int | None, answers: Sequence[Sequence[Any]]) ->
             overlap.
     """
     named = ((rank, name, form) for rank, forms in enumerate(answers) for name, *form in forms)
-    texts = ((rank, {name: _text_of(*form)}) for rank, name, form in named)
+    # Of a tensor its dtype and shape, else the value.
+    texts = (
+        (rank, {name: f"{form[0]}{form[1]}" if form[1:] else repr(form[0])}) for rank, name, form in named
+    )
     for name, (one, known), (other, text) in differences(texts):
         raise ValueError(
             f"{escaped(name)} is {known} on rank {one}, and {text} on rank {other}; expected the same"
@@ -112,10 +115,6 @@ def plan_of(folder: Path, step: int | None, answers: Sequence[Sequence[Any]]) ->
         tensors[name] = stored._replace(parts=tuple(sorted(parts[name])))
     shared = {key for key, ranks in holders.items() if len(ranks) > 1}
     return Contents(folder, tensors, values, {}, step), shared
-
-
-def _text_of(value: Any, *shape: Any) -> str:
-    return f"{value}{shape[0]}" if shape else repr(value)
 
 
 def require_same(answers: Sequence[Sequence[Sequence[Any]]]) -> None:

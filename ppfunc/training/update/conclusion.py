@@ -155,8 +155,6 @@ def learning_rate(optimizer: Optimizer, initial: TrainState, step: torch.Tensor,
     if optimizer.rate is None:
         return None
     values = optimizer.rate(next(iter(initial.optimizer.values())), step - initial.step)
-    if isinstance(values, float):
-        return torch.full_like(like, values)
     return tree_map(lambda v: v.to(like) if isinstance(v, torch.Tensor) else torch.full_like(like, v), values)
 
 
