@@ -164,8 +164,8 @@ def find_culprit(rank: int, size: int, answers: Mapping[int, Answer]) -> tuple[i
     2
     >>> find_culprit(3, 4, {3: Answer(1), 1: Answer(0)})[0]  # 2 lies behind 0
     0
-    >>> find_culprit(0, 2, {0: Answer(1, True, 4), 1: Answer(None, False, 4)})
-    (1, 'rank 1 has not begun the step after 4 steps that rank 0 is in')
+    >>> find_culprit(0, 2, {0: Answer(1, True, 4), 1: Answer(None, False, 4)})[1].partition(":")[0]
+    'rank 1 has not begun the step after 4 steps that rank 0 is in; it may be in one over another transport'
     >>> find_culprit(0, 2, {0: Answer(1, cut=[1])})
     (1, 'the link between rank 0 and rank 1 has failed')
     """
@@ -202,4 +202,7 @@ def _state(rank: int, theirs: Answer, mine: Answer, asking: int) -> str:
         return f"rank {rank} is at work in its step"
     if theirs.stepping is None or not mine.stepping:
         return f"rank {rank} is at work"
-    return f"rank {rank} has not begun the step after {theirs.ended} steps that rank {asking} is in"
+    return (
+        f"rank {rank} has not begun the step after {theirs.ended} steps that rank {asking} is in; it may be"
+        " in one over another transport: every rank must take its steps in the same order"
+    )
