@@ -124,7 +124,6 @@ class StepFailed(Exception):
         super().__init__(failure)
 
     def described(self) -> Failure:
-        """Return the failure with its context."""
         return self.failure._replace(context=self._context(self.failure) + self.which)
 
 

@@ -282,7 +282,6 @@ def to_text(losses: torch.Tensor) -> str:
 
 
 def of_text(text: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Read the text of :func:`to_text`."""
     if not text:  # torch.frombuffer takes no empty buffer
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray.fromhex(text), dtype=dtype).view(shape)

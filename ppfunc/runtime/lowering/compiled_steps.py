@@ -60,7 +60,6 @@ class Guards(NamedTuple):
         return self.autocast == on and (self.modules is None or self.modules())
 
     def require(self) -> None:
-        """Raise ValueError where they do not hold."""
         if not self.hold():
             raise ValueError(
                 "modules or autocast have another mode than when the step was lowered, or modules have other"

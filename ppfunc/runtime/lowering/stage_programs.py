@@ -77,7 +77,6 @@ class StageCall(NamedTuple):
 
     @property
     def sizes(self) -> tuple[Signature, ...]:
-        """Return the signatures of inputs and extras."""
         return tuple(map(Signature.of, self.example[1:]))
 
     @property

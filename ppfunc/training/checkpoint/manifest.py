@@ -31,7 +31,6 @@ class Box(NamedTuple):
 
     @classmethod
     def of_whole(cls, shape: Iterable[int]) -> Self:
-        """Make the box of a whole tensor."""
         sizes = tuple(shape)
         return cls((0,) * len(sizes), sizes)
 

@@ -70,7 +70,6 @@ class Span(NamedTuple):
 
 
 def require_storable(tensor: torch.Tensor, name: str) -> None:
-    """Raise TypeError for a tensor that no safetensors file holds."""
     if tensor.dtype not in _CODES:
         raise TypeError(f"{name} has the dtype {tensor.dtype}, expected one of {', '.join(DTYPES_BY_NAME)}")
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:

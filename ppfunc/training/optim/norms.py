@@ -129,7 +129,6 @@ class Clip(NamedTuple):
         return f"clip_by_global_norm({self.max_norm}, {self.norm_type})"
 
     def __call__(self, grads: Any) -> Any:
-        """Clip the gradients of a tree by its norm."""
         factor = clip_coefficient(global_norm(grads, self.norm_type), self.max_norm)
         if factor is None:
             return grads

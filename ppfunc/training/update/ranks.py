@@ -77,7 +77,6 @@ class TrainingRanks(NamedTuple):
 
     @classmethod
     def of(cls, schedule: Schedule, tied: Tied, transport: Transport) -> Self:
-        """Describe the ranks of a transport."""
         mesh, axes, shard = transport.mesh, transport.axes, transport.shard
         every = axes.data_axes
         if mesh is not None:
