@@ -18,8 +18,6 @@ from ppfunc.steps import value_and_grad
 
 from ._checks import require_counts, require_type
 
-__all__ = ["measure"]
-
 
 def measure(
     stages: Stages,

@@ -17,8 +17,6 @@ from ppfunc.stage.modules.frozen import FrozenLeaves, Trainable
 
 from ._checks import require_one_of
 
-__all__ = ["eval_shape", "evaluate", "value_and_grad"]
-
 _OnNonfinite = Literal["raise", "ignore"]
 
 

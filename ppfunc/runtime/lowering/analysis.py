@@ -1,6 +1,6 @@
 """Show lowered steps to people: their text, memory, cost and results, from shapes alone."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -26,8 +26,6 @@ from .ledger import Memories
 from .lowered import BATCH, LoweredStage, LoweredStep
 from .memory import Completed, cotangents_of, empty, memory_of, residual_bytes
 from .stage_programs import StagePrograms
-
-Counts = tuple[float, float, float, float]
 
 
 class Cost(NamedTuple):
@@ -234,7 +232,9 @@ def costs_of(step: LoweredStep, programs: Mapping[Key, StageProgram]) -> dict[st
     return sizes
 
 
-def _flops(program: StageProgram, low: LoweredStage, counter: Callable[[], Any], *, training: bool) -> Counts:
+def _flops(
+    program: StageProgram, low: LoweredStage, counter: Callable[[], Any], *, training: bool
+) -> Sequence[float]:
     """Count the operations of forward, backward, input and weight gradient of one microbatch."""
     flat, counted = program.flat, partial(_counted, counter)
     with torch.no_grad(), without_values():
@@ -262,7 +262,7 @@ def _counted(counter: Callable[[], Any], function: Callable[..., Any], *args: An
     return result, counting.get_total_flops()
 
 
-def _cost(schedule: Schedule, flops: dict[Key, Counts], rank: int) -> Cost:
+def _cost(schedule: Schedule, flops: Mapping[Key, Sequence[float]], rank: int) -> Cost:
     totals: dict[Op, float] = {Op.F: 0, Op.B: 0, Op.I: 0, Op.W: 0}
     for instruction in schedule.instructions(rank):
         for part in parts_of(instruction):

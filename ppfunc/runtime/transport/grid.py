@@ -77,15 +77,10 @@ class Grid(NamedTuple):
         return next(ranks for ranks in self.pipelines if self.rank in ranks)
 
     @property
-    def model(self) -> tuple[int, ...]:
-        """List the ranks with the place of this rank in the pipelines that run the same batch."""
-        place = self.pipeline.index(self.rank)
-        return tuple(ranks[place] for ranks in self.pipelines)
-
-    @property
     def mixes_batches(self) -> bool:
         """Tell whether stages communicate with ranks that run other batches."""
-        return not set(self.together) <= set(self.model)
+        place = self.pipeline.index(self.rank)
+        return not set(self.together) <= {ranks[place] for ranks in self.pipelines}
 
     def along(self, axes: Sequence[str]) -> tuple[int, ...]:
         """List the ranks that differ from this one along these axes alone, in the order of the axes.

@@ -279,8 +279,8 @@ class Transport(DataTransport, ControlTransport, Protocol):
 
 def without_method(transport: object) -> list[str]:
     """List the methods and attributes of a :class:`Transport` that an object lacks, or has as defaults."""
-    parts = DataTransport, ControlTransport, Transport
-    names = dict.fromkeys(name for part in parts for name in (*part.__annotations__, *vars(part)))
+    every = (DataTransport, ControlTransport, Transport)
+    names = dict.fromkeys(name for part in every for name in (*part.__annotations__, *vars(part)))
     public = (name for name in names if not name.startswith("_"))
     return [
         name

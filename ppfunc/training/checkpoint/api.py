@@ -70,7 +70,7 @@ def save(
     ...     path.name, load(runs, like={"w": torch.zeros(2), "batch": 0})
     ('step-1', {'w': tensor([1., 1.]), 'batch': 7})
     """
-    _flight.end_last()
+    _end_last()
     with Peers(group) as peers, ExitStack() as stack:
         return write(peers, prepare(peers, folder, state, step, keep, names, run, None, stack))
 
@@ -96,14 +96,13 @@ def save_async(
     Args:
         folder, state, keep, step, names, group, run: as for :func:`save`.
     """
-    with _flight.lock, ExitStack() as stack:
-        _flight.end_last()
-        peers = stack.enter_context(Peers(group))
-        # Memory that a thread may still read is never that of the next save.
-        spare, _flight.spare = _flight.spare, {}
+    with _lock, ExitStack() as stack:
+        _end_last()
+        peers, spare = stack.enter_context(Peers(group)), dict(_spare)
+        _spare.clear()  # memory that a thread may still read is never that of the next save
         work = prepare(peers, folder, state, step, keep, names, run, spare, stack)
-        _flight.last = Saving(peers, work, stack.pop_all())
-        return _flight.last
+        _under_way.append(Saving(peers, work, stack.pop_all()))
+        return _under_way[0]
 
 
 class Saving:
@@ -165,24 +164,18 @@ class Saving:
         return copies
 
 
-class _Flight:
-    """Holds the save of this process that is under way."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # held while a save begins
-        self.last: Saving | None = None
-        self.spare: dict[str, Tensor] = {}  # memory of the copies of the last one
-
-    def end_last(self) -> None:
-        """Wait for the save that is under way, and warn if it has failed."""
-        with self.lock:
-            if self.last is not None:
-                self.spare = self.last.end()
-                self.last = None  # not before: who interrupts the wait may save again
+_lock = threading.RLock()  # held while a save begins
+_under_way: list[Saving] = []  # at most one
+_spare: dict[str, Tensor] = {}  # memory of the copies of the last one
 
 
-_flight = _Flight()
-atexit.register(_flight.end_last)
+@atexit.register
+def _end_last() -> None:
+    """Wait for the save of this process that is under way, and warn if it has failed."""
+    with _lock:
+        for saving in _under_way:
+            _spare.update(saving.end())
+        _under_way.clear()  # not before: who interrupts the wait may save again
 
 
 @naming_arguments

@@ -250,7 +250,8 @@ def require_state_of(
     ones, init = tree_map(_one, params), rule.optimizer.init
     with preserve_rng(leaf.device for leaf in tree_leaves(ones)), noting_patterns() as used:
         try:
-            made, sized = init(tree_map(_without_values, params)), True
+            bare = tree_map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), params)
+            made, sized = init(bare), True
         except Exception:  # it needs values: sizes are compared by its updates alone
             made, sized = init(ones), False
     ours, theirs = (_forms(tree, name, sized) for tree in (made, state))
@@ -275,10 +276,6 @@ def _forms(tree: Tree, name: str, sized: bool) -> dict[str, str]:
     leaves, treedef = tree_flatten(tree)
     pairs = zip(tree_paths(treedef, name), leaves, strict=True)
     return {p: f"{t.dtype} of {f'shape {[*t.shape]}' if sized else f'{t.ndim} dimensions'}" for p, t in pairs}
-
-
-def _without_values(leaf: torch.Tensor) -> torch.Tensor:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
 
 
 def _one(leaf: torch.Tensor) -> torch.Tensor:
