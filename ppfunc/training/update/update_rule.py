@@ -2,6 +2,7 @@
 
 import reprlib
 from collections.abc import Sequence
+from contextlib import suppress
 from math import inf
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -249,12 +250,12 @@ def require_state_of(
     flatten(state, name)  # raises for leaves that are no tensors
     ones, init = tree_map(_one, params), rule.optimizer.init
     with preserve_rng(leaf.device for leaf in tree_leaves(ones)), noting_patterns() as used:
-        try:
-            bare = tree_map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"), params)
-            made, sized = init(bare), True
-        except Exception:  # it needs values: sizes are compared by its updates alone
-            made, sized = init(ones), False
-    ours, theirs = (_forms(tree, name, sized) for tree in (made, state))
+        sized = None
+        with suppress(Exception):  # it needs values: sizes are compared by its updates alone
+            sized = init(tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), params))
+        made = init(ones)  # last: an optimizer may keep what it was given
+    known = sized is not None
+    ours, theirs = (_forms(tree, name, known) for tree in (sized if known else made, state))
     for path in {**ours, **theirs}:
         got, expected = (forms.get(path, "nothing") for forms in (theirs, ours))
         if got != expected:
