@@ -66,10 +66,10 @@ def tune(
 
     Stages are timed once per cut, microbatch and rematerialisation that the search needs: here, alone, on one
     rank, beside those timed first. With one thread of torch these are seconds of that thread, unless a step
-    waits for others, so other processes may run here. A step is simulated with its messages, sums and
-    updates; its peaks are those of ``Trainer.lower(...).memory_analysis()``. Sums over tied places take no
-    time. Under a limit of memory, plans compute residuals again, or move them to the host, where that is
-    faster than to keep them.
+    waits for others, so other processes may run here. Calls in several threads search in turn. A step is
+    simulated with its messages, sums and updates; its peaks are those of
+    ``Trainer.lower(...).memory_analysis()``. Sums over tied places take no time. Under a limit of memory,
+    plans compute residuals again, or move them to the host, where that is faster than to keep them.
 
     Args:
         model: any module, which :func:`ppfunc.split` cuts into balanced stages, or a split, whose cuts stay;
@@ -112,7 +112,7 @@ def tune(
         ValueError: numbers out of range, or that do not divide, names that do not exist, or no list of what
             to try; a model with DTensors, whose tensor ranks cannot vary; a host for a model on the CPU or
             meta, whose residuals stay; a process group that is there: during the search one of torch's
-            backend ``fake`` stands for the ranks. Calls in several threads search in turn.
+            backend ``fake`` stands for the ranks.
         StageError, TypeError: as :func:`ppfunc.split`; arguments of other types.
     """
     _require_options(model, loss_fn, optimizer, options)

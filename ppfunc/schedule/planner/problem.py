@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import lcm
 from numbers import Rational, Real
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from ppfunc._checks import require_counts
 from ppfunc.parallel.placement import explicit, stages_of
 
 from ..costs import Costs, Number, exact_portion, require_costs
-
-if TYPE_CHECKING:
-    from fractions import Fraction
 
 Objective = Literal["makespan", "span"]
 Cap = Number | Sequence[Number] | None
@@ -136,7 +133,7 @@ def problem_of(
     return problem
 
 
-def _exact(value: Number) -> "Fraction":
+def _exact(value: Number) -> Number:
     from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly
 
     return Fraction(value if isinstance(value, Rational) else float(value))
