@@ -188,5 +188,4 @@ class FailureRecord(NamedTuple):
                 self.reason if rank == self.reporter else f"{self.reason} [found by rank {self.reporter}]"
             )
         instruction = None if self.instruction is None else parse_instruction(self.instruction)
-        gone = self.kind == "gone"
-        return PipelineError(self.rank, self.position, instruction, self.reason, rank, gone)
+        return PipelineError(self.rank, self.position, instruction, self.reason, rank, self.kind == "gone")

@@ -289,17 +289,16 @@ def step_form(
 def require_values(trees: Mapping[str, TreeForm]) -> None:
     """Raise ValueError for a leaf without values, or on another device than the others of its stage."""
     for name, form in trees.items():
-        devices = form.devices
-        for path, device in zip(tree_paths(form.form.treedef), devices, strict=True):
+        for path, device in zip(tree_paths(form.form.treedef), form.devices, strict=True):
             if device.type == "meta":
                 raise ValueError(
                     f"{name}{path}: got a tensor on the device meta, which has no values; materialise it, or"
                     " call step.lower for shapes alone"
                 )
-            if device != devices[0] and name.startswith("params"):
+            if device != form.devices[0] and name.startswith("params"):
                 raise ValueError(
-                    f"{name}{path}: got a tensor on {device}, others of this stage are on {devices[0]}; move"
-                    " all to one device"
+                    f"{name}{path}: got a tensor on {device}, others of this stage are on {form.devices[0]};"
+                    " move all to one device"
                 )
 
 

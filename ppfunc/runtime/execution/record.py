@@ -43,8 +43,7 @@ class Recorder:
         lowered = compiled.lowered
         stages = (lowered.schedule.model_stages[place.instruction.stage] for place in compiled.places)
         devices = [lowered.form.devices[stage] for stage in stages]
-        pairs = zip(compiled.calls, devices, strict=True)
-        calls = (partial(self._run, call, device) for call, device in pairs)
+        calls = (partial(self._run, *pair) for pair in zip(compiled.calls, devices, strict=True))
         return compiled._replace(
             calls=(partial(self._begin, frozenset(devices)), *calls),
             places=(*compiled.places[:1], *compiled.places),

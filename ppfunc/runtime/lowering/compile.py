@@ -188,8 +188,7 @@ class _Binder:
         """Wait for the parameters of a stage before their first use since something may gather them."""
         model_stage = self._schedule.model_stages[stage]
         if model_stage in self._gathering:
-            first = self._gathering.pop(model_stage) or place
-            yield from _at(first, partial(await_params, model_stage))
+            yield from _at(self._gathering.pop(model_stage) or place, partial(await_params, model_stage))
 
     # -- communication
 
