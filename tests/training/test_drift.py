@@ -189,7 +189,9 @@ def test_a_leaf_of_the_last_step_that_was_resized_is_told():
         state = stepped(trainer, trainer.init({0: {"w": normal(WIDTH, WIDTH)}}), 0)
         kept = tree_map(torch.clone, state)
         state.optimizer[0]["mean"]["w"].resize_(2, 2)
-        with pytest.raises(ValueError, match=r"\['mean'\]\['w'\]: got torch.float64 of shape \[2, 2\], expected"):
+        with pytest.raises(
+            ValueError, match=r"\['mean'\]\['w'\]: got torch.float64 of shape \[2, 2\], expected"
+        ):
             stepped(trainer, state, 1)
         stepped(trainer, kept, 1)
 
