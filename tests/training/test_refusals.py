@@ -213,6 +213,8 @@ def test_states_of_others_are_named():
         "step": state._replace(step=3),
         "shape": state._replace(params={0: {"w": normal(WIDTH, 2)}, 1: params[1]}),
         "stage state": state._replace(stage_state={0: Running(normal(1))}),
+        "no scale": state._replace(scale=None),
+        "number": state._replace(params={0: {"w": 1.5}, 1: params[1]}),
     }
     wanted = {
         "stages": r"state.params: got the stages \[0\], this process runs \[0, 1\]",
@@ -224,6 +226,8 @@ def test_states_of_others_are_named():
         "step": "state.step: got 3, expected an int64 tensor",
         "shape": r"\[4,2\]|4x2|must match|cannot|shape",
         "stage state": "takes 2 positional arguments but 3 were given",
+        "no scale": "state.scale: got None, the scale of this trainer has none",
+        "number": r"state.params\[0\]\['w'\]: got 1.5 of type float, expected a tensor",
     }
     for name, other in others.items():
         with pytest.raises((TypeError, ValueError, pp.PipelineError, pp.StageError), match=wanted[name]):
@@ -233,6 +237,36 @@ def test_states_of_others_are_named():
             trainer.step(given, x, y)
     after, _ = trainer.step(state, x, y)
     assert after.step == 1
+
+
+def test_a_number_in_a_state_is_named_after_an_update_in_place():
+    """What memory an update had written into was asked of the number first: an AttributeError."""
+    _, params, x, y = problem()
+    trainer, donor = trainer_of(), trainer_of(pp.optim.adamw(1e-2, donate=True))
+    state = trainer.init(params)
+    donor.step(donor.init(params), x, y)
+    wrong = state._replace(optimizer={0: {**state.optimizer[0], "updates": 1}, 1: state.optimizer[1]})
+    with pytest.raises(TypeError, match=r"state.optimizer\[0\]\['updates'\]: got 1 of type int, expected"):
+        trainer.step(wrong, x, y)
+
+
+def test_an_optimizer_may_keep_other_trees_of_large_leaves():
+    """The structure of a state was that of leaves of one element, and no state of its own was taken."""
+
+    def init(params):
+        return {n: {"row": p.new_zeros(len(p))} if p.numel() > 1 else {"all": p * 0} for n, p in params.items()}
+
+    def update(grads, state, params):
+        rows = {"row": lambda g: g.square().mean(1), "all": torch.square}
+        new = {n: {k: v + rows[k](grads[n]) for k, v in kept.items()} for n, kept in state.items()}
+        return {n: p - 0.1 * grads[n] for n, p in params.items()}, new
+
+    _, params, x, y = problem()
+    trainer = trainer_of(pp.optim.Optimizer(init, update))
+    state, _ = trainer.step(trainer.init(params), x, y)
+    after, _ = trainer.step(state, x, y)
+    assert after.optimizer[0]["w"]["row"].shape == (WIDTH,)
+    assert (after.optimizer[0]["w"]["row"] > state.optimizer[0]["w"]["row"]).all()
 
 
 def test_what_an_optimizer_cannot_do_is_told_before_anything_runs():

@@ -52,7 +52,8 @@ class StageTrees(NamedTuple):
         leaves, treedef = tree_flatten(state.params[stage])
         if not ranks.shards_params:
             ranks.require_whole(leaves, f"state.params[{stage}]")
-        signature, cuts = Signature.of(state.params[stage]), ranks.cuts(leaves)
+        signature = Signature.of(state.params[stage], f"state.params[{stage}]")
+        cuts = ranks.cuts(leaves)
         fixed, again = rule.frozen.numbers(stage, signature), _further_places(ranks, stage, signature)
         trained = tuple(n for n in range(len(leaves)) if n not in fixed)
         bare = treedef.unflatten(None if n in fixed else leaf for n, leaf in enumerate(leaves))
@@ -148,7 +149,6 @@ def stages_of(
     scale, here = rule.precision.scale, ranks.stages
     keys = set() if scale is None else set(scale.init("cpu"))
     _require_parts(state, here, keys, 1 if rule.states.reduce is not None else ranks.data.size)
-    require_not_donated(state)
     made, stages, same = stages_made(state), dict[int, StageLeaves](), True
     for s in here:
         leaves, before = known[s].leaves_of(s, state) if s in known else None, made.get(s)
@@ -158,6 +158,7 @@ def stages_of(
         assert leaves is not None
         same &= before is not None and are(before.leaves, (*leaves.params, *leaves.optimizer))
         stages[s] = leaves
+    require_not_donated(state)
     # Updates go on, and check nothing again; a leaf that is new may share memory with any stage.
     for s, leaves in stages.items() if same else ():
         if made[s].trees is leaves.trees:
@@ -181,8 +182,9 @@ def _require_parts(state: TrainState, stages: Sequence[int], scale: Set[str], da
         )
     require_trees("state.params", state.params, stages)
     require_trees("state.optimizer", state.optimizer, stages)
-    if not isinstance(state.scale, Mapping) or state.scale.keys() != scale:
-        got, expected = (", ".join(map(repr, keys)) or "none" for keys in (state.scale, sorted(scale)))
+    given = state.scale if isinstance(state.scale, Mapping) else [state.scale]
+    if set(given) != scale:
+        got, expected = (", ".join(map(repr, keys)) or "none" for keys in (given, sorted(scale)))
         raise ValueError(
             f"state.scale: got {got}, the scale of this trainer has {expected}; go on with the same scale=,"
             " or init anew"

@@ -255,7 +255,8 @@ def require_state_of(
             sized = init(tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), params))
         made = init(ones)  # last: an optimizer may keep what it was given
     known = sized is not None
-    ours, theirs = (_forms(tree, name, known) for tree in (sized if known else made, state))
+    expected_state = sized if known else made
+    ours, theirs = (_forms(tree, name, known) for tree in (expected_state, state))
     for path in {**ours, **theirs}:
         got, expected = (forms.get(path, "nothing") for forms in (theirs, ours))
         if got != expected:
@@ -263,7 +264,7 @@ def require_state_of(
                 f"{path}: got {got}, expected {expected}, which the optimizer {text_of(rule.optimizer)}"
                 " keeps; go on with the optimizer whose state it is, or init anew"
             )
-    structure = tree_structure(made)
+    structure = tree_structure(expected_state)
     try:
         structure.flatten_up_to(state)
     except ValueError:
