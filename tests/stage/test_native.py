@@ -254,8 +254,16 @@ def test_autocast_casts_as_in_python(in_cpp, traced):
             assert (forward.fastest() is forward.function) == (on and not traced)
 
 
+@pytest.fixture
+def interrupts():
+    """Where the tests are a shell's job in the background, SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @torch.no_grad()
-def test_an_interrupt_cuts_a_long_program(in_cpp):
+def test_an_interrupt_cuts_a_long_program(in_cpp, interrupts):
     def stage(w, x):
         for _ in range(400):
             x = x @ w
