@@ -63,14 +63,18 @@ def first_line(error: BaseException) -> str:
 def refuse_own(error: BaseException, stage: str) -> None:
     """Raise StageError for an error of the user's own code in a later call: it is no refusal of an operator.
 
-    Operators refuse by RuntimeError or TypeError, without a statement ``raise`` of the user's.
+    Operators refuse by RuntimeError or TypeError, without a statement ``raise`` of the user's. An error that
+    is raised while another one is handled counts as that.
     """
-    trace: Any = error.__traceback__
+    first = error
+    while (before := first.__context__) is not None and before.__traceback__ is not None:
+        first = before
+    trace: Any = first.__traceback__
     while trace.tb_next is not None:
         trace = trace.tb_next
     code = trace.tb_frame.f_code
     raises = code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    if not is_of_a_library(code.co_filename) and (raises or not isinstance(error, RuntimeError | TypeError)):
+    if not is_of_a_library(code.co_filename) and (raises or not isinstance(first, RuntimeError | TypeError)):
         raise StageError(
             stage, f"it ran before, and then raised {first_line(error)}{line_of(error)}", ""
         ) from error

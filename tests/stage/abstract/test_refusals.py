@@ -264,6 +264,21 @@ def test_an_error_of_the_first_call_alone_is_raised(engine):
         engine(fn, (torch.ones(2), torch.zeros(2)))
 
 
+def test_a_refusal_of_an_operator_that_a_stage_raises_anew_keeps_its_mend():
+    """It was taken for an error of the stage's own, with nothing to do about it."""
+
+    def fn(w, x):
+        try:
+            return OldStyle.apply(w * x)
+        except RuntimeError as error:
+            raise ValueError("anew") from error
+
+    arguments = (torch.ones(2), torch.zeros(2))
+    with pytest.raises(StageError, match=r"differentiate it \(ValueError: anew\). Instead: use the eager"):
+        functional(fn, arguments)
+    eager(fn, arguments)
+
+
 @pytest.mark.parametrize("engine", [functional, eager], ids=lambda e: e.__name__)
 @pytest.mark.filterwarnings("ignore:.*Converting a tensor")
 def test_an_output_shape_that_depends_on_values_is_refused_when_it_changes(engine):
