@@ -1,4 +1,7 @@
-"""Run instructions as early as possible: each starts once its rank is free and its inputs are there."""
+"""Run instructions as early as possible: each starts once its rank is free and its inputs are there.
+
+Ranks take turns (`take_turns`) such that what they touch is still in the caches.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set, Sized

@@ -219,10 +219,8 @@ def _laid(leaf: Tensor, like: Tensor, name: str) -> Tensor:
 
 def _initialisers(root: nn.Module, twin: nn.Module) -> list[Callable[[], Any]]:
     """List the functions that initialise the parameters of a module: its constructor's, then the model's."""
-    functions: list[Callable[[], Any]] = []
-    reset = getattr(twin, "reset_parameters", getattr(twin, "_reset_parameters", None))
-    if callable(reset):
-        functions.append(reset)
+    resets = (getattr(twin, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    functions: list[Callable[[], Any]] = [*filter(callable, resets)][:1]
     initialise = getattr(root, "_init_weights", None)
     if callable(initialise) and len(inspect.signature(initialise).parameters) == 1:
         functions.append(lambda: initialise(twin))

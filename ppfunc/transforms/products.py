@@ -186,8 +186,9 @@ def _read_products(
     state: Mapping[int, Any] | None = None,
 ) -> RawArguments:
     """Read the arguments of a step with tangents of the parameters alone, as the caller writes them."""
-    batch = _unmoved(inputs)
-    return RawArguments(_paired(params, tangents), batch, targets, extras, state, loss_weights, seed)
+    return RawArguments(
+        _paired(params, tangents), _unmoved(inputs), targets, extras, state, loss_weights, seed
+    )
 
 
 def by_stage(trees: Any, name: str) -> Mapping[int, Any]:

@@ -181,9 +181,8 @@ def _stage_text(step: LoweredStep, stage: int) -> Iterator[str]:
     model_stage = step.schedule.model_stages[stage]
     name = f"stage {stage}" if stage == model_stage else f"stage {stage}, replica of stage {model_stage}"
     yield f"  {name} on {step.form.devices[model_stage]}: params {step.form.params[model_stage]}"
-    microbatches: dict[
-        int, list[int]
-    ] = {}  # by identity of what is lowered once for microbatches of one form
+    # By identity of what is lowered once for microbatches of one form.
+    microbatches: dict[int, list[int]] = {}
     for s, m in step.stages:
         if s == stage:
             microbatches.setdefault(id(step.stages[s, m]), []).append(m)

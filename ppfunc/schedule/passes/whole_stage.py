@@ -1,6 +1,4 @@
-"""Write the instructions of whole stages into a schedule: gathers of parameters, sums of gradients, optimizer
-steps.
-"""
+"""Write the instructions of whole stages: gathers of parameters, sums of gradients, optimizer steps."""
 
 from collections.abc import Collection
 from dataclasses import replace

@@ -128,9 +128,12 @@ def _check_program(schedule: Schedule, rank: int, program: tuple, ranges: Ranges
 def _is_pair(instruction: Instruction, rank: int, schedule: Schedule, ranges: Ranges) -> bool:
     """Tell whether the parts are a forward and a backward of stages of this rank."""
     op, stage, m, _, _, parts = instruction
-    if op is not Op.OVERLAP_F_B or type(parts) is not tuple or len(parts) != 2:
-        return False
-    if not all(type(part) is Instruction and len(part) == 6 for part in parts):
+    if (
+        op is not Op.OVERLAP_F_B
+        or type(parts) is not tuple
+        or len(parts) != 2
+        or not all(type(part) is Instruction and len(part) == 6 for part in parts)
+    ):
         return False
     forward, backward = parts
     return (

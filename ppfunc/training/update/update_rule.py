@@ -277,7 +277,10 @@ def require_state_of(
 def _forms(tree: Tree, name: str, sized: bool) -> dict[str, str]:
     leaves, treedef = tree_flatten(tree)
     pairs = zip(tree_paths(treedef, name), leaves, strict=True)
-    return {p: f"{t.dtype} of {f'shape {[*t.shape]}' if sized else f'{t.ndim} dimensions'}" for p, t in pairs}
+    return {
+        path: f"{t.dtype} of " + (f"shape {[*t.shape]}" if sized else f"{t.ndim} dimensions")
+        for path, t in pairs
+    }
 
 
 def _one(leaf: torch.Tensor) -> torch.Tensor:

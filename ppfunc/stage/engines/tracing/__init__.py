@@ -3,6 +3,7 @@
     joint.py          trace            records forward and backward of a stage as one graph
       graph.py          GraphRecorder    records operators; what is asked of their nodes
     clean.py          clean            drops copies, duplicates and dead operators
+                      require_same     compares a trace of symbols with the one of numbers
     cut.py            cut              cuts the graph in forward, backward and the two parts of a backward;
                                        posts collectives early, waits late
       again.py          cut_for          chooses what the backward computes again

@@ -1,4 +1,7 @@
-"""Clean up a joint trace without changing a bit of any result."""
+"""Clean up a joint trace without changing a bit of any result.
+
+One whose sizes are symbols is compared with the one of numbers, in what is left of both without copies.
+"""
 
 from collections.abc import Hashable, Iterator
 from itertools import zip_longest

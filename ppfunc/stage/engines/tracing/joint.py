@@ -257,9 +257,11 @@ class Record(GraphRecorder, TorchDispatchMode):
         Returns:
             None for an operator that needs no derivative, or has one for certain.
         """
-        if func.namespace == "aten" or not (self._in_forward and torch.is_grad_enabled()):
-            return None
-        if not any(t.requires_grad for t in tensors_in((args, kwargs))):
+        if (
+            func.namespace == "aten"
+            or not (self._in_forward and torch.is_grad_enabled())
+            or not any(t.requires_grad for t in tensors_in((args, kwargs)))
+        ):
             return None
         return [(t, t.grad_fn) for t in written(func, args, kwargs)]
 
