@@ -8,7 +8,7 @@ is a node without leaves.
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import optree
@@ -56,12 +56,10 @@ def register_leafless(kind: type, read: Callable[[Any], Any], make: Callable[[An
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """Return the leaves of a tree."""
     return tree_flatten(tree)[0]
 
 
 def tree_structure(tree: Any) -> optree.PyTreeSpec:
-    """Return the structure of a tree."""
     return tree_flatten(tree)[1]
 
 
@@ -69,6 +67,14 @@ def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Apply ``fn`` to every leaf, and to what is at its place in the trees ``rest``."""
     leaves, treedef = tree_flatten(tree)
     return treedef.unflatten(map(fn, leaves, *map(treedef.flatten_up_to, rest)))
+
+
+def filled(leaves: Sequence[Any], places: Sequence[int], values: Iterable[Any]) -> list[Any]:
+    """Return the leaves, with ``values`` at ``places``."""
+    full = list(leaves)
+    for place, value in zip(places, values, strict=True):
+        full[place] = value
+    return full
 
 
 def tree_paths(treedef: optree.PyTreeSpec, name: str = "") -> tuple[str, ...]:
@@ -101,7 +107,7 @@ def _adopt() -> None:
                 or optree.is_structseq_class(kind)
                 or kind.__module__ == BLOCK_MASKS
             ):
-                continue  # of block masks, see `carried`
+                continue  # of block masks, see `constants`
             if optree.register_pytree_node.get(kind, namespace=NAMESPACE) is None:
                 optree.register_pytree_node(
                     kind, *_functions_of(node), path_entry_type=_NodeEntry, namespace=NAMESPACE

@@ -1,6 +1,6 @@
 """Run a function on every rank of a simulated network, each with a transport of its own."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,8 @@ from ppfunc.runtime.control.control import Control
 from ppfunc.runtime.control.failures import Verdict
 from ppfunc.runtime.control.tree import RankTree
 from ppfunc.runtime.errors import LinkError
-from ppfunc.runtime.transport.grid import Among, Collective
-from ppfunc.runtime.transport.protocols import Call, Route, Transfer
+from ppfunc.runtime.transport.collective import Among, Collective
+from ppfunc.runtime.transport.protocols import Route
 from ppfunc.stage.process import act_on_interrupts, hold_interrupts
 
 from .network import Fault, Member, Network
@@ -93,6 +93,7 @@ class SimulatedTransport(Control):
         self._collectives: dict[tuple[int, ...], SimulatedCollective] = {}
         super().__init__(SimulatedLinks(network, rank))
         self.links: SimulatedLinks
+        self.post, self.wait = partial(wires.post, self.rank), partial(wires.wait, self.rank)
 
     def connect(self, routes: Iterable[Route], devices: Iterable[torch.device]) -> None:
         self._wires.connect(
@@ -107,12 +108,6 @@ class SimulatedTransport(Control):
             return Collective()
         collective = SimulatedCollective(self._network, self.rank, members)
         return self._collectives.setdefault(members, collective)
-
-    def post(self, batch: Sequence[Transfer]) -> Call | None:
-        return self._wires.post(self.rank, batch) if batch else None
-
-    def wait(self, transfer: Transfer) -> Call | None:
-        return self._wires.wait(self.rank, transfer)
 
     def end(self, *args: Any, **named: Any) -> torch.Tensor | None:
         try:

@@ -12,7 +12,7 @@ import torch
 
 from ppfunc.runtime.agreement.comparison import same_bits
 from ppfunc.runtime.execution.buffers import Buffers
-from ppfunc.runtime.transport.grid import Collective, Wait
+from ppfunc.runtime.transport.collective import Collective, Wait
 from ppfunc.runtime.transport.protocols import Call, Route, Transfer
 from ppfunc.stage import LeafSignature
 
@@ -105,7 +105,6 @@ class Wires:
         return wait
 
     def disconnect(self, rank: int) -> None:
-        """End the connections of a rank."""
         mine = {(generation, r, route) for generation, r, route in self._open if r == rank}
         self._open -= mine
         for generation, _, route in mine:

@@ -140,7 +140,6 @@ class Candidates:
     # -- costs
 
     def _measure(self, size: int, tensor: int, remat: Any, stages: int | None) -> Costs:
-        """Time so many stages in microbatches of a size."""
         batch = (rows_of(tree, MICROBATCHES * size) for tree in self._inputs)
         make, (_, bandwidth, _, hop) = partial(self._trainer, engine=self._engine(remat)), self._link
         ring = tensor, hop, bandwidth
@@ -253,7 +252,6 @@ class Candidates:
     def _make(
         self, choice: Choice, schedule: Schedule, parts: Split, transport: Transport | None = None
     ) -> Trainer:
-        """Make the trainer of a row; see :class:`Row`."""
         shard = "none" if transport is None else transport.shard
         if (shard, axis_sizes(transport, choice.pipe)) != (choice.shard, choice[:3]):
             model = ", model='tp'" if choice.tensor > 1 else ""

@@ -20,7 +20,7 @@ from ..agreement.ties import OTHER_VALUES, Place, SharedLeaf, differs
 from ..call.results import apart, losses_of
 from ..errors import AgreementError
 from ..execution.buffers import Buffers, Compared, Origin, ParameterUpdate
-from ..transport.grid import Collective
+from ..transport.collective import Collective
 from ..transport.protocols import Call, DataTransport
 from .calls import PlacedCall, Sum
 from .lowered import LoweredStep
@@ -197,7 +197,6 @@ def update_call(lowered: LoweredStep, instruction: Instruction) -> Call | None:
 
 
 def sharding_call(lowered: LoweredStep, instruction: Instruction) -> Call:
-    """Make the call of an UNSHARD or RESHARD."""
     model_stage = lowered.schedule.model_stages[instruction.stage]
     if instruction.op is Op.UNSHARD:
         return lambda buffers: _update(buffers).unshard(buffers, model_stage)

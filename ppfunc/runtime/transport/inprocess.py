@@ -16,7 +16,8 @@ from ..agreement.comparison import LaidOut
 from ..call.results import sum_up
 from ..errors import AgreementError, Failure, PipelineError
 from ..execution.buffers import Buffers, Compared, moved
-from .grid import Among, Axes, Collective, ShardWhat, Wait, grid_of, require_shardable
+from .collective import Among, Collective, Wait
+from .grid import Axes, ShardWhat, grid_of, require_shardable
 from .protocols import Call, LossPart, Mode, Transfer, Transport
 
 

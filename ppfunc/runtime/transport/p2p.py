@@ -18,13 +18,14 @@ from ppfunc.stage.process import hold_interrupts
 from ..control.connections import in_thread
 from ..control.control import Control
 from ..control.failures import Answer
-from ..control.rendezvous import Rendezvous, pair_up, require_group
+from ..control.rendezvous import Rendezvous
 from ..control.socket_links import SocketLinks
 from ..errors import CLOSED, Failure, LinkError
 from ..execution.buffers import Compared
 from . import _torch
-from .grid import Among, Axes, Collective, ShardWhat, grid_of, named
-from .opening import Opening, open_groups
+from .collective import Among, Collective, named
+from .grid import Axes, ShardWhat, grid_of
+from .opening import Opening, open_groups, pair_up, require_group
 from .pair_groups import PairGroups, lost
 from .protocols import LossPart, Mode, Route
 

@@ -142,7 +142,7 @@ class PairGroups:
         ends = (self._rank, transfer.peer) if transfer.outgoing else (transfer.peer, self._rank)
         return self._pairs[self._name(Route(transfer.tag.direction, *ends))]
 
-    def post(self, batch: Sequence[Transfer]) -> Call | None:
+    def post(self, batch: Sequence[Transfer]) -> Call:
         for device in {transfer.device for transfer in batch}:
             self.require_carried(device, f"a stage of rank {self._rank} computes on the device {device}")
         yielding = False
@@ -166,7 +166,7 @@ class PairGroups:
             if yielding:  # to take in what it delivers
                 give_way()
 
-        return calls[0] if len(calls) == 1 and not yielding else post_all if calls else None
+        return calls[0] if len(calls) == 1 and not yielding else post_all
 
     def _is_mapped(self, transfer: Transfer) -> bool:
         """Tell whether a message goes through mapped memory, until its route is opened anew."""

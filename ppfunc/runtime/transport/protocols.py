@@ -17,7 +17,8 @@ from ppfunc.stage import LeafSignature
 from ..agreement.comparison import LaidOut
 from ..errors import Failure
 from ..execution.buffers import Buffers, Compared, Tag
-from .grid import Among, Axes, Collective, ShardWhat
+from .collective import Among, Collective
+from .grid import Axes, ShardWhat
 
 Call = Callable[[Buffers], None]
 """One entry of a compiled program: reads and writes the buffers of the running step, and nothing else."""

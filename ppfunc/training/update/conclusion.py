@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ppfunc.runtime.transport.grid import Collective, Wait
+from ppfunc.runtime.transport.collective import Collective, Wait
 from ppfunc.stage.engines.tracing.plain import run_traced
 from ppfunc.stage.tree import tree_map
 

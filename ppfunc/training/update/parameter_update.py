@@ -8,11 +8,11 @@ import torch
 
 from ppfunc.runtime.execution.buffers import Buffers, Gradients, Leaves, ParameterUpdate
 from ppfunc.runtime.execution.nonfinite import NotFinite
-from ppfunc.runtime.transport.grid import Wait
+from ppfunc.runtime.transport.collective import Wait
 from ppfunc.stage.layout import local
 from ppfunc.stage.patterns import note_patterns
 from ppfunc.stage.signature import LeafSignature, Signature, leaf_names
-from ppfunc.stage.tree import tree_leaves
+from ppfunc.stage.tree import filled, tree_leaves
 
 from .._torch import looked_through, multiply_into_each
 from ..optim.norms import leaf_norms, powers
@@ -69,9 +69,8 @@ class TrainingUpdate(ParameterUpdate):
         self._reducers: dict[int, tuple[Reducer, Sequence[int]]] = {}
         self._gradients: dict[int, dict[int, torch.Tensor]] = {}  # by stage and number of the leaf
         self._norms: dict[int, torch.Tensor] = {}  # by stage, of the leaves that this rank counts
-        self._leaf_sums: dict[
-            int, dict[str, torch.Tensor]
-        ] = {}  # by stage and name, of all ranks, where asked for
+        # By stage and name, of all ranks, where asked for.
+        self._leaf_sums: dict[int, dict[str, torch.Tensor]] = {}
         self._factor: torch.Tensor | None = None  # of the gradients, None for 1
         self._found_inf: torch.Tensor | None = None  # 1 where loss or gradients are not finite, float32[]
         self._gathers: dict[int, Callable[[], Leaves]] = {}  # of new parameters, by stage, in order
@@ -222,8 +221,7 @@ class TrainingUpdate(ParameterUpdate):
         changed, after = update(
             gradients, read(optimizer, trees.optimizer), trained, self._found_inf, self._initial.step
         )
-        for n, leaf in zip(trees.trained, changed, strict=True):
-            new[n] = leaf
+        new = filled(new, trees.trained, changed)
         after = laid_out(after, trees.optimizer)
         current.optimizer[stage] = trees.optimizer.treedef.unflatten(after)
         stages[stage] = StageLeaves(trees, params, after, update)

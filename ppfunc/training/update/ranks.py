@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ppfunc.runtime import Transport
 from ppfunc.runtime.agreement.comparison import note_data_axis
 from ppfunc.runtime.agreement.ties import Tied
-from ppfunc.runtime.transport.grid import Axes, Collective, ShardWhat
+from ppfunc.runtime.transport.collective import Collective
+from ppfunc.runtime.transport.grid import Axes, ShardWhat
 from ppfunc.runtime.transport.inprocess import CollectiveOnPaper
 from ppfunc.schedule import Schedule
 from ppfunc.stage.layout import MeshLayout, distributed, layout_of, local, placements_of

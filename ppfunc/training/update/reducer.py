@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ppfunc.runtime.execution.buffers import Leaves, Numbers, Owner
-from ppfunc.runtime.transport.grid import Wait
+from ppfunc.runtime.transport.collective import Wait
 from ppfunc.stage.signature import LeafSignature
 
 from .._torch import add_into_each, copy_into_each, users_of

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ppfunc.runtime.transport.grid import Collective
+from ppfunc.runtime.transport.collective import Collective
 from ppfunc.stage.signature import LeafSignature, differentiable
 
 from .._torch import copy_into_each

@@ -8,7 +8,7 @@ import torch
 
 from ppfunc._checks import shown
 from ppfunc.runtime.execution.buffers import Leaves
-from ppfunc.runtime.transport.grid import Collective, Wait
+from ppfunc.runtime.transport.collective import Collective, Wait
 from ppfunc.stage.layout import local
 from ppfunc.stage.patterns import first_match, require_reachable
 from ppfunc.stage.signature import Signature, leaf_names
