@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 
 from ppfunc import __version__
+from ppfunc.schedule.collector import collector_paused
 from ppfunc.schedule.errors import ScheduleError
-from ppfunc.schedule.instruction import collector_paused
 
 from .compare import add_compare
+from .console import CommandParser, in_options, printable
 from .parallel import add_parallel
-from .parser import CommandParser, in_options, printable
 from .schedule import add_schedules
 from .search import add_plan, add_tune
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ppfunc.schedule import Overview, Schedule, compare_schedules, find_builder, to_scatter
 
+from .console import form_of, write
 from .options import (
     add_cost_options,
     add_options,
@@ -19,7 +20,6 @@ from .options import (
     require_effect,
     require_size,
 )
-from .parser import form_of, write
 
 _COLUMNS = """Columns: the makespan in the unit of the costs; the bubble as a share of the makespan, and of
 the span (the largest time, over the ranks, from their first start to their last end); the peak of
@@ -35,7 +35,6 @@ _SUFFIXES = {"table": (".txt",), "svg": (".svg",), "json": (".json",)}
 
 
 def add_compare(commands: Any) -> None:
-    """Add ``compare`` to the subparsers of a command line."""
     comparing = commands.add_parser(
         "compare",
         help="a table of schedules for the same model part per rank",

@@ -15,7 +15,7 @@ from ppfunc.schedule.formats.files import parse, read_text, text_of
 from ppfunc.schedule.formats.json import load
 from ppfunc.schedule.instruction import RESIDUAL_OPS, TAIL, Op
 
-from .parser import count, number, numbers
+from .console import count, number, numbers
 
 BUILDER_OPTIONS = {
     "ranks": ("P", "number of ranks"),
@@ -41,7 +41,6 @@ def add_options(parser: argparse.ArgumentParser, /, **meanings: str) -> None:
 
 
 def add_builder_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options with which schedules are built."""
     add_options(parser, **{name: meaning for name, (_, meaning) in BUILDER_OPTIONS.items()})
 
 
@@ -115,7 +114,6 @@ def require_size(ranks: int, microbatches: int, chunks: int) -> None:
 
 
 def _builder_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the builder options on the command line, by name."""
     return {name: value for name in BUILDER_OPTIONS if (value := getattr(arguments, name)) is not None}
 
 
@@ -142,7 +140,6 @@ def _built(name: str, arguments: argparse.Namespace, costs: Costs | None) -> Sch
 
 
 def takes_costs(name: str) -> bool:
-    """Tell whether the builder called ``name`` takes costs."""
     return not is_file(name) and "costs" in inspect.signature(find_builder(name)).parameters
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ppfunc.parallel import Topology, effective_loads, partition_balanced, partition_layers
 
-from .parser import MOST, count, number
+from .console import MOST, count, number
 
 
 def add_parallel(commands: Any) -> None:

@@ -1,7 +1,4 @@
-"""Run the subcommands on schedules: ``ppfunc list``, ``show``, ``check`` and ``simulate``.
-
-What they print has its words explained below.
-"""
+"""Run the subcommands on schedules: ``list``, ``show``, ``check``, ``simulate``; explain what they print."""
 
 import argparse
 import inspect
@@ -33,6 +30,7 @@ from ppfunc.schedule import (
     to_trace,
 )
 
+from .console import form_of, write
 from .options import (
     BUILDER_OPTIONS,
     add_builder_options,
@@ -44,7 +42,6 @@ from .options import (
     require_effect,
     takes_costs,
 )
-from .parser import form_of, write
 
 _TEXTS: dict[str, Callable[[Schedule], str]] = {
     "csv": lambda schedule: to_csv(remove_slots(schedule)),

@@ -16,8 +16,8 @@ from ppfunc._checks import suggestion
 from ppfunc.schedule import Costs, Plan, plan, to_csv, to_json, to_svg
 from ppfunc.schedule.planner.placements import chunk_counts, shared_costs
 
+from .console import count, form_of, number, require_folder, write
 from .options import add_cost_options, add_options, read_costs, require_size
-from .parser import count, form_of, number, require_folder, write
 
 _WRITERS: dict[str, Callable[[Plan], str]] = {
     ".csv": lambda best: to_csv(best.schedule),
@@ -28,7 +28,6 @@ _NOT_PLANNED = ("overlapped", "unshard", "reduce_tied", "reduce_grad", "step")
 
 
 def add_plan(commands: Any) -> None:
-    """Add ``plan`` to the subparsers of a command line."""
     planning = commands.add_parser(
         "plan",
         help="search for the shortest schedule that fits in memory, with a lower bound",
@@ -203,7 +202,6 @@ def _figures(best: Plan) -> dict[str, Any]:
 
 
 def add_tune(commands: Any) -> None:
-    """Add ``tune`` to the subparsers of a command line."""
     tuning = commands.add_parser(
         "tune",
         help="rank grids, cuts, schedules, rematerialisation and shards for a model, with torch",

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from .costs import Costs as Costs
     from .errors import ScheduleError as ScheduleError
     from .formats.csv import from_csv as from_csv, to_csv as to_csv
-    from .formats.files import read_schedule as read_schedule, to_torch_csv as to_torch_csv
+    from .formats.files import read_schedule as read_schedule
     from .formats.grid import to_grid as to_grid
     from .formats.json import from_json as from_json, to_json as to_json
     from .formats.scatter import to_scatter as to_scatter
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         parse_instruction as parse_instruction,
         to_steps as to_steps,
     )
+    from .formats.torch_csv import to_torch_csv as to_torch_csv
     from .formats.trace import from_trace as from_trace, to_trace as to_trace
     from .instruction import (
         B as B,

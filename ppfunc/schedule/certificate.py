@@ -5,9 +5,10 @@ from itertools import groupby
 
 from ppfunc._checks import require_counts, show_table
 
+from .collector import collector_paused
 from .dataflow import Dataflow
 from .earliest import earliest
-from .instruction import COMMUNICATION, Op, collector_paused
+from .instruction import COMMUNICATION, Op
 from .proof.order import OrderRecord, check_order
 from .proof.queues import check_queues
 from .proof.states import (

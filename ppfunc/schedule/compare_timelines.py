@@ -103,7 +103,6 @@ def compare(measured: Timeline, simulated: Timeline) -> Comparison:
 
 
 def _computed(timeline: Timeline) -> Iterator[tuple[str, ...]]:
-    """List the compute instructions of every rank."""
     schedule = timeline.schedule
     return (
         tuple(str(i) for i in schedule.instructions(rank) if i.op in COMPUTE)

@@ -46,7 +46,6 @@ class Dataflow:
 
     @cached_property
     def microbatches(self) -> int:
-        """Return M of the numbering."""
         return max(self.schedule.microbatches, 1)
 
     @cached_property

@@ -15,8 +15,9 @@ from ppfunc._lazy import late
 
 from .builders import BUILDERS, find_builder
 from .certificate import check
+from .collector import collector_paused
 from .costs import SENT, Costs, Number, portion, require_costs
-from .instruction import RESIDUAL_OPS, Op, collector_paused
+from .instruction import RESIDUAL_OPS, Op
 from .planner.bounds import lower_bound
 from .planner.placements import costs_of_stages
 from .schedule import Schedule

@@ -14,7 +14,8 @@ from ppfunc._checks import answering, require_index, require_type
 from ppfunc._lazy import late
 from ppfunc.parallel.placement import stages_of
 
-from .instruction import COMMUNICATION, Instruction, Op, collector_paused
+from .collector import collector_paused
+from .instruction import COMMUNICATION, Instruction, Op
 
 Step = tuple[Instruction, ...]
 Program = tuple[Step, ...]

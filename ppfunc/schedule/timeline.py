@@ -10,11 +10,12 @@ from typing import Any
 from ppfunc._checks import answering, require_type, show_table, table
 from ppfunc._lazy import late
 
+from .collector import collector_paused
 from .costs import Costs, Number, require_costs
 from .dataflow import Dataflow
 from .earliest import BESIDE, EarliestTimes, Time, earliest
 from .errors import require_schedule, schedule_error
-from .instruction import COMMUNICATION, COMPUTE, MOVES, TAIL, Instruction, Op, collector_paused
+from .instruction import COMMUNICATION, COMPUTE, MOVES, TAIL, Instruction, Op
 from .proof.states import HELD, elementary
 from .schedule import Schedule
 

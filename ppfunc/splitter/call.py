@@ -7,9 +7,9 @@ import torch
 from optree import PyTreeSpec
 
 from ppfunc._checks import mend_for, shown
-from ppfunc.stage.carried import with_constants
+from ppfunc.stage.constants import with_constants
 from ppfunc.stage.signature import Unquoted
-from ppfunc.stage.tree import tree_flatten, tree_map, tree_structure
+from ppfunc.stage.tree import filled, tree_flatten, tree_map, tree_structure
 
 Changes = tuple[tuple[int, Any], ...]
 """Numbers, texts and flags in the place of constants of the split, with the numbers of these."""
@@ -80,17 +80,13 @@ class CallForm(NamedTuple):
 
     def with_changes(self, changes: Changes) -> "CallForm":
         """Return the form of a call with other constants."""
-        constants = list(self.constants)
-        for place, value in changes:
-            constants[place] = value
-        return self._replace(constants=tuple(constants))
+        changed = dict(changes)
+        constants = tuple(changed.get(place, value) for place, value in enumerate(self.constants))
+        return self._replace(constants=constants)
 
     def arguments(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Build the arguments of the model from tensors, with block masks in parts."""
-        leaves = list(self.constants)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            leaves[place] = tensor
-        arguments: Any = self.treedef.unflatten(leaves)
+        arguments: Any = self.treedef.unflatten(filled(self.constants, self.places, tensors))
         return arguments
 
     def read(self, x: Any) -> tuple[tuple[torch.Tensor, ...], Changes]:

@@ -28,7 +28,7 @@ from ppfunc.stage.abstract.purity import tensors_in, written
 from ppfunc.stage.device import autocast, kinds
 from ppfunc.stage.engines.tracing.graph import TRACED, GraphRecorder, is_element
 from ppfunc.stage.errors import place_of_call, warn
-from ppfunc.stage.tree import tree_flatten
+from ppfunc.stage.tree import filled, tree_flatten
 
 from ._torch import CheckpointFunction, PreDispatchMode, saved_tensor_hooks, with_values
 from .known import by_numbers, known_values
@@ -54,7 +54,6 @@ class Value(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of its elements."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -210,10 +209,7 @@ class Recording(GraphRecorder, PreDispatchMode):
             leaves[i] = None
 
         def call(*tensors: torch.Tensor) -> Any:
-            filled = list(leaves)
-            for i, tensor in zip(places, tensors, strict=True):
-                filled[i] = tensor
-            args, kwargs = treedef.unflatten(filled)
+            args, kwargs = treedef.unflatten(filled(leaves, places, tensors))
             return apply(*args, **kwargs)
 
         call.__name__ = cls.__name__

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ppfunc._checks import naming_arguments, shown
 from ppfunc.parallel.partition import Partition, partition_balanced
-from ppfunc.schedule.instruction import collector_paused
+from ppfunc.schedule.collector import collector_paused
 from ppfunc.stage._torch import OpOverload
 from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT, without_values
 from ppfunc.stage.engines.tracing.graph import comparable, is_element, is_view
@@ -156,7 +156,6 @@ def _require_module(model: Any) -> None:
 
 
 def _checked_names(model: nn.Module, at: Sequence[str]) -> list[str]:
-    """Check the names of modules."""
     if isinstance(at, str):
         raise TypeError(
             f"at: got {at!r}, expected a list of names of modules, [{at!r}] if it is one, or a number of"
@@ -239,9 +238,7 @@ def _levels(model: nn.Module) -> list[list[str]]:
         inside = [p for p in parents if isinstance(kinds.get(p), nn.ModuleList | nn.Sequential)]
         if isinstance(kinds.get(name.rpartition(".")[0]), nn.ModuleList | nn.Sequential):
             depths.setdefault(len(inside), []).append(name)
-    levels: list[list[str]] = []
-    for depth in sorted(depths):
-        levels.append([*(levels[-1] if levels else []), *depths[depth]])
+    levels = accumulate(depths[depth] for depth in sorted(depths))
     return [*levels, [name for name in kinds if name]]
 
 

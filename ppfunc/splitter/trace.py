@@ -21,7 +21,7 @@ from ppfunc.stage.abstract.evaluation import (
     quiet,
     without_values,
 )
-from ppfunc.stage.carried import without_constants
+from ppfunc.stage.constants import without_constants
 from ppfunc.stage.errors import line_of
 from ppfunc.stage.layout import LAY_OTHERWISE, distributed, layout_of, local
 from ppfunc.stage.modules.module import further_places, is_subclass, unmodified

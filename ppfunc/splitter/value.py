@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ppfunc._checks import answering, mend_of, not_copied
-from ppfunc.stage.carried import Constant, Output, without_constants
+from ppfunc.stage.constants import Constant, without_constants
 from ppfunc.stage.errors import StageError
 from ppfunc.stage.layout import Boundary, as_dtensor, declaring, layout_of
 from ppfunc.stage.modules.frozen import detached, note_parameters
+from ppfunc.stage.output import Output
 
 from .call import Changes, LeafForm
 

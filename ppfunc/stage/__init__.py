@@ -3,13 +3,13 @@
 A stage on its way to a program::
 
     modules/      what users have: modules and layers become functions ``fn(params, x) -> y``
-    carried.py    canonical: the form that engines take, with the loss and all results
+    output.py     canonical: the form that engines take, with the loss and all results
     abstract/     outline: the signature of its outputs, by evaluating it without values; and refusals of
                   what no program can repeat: writes, foreign draws, wrong collectives
     engines/      graph, functional, eager differentiate it
     program.py    what engines take, and return: StageProgram, forward, backward, and a backward in two parts
 
-Trees of tensors are read by `tree`, described by `signature`, `layout` (DTensors) and `carried` (numbers
+Trees of tensors are read by `tree`, described by `signature`, `layout` (DTensors) and `constants` (numbers
 and block masks among tensors). `errors` finds the user's lines, `device` has all that a device does beside
 computing, `_torch` the private names of torch, `process` what all threads share.
 `transforms` makes stages of stages; `collectives` may be called in a stage.

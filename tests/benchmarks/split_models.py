@@ -31,7 +31,7 @@ from torch import nn
 import ppfunc as pp
 from ppfunc.splitter.patches import noted
 from ppfunc.stage.abstract.purity import LogicalDraws
-from ppfunc.stage.carried import Output, Received
+from ppfunc.stage.output import Output, Received
 
 Tensors = Mapping[str, torch.Tensor]
 SEED = 3, 5

@@ -12,7 +12,7 @@ from torch import nn
 
 import ppfunc as pp
 from ppfunc.stage import StageError, eager, functional, graph
-from ppfunc.stage.carried import Output
+from ppfunc.stage.output import Output
 from tests.models import same_bits, squared
 
 ROWS, T, D = 8, 6, 4

@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from ppfunc.schedule import check, one_f_one_b, place_communication
-from ppfunc.schedule.instruction import collector_paused
+from ppfunc.schedule.collector import collector_paused
 
 
 def test_the_collector_works_again_after_the_outer_pause():

@@ -13,7 +13,7 @@ import torch
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import is_wrapped, without_transforms
-from ppfunc.stage.carried import with_constants
+from ppfunc.stage.constants import with_constants
 
 from ..execution.buffers import ParameterUpdate
 from .batch import Leaves, Microbatches

@@ -14,7 +14,7 @@ import torch
 
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import register_pytree_node
-from ppfunc.stage.carried import MaskParts
+from ppfunc.stage.constants import MaskParts
 from ppfunc.stage.layout import distributed, layout_of, local
 from ppfunc.stage.tree import NAMESPACE, tree_leaves, tree_map
 

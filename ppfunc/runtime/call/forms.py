@@ -14,7 +14,7 @@ import torch
 from optree import PyTreeSpec
 
 from ppfunc.stage._torch import guards, is_dtensor, transforming, values
-from ppfunc.stage.carried import with_constants, without_constants
+from ppfunc.stage.constants import with_constants, without_constants
 from ppfunc.stage.device import accelerates
 from ppfunc.stage.layout import MeshLayout, layout_of, local, same_layout
 from ppfunc.stage.signature import LeafSignature, Signature, flatten

@@ -12,7 +12,7 @@ import torch
 
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import address, is_wrapped
-from ppfunc.stage.carried import without_constants
+from ppfunc.stage.constants import without_constants
 from ppfunc.stage.layout import distributed, layout_of, local
 from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 
@@ -269,7 +269,6 @@ def apart(
 
 
 def shape_of_sum(parts: Mapping[int, LossPart]) -> tuple[int, ...]:
-    """Return the shape of what :func:`sum_up` returns."""
     part = next(iter(parts.values()))
     microbatches = {m for each in parts.values() for m in each.each}
     return (1 + len(microbatches), *part.leaf.shape[2:]) if part.each else part.leaf.shape[1:]

@@ -105,7 +105,6 @@ class CompiledSteps:
 
     @property
     def last(self) -> Entry | None:
-        """Return the compiled step of the last call."""
         entries = self._entries
         return entries[-1] if entries else None
 

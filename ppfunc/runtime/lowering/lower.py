@@ -13,9 +13,9 @@ import torch
 
 from ppfunc.schedule import Schedule
 from ppfunc.stage._torch import load_tracer
-from ppfunc.stage.carried import StageFunction, children, received_signature
 from ppfunc.stage.errors import warn
 from ppfunc.stage.layout import Boundary, same_placement
+from ppfunc.stage.output import StageFunction, children, received_signature
 from ppfunc.stage.signature import LeafSignature, Signature, leaf_names
 
 from ..agreement.agreement import Exchange

@@ -14,10 +14,10 @@ import torch
 from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import LeafSignature, Signature, StageError, StageProgram
 from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT, data_dependence, without_values
-from ppfunc.stage.carried import children
 from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.engines.tracing.replay import replayed
 from ppfunc.stage.layout import local
+from ppfunc.stage.output import children
 from ppfunc.stage.program import Example
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_paths
 

@@ -16,15 +16,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ppfunc.schedule.instruction import collector_paused
+from ppfunc.schedule.collector import collector_paused
 from ppfunc.stage import Engine, Outline, Signature, StageError, StageProgram, outline
 from ppfunc.stage._torch import without_transforms
 from ppfunc.stage.abstract.sizes import Numbers, SizeRange
-from ppfunc.stage.carried import StageFunction
 from ppfunc.stage.device import autocast
 from ppfunc.stage.engines.loss_apart import with_loss_apart
 from ppfunc.stage.errors import warn
 from ppfunc.stage.modules.module import structure_watch, unmodified
+from ppfunc.stage.output import StageFunction
 from ppfunc.stage.process import process_lock
 from ppfunc.stage.program import Example, FlatProgram, stage_program
 from ppfunc.stage.tree import tree_leaves

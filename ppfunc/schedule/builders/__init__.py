@@ -7,15 +7,17 @@ from ppfunc._checks import require_type, suggestion
 
 from ..schedule import Schedule
 from .bidirectional import chimera as chimera, dualpipe as dualpipe, dualpipev as dualpipev
+from .deepspeed import (
+    data_parallel as data_parallel,
+    deepspeed_inference as deepspeed_inference,
+    deepspeed_train as deepspeed_train,
+)
 from .interleaved import (
     interleaved_1f1b as interleaved_1f1b,
     interleaved_zb as interleaved_zb,
     looped_bfs as looped_bfs,
 )
 from .one_stage import (
-    data_parallel as data_parallel,
-    deepspeed_inference as deepspeed_inference,
-    deepspeed_train as deepspeed_train,
     gpipe as gpipe,
     inference as inference,
     one_f_one_b as one_f_one_b,

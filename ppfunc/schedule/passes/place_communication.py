@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from ppfunc._checks import require_counts
 
+from ..collector import collector_paused
 from ..dataflow import PRODUCT, Dataflow, EdgeFlow, edge_flows
 from ..earliest import earliest
 from ..errors import require_schedule
-from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, collector_paused
+from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
 from ..schedule import Program, Schedule, Step
 from .rewrite import remove_slots
 
@@ -192,11 +193,7 @@ def _emit(program: Program, postings: Sequence[Posting]) -> Program:
     index = 0
     for step in program:
         if len(step) == 1:  # the usual step, for which what follows does the same in three times the time
-            if (before := batches.get(index)) is None:
-                steps.append(step)
-            else:
-                steps += before[:-1]
-                steps.append(before[-1] + step)
+            _close(steps, batches.get(index, ()), step)
             index += 1
             continue
         posted: list[Step] = []
@@ -218,7 +215,6 @@ def _emit(program: Program, postings: Sequence[Posting]) -> Program:
 
 
 def _batches(postings: Sequence[Posting]) -> dict[int, list[Step]]:
-    """Collect the batches of each gap."""
     batches: dict[int, list[Step]] = {}
     last = -1
     here: list[Step] = []  # the batches of the last gap

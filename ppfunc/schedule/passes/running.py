@@ -106,7 +106,6 @@ def _colour(ranges: Iterable[Range], gone: Callable[[Holder, int], bool]) -> dic
 
 
 def _written(program: Program, slots: dict[Holder, int]) -> Program:
-    """Write the slots into the program."""
     at: dict[tuple[int, int], list[Instruction]] = {}
     for step, place, part, holder in uses(program):
         at.setdefault((step, place), []).append(part._replace(slot=slots[holder]))

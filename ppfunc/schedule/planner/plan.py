@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, Self
 
 from ppfunc.parallel.partition import Partition
 
+from ..collector import collector_paused
 from ..costs import Costs, Number, require_costs
-from ..instruction import collector_paused
 from ..schedule import Schedule
 from ..timeline import Timeline, simulate
 from .bounds import Bound, bound_of
@@ -233,12 +233,10 @@ class _Attempt(NamedTuple):
 
     @property
     def value(self) -> Number:
-        """Return the best value so far."""
         best = self.search.best.value
         return self.given_value if best == inf else min(self.given_value, self.problem.time_of(best))
 
     def plan(self) -> Plan:
-        """Make the plan of the best order."""
         search, best = self.search, self.search.best.order
         timing = evaluate(directions(self.problem, choices_of(self.problem, best))[0], best) if best else None
         found = [self.given, *([(timing.value, search.found, search.best.order)] if timing else [])]
@@ -320,7 +318,6 @@ def _best(attempts: list[_Attempt], effort: float) -> _Attempt:
 
 
 def _finished(candidate: Candidate, p: Problem, bound: Bound, order: Order, found: str) -> Plan:
-    """Make the plan of an order."""
     schedule = schedule_of(p, order)
     timeline = simulate(schedule, candidate.costs)
     value = timeline.makespan if p.objective == "makespan" else timeline.span

@@ -1,5 +1,5 @@
-"""Reduce a stage to a function of its differentiable leaves, which engines differentiate: at run time, by
-``torch.func.vjp`` or by the tape of autograd, here.
+"""Reduce a stage to a function of its differentiable leaves, and differentiate that at run time: by
+``torch.func.vjp``, or by the tape of autograd.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +25,7 @@ from ..layout import local
 from ..process import hold_interrupts
 from ..program import Example, FlatProgram, Gradients, Leaves, Outline, StageProgram, stage_program
 from ..signature import differentiable
+from ..tree import filled
 
 Forward = Callable[[Leaves, Leaves, Leaves], tuple[Leaves, tuple[Any, ...]]]
 Backward = Callable[[tuple[Any, ...], Leaves], tuple[Gradients, Gradients]]
@@ -89,9 +90,7 @@ class DifferentiableStage:
         """Bind the other leaves: ``(primal params, primal x) -> (y leaves with gradient, all outputs)``."""
 
         def run(primal_params: Leaves, primal_x: Leaves) -> tuple[Leaves, Leaves]:
-            p, a = list(params), list(x)
-            for i, value in zip(self.param_at, primal_params, strict=True):
-                p[i] = value
+            p, a = filled(params, self.param_at, primal_params), list(x)
             for i, value in zip(self.x_at, primal_x, strict=True):
                 # Autocast casts a leaf once: gradients of its uses would be summed in half precision.
                 a[i] = value.view_as(value) if value.dtype == torch.float32 else value

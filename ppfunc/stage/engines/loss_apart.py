@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from .._torch import is_dtensor
-from ..carried import Output, StageFunction, children
 from ..errors import StageError
+from ..output import Output, StageFunction, children
 from ..program import (
     Engine,
     Example,

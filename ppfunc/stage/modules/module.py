@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from ppfunc._checks import mend_of, naming_arguments, shown
 
 from .._torch import is_dtensor, version
-from ..carried import Output
 from ..errors import StageError
 from ..layout import Boundary, MeshLayout, as_dtensor, declaring, layout_of
+from ..output import Output
 from ..process import process_lock
 from .frozen import detached, note_parameters
 

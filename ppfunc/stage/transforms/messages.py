@@ -9,8 +9,8 @@ import torch
 
 from ppfunc._checks import shown
 
-from ..carried import Output, Received
 from ..layout import Boundary
+from ..output import Output, Received
 from ..tree import tree_leaves, tree_map
 
 S = TypeVar("S")

@@ -17,11 +17,11 @@ from einops import rearrange
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._torch import DECOMPOSITIONS, jvp, require_batch, require_spatial
-from ..carried import Output, Received
 from ..layout import Boundary, declaring, layout_of
+from ..output import Output, Received
 from ..program import Gradients, Leaves, Loss, Stage, without_aux
 from ..signature import differentiable, flatten
-from ..tree import tree_flatten, tree_paths, tree_structure
+from ..tree import filled, tree_flatten, tree_paths, tree_structure
 
 
 def dual(fn: Stage) -> Stage:
@@ -198,7 +198,7 @@ def push(
     def run(*moved: torch.Tensor) -> tuple[Leaves, Leaves]:
         # Fused attention has no forward derivative, normalisation one that is differentiated wrongly.
         with sdpa_kernel(SDPBackend.MATH), DecomposedNorms():
-            y, y_def = flatten(fn(*treedef.unflatten(replaced(leaves, moving, moved))), "y")
+            y, y_def = flatten(fn(*treedef.unflatten(filled(leaves, moving, moved))), "y")
         structure.append(y_def)
         return tuple(t for t in y if differentiable(t.dtype)), y
 
@@ -207,16 +207,6 @@ def push(
     rest = iter(pushed)
     ty = [next(rest) if differentiable(t.dtype) else None for t in y]
     return structure[0].unflatten(y), structure[0].unflatten(ty)
-
-
-def replaced(
-    leaves: Sequence[torch.Tensor], places: Sequence[int], values: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Return the leaves, with ``values`` at ``places``."""
-    full = list(leaves)
-    for i, value in zip(places, values, strict=True):
-        full[i] = value
-    return full
 
 
 # -- normalisation by torch's decompositions

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ppfunc._checks import naming_arguments, require_number, require_type
 from ppfunc.stage.modules.frozen import Mask, masked_leaves
 from ppfunc.stage.signature import Signature, differentiable
-from ppfunc.stage.tree import tree_flatten
+from ppfunc.stage.tree import filled, tree_flatten
 
 from .._torch import looked_through
 from .leaves import (
@@ -210,10 +210,7 @@ def _by_kernel(
         )
     if len(own[0]) == len(params):
         return own
-    new = list(params)
-    for n, leaf in zip(plan.trained, own[0], strict=True):
-        new[n] = leaf
-    return [new, *own[1:]]
+    return [filled(params, plan.trained, own[0]), *own[1:]]
 
 
 def _by_formula(
