@@ -110,7 +110,7 @@ class Trainer:
             spec = StepSpec(
                 "trainer",
                 ("loss", "aux"),
-                options=f"{rule.options_text}; shard {shard}{axes}",
+                options=f"{rule.options_text}; checksum_every {checksum_every}; shard {shard}{axes}",
                 tied=ties,
                 sum_dtype=reduce if reduce in (torch.float32, torch.float64) else None,
                 updates=Updates(rule.needs_all, shard == "params"),

@@ -996,6 +996,8 @@ def disagreeing(rank, size, kind):
     elif kind == "scale":
         options = {"scale": pp.dynamic_scale(2.0 ** (8 + rank))}
         text = r"rank 1 has scale dynamic_scale\(512[^;]*\), rank 0 has scale dynamic_scale\(256[^;]*\);"
+    elif kind == "checksum_every":
+        options, text = {kind: 2 + rank}, "rank 1 has checksum_every 3, rank 0 has checksum_every 2;"
     elif kind == "seed":
         text = r"equal weights, seed \(0, [01]\)"
     elif kind in ("scale of the state", "step of the state"):
@@ -1038,6 +1040,7 @@ def refuse_state(trainer, params):
 KINDS = [
     *OPTIMIZERS,
     "scale",
+    "checksum_every",
     "scale of the state",
     "step of the state",
     "parameters",
