@@ -5,7 +5,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,11 @@ def add_builder_options(parser: argparse.ArgumentParser) -> None:
     add_options(parser, **{name: meaning for name, (_, meaning) in BUILDER_OPTIONS.items()})
 
 
+def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return the options of these names that are on the command line, with their values."""
+    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+
+
 def find_schedule(
     name: str, arguments: argparse.Namespace, costs: Costs | None
 ) -> tuple[Schedule, Timeline | None]:
@@ -58,7 +63,7 @@ def find_schedule(
     """
     if is_file(name):
         schedule, timeline = read_file(name)
-        for option, wanted in _builder_options(arguments).items():
+        for option, wanted in given(arguments, BUILDER_OPTIONS).items():
             if option not in ("ranks", "microbatches"):
                 raise ValueError(f"--{option} is for building a schedule, and {name} is a file: leave it out")
             if wanted != getattr(schedule, option):
@@ -113,10 +118,6 @@ def require_size(ranks: int, microbatches: int, chunks: int) -> None:
         )
 
 
-def _builder_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name in BUILDER_OPTIONS if (value := getattr(arguments, name)) is not None}
-
-
 def _built(name: str, arguments: argparse.Namespace, costs: Costs | None) -> Schedule:
     try:
         build = find_builder(name)
@@ -126,7 +127,7 @@ def _built(name: str, arguments: argparse.Namespace, costs: Costs | None) -> Sch
     if missing:
         raise ValueError(f"{name} needs {' and '.join(missing)}")
     taken = inspect.signature(build).parameters
-    options = _builder_options(arguments)
+    options = given(arguments, BUILDER_OPTIONS)
     for option in options:
         if option not in taken:
             valid = ", ".join(f"--{p}" for p in taken)
@@ -215,7 +216,7 @@ def read_costs(arguments: argparse.Namespace) -> Costs | None:
         ValueError: the costs are in two places, or invalid.
         OSError: the file cannot be read.
     """
-    costs = given_costs(arguments)
+    costs = given(arguments, _OPTIONS)
     if ("bytes" in costs) != ("bandwidth" in costs):
         raise ValueError("--bytes and --bandwidth go together: a message takes latency + bytes / bandwidth")
     if (whole := costs.pop("backward", None)) is not None:
@@ -242,11 +243,6 @@ def read_costs(arguments: argparse.Namespace) -> Costs | None:
         raise ValueError(f"{arguments.costs}: {error}") from None
 
 
-def given_costs(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the costs given by options of the command line, by name."""
-    return {name: value for name in _OPTIONS if (value := getattr(arguments, name, None)) is not None}
-
-
 def require_effect(
     arguments: argparse.Namespace, schedules: Collection[Schedule], unseen: Collection[str] = ()
 ) -> None:
@@ -262,7 +258,7 @@ def require_effect(
     """
     ops = {op for schedule in schedules for op in schedule.ops}
     ops |= RESIDUAL_OPS if any(schedule.name.startswith("plan") for schedule in schedules) else set()
-    for name in given_costs(arguments):
+    for name in given(arguments, _OPTIONS):
         users, option = _OF.get(name), f"--{name.replace('_', '-')}"
         if users and not users & ops:
             raise ValueError(

@@ -17,7 +17,7 @@ from ppfunc.schedule import Costs, Plan, plan, to_csv, to_json, to_svg
 from ppfunc.schedule.planner.placements import chunk_counts, shared_costs
 
 from .console import count, form_of, number, require_folder, write
-from .options import add_cost_options, add_options, read_costs, require_size
+from .options import add_cost_options, add_options, given, read_costs, require_size
 
 _WRITERS: dict[str, Callable[[Plan], str]] = {
     ".csv": lambda best: to_csv(best.schedule),
@@ -235,8 +235,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path(file).resolve().parent))  # as Python does for a file that it runs
     if not callable(function := (names := runpy.run_path(file)).get(name)):
         raise ValueError(f"{file} has no function {name!r}{suggestion(name, names)}")
-    options = ("ranks", "batch", "memory", "top", "effort")
-    chosen = {k: v for k in options if (v := getattr(arguments, k)) is not None}
+    chosen = given(arguments, ("ranks", "batch", "memory", "top", "effort"))
     say = {"progress": lambda *step: print(*step, file=sys.stderr)} if sys.stderr.isatty() else {}
     of_file = function()
     if not isinstance(of_file, dict):

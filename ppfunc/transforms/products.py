@@ -9,7 +9,7 @@ import torch
 from ppfunc._step_factory import Stages, make_step, map_stages, reports_mistakes, unpacked
 from ppfunc.runtime import Microbatches, StepFunction, StepResult, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import Tied, TiedPlaces
-from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, named_step
+from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, by_stage, named_step
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.signature import differentiable
@@ -189,13 +189,6 @@ def _read_products(
     return RawArguments(
         _paired(params, tangents), _unmoved(inputs), targets, extras, state, loss_weights, seed
     )
-
-
-def by_stage(trees: Any, name: str) -> Mapping[int, Any]:
-    """Return the trees, which are given by stage; raise TypeError for anything else."""
-    if not isinstance(trees, Mapping):
-        raise TypeError(f"{name}: got {type(trees).__name__}, expected a dictionary {{stage: tree}}")
-    return trees
 
 
 def _paired(params: Any, tangents: Any) -> dict[int, tuple[Any, Any]]:

@@ -9,15 +9,13 @@ import torch
 from ppfunc._step_factory import Stages, make_step, map_stages, reports_mistakes, unpacked
 from ppfunc.runtime import Microbatches, StepFunction, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import TiedPlaces
-from ppfunc.runtime.call.arguments import RawArguments, Seed, named_step
+from ppfunc.runtime.call.arguments import RawArguments, Seed, by_stage, named_step
 from ppfunc.schedule import Schedule
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.signature import flatten
 from ppfunc.stage.transforms import for_samples, per_sample, per_sample_loss
 from ppfunc.stage.tree import tree_flatten, tree_paths
-
-from .products import by_stage
 
 __all__ = ["per_sample_grad"]
 

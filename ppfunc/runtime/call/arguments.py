@@ -274,10 +274,15 @@ def _require_stages(params: Any, stages: Sequence[int]) -> None:
         )
 
 
-def _require_some(trees: Any, name: str, stages: Sequence[int]) -> None:
+def by_stage(trees: Any, name: str) -> Mapping[int, Any]:
+    """Return the trees, which are given by stage; raise TypeError for anything else."""
     if not isinstance(trees, Mapping):
         raise TypeError(f"{name}: got {type(trees).__name__}, expected a dictionary {{stage: tree}}")
-    if not set(trees) <= set(stages):
+    return trees
+
+
+def _require_some(trees: Any, name: str, stages: Sequence[int]) -> None:
+    if not set(by_stage(trees, name)) <= set(stages):
         raise ValueError(f"{name}: got the stages {list(trees)}, this process runs {list(stages)}")
 
 
