@@ -148,9 +148,8 @@ def _observe(
         trees = example.unflatten(arguments)
         with (
             Purity(name, zip(example.paths, arguments, strict=True), abstract, after) as purity,
-            # For ranks with peers.
             SeenCalls(zip(example.paths, arguments, strict=True), map(estimate, example.symbols))
-            if noting
+            if noting  # for ranks with peers
             else nullcontext() as seen,
             SeenFunctions() as functions,
             modules_that_run() as modules,
