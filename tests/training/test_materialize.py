@@ -136,6 +136,20 @@ def test_models_that_initialise_their_modules():
     )
 
 
+def test_a_module_that_has_none_in_the_place_of_its_function_has_another():
+    class Private(nn.Module):
+        reset_parameters = None
+
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.empty(3))
+
+        def _reset_parameters(self):
+            nn.init.ones_(self.gain)
+
+    assert materialize(on_meta(Private, 1))[0]["gain"].eq(1).all()
+
+
 def test_odd_leaves():
     class Odd(nn.Module):
         def __init__(self):
