@@ -115,7 +115,7 @@ class Cuts:
 
 
 def _ties(model: Module) -> set[tuple[str, ...]]:
-    """Return the names of each parameter."""
+    """Group the names of parameters: those of one parameter are tied."""
     names: dict[Any, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

@@ -169,9 +169,8 @@ class Aborts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._begun: dict[
-            int, tuple[Any, threading.Thread | None]
-        ] = {}  # by identity of the communicator, which is kept alive
+        # By identity of the communicator, which is kept alive.
+        self._begun: dict[int, tuple[Any, threading.Thread | None]] = {}
 
     def begin(self, groups: Iterable[Any]) -> None:
         """Begin to end those that are new."""

@@ -36,7 +36,7 @@ def cross_out(schedule: Schedule, unwanted: Callable[[Instruction], bool]) -> Sc
 
 
 def insert(program: Program, before: Insertions, behind: Insertions) -> Program:
-    """Write instructions around those at some places."""
+    """Write instructions before and behind those at some places: the step, and the place in it."""
     return tuple(
         tuple(
             new

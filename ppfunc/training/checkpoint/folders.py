@@ -231,7 +231,7 @@ def verify(folder: Path) -> Contents:
 
 
 class PartToRead(NamedTuple):
-    """Read a part of a tensor into this rank's part of it, the box ``box``; or nowhere."""
+    """Describe a part of a tensor to read into this rank's part of it, the box ``box``; or nowhere."""
 
     name: str
     part: StoredPart
