@@ -124,15 +124,15 @@ def mend_of(owner: str, name: str) -> str:
     """Return what to write for a name of another library, or an empty text.
 
     Args:
-        owner: where the name was used: a class, the package, ``()`` for an argument, or ``home`` for an
-            argument of another function.
+        owner: where the name was used: a class, the package, a function, ``()`` for an argument of any,
+            ``--`` for an option, or ``home`` for an argument of another function.
 
     >>> mend_of("()", "n_microbatches")
     'microbatches'
     """
     from ._old_words import OLD_WORDS  # here, because it is needed for errors only
 
-    return OLD_WORDS[owner].get(name, "")
+    return OLD_WORDS.get(owner, {}).get(name, "")
 
 
 def mend_for(value: Any, otherwise: str = "") -> str:
@@ -212,7 +212,8 @@ def with_arguments(error: str, function: Callable[..., Any]) -> str:
     names = [name for name in inspect.signature(function).parameters if name != "self"]
     unknown = re.search(r"unexpected keyword argument '(\w+)'", error)
     missing = re.search(r"missing .*'(\w+)'", error)
-    mend = mend_of("()", unknown[1]) if unknown else mend_of("missing", missing[1]) if missing else ""
+    mend = mend_of("missing", missing[1]) if missing else ""
+    mend = mend_of(function.__name__, unknown[1]) or mend_of("()", unknown[1]) if unknown else mend
     if unknown and (mend or unknown[1]) not in names:
         mend = mend_of("home", mend or unknown[1]) or mend
     near = f"; write {mend}" if mend else suggestion(unknown[1], names) if unknown else ""

@@ -6,7 +6,7 @@ _STAGES = "pp.split(model, args, at=[names of modules]) cuts a model; functions 
 _SCHEDULE = "pp.{}(ranks, microbatches) makes a schedule, a value that knows no stages"
 _TRAIN = "one call does it all: state, metrics = trainer.step(state, inputs, targets)"
 _EVALUATE = "loss = trainer.evaluate(state, inputs, targets)"
-_MODE = "a split keeps the mode of its model: call model.train() or model.eval(), and split again"
+_MODE = "model.train() and model.eval() of the model that was split act on its splits, too"
 _MOVE = "move the model before it is split, or values: optree.tree_map(lambda t: t.to(device), split.params)"
 _SAVE = "pp.checkpoint.save(folder, state), pp.checkpoint.load(folder, like=state)"
 _NO_GRAD = "nothing: a step returns its gradients, new ones in every call; no tensor has a .grad"
@@ -87,6 +87,8 @@ _BY_MEND: dict[str, dict[str, str]] = {
         ),
         "the microbatches of a step are added up; a schedule of more does it": "MultiSteps accumulate",
         _PURE: "apply_updates",
+        _RATE: "lr_scheduler inject_hyperparams",
+        "mask= of pp.optim.adamw(lr) says which leaves decay; trainable= of a trainer, which train": "masked",
         f"{_RANKS}; {_TRAINER}": "parallel_state mpu ModelParallelConfig TransformerConfig",
     },
     "module": {
@@ -126,7 +128,9 @@ _BY_MEND: dict[str, dict[str, str]] = {
         "split.load(state_dict) returns a split with these weights": "load_state_dict",
         _EXPORT: "generate save_pretrained push_to_hub",
         _REMAT: "gradient_checkpointing_enable",
-        "model.requires_grad_(False), and split again, or trainable= of a step": "requires_grad_ freeze",
+        "model.requires_grad_(False), before a step or trainer is made, or trainable= of it": (
+            "requires_grad_ freeze"
+        ),
     },
     "StepFunction": {
         _CALL: "step train_batch run backward",
@@ -245,11 +249,29 @@ _BY_MEND: dict[str, dict[str, str]] = {
         "loss_fn": "loss criterion loss_func",
         f"transport; {_RANKS}": "group process_group mesh devices",
     },
+    "--": {  # options of a command
+        "format": "json csv svg trace",
+        "ranks": "stages",
+        "microbatches": "mb",
+    },
+    "split": {
+        "at=4 for as many stages, or at=[names of modules]": "num_stages n_stages stages split_points",
+    },
+    "adamw": {
+        "betas": "b1 b2 beta1 beta2",
+    },
+    "warmup_cosine": {
+        "peak": "peak_value lr max_lr",
+        "warmup": "warmup_steps num_warmup_steps",
+        "steps": "decay_steps total_steps num_training_steps",
+        "end": "end_value eta_min",
+        "nothing: the rate rises from 0": "init_value",
+    },
     "home": {  # of arguments that other functions take
         "ranks and microbatches where the schedule is made, pp.one_f_one_b(ranks, microbatches)": (
             "microbatches ranks"
         ),
-        "chunks where the schedule is made, pp.looped_bfs(ranks, microbatches, chunks)": "chunks",
+        "chunks of a schedule that has them, such as pp.looped_bfs(ranks, microbatches, chunks)": "chunks",
         "options of an optimizer where it is made, pp.optim.adamw(lr)": "lr weight_decay betas momentum",
         "seed=(seed, step) where the step is called": "seed",
         _TRAINER: "optimizer precision",
@@ -261,6 +283,6 @@ OLD_WORDS = {
     owner: {name: mend for mend, names in by_mend.items() for name in names.split()}
     for owner, by_mend in _BY_MEND.items()
 }
-"""What to write, by the name of a class, of the package, ``()`` for arguments or ``home`` for those of other
-functions, and by the old name.
+"""What to write, by the name of a class, of the package, of a function for its arguments, ``()`` for those of
+all, ``--`` for options or ``home`` for arguments of other functions, and by the old name.
 """

@@ -16,9 +16,10 @@ from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.tree import tree_leaves
 from ppfunc.steps import value_and_grad
 
-from ._checks import require_counts, require_type
+from ._checks import naming_arguments, require_counts, require_type
 
 
+@naming_arguments
 def measure(
     stages: Stages,
     params: Mapping[int, Any],

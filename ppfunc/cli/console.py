@@ -38,7 +38,8 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             word = next((w for w in unknown if w.startswith("-")), unknown[0])
             options = [option for action in self._actions for option in action.option_strings]
-            mend = mend_of("()", word.partition("=")[0].lstrip("-").replace("-", "_"))
+            name = word.partition("=")[0].lstrip("-").replace("-", "_")
+            mend = mend_of("--", name) or mend_of("()", name)
             here = f"--{mend}" if f"--{mend}" in options else mend if mend.startswith("nothing: ") else ""
             near = f"; here: {here}" if here else suggestion(word, options)
             self.error(f"{word} is none of its options or arguments{near}")

@@ -158,6 +158,7 @@ class Trainer:
             trainer._calls = self._calls.under(schedule)
         return trainer
 
+    @naming_arguments
     def init(self, params: Mapping[int, Any], state: Mapping[int, Any] | None = None) -> TrainState:
         """Make the state before the first step.
 
@@ -303,6 +304,7 @@ class Trainer:
         number = torch.tensor(value, dtype=torch.float64)
         return state._replace(optimizer={s: observe(tree, number) for s, tree in state.optimizer.items()})
 
+    @naming_arguments
     def lower(
         self, params: Mapping[int, Any], inputs: Any, targets: Any = None, *,
         state: Mapping[int, Any] | None = None, extras: Mapping[int, Any] | None = None,
