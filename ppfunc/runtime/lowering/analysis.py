@@ -48,10 +48,12 @@ class Shown:
     Args:
         lowered: the step.
         programs: builds those of its stages.
+
+    Its ``schedule`` has all instructions of the step, such as for :func:`ppfunc.schedule.to_svg`.
     """
 
     def __init__(self, lowered: LoweredStep, programs: Callable[[], Mapping[Key, StageProgram]]) -> None:
-        self._lowered, self.programs = lowered, programs
+        self._lowered, self.programs, self.schedule = lowered, programs, lowered.schedule
 
     __reduce__ = not_copied("a lowered or compiled step", "keep its as_text(), or make it in each process")
 
@@ -65,7 +67,11 @@ class Shown:
     def memory_analysis(self) -> Memories:
         """Return the bytes of every rank over the step, by running it on tensors without values.
 
-        Printed, they are a line for each rank; one of them is its tables.
+        Printed, they are a line for each rank; one of them is its tables. Drawn, with the schedule of the
+        lowered step::
+
+            memory = {rank: each.by_instruction for rank, each in lowered.memory_analysis().items()}
+            svg = pp.schedule.to_svg(lowered.schedule, memory=memory)
 
         Programs that are compiled are counted as they are traced. A message counts at its sender until that
         has waited for it, at its receiver from when it is expected. Through memory that two processes map

@@ -95,7 +95,7 @@ def to_svg(
         width: of the picture, in pixels from 960 to 100000; by default such that most bars have room for
             their number, at most 1600.
         memory: by rank, the most bytes in each instruction of its program, such as ``by_instruction`` of what
-            ``lowered.memory_analysis()`` returns; drawn below the row of the rank.
+            ``lowered.memory_analysis()`` returns, with ``lowered.schedule``; drawn below the row of the rank.
 
     Raises:
         TypeError, ValueError: a width out of range, or bytes of other ranks, or of another number of
@@ -299,7 +299,8 @@ def _require_bytes(schedule: Schedule, memory: Any) -> None:
             raise TypeError(f"memory[{rank}]: got {shown(sizes)}, expected memory={form}")
         if len(sizes) != (count := len(list(schedule.instructions(rank)))):
             raise ValueError(
-                f"memory[{rank}]: got {len(sizes)} numbers, rank {rank} has {count} instructions"
+                f"memory[{rank}]: got {len(sizes)} numbers, rank {rank} has {count} instructions; draw the"
+                " schedule that they are of, lowered.schedule"
             )
 
 
