@@ -278,6 +278,7 @@ PARTS = {  # like, patterns, and what the warning or the error says
         "x|a.*|n",
         "like: 'x', which step-1 lacks, has no values on meta; give a tensor",
     ),
+    "nothing": ({"x": 5.0}, "*", "partial: nothing of like is in step-1: 'x'; .*names=split"),
     "shape": ({"w": torch.zeros(2)}, "a.*|n", "'w' is float32\\[\\], like has float32\\[2\\]"),
 }
 

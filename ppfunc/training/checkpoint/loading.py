@@ -163,7 +163,8 @@ def _require_fit(contents: Contents, wanted: Wanted, partial: str | None) -> str
     where = contents.folder.name
     mend = (
         "load what was saved: of the same optimizer and version of ppfunc, scale and stages, with the same"
-        " names=; pp.checkpoint.export writes parameters alone; partial= takes a part"
+        " names=; names=split, of each split, in save and load is for other stages; pp.checkpoint.export"
+        " writes parameters alone; partial= takes a part"
     )
     missing, more = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
     patterns = [] if partial is None else partial.split("|")
@@ -181,6 +182,8 @@ def _require_fit(contents: Contents, wanted: Wanted, partial: str | None) -> str
     for pattern in patterns:
         if pattern not in matched.values():
             raise ValueError(f"partial: {pattern!r} names nothing that {where} or like lacks; leave it out")
+    if not wanted.keys() & stored.keys():
+        raise ValueError(f"partial: nothing of like is in {where}: {listed(missing)}; {mend}")
     for name in wanted.keys() & stored.keys():
         if stored[name] != wanted[name][0]:
             raise ValueError(
