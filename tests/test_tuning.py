@@ -106,6 +106,7 @@ def test_ranks_that_share_cores_compute_in_turn():
     for row in shared.rows:
         times = row.seconds / apart[str(row)].seconds
         assert times == pytest.approx(2) if row.choice.data == 2 else 1 < times < 2
+        assert row.binds.startswith("cores for 1 of 2 ranks; ")
 
 
 def test_cores_are_those_that_this_process_may_use(monkeypatch):

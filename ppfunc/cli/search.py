@@ -56,7 +56,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     for name, metavar in (("ranks", "P"), ("microbatches", "M")):
         parser.add_argument(f"--{name}", type=count, metavar=metavar, required=True, help=f"number of {name}")
     default = "rank where several numbers of chunks are tried, else stage"
-    add_cost_options(parser, "each stage, or each layer", without=_NOT_PLANNED, per=default)
+    add_cost_options(parser, "all stages or layers", without=_NOT_PLANNED, per=default)
     add_options(
         parser,
         layers="costs are those of N layers, also cut into stages; simulate --costs reads what --json prints",

@@ -197,7 +197,9 @@ class Costs:
         """
         for name, value in vars(self).items():
             if isinstance(value, Sequence) and len(value) != stages:
-                raise ValueError(f"{name} has {len(value)} numbers, expected {stages}, one per stage")
+                raise ValueError(
+                    f"{name} has {len(value)} numbers, expected {stages}, one per stage or layer"
+                )
             if unknown := [s for s in _stages(value) if s not in range(stages)]:
                 raise ValueError(f"{name} names stage {unknown[0]!r}, expected stages from 0 to {stages - 1}")
         return self

@@ -224,7 +224,7 @@ def _choose(
     if isinstance(at, bool) or not isinstance(at, int) or at < 1:
         raise ValueError(
             f"at: got {at!r}, expected names of modules, such as {[*at] if isinstance(at, dict) else ['0']},"
-            " a number of stages, or a Partition"
+            " a number of stages from 1, or a Partition"
         )
     return _balanced(called, traced.starts, _flops(traced, device), at), traced
 

@@ -239,7 +239,8 @@ class Candidates:
                 if all(map(ge, left, one)):  # else no order fits
                     self._push(bound, "plan", self._plan, choice, schedule, costs, left)
         fits, make = max(peaks) <= self._memory, partial(self._make, choice, schedule, parts)
-        binds = binding(memory, timeline, seconds, self._concurrency / choice.data / choice.tensor, fits)
+        at_once = f"{self._concurrency:.3g} of {choice.pipe * choice.data * choice.tensor}"
+        binds = binding(memory, timeline, seconds, at_once, fits)
         return Row(choice, schedule, parts.at, seconds, bound, peaks, fits, binds, make)
 
     def _plan(self, choice: Choice, like: Schedule, costs: Costs, left: list[float]) -> None:

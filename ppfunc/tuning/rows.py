@@ -133,11 +133,11 @@ class Row(NamedTuple):
 
 
 def binding(
-    memory: Mapping[int, Memory], timeline: Timeline, seconds: float, at_once: float, fits: bool
+    memory: Mapping[int, Memory], timeline: Timeline, seconds: float, at_once: str, fits: bool
 ) -> str:
     """Say which rank has most of what is short: bytes, or time; or that ranks wait for cores."""
     if fits and seconds > timeline.makespan:
-        return f"cores for {at_once:.3g} of {len(memory)} ranks; {timeline.makespan:.4g} s with all"
+        return f"cores for {at_once} ranks; {timeline.makespan:.4g} s with all"
     if fits:
         idle, rank = min((idle, rank) for rank, idle in enumerate(timeline.idle))
         return f"rank {rank} computes {1 - idle / timeline.makespan:.0%}"

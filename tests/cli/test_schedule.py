@@ -45,6 +45,8 @@ NAMES = (
 
 def test_list_names_every_schedule_with_its_options_and_constraints(run):
     code, out, _ = run("list")
+    does = re.findall(r"^(?:\w+)\n    (.*)$", out.partition("\nwords")[0], flags=re.MULTILINE)
+    assert len(does) == len(BUILDERS) and all(line.endswith(".") for line in does)
     assert code == 0
     schedules, _, words = out.partition("\nwords\n")
     assert [line for line in schedules.splitlines() if not line.startswith(" ")] == NAMES
@@ -602,6 +604,8 @@ def test_huge_numbers_end_at_once(arguments, message, run):
         ),
         (("plan", *SHAPE, "--memory", 4), "--memory is none of its options or arguments; here: --cap"),
         (("show", "1f1b", "--pp=2", "--num-microbatches=4"), "here: --ranks"),
+        (("show", "1f1b", "--stages=2"), "here: --ranks"),
+        (("compare", *SHAPE, "--json"), "here: --format"),
         (("show", "1f1b", *SHAPE, "--micro-batch-size=4"), "here: nothing: every step reads the shapes"),
         (("compare", *SHAPE, "dualpip"), "did you mean 'dualpipe'?"),
         (("compare", *SHAPE, "zbw"), "did you mean 'zbv'?"),
@@ -628,7 +632,7 @@ def test_the_nearest_name_is_suggested(arguments, message, run):
         (("--for", "torch", "--format", "grid"), "--for torch is a csv: leave --format grid out"),
         (("--for", "torch", "--forward", 2), "costs change nothing in --format csv"),
         (("--for", "jax"), "invalid choice 'jax': expected one of torch"),
-        (("--forward", "1,2"), "forward has 2 numbers, expected 4, one per stage"),
+        (("--forward", "1,2"), "forward has 2 numbers, expected 4, one per stage or layer"),
         (("--forward", "1,,2"), "argument --forward: expected a number, got ''"),
         (("--forward", 2, "--lowered"), "a grid on a scale of time has no messages"),
         (("--forward", 0), "0F0 takes no time, so it has no place in a grid"),

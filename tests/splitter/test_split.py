@@ -559,7 +559,7 @@ class Raises(m.Base):
             DependsOnValues,
             (
                 r"its control flow or its shapes depend on the values of tensors \(operator .*, called at"
-                r" .*test_split.py:"
+                r" .*test_split.py:\d+\), or it reads one, as \.item\(\) does, so that"
             ),
         ),
         (

@@ -297,8 +297,8 @@ def _require_batches(
     for name, (batch, stage) in batches.items():
         if batch is None and stage in stages and (with_targets or name == "inputs"):
             unused = (
-                ", as the argument after inputs; if loss_fn ignores them, give any tensor with the batch's"
-                " rows"
+                ": pass targets=, in a step as the argument after inputs; if loss_fn ignores them, any tensor"
+                " with the batch's rows"
                 if name == "targets"
                 else ""
             )

@@ -85,8 +85,7 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
 
 @naming_arguments
 def chimera(ranks: int, microbatches: int) -> Schedule:
-    """Run two chains in opposite directions over the same ranks, in units of p microbatches, half of them
-    each.
+    """Run two chains in opposite directions over the same ranks, p / 2 microbatches of each at a time.
 
     Stages 0..p-1 go up the ranks and walk the first half of the microbatches; stages p..2p-1,
     stage p + k a replica of stage k, go down and walk the second half. Where F = B and m is a

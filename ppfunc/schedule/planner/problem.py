@@ -187,5 +187,5 @@ def _limits(cap: Cap, ranks: int) -> Sequence[Number]:
         raise ValueError(f"cap has {len(limits)} numbers, expected {ranks}, one per rank")
     for limit in limits:
         if not isinstance(limit, Real) or isinstance(limit, bool) or limit <= 0 or not limit < float("inf"):
-            raise ValueError(f"cap is {limit!r}, expected a finite number above 0, or None for no limit")
+            raise ValueError(f"cap is {limit!r}, expected a finite number above 0; leave it out for no limit")
     return limits

@@ -214,7 +214,7 @@ def data_dependence(error: Exception) -> str:
         return f"{what} (torch.library.register_fake tells torch)"
     what = (
         "its control flow or its shapes depend on the values of tensors (operator"
-        f" {operator}{line and f', called{line}'})"
+        f" {operator}{line and f', called{line}'}), or it reads one, as .item() does"
     )
     return f"{what}, so that it cannot be evaluated abstractly"
 
