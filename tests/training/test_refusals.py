@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import signal
 import threading
 import time
 from pathlib import Path
@@ -248,6 +249,38 @@ def test_a_number_in_a_state_is_named_after_an_update_in_place():
     wrong = state._replace(optimizer={0: {**state.optimizer[0], "updates": 1}, 1: state.optimizer[1]})
     with pytest.raises(TypeError, match=r"state.optimizer\[0\]\['updates'\]: got 1 of type int, expected"):
         trainer.step(wrong, x, y)
+
+
+@pytest.mark.parametrize("place", ["init", "update"])
+def test_what_a_handler_raises_while_an_optimizer_is_tried_is_raised(place):
+    """It was taken for an error of the optimizer, of which some mean nothing, and training went on."""
+    armed, plain = [True], pp.optim.sgd(0.1)
+
+    def ended(number, frame):
+        raise RuntimeError("terminated")
+
+    def strike(called, leaf):
+        if armed[0] and called == place and (leaf.is_meta or place == "update"):
+            armed[0] = False
+            signal.raise_signal(signal.SIGTERM)
+
+    def init(params):
+        strike("init", params["w"])
+        return plain.init(params)
+
+    def update(grads, state, params):
+        strike("update", params["w"])
+        return plain.update(grads, state, params)
+
+    _, params, x, y = problem()
+    trainer = trainer_of(pp.optim.Optimizer(init, update))
+    before = signal.signal(signal.SIGTERM, ended)
+    try:
+        with pytest.raises(RuntimeError, match="terminated"):
+            trainer.step(trainer.init(params), x, y)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not armed[0]
 
 
 def test_an_optimizer_may_keep_other_trees_of_large_leaves():

@@ -15,6 +15,7 @@ from ppfunc.stage._torch import transforming
 from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.errors import raised
 from ppfunc.stage.layout import MeshLayout, distributed, local
+from ppfunc.stage.process import hold_interrupts
 from ppfunc.stage.signature import Signature, differentiable, flatten
 from ppfunc.stage.tree import NAMESPACE, tree_flatten, tree_leaves, tree_map, tree_paths, tree_structure
 
@@ -127,10 +128,11 @@ def _require_parameters_back(optimizer: Optimizer, params: Tree, name: str) -> N
     """
     if optimizer.text or any(local(leaf).is_meta for leaf in tree_leaves(params)):
         return
-    try:
-        ones = updated_ones(optimizer, params, gradients=(0.0,))
-    except Exception:
-        return  # it does not take leaves of one element
+    with hold_interrupts():  # what a handler raises is no error of the optimizer
+        try:
+            ones = updated_ones(optimizer, params, gradients=(0.0,))
+        except Exception:
+            return  # it does not take leaves of one element
     for leaf in tree_leaves(ones):
         if isinstance(leaf, torch.Tensor) and differentiable(leaf.dtype) and (leaf.abs() < 0.5).any():
             raise ValueError(

@@ -15,6 +15,7 @@ from ppfunc.stage._torch import versions
 from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.layout import local
 from ppfunc.stage.modules.frozen import FrozenLeaves
+from ppfunc.stage.process import hold_interrupts
 from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths, tree_structure
 
@@ -251,7 +252,7 @@ def require_state_of(
     ones, init = tree_map(_one, params), rule.optimizer.init
     with preserve_rng(leaf.device for leaf in tree_leaves(ones)), noting_patterns() as used:
         sized = None
-        with suppress(Exception):  # it needs values: sizes are compared by its updates alone
+        with hold_interrupts(), suppress(Exception):  # it needs values: sizes are compared by its updates
             sized = init(tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), params))
         made = init(ones)  # last: an optimizer may keep what it was given
     known = sized is not None
