@@ -35,7 +35,7 @@ def captured(
     def forward(params: Leaves, x: Leaves, extras: Leaves) -> tuple[Leaves, tuple[Any, ...]]:
         if transforming():
             raise RuntimeError(
-                "got a torch.func transform of a stage captured in CUDA graphs; use the functional engine"
+                "got a stage captured in CUDA graphs under a torch.func transform; use the functional engine"
             )
         static = _copy_of(params, copies, example)
         slot = static.free.pop() if static.free else _Slot(example, y, recorder(example.device))
