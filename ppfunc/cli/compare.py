@@ -35,6 +35,7 @@ _SUFFIXES = {"table": (".txt",), "svg": (".svg",), "json": (".json",)}
 
 
 def add_compare(commands: Any) -> None:
+    """Add ``compare`` to the subparsers of a command line."""
     comparing = commands.add_parser(
         "compare",
         help="a table of schedules for the same model part per rank",

@@ -41,6 +41,7 @@ def add_options(parser: argparse.ArgumentParser, /, **meanings: str) -> None:
 
 
 def add_builder_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options with which schedules are built."""
     add_options(parser, **{name: meaning for name, (_, meaning) in BUILDER_OPTIONS.items()})
 
 
@@ -141,6 +142,7 @@ def _built(name: str, arguments: argparse.Namespace, costs: Costs | None) -> Sch
 
 
 def takes_costs(name: str) -> bool:
+    """Tell whether the builder called ``name`` takes costs."""
     return not is_file(name) and "costs" in inspect.signature(find_builder(name)).parameters
 
 

@@ -28,6 +28,7 @@ _NOT_PLANNED = ("overlapped", "unshard", "reduce_tied", "reduce_grad", "step")
 
 
 def add_plan(commands: Any) -> None:
+    """Add ``plan`` to the subparsers of a command line."""
     planning = commands.add_parser(
         "plan",
         help="search for the shortest schedule that fits in memory, with a lower bound",
@@ -202,6 +203,7 @@ def _figures(best: Plan) -> dict[str, Any]:
 
 
 def add_tune(commands: Any) -> None:
+    """Add ``tune`` to the subparsers of a command line."""
     tuning = commands.add_parser(
         "tune",
         help="rank grids, cuts, schedules, rematerialisation and shards for a model, with torch",

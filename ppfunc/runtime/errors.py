@@ -124,6 +124,7 @@ class StepFailed(Exception):
         super().__init__(failure)
 
     def described(self) -> Failure:
+        """Return the failure with its context."""
         return self.failure._replace(context=self._context(self.failure) + self.which)
 
 

@@ -46,6 +46,7 @@ class Dataflow:
 
     @cached_property
     def microbatches(self) -> int:
+        """Return M of the numbering."""
         return max(self.schedule.microbatches, 1)
 
     @cached_property

@@ -54,6 +54,7 @@ class Value(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Count the bytes of its elements."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 

@@ -184,6 +184,7 @@ def version(tensor: torch.Tensor) -> int | None:
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """Return the version of every tensor."""
     try:
         return [t._version for t in tensors]
     except RuntimeError:  # of an inference tensor

@@ -237,6 +237,7 @@ def declaring(stage: Callable[..., Any], boundary: Boundary) -> Callable[..., An
 
 
 def require_axis(mesh: Any, name: str) -> None:
+    """Raise unless ``mesh`` is one axis of a mesh."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"{name}: got {type(mesh).__name__} as the mesh, expected one axis of a DeviceMesh, such as"

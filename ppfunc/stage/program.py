@@ -103,6 +103,7 @@ class Example:
         return tuple(size for leaf in leaves for size in leaf.shape if isinstance(size, torch.SymInt))
 
     def unflatten(self, leaves: Iterable[Any]) -> tuple[Any, ...]:
+        """Return the arguments with these leaves."""
         rest = iter(leaves)
         return tuple(s.unflatten(islice(rest, len(s.leaves))) for s in self.signatures)
 

@@ -56,10 +56,12 @@ def register_leafless(kind: type, read: Callable[[Any], Any], make: Callable[[An
 
 
 def tree_leaves(tree: Any) -> list[Any]:
+    """Return the leaves of a tree."""
     return tree_flatten(tree)[0]
 
 
 def tree_structure(tree: Any) -> optree.PyTreeSpec:
+    """Return the structure of a tree."""
     return tree_flatten(tree)[1]
 
 

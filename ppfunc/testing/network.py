@@ -54,6 +54,7 @@ class Fault(NamedTuple):
 
 
 def require_possible(faults: tuple[Fault, ...], ranks: int) -> None:
+    """Raise ValueError for a fault that cannot happen."""
     for fault in faults:
         require_one_of("kind", fault.kind, KINDS)
         if not 0 <= fault.rank < ranks or fault.at < 0:

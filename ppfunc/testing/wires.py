@@ -105,6 +105,7 @@ class Wires:
         return wait
 
     def disconnect(self, rank: int) -> None:
+        """End the connections of a rank."""
         mine = {(generation, r, route) for generation, r, route in self._open if r == rank}
         self._open -= mine
         for generation, _, route in mine:

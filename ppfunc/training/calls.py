@@ -125,6 +125,7 @@ class Calls:
         return Calls(schedule, self._spec, self.rule, self.transport, self._make_step, self.history, programs)
 
     def init(self, params: Mapping[int, Any], state: Mapping[int, Any]) -> TrainState:
+        """Make the state before the first step."""
         self._require_open()
         stages = self.ranks.stages
         require_trees("params", params, stages)
@@ -142,6 +143,7 @@ class Calls:
     def record(
         self, state: TrainState, batches: Batches
     ) -> tuple[tuple[TrainState, list[Metrics]], Timeline]:
+        """Run training steps and measure them; return the timeline too."""
         run = self.step.returning(*batches.wanted).record
         update, (result, timeline) = self._run(run, self.rule, state, batches)
         return _state_and_metrics(update, result), timeline
@@ -173,6 +175,7 @@ class Calls:
         self, params: Mapping[int, Any], inputs: Any, targets: Any,
         state: Mapping[int, Any] | None, extras: Mapping[int, Any] | None,
     ) -> "LoweredTraining":  # fmt: skip
+        """Lower a training step for arguments of these shapes."""
         initial, inputs = list[TrainState](), on_meta(inputs)
 
         def read() -> list[RawArguments]:  # what it raises fails the call on all ranks

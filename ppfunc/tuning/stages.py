@@ -274,6 +274,7 @@ def concurrency_of(model: torch.nn.Module | Split, cores: float | None, speeds: 
 
 
 def parameters_of(model: torch.nn.Module | Split) -> list[Any]:
+    """List the parameters of a model, or of its parts."""
     return tree_leaves(model.params if isinstance(model, Split) else list(model.parameters()))
 
 

@@ -263,6 +263,7 @@ def require_same_values(
 
 
 def differs(what: str, here: str, there: str) -> str:
+    """Describe what differs between two places of a parameter."""
     return f"{what} {here} than {there}; give all places the same"
 
 

@@ -191,6 +191,7 @@ class StepForm(NamedTuple):
 
 
 def read_tree(tree: Any, name: str, microbatches: int) -> tuple[Leaves, TreeForm]:
+    """Read the leaves of a tree and its form."""
     marked, (tree, whole) = tree, without_marks(tree)
     leaves, treedef = flatten(tree, name)
     refuse_microbatches(treedef, name)

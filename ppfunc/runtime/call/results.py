@@ -269,6 +269,7 @@ def apart(
 
 
 def shape_of_sum(parts: Mapping[int, LossPart]) -> tuple[int, ...]:
+    """Return the shape of what :func:`sum_up` returns."""
     part = next(iter(parts.values()))
     microbatches = {m for each in parts.values() for m in each.each}
     return (1 + len(microbatches), *part.leaf.shape[2:]) if part.each else part.leaf.shape[1:]
@@ -281,6 +282,7 @@ def to_text(losses: torch.Tensor) -> str:
 
 
 def of_text(text: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Read the text of :func:`to_text`."""
     if not text:  # torch.frombuffer takes no empty buffer
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray.fromhex(text), dtype=dtype).view(shape)

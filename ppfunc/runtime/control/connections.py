@@ -36,6 +36,7 @@ class Address(NamedTuple):
 
 
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Run ``work`` in a thread."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -75,6 +75,7 @@ class Control:
 
     @property
     def device(self) -> torch.device:
+        """Return the device on which losses are summed and returned."""
         return torch.device("cpu")
 
     @property
@@ -289,6 +290,7 @@ class Control:
         return first.error(rank)
 
     def close(self) -> None:
+        """End all connections: peers that still use this transport raise. Idempotent."""
         with self.hold_interrupts():
             self._closed = True
             self.links.close()

@@ -67,6 +67,7 @@ class FailureTree:
         return self._voted is None and peer in self.gone
 
     def vote(self, step: int) -> None:
+        """Vote for this step: from now on rank 0 alone decides whether it fails."""
         self._voted = step
 
     def commit(self, step: int) -> None:
@@ -77,6 +78,7 @@ class FailureTree:
             self.report(generation, failure)
 
     def publish(self, failure: str) -> None:
+        """Report a failure of this rank, which fails its step with it."""
         self._voted, self._deferred = None, []
         self.report(self.generation, failure)
 

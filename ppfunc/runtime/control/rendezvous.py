@@ -70,6 +70,7 @@ class Rendezvous:
             raise FailureRecord.lost(error, self.rank).error(self.rank) from error
 
     def publish(self, address: Address) -> None:
+        """Publish where this rank listens."""
         self._ask(lambda: self.store.set(f"address/{self.rank}", json.dumps(address)))
 
     def address(self, rank: int) -> Address | None:

@@ -99,6 +99,7 @@ class SocketLinks:
 
     @property
     def closed(self) -> bool:
+        """Tell whether all connections have ended, or are about to."""
         return self._streams.closed
 
     @property
@@ -241,6 +242,7 @@ class SocketLinks:
             return failures.notice()
 
     def await_failure(self, peer: int) -> None:
+        """Wait a while for a failure to be published, or for this peer to be gone."""
         failures = self._failures
         with self.changed:
             self.changed.wait_for(

@@ -50,6 +50,7 @@ class PeerStreams:
 
     @property
     def all(self) -> list[Stream]:
+        """List all streams."""
         return [*self.incoming.values(), *self.outgoing.values(), *self.watched.values()]
 
     def open(self, peer: int, kind: str, address: Address, settle: Callable[[Future[None]], object]) -> None:
@@ -90,6 +91,7 @@ class PeerStreams:
             self._changed.notify_all()
 
     def close(self) -> None:
+        """End all connections. Idempotent. Takes no lock, so that it may be called in a finalizer."""
         self.closed = True
         self.listener.close()
         for stream in self.all:

@@ -89,6 +89,7 @@ class RankTree(NamedTuple):
 
     @property
     def neighbours(self) -> list[int]:
+        """Return the rank above, if there is one, and those below."""
         above = [] if self.parent is None else [self.parent]
         return [*above, *self.children]
 
@@ -110,6 +111,7 @@ class TreeMessages:
         self.parent, self.children = tree.parent, tree.children
 
     def send(self, kind: str, text: str, *peers: int) -> None:
+        """Send a text to neighbours."""
         data = f"{kind}\n{text}".encode()
         for peer in peers:
             self._links.send(peer, self._channel, data)

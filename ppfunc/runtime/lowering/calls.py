@@ -205,6 +205,7 @@ def _pass_on(low: LoweredStage, key: Key) -> Callable[[Buffers, LeafGradients], 
 
 
 def weight(program: FlatProgram, key: Key) -> Call:
+    """Make the call of a weight gradient."""
     run, (stage, microbatch) = program.backward_weight, key
     add = _accumulating(run)
     if add is not None:

@@ -60,6 +60,7 @@ class Guards(NamedTuple):
         return self.autocast == on and (self.modules is None or self.modules())
 
     def require(self) -> None:
+        """Raise ValueError where they do not hold."""
         if not self.hold():
             raise ValueError(
                 "modules or autocast have another mode than when the step was lowered, or modules have other"
@@ -105,6 +106,7 @@ class CompiledSteps:
 
     @property
     def last(self) -> Entry | None:
+        """Return the compiled step of the last call."""
         entries = self._entries
         return entries[-1] if entries else None
 
@@ -158,9 +160,11 @@ class CompiledSteps:
         return entry
 
     def info(self) -> CacheInfo:
+        """Count the calls that found their step compiled, and those that did not."""
         return CacheInfo(self._hits, self._misses, CACHE_SIZE, len(self._entries))
 
     def clear(self) -> None:
+        """Drop every compiled step, and the programs of the stages."""
         self._entries = []
         self._hits = self._misses = self._traced = 0
         self._pipeline.programs.clear()

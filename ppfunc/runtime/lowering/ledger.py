@@ -236,6 +236,7 @@ class Ledger(TorchDispatchMode):
         return self._known[key]
 
     def born(self, size: int, name: str, again: bool = False) -> _Storage:
+        """Note a storage."""
         kind = "again" if again else "workspace"
         noted = _Storage(size, name, self._place, len(self._storages), kind)
         self._storages.append(noted)
@@ -247,6 +248,7 @@ class Ledger(TorchDispatchMode):
         return noted
 
     def died(self, storage: _Storage) -> None:
+        """Note that a storage is free."""
         storage.died = len(self._storages)
         self.held[storage.kind] -= storage.size
         self.live -= storage.size
@@ -268,6 +270,7 @@ class Ledger(TorchDispatchMode):
         return tensor
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
+        """Name the storage of a tensor."""
         self._note(tensor, name).name = name
 
     def __enter__(self) -> Self:
@@ -275,6 +278,7 @@ class Ledger(TorchDispatchMode):
         return super().__enter__()
 
     def begin(self, place: Instruction | None) -> None:
+        """Begin a call."""
         self._place, self._begun, self.high = place, len(self._storages), self.live
 
     @property
@@ -304,6 +308,7 @@ class Ledger(TorchDispatchMode):
         storage.kind = kind
 
     def memory(self, moments: Iterable[Moment]) -> Memory:
+        """Describe the most bytes that lived at once, and the bytes at these moments."""
         size, time, place = self._peak
         there = [s for s in self._storages if s.born <= time and (s.died is None or s.died > time)]
         held: Counter[str] = Counter()

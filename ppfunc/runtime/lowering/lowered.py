@@ -193,6 +193,7 @@ class LoweredStage(NamedTuple):
 
     @property
     def device(self) -> torch.device:
+        """Return the device on which the stage computes."""
         return self.call.device
 
     @property
@@ -234,6 +235,7 @@ class LoweredStep(NamedTuple):
         return () if self.schedule.forward_only else tuple(n for n, leaf in enumerate(leaves) if leaf.grad)
 
     def shared_leaves(self) -> list[SharedLeaf]:
+        """List the parameters of this process that have several places."""
         return shared_leaves(self.schedule, self.ranks, self.form.params, self.spec.tied)
 
     def edge_of(self, message: Instruction) -> Edge:

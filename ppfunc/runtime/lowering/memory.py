@@ -128,6 +128,7 @@ def cotangents_of(low: LoweredStage) -> Leaves:
 
 
 def empty(leaves: Iterable[LeafSignature], device: torch.device) -> Leaves:
+    """Make tensors of these signatures."""
     return tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in leaves)
 
 

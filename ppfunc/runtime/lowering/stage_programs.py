@@ -77,6 +77,7 @@ class StageCall(NamedTuple):
 
     @property
     def sizes(self) -> tuple[Signature, ...]:
+        """Return the signatures of inputs and extras."""
         return tuple(map(Signature.of, self.example[1:]))
 
     @property
@@ -298,6 +299,7 @@ class StagePrograms:
         raise failure
 
     def clear(self) -> None:
+        """Drop everything that is kept."""
         self._evaluated.clear()
 
 

@@ -197,6 +197,7 @@ def update_call(lowered: LoweredStep, instruction: Instruction) -> Call | None:
 
 
 def sharding_call(lowered: LoweredStep, instruction: Instruction) -> Call:
+    """Make the call of an UNSHARD or RESHARD."""
     model_stage = lowered.schedule.model_stages[instruction.stage]
     if instruction.op is Op.UNSHARD:
         return lambda buffers: _update(buffers).unshard(buffers, model_stage)

@@ -136,6 +136,7 @@ def reduce_scatter(group: Any, part: torch.Tensor, whole: torch.Tensor) -> Any:
 
 
 def all_gather(group: Any, whole: torch.Tensor, part: torch.Tensor) -> Any:
+    """Begin to gather flat tensors of all ranks."""
     return group._allgather_base(_real(whole), _real(part))
 
 
@@ -277,6 +278,7 @@ def host_of(store: Any) -> str | None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return the timeout of the operations of a group."""
     return _backend(group).options._timeout
 
 

@@ -54,6 +54,7 @@ class Collective:
         self._begun = 0
 
     def let_go(self) -> list[_torch.UnderWay]:
+        """Forget the communicator; return what is under way on it."""
         under_way: list[_torch.UnderWay] = [([work], tensors) for work, tensors in self._running.values()]
         self.group = None
         self._running.clear()

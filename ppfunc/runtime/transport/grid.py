@@ -36,6 +36,7 @@ class Axes(NamedTuple):
 
     @property
     def data_axes(self) -> tuple[str, ...]:
+        """List the axes of the data ranks."""
         return self.data if isinstance(self.data, tuple) else () if self.data is None else (self.data,)
 
     @property

@@ -71,6 +71,7 @@ class CollectiveOnPaper(Collective):
 
     @classmethod
     def of(cls, other: Collective) -> Collective:
+        """Return a stand-in for a collective, with its size and index."""
         return cls(other.size, other.index)
 
     def _begin(self, operation: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> Wait:

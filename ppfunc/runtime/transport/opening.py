@@ -251,6 +251,7 @@ def open_gloo(links: SocketLinks, name: str, members: Sequence[int], timeout: fl
 
 
 def receive_address(links: SocketLinks, name: str, peer: int) -> tuple[str, bytes]:
+    """Return the address that a peer has sent for this communicator."""
     theirs, key, address = json.loads(links.recv(peer, _CHANNEL))
     assert theirs == name, (theirs, name)
     return key, bytes.fromhex(address)

@@ -253,6 +253,7 @@ class PairGroups:
         return join
 
     def wait(self, transfer: Transfer) -> Call | None:
+        """Make the call that waits for what was posted for a transfer; None where nothing has to be done."""
         outgoing, tag, peer, links = transfer.outgoing, transfer.tag, self._line[transfer.peer], self._links
         pair, forms = self._pair(transfer), [(leaf.shape, leaf.dtype) for leaf in transfer.leaves]
 

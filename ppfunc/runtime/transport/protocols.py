@@ -122,7 +122,8 @@ class ControlTransport(Protocol):
     compares_layouts: bool
 
     @property
-    def generation(self) -> int: ...
+    def generation(self) -> int:
+        """Return the number of failures so far."""
 
     def local_ranks(self, ranks: int) -> tuple[int, ...]:
         """Return the ranks of a pipeline of ``ranks`` that live in this process.

@@ -273,6 +273,7 @@ def choices_of(p: Problem, order: Order) -> Choices:
 
 
 def schedule_of(p: Problem, order: Order, name: str = "plan") -> Schedule:
+    """Write an order as a schedule."""
     moves = choices_of(p, order)
 
     def written(item: int) -> Instruction:

@@ -237,10 +237,12 @@ Handlers = Mapping[str, Callable[..., Any]]
 
 
 def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any) -> Any:
+    """Call one of two functions."""
     return (true_fn if pred else false_fn)(*operands)
 
 
 def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried: Any, more: Any) -> Any:
+    """Call a function as long as another one says so."""
     while cond_fn(*carried, *more):
         carried = body_fn(*carried, *more)
     return carried

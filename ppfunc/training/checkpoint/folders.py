@@ -165,6 +165,7 @@ def require_run(root: Path, run: str | None) -> None:
 
 
 def is_complete(folder: Path) -> bool:
+    """Tell whether a checkpoint is complete, without reading tensors."""
     with suppress(CheckpointError):
         open_checkpoint(folder)
         return True

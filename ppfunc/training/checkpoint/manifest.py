@@ -31,6 +31,7 @@ class Box(NamedTuple):
 
     @classmethod
     def of_whole(cls, shape: Iterable[int]) -> Self:
+        """Make the box of a whole tensor."""
         sizes = tuple(shape)
         return cls((0,) * len(sizes), sizes)
 

@@ -70,6 +70,7 @@ class Span(NamedTuple):
 
 
 def require_storable(tensor: torch.Tensor, name: str) -> None:
+    """Raise TypeError for a tensor that no safetensors file holds."""
     if tensor.dtype not in _CODES:
         raise TypeError(f"{name} has the dtype {tensor.dtype}, expected one of {', '.join(DTYPES_BY_NAME)}")
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
@@ -167,6 +168,7 @@ def new_file(path: Path) -> Iterator[FileIO]:
 
 
 def write_at(file: FileIO, data: bytes | memoryview, at: int) -> None:
+    """Write all bytes at an offset."""
     left = memoryview(data)
     while len(left):
         done = os.pwrite(file.fileno(), left, at)
@@ -321,4 +323,5 @@ def read_json(text: bytes, name: str) -> dict[str, Any]:
 
 
 def is_sizes(value: Any) -> bool:
+    """Tell whether this is a list of sizes."""
     return type(value) is list and len(value) <= 64 and all(type(n) is int and 0 <= n < 2**63 for n in value)

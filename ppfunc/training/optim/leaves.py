@@ -45,11 +45,13 @@ class LeafPlan(NamedTuple):
     plain: bool
 
     def part(self, name: str, state: Leaves) -> Tree:
+        """Return a tree of the state."""
         span, structure = self.spans[name]
         return structure.unflatten(state[span])
 
 
 def leaves_of(plan: LeafPlan, trees: Sequence[Tree]) -> list[Leaves] | None:
+    """Return the leaves of trees that have the forms of a plan, else None."""
     leaves: list[Leaves] = []
     for tree, form in zip(trees, plan.forms, strict=True):
         same = same_form(tree, form)

@@ -291,6 +291,7 @@ def written_into(
 
 
 def require_betas(betas: object) -> None:
+    """Raise TypeError or ValueError unless these are two decays below 1."""
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(
             f"betas is {reprlib.repr(betas)}, expected two numbers, such as (0.9, 0.999), behind lr;"

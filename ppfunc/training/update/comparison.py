@@ -151,6 +151,7 @@ class KnownState:
         )
 
     def note(self, state: TrainState, stages: Mapping[int, StageLeaves], generation: int, steps: int) -> None:
+        """Note the state after so many more steps."""
         before, self._steps = self._steps, self._steps + steps
         due = self._every is not None and before // self._every != self._steps // self._every
         self._generation = None if due else generation

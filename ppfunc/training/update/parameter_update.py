@@ -148,6 +148,7 @@ class TrainingUpdate(ParameterUpdate):
         return Reducer(*form, dtype=self._rule.precision.reduce, device=device)
 
     def reduce(self, buffers: Buffers, stage: int, gradients: Gradients, numbers: Sequence[int]) -> None:
+        """Begin to sum the gradients of a stage, and the changes of its state, over the data ranks."""
         if stage in buffers.state:
             tree = self._initial.stage_state[stage]
             pair = self._stage_state[stage], buffers.state[stage]
@@ -163,6 +164,7 @@ class TrainingUpdate(ParameterUpdate):
     def join(
         self, buffers: Buffers, losses: Sequence[torch.Tensor], each: Mapping[int, torch.Tensor] | None
     ) -> None:
+        """Sum the norm and the loss over all ranks; conclude from them where the updates are to come."""
         rule, world = self._rule, self._ranks.world
         for stage in sorted({*self._gradients, *self._reducers}) if rule.needs_all else ():
             self._await_sums(stage)
@@ -190,6 +192,7 @@ class TrainingUpdate(ParameterUpdate):
         buffers.scale = self.state.scale.get("scale")
 
     def step(self, buffers: Buffers, stage: int) -> None:
+        """Make the new parameters and optimizer state of a stage; frozen parameters stay."""
         rule, ranks, stages, current = self._rule, self._ranks, self.stages, self.state
         trees, params, optimizer, update = stages[stage]
         self._updates_left[stage] -= 1

@@ -78,6 +78,7 @@ class TrainingRanks(NamedTuple):
 
     @classmethod
     def of(cls, schedule: Schedule, tied: Tied, transport: Transport) -> Self:
+        """Describe the ranks of a transport."""
         mesh, axes, shard = transport.mesh, transport.axes, transport.shard
         every = axes.data_axes
         if mesh is not None:
@@ -182,6 +183,7 @@ class TrainingRanks(NamedTuple):
         return [axis for axis, placement in pairs if axis in self.axes.data_axes and placement != "R"]
 
     def shards(self, leaves: Sequence[torch.Tensor], dims: Dims) -> Sequence[torch.Tensor]:
+        """Return the shards of leaves of this rank that this data rank updates."""
         if self.shards_params or self.parts.size == 1:
             return leaves
         return shard(leaves, dims, self.parts.size, self.parts.index)

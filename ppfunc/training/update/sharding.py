@@ -185,6 +185,7 @@ def whole_shape(shape: Sequence[int], dim: int | None, ranks: int) -> tuple[int,
 
 
 def part_signature(leaf: torch.Tensor | LeafSignature, dim: int | None, ranks: int) -> LeafSignature:
+    """Return the signature of one of so many equal parts of a leaf."""
     return LeafSignature(
         tuple(size // ranks if d == dim else size for d, size in enumerate(leaf.shape)), leaf.dtype, False
     )

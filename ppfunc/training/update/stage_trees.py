@@ -93,6 +93,7 @@ class StageLeaves(NamedTuple):
     update: StageUpdate | None = None
 
     def has_form(self) -> bool:
+        """Tell whether they have the forms of the trees."""
         return has_form(self.params, self.trees.params) and has_form(self.optimizer, self.trees.optimizer)
 
     def made(self) -> "StageMade":
