@@ -20,9 +20,9 @@ from ppfunc.schedule import Instruction, Op, append_tail, remove_tail
 from ppfunc.stage import Signature, device as stage_device
 from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.tree import tree_leaves
-from ppfunc.testing import Simulated
 from tests import models
 from tests.models import all_gather, dense, new_trainer, normal, reference, same_bits, squared
+from tests.network.simulated import Simulated
 
 D = 3
 ENGINES = {"graph": pp.engines.graph, "functional": pp.engines.functional, "eager": pp.engines.eager}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 import pytest
-from hypothesis import find, given
+from hypothesis import find, given, strategies as st
 
-from ppfunc.schedule import BUILDERS
+from ppfunc.schedule import BUILDERS, compute_only, place_communication, simulate
 from ppfunc.schedule.certificate import check
 from ppfunc.schedule.errors import ScheduleError
-from ppfunc.testing import schedules
+from ppfunc.testing import costs, placements, programs, schedules
 from tests.schedule.mutated import mutated_schedules
 
 
@@ -35,6 +35,27 @@ def test_bounds_are_kept(schedule):
 @pytest.mark.parametrize("what", ["missing", "twice", "became", "is on rank", "is before", "waits for"])
 def test_every_way_to_break_one_is_found(what):
     assert what in find(mutated_schedules(schedules(["1f1b"])), lambda schedule: what in schedule.name).name
+
+
+@given(st.data())
+def test_orders_and_costs_that_are_drawn_can_be_placed_and_timed(data):
+    schedule = data.draw(programs(max_ranks=3, max_microbatches=4))
+    placed = place_communication(schedule)
+    assert check(placed).digest == placed.digest
+    assert compute_only(placed).counts == schedule.counts
+    assert simulate(schedule, data.draw(costs(schedule.stages))).makespan >= 0
+
+
+@given(placements(max_ranks=3, max_chunks=2))
+def test_every_rank_of_a_placement_holds_a_stage(placement):
+    assert set(placement) == set(range(max(placement) + 1)) and len(placement) <= 6
+
+
+@pytest.mark.parametrize("backwards", [{"B"}, {"I", "W"}, {"B", "I", "W"}])
+def test_orders_are_drawn_with_backwards_of_every_kind(backwards):
+    assert find(
+        programs(max_ranks=2), lambda schedule: {op.value for op in schedule.ops} == {"F", *backwards}
+    )
 
 
 def test_every_name_occurs():

@@ -21,9 +21,9 @@ import torch
 
 import ppfunc as pp
 from ppfunc.schedule import BUILDERS, Schedule, remove_tail
-from ppfunc.testing import Fault, InjectedError, RankStopped, Simulated
-from ppfunc.testing.network import interrupt
 from tests.models import squared, traced_once
+from tests.network.network import Fault, InjectedError, RankStopped, interrupt
+from tests.network.simulated import Simulated
 
 STEPS = 2
 RATE = 0.25

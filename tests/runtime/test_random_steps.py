@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ppfunc.testing import Simulated
 from tests import random_steps
+from tests.network.simulated import Simulated
 
 _PERTURB = -6  # M_PERTURB of glibc
 _BYTE = 0x80  # what memory is filled with when it is freed; its complement, 1e306 or so, when it is allocated

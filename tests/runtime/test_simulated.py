@@ -18,9 +18,9 @@ from ppfunc.runtime.transport.protocols import LossPart, Route, Transfer
 from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import LeafSignature
 from ppfunc.stage.process import act_on_interrupts
-from ppfunc.testing import Fault, InjectedError, RankStopped, Simulated
-from ppfunc.testing.network import KINDS
 from tests.models import dense, squared, traced_once
+from tests.network.network import KINDS, Fault, InjectedError, RankStopped
+from tests.network.simulated import Simulated
 
 LEAF = LeafSignature((3,), torch.float64, True)
 CPU = torch.device("cpu")

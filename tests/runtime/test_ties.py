@@ -7,8 +7,8 @@ import torch
 
 import ppfunc as pp
 from ppfunc.stage.tree import tree_map
-from ppfunc.testing import Simulated
 from tests.models import mlp, mlp_params, normal, squared
+from tests.network.simulated import Simulated
 
 D, V, M = 4, 8, 4
 TIED = {"embedding": [(0, "table.weight"), (3, "head")]}

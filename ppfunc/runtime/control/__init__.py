@@ -4,7 +4,7 @@ A step flows through these modules::
 
     rendezvous     pair up the n-th calls of all ranks in the store of their group
         |
-    socket_links   connect to the tree, and to peers on demand, over TCP (simulated: ``ppfunc.testing``)
+    socket_links   connect to the tree, and to peers on demand, over TCP (simulated: ``tests/network``)
         |            streams       the connections of this process, by peer
         |            connections   accept and open, by HMAC with a key; frame messages
         |

@@ -13,10 +13,9 @@ from ppfunc.runtime.errors import LinkError
 from ppfunc.runtime.transport.collective import Among, Collective
 from ppfunc.runtime.transport.protocols import Route
 from ppfunc.stage.process import act_on_interrupts, hold_interrupts
-
-from .network import Fault, Member, Network
-from .scheduler import RankResult
-from .wires import SimulatedCollective, Wires
+from tests.network.network import Fault, Member, Network
+from tests.network.scheduler import RankResult
+from tests.network.wires import SimulatedCollective, Wires
 
 
 class Simulated:

@@ -15,8 +15,7 @@ from ppfunc.runtime.execution.buffers import Buffers
 from ppfunc.runtime.transport.collective import Collective, Wait
 from ppfunc.runtime.transport.protocols import Call, Route, Transfer
 from ppfunc.stage import LeafSignature
-
-from .network import Network, Pipe
+from tests.network.network import Network, Pipe
 
 
 @dataclass(slots=True, eq=False)

@@ -14,8 +14,7 @@ from ppfunc._checks import require_one_of
 from ppfunc.runtime.control.failures import Verdict
 from ppfunc.runtime.errors import LinkError
 from ppfunc.stage.process import receive
-
-from .scheduler import Scheduler
+from tests.network.scheduler import Scheduler
 
 KINDS = ("raise", "interrupt", "kill", "freeze", "delay", "drop")
 
