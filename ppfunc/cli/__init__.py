@@ -14,7 +14,7 @@ from ppfunc.schedule.collector import collector_paused
 from ppfunc.schedule.errors import ScheduleError
 
 from .compare import add_compare
-from .console import CommandParser, in_options, printable
+from .console import CommandParser, printable
 from .parallel import add_parallel
 from .schedule import add_schedules
 from .search import add_plan, add_tune
@@ -58,7 +58,6 @@ def _run(arguments: argparse.Namespace) -> int:
         reason = str(error)
         if isinstance(error, OSError) and error.filename:
             reason = f"{error.filename}: {error.strerror}"
-        reason = in_options(reason, vars(arguments))
         print(printable(f"ppfunc {arguments.command}: error: {reason}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -4,9 +4,8 @@ Errors suggest the nearest name, and every help has an example.
 """
 
 import argparse
-import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,32 +53,10 @@ class CommandParser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             names = [str(choice) for choice in action.choices]
-            near = suggestion(value, names) or _doing(value, action)
+            near = suggestion(value, names)
             raise argparse.ArgumentError(
                 action, f"invalid choice {value!r}: expected one of {', '.join(names)}{near}"
             )
-
-
-def in_options(reason: str, names: Iterable[str]) -> str:
-    """Replace argument names in an error by the options of the command, such as ``--ranks``.
-
-    >>> in_options("ranks = 0, expected an integer: pass ranks=1 or more", ["ranks"])
-    '--ranks 0, expected an integer: pass --ranks 1 or more'
-    >>> in_options("use fewer stages, or set allow_empty", ["allow_empty"])
-    'use fewer stages, or pass --allow-empty'
-    """
-    options = "|".join(map(re.escape, names))
-    reason = re.sub(rf"\bset ({options})\b", lambda found: f"pass --{found[1].replace('_', '-')}", reason)
-    pattern = rf"(?<![\w.-])(?<!\* )({options}) ?= ?(?=-?\d)"
-    return re.sub(pattern, lambda found: f"--{found[1].replace('_', '-')} ", reason)
-
-
-def _doing(word: str, action: argparse.Action) -> str:
-    """Suggest the command whose help has the word, such as ``convert``."""
-    commands = getattr(action, "_choices_actions", ())
-    return next(
-        (f"; see {c.dest}: {c.help}" for c in commands if word in re.findall(r"\w+", c.help or "")), ""
-    )
 
 
 class _Formatter(argparse.HelpFormatter):

@@ -70,7 +70,7 @@ def _partition(arguments: argparse.Namespace) -> int:
     if stages is None:
         raise ValueError("--stages is missing: say how many stages there are to be")
     if arguments.layers is not None and arguments.layers < 1:
-        raise ValueError(f"--layers is one or more, got {arguments.layers}")
+        raise ValueError(f"--layers must be at least 1, got {arguments.layers}")
     split_points: tuple[str, ...] | None = None
     if arguments.weights is None:
         ends = (1 if first is None else first, 1 if last is None else last)

@@ -1,12 +1,10 @@
-"""Run the subcommands on schedules: ``list``, ``show``, ``check``, ``simulate``; explain what they print."""
+"""Run the subcommands on schedules: ``list``, ``show``, ``check``, ``simulate``."""
 
 import argparse
 import inspect
 import json
-import re
 import shutil
 from collections.abc import Callable
-from textwrap import fill
 from typing import Any
 
 from ppfunc.schedule import (
@@ -77,10 +75,10 @@ def add_schedules(commands: Any) -> None:
     """
     listing = commands.add_parser(
         "list",
-        help="the schedules that can be built, with their options",
+        help="the schedules that can be built, with their options; all about those that are named",
         example="  ppfunc list\n  ppfunc list zbv",
     )
-    listing.add_argument("names", metavar="NAME", nargs="*", help="only these")
+    listing.add_argument("names", metavar="NAME", nargs="*", help="all about these")
     listing.set_defaults(func=_list)
     _add_show(commands)
     checking = commands.add_parser(
@@ -147,44 +145,24 @@ def _add_show(commands: Any) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    lines = []
-    chosen = [find_builder(name) for name in arguments.names] or BUILDERS.values()
+    chosen = [find_builder(name) for name in arguments.names]
     for name, build in BUILDERS.items():
-        if build not in chosen:
-            continue
         text = (inspect.getdoc(build) or "").replace("``", "")
-        lines.append(f"{name}\n    {text.splitlines()[0]}\n    in Python: ppfunc.{build.__name__}")
-        meanings = dict(entry.split(": ", 1) for entry in _section(text, "Args:"))
-        for parameter in inspect.signature(build).parameters.values():
-            lines.append(f"    {_usage(parameter):<20}  {meanings.get(parameter.name, '')}".rstrip())
-        lines += [f"    refused: {line.removeprefix('ValueError: ')}" for line in _section(text, "Raises:")]
-    print(explain("\n".join(lines)))
+        if build in chosen:
+            print(f"{name}, ppfunc.{build.__name__}\n\n{text}\n")
+        elif not chosen:
+            options = " ".join(map(_usage, inspect.signature(build).parameters.values()))
+            print(f"{name}\n    {text.splitlines()[0]}\n    {options}")
     return 0
 
 
 def _usage(parameter: inspect.Parameter) -> str:
-    text = (
-        "--costs FILE, --forward X, ..."
-        if parameter.name == "costs"
-        else f"--{parameter.name} {BUILDER_OPTIONS[parameter.name][0]}"
-    )
+    if parameter.name == "costs":
+        return "[--costs FILE, --forward X, ...]"
+    option = f"--{parameter.name} {BUILDER_OPTIONS[parameter.name][0]}"
     if parameter.default is parameter.empty:
-        return text
-    return f"[{text}]" if parameter.default is None else f"[{text}, else {parameter.default}]"
-
-
-def _section(text: str, title: str) -> list[str]:
-    """List the entries of one section of a docstring, each as one line."""
-    entries: list[str] = []
-    inside = False
-    for line in text.splitlines():
-        if not line.startswith(" "):
-            inside = line == title
-        elif inside and line.startswith("        "):
-            entries[-1] += f" {line.strip()}"
-        elif inside:
-            entries.append(line.strip())
-    return entries
+        return option
+    return f"[{option}]" if parameter.default is None else f"[{option}, else {parameter.default}]"
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -245,7 +223,7 @@ def _lowered(schedule: Schedule) -> Schedule:
 def _check(arguments: argparse.Namespace) -> int:
     schedule, _ = find_schedule(arguments.name, arguments, None)
     certificate = check(schedule, max_activations=arguments.max_activations)
-    write(explain(str(certificate)) + "\n")
+    write(f"{certificate}\n")
     return 0
 
 
@@ -271,75 +249,5 @@ def _simulate(arguments: argparse.Namespace) -> int:
         numbers = value if isinstance(value, tuple) else (value,)
         lines.append(f"{name.replace('_', ' '):<17} {' '.join(f'{float(number):g}' for number in numbers)}")
     unit = "measured, in seconds" if timeline.measured else f"by costs per {arguments.per or 'stage'}"
-    print(explain("\n".join([*lines, f"{'times':<17} {unit}"])))
+    print("\n".join([*lines, f"{'times':<17} {unit}"]))
     return 0
-
-
-WORDS = {
-    "rank": "a worker of the pipeline, which holds a stage or several",
-    "stage": "a part of the model",
-    "chunk": "one of the stages of a rank that holds several",
-    "microbatch": "a part of the batch, which goes through the stages by itself",
-    "chain": "a path of stages that some microbatches take; with several, ranks hold replicas of stages",
-    "instruction": (
-        "a thing that a rank does: F forward, B backward, I and W its two parts, the input and the weight"
-        " gradient, (F;B)OVERLAP_F_B a pair as one; SEND and RECV messages, LOAD data, OFFLOAD and FETCH"
-        " activations, RECOMPUTE them, UNSHARD and RESHARD parameters, REDUCE_GRAD and REDUCE_TIED sums of"
-        " gradients over replicas and over tied parameters, STEP the optimizer"
-    ),
-    "input gradient": (
-        "the part I of a backward B, which the stage before waits for; the weight gradient W is the other"
-        " part"
-    ),
-    "1F1B": "one forward and one backward in turn",
-    "source, head": (
-        "the two orders of messages in DeepSpeed: with source a rank receives an activation before it sends a"
-        " gradient"
-    ),
-    "warm-up": "the forwards of a rank before its first backward",
-    "activation": "what the forward of a microbatch keeps for its backward",
-    "peak activations": "the most that a rank holds at one time, per rank",
-    "cap": "the most memory that a rank may take",
-    "memory": "the parameters of a rank and its peak of activations, in one unit",
-    "group": "microbatches that go through one chunk before the rank turns to the next chunk",
-    "makespan": "the time from the start to the last end",
-    "span": "the largest time, over the ranks, from their first start to their last end",
-    "bubble": "the share of the makespan in which ranks wait, on average",
-    "span bubble": "the same share of the span",
-    "idle": "the time of the makespan in which a rank does not compute, per rank",
-    "digest": (
-        "SHA-256 of what the ranks do, in which order; two schedules that do the same have the same, whatever"
-        " their names"
-    ),
-    "no deadlock": "how it has been proved to run to its end",
-    "by data dependencies": "without messages: nothing is computed from what comes later",
-    "rendezvous": "even where a send waits until it is received",
-    "one queue per pair of ranks": (
-        "even where messages between two ranks move in the order in which they are posted"
-    ),
-    "slot": "a buffer of a stage for a value, named by instructions as @0, @1, ...",
-    "step": "instructions of a rank whose messages are posted together",
-    "step-atomic": (
-        "whether a barrier may stand between any two steps: none needs anything from a later step of another"
-        " rank"
-    ),
-    "refused": "numbers for which the schedule is not defined",
-}
-
-
-def explain(text: str) -> str:
-    """Return ``text`` with a line below for each of its words that is known here.
-
-    >>> print(explain("stages 3"))
-    stages 3
-    <BLANKLINE>
-    words
-    stage  a part of the model
-    """
-    words = [word for word in WORDS if re.search(rf"(?<![a-z_-]){word.split(',')[0]}", text)]
-    width = max(map(len, words)) + 2
-    lines = (
-        fill(WORDS[word], 110, initial_indent=word.ljust(width), subsequent_indent=" " * width)
-        for word in words
-    )
-    return "\n".join([text.rstrip("\n"), "", "words", *lines])

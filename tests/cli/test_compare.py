@@ -84,14 +84,14 @@ def test_the_picture(run, tmp_path):
         ((*SHAPE, "1f1b", "inference"), "one has a backward, the other has none"),
         ((*SHAPE, "--width", 1000), "--width is for an svg: leave it out of --format table"),
         ((*SHAPE, "1f1b", "--chunks", 3), "--chunks changes nothing"),
-        ((*SHAPE, "--chunks", 0), "--chunks 0, expected"),
+        ((*SHAPE, "--chunks", 0), "chunks = 0, expected"),
         ((*SHAPE, "1f1b", "--forward", "1,2,3"), "costs for 3 stages are not those of the"),
         (
             ("--ranks", 0, "--microbatches", 2),
-            "--ranks 0, expected an integer of at least 1: pass --ranks 1 or more",
+            "ranks = 0, expected an integer of at least 1: pass ranks=1 or more",
         ),
-        (("--ranks", 3, "--microbatches", 3, "dualpipe"), "--ranks 3, expected an even number"),
-        (("--ranks", 4, "--microbatches", 7, "1f1b", "dualpipe"), "dualpipe: --microbatches 7, expected an"),
+        (("--ranks", 3, "--microbatches", 3, "dualpipe"), "ranks = 3, expected an even number"),
+        (("--ranks", 4, "--microbatches", 7, "1f1b", "dualpipe"), "dualpipe: microbatches = 7, expected an"),
         ((*SHAPE, "--format", "tabel"), "did you mean 'table'?"),
         (
             (*SHAPE, "--format", "table", "--out", "x.svg"),

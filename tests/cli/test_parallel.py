@@ -93,8 +93,8 @@ def test_partition_of_61_layers(run):
         (["partition", "--weights", "1,2"], "--stages is missing"),
         (["partition", "--weights", "", "--stages", "1"], "expected a number, got ''"),
         (["partition", "--weights", "1,2", "--stages", "3"], "sizes [1, 1, 0]"),
-        (["partition", "--layers", "0", "--stages", "1"], "--layers is one or more"),
-        (["partition", "--layers", "3", "--stages", "0"], "--stages 0, expected an integer of at least 1"),
+        (["partition", "--layers", "0", "--stages", "1"], "--layers must be at least 1, got 0"),
+        (["partition", "--layers", "3", "--stages", "0"], "stages = 0, expected an integer of at least 1"),
     ],
 )
 def test_errors_are_one_line(run, words, message):
