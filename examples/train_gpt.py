@@ -201,8 +201,8 @@ def report(
         f"{result.validation:.3f} nats per byte in validation\n"
         f"step: {1e3 * seconds:.1f} ms, {options.batch * options.context / seconds:,.0f} tokens/s\n"
         f"written: {', '.join(str(options.out / file) for file in files)}\n\n"
-        f"One more step, measured and on paper, where messages take no time: {1e3 * measured.makespan:.1f} ms"
-        f" and {1e3 * paper.makespan:.1f} ms. In shares of it:\n{pp.compare(measured, paper)}"
+        "One more step in seconds, as measured and on paper, where messages take no time, and its costs:\n"
+        f"{measured}\n{paper}\n{measured.costs()}"
     )
 
 

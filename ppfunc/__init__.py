@@ -84,7 +84,6 @@ if TYPE_CHECKING:
         ScheduleError as ScheduleError,
         check as check,
         chimera as chimera,
-        compare as compare,
         data_parallel as data_parallel,
         deepspeed_inference as deepspeed_inference,
         deepspeed_train as deepspeed_train,
@@ -136,7 +135,6 @@ if TYPE_CHECKING:
         jvp as jvp,
         per_sample_grad as per_sample_grad,
     )
-    from .tuning.replan import replan as replan
     from .tuning.tune import tune as tune
 else:
     __getattr__, __dir__, __all__ = attach(

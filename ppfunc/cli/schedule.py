@@ -13,7 +13,6 @@ from ppfunc.schedule import (
     Schedule,
     Timeline,
     check,
-    compare,
     compute_only,
     find_builder,
     place_communication,
@@ -193,8 +192,6 @@ def _show(arguments: argparse.Namespace) -> int:
         text = _TEXTS[form](
             _lowered(schedule) if arguments.lowered else compute_only(schedule) if form == "csv" else schedule
         )
-    if form == "grid" and measured:
-        text += compare(measured, simulate(schedule, measured.costs())).summary + "\n"
     write(text, arguments.out)
     return 0
 

@@ -6,7 +6,6 @@ tune.py         tune: what is searched; its rows, ranked
                 and bytes, measured here or counted over given speeds
   rows.py       Choice: grid, microbatch, rematerialisation and shards; Row and Tuning: the ranked table, its
                 text, JSON and picture; Row.make is the trainer
-replan.py       replan: what another schedule of the same placement would gain, from a recorded step
 
 A candidate becomes known in steps, and the next step is that of the candidate with the least seconds so far::
 

@@ -353,24 +353,14 @@ def test_show_draws_names_and_files_with_costs(run, tmp_path):
     assert run("show", "1f1b", *SHAPE, "--width", 1100, "--format", "svg")[1] == to_svg(schedule, width=1100)
 
 
-def test_a_trace_is_drawn_with_its_own_times_and_a_sentence(run, tmp_path):
+def test_a_trace_is_drawn_with_its_own_times(run, tmp_path):
     schedule = place_communication(one_f_one_b(4, 16))
     slow = simulate(schedule, Costs(forward=[1, 1, 2, 1], backward=[2, 2, 4, 2]))
     (tmp_path / "trace.json").write_text(to_trace(schedule, slow))
-    code, out, err = run("show", tmp_path / "trace.json")
-    grid, _, sentence = out.rstrip("\n").rpartition("\n")
-    assert (code, err, grid + "\n") == (
-        0,
-        "",
-        to_grid(schedule, slow, width=160),
-    )  # where there is no terminal
-    assert run("show", tmp_path / "trace.json", "--width", 60)[1].startswith(
-        to_grid(schedule, slow, width=60)
-    )
-    assert re.fullmatch(
-        r"rank 0 waits \d+% of the step for rank 1 \(0RECV_B\); stage 2 is 2 times as long as the others",
-        sentence,
-    )
+    width = 160  # where there is no terminal
+    assert run("show", tmp_path / "trace.json") == (0, to_grid(schedule, slow, width=width), "")
+    narrow = run("show", tmp_path / "trace.json", "--width", 60)[1]
+    assert narrow == to_grid(schedule, slow, width=60)
     assert run("show", tmp_path / "trace.json", "--format", "svg")[1] == to_svg(schedule, slow)
     assert run("show", tmp_path / "trace.json", "--forward", 2)[1] == to_grid(
         schedule, simulate(schedule, Costs(forward=2))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples").glob("*.ipynb"))
-KINDS = {"tour": {"Schedule", "Certificate", "Timeline", "Comparison", "Costs", "Tensor"}}
+KINDS = {"tour": {"Schedule", "Certificate", "Timeline", "Costs", "Tensor"}}
 
 
 class Ran(NamedTuple):

@@ -275,3 +275,15 @@ def test_what_takes_no_time_stands_where_its_rank_is_free():
     timeline = simulate(moved, Costs(unshard=2, reduce_grad=5))
     assert [str(i) for i in moved.instructions(0)] == ["0UNSHARD", "0F0", "0B0", "0REDUCE_GRAD", "0RESHARD"]
     assert (timeline.starts[0], timeline.ends[0]) == ((0, 2, 3, 5, 5), (2, 3, 5, 10, 5))
+
+
+@pytest.mark.parametrize("builder", [gpipe, one_f_one_b, zb_h1])
+def test_the_costs_of_a_timeline_give_that_timeline_again(builder):
+    schedule = place_communication(builder(4, 6))
+    costs = Costs(
+        forward=[1, 2, 1, 3], backward_input=[2, 1, 1, 2], backward_weight=[1, 1, 2, 1],
+        backward=[4, 2, 3, 3], communication=1,
+    )  # fmt: skip
+    timeline = simulate(schedule, costs)
+    again = simulate(schedule, timeline.costs())
+    assert (again.starts, again.ends) == (timeline.starts, timeline.ends)
