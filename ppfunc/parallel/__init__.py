@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .topology import (
         Topology as Topology,
         default_grid as default_grid,
+        prime_factors as prime_factors,
     )
 else:
     __getattr__, __dir__, __all__ = attach(__name__)

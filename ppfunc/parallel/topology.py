@@ -126,29 +126,40 @@ class Topology:
         """List the coordinates of all ranks, in the order of the ranks."""
         return map(_coordinates(self.axes), product(*map(range, self.sizes)))
 
-    def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """List the groups of ranks that differ along ``axis`` alone, one at a time.
+    def moved(self, rank: int, **coordinate: int) -> int:
+        """Find the rank at the coordinate of ``rank`` with the named axes replaced.
 
-        The other axes vary row-major, in their declared order. No groups for an axis that the
-        topology does not have, as in `axis_size`.
+        Raises:
+            ValueError: for an unknown axis, or a rank or an index out of range.
+
+        >>> Topology.of(pipe=2, data=2, model=2).moved(1, pipe=1)
+        5
         """
-        return (
-            (self.group_of(first, axis) for first in self._ranks(**{axis: 0}))
-            if axis in self.axes
-            else iter(())
-        )
+        return self.rank(**dict(zip(self.axes, self.coordinate(rank), strict=True)) | coordinate)
 
-    def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
-        """Find the group along ``axis`` that ``rank`` is in.
+    def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
+        """List the groups of ranks that differ along these axes alone, one at a time, each ascending.
+
+        The other axes vary row-major, in their declared order. Axes that the topology does not have count
+        nothing, as in `axis_size`: no groups where all of ``axes`` are missing. Without axes, every rank is
+        a group.
+
+        >>> list(Topology.of(pipe=2, data=2, model=2).groups("pipe", "model"))
+        [(0, 1, 4, 5), (2, 3, 6, 7)]
+        """
+        known = [axis for axis in axes if axis in self.axes]
+        firsts = self._ranks(**dict.fromkeys(known, 0)) if known or not axes else iter(())
+        return (self.group_of(first, *known) for first in firsts)
+
+    def group_of(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """Find the group along these axes that ``rank`` is in, ascending.
 
         >>> Topology.of(pipe=2, data=2, model=2).group_of(3, "pipe")
         (3, 7)
         """
-        self._require_axes([axis])
-        place = self.axes.index(axis)
-        stride, size = self.strides[place], self.sizes[place]
-        first = rank - self.coordinate(rank)[place] * stride
-        return tuple(range(first, first + stride * size, stride))
+        self._require_axes(axes)
+        pairs = zip(self.axes, self.coordinate(rank), strict=True)
+        return tuple(self._ranks(**{axis: index for axis, index in pairs if axis not in axes}))
 
     def ranks_where(self, **coordinate: int) -> tuple[int, ...]:
         """List the ranks whose coordinate matches on the named axes, ascending.
@@ -211,14 +222,28 @@ def default_grid(world_size: int) -> Topology:
     ['pipe=1,data=1', 'pipe=2,data=3', 'pipe=6,data=2', 'pipe=10,data=3']
     """
     require_counts(world_size=world_size)
-    factors, candidate, left = list[int](), 2, world_size
-    while left > 1:
-        if left % candidate == 0:
-            factors.append(candidate)
-            left //= candidate
-        else:
-            candidate = candidate + 1 if candidate * candidate <= left else left
+    factors = prime_factors(world_size)
     return Topology.of(pipe=math.prod(factors[0::2]), data=math.prod(factors[1::2]))
+
+
+def prime_factors(number: int) -> tuple[int, ...]:
+    """Factor a number of ranks into primes, ascending.
+
+    Raises:
+        ValueError: a number below 1.
+
+    >>> prime_factors(12), prime_factors(1)
+    ((2, 2, 3), ())
+    """
+    require_counts(number=number)
+    factors, candidate = list[int](), 2
+    while candidate * candidate <= number:
+        if number % candidate == 0:
+            factors.append(candidate)
+            number //= candidate
+        else:
+            candidate += 1
+    return (*factors, number) if number > 1 else tuple(factors)
 
 
 @lru_cache(maxsize=64)

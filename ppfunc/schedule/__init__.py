@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         zero_bubble as zero_bubble,
     )
     from .certificate import Certificate as Certificate, check as check
+    from .configuration import configure as configure
     from .costs import Costs as Costs
     from .errors import ScheduleError as ScheduleError
     from .formats.csv import from_csv as from_csv, to_csv as to_csv

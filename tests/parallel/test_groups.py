@@ -20,18 +20,14 @@ def topologies(draw):
 
 def replicas(topology):
     """The ranks that hold one replica of the model together, over which norms and overflow are agreed."""
-    return [topology.ranks_where(data=index) for index in range(topology.axis_size("data"))]
+    return list(topology.groups(*{*topology.axes} - {"data"}))
 
 
 def neighbours(topology):
     """Every rank with the next one in its pipeline, the last with the first."""
-    wrapped = (zip(group, (*group[1:], group[0]), strict=True) for group in topology.groups("pipe"))
-    return sorted(pair for pairs in wrapped for pair in pairs)
-
-
-def stage_to_rank(topology, rank, stage, **elsewhere):
-    """The rank that holds a stage in the replica of another: its coordinate with ``pipe`` replaced."""
-    return topology.rank(**{**topology.coordinate(rank)._asdict(), "pipe": stage, **elsewhere})
+    stages = [c.pipe for c in topology.coordinates()]
+    after = [(stage + 1) % topology.axis_size("pipe") for stage in stages]
+    return [(rank, topology.moved(rank, pipe=stage)) for rank, stage in enumerate(after)]
 
 
 def test_groups_of_a_cube():
@@ -73,24 +69,45 @@ def test_every_kind_covers_every_rank_once_and_knows_its_place(topology):
 def test_rank_of_another_stage_of_my_replica(topology, data):
     rank = data.draw(st.integers(0, topology.world_size - 1))
     for stage, peer in enumerate(topology.group_of(rank, "pipe")):
-        assert stage_to_rank(topology, rank, stage) == peer
+        assert topology.moved(rank, pipe=stage) == peer
 
 
-def test_rank_of_a_stage_with_other_axes_replaced():
-    assert stage_to_rank(CUBE, rank=3, stage=1) == 7
-    assert stage_to_rank(CUBE, rank=3, stage=1, data=0) == 5
-    assert stage_to_rank(CUBE, rank=3, stage=0, data=0, model=0) == 0
+def test_a_rank_moved_along_axes():
+    assert CUBE.moved(3, pipe=1) == 7
+    assert CUBE.moved(3, pipe=1, data=0) == 5
+    assert CUBE.moved(3, pipe=0, data=0, model=0) == 0
+    assert CUBE.moved(3) == 3
     with pytest.raises(ValueError, match=r"pipe=2 is out of range"):
-        stage_to_rank(CUBE, rank=3, stage=2)
+        CUBE.moved(3, pipe=2)
     with pytest.raises(ValueError, match="unknown axis 'expert'"):
-        stage_to_rank(CUBE, rank=3, stage=0, expert=0)
-    with pytest.raises(ValueError, match="unknown axis 'pipe'"):
-        stage_to_rank(Topology.of(data=2), rank=0, stage=0)
+        CUBE.moved(3, pipe=0, expert=0)
+    with pytest.raises(ValueError, match="rank 8 is not in the topology"):
+        CUBE.moved(8, pipe=0)
+
+
+def test_groups_along_several_axes():
+    assert list(CUBE.groups("model", "pipe")) == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert list(CUBE.groups("pipe", "data", "model")) == [tuple(range(8))]
+    assert list(CUBE.groups("pipe", "expert")) == list(CUBE.groups("pipe"))
+    assert list(CUBE.groups("expert")) == []
+    assert list(CUBE.groups()) == [(rank,) for rank in range(8)]
+    assert CUBE.group_of(3, "pipe", "model") == (2, 3, 6, 7)
+    assert CUBE.group_of(3) == (3,)
+
+
+@given(topologies(), st.data())
+def test_groups_along_axes_are_those_at_which_the_others_agree(topology, data):
+    axes = data.draw(st.lists(st.sampled_from(topology.axes), min_size=1, unique=True))
+    by_rest = {}
+    for rank, place in enumerate(topology.coordinates()):
+        rest = tuple(getattr(place, axis) for axis in topology.axes if axis not in axes)
+        by_rest.setdefault(rest, []).append(rank)
+    assert list(topology.groups(*axes)) == [tuple(by_rest[rest]) for rest in sorted(by_rest)]
 
 
 def test_replicas_are_contiguous_where_data_is_outermost():
     """As ``ParallelMode.MODEL`` of ColossalAI has all model parallel ranks of a replica."""
     for tensor, model in ((4, 8), (8, 16)):
-        groups = replicas(Topology.of(data=2, pipe=2, model=tensor))
+        groups = list(Topology.of(data=2, pipe=2, model=tensor).groups("pipe", "model"))
         assert groups == [tuple(range(model)), tuple(range(model, 2 * model))]
         assert all(group.index(rank) == rank % model for group in groups for rank in group)

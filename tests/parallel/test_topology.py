@@ -10,7 +10,7 @@ import timeit
 import pytest
 from hypothesis import given, strategies as st
 
-from ppfunc.parallel import Topology, default_grid
+from ppfunc.parallel import Topology, default_grid, prime_factors
 
 
 @st.composite
@@ -129,6 +129,7 @@ def test_the_default_grid_deals_prime_factors_in_turn(number):
     while left > 1:
         factors.append(next(d for d in range(2, left + 1) if left % d == 0))
         left //= factors[-1]
+    assert prime_factors(number) == tuple(factors)
     pipe, data = default_grid(number).sizes
     assert (pipe, data) == (math.prod(factors[::2]), math.prod(factors[1::2]))
 
@@ -172,6 +173,7 @@ def test_a_question_about_a_million_ranks_takes_microseconds():
         (lambda t: Topology.parse("pipe=2,data"), "cannot read 'data'"),
         (lambda t: Topology.parse("pipe=x"), "cannot read 'pipe=x'"),
         (lambda t: Topology.parse(""), "cannot read ''"),
+        (lambda t: prime_factors(-1), "number = -1, expected an integer of at least 1"),
         (lambda t: default_grid(0), "world_size = 0, expected an integer of at least 1"),
     ],
 )
