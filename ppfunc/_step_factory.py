@@ -188,10 +188,10 @@ def prove(schedule: Schedule, spec: StepSpec) -> Schedule:
 def _require_honoured(schedule: Schedule, spec: StepSpec) -> None:
     mend = "take ppfunc.schedule.remove_tail(schedule), and do it in your own code"
     refused = {
+        Op.UNSHARD: "parameters are given whole; take ppfunc.schedule.compute_only(schedule)",
+        Op.RESHARD: "parameters are given whole; take ppfunc.schedule.compute_only(schedule)",
         Op.STEP: f"a step returns gradients and runs no optimizer; {mend}",
         Op.REDUCE_GRAD: f"there are no data parallel ranks to sum over; {mend}",
-        Op.UNSHARD: "parameters are given whole; leave it out of the schedule",
-        Op.RESHARD: "parameters are given whole; leave it out of the schedule",
     }
     if spec.updates is not None:
         del refused[Op.STEP], refused[Op.REDUCE_GRAD]

@@ -102,6 +102,18 @@ def test_instructions_that_nothing_honours_are_refused_by_name(op, make):
         make([dense] * 2, squared, schedule)
 
 
+def test_a_schedule_of_torchs_runtime_runs_by_its_compute():
+    """Nothing gathers parameters here, or sums over data ranks: one pass takes both away."""
+    schedule = pp.zbv(2, 4)
+    theirs = pp.schedule.from_csv(pp.schedule.to_torch_csv(schedule))
+    params, inputs, targets = models.problem(schedule)
+    with pytest.raises(ValueError, match=r"UNSHARD .*take ppfunc\.schedule\.compute_only\(schedule\)"):
+        pp.value_and_grad([models.dense] * 4, squared, theirs)
+    step = pp.value_and_grad([models.dense] * 4, squared, pp.schedule.compute_only(theirs))
+    wanted = pp.value_and_grad([models.dense] * 4, squared, schedule)(params, inputs, targets)
+    assert same_bits(step(params, inputs, targets), wanted)
+
+
 def test_a_sum_over_data_parallel_ranks_is_refused_under_replicas_too():
     """The sum over the replicas of a stage was taken for it."""
     schedule = append_tail(pp.dualpipe(2, 4), step=False)

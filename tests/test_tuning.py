@@ -261,7 +261,9 @@ def test_a_table_is_also_json_and_a_picture(every):
 
 def test_of_what_does_not_fit_the_table_shows_the_smallest(every):
     over = replace(every, rows=tuple(row._replace(fits=False) for row in every.rows))
-    assert len(over.rows) > 5 and f"\n{len(over.rows) - 3} more do not fit; " in str(over)
+    over = replace(over, memory=12_345)
+    told = f"\nnothing fits in 12.3 kB a rank; {len(over.rows) - 3} more do not fit; "
+    assert len(over.rows) > 5 and told in str(over) and "nothing fits" not in str(every)
     assert len(str(over).splitlines()) == 3 + 2 and len(json.loads(over.to_json())["rows"]) == len(over.rows)
 
 
@@ -303,6 +305,17 @@ def test_of_what_does_not_fit_the_table_shows_the_smallest(every):
             "batch: got 7 rows, expected a multiple of the 2 ranks",
         ),
         ({"microbatch": [3]}, ValueError, "microbatch: got 3, expected a divisor of 8 rows"),
+        ({"microbatch": [8], "grids": [(2, 1), (1, 2)]}, ValueError, "got 8, .* 8 rows over 2 pipelines"),
+        (
+            {"shard": ["zero3"], "grids": [(2, 1)]},
+            ValueError,
+            "shard: got 'zero3', expected 'none' or 'optimizer' or 'params'",
+        ),
+        (
+            {"shard": ["params"], "grids": [(2, 1)]},
+            ValueError,
+            r"shard: got \['params'\], and no grid of several pipelines to cut over; leave it out",
+        ),
         ({"schedules": ["1f2b"]}, ValueError, "unknown schedule '1f2b'"),
         ({"engine": pp.engines.eager}, TypeError, "engine"),
         ({"ranks": 0}, ValueError, "ranks = 0"),
@@ -326,6 +339,16 @@ def test_what_is_no_list_of_what_to_try_is_refused_by_name(name, got):
     message = f"{name}: got {got!r} of type {type(got).__name__}, expected a nonempty list of "
     with pytest.raises(ValueError, match=re.escape(message)):
         pp.tune(**arguments(**{name: got}))
+
+
+def test_grids_that_a_batch_does_not_divide_over_are_left_out():
+    """Seven pipelines of one rank do not take 16 rows, one pipeline of seven ranks does."""
+    layers = torch.nn.Sequential(*(torch.nn.Linear(D, D) for _ in range(7)))
+    options = {"schedules": ["1f1b"], "microbatch": [2], "remat": ["none"], "effort": 0}
+    found = pp.tune(**arguments(**options, model=layers, ranks=7, batch=16))
+    assert {row.choice[:4] for row in found.rows} == {(7, 1, 1, 2)}
+    with pytest.raises(ValueError, match="microbatch: got 2, expected a divisor of 16 rows over 7 pipelines"):
+        pp.tune(**arguments(**options, model=layers, ranks=7, batch=16, grids=[(7, 1), (1, 7)]))
 
 
 def test_a_row_of_several_pipelines_needs_its_transport(every):

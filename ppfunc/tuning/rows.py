@@ -81,20 +81,21 @@ def axis_sizes(transport: Transport | None, pipe: int) -> Grid:
 
 def choices_of(
     ranks: int, batch: int, grids: Sequence[Grid], sizes: Sequence[int] | None,
-    remats: Sequence[Any], shards: Sequence[ShardWhat],
+    remats: Sequence[Any], shards: Sequence[ShardWhat], named: bool,
 ) -> Iterator[Choice]:  # fmt: skip
-    """List what is chosen beside the schedule."""
+    """List what is chosen beside the schedule; rows divide in every grid that is ``named``, else in some."""
     powers = [2**n for n in range(batch.bit_length()) if batch % (ranks * 2**n) == 0]
     if sizes is None and not powers:
         raise ValueError(f"batch: got {batch} rows, expected a multiple of the {ranks} ranks, or microbatch=")
     for size, remat, grid in product(powers if sizes is None else sizes, remats, grids):
         require_counts(microbatch=size)
-        if batch % (grid[1] * size):
+        if batch % (grid[1] * size) and (named or all(batch % (each[1] * size) for each in grids)):
             raise ValueError(
                 f"microbatch: got {size}, expected a divisor of {batch} rows over {grid[1]} pipelines"
             )
-        for each in shards if grid[1] > 1 else get_args(ShardWhat)[:1]:
-            yield Choice(*grid, size, remat, each)
+        if batch % (grid[1] * size) == 0:
+            for each in shards if grid[1] > 1 else get_args(ShardWhat)[:1]:
+                yield Choice(*grid, size, remat, each)
 
 
 _OVER = 3  # rows of a table that do not fit
@@ -196,7 +197,8 @@ class Tuning:
         refused = f", {len(self.refused)} refused" if self.refused else ""
         if not self.rows:
             refused += "".join(f"\n{name}: {why}" for name, why in self.refused.items())
-        return f"{text}\n{more}{self.waiting} candidates were left{refused}{end}"
+        none = "" if not rows or rows[0].fits else f"nothing fits in {amount(self.memory)}B a rank; "
+        return f"{text}\n{none}{more}{self.waiting} candidates were left{refused}{end}"
 
     _repr_pretty_ = show_table
 

@@ -11,6 +11,7 @@ from ppfunc._checks import (
     naming_arguments,
     require_counts,
     require_number,
+    require_one_of,
     require_positive,
     require_type,
     shown,
@@ -124,7 +125,10 @@ def tune(
     require_counts(ranks=ranks, batch=batch, top=top)
     _require_numbers(model, memory, effort, latency, hop, speeds, bandwidth=bandwidth, host=host, cores=cores)
     require_type("tensor", tensor, Callable | None, "a function of a mesh that lays the model over it")
-    choices = list(choices_of(ranks, batch, grids_of(ranks, grids, tensor), microbatch, remat, shard))
+    every = grids_of(ranks, grids, tensor)
+    if "none" not in shard and all(data == 1 for _, data, _ in every):
+        raise ValueError(f"shard: got {shard}, and no grid of several pipelines to cut over; leave it out")
+    choices = list(choices_of(ranks, batch, every, microbatch, remat, shard, grids != "any"))
 
     def trainer(parts: Split, schedule: Schedule, engine: Engine, to: Transport | None = None) -> Trainer:
         return Trainer(parts, loss_fn, schedule, optimizer, to, engine=engine, **options)
@@ -164,6 +168,8 @@ def _require_lists(grids: Any, schedules: Any, shard: Any, microbatch: Any, rema
             or (name == "grids" and int in map(type, tried))
         ):
             raise ValueError(f"{name}: got {shown(tried)}, expected a nonempty list of {items}")
+    for what in shard:
+        require_one_of("shard", what, get_args(ShardWhat))
 
 
 def _require_numbers(

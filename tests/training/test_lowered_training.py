@@ -7,6 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ppfunc as pp
+from ppfunc.runtime.lowering.ledger import Memories
+from ppfunc.schedule.formats.elements import amount
 from ppfunc.stage import Signature
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves, tree_map
@@ -220,12 +222,14 @@ def test_tied_values_are_compared_when_they_are_there(two):
 
 def test_the_memory_of_all_ranks_is_printed_in_a_line_for_each():
     memory = trainer_of().lower(params(), *batch()).memory_analysis()
-    head, *lines = str(memory).splitlines()
+    head, *lines = repr(memory).splitlines()
     assert head.split("  ")[0] == "rank" and len(lines) == len(memory) == 2
     for (rank, held), line in zip(memory.items(), lines, strict=True):
         words = line.split()
-        assert words[:2] == [str(rank), str(held.peak)] and str(held.at or "end") in words[:4]
-        assert words[-1] == str(held.largest[0].size) and held.largest[0].name in line
+        assert words[0] == str(rank) and f" {amount(held.peak)}B " in line and str(held.at or "end") in words
+        assert line.endswith(f" {amount(held.largest[0].size)}B") and held.largest[0].name in line
+    large = Memories({0: memory[0]._replace(peak=123_456_789)})
+    assert " 123 MB " in repr(large) == str(large)
 
 
 def test_a_state_in_the_place_of_parameters_is_refused_by_name():

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from ppfunc._checks import show_table, table
+from ppfunc.schedule.formats.elements import amount
 from ppfunc.schedule.instruction import COMMUNICATION, TAIL, Instruction, Op
 from ppfunc.stage._torch import FakeTensor, TorchDispatchMode, without_modes
 from ppfunc.stage.errors import place_of_call
@@ -144,9 +145,9 @@ class Memory(NamedTuple):
 
 
 class Memories(dict[int, Memory]):
-    """Maps ranks to what they hold; its text is a line for each."""
+    """Maps ranks to what they hold; its text is a line for each, also where a console shows it."""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Write of every rank its peak, where that is, the kind with most of it, and the largest tensor."""
         rows = []
         for rank, memory in self.items():
@@ -155,13 +156,13 @@ class Memories(dict[int, Memory]):
             rows.append(
                 [
                     rank,
-                    memory.peak,
+                    f"{amount(memory.peak)}B",
                     str(memory.at or "the end"),
-                    f"{kind} {size}",
-                    " ".join(filter(None, (tensor.name, tensor.line, str(tensor.size)))),
+                    f"{kind} {amount(size)}B",
+                    " ".join(filter(None, (tensor.name, tensor.line, f"{amount(tensor.size)}B"))),
                 ]
             )
-        return table(["rank", "peak in bytes", "in", "most of it", "largest tensor"], rows)
+        return table(["rank", "peak", "in", "most of it", "largest tensor"], rows)
 
     _repr_pretty_ = show_table
 
