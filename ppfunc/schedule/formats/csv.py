@@ -1,8 +1,8 @@
 """Write and read the CSV form of ``torch.distributed.pipelining``: one row per rank, one instruction per
 cell.
 
-What torch has a token for comes out as torch's own file, compute only or with communication, and
-torch's files are read, blanks included. Everything else is written in the same grammar (see
+What torch has a token for comes out as torch's own file, compute only or with communication, and the files
+of all its versions are read, blanks included. Everything else is written in the same grammar (see
 :mod:`ppfunc.schedule.formats.text`): ``0LOAD3 0OFFLOAD3 0FETCH3 0RECOMPUTE3 0REDUCE_TIED 0STEP``, the peer of
 a skip connection as ``>PEER`` and a slot as ``@SLOT``.
 
@@ -14,6 +14,9 @@ a skip connection as ``>PEER`` and a slot as ``@SLOT``.
   Two chains, as in DualPipe, are stages ``0..p-1`` working on the first half of the microbatches and
   stages ``p..2p-1`` on the second half; k chains likewise, in k equal parts.
 * Skip connections are the edges that messages with ``>PEER`` travel.
+* Waits, which torch has from 2.15 on (``0WAIT_SEND_F3``, ``0WAIT_REDUCE_GRAD``), stand behind what they wait
+  for, one for each, and are in no schedule: when a rank waits for its sends follows from the messages, see
+  :func:`ppfunc.schedule.send_completion`.
 * The name is not in the file; a schedule that is read gets the name of its file.
 
 torch divides the gradients by the number of microbatches where a ``REDUCE_GRAD`` stands, and nowhere
@@ -23,33 +26,48 @@ else: a file without that instruction gives it the sum over the microbatches.
 import csv
 import io
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ppfunc._checks import require_type
 
 from ..errors import ScheduleError, require_schedule
-from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, microbatch_of, parts_of
+from ..instruction import COMMUNICATION, COMPUTE, SENDS, Instruction, Op, microbatch_of, parts_of
+from ..passes.running import send_completion
 from ..schedule import Chain, Schedule
 from .text import FormatError, parse_instruction
 
 _Row = list[Instruction | None]
 _UNITS = 10  # steps of idle time that an instruction may stand for
 _ONCE = COMPUTE | COMMUNICATION
+_AWAITED = SENDS | {Op.REDUCE_GRAD}
+_WAIT = "WAIT_"
 
 
-def to_csv(schedule: Schedule) -> str:
+def to_csv(schedule: Schedule, *, waits: bool = False) -> str:
     r"""Return the CSV text of ``schedule``: a row per rank, a cell per instruction.
 
-    >>> from ppfunc.schedule import gpipe
+    >>> from ppfunc.schedule import gpipe, place_communication
     >>> to_csv(gpipe(ranks=2, microbatches=2))
     '0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n'
+    >>> to_csv(place_communication(gpipe(ranks=2, microbatches=1)), waits=True).splitlines()[0]
+    '0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0'
+
+    Args:
+        schedule: a schedule, with ``waits`` one that ``check`` accepts.
+        waits: whether a wait follows for every send, where ``send_completion`` says, and for every
+            REDUCE_GRAD, at once: torch's runtime wants them from 2.15 on, and knows none before; a bool.
     """
     require_schedule(schedule)
-    idle = ("",) if schedule.ops <= COMPUTE else ()
-    rows = (
-        ",".join([str(cell) for step in program for cell in step or idle]) for program in schedule.programs
-    )
+    rows = (",".join(_cells(schedule, rank, waits)) for rank in range(schedule.ranks))
     return "".join(row + "\n" for row in rows)
+
+
+def _cells(schedule: Schedule, rank: int, waits: bool) -> Iterator[str]:
+    idle = [""] if schedule.ops <= COMPUTE else []
+    completed = send_completion(schedule, rank) if waits else {}
+    for number, step in enumerate(schedule.programs[rank]):
+        awaited = [i for i in step if waits and i.op is Op.REDUCE_GRAD] + completed.get(number, [])
+        yield from [*map(str, step), *(str(i).replace(i.op, _WAIT + i.op) for i in awaited)] or idle
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
@@ -90,9 +108,10 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def _rows(text: str) -> list[_Row]:
-    """Read the instructions of every row, None for a blank."""
+    """Read the instructions of every row, None for a blank, without the waits."""
     rows: list[_Row] = []
     seen: set[str] = set()
+    unawaited: set[Instruction] = set()  # what no wait has followed yet, in the row
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     while True:
         try:
@@ -107,8 +126,20 @@ def _rows(text: str) -> list[_Row]:
             )
         row: _Row = []
         rows.append(row)
-        for cell in cells:
-            instruction = _cell(cell, rows) if cell else None
+        unawaited.clear()
+        for column, cell in enumerate(cells, 1):
+            place = f"row {len(rows)} (rank {len(rows) - 1}), column {column}"
+            instruction = _cell(cell.replace(_WAIT, "", 1), place) if cell else None
+            if instruction is not None and _WAIT in cell:
+                if instruction not in unawaited:
+                    raise FormatError(
+                        f"{place}: {cell!r} waits for {instruction}, which does not stand before it in its"
+                        " row, or has a wait already"
+                    )
+                unawaited.remove(instruction)
+                continue
+            if instruction is not None and instruction.op in _AWAITED:
+                unawaited.add(instruction)
             # Told here, and not by the proof, so that a file of nothing else takes no time.
             if instruction is not None and cell in seen and instruction.op in _ONCE:
                 raise ScheduleError(len(rows) - 1, (len(row), 0), instruction, _first(rows, instruction))
@@ -116,13 +147,11 @@ def _rows(text: str) -> list[_Row]:
             row.append(instruction)
 
 
-def _cell(cell: str, rows: list[_Row]) -> Instruction:
+def _cell(cell: str, place: str) -> Instruction:
     try:
         return parse_instruction(cell)
     except FormatError as error:
-        raise FormatError(
-            f"row {len(rows)} (rank {len(rows) - 1}), column {len(rows[-1]) + 1}: {error}"
-        ) from None
+        raise FormatError(f"{place}: {error}") from None
 
 
 def _first(rows: list[_Row], instruction: Instruction) -> str:

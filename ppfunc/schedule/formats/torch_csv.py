@@ -3,6 +3,7 @@ runs.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from operator import itemgetter
@@ -15,20 +16,27 @@ from ..timeline import Timeline, simulate
 from .csv import to_csv
 
 _PLACED = COMMUNICATION | {Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD}
+_WAITS = (2, 15)  # the first torch that wants waits
 _UNSHARDED = 3  # stages of a rank that have their whole parameters at one time, as in torch's own lowering
 # In a moment of time messages come first, then the reductions of what has just ended, then what begins.
 _MESSAGE, _REDUCTION, _COMPUTE = range(3)
 _Item = tuple[float, int, int, Instruction]
 
 
-def to_torch_csv(schedule: Schedule) -> str:
+def to_torch_csv(schedule: Schedule, *, waits: bool | None = None) -> str:
     r"""Return the CSV text with which torch's runtime computes the mean gradients over the microbatches.
 
     The order of the compute is that of ``schedule``. Everything else is placed anew: messages one by one, at
     both ends in the order in which they are made, which no communicator that all ranks share can block;
     REDUCE_GRAD, where torch divides by the number of microbatches (``scale_grads=True``) and reduces FSDP's
     gradients, after the last backward of its stage; UNSHARD and RESHARD, without which a stage under FSDP
-    cannot compute, around the next three stages.
+    cannot compute, around the next three stages. From torch 2.15 on its runtime wants waits for sends, which
+    stand where :func:`send_completion` says, and for reductions, which follow at once.
+
+    Args:
+        schedule: a schedule, with or without communication.
+        waits: whether waits are written, a bool; as the installed torch wants where none is given, or as the
+            newest where torch is not installed.
 
     Raises:
         ScheduleError: the schedule is wrong.
@@ -36,7 +44,7 @@ def to_torch_csv(schedule: Schedule) -> str:
             loads, offloads, sums of tied parameters and optimizer steps.
 
     >>> from ppfunc.schedule import gpipe
-    >>> to_torch_csv(gpipe(ranks=2, microbatches=1)).splitlines()[0]
+    >>> to_torch_csv(gpipe(ranks=2, microbatches=1), waits=False).splitlines()[0]
     '0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD'
     """
     check(schedule)
@@ -50,7 +58,16 @@ def to_torch_csv(schedule: Schedule) -> str:
     orders = (sorted(of_rank, key=itemgetter(0, 1, 2)) for of_rank in items)
     lowered = replace(schedule, programs=tuple(tuple((item[-1],) for item in order) for order in orders))
     check(lowered)
-    return to_csv(lowered)
+    return to_csv(lowered, waits=_installed_waits() if waits is None else waits)
+
+
+def _installed_waits() -> bool:
+    """Tell whether the installed torch, which is not imported for it, wants waits in its files."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    with suppress(PackageNotFoundError):
+        return tuple(map(int, version("torch").split(".")[:2])) >= _WAITS
+    return True
 
 
 def _refuse(schedule: Schedule) -> None:
