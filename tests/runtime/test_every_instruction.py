@@ -9,6 +9,7 @@ without being told.
 from __future__ import annotations
 
 import opcode
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -400,7 +401,8 @@ _LOOKS = {
     if name in ("RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD")
 }
 _LOOKS |= {number for name, number in opcode.opmap.items() if name.startswith("POP_JUMP_BACKWARD")}
-_TRACED = re.compile(r"ppfunc/(runtime/[a-z_/]+|training/(trainer|update/[a-z_]+))\.py$")
+_PACKAGE = re.escape(os.path.dirname(pp.__file__))
+_TRACED = re.compile(rf"{_PACKAGE}/(runtime/[a-z_/]+|training/(trainer|update/[a-z_]+))\.py")
 
 
 def at_points(act):
@@ -422,7 +424,7 @@ def at_points(act):
         return local
 
     def start(frame, event, arg):
-        if not _TRACED.search(frame.f_code.co_filename):
+        if not _TRACED.fullmatch(frame.f_code.co_filename):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return local

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+import ppfunc
+
 Clock = dict[Any, int]  # of streams
 Frame = tuple[str, int, str]  # file, line, function
 
 _HERE = os.path.dirname(__file__)
 _TORCH = os.path.dirname(torch.__file__)
-_PACKAGE = f"{os.sep}ppfunc{os.sep}"
+_PACKAGE = os.path.join(os.path.dirname(ppfunc.__file__), "")
 _DEPTH = 8
 
 
@@ -127,7 +129,7 @@ def caller_place(depth: int = 1) -> str:
     places, frame = [], sys._getframe(1)
     while frame is not None and len(places) < depth:
         file = frame.f_code.co_filename
-        if _PACKAGE in file and not file.startswith(_TORCH):
-            places.append(f"{file.rpartition(_PACKAGE)[2]}:{frame.f_lineno}")
+        if file.startswith(_PACKAGE):
+            places.append(f"{file.removeprefix(_PACKAGE)}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(places)
