@@ -189,7 +189,11 @@ def not_copied(kind: str, mend: str) -> Callable[..., NoReturn]:
 
 
 def naming_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function: Python's TypeError for wrong arguments also names those that it takes."""
+    """Decorate a function or a class: Python's TypeError for wrong arguments also names those it takes."""
+    if isinstance(function, type):
+        maker = "__new__" if issubclass(function, tuple) else "__init__"
+        setattr(function, maker, naming_arguments(getattr(function, maker)))
+        return function
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -209,7 +213,7 @@ def with_arguments(error: str, function: Callable[..., Any]) -> str:
     >>> with_arguments("got an unexpected keyword argument 'target'", lambda params, inputs, targets: 0)
     "got an unexpected keyword argument 'target'; write targets; it takes params, inputs, targets"
     """
-    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    names = [name for name in inspect.signature(function).parameters if name not in ("self", "_cls")]
     unknown = re.search(r"unexpected keyword argument '(\w+)'", error)
     missing = re.search(r"missing .*'(\w+)'", error)
     mend = mend_of("missing", missing[1]) if missing else ""
@@ -217,7 +221,7 @@ def with_arguments(error: str, function: Callable[..., Any]) -> str:
     if unknown and (mend or unknown[1]) not in names:
         mend = mend_of("home", mend or unknown[1]) or mend
     near = f"; write {mend}" if mend else suggestion(unknown[1], names) if unknown else ""
-    error = re.sub(r"\S+<locals>\.|\b_\w+\.", "", error)  # what made it
+    error = re.sub(r"\S+<locals>\.|\b_\w+\.(?!_)|\.__(new|init)__", "", error)  # what made it
     return f"{error}{near}; it takes {', '.join(names)}"
 
 

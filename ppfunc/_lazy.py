@@ -92,6 +92,8 @@ def _unknown(package: str, name: str, names: list[str], places: dict[str, str]) 
         return AttributeError(f"module {package!r} has no attribute {name!r}; here: {mend}", name=name)
     mend = "" if name in places else suggestion(name, names)
     place = places.get(name) or {inner.lower(): place for inner, place in places.items()}.get(name.lower())
+    if not mend and hasattr(sys.modules.get("torch.func"), name):
+        mend = f"; torch.func.{name} goes around a step of one process, ppfunc.hvp and ppfunc.jvp are for all"
     mend = mend or (f"; it is {package}.{place}" if place else f"; dir({package}) lists its names")
     # The name without the object: with both, Python's traceback would add a suggestion of its own.
     return AttributeError(f"module {package!r} has no attribute {name!r}{mend}", name=name)

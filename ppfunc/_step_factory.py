@@ -81,6 +81,11 @@ def unpacked(
     Raises:
         TypeError, ValueError: not stages, not a schedule, not a loss function, or not places of ties.
     """
+    if isinstance(loss_fn, Schedule):
+        raise TypeError(
+            f"loss_fn: got {loss_fn!r}, a schedule, and schedule: got {shown(schedule)}; the order is stages,"
+            " loss_fn, schedule"
+        )
     if not isinstance(schedule, Schedule):
         raise TypeError(
             f"schedule: got {shown(schedule)}, expected a schedule;"

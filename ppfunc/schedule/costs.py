@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from numbers import Rational, Real
 from typing import Any, Literal, Self, get_args, overload
 
-from ppfunc._checks import require_counts, require_type, show_table, table
+from ppfunc._checks import naming_arguments, require_counts, require_type, show_table, table
 
 from .errors import require_schedule
 from .formats.json import plain, read_values
@@ -36,6 +36,7 @@ OF_THE_MODEL = (  # divided where the model is cut into more stages
 SENT = ("communication", "bytes", "bandwidth")
 
 
+@naming_arguments
 @dataclass(frozen=True, repr=False)
 class Costs:
     """Hold times and sizes per stage, in any unit; ints and Fractions stay exact.

@@ -56,7 +56,8 @@ class NotKept:
         kind = self._kind if "_kind" in vars(self) else None
         raise AttributeError(
             f"the model returned a {getattr(kind, '__name__', kind)}, which a split does not keep; got a"
-            f" request for its {name!r}; have the model return tensors, or switch it off (use_cache=False)"
+            f" request for its {name!r}; have the model return tensors, register its class (as"
+            " torch.export.register_dataclass does), or switch it off (use_cache=False)"
         )
 
     def __repr__(self) -> str:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ppfunc._checks import naming_arguments
+
 from .abstract.evaluation import DATA_DEPENDENT, NoValuesError
 from .constants import without_constants
 from .errors import StageError, raised
@@ -16,6 +18,7 @@ from .signature import Signature, flatten
 from .tree import tree_flatten, tree_structure
 
 
+@naming_arguments
 class Output(NamedTuple):
     """The return value of a stage that returns more than its activation.
 

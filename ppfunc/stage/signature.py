@@ -290,6 +290,8 @@ def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], op
             elif isinstance(leaf, Mapping | list | tuple | set) or is_dataclass(leaf):
                 got += ", a class that neither optree nor torch.utils._pytree knows"
                 mend = "make it a dict or a tuple of tensors, or register its class with one of them"
+                if is_dataclass(leaf):
+                    mend += f", as torch.export.register_dataclass({type(leaf).__name__}) does"
         elif leaf.is_nested or leaf.layout is not torch.strided:
             kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
             got, expected = f"a {kind} tensor", "a dense one"

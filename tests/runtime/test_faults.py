@@ -252,14 +252,18 @@ def disagree(rank, ranks, kind):
         return caught(step, {rank: params[rank]}, inputs, targets)
 
 
-MADE = ["microbatches", "schedule", "call", "weights", "apart", "loss shape"]
+MADE = {
+    **dict.fromkeys(["microbatches", "schedule"], "every rank must make the same schedule"),
+    **dict.fromkeys(["call", "apart", "loss shape"], "every rank must make the same step functions"),
+    "weights": "every rank must be given the same loss_weights",
+}
 
 
 @pytest.mark.parametrize("kind", MADE)
 def test_ranks_whose_step_functions_differ_are_told_so(two, kind, soon):
     for name, text, seconds in two(disagree, kind):
         assert name == "AgreementError"
-        assert "disagree" in text
+        assert "disagree" in text and MADE[kind] in text
         assert seconds < soon
 
 
@@ -314,14 +318,18 @@ def differ(rank, ranks, kind):
 
 
 TOLD = {
-    "shape": ("float32[2,4]", "float32[3,4]"),
+    "shape": ("float32[2,4]", "float32[3,4]", "be given batches of the same shapes"),
     "form": ("as Microbatches", "with 3 rows each"),
     "dtype": ("float64[3,4]", "float32[3,4]"),
-    "weights": ("rank {last} has loss weights [0.125", "rank 0 has loss weights [0.125"),
+    "weights": (
+        "rank {last} has loss weights [0.125",
+        "rank 0 has loss weights [0.125",
+        "be given the same loss_weights",
+    ),
     "no weights": ("loss weights 1/m each", "loss weights [0.125"),
-    "seed": ("seed (7, 2)", "seed (7, 1)"),
+    "seed": ("seed (7, 2)", "seed (7, 1)", "be given the same seed"),
     "no seed": ("seed None", "seed (7, 1)"),
-    "autocast": ("bfloat16", "autocast off"),
+    "autocast": ("bfloat16", "autocast off", "under the same autocast"),
     "mode": ("training on rank", "evaluation on rank {last}"),
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from ppfunc.parallel import partition_layers
 from ppfunc.schedule import (
     BUILDERS,
     find_builder,
@@ -44,15 +43,3 @@ def test_unknown_names_show_the_known_ones():
         ValueError, match="unknown schedule 'gpip': expected one of gpipe, .*did you mean 'gpipe'"
     ):
         find_builder("gpip")
-
-
-def test_a_configuration_is_a_builder_and_a_partition():
-    """As torchtitan's ``build_pipeline_schedule`` and ``generate_split_points`` take them."""
-    ranks, layers, layers_per_stage = 2, 12, 2
-    stages = -(-layers // layers_per_stage)
-    schedule = find_builder("Interleaved1F1B")(ranks, 32 // 4, chunks=stages // ranks)
-    assert schedule == interleaved_1f1b(2, 8, chunks=3)
-    points = partition_layers(layers, stages, input_weight=0, output_weight=0).split_points()
-    assert points == tuple(f"layers.{n}" for n in (2, 4, 6, 8, 10))
-    with pytest.raises(ValueError, match="4 layers in 8 stages"):
-        partition_layers(4, find_builder("zbv")(4, 8).stages)

@@ -41,16 +41,23 @@ def differences(facts: Iterable[tuple[Any, Mapping[Any, Any]]]) -> Iterator[tupl
                 yield name, known, (holder, value)
 
 
+_MENDS = {
+    "steps ended": "go on from the same point: load the same checkpoint on every rank, and make a new P2P()",
+    "step function": "make the same step functions in the same order, and call the same one",
+    "schedule": "make the same schedule, with the same arguments",
+    "autocast": "call the step under the same autocast",
+    "loss weights": "be given the same loss_weights",
+    "seed": "be given the same seed",
+}
+"""By a term of a step: what every rank must do where it differs."""
+
+
 def require_same_step(mine: str, theirs: str, rank: int, other: int) -> None:
     """Require that two ranks begin the same step; terms are separated by ``"; "``."""
     if mine != theirs:
         here, there = _differences(mine, theirs)
-        mend = (
-            "make the same calls of the same step functions, with the same schedule and with batches of the"
-            " same shapes"
-        )
-        if "steps ended" in here:
-            mend = "go on from the same point: load the same checkpoint on every rank, and make a new P2P()"
+        known = (mend for term, mend in _MENDS.items() if term in here)
+        mend = next(known, "be given batches of the same shapes, dtypes and forms")
         raise AgreementError(
             f"the ranks disagree on the step that begins: rank {rank} has {here}, rank {other} has {there};"
             f" every rank must {mend}"

@@ -302,6 +302,8 @@ def _require_batches(
                 if name == "targets"
                 else ""
             )
+            if name == "targets" and isinstance(raw.inputs, tuple) and len(raw.inputs) == 2:
+                unused = ": pass targets=, in a step as the argument after inputs; inputs is a pair: *batch"
             raise ValueError(
                 f"{name}: got None, but this process runs stage {stage}, which needs them{unused}"
             )

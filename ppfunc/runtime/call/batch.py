@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 import optree
 import torch
 
+from ppfunc._checks import naming_arguments
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import register_pytree_node
 from ppfunc.stage.constants import MaskParts
@@ -71,6 +72,7 @@ def _is_marked(value: Any) -> bool:
     return isinstance(value, Replicated | MaskParts)
 
 
+@naming_arguments
 class Microbatches:
     """Holds the microbatches of one batch: trees of tensors, which may differ in structure and shape.
 
@@ -221,7 +223,8 @@ def require_divisible(
     if len(set(sizes)) > 1:
         listed = ", ".join(f"{name}{path}: {size}" for path, size in zip(paths, sizes, strict=True))
         raise ValueError(
-            f"the leaves of a batch must have the same number of rows in axis 0, got {listed}; {_WHOLE}"
+            f"the leaves of a batch must have the same number of rows in axis 0, got {listed}; {_WHOLE},"
+            " and microbatches of any form are ppfunc.Microbatches([...])"
         )
 
 

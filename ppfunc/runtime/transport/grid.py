@@ -7,11 +7,12 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc._checks import require_one_of
+from ppfunc._checks import naming_arguments, require_one_of
 
 ShardWhat = Literal["none", "optimizer", "params"]
 
 
+@naming_arguments
 class Axes(NamedTuple):
     """Name the axes of a mesh; None for an axis that it does not have.
 

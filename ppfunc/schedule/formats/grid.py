@@ -31,14 +31,22 @@ class Bar(NamedTuple):
     end: float
 
 
-def to_grid(schedule: Schedule, timeline: Timeline | None = None, *, width: int | None = None) -> str:
+def with_timeline(schedule: Any, timeline: Timeline | None) -> tuple[Schedule, Timeline | None]:
+    """Return the schedule and the timeline to draw, of arguments whose first may be a timeline alone."""
+    alone = isinstance(schedule, Timeline) and timeline is None
+    return (schedule.schedule, schedule) if alone else (schedule, timeline)
+
+
+def to_grid(
+    schedule: Schedule | Timeline, timeline: Timeline | None = None, *, width: int | None = None
+) -> str:
     """Return the grid of ``schedule``, one line per rank.
 
     Every compute instruction takes one unit; but where backwards are split in their two parts or
     overlapped, a whole one takes two units and a pair three.
 
     Args:
-        schedule: the one to draw.
+        schedule: the one to draw; or a timeline alone, which has its schedule.
         timeline: start and end of every instruction, simulated or measured; the shortest one is the unit.
         width: the most characters of a line. A longer grid on a scale of time is drawn smaller: an
             instruction has its name where that fits, else the letter of its kind, ``O`` for an overlapped
@@ -56,6 +64,7 @@ def to_grid(schedule: Schedule, timeline: Timeline | None = None, *, width: int 
     rank 0  0F0 0F1  .  0I0 0W0 0I1 0W1
     rank 1   .  1F0 1I0 1F1 1I1 1W0 1W1
     """
+    schedule, timeline = with_timeline(schedule, timeline)
     require_schedule(schedule)
     if width is not None:
         require_counts(width=width)

@@ -17,7 +17,7 @@ from ..instruction import COMPUTE, Op, parts_of
 from ..schedule import Schedule
 from ..timeline import Timeline, simulate
 from .elements import amount, clipped, line, number, page, rect, require_width, short, text, ticks
-from .grid import Bar, bars_of
+from .grid import Bar, bars_of, with_timeline
 
 _KINDS = {
     Op.F: "forward",
@@ -80,7 +80,7 @@ class _Scale(NamedTuple):
 
 
 def to_svg(
-    schedule: Schedule,
+    schedule: Schedule | Timeline,
     timeline: Timeline | None = None,
     *,
     width: float | None = None,
@@ -89,7 +89,8 @@ def to_svg(
     """Return the picture of ``schedule`` as the text of an SVG file.
 
     Args:
-        schedule: the one to draw; messages and loads take no space, nor does what takes no time.
+        schedule: the one to draw; messages and loads take no space, nor does what takes no time. Or a
+            timeline alone, which has its schedule.
         timeline: start and end of every instruction, simulated or measured (see
             :func:`ppfunc.schedule.timeline_of`); by default simulated with the default costs.
         width: of the picture, in pixels from 960 to 100000; by default such that most bars have room for
@@ -101,6 +102,7 @@ def to_svg(
         TypeError, ValueError: a width out of range, or bytes of other ranks, or of another number of
             instructions.
     """
+    schedule, timeline = with_timeline(schedule, timeline)
     require_schedule(schedule)
     if width is not None:
         require_width(width, 960)

@@ -25,7 +25,7 @@ from ..instruction import Instruction, Op, microbatch_of, parts_of
 from ..proof.structure import check_structure
 from ..schedule import Schedule
 from ..timeline import Timeline, simulate, timeline_of
-from .grid import Bar, bars_of
+from .grid import Bar, bars_of, with_timeline
 from .json import from_document, load, times_of, to_json
 from .text import FormatError
 
@@ -36,12 +36,12 @@ _TRACK = dict.fromkeys(BESIDE, 1) | {Op.OFFLOAD: 2, Op.FETCH: 3}
 
 
 def to_trace(
-    schedule: Schedule, timeline: Timeline | None = None, *, microseconds: float | None = None
+    schedule: Schedule | Timeline, timeline: Timeline | None = None, *, microseconds: float | None = None
 ) -> str:
     """Return the trace of ``schedule`` as JSON text.
 
     Args:
-        schedule: the one that ran, or would run.
+        schedule: the one that ran, or would run; or a timeline alone, which has its schedule.
         timeline: start and end of every instruction, simulated or measured (see
             :func:`ppfunc.schedule.timeline_of`); by default simulated with the default costs.
         microseconds: how long one unit of the timeline is in the trace; by default 1e6 where it is measured,
@@ -50,6 +50,7 @@ def to_trace(
     Raises:
         TypeError, ValueError: the timeline is that of another schedule; a unit that is no number above 0.
     """
+    schedule, timeline = with_timeline(schedule, timeline)
     timeline = simulate(schedule) if timeline is None else timeline
     if microseconds is None:
         microseconds = 1e6 if timeline.measured else 1000.0

@@ -20,6 +20,7 @@ from numbers import Real
 from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
+from ppfunc._checks import naming_arguments
 from ppfunc.parallel.partition import Partition
 
 from ..collector import collector_paused
@@ -90,6 +91,7 @@ class Plan:
         return self.gap <= 1e-9
 
 
+@naming_arguments
 def plan(
     ranks: int,
     microbatches: int,

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -216,7 +217,10 @@ def data_dependence(error: Exception) -> str:
         "its control flow or its shapes depend on the values of tensors (operator"
         f" {operator}{line and f', called{line}'}), or it reads one, as .item() does"
     )
-    return f"{what}, so that it cannot be evaluated abstractly"
+    mend = "torch.where and torch.cond choose without values"
+    if any(frame.f_code.co_filename.endswith("batchnorm.py") for frame, _ in walk_tb(error.__traceback__)):
+        mend = "a batch norm with momentum=None reads how many batches there were: give it a momentum"
+    return f"{what}, so that it cannot be evaluated abstractly; {mend}"
 
 
 @contextmanager

@@ -3,7 +3,10 @@
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, overload
+
+from ppfunc._checks import with_arguments
 
 from .._torch import any_autocast, without_autocast
 from ..errors import StageError
@@ -108,6 +111,9 @@ def graph(
         raise TypeError(
             f"graph got {stage[0]!r} and no example; its options have names, as in graph(remat='full')"
         )
+    of_a_call = signature(_traced, follow_wrapped=False).parameters
+    if unknown := [name for name in request if name not in of_a_call]:
+        raise TypeError(with_arguments(f"graph() got an unexpected keyword argument {unknown[0]!r}", graph))
     for name, flag in {"compile": compile, "cuda_graphs": cuda_graphs, "dynamic": dynamic}.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: got {flag!r}, expected True or False")

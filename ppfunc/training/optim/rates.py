@@ -206,8 +206,8 @@ def text_of_rate(lr: LearningRate) -> str:
         require_number(
             "lr",
             lr,
-            mend=", or a function of the number of updates, such as ppfunc.optim.warmup_cosine;"
-            " an optimizer is given no parameters",
+            mend=", or a function of the number of updates, such as ppfunc.optim.warmup_cosine, or lambda n:"
+            " lr of a tensor; an optimizer is given no parameters",
         )
         return f"lr {lr}"
     values = {updates: _value_of(lr, updates) for updates in _PROBED}

@@ -6,7 +6,7 @@ from functools import reduce
 
 import torch
 
-from ppfunc._checks import mend_for, require_counts, require_number, require_positive, shown
+from ppfunc._checks import mend_for, naming_arguments, require_counts, require_number, require_positive, shown
 from ppfunc.stage.tree import tree_flatten, tree_map
 
 from .._torch import update_scale
@@ -15,6 +15,7 @@ from ..optim.protocols import Tree
 _LARGEST = torch.finfo(torch.float32).max  # scales are kept in float32
 
 
+@naming_arguments
 @dataclass(frozen=True)
 class Precision:
     """Choose the dtypes of a training step, None for those of the parameters, and the loss scale.
