@@ -178,8 +178,8 @@ def _may_overtake(d: Direction, rest: Word, place: int, room: int) -> bool:
 
 
 _CLOSE = 1 + 1e-9
-_GIVEN, _WALKS = 0.25, 2  # share of the work for the given orders; how many of them are delayed at random
-_PATIENCE = 0.2, 1.2
+_GIVEN = 0.25  # share of the work for the given orders
+_PATIENCE = (0.0, 1.6), (0.2, 1.2)  # of replays of the second best order and of the best, which are delayed
 _WARM, _COLD_AFTER = 0.004, 300
 
 
@@ -253,7 +253,8 @@ class Search:
             pool.append(_Start(*self.improve(order, rules), name, rules))
             yield
         starts = {start.value: start for start in sorted(pool, key=attrgetter("value"), reverse=True)}
-        for walk in cycle(map(self.disturb, [*starts.values()][-_WALKS:])):
+        best = [*starts.values()][-len(_PATIENCE) :]
+        for walk in cycle(map(self.disturb, best, _PATIENCE[-len(best) :])):
             yield next(walk)
 
     def improve(self, order: Order, rules: Rules) -> Replayed:
@@ -275,14 +276,14 @@ class Search:
             if self.over or not best.value < before:
                 return best
 
-    def disturb(self, start: _Start) -> Iterator[None]:
+    def disturb(self, start: _Start, patience: tuple[float, float]) -> Iterator[None]:
         """Delay some operations at random and justify the order, again and again; yield after each try."""
         name = f"{start.name}, justified and delayed at random"
         best = current = Replayed(start.value, start.order)
         failures = 0
         while True:
             self._trying = name
-            tried = self._neighbour(start.rules, current.order)
+            tried = self._neighbour(start.rules, current.order, patience)
             if tried.value <= current.value * (1 + _WARM * self._random.random() * (1 - self.elapsed)):
                 current = tried
             failures += 1
@@ -292,14 +293,14 @@ class Search:
                 current, failures = best, 0
             yield
 
-    def _neighbour(self, rules: Rules, order: Order) -> Replayed:
+    def _neighbour(self, rules: Rules, order: Order, patience: tuple[float, float]) -> Replayed:
         """Return the best of an order replayed with delays and of two justifications of that.
 
         Ranks have a random patience in all replays: without any, a replay changes nearly every order.
         """
 
         def manner(hold: Hold = NO_HOLD) -> Manner:
-            return Manner(self._random.uniform(*_PATIENCE), hold=hold)
+            return Manner(self._random.uniform(*patience), hold=hold)
 
         tried = [self._counted(1, replay(rules[0], order, manner(self._delays(rules[0]))))]
         for _ in range(2):
