@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import hashlib
+import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -405,3 +408,120 @@ def test_a_wrong_choice_is_told_at_every_step(monkeypatch):
         monkeypatch.setenv("PPFUNC_NATIVE", choice)
         with pytest.raises(error, match=words):
             library.begin()
+
+
+# -- whatever goes wrong, steps go on without it ------------------------------------------------
+
+
+def compiler_of(folder, script):
+    """A compiler that runs this script, in whose second word the library is to be."""
+    compiler = folder / "compiler"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o700)
+    return str(compiler)
+
+
+def ended(library):
+    """The library, once it is there or will not be."""
+    library.begin()
+    for thread in [t for t in threading.enumerate() if t.name == "ppfunc build"]:
+        thread.join(60)
+    return library.make, library.failure
+
+
+class NoThread(threading.Thread):
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+
+WRONG = {
+    "its messages are no text": ("printf 'caf\\351' >&2; exit 1", "{}", "failed: caf\ufffd"),
+    "no such words": ("", "{} '", "ValueError: No closing quotation"),
+    "no thread": ("", "{}", "RuntimeError: can't start new thread"),
+    "several words": ("echo words >&2; exit 1", "env {} word", "word failed: words"),
+    "no words": ("", " ", "it is built on Linux"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_goes_wrong_in_a_build_is_noted(case, tmp_path, monkeypatch):
+    script, words, failure = WRONG[case]
+    monkeypatch.setenv("CXX", words.format(compiler_of(tmp_path, script)))
+    monkeypatch.setenv("PPFUNC_CACHE", str(tmp_path))
+    monkeypatch.setenv("PPFUNC_NATIVE", "auto")
+    if case == "no thread":
+        monkeypatch.setattr(native.threading, "Thread", NoThread)
+    make, told = ended(native._Library())
+    assert make is None and failure in told
+
+
+def test_an_interrupted_build_begins_again(tmp_path, monkeypatch):
+    """It was kept as a failure without a reason."""
+    monkeypatch.setenv("PPFUNC_CACHE", str(tmp_path))
+    monkeypatch.setenv("PPFUNC_NATIVE", "always")
+    raised = [KeyboardInterrupt(), OSError("full")]
+
+    def build(*args):
+        raise raised.pop(0)
+
+    monkeypatch.setattr(native, "_build", build)
+    library = native._Library()
+    with pytest.raises(KeyboardInterrupt):
+        library.begin()
+    with pytest.raises(RuntimeError, match="OSError: full"):
+        library.begin()
+
+
+def forks_while_it_compiles(rank, size, folder):
+    """A child that lives on is forked while the library is compiled. Whether the lock is to be had then."""
+    began = Path(folder) / "began"
+    compiler = compiler_of(Path(folder), f"touch {began}; sleep 0.3; exit 1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", compiler)
+        patch.setenv("PPFUNC_CACHE", folder)
+        patch.setenv("PPFUNC_NATIVE", "auto")
+        library = native._Library()
+        library.begin()
+        while not began.exists():
+            time.sleep(0.01)
+        if not (child := os.fork()):
+            time.sleep(60)
+            os._exit(0)
+        try:
+            ended(library)
+            with open(next(Path(folder).glob("*.lock")), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return library.failure
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is built on Linux")
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_child_keeps_no_lock(tmp_path, fresh):
+    """Other processes waited for it as long as the child lived."""
+    (failure,) = fresh(1)(forks_while_it_compiles, str(tmp_path))
+    assert "failed" in failure
+
+
+def forks_while_another_begins(rank, size):
+    """A child is forked while a thread holds what begins; how it ends when it begins, too."""
+    with native.library._beginning:
+        if not (child := os.fork()):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("PPFUNC_NATIVE", "never")
+                native.library.begin()
+            os._exit(7)
+    for _ in range(1000):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    return "hangs"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_child_that_is_forked_while_a_thread_begins_goes_on(fresh):
+    assert fresh(1)(forks_while_another_begins) == [7]

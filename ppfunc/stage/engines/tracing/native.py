@@ -12,6 +12,7 @@ run as Python functions, with the same bits. ``PPFUNC_NATIVE`` says when it serv
 
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -68,52 +69,56 @@ class _Library:
             raise ValueError(f"PPFUNC_NATIVE: got {choice!r}, expected 'auto', 'always' or 'never'")
         with self._beginning:
             if not self._begun:
-                self._begun = True
-                self._begin(choice)
+                self._attempt(self._begin, choice)
+                self._begun = True  # not where an interrupt has ended it
         if choice == "always" and self.make is None:
             raise RuntimeError(
                 f"PPFUNC_NATIVE is 'always', but there is no native program: {self.failure}"
                 "; mend that, or set it to 'auto'"
             )
 
+    def _attempt(self, call: Callable[..., None], *args: Any) -> None:
+        """Note why the library will not be there, whatever ``call`` raises: programs in Python do without."""
+        try:
+            call(*args)
+        except subprocess.CalledProcessError as error:
+            self.failure = f"{os.environ.get('CXX', 'g++')} failed: {error.stderr[-2000:]}"
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+
     def _begin(self, choice: str) -> None:
-        compiler = shutil.which(os.environ.get("CXX", "g++"))
+        compiler = shlex.split(os.environ.get("CXX", "g++"))
         if choice == "never":
             self.failure = "PPFUNC_NATIVE is 'never'"
-        elif sys.platform != "linux" or compiler is None:
+        elif sys.platform != "linux" or not compiler or shutil.which(compiler[0]) is None:
             self.failure = "it is built on Linux, by g++ or the compiler that CXX names"
         elif (folder := _folder()) is None:
             self.failure = "this user has no home folder; PPFUNC_CACHE names another"
         elif _is_whole(file := folder / f"ppfunc-{_key()}.so") or choice == "always":
-            self._load(file, compiler)
+            self._load(file, *compiler)
         else:
-            in_background = [shutil.which("nice") or "env", compiler]
-            threading.Thread(
-                target=self._load, args=(file, *in_background), name="ppfunc build", daemon=True
-            ).start()
+            background = self._load, file, shutil.which("nice") or "env", *compiler
+            threading.Thread(target=self._attempt, args=background, name="ppfunc build", daemon=True).start()
 
     def _load(self, file: Path, *compiler: str) -> None:
-        try:
-            if file.exists() and (file.stat().st_uid != os.geteuid() or file.stat().st_mode & 0o022):
-                raise OSError(
-                    f"{file} is not of this user alone; delete it, or set PPFUNC_CACHE to a folder of yours"
-                )
+        if file.exists() and (file.stat().st_uid != os.geteuid() or file.stat().st_mode & 0o022):
+            raise OSError(
+                f"{file} is not of this user alone; delete it, or set PPFUNC_CACHE to a folder of yours"
+            )
+        if not _is_whole(file):
+            _build(file, *compiler)
             if not _is_whole(file):
-                _build(file, *compiler)
-                if not _is_whole(file):
-                    raise OSError(f"{file} is not as it was written; free some disk, or set PPFUNC_CACHE")
-            loader = ExtensionFileLoader("native", str(file))
-            spec = spec_from_loader("native", loader)
-            assert spec is not None
-            loader.exec_module(module := module_from_spec(spec))
-            self.make = module.make
-        except subprocess.CalledProcessError as error:
-            self.failure = f"{compiler[-1]} failed: {error.stderr[-2000:]}"
-        except (OSError, ImportError) as error:
-            self.failure = f"{type(error).__name__}: {error}"
+                raise OSError(f"{file} is not as it was written; free some disk, or set PPFUNC_CACHE")
+        loader = ExtensionFileLoader("native", str(file))
+        spec = spec_from_loader("native", loader)
+        assert spec is not None
+        loader.exec_module(module := module_from_spec(spec))
+        self.make = module.make
 
 
 library = _Library()
+if hasattr(os, "register_at_fork"):  # a thread that a forked process does not have may have held the lock
+    os.register_at_fork(after_in_child=lambda: vars(library).update(_beginning=threading.Lock()))
 
 
 def native(write: Callable[[], tuple[Any, ...] | None]) -> Program | Literal[False] | None:
@@ -181,16 +186,21 @@ def _build(file: Path, *compiler: str) -> None:
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(f"{file}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _is_whole(file):
-            # A shell goes on, and holds the lock, if this process ends before the compiler does.
-            subprocess.run(
-                ["sh", "-c", _SCRIPT, str(file), *command],
-                check=True,
-                capture_output=True,
-                text=True,
-                process_group=0,
-                pass_fds=(lock.fileno(),),
-            )
+        try:
+            if not _is_whole(file):
+                # A shell goes on, and holds the lock, if this process ends before the compiler does.
+                subprocess.run(
+                    ["sh", "-c", _SCRIPT, str(file), *command],
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                    errors="replace",
+                    process_group=0,
+                    pass_fds=(lock.fileno(),),
+                )
+        finally:
+            # Closing it is not enough where a child, forked meanwhile, has it open too.
+            fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 # -- programs as tables: the same operators in the same order as in Python
