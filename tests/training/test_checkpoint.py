@@ -396,6 +396,18 @@ DAMAGE = {
         lambda p: ((p / FILE).unlink(), (p / FILE).mkdir()),
         f"'step-2/{FILE}' cannot be read: Is a directory",
     ),
+    "a pipe": (  # which was waited for
+        lambda p: ((p / FILE).unlink(), os.mkfifo(p / FILE)),
+        f"'step-2/{FILE}' is no regular file",
+    ),
+    "a pipe for the manifest": (
+        lambda p: ((p / "manifest.json").unlink(), os.mkfifo(p / "manifest.json")),
+        "'step-2/manifest.json' is no regular file",
+    ),
+    "a device": (
+        lambda p: ((p / FILE).unlink(), (p / FILE).symlink_to(os.devnull)),
+        f"'step-2/{FILE}' is no regular file",
+    ),
 }
 
 

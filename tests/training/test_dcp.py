@@ -347,6 +347,47 @@ def test_a_gap_an_overlap_and_a_place_outside_are_refused(folder):
         refused(folder, ".metadata", words)
 
 
+def nested(depth: int) -> Any:
+    """A list that holds the list of the depth before twice: few bytes of a pickle, and a text without end."""
+    value: Any = ["the innermost"]
+    for _ in range(depth):
+        value = [value, value]
+    return value
+
+
+class Index:
+    """A key of an item that any value names, or places: it is pickled as an index of torch's."""
+
+    def __init__(self, name: Any, offset: Any = None) -> None:
+        self.state = {"fqn": name, "offset": offset}
+
+    def __reduce__(self) -> Any:
+        return MetadataIndex, ("", None), self.state
+
+
+NESTED = {
+    "a size": lambda m: setattr(m.state_dict_metadata["w"], "size", nested(40)),
+    "a dtype": lambda m: setattr(m.state_dict_metadata["w"].properties, "dtype", nested(40)),
+    "a place": lambda m: setattr(item_of(m, "w", 2), "offset", nested(40)),
+    "a file": lambda m: setattr(item_of(m, "w", 2), "relative_path", nested(40)),
+    "an offset": lambda m: m.storage_data.update({Index("w", nested(40)): item_of(m, "w", 2)}),
+    "a name": lambda m: m.storage_data.update({Index(nested(40)): item_of(m, "w", 2)}),
+}
+
+
+@pytest.mark.parametrize("case", NESTED)
+def test_values_without_end_are_refused_at_once(folder, case):
+    change(folder, NESTED[case])
+    refused(folder, ".metadata", "damaged or foreign")
+
+
+def test_a_pipe_is_not_waited_for(folder):
+    for name in ("__0_0.distcp", ".metadata"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        refused(folder, name, "is no regular file")
+
+
 def test_cut_and_damaged_files_are_refused(folder):
     """Or, where a byte of the container is not part of a value, read as they were."""
     file, metadata = folder / "__0_0.distcp", folder / ".metadata"

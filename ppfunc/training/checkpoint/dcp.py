@@ -230,13 +230,18 @@ def _open(folder: Path) -> tuple[Contents, Reader]:
     objects: list[str] = []
     try:
         content = _Unpickler(io.BytesIO(text)).load().state
-        for key, place in content["storage_data"].items():
-            places[key.state["fqn"], key.state.get("offset")] = place.state
+        keys = [(key.state["fqn"], key.state.get("offset")) for key in content["storage_data"]]
+        names = [*content["state_dict_metadata"], *(name for name, _ in keys)]
+        # Others may take for ever to hash, or to write.
+        if not all(type(n) is str for n in names) or not all(is_sizes([*(at or ())]) for _, at in keys):
+            raise ValueError("it has items whose names are no texts, or whose offsets are no numbers")
+        for key, place in zip(keys, content["storage_data"].values(), strict=True):
+            places[key] = place.state
         for name, entry in content["state_dict_metadata"].items():
             if entry.state is None:
-                objects.append(str(name))
+                objects.append(name)
             else:
-                tensors[str(name)] = _stored(str(name), entry.state, places)
+                tensors[name] = _stored(name, entry.state, places)
     except Exception as error:  # foreign bytes make pickle raise nearly anything
         raise CheckpointError(
             f"{escaped(f'{folder.name}/{_METADATA}')} is damaged or foreign: {type(error).__name__}:"

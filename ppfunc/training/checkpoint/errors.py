@@ -1,7 +1,9 @@
 """Define the errors of checkpoints, and escape foreign names in them."""
 
+import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from os import PathLike
 
 _MOST = 200  # characters
 
@@ -26,10 +28,12 @@ def reading(name: object) -> Iterator[None]:
 def escaped(name: object) -> str:
     r"""Escape the control characters of a foreign name, and cut it if it is long.
 
+    Other foreign values are cut before they are written: a list of lists may hold itself a million times.
+
     >>> print(escaped("a\x1b[2J"))
     'a\x1b[2J'
     """
-    text = repr(str(name))
+    text = repr(str(name) if isinstance(name, str | PathLike | Exception) else reprlib.repr(name))
     return text if len(text) <= _MOST else f"{text[:_MOST]}..."
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
@@ -266,10 +267,21 @@ def open_plain(folder: Path, name: str) -> Iterator[tuple[FileIO, int]]:
     """Open a file of a folder for reading; also give its size in bytes.
 
     Raises:
-        CheckpointError: it is not there, or cannot be read.
+        CheckpointError: it is not there, is no regular file, or cannot be read.
     """
-    with reading(f"{folder.name}/{name}"), open(folder / name, "rb", buffering=0, opener=os.open) as file:
-        yield file, os.fstat(file.fileno()).st_size
+    with (
+        reading(f"{folder.name}/{name}"),
+        # Not as a pipe, which would be waited for.
+        open(
+            folder / name,
+            "rb",
+            buffering=0,
+            opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK),
+        ) as file,
+    ):
+        if not stat.S_ISREG((status := os.fstat(file.fileno())).st_mode):
+            raise CheckpointError(f"{escaped(f'{folder.name}/{name}')} is no regular file")
+        yield file, status.st_size
 
 
 def read_at(file: FileIO, name: str, memory: memoryview, at: int) -> None:
