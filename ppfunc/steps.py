@@ -72,10 +72,11 @@ def value_and_grad(
         loss_engine: how the loss is differentiated: with the last stage by default. If the engine can serve
             the stage, but not the loss, such as ``ctc_loss``, ``functional`` or ``eager`` is chosen, and a
             warning says so.
-        loss_weights: weight of every microbatch in the loss, [m]; ``1/m`` each by default. A microbatch of
-            weight 0 contributes nothing to loss and gradients, even if its numbers are not finite: only its
-            forward runs, for metrics and states. Weights on a device are not read by the host: such a
-            microbatch runs, its loss is left out, and 0 times its gradients is added.
+        loss_weights: weight of every microbatch in the loss, [m]; ``1/m`` each by default, with a warning
+            where microbatches have unlike numbers of rows. A microbatch of weight 0 contributes nothing to
+            loss and gradients, even if its numbers are not finite: only its forward runs, for metrics and
+            states. Weights on a device are not read by the host: such a microbatch runs, its loss is left
+            out, and 0 times its gradients is added.
         argnums: 0 to differentiate the loss in the parameters, 1 in the inputs, or a tuple of both, in either
             order.
         has_aux: whether to return ``aux`` of the loss function, metrics and state too.

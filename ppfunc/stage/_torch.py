@@ -232,9 +232,9 @@ def load_collectives() -> None:
 
 @cache
 def load_tracer() -> None:
-    """Import what traces: the module that the first FakeTensorMode imports, which takes a second.
+    """Import what traces: the module that the first FakeTensorMode imports, which takes seconds.
 
-    Ranks that are about to wait for each other call it first, so that they import it at the same time.
+    Called before ranks wait for each other: in a step, each would wait until the slowest has imported it.
     """
     import torch._dynamo  # noqa: F401
 

@@ -31,7 +31,6 @@ generators are seeded.
 # The functions behind those of the module, whose enums take 10 us of every step.
 _set, _get = (getattr(sys.modules["_signal"], name) for name in ("signal", "getsignal"))
 _SIGNALS = sorted(set(map(int, signal.valid_signals())) & set(range(32)))
-_LATER = 0.05  # seconds for a result to reach the caller
 
 
 class _Thread(threading.local):
@@ -49,20 +48,18 @@ class hold_interrupts:
     Stages are evaluated and traced within it: a handler that computes would be traced with them, and one that
     raises may abort the process, since torch evaluates without values by Python that it calls from C++.
 
-    Args:
-        later: sends a signal anew. Where the body has not raised, signals are sent by it at the exit, so that
-            the result of the body reaches the caller before a handler raises. By default handlers run at the
-            exit.
+    A signal is handled by the handler that was there when it came. What that raises at the exit takes the
+    result of the body.
 
     Attributes:
         to_exit: delay all signals to the exit: :func:`act_on_interrupts` does nothing.
         pending: handlers of signals that have come, by number; the last acts first.
     """
 
-    __slots__ = ("_handlers", "_later", "pending", "to_exit")
+    __slots__ = ("_handlers", "pending", "to_exit")
 
-    def __init__(self, later: Callable[[int], None] | None = None) -> None:
-        self._later, self.to_exit = later, False
+    def __init__(self) -> None:
+        self.to_exit = False
         self._handlers: dict[int, tuple[Handler, Handler]] = {}  # before, and in its place
         self.pending: dict[int, Handler] = {}
 
@@ -77,10 +74,10 @@ class hold_interrupts:
                         self._handlers[number] = handler, partial(receive, handler)
                         _set(number, self._handlers[number][1])
         except BaseException:
-            self.__exit__(*sys.exc_info())
+            self.__exit__()
             raise
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         if this_thread.held is not self:
             return
         try:
@@ -89,8 +86,6 @@ class hold_interrupts:
                     _set(number, before)
         finally:  # a handler that is back may raise; those that stay act at once
             this_thread.held = None
-            while kind is None and self._later is not None and self.pending:
-                self._later(self.pending.popitem()[0])
             _act(self.pending)
 
 
@@ -118,16 +113,6 @@ def keep_holding() -> None:
     """Delay signals to the exit of the outermost :class:`hold_interrupts`."""
     if this_thread.held is not None:
         this_thread.held.to_exit = True
-
-
-def send_later(number: int) -> None:
-    """Send a signal to the main thread, a moment from now.
-
-    To that thread itself, since one that another thread receives does not wake it from a sleep.
-    """
-    timer = threading.Timer(_LATER, signal.pthread_kill, (threading.main_thread().ident, number))
-    timer.daemon = True
-    timer.start()
 
 
 def _act(pending: dict[int, Handler]) -> None:

@@ -63,7 +63,6 @@ class History:
         split: the model whose names and states `init` has to be given; None for other stages.
         observed: the metrics since the last step, which the next one compares.
         last: ``step`` of the state that the last step has returned.
-        begun: the generation in which a call began that has not returned.
         closed: the transport is.
     """
 
@@ -71,7 +70,6 @@ class History:
     split: Split | None = None
     observed: str = ""
     last: Callable[[], torch.Tensor | None] = lambda: None
-    begun: int | None = None
     closed: bool = False
 
 
@@ -159,15 +157,16 @@ class Calls:
     ) -> tuple[TrainingUpdate, Any]:
         self._require_open()
         history, generation, trains = self.history, self.transport.generation, rule is self.rule
-        if history.begun == generation:  # it has neither failed nor returned: an interrupt took its result
+        goes_on = history.last() is state.step  # it is what the last step has returned
+        if trains:  # until it returns: an interrupt may take its result
             history.last = History.last
-        update = TrainingUpdate(rule, self.ranks, self.idle, state, not self._compares, batches.norms)
-        history.begun = generation if trains else None
-        result = run(partial(self._arguments, update, batches))
-        history.observed, history.begun = "", None
+        known = not (self._compares or history.known.due)
+        update = TrainingUpdate(rule, self.ranks, self.idle, state, known, batches.norms)
+        result = run(partial(self._arguments, update, batches, goes_on))
+        history.observed = ""
         if trains:  # an evaluation leaves the state as it is
             history.last = ref(update.state.step)
-        if self._compares and trains:
+        if trains and (self._compares or history.known.every):
             history.known.note(update.state, update.stages, generation, len(update.metrics))
         return update, result
 
@@ -194,15 +193,16 @@ class Calls:
         step = self.step.lower(read)
         return LoweredTraining(step, initial[0], self.rule, self.ranks, inputs)
 
-    def _arguments(self, update: TrainingUpdate, batches: Batches) -> list[RawArguments]:
+    def _arguments(
+        self, update: TrainingUpdate, batches: Batches, goes_on: bool = False
+    ) -> list[RawArguments]:
         """Prepare the arguments of the steps of a call: parameters are cast once."""
         state, precision, history, text = update.state, self.rule.precision, self.history, ""
         update.stages, as_made = stages_of(self.rule, self.ranks, state, self._trees)
         if as_made and not update.known:
             update.known = history.known.goes_on(state, update.stages, self.transport.generation)
         if self.ranks.world.size > 1:
-            goes_on = update.known and history.last() is state.step  # it is what the last step has returned
-            text = f"; {'a state that goes on' if goes_on else 'another state'}"
+            text = f"; {'a state that goes on' if goes_on and update.known else 'another state'}"
             text += f"{history.observed and '; observed' + history.observed[1:]}"
             text += f"; optimizer {text_of(self.rule.optimizer)}"
         m = self.schedule.microbatches

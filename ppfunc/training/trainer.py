@@ -58,7 +58,8 @@ class Trainer:
             optimizer and states of stages as they were. ``"raise"`` raises on every rank and names the rank,
             stage, microbatch and instruction that was first; it reads a number from the device in every step,
             and runs a step that fails a second time. ``"ignore"`` updates all the same.
-        checksum_every: compare the states of data ranks after every so many steps, as before the first.
+        checksum_every: compare the states of data ranks, and the batches of ranks that run the same, after
+            every so many steps, as in the first.
         reduce_state: how the states of stages, such as running statistics, go together over the data ranks:
             ``{"*counts": "sum", "*": "mean"}``, by patterns of names. To the state before a step is added the
             sum of the changes of all data ranks, or their mean, of integers rounded down. Without it, stages
@@ -71,7 +72,8 @@ class Trainer:
     Parameters, inputs and the leaves of the state are tensors or DTensors; a stage gets the local tensors.
     In every step, ranks compare their options, the hyperparameters of optimizer and scale, and the seed;
     before the first step and after a failure also updates of constants by the optimizer, and checksums of the
-    states of data ranks. A state that no step of this trainer has returned, or that was written into since,
+    states of data ranks, and of what the ranks of a pipeline, and along the axis ``model``, are given of one
+    batch. A state that no step of this trainer has returned, or that was written into since,
     is compared like the first. Frozen parameters stay as they are, without gradients, optimizer state or
     master copies. Ranks that hold one parameter have to agree that it is frozen.
 

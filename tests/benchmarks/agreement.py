@@ -99,7 +99,7 @@ def nothing(transport: P2P, rank: int, size: int) -> Callable[[], object]:
     def step() -> None:
         transport.begin(CALL, key, 0)
         transport.end(losses, parts)
-        transport.count_step()
+        transport.ended += 1
 
     return step
 
@@ -148,10 +148,10 @@ def parts_of_a_step() -> dict[str, float]:
         child.links.vote(step)
         clock("send", lambda: tree.send(END, f"-1 -1 {losses}", 0))
         clock("end", lambda: root.end({}, parts))
-        root.count_step()
+        root.ended += 1
         clock("mark", lambda: tree.recv(0, END))
         child.links.commit(step)
-        child.count_step()
+        child.ended += 1
         child._running.release()
     for control in (root, child):
         control.close()

@@ -152,7 +152,7 @@ def unprotected() -> Iterator[None]:
                 "_begin",
                 lambda self, *_: Exchange(self._agreement, self.last.agreed.shapes, self.last.agreed, False),
             ),
-            (pp.P2P, "hold_interrupts", lambda self, later=False: nullcontext()),
+            (pp.P2P, "hold_interrupts", lambda self: nullcontext()),
             (
                 pp.P2P,
                 "end",

@@ -81,7 +81,6 @@ class Member:
         voted: the step that it will not fail, while it waits to hear if rank 0 has committed it.
         settling: whether a step that it has voted for or committed has not yet ended here.
         ended: the error of every further operation, where there can be none.
-        interrupted: whether SIGINT is to come in its next operation.
     """
 
     operations: int = 0
@@ -93,7 +92,6 @@ class Member:
     voted: int | None = None
     settling: bool = False
     ended: Exception | None = None
-    interrupted: bool = False
 
 
 class Pipe:
@@ -162,9 +160,6 @@ class Network:
         self.log(f"rank {rank}.{member.operations} {text}")
         member.operations += 1
         later = {"delay", "drop"} if can_fail and not member.settling else {"delay", "drop", "raise"}
-        if member.interrupted:
-            member.interrupted = False
-            interrupt()
         for fault in [f for f in member.due if f.kind not in later]:
             member.due.remove(fault)
             self._strike(rank, fault)

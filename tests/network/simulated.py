@@ -12,7 +12,7 @@ from ppfunc.runtime.control.tree import RankTree
 from ppfunc.runtime.errors import LinkError
 from ppfunc.runtime.transport.collective import Among, Collective
 from ppfunc.runtime.transport.protocols import Route
-from ppfunc.stage.process import act_on_interrupts, hold_interrupts
+from ppfunc.stage.process import act_on_interrupts
 from tests.network.network import Fault, Member, Network
 from tests.network.scheduler import RankResult
 from tests.network.wires import SimulatedCollective, Wires
@@ -114,9 +114,6 @@ class SimulatedTransport(Control):
         finally:
             self.links.settled()
 
-    def hold_interrupts(self, later: bool = False) -> hold_interrupts:
-        return hold_interrupts(self.links.interrupt_later if later else None)
-
     def tear_down(self) -> None:
         self._wires.disconnect(self.rank)
 
@@ -148,10 +145,6 @@ class SimulatedLinks:
         self._network.wait(self.rank, peer, f"a message ({channel})", lambda: bool(pipe.arrived), pipe)
         act_on_interrupts()
         return pipe.arrived.popleft()
-
-    def interrupt_later(self, number: int) -> None:
-        """Send SIGINT to this rank in its next operation."""
-        self._member.interrupted = True
 
     def check(self) -> None:
         self._network.operation(self.rank, "check")

@@ -187,7 +187,7 @@ def test_a_step_begins_with_the_key_and_ends_with_the_loss_of_any_rank(kind, siz
         for source in range(size):
             told.append(control.begin("f; seed 3", f"key {source}" if rank == source else None, source))
             totals.append(control.end(own, parts))
-            control.count_step()
+            control.ended += 1
         control.begin("no loss", "k", 0)
         assert control.end({}, {}) is None
         return told, totals
@@ -268,7 +268,7 @@ def test_a_failure_is_told_to_every_rank_and_the_next_step_works(kind, who):
                 if armed and rank == who:
                     raise ArithmeticError("x" * 20_000_000)
                 control.end({}, {})
-                control.count_step()
+                control.ended += 1
             except Exception as error:
                 failures.append(control.fail(Failure(rank, None, None, error)))
         return failures, control.generation, control.ended
@@ -321,7 +321,7 @@ def test_a_step_within_a_step_is_refused_and_does_not_disturb_it():
     assert control.fail(Failure(0, None, None, caught.value)) is caught.value
     assert control.generation == 0
     control.end({}, {})
-    control.count_step()
+    control.ended += 1
     control.begin("f", "k", 0)
     control.end({}, {})
 
@@ -343,7 +343,7 @@ def step(transport, rank, ranks, call="f"):
         total = transport.end(losses, parts)
     except BaseException as cause:
         raise transport.fail(Failure(rank, None, None, cause)) from None
-    transport.count_step()
+    transport.ended += 1
     return total
 
 
@@ -437,12 +437,12 @@ def interrupted(rank, ranks, steps):
     try:
         while got < steps:
             try:
-                with transport.hold_interrupts(later=True):
+                with transport.hold_interrupts():
                     try:
                         inside = True
                         transport.begin("f", "k", 0)
                         transport.end({}, {})
-                        transport.count_step()
+                        transport.ended += 1
                         inside = False
                         got += 1
                     except BaseException as cause:
@@ -513,7 +513,7 @@ def hand_on(transport, rank, ranks, break_at=None):
             or goes.tag == comes.tag
         )
         transport.end({}, {})
-        transport.count_step()
+        transport.ended += 1
     except BaseException as cause:
         instruction = parse_instruction("0F0") if isinstance(cause, ArithmeticError) else None
         raise transport.fail(Failure(rank, None if instruction is None else 3, instruction, cause)) from cause
@@ -531,7 +531,7 @@ def sent(rank, leaves, values, mapped):
         if wait := transport.wait(end):
             wait(buffers)
         transport.end({}, {})
-        transport.count_step()
+        transport.ended += 1
         return messages, buffers.values.get(end.tag)
 
 

@@ -104,7 +104,8 @@ def test_a_transport_that_forgets_a_method_is_refused_before_anything_runs():
     class Forgetful(Transport):
         """Has all but two methods, which the protocol would have."""
 
-    own = {"generation": 0, "device": torch.device("cpu"), "mesh": None, "axes": pp.Axes(), "shard": "none"}
+    own = {"device": torch.device("cpu"), "mesh": None, "axes": pp.Axes(), "shard": "none"}
+    own |= dict.fromkeys(("generation", "ended"), 0)
     own |= dict.fromkeys(("has_peers", "has_other_pipelines", "mixes_batches", "compares_layouts"), False)
     others = set(without_method(Forgetful())) - own.keys() - {"begin", "require_same"}
     for name, value in {**own, **{name: lambda self, *args: None for name in others}}.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -61,3 +63,25 @@ def test_four_ranks_take_as_long_as_one_and_one_call_for_each_further_rank(four,
         assert max(seconds[0] for seconds, _ in found[ranks]) < 1.2 * (alone + further * SLEEP) + soon / 4
         # Within one call of a stage; soon is 2 s where the machine is idle.
         assert max(seconds[1] for seconds, _ in found[ranks]) < SLEEP * soon / 2
+
+
+IMPORTS = """
+import sys, torch, ppfunc as pp
+
+def of_torch():
+    return {name for name in sys.modules if name.startswith("torch.")}
+
+x, before = torch.ones(2, 4), of_torch()
+step = pp.value_and_grad([lambda p, x: x @ p], torch.nn.functional.mse_loss, pp.gpipe(1, 2))
+made = of_torch()
+step({0: torch.eye(4)}, x, x)
+print("torch._dynamo" in before, "torch._dynamo" in made, len(made - before), len(of_torch() - made))
+"""
+
+
+def test_what_traces_is_imported_before_ranks_wait_for_each_other_in_a_step():
+    """In the first step each waited until the slowest had imported some hundred modules."""
+    ran = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    before, made, imported, in_step = ran.stdout.split()
+    assert (before, made) == ("False", "True"), ran.stdout
+    assert int(in_step) < 20 < int(imported), ran.stdout

@@ -286,3 +286,36 @@ def test_other_derivatives_leave_out_what_counts_nothing():
         lambda w: step(params, normal(16, 4), (target[0], torch.ones(16, 1)), loss_weights=w)[0]
     )
     assert slope(torch.ones(8, dtype=torch.float64)).all()
+
+
+ROWS = {  # of the microbatches, their weights, and whether a warning tells that rows count unlike
+    "unlike": ([4, 3, 1], None, True),
+    "unlike, on purpose": ([4, 3, 1], [1 / 3] * 3, False),
+    "unlike, by rows": ([4, 3, 1], [4 / 8, 3 / 8, 1 / 8], False),
+    "alike": ([2, 2, 2], None, False),
+}
+
+
+@pytest.mark.parametrize("form", ["plain", "trainer"])
+@pytest.mark.parametrize("case", ROWS)
+def test_rows_that_count_unlike_are_told_once(case, form):
+    rows, weights, tells = ROWS[case]
+    x = pp.Microbatches(normal(sum(rows), 4).split(rows))
+    params, schedule = {0: {"w": torch.ones(4, dtype=torch.float64)}}, pp.gpipe(1, 3)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if form == "plain":
+            step = pp.value_and_grad([scaled], squared, schedule)
+            losses = [step(params, x, x, loss_weights=weights)[0].item() for _ in range(2)]
+            longer = pp.Microbatches(normal(sum(rows) + 3, 4).split([n + 1 for n in rows]))
+            step(params, longer, longer, loss_weights=weights)
+        else:
+            trainer = new_trainer([scaled], squared, schedule, pp.optim.sgd(0.0))
+            state = trainer.init(params)
+            losses = [trainer.step(state, x, x, loss_weights=weights)[1].loss.item() for _ in range(2)]
+    each = [squared(part, part).item() for part in x]
+    of_weights = weights or [1 / 3] * 3
+    assert losses == pytest.approx([sum(w * n for w, n in zip(of_weights, each, strict=True))] * 2)
+    texts = [str(warning.message) for warning in told]
+    assert len(texts) == tells
+    assert not tells or "loss_weights=[n / 8 for n in [4, 3, 1]]" in texts[0]

@@ -363,6 +363,28 @@ def test_a_pipeline_over_part_of_the_ranks(four):
     four(sub_group)
 
 
+def outside(rank, ranks):
+    """Groups and meshes of rank 0 alone. What each rank is told."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    group, dimensions = dist.new_group([0]), DeviceMesh("cpu", [0], mesh_dim_names=("pp",))
+    told = []
+    for make in (lambda: pp.P2P(group), lambda: pp.P2P(mesh=dimensions)):
+        try:
+            make().close()
+            told.append("made")
+        except RuntimeError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_rank_outside_of_a_group_or_a_mesh_is_told(two):
+    inside, told = two(outside)
+    assert inside == ["made"] * 2
+    for text, what in zip(told, ("process group", "mesh"), strict=True):
+        assert text == f"P2P got a {what} of which this process is not a member; call it on its ranks only"
+
+
 def mesh(rank, ranks):
     """Two pipelines of two ranks each, over the groups of a mesh."""
     from torch.distributed.device_mesh import init_device_mesh

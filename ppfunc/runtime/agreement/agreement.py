@@ -14,6 +14,7 @@ import reprlib
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from inspect import unwrap
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ from .comparison import (
     NEW_FORMS,
     laid_out,
     require_as_agreed,
+    require_same_batch,
     require_same_layouts,
     require_same_programs,
     require_whole_parameters,
@@ -44,6 +46,8 @@ from .ties import require_same_forms, require_same_values, shared_forms, sharing
 
 Edges = dict[tuple[int, int], tuple[Signature, ...]]
 """Signatures of the microbatches, by source and destination of an edge."""
+
+LOWERED = "lowered, not run"  # the purpose of a call that needs no values of its batch
 
 _LEAF = tree_structure(0)
 
@@ -68,6 +72,7 @@ class Agreement:
         self._agreed: OrderedDict[tuple[object, ...], Agreed] = OrderedDict()
         self._lock = threading.Lock()
         self.generation = -1  # of the transport, when the ranks last met; before they have, -1
+        self._read = -1  # likewise when they last compared the values of a batch
 
     def begin(self, steps: Sequence[StepArguments], shapes: BatchShapes | None, purpose: str) -> Exchange:
         """Begin a step on all ranks, and compare its call; after a failure also options and values.
@@ -90,12 +95,19 @@ class Agreement:
                 f" shapes before, unlike rank {self._source}; every rank must call the same step function in"
                 " the same order"
             )
-        update, met = steps[0].update, self.transport.generation != self.generation
+        update, generation = steps[0].update, self.transport.generation
+        met, due = generation != self.generation, update is not None and not update.known
         if met:
             self._meet(steps[0])
-        elif update is not None and not update.known:
+        elif due:
             self._require_same_options(steps[0])
             self._require_alike(steps[0])
+        if (due or self._read != generation) and self.transport.has_peers and purpose != LOWERED:
+            axes, mesh = self.transport.axes, self.transport.mesh
+            part = "".join(f" ({a} {mesh.get_local_rank(a)})" for a in axes.model_axes if mesh is not None)
+            gather = partial(self.transport.gather, axes=(axes.pipe, *axes.model_axes))
+            require_same_batch(steps, part, gather)
+            self._read = generation
         with self._lock:
             if (agreed := self._known(shapes)) is not None:
                 self._agreed.move_to_end((shapes, autocast()))
@@ -282,7 +294,10 @@ class Exchange:
             require_same_forms({rank: forms for rank, (_, forms, _) in enumerate(by_rank)})
         if self._met and self._agreement.compares_programs:
             evaluated = ((low.model_stage, low.outline) for low in lowered.stages.values())
-            require_same_programs(evaluated, transport.gather_replicas)
+            # Ranks along the other axes may run parts of a stage that their place tells apart.
+            names, apart = transport.axes, transport.axes.of_stages
+            axes = (names.pipe, *(axis for axis in names.data_axes if axis not in apart))
+            require_same_programs(evaluated, partial(transport.gather, axes=axes))
         losses = dict(sorted(losses.items()))
         generation = self._agreement.generation
         agreed = Agreed(self.shapes, generation, self._received, self._returned, losses, shared)

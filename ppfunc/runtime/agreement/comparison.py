@@ -20,6 +20,8 @@ from ppfunc.stage import LeafSignature, Outline
 from ppfunc.stage.layout import gather_texts
 from ppfunc.stage.program import SeenCall
 
+from ..call.arguments import StepArguments
+from ..call.batch import digest
 from ..call.forms import StepForm
 from ..errors import AgreementError
 
@@ -198,6 +200,56 @@ def _leaves(form: StepForm) -> Iterator[tuple[str, LeafSignature]]:
     for name, tree in form.trees.items():
         paths = (name + path for path in tree.signature.paths)
         yield from zip(paths, tree.signature.leaves, strict=True)
+
+
+# -- batches
+
+
+def require_same_batch(
+    steps: Sequence[StepArguments], part: str, gather: Callable[[str], Mapping[int, str]]
+) -> None:
+    """Raise AgreementError for inputs, targets or extras with other values on another rank of one batch.
+
+    Compared is what ranks were given, whether their stages read it or not: where a loader was sharded over
+    the ranks of a pipeline, the first is given inputs of one batch, and the last targets of another, each
+    with the rest of its own batch. It reads one tensor from the device.
+
+    Args:
+        steps: the arguments of every step of the call.
+        part: names the place of this rank among those that may hold parts of a tensor.
+        gather: gathers the texts of all ranks that run the batch.
+    """
+    cut = [
+        name
+        for name, tree in steps[0].form.trees.items()
+        if any(layout is not None and layout.sharded for layout in tree.form.layouts or ())
+    ]
+    leaves = [
+        (name + part * any(f"{tree}[".startswith(f"{name}[") for tree in cut), leaf)
+        for step in steps
+        for name, rows in (
+            ("inputs", step.inputs),
+            ("targets", step.targets),
+            *((f"extras[{s}]", rows) for s, rows in step.extras.items()),
+        )
+        for row in rows
+        for leaf in row
+    ]
+    sums = [checksum(leaf).to(leaves[0][1].device) for _, leaf in leaves]
+    by_name: dict[str, list[int]] = {}
+    for (name, _), number in zip(leaves, torch.stack(sums).tolist() if sums else (), strict=True):
+        by_name.setdefault(name, []).append(number)
+    mine = {name: digest(repr(numbers)) for name, numbers in by_name.items()}
+    theirs = ((rank, json.loads(text)) for rank, text in sorted(gather(json.dumps(mine)).items()))
+    if differing := [(name, one, other) for name, (one, _), (other, _) in differences(theirs)]:
+        _, one, other = differing[0]
+        names = " and ".join(name for name, *ranks in differing if ranks == [one, other])
+        raise AgreementError(
+            f"the ranks disagree on the batch: {names} of rank {one} differ from those of rank {other}; every"
+            " rank of a pipeline must be given the same batch: shard loaders over data ranks only, as"
+            " DistributedSampler(data, num_replicas=data_ranks, rank=data_rank) does, with one seed for the"
+            " ranks of a pipeline; what the stages of a rank do not read may be None there"
+        )
 
 
 # -- programs of stages that several ranks hold: data ranks, and copies in another chain

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 import torch
 
 from ppfunc._checks import answering, not_copied, with_arguments
-from ppfunc.stage._torch import transforming
+from ppfunc.stage._torch import load_tracer, transforming
 from ppfunc.stage.device import on_device
 
 from ..agreement.ties import require_declared
@@ -60,6 +60,7 @@ class StepFunction(Generic[P, R]):
         from ..execution.execute import run_step
         from ..lowering.compiled_steps import CompiledSteps
 
+        load_tracer()
         self.pipeline, self._read, self._returned, self._run_step = pipeline, read, returned, run_step
         self.__signature__ = inspect.signature(read)  # for help() and editors
         if pipeline.spec.finite:
@@ -127,12 +128,13 @@ class StepFunction(Generic[P, R]):
         ``find`` finds the compiled step, by default in the cache.
 
         Over a transport between processes, interrupts act between the calls of a step, and while this rank
-        waits for peers before its vote. They fail the step as an error does. After the vote they wait until
-        the result is returned. With :class:`InProcess` they act anywhere except while a stage is traced.
+        waits for peers before its vote. They fail the step as an error does. From the vote on they wait until
+        the step has ended on all ranks: a handler that raises then takes the result, and peers are told in
+        the next step. With :class:`InProcess` they act anywhere except while a stage is traced.
         """
         transport = self.pipeline.transport
         with (
-            transport.hold_interrupts(later=True),
+            transport.hold_interrupts(),
             _outside_inference_mode() if torch.is_inference_mode_enabled() else nullcontext(),
         ):
             try:
@@ -146,7 +148,7 @@ class StepFunction(Generic[P, R]):
             except BaseException as raised:
                 self._fail(raised)
             returned = self._returned(result), timeline
-        transport.count_step()  # an interrupt acts at its first line at the latest, and takes the step
+        transport.ended += 1  # an interrupt acts at its first line at the latest, and takes the step
         return returned
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> LoweredFunction:
@@ -182,7 +184,7 @@ class StepFunction(Generic[P, R]):
 
     def _lower(self, args: Any, kwargs: Any) -> tuple[StepArguments, LoweredStep, Agreed, Guards]:
         transport = self.pipeline.transport
-        with transport.hold_interrupts(later=True):
+        with transport.hold_interrupts():
             try:
                 raw = self._read(*args, **kwargs)
                 first = raw[0] if isinstance(raw, list) else raw
@@ -191,7 +193,7 @@ class StepFunction(Generic[P, R]):
                 transport.end({}, {})
             except BaseException as raised:
                 self._fail(raised)
-        transport.count_step()
+        transport.ended += 1
         return arguments, lowered, agreed, guards
 
     def returning(self, *more: str) -> StepFunction[P, R]:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc._checks import not_copied
 from ppfunc.stage.device import upload
-from ppfunc.stage.process import hold_interrupts, keep_holding, send_later
+from ppfunc.stage.process import act_on_interrupts, hold_interrupts, keep_holding
 
 from ..agreement.comparison import (
     LaidOut,
@@ -61,7 +61,7 @@ class Control:
         self.links, self.grid = links, grid or alone
         self.pipeline = self.grid.pipeline
         self.rank, self.size = self.pipeline.index(links.rank), len(self.pipeline)  # of the pipeline
-        self.ended = 0  # steps whose results this rank has returned
+        self.ended = 0
         self._world = TreeMessages(links, everyone)
         self._replica = TreeMessages(links, [rank for ranks in self.grid.pipelines for rank in ranks])
         self._pipeline = TreeMessages(links, self.pipeline)
@@ -112,11 +112,8 @@ class Control:
             self._step_count = count
             raise
 
-    def hold_interrupts(self, later: bool = False) -> hold_interrupts:
-        return hold_interrupts(send_later if later else None)
-
-    def count_step(self) -> None:
-        self.ended += 1
+    def hold_interrupts(self) -> hold_interrupts:
+        return hold_interrupts()
 
     def tear_down(self) -> None:
         """Abort the data communicators that peers may block on. Called after a failure is published."""
@@ -172,20 +169,14 @@ class Control:
         return shapes
 
     def all_gather(self, text: str) -> list[str]:
-        texts = self._gather(text, (self.axes.pipe,))
+        texts = self.gather(text, (self.axes.pipe,))
         return [texts[rank] for rank in self.pipeline]
 
-    def gather_replicas(self, text: str) -> dict[int, str]:
-        # Ranks along the other axes may run parts of a stage that their place tells apart.
-        axes = (self.axes.pipe, *(axis for axis in self.axes.data_axes if axis not in self.axes.of_stages))
-        return self._gather(text, axes)
-
     def require_same(self, facts: str, axes: Sequence[str] | None = None) -> None:
-        for rank, theirs in sorted(self._gather(facts, axes).items()):
+        for rank, theirs in sorted(self.gather(facts, axes).items()):
             require_same_facts(facts, theirs, self.links.rank, rank)
 
-    def _gather(self, text: str, axes: Sequence[str] | None) -> dict[int, str]:
-        """Gather the texts of the ranks along these axes; of all ranks where they are None."""
+    def gather(self, text: str, axes: Sequence[str] | None = None) -> dict[int, str]:
         tree = self._world if axes is None else TreeMessages(self.links, self.grid.along(axes))
         with self.hold_interrupts():
             return tree.gather_texts(text)
@@ -242,6 +233,7 @@ class Control:
             modes, texts = [max(modes[0], int(training)), max(modes[1], int(evaluation))], texts + below
         require_same_modes(*modes)
         if last:
+            act_on_interrupts()  # those that have come fail the step, others wait for its end
             keep_holding()  # the step may have ended on some ranks already
         if tree.parent is None:
             texts = [to_text(sum_texts(texts, parts))] if parts else []

@@ -1,5 +1,6 @@
 """Compile steps by the form of their arguments, with all ranks in agreement, and keep them."""
 
+import reprlib
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Self
@@ -9,7 +10,7 @@ from ppfunc.stage.device import autocast
 from ppfunc.stage.errors import warn
 from ppfunc.stage.modules.module import structure_watch
 
-from ..agreement.agreement import Agreed, Agreement, Exchange
+from ..agreement.agreement import LOWERED, Agreed, Agreement, Exchange
 from ..agreement.comparison import LaidOut, laid_out
 from ..call.arguments import StepArguments
 from ..call.batch import BatchShapes
@@ -103,6 +104,7 @@ class CompiledSteps:
         self._lock = threading.Lock()
         self._entries: list[Entry] = []  # the one that ran last comes last
         self._hits = self._misses = self._traced = 0
+        self._warned = False  # of microbatches whose rows count unlike
 
     @property
     def last(self) -> Entry | None:
@@ -130,7 +132,7 @@ class CompiledSteps:
 
     def lower(self, arguments: StepArguments) -> tuple[LoweredStep, Agreed, Guards]:
         """Lower a step without keeping it. Return it with the conditions under which it may run."""
-        exchange = self._begin([arguments], "lowered, not run")
+        exchange = self._begin([arguments], LOWERED)
         lowered = self._lower(arguments, exchange)
         return lowered, exchange.conclude(lowered, arguments.update), Guards.now(lowered)
 
@@ -220,6 +222,8 @@ class CompiledSteps:
             self._traced += (anew := self._pipeline.programs.evaluations > before)
         if anew and self._traced == _RETRACES and last is not None:
             _warn_of_retraces(self._pipeline, form, last.form)
+        if lowered.losses and arguments.loss_weights is None and not self._warned:
+            self._warned = _warn_of_rows(form)
         return entry
 
     def _lower(self, arguments: StepArguments, exchange: Exchange) -> LoweredStep:
@@ -251,6 +255,19 @@ def _described(form: StepForm, shapes: BatchShapes) -> dict[str, tuple[object, .
     strides = tuple(form.trees[f"params[{stage}]"].strides for stage in form.params)
     rest = {"the batch": (shapes.text,), "strides": (strides,), "the devices of stages": (form.devices,)}
     return {**trees, **rest}
+
+
+def _warn_of_rows(form: StepForm) -> bool:
+    """Warn of microbatches with unlike numbers of rows, which weigh the same; tell whether it has warned."""
+    given = form.targets or form.inputs or ()
+    rows = [tree.leaves[0].shape[0] for tree in given if tree.leaves and tree.leaves[0].shape]
+    if len(set(rows)) > 1:
+        warn(
+            f"microbatches of {reprlib.repr(rows)} rows have equal weights, so that rows count unlike in a"
+            f" loss that is their mean; pass loss_weights=[n / {sum(rows)} for n in {reprlib.repr(rows)}],"
+            f" or, where it is meant, [1 / {len(rows)}] * {len(rows)}"
+        )
+    return len(set(rows)) > 1
 
 
 def _warn_of_retraces(pipeline: Pipeline, now: StepForm, before: StepForm) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ppfunc.schedule import Schedule
-from ppfunc.stage._torch import load_tracer
 from ppfunc.stage.errors import warn
 from ppfunc.stage.layout import Boundary, same_placement
 from ppfunc.stage.output import StageFunction, children, received_signature
@@ -41,7 +40,6 @@ def lower(
         ValueError: an output of a stage that nothing will honour.
         StageError: a stage cannot be evaluated.
     """
-    load_tracer()
     schedule, spec, local = pipeline.schedule, pipeline.spec, set(pipeline.ranks)
     _require_same_rows(form, schedule.microbatches)
     home, model_stages = schedule.placement, schedule.model_stages

@@ -29,7 +29,7 @@ class InProcess(Transport):
     differs. It owns nothing, so steps may share it, also between threads.
     """
 
-    generation, has_peers, has_other_pipelines = 0, False, False
+    generation, ended, has_peers, has_other_pipelines = 0, 0, False, False
     compares_layouts, mixes_batches = False, False
     mesh: DeviceMesh | None = None
     axes, device = Axes(), torch.device("cpu")

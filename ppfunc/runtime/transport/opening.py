@@ -94,9 +94,10 @@ def require_group(
         raise RuntimeError(
             "P2P got no process group; call torch.distributed.init_process_group first, or use InProcess()"
         )
-    if group is outside:
+    if group is outside or (mesh is not None and dist.get_rank() not in mesh.mesh):
+        what = "process group" if mesh is None else "mesh"
         raise RuntimeError(
-            "P2P got a process group of which this process is not a member; call it on its ranks only"
+            f"P2P got a {what} of which this process is not a member; call it on its ranks only"
         )
 
 

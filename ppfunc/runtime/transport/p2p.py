@@ -60,11 +60,13 @@ class P2P(Control):
 
     Signals with Python handlers, such as Ctrl-C, act between the calls of a step, and fail it as an error
     does: the other ranks name this one, and the step can be tried again. From the vote of a rank, when it is
-    done with its part, they wait until the step has returned its result.
+    done with its part, they wait until the step has ended on all ranks. Then the handler runs that was there
+    when the signal came. What it raises takes the result of this rank, and every rank refuses the next step.
 
-    Over a mesh, several pipelines train together, and a step begins, ends and fails on all of them. The ranks
-    along the axes ``pipe`` and ``model`` run the same batch, and agree on it. ``PipelineError.rank`` counts
-    the ranks of the mesh.
+    Over a mesh, several pipelines train together, and a step begins, ends and fails on all of them.
+    ``PipelineError.rank`` counts the ranks of the mesh. The ranks along the axes ``pipe`` and ``model`` run
+    the same batch: loaders are sharded over data ranks only. In their first step, and after a failure, ranks
+    compare the values of what they are given of it; None is given where stages of a rank do not read it.
 
     Args:
         group: an initialised process group; its ranks, in order, are the ranks of the pipeline. The default

@@ -110,12 +110,15 @@ class ControlTransport(Protocol):
 
     Attributes:
         generation: counts the failures: what was agreed before one has to be agreed again.
+        ended: counts the steps whose results the caller gets. Where they are lost instead, as by a handler
+            that raises, the next step is refused on all ranks.
         has_peers: other processes may run ranks, with which this one has to agree.
-        has_other_pipelines: other pipelines may hold the stages of this one, for :meth:`gather_replicas`.
+        has_other_pipelines: other pipelines may hold the stages of this one.
         mixes_batches: stages communicate with ranks of other batches: none of these may be left out.
         compares_layouts: :meth:`ready` knows the ranks that compute parts of the same stages.
     """
 
+    ended: int
     has_peers: bool
     has_other_pipelines: bool
     mixes_batches: bool
@@ -149,9 +152,9 @@ class ControlTransport(Protocol):
         """Gather the text of every process of the pipeline, by rank. Collective."""
         return [text]
 
-    def gather_replicas(self, text: str) -> dict[int, str]:
-        """Gather the texts of all ranks that run stages of this rank's pipeline, on its batch or on others,
-        by number among all ranks. Collective.
+    def gather(self, text: str, axes: Sequence[str] | None = None) -> dict[int, str]:
+        """Gather the texts of the ranks along these axes of the mesh, by default of all that train together;
+        by number among these. Collective.
         """
         return {0: text}
 
@@ -227,22 +230,13 @@ class ControlTransport(Protocol):
             the sum and below it those losses, ``[1 + m, *shape of a loss]``.
         """
 
-    def hold_interrupts(self, later: bool = False) -> AbstractContextManager[object]:
+    def hold_interrupts(self) -> AbstractContextManager[object]:
         """Delay interrupts around a step, as :class:`~ppfunc.stage.process.hold_interrupts` does.
 
         With no rank in another process, nothing is delayed: interrupts act at once, since a step that they
         end leaves no peer behind.
-
-        Args:
-            later: whether those that are delayed to the end act a moment after it.
         """
         return nullcontext()
-
-    def count_step(self) -> None:
-        """Count the step that has ended, whose results the caller is about to have. Where they are lost
-        instead, as by an interrupt, the next step is refused on all ranks.
-        """
-        return
 
     def fail(self, failure: Failure) -> BaseException:
         """Tell the peers, abort the communicators that they may wait on, and return the error to raise."""

@@ -127,12 +127,15 @@ class KnownState:
 
     Args:
         every: after how many steps ranks compare the state all the same; None for never.
+
+    Attributes:
+        due: the next step is to be compared for that reason.
     """
 
     def __init__(self, every: int | None) -> None:
         if every is not None:
             require_counts(checksum_every=every)
-        self._every = every
+        self.every, self.due = every, False
         self._steps = 0  # of all calls that have ended well
         self._generation: int | None = None  # the failures before; None where no state is known
         self._step: Callable[[], torch.Tensor | None] = lambda: None
@@ -153,8 +156,8 @@ class KnownState:
     def note(self, state: TrainState, stages: Mapping[int, StageLeaves], generation: int, steps: int) -> None:
         """Note the state after so many more steps."""
         before, self._steps = self._steps, self._steps + steps
-        due = self._every is not None and before // self._every != self._steps // self._every
-        self._generation = None if due else generation
+        self.due = self.every is not None and before // self.every != self._steps // self.every
+        self._generation = None if self.due else generation
         self._step, self._versions = ref(state.step), _versions(state, stages)
 
 

@@ -116,7 +116,8 @@ def counted(rank, size, case):
     transport = pp.P2P(mesh=mesh, axes=case.axes, shard=case.shard, mapped=False)
     optimizer = pp.optim.chain(pp.optim.clip_by_global_norm(1.0), pp.optim.adamw(0.1))
     schedule = pp.one_f_one_b(case.stages, M)
-    x, y = normal(M * ROWS, WIDTH, seed=rank).float(), normal(M * ROWS, WIDTH, seed=9).bfloat16()
+    place = sum(mesh.get_local_rank(axis) * 10**n for n, axis in enumerate(case.axes.data_axes))
+    x, y = normal(M * ROWS, WIDTH, seed=place).float(), normal(M * ROWS, WIDTH, seed=9).bfloat16()
     with pp.Trainer(
         [stage] * case.stages, squared, schedule, optimizer, transport, precision=BF16, trainable=only
     ) as trainer:
