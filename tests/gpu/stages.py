@@ -79,7 +79,7 @@ def one_rank() -> Facts:
     from ppfunc.runtime.transport import _torch
 
     store = dist.HashStore()
-    group = _torch.ProcessGroupNCCL(store, 0, 1, timedelta(seconds=30))
+    group = _torch.communicator("nccl", store, [0], 0, timedelta(seconds=30))
     whole = torch.ones(3, device="cuda")
     group.allreduce([whole]).wait()
     group._allgather_base(torch.empty(3, device="cuda"), whole).wait()

@@ -544,7 +544,7 @@ def test_the_communicators_of_a_step_that_has_failed_are_ended_while_it_runs_tho
 
     one, other = Group(), Group()
     state = {"_executing": True, "_synchronizing": False, "_groups": [one, other], "_in_stages": list}
-    transport = SimpleNamespace(backend="nccl", ended=3, _aborts=_torch.Aborts(), **state)
+    transport = SimpleNamespace(_queued=True, ended=3, _aborts=_torch.Aborts(), **state)
     transport._begin_aborts = partial(pp.P2P._begin_aborts, transport)
     unblock = partial(pp.P2P._unblock, transport)
     unblock(4)  # step 3 was committed: its last collectives finish

@@ -486,7 +486,7 @@ class Work:
 def over_gloo(rendezvous, links, wanted, device, begun):
     for one in wanted:
         store, place = dist.PrefixStore(one.name, rendezvous.store), one.members.index(links.rank)
-        begun.append(_torch.ProcessGroupNCCL(store, place, 2, timedelta(seconds=60)))
+        begun.append(_torch.communicator("nccl", store, [0, 1], place, timedelta(seconds=60)))
         yield begun[-1]
 
 
@@ -502,6 +502,7 @@ def as_nccl(gpu=None):
         ),
         patch.object(dist, "get_backend_config", lambda group: "cpu:nccl"),
         patch.dict(_torch.CARRIES, nccl="cpu"),
+        patch.object(Rendezvous, "queued", property(lambda _: True, lambda *_: None), create=True),
         pp.P2P(timeout=30) as transport,
     ):
         assert transport.backend == "nccl"
@@ -737,10 +738,98 @@ def test_another_backend_is_refused_in_one_sentence():
 
     dist.init_process_group("fake", rank=0, world_size=2, store=dist.HashStore())
     try:
-        with pytest.raises(ValueError, match=r"backend 'fake', it knows 'gloo' and 'nccl'; make one with"):
+        with pytest.raises(ValueError, match=r"backend 'fake', which lacks messages; make one with"):
             pp.P2P(timeout=5)
     finally:
         dist.destroy_process_group()
+
+
+class Written(dist.ProcessGroup):
+    """A backend written in Python, as torch lets one be: a group that is its own backend, over gloo."""
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def allreduce(self, tensors, options):
+        return self.gloo.allreduce(tensors, options)
+
+    def alltoall_base(self, *args):
+        return self.gloo.alltoall_base(*args)
+
+    def _allgather_base(self, *args):
+        return self.gloo._allgather_base(*args)
+
+    def getBackendName(self):
+        return "written"
+
+
+class WithMessages(Written):
+    def send(self, tensors, to, tag):
+        return self.gloo.send(tensors, to, tag)
+
+    def recv(self, tensors, of, tag):
+        return self.gloo.recv(tensors, of, tag)
+
+
+MADE = {"options": 0, "old": 0, "written": 0}  # how many communicators
+
+
+def by_options(given, options):
+    MADE["options"] += 1
+    assert len(given.global_ranks_in_group) in (0, given.group_size)
+    return dist.ProcessGroupGloo(given.store, given.group_rank, given.group_size, given.timeout)
+
+
+def by_arguments(store, rank, size, timeout):
+    MADE["old"] += 1
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def in_python(store, rank, size, timeout):
+    MADE["written"] += 1
+    return WithMessages(store, rank, size, timeout)
+
+
+VENDORS = {"options": by_options, "old": by_arguments, "written": in_python, "without": Written}
+
+
+def group_of(vendor):
+    name = f"vendor_{vendor}"
+    if name not in dist.Backend.backend_list:
+        dist.Backend.register_backend(name, VENDORS[vendor], vendor == "options", devices=["cpu"])
+    return dist.new_group(backend=name)
+
+
+def over_a_vendors(rank, ranks, vendor, name, wanted, all_grads):
+    schedule, group = SCHEDULES[name](ranks), group_of(vendor)
+    params, inputs, targets = problem(schedule)
+    before = MADE[vendor]
+    with pp.P2P(group, timeout=30, mapped=False) as transport:
+        assert transport.backend == f"vendor_{vendor}"
+        stages = [stage] * len(params)
+        step = pp.value_and_grad(stages, loss_fn, schedule, transport, engine=traced_once)
+        loss, grads = step(held_by(schedule, rank, params), inputs, targets)
+        made = MADE[vendor] - before
+    assert torch.equal(loss, wanted)
+    assert all(torch.equal(grads[s]["w"], all_grads[s]["w"]) for s in grads)
+    return made
+
+
+@pytest.mark.parametrize("vendor", MADE)
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
+def test_a_vendors_backend_carries_messages_and_sums(two, name, vendor):
+    """``dualpipe`` has replicas, whose gradients are summed."""
+    assert min(two(over_a_vendors, vendor, name, *gradients_alone(name, 2))) >= 2
+
+
+def without_messages(rank, ranks):
+    with pytest.raises(ValueError, match="backend 'vendor_without', which lacks send, recv; make one with"):
+        pp.P2P(group_of("without"), timeout=5)
+
+
+def test_a_vendors_backend_without_messages_is_refused(two):
+    two(without_messages)
 
 
 def destroy_the_group(rank, size):

@@ -162,8 +162,8 @@ def simulated_nccl(abort_takes: float = 0.0) -> Iterator[census.Census]:
     count, stack = census.new(abort_takes), ExitStack()
     with stack:
         for module in (c10d, dist):
-            enter = mock.patch.object(module, "ProcessGroupNCCL", nccl.ProcessGroupNCCL, create=True)
-            stack.enter_context(enter)
+            for name in ("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy"):
+                stack.enter_context(mock.patch.object(module, name, nccl.ProcessGroupNCCL, create=True))
         stack.enter_context(mock.patch.object(c10d, "_NCCL_AVAILABLE", True))
         stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", lambda: (2, 29, 7)))
         stack.enter_context(mock.patch.object(c10d, "ProcessGroup", Group))

@@ -83,7 +83,9 @@ class ProcessGroupNCCL(Collectives):
     supports_splitting = False
     supports_coalescing = True
 
-    def __init__(self, store: Store, rank: int, size: int, options: Options | None = None) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, options: Options | None = None, device: object = None
+    ) -> None:
         self.store, self._rank, self._size, self.options = store, rank, size, options or Options()
         self._device, self._stream = names.device(), None
         self._connected: set[str] = set()

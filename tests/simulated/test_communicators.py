@@ -20,7 +20,7 @@ from ppfunc.runtime.transport import _torch
 from ppfunc.schedule import place_communication, remove_tail
 from tests.clock import busy
 from tests.models import dense, problem, squared
-from tests.simulated import nccl
+from tests.simulated import guard, nccl
 from tests.simulated.cases import on_device
 
 SCHEDULE = remove_tail(pp.one_f_one_b(2, 4))
@@ -205,6 +205,7 @@ with names.simulated(devices=2), simulated_nccl():
 """
 
 
+@pytest.mark.skipif(guard.missing() is not None, reason=str(guard.missing()))
 def test_a_process_that_ends_without_close_ends_its_communicators():
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", WITHOUT_CLOSE]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.clock import busy
-from tests.simulated import names
+from tests.simulated import guard, names
 from tests.simulated.groups import simulated_nccl
 from tests.simulated.nccl import ProcessGroupNCCL
 from tests.simulated.test_nccl import cuda, meet, nccl, take
@@ -129,6 +129,7 @@ def test_communicators_that_live_are_counted(simulate):
         assert count.alive() == take(count.dropped)
 
 
+@pytest.mark.skipif(guard.missing() is not None, reason=str(guard.missing()))
 def test_communicators_alive_at_exit_are_named():
     code = (
         "from tests.simulated import names, nccl; import torch, torch.distributed as dist\n"

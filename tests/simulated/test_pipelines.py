@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from itertools import product
 
 import pytest
 import torch
+from torch.distributed import Backend
 
 import ppfunc as pp
 from ppfunc.schedule import BUILDERS, remove_tail
 from tests.models import dense, problem, same_bits, squared
 from tests.simulated.cases import cases, on_device, on_host, take
 from tests.simulated.kernels import Work
+from tests.simulated.nccl import Options, ProcessGroupNCCL
 
 FEW = [*((name, 2) for name in BUILDERS), ("interleaved_1f1b", 3), ("chimera", 4)]
 BUILD = {"1f1b": pp.one_f_one_b, "dualpipe": pp.dualpipe, "dualpipev": pp.dualpipev}
@@ -123,3 +126,30 @@ def test_each_wait_for_a_message_is_needed(ranks, name, pytestconfig, monkeypatc
         if not take(ranks.gpu.races):
             silent.append(number)
     assert not silent
+
+
+class Uncounted(ProcessGroupNCCL):
+    """Another engine of NCCL, or of a vendor, as torch describes them: it counts no operations."""
+
+    def _get_sequence_number_for_group(self):
+        raise RuntimeError("Backend does not yet support sequence numbers")
+
+
+def uncounted(given, options):
+    options = Options()
+    options._timeout = given.timeout
+    return Uncounted(given.store, given.group_rank, given.group_size, options)
+
+
+@pytest.mark.parametrize("backend", ["nccl2", "nccl-lazy", "nccl-legacy", "vendor"])
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
+def test_over_a_group_of_another_engine_or_of_a_vendor(ranks, name, backend, monkeypatch):
+    """P2P opens communicators of NCCL for all of its engines, and of the vendor's for others."""
+    monkeypatch.setattr(Backend, "_plugins", dict(Backend._plugins))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is registered again
+        Backend.register_backend(backend, uncounted, extended_api=True, devices=["cuda"])
+    schedule = remove_tail(BUILD[name](2, 4))
+    found = ranks(steps, schedule, {}, backend=f"cpu:gloo,cuda:{backend}")
+    require_same(schedule, found, alone(schedule))
+    assert not ranks.count.alive()

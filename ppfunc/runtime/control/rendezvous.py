@@ -40,6 +40,9 @@ class Rendezvous:
 
     Attributes:
         store: of this round.
+        carried: the kind of device whose tensors the backend of the group carries.
+        queued: whether the host only queues the backend's operations on a device, as under NCCL; those of
+            other backends, such as gloo, hold up the host.
     """
 
     def __init__(
@@ -48,6 +51,8 @@ class Rendezvous:
         self.ranks = dist.get_process_group_ranks(group) if ranks is None else list(ranks)
         self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
         self.backend = str(_torch.backend_of(group))
+        self.carried = _torch.carried_by(self.backend) or "cpu"
+        self.queued = self.carried != "cpu"
         # The group may be destroyed while its store is still asked.
         self._gloo = _torch.gloo_of(group)
         self._places = [dist.get_group_rank(group, rank) for rank in self.ranks]

@@ -16,11 +16,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch._C._distributed_c10d import _DistributedBackendOptions
+from torch.distributed.distributed_c10d import Store, _get_process_group_store, default_pg_timeout
 
 from ppfunc.stage.device import kinds, new_stream, on_device, record_event
 
-CARRIES = {"gloo": "cpu", "nccl": "cuda"}  # the kind of device whose tensors a backend carries
+# The kind of device whose tensors a backend carries. For all engines of NCCL that a group may have, the
+# communicators that are made here are of ``ProcessGroupNCCL``.
+CARRIES = {"gloo": "cpu", **dict.fromkeys(("nccl", "nccl2", "nccl-lazy", "nccl-legacy"), "cuda")}
+_WITHOUT = ("fake", "mpi")  # fake messages; communicators that all ranks of the world have to make
+_NEEDED = ("send", "recv")
 _PROBE = 0x70706675  # a tag
 UnderWay = tuple[list[Any], Sequence[Any]]
 """Works, and the tensors that they use."""
@@ -29,7 +34,7 @@ _ABORT = 10.0  # seconds
 _USE = 1.0  # seconds that an abort waits for a thread, which a GPU with a full queue may hold up
 _AT_EXIT = 5.0  # seconds that the end of the process waits for communicators that are ended or dropped
 _ASIDE: set[threading.Thread] = set()
-# Communicators of NCCL, which none has closed, each with what its user holds.
+# Communicators of NCCL and of vendors' devices, which none has closed, each with what its user holds.
 _OPEN: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
 
 # Without a registry such a communicator ends when it is let go, and peers that wait on it raise.
@@ -44,17 +49,27 @@ def prepare_nccl() -> None:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
-def ProcessGroupNCCL(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Make an NCCL communicator over its own connection to the store: waiting there holds up no other."""
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    group: Any = dist.ProcessGroupNCCL(store.clone(), rank, size, options)  # type: ignore[attr-defined]
-    _OPEN[group] = threading.Lock()
-    return group
+def communicator(backend: str, store: Any, ranks: Sequence[int], place: int, timeout: timedelta) -> Any:
+    """Make a communicator of some ranks of the world, not of gloo, over a connection of its own to the store:
+    waiting there holds up no other.
+    """
+    store, size = store.clone(), len(ranks)
+    if backend in CARRIES:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, place, size, options)
+    plugin: Any = dist.Backend._plugins[backend.upper()]
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, place, size, timeout)
+    given: Any = _DistributedBackendOptions()
+    given.store, given.timeout, given.global_ranks_in_group = store, timeout, list(ranks)
+    given.group_rank, given.group_size = place, size
+    return plugin.creator_fn(given, None)
 
 
 def begin_nccl(group: Any, device: torch.device) -> None:
     """Begin a new NCCL communicator; all of its ranks call it, and none waits for another in it."""
+    _OPEN[group] = threading.Lock()
     with on_device(device):
         group.eager_connect_single_device(device)
 
@@ -267,7 +282,7 @@ def begun_in(group: dist.ProcessGroup) -> int:
 
 def store_of(group: dist.ProcessGroup) -> Store:
     """Return the store through which the ranks of a group met."""
-    return group.get_group_store()
+    return group.get_group_store() or _get_process_group_store(group)  # one written in Python has none
 
 
 def host_of(store: Any) -> str | None:
@@ -278,8 +293,10 @@ def host_of(store: Any) -> str | None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of the operations of a group."""
-    return _backend(group).options._timeout
+    """Return the timeout of the operations of a group; that of torch where its backend does not tell."""
+    with suppress(AttributeError, RuntimeError):
+        return _backend(group).options._timeout
+    return default_pg_timeout
 
 
 def backend_of(group: dist.ProcessGroup) -> str | None:
@@ -288,8 +305,28 @@ def backend_of(group: dist.ProcessGroup) -> str | None:
     return by_device.get(kinds()[-1]) or next(iter(by_device.values()), None)
 
 
+def carried_by(backend: str) -> str | None:
+    """Return the kind of device whose tensors a backend carries; None where it is not known."""
+    known = backend.upper() in dist.Backend._plugins and backend not in _WITHOUT
+    devices = dist.Backend.backend_capability[backend] if known else ()
+    return CARRIES.get(backend) or next((kind for kind in reversed(kinds()) if kind in devices), None)
+
+
+def lacking(group: dist.ProcessGroup) -> str:
+    """Name what P2P needs of a group's backend, and the backend has not: nothing if it has all."""
+    backend, made = str(backend_of(group)), type(_backend(group))
+    if carried_by(backend) is None:
+        return "messages"
+    missing = (None, *(getattr(dist.ProcessGroup, name) for name in _NEEDED))  # these ask a backend
+    names = [] if backend in CARRIES else [name for name in _NEEDED if getattr(made, name, None) in missing]
+    return ", ".join(names)
+
+
 def _backend(group: dist.ProcessGroup) -> Any:
-    return group._get_backend(torch.device(CARRIES.get(str(backend_of(group)), "cpu")))
+    """Return the backend of a group for the device that computes; a group written in Python is its own."""
+    with suppress(RuntimeError):
+        return group._get_backend(torch.device(carried_by(str(backend_of(group))) or "cpu"))
+    return group
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

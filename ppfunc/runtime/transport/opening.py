@@ -40,11 +40,11 @@ def pair_up(group: Any, timeout: float | None, mesh: DeviceMesh | None) -> Rende
     if ranks is not None and dist.get_rank() not in ranks:
         return None
     shared: Any = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
-    if (backend := _torch.backend_of(shared)) not in _torch.CARRIES:
+    if lacking := _torch.lacking(shared):
         raise ValueError(
-            f"P2P got a process group with the backend {backend!r}, it knows 'gloo' and 'nccl'; make one with"
-            " torch.distributed.new_group(backend='gloo') and give it as P2P(group), or lower a trainer over"
-            " 'fake' by OnPaper(mesh=mesh, axes=axes)"
+            f"P2P got a process group with the backend {_torch.backend_of(shared)!r}, which lacks {lacking};"
+            " make one with torch.distributed.new_group(backend='gloo') and give it as P2P(group), or lower a"
+            " trainer over 'fake' by OnPaper(mesh=mesh, axes=axes)"
         )
     return Rendezvous("ppfunc/transports", shared, timeout if _is_limit(timeout) else None, ranks)
 
@@ -176,13 +176,24 @@ def open_groups(
     """
     links.check()
     wanted = [one._replace(name=f"{links.generation}/{one.name}") for one in wanted]
-    if rendezvous.backend == "nccl":
+    if rendezvous.queued:
         yield from open_nccl(rendezvous, links, wanted, device, begun)
         return
     for one in wanted:
         group = open_mapped(links, one.name, one.members, one.mapped) if one.messages else None
+        if group is None and rendezvous.backend != "gloo":
+            peer = one.members[(one.members.index(links.rank) + 1) % len(one.members)]
+            make = partial(_make, rendezvous, one, rendezvous.timeout)
+            group = links.settle(peer, in_thread(make, "opens"))
         begun.append(group or open_gloo(links, one.name, one.members, rendezvous.timeout))
         yield begun[-1]
+
+
+def _make(rendezvous: Rendezvous, one: Opening, seconds: float) -> Any:
+    """Make a communicator of a backend other than gloo, whose members meet in the store of the group."""
+    ranks, limit = [rendezvous.ranks[member] for member in one.members], timedelta(seconds=seconds)
+    store, place = PrefixStore(one.name, rendezvous.store), one.members.index(rendezvous.rank)
+    return _torch.communicator(rendezvous.backend, store, ranks, place, limit)
 
 
 def open_nccl(
@@ -192,18 +203,18 @@ def open_nccl(
     device: torch.device,
     begun: list[Any],
 ) -> Iterator[Any]:
-    """Open NCCL communicators, which their members begin side by side and then connect one after the other.
+    """Open communicators of NCCL, or of another backend that queues its operations on a device, which their
+    members begin side by side and then connect one after the other.
 
     While one begins, no kernel may wait for a peer: it would hold up what allocates memory.
     """
     places = [one.members.index(links.rank) for one in wanted]
-    limit = timedelta(seconds=2 * rendezvous.timeout + _LATER)  # who is late is found first
+    limit = 2 * rendezvous.timeout + _LATER  # who is late is found first
     dials: list[tuple[int, Future[Any]]] = []
     for one, place in zip(wanted, places, strict=True):
 
-        def begin(one: Opening = one, place: int = place) -> Any:
-            store = PrefixStore(one.name, rendezvous.store)
-            group = _torch.ProcessGroupNCCL(store, place, len(one.members), limit)
+        def begin(one: Opening = one) -> Any:
+            group = _make(rendezvous, one, limit)
             begun.append(group)
             _torch.begin_nccl(group, device)
             return group

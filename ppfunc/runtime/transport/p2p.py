@@ -41,6 +41,11 @@ class P2P(Control):
     that ends is noticed at once. Under gloo the store of the user's group is asked only until the ranks have
     met, so that it may end with its process. A rank that is late is named, not those that wait for it.
 
+    The group may be of gloo, of any engine of NCCL that torch has (``nccl``, ``nccl2``, ``nccl-lazy``,
+    ``nccl-legacy``), for which the communicators are of ``ProcessGroupNCCL``, or of a registered backend that
+    has ``send`` and ``recv``, whose own function makes them. One for another kind of device is taken for one
+    like NCCL, one for the CPU for one like gloo, whose rank hears of a failed peer at its limit of time.
+
     Under NCCL a step returns when the GPUs of all ranks have done it, within ``timeout``: what has only been
     given to a GPU may fail, or be lost with a peer, after others have gone on.
     It runs on the device of the parameters, in any thread. All parameters of a rank are on one device.
@@ -117,15 +122,15 @@ class P2P(Control):
 
     def _open(self, rendezvous: Rendezvous, mesh: DeviceMesh | None, axes: Axes, mapped: bool) -> None:
         grid = None if mesh is None else grid_of(mesh, axes, dist.get_rank())
-        if rendezvous.backend == "nccl":
+        if rendezvous.queued:
             _torch.prepare_nccl()
         self._rendezvous = rendezvous
         links = SocketLinks(rendezvous)
         weakref.finalize(self, links.close)
         super().__init__(links, grid)
         self.links: SocketLinks
-        self.backend = rendezvous.backend
-        self._pair_groups = pairs = PairGroups(self.backend, links, self.pipeline, mapped)
+        self.backend, self._queued = rendezvous.backend, rendezvous.queued
+        self._pair_groups = pairs = PairGroups(rendezvous, links, self.pipeline, mapped)
         self.post, self.wait = pairs.post, pairs.wait
         self._groups: list[Any] = []  # the communicators that are open
         self._collectives: dict[Among, Collective] = {}
@@ -140,7 +145,7 @@ class P2P(Control):
 
     @property
     def device(self) -> torch.device:
-        return torch.device(_torch.CARRIES[self.backend])
+        return torch.device(self._rendezvous.carried)
 
     def fail(self, failure: Failure) -> BaseException:
         with self.hold_interrupts():
@@ -182,13 +187,13 @@ class P2P(Control):
         Called by the thread that watches. A step that was committed before is finished: its last collectives
         have begun on all ranks, or will.
         """
-        if self.backend == "nccl" and (self._executing or self._synchronizing) and committed <= self.ended:
+        if self._queued and (self._executing or self._synchronizing) and committed <= self.ended:
             self._begin_aborts()
 
     def synchronize(self) -> None:
         """Wait for the GPU: a step that has ended on the host may still fail there, or wait for peers."""
         device = self._pair_groups.device
-        if self.backend != "nccl" or device is None:
+        if not self._queued or device is None:
             return
         self._synchronizing, peer = True, (self.links.rank + 1) % self.links.size
         try:
@@ -234,7 +239,7 @@ class P2P(Control):
         mode: Mode = "mixed",
         compared: Sequence[Compared] = (),
     ) -> torch.Tensor | None:
-        if self.backend == "nccl":  # they are there with the end of the step
+        if self._queued:  # they are there with the end of the step
             losses = {stage: download(loss) for stage, loss in losses.items()}
             compared = [each._replace(values=download(each.values)) for each in compared]
         total = super().end(losses, parts, mode, compared)
@@ -254,7 +259,7 @@ class P2P(Control):
                     self.disconnect()
                 finally:
                     self._running.release()
-            elif self.backend == "nccl":  # which would not hear of it from peers
+            elif self._queued:  # which would not hear of it from peers
                 self._begin_aborts()
 
     # -- data ------------------------------------------------------------------------------
@@ -264,7 +269,7 @@ class P2P(Control):
         for device in devices:
             pairs.require_carried(device, f"a stage of rank {self.rank} computes on the device {device}")
             pairs.device = device
-        if self.backend == "nccl":
+        if self._queued:
             pairs.require_own_device(device, self._world.gather_texts)
         holders: list[tuple[Any, Opening]] = [*pairs.unconnected(routes)]
         # In one order on all ranks, which are on their way here: they have just compared facts.
@@ -289,7 +294,7 @@ class P2P(Control):
 
     def _require_carried(self, device: torch.device) -> None:
         """Raise ValueError for a collective on a device whose tensors NCCL does not carry; gloo takes all."""
-        if self.backend == "nccl":
+        if self._queued:
             place = f"rank {self.links.rank} sums or gathers tensors on the device {device}"
             self._pair_groups.require_carried(device, place)
 
@@ -322,7 +327,7 @@ class P2P(Control):
         under_way = [*self._pair_groups.let_go()]
         for collective in self._collectives.values():
             under_way += collective.let_go()
-        if self.backend == "nccl":
+        if self._queued:
             if under_way and device is not None:
                 _torch.drop_when_done(device, under_way)
             self._aborts.begin([*ended, *self._in_stages()])

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ppfunc.stage.device import unique_name
 
+from ..control.rendezvous import Rendezvous
 from ..control.socket_links import SocketLinks, give_way
 from ..errors import LinkError
 from ..execution.buffers import Buffers
@@ -53,14 +54,15 @@ class PairGroups:
     """Owns the communicators of this rank with others, and knows the messages under way on them.
 
     Args:
-        backend, links: of the transport.
+        rendezvous, links: of the transport.
         line: the ranks of the pipeline.
         mapped: as of :class:`P2P`.
     """
 
-    def __init__(self, backend: str, links: SocketLinks, line: Sequence[int], mapped: bool) -> None:
+    def __init__(self, rendezvous: Rendezvous, links: SocketLinks, line: Sequence[int], mapped: bool) -> None:
         self._links, self._line, self._mapped = links, line, mapped
-        self._rank, self._backend = line.index(links.rank), backend
+        self._rank, self._backend = line.index(links.rank), rendezvous.backend
+        self._carried, self._queued = rendezvous.carried, rendezvous.queued
         self._pairs: dict[str, _PairGroup] = {}
         # That of the buffers of the running step. Messages through mapped memory have numbers.
         self._pending: dict[Any, _torch.UnderWay | int] = {}
@@ -96,15 +98,14 @@ class PairGroups:
         Args:
             place: what uses the device, for the error.
         """
-        carried = _torch.CARRIES[self._backend]
-        if device.type != carried:
+        if device.type != self._carried:
             other = next(
                 (name for name, kind in _torch.CARRIES.items() if kind == device.type), "another backend"
             )
             raise ValueError(
                 f"{place}, whose tensors the backend {self._backend!r} of its process group does not carry;"
-                f" move its parameters to a device of type {carried!r}, or give P2P a group of {other!r},"
-                f" such as torch.distributed.new_group(backend={other!r})"
+                f" move its parameters to a device of type {self._carried!r}, or give P2P a group of"
+                f" {other!r}, such as torch.distributed.new_group(backend={other!r})"
             )
         if self.device not in (None, device):
             raise ValueError(
@@ -136,7 +137,7 @@ class PairGroups:
         way = f"{self._line[route.sender]}-{self._line[route.receiver]}"
         # NCCL takes the messages of one way in order; those of both ways in one batch would wait for each
         # other, each send for a receive.
-        return way if self._backend == "nccl" else f"{route.direction}/{way}"
+        return way if self._queued else f"{route.direction}/{way}"
 
     def _pair(self, transfer: Transfer) -> _PairGroup:
         ends = (self._rank, transfer.peer) if transfer.outgoing else (transfer.peer, self._rank)
@@ -146,7 +147,7 @@ class PairGroups:
         for device in {transfer.device for transfer in batch}:
             self.require_carried(device, f"a stage of rank {self._rank} computes on the device {device}")
         yielding = False
-        if self._backend == "nccl":
+        if self._queued:
             by_way: dict[tuple[int, bool], list[Transfer]] = {}
             for transfer in batch:
                 by_way.setdefault((transfer.peer, transfer.outgoing), []).append(transfer)
@@ -238,7 +239,7 @@ class PairGroups:
         None for one or two, and under NCCL, where the messages of a batch are one operation.
         """
         small = {n: leaf for n, leaf in enumerate(transfer.leaves) if 0 < leaf.nbytes <= _SMALL}
-        if len(small) < 3 or self._backend == "nccl":
+        if len(small) < 3 or self._queued:
             return None
         starts = [0, *accumulate(aligned(leaf.nbytes) for leaf in small.values())]
 
