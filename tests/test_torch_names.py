@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,22 @@ def test_imported_names_and_attributes_are_there():
     used = [*imported(), *attributes()]
     used += ["torch.ops.aten.add.Tensor._schema", "torch.ops.aten.add.Tensor._op", "torch.Tensor._version"]
     assert [name for name in used if not there(name)] == [], f"not in torch {torch.__version__}"
+
+
+@pytest.mark.parametrize(("version", "warned"), [("2.15.9", 0), ("2.16.0a0+git1", 1), ("3.0", 1)])
+def test_a_newer_torch_than_was_tested_warns_once(version, warned):
+    """Not of schedules, which need none."""
+    code = (
+        f"import torch, warnings; torch.__version__ = {version!r}\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    import ppfunc.schedule\n"
+        "    print(len(caught))\n"
+        "    import ppfunc; ppfunc.value_and_grad, ppfunc.Trainer, ppfunc.split, ppfunc.P2P\n"
+        f"    print(sum('torch {version} is newer than 2.15' in str(w.message) for w in caught))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent)
+    assert run.stdout.split() == ["0", str(warned)], run.stderr
 
 
 def there(name: str) -> bool:

@@ -42,6 +42,15 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+# The newest torch on which all tests have run; `.ci/versions` runs them on it.
+NEWEST = (2, 15)
+if tuple(map(int, torch.__version__.split(".")[:2])) > NEWEST:
+    warnings.warn(
+        f"torch {torch.__version__} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest with which ppfunc was"
+        " tested; run its tests with it, or install an older one",
+        stacklevel=2,
+    )
+
 # What function modes see where a stage assigns to the data of a tensor, or to its flag.
 ASSIGNS_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 SETS_REQUIRES_GRAD: Any = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as of_torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import grad, hessian, jvp, vmap
 
@@ -376,6 +377,41 @@ def test_a_refusal_names_the_collective_to_use():
     ):
         fault = fault_of(scatter, needs, False, reduction)
         assert fault is not None and re.search(words, ". ".join(fault)) and "sums alone" in fault[0]
+
+
+def coalesced(rank, size, engine):
+    """Torch's collectives of several tensors, which end in one wait where torch has a wait for several."""
+    group, width = axis_of(size).get_group(), 3
+    forms = ("single", "into_tensor"), ("single", "tensor")  # the new name, and that before torch 2.15
+    gather, reduce_scatter = (
+        next(f for form in names if (f := getattr(of_torch, f"{name}_{form}_coalesced", None)))
+        for name, names in zip(("all_gather", "reduce_scatter"), forms, strict=True)
+    )
+
+    def whole(p, x):
+        return (x * p["a"]).sin() + (x @ p["b"]).cos()
+
+    def cut(p, x):
+        a, b = gather([x * p["a"], x @ p["b"]], group)
+        c, d = reduce_scatter([a.sin(), b.cos()], "sum", [0, 0], group)
+        return (c + d) / size
+
+    params = {"a": random((width,), 0), "b": random((width, width), 1)}
+    x, gy = random((2 * size, width), 2), random((2 * size, width), 3)
+    y, pull = torch.func.vjp(whole, params, x)
+    gparams, gx = pull(gy)
+    mine = slice(2 * rank, 2 * rank + 2)
+    program = engine(cut, (params, x[mine]))
+    got, residuals = program.forward(params, x[mine])
+    gp, ga = program.backward(residuals, gy[mine])
+    for part_of_it in gp.values():
+        dist.all_reduce(part_of_it)
+    assert largest_difference((got, gp, ga), (y[mine], gparams, gx[mine])) < TOLERANCE
+
+
+@pytest.mark.parametrize("engine", [graph, eager])
+def test_collectives_of_several_tensors(two, engine):
+    two(coalesced, engine)
 
 
 def averages(rank, size, engine):

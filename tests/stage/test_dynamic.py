@@ -30,6 +30,10 @@ from tests.models import (
     squared,
 )
 
+# Each size is traced there, with right results.
+varies = pytest.mark.xfail(
+    torch.__version__ < "2.12", reason="its operators fix the sizes that they are given"
+)
 D = 4
 DYNAMIC = pp.engines.graph(dynamic=True)
 WEIGHTS = {n: {"w": normal(D, D, seed=n)} for n in (0, 1)}
@@ -85,6 +89,7 @@ STAGES = {
 
 
 @pytest.mark.parametrize("case", STAGES)
+@varies
 def test_lengths_have_the_bits_of_their_own_traces(case):
     fn, expected = STAGES[case]
     step, params = step_of([fn]), {0: WEIGHTS[0]}
@@ -97,6 +102,7 @@ def test_lengths_have_the_bits_of_their_own_traces(case):
             assert same_bits(result, step_of([fn], pp.engines.graph())(params, inputs, targets))
 
 
+@varies
 def test_rows_and_lengths_vary_apart():
     step, params = step_of([attention_block]), {0: attention_params(8)}
     for length, rows in ((5, 4), (7, 4), (7, 8), (9, 6), (3, 12), (5, 4)):
@@ -115,6 +121,7 @@ def test_sizes_that_are_equal_once_vary_apart_and_one_is_never_among_them():
     assert numbers((8, 3), (9, 3), (2, 3)) and numbers((8, 3), (9, 3), (1, 3)) is None
 
 
+@varies
 def test_microbatches_of_one_step_have_lengths_of_their_own():
     step = step_of([dense, attention_block], schedule=pp.zb_h1(ranks=2, microbatches=4))
     params = {0: {"w": normal(8, 8)}, 1: attention_params(8)}
@@ -125,6 +132,7 @@ def test_microbatches_of_one_step_have_lengths_of_their_own():
     assert traces(step) == 2 * 2
 
 
+@varies
 def test_what_is_dropped_is_that_of_a_trace_of_its_own():
     step = step_of([dropout_stage])
     results = [step({0: WEIGHTS[0]}, *batch(length), seed=(0, 1)) for length in (5, 9, 7)]
@@ -162,6 +170,7 @@ NO_NUMBERS = {
 
 
 @pytest.mark.parametrize("case", NO_NUMBERS)
+@varies
 def test_a_size_that_is_used_as_anything_but_a_number_does_not_vary(case):
     fn, message = NO_NUMBERS[case]
     step = step_of([fn])
@@ -206,6 +215,7 @@ def test_a_stage_that_changes_its_module_does_not_vary(listed):
     assert all(type(n) is int for n in (module.seen, *(module.lengths or ())))
 
 
+@varies
 def test_a_stage_that_fails_for_one_length_varies_for_others():
     def stage(params, x):
         if x.shape[1] == 9:
@@ -241,6 +251,7 @@ def wrapper(fn, example, **request):
     return DYNAMIC(fn, example, **request)
 
 
+@varies
 def test_an_engine_that_varies_is_called_by_step_functions_alone():
     stage, example = lambda w, x: w * x, (torch.ones(2), torch.ones(2))
     for call in (lambda: pp.engines.graph(stage, example, dynamic=True), lambda: DYNAMIC(stage, example)):
@@ -325,6 +336,7 @@ def test_programs_of_data_ranks_are_compared(two):
         assert re.search(r"the backward .* of Scaled .* written at .*test_dynamic.py:", found["kept"])
 
 
+@varies
 def test_many_lengths_are_no_reason_to_warn_unless_each_is_traced():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -343,6 +343,7 @@ def test_declared_layouts_follow_a_stage_through_transforms(rank_of):
     assert later.boundary.inputs == Shard(2)
 
 
+@pytest.mark.xfail(torch.__version__ < "2.12", reason="the history of a DTensor made there says not its own")
 def test_a_stage_that_returns_dtensors_says_how_they_lie(rank_of):
     _, tp = rank_of(0)
     for engine in (pp.engines.graph, pp.engines.eager):

@@ -235,7 +235,7 @@ def _shape(tensor: torch.Tensor) -> str:
 # -- collectives through which a gradient would flow wrongly
 
 _EACH_OTHERS_TRANSPOSE = frozenset({
-    "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "wait_tensor",
+    "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "wait_tensor", "wait_tensors",
     "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "_wrap_tensor_autograd",
 })  # fmt: skip
 

@@ -19,7 +19,6 @@ from ...patterns import first_match
 from .cut import ProgramBlocks, cut, early_nodes
 from .graph import (
     ancestors,
-    arguments,
     base,
     bytes_of,
     is_call,
@@ -88,7 +87,7 @@ def cut_for(joint: Joint, remat: Remat, name: str, params: Iterable[str] = ()) -
 def _source(node: Node) -> Node:
     """Return the call that makes the result of a node: for a wait, the collective."""
     while is_element(node) or is_wait(node):
-        node = arguments(node)[0]
+        node = node.all_input_nodes[0]
     return node
 
 

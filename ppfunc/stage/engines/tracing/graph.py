@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..._torch import FUNCTIONAL_COLLECTIVES, FakeTensor, OpOverload, estimate, expression, schema
+from ..._torch import FakeTensor, OpOverload, estimate, expression, schema
 from ...abstract.evaluation import NoValuesError
 from ...abstract.purity import draws, is_collective
 from ...errors import Names, StageError, module_of_call, place_of_call
@@ -189,7 +189,7 @@ def is_post(node: Node) -> bool:
 
 def is_wait(node: Node) -> bool:
     """Tell whether the operator of the node only waits for a collective."""
-    return node.target is FUNCTIONAL_COLLECTIVES.wait_tensor.default
+    return is_collective(node.target) and "::wait_tensor" in schema(node.target).name
 
 
 def is_mutable(node: Node) -> bool:
