@@ -91,8 +91,8 @@ class P2P(Control):
     Raises:
         RuntimeError: torch.distributed has not been initialised, or this process is not in the group.
         TypeError: ``mesh`` is no DeviceMesh, or ``axes`` no Axes.
-        ValueError: the timeout is no number of seconds, the group has another backend than gloo or NCCL for
-            the device that computes, the axes do not fit the mesh, or there is no data axis to shard over.
+        ValueError: the timeout is no number of seconds, the backend of the group for the device that computes
+            carries no messages, the axes do not fit the mesh, or there is no data axis to shard over.
         PipelineError: a rank, or the store of the group, is gone or late, or has failed.
     """
 
