@@ -15,6 +15,10 @@ import pytest
 import torch
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples").glob("*.ipynb"))
+BEFORE_2_12 = {  # by notebook: what torch 2.11 cannot do
+    "from_torch": "the side of torch loses its connection",
+    "training": "mse_loss has no backward for bfloat16 beside float32",
+}
 KINDS = {"tour": {"Schedule", "Certificate", "Timeline", "Costs", "Tensor"}}
 
 
@@ -55,6 +59,8 @@ def notebook(request):
 
 @pytest.fixture(scope="module")
 def ran(notebook):
+    if torch.__version__ < "2.12" and notebook.stem in BEFORE_2_12:
+        pytest.skip(BEFORE_2_12[notebook.stem])
     threads, names = torch.get_num_threads(), {"__name__": notebook.stem}
     with torch.random.fork_rng():
         yield [run(cell, names, f"{notebook.name} {n}") for n, cell in enumerate(cells_of(notebook), 1)]
