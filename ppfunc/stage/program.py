@@ -179,7 +179,8 @@ class FlatProgram(NamedTuple):
     Leaves of ``x``, of the extras and of ``gy`` may have any strides; outputs and ``gx`` are
     contiguous, so that a tensor is the same whether it was sent or handed over. Gradients of
     parameters have the strides that their operator gives. What is returned may alias the
-    arguments, and parts of it each other: nobody may write into it without owning it.
+    arguments, and parts of it each other: nobody may write into it without owning it. Of a traced program,
+    ``fresh`` says that the gradients of the parameters do not.
 
     A backward drops each residual after its last use. The memory is free at once if the caller
     keeps no reference, as in ``backward.function(slots.pop(key), gy)`` of the graph engine (a call of an

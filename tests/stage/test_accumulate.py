@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ppfunc.stage import graph
-from ppfunc.stage.engines.tracing import emit
+from ppfunc.stage._torch import storage
+from ppfunc.stage.engines.tracing import lifetimes
 from ppfunc.stage.tree import tree_leaves
 from tests.live import Live
 
@@ -22,7 +23,7 @@ class Given:
     def __init__(self):
         self.parts, self.gradients = [], {}
 
-    def add(self, gradients, numbers, microbatch):
+    def add(self, gradients, numbers, microbatch, fresh):
         self.parts.append(numbers)
         assert not self.gradients.keys() & set(numbers)
         self.gradients |= {n: (g, microbatch) for n, g in zip(numbers, gradients, strict=True)}
@@ -56,7 +57,7 @@ def cotangents(program):
 @pytest.fixture
 def together(monkeypatch):
     """Set how many bytes of gradients are added up together."""
-    return lambda size: monkeypatch.setattr(emit, "_TOGETHER", size)
+    return lambda size: monkeypatch.setattr(lifetimes, "_TOGETHER", size)
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing depends on")
@@ -78,7 +79,6 @@ def test_the_gradients_are_those_of_the_program_each_given_once(case, together):
         made = changed(*arguments, (given, 5))
         for one, other in zip(made or (), others or (), strict=True):
             assert one is other is None or torch.equal(one, other)
-        assert len(given.parts) > 1
         assert given.gradients.keys() == {n for n, g in enumerate(wanted) if g is not None}
         for n, (gradient, microbatch) in given.gradients.items():
             assert (
@@ -90,14 +90,14 @@ def test_the_gradients_are_those_of_the_program_each_given_once(case, together):
 
 
 class Dropped:
-    def add(self, gradients, numbers, microbatch):
+    def add(self, gradients, numbers, microbatch, fresh):
         pass
 
 
-@pytest.mark.parametrize("size, layers", [(1, 1), (SIZE, 1), (2 * SIZE, 2), (3 * SIZE, 3)])
+@pytest.mark.parametrize("size", [1, 3 * SIZE])
 @torch.no_grad()
-def test_gradients_are_freed_as_soon_as_they_are_added_up(size, layers, together):
-    """At most so many layers' gradients live, and what one more operator makes."""
+def test_gradients_are_freed_as_soon_as_they_are_added_up(size, together):
+    """That of a layer lives, and what one more operator makes, where more would be the most at once."""
     together(size)
     params, x = chained()
     flat = graph(chain, (params, x)).flat
@@ -112,7 +112,28 @@ def test_gradients_are_freed_as_soon_as_they_are_added_up(size, layers, together
         del kept
         with Live() as live:
             program.accumulating(*((rest,) if apart else (residuals, (x,))), (Dropped(), 0))
-        assert layers * SIZE <= live.most <= layers * SIZE + few
+        assert SIZE <= live.most <= SIZE + few
+
+
+@pytest.mark.parametrize("rows", [2, 128, 512])
+@torch.no_grad()
+def test_gradients_wait_for_each_other_where_that_needs_no_more_memory(rows, together):
+    """The more a backward frees of what its forward has kept, the fewer additions are made."""
+    params, x = chained(rows)
+    leaves, gy, counts, most = tuple(tree_leaves(params)), (torch.ones_like(x),), [], []
+    for size in (1, 2**20):
+        together(size)
+        flat, slots = graph(chain, (params, x)).flat, []
+        with Live() as live:
+            slots.append(flat.forward(leaves, (x,), ())[1])
+            if flat.backward.accumulating is None:
+                flat.backward.function(slots.pop(), gy)
+            else:
+                flat.backward.accumulating.function(slots.pop(), gy, (Dropped(), 0))
+        counts.append(len(flat.backward.additions))
+        most.append(live.most)
+    assert most[0] == most[1]
+    assert counts[0] >= LAYERS and counts[1] == {2: LAYERS + 1, 128: 2, 512: 2}[rows], counts
 
 
 @torch.no_grad()
@@ -139,8 +160,9 @@ def test_the_function_itself_frees_residuals_after_their_last_use(together):
 
 
 def test_few_gradients_and_compiled_programs_are_left_as_they_are(together):
-    params, x = chained()
-    assert graph(chain, (params, x)).flat.backward.accumulating is None
+    params, x = chained(rows=512)
+    waves = graph(lambda w, x: (x @ w).sin().sin(), (params[0][0], x)).flat
+    assert waves.backward.accumulating is None and waves.backward.fresh
     together(1)
     assert graph(chain, (params, x), compile=True).flat.backward.accumulating is None
     assert graph(chain, (params[:1], x)).flat.backward.accumulating.recipe.title.endswith(
@@ -169,3 +191,55 @@ def test_a_deep_stage(together):
     given = Given()
     flat.backward.accumulating(flat.forward(params, (x,), ())[1], (x,), (given, 0))
     assert given.gradients[0][0].tolist() == [1500.0] * 2
+
+
+def fresh_of(function):
+    return {n for addition in function.additions if addition.fresh for n in addition.numbers}
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing depends on")
+@torch.no_grad()
+def test_what_is_fresh_lies_in_memory_of_its_own(case):
+    """Every other tensor that there is lies elsewhere, and each element has a place of its own."""
+    flat = (program := graph(case.fn, case.args, has_aux=case.has_aux)).flat
+    given = tuple(tuple(t.detach() for t in tree_leaves(tree)) for tree in case.args)
+    gy = cotangents(program)
+    for apart in (False, True):
+        outputs, residuals = flat.forward(*given[:2], sum(given[2:], ()))
+        if apart:
+            gx, rest = flat.backward_input(residuals, gy)
+            gradients = flat.backward_weight(rest)
+        else:
+            (gradients, gx), rest = flat.backward(residuals, gy), ()
+        others = tree_leaves((given, outputs, residuals, gy, gx, rest))
+        fresh = fresh_of(flat.backward_weight if apart else flat.backward)
+        for n in fresh:
+            others_here = [*others, *(g for k, g in enumerate(gradients) if k != n)]
+            assert storage(gradients[n]) not in {storage(t) for t in others_here if t is not None}
+            assert gradients[n].untyped_storage().nbytes() == gradients[n].nbytes
+            gradients[n].zero_()
+            assert gradients[n].count_nonzero() == 0 and gradients[n].add_(1).eq(1).all()
+
+
+def mixed(params, x):
+    a, b, c, d, e, f, g, h, i, j = params
+    y = torch.tanh(x @ a + b) @ (d + e) + torch.cat([h, i]) * x + f.sum(0) + g.t() + j.expand(4, 4)
+    return y.contiguous() + c
+
+
+def test_which_gradients_are_fresh():
+    """Of a product and of sums over rows; not y's own, the same twice, one element for all, halves of one,
+    views of y's; nor what is the gradient of x, too.
+    """
+    sizes = {"b": (4,), "f": (3, 4), "h": (2, 4), "i": (2, 4), "j": (4, 1)}
+    params = [torch.randn(sizes.get(name, (4, 4))) for name in "abcdefghij"]
+    flat = graph(mixed, (params, torch.randn(4, 4))).flat
+    assert {"abcdefghij"[n] for n in fresh_of(flat.backward)} == {"a", "b", "j"}
+    assert not flat.backward.fresh
+    flat = graph(lambda k, x: torch.tanh(x + k), (torch.randn(4, 4), torch.randn(4, 4))).flat
+    assert not fresh_of(flat.backward)
+    flat = graph(lambda k, x: x @ k, (torch.randn(4, 4), torch.randn(4, 4))).flat
+    assert flat.backward.fresh
+    assert not graph(
+        lambda k, x: x @ k, (torch.randn(4, 4), torch.randn(4, 4)), compile=True
+    ).flat.backward.fresh

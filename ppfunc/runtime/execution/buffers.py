@@ -63,10 +63,13 @@ Owner = Callable[[torch.Tensor], torch.Tensor]
 class Gradients(Protocol):
     """Takes the gradients of microbatches one after the other and makes one tree of them."""
 
-    def add(self, gradients: Leaves, numbers: Numbers, microbatch: int) -> None:
+    def add(self, gradients: Leaves, numbers: Numbers, microbatch: int, fresh: bool = False) -> None:
         """Add gradients of one microbatch, for the leaves of these numbers, each once.
 
         A leaf that gets none counts as zero. It is fastest if every microbatch groups its leaves alike.
+
+        Args:
+            fresh: whether nothing else lies in the memory of the gradients, which then may be written.
         """
 
     def put_back(self, gradients: Leaves) -> None:

@@ -237,7 +237,7 @@ class Stack:
         self._rows: list[dict[int, torch.Tensor]] = [{} for _ in range(microbatches)]
         self._sums = Sum()
 
-    def add(self, gradients: Leaves, numbers: Numbers, microbatch: int) -> None:
+    def add(self, gradients: Leaves, numbers: Numbers, microbatch: int, fresh: bool = False) -> None:
         self._rows[microbatch].update(zip(numbers, gradients, strict=True))
 
     def put_back(self, gradients: Leaves) -> None:

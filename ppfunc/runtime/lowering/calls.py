@@ -118,7 +118,7 @@ def seeded(low: LoweredStage, microbatch: int, forward: Call) -> Call:
 def backward_call(low: LoweredStage, program: FlatProgram, key: Key, whole: bool) -> ProgramCall:
     """Take apart a full backward, or an input gradient that leaves the rest to a weight gradient."""
     (stage, microbatch), cotangents, pass_on = key, _cotangents(low, key), _pass_on(low, key)
-    numbers = _gradient_numbers(program.backward)
+    known = _gradients_of(program.backward)
 
     def take(buffers: Buffers) -> tuple[tuple[Any, ...], Leaves]:
         return buffers.residuals.pop(key), cotangents(buffers)
@@ -126,7 +126,7 @@ def backward_call(low: LoweredStage, program: FlatProgram, key: Key, whole: bool
     def put(buffers: Buffers, result: tuple[Any, Any]) -> None:
         first, second = result
         if whole:
-            _add(buffers.gradients[stage], first, numbers, microbatch)
+            _add(buffers.gradients[stage], first, microbatch, *known)
         else:
             buffers.residuals[key] = second
         pass_on(buffers, second if whole else first)
@@ -210,9 +210,9 @@ def weight(program: FlatProgram, key: Key) -> Call:
     add = _accumulating(run)
     if add is not None:
         return lambda buffers: add()(buffers.residuals.pop(key), (buffers.gradients[stage], microbatch))
-    function, numbers = fastest(run), _gradient_numbers(run)
+    function, known = fastest(run), _gradients_of(run)
     return lambda buffers: _add(
-        buffers.gradients[stage], function()(buffers.residuals.pop(key)), numbers, microbatch
+        buffers.gradients[stage], function()(buffers.residuals.pop(key)), microbatch, *known
     )
 
 
@@ -230,9 +230,11 @@ def fastest(program: Any) -> Callable[[], Callable[..., Any]]:
     return getattr(program, "fastest", lambda: program)
 
 
-def _gradient_numbers(program: Callable[..., Any]) -> Numbers | None:
-    """List the leaves for which a program computes gradients; None for one that is not traced."""
-    return _present(program.results[0]) if hasattr(program, "results") else None
+def _gradients_of(program: Any) -> tuple[Numbers | None, bool]:
+    """List the leaves for which a program computes gradients, None if it is not traced, and whether nothing
+    else lies in their memory.
+    """
+    return (_present(program.results[0]), program.fresh) if hasattr(program, "results") else (None, False)
 
 
 def _present(gradients: Sequence[object]) -> Numbers:
@@ -240,10 +242,12 @@ def _present(gradients: Sequence[object]) -> Numbers:
     return present if len(present) < len(gradients) else range(len(gradients))
 
 
-def _add(sums: Gradients, gradients: LeafGradients, numbers: Numbers | None, microbatch: int) -> None:
+def _add(
+    sums: Gradients, gradients: LeafGradients, microbatch: int, numbers: Numbers | None, fresh: bool
+) -> None:
     numbers = _present(gradients) if numbers is None else numbers
     present: Any = gradients if len(numbers) == len(gradients) else [g for g in gradients if g is not None]
-    sums.add(present, numbers, microbatch)
+    sums.add(present, numbers, microbatch, fresh)
 
 
 class Sum:
@@ -251,9 +255,9 @@ class Sum:
 
     Equivalent to: ``total = g1 + g2 + g3 + ...``, from left to right, for each leaf.
 
-    The first gradients are only borrowed: they may share memory with a message that is still
-    on its way, with each other, or with a parameter. The second sum is therefore a new tensor,
-    and later ones are added to it in place.
+    The first gradients are only borrowed, unless they are fresh: they may share memory with a message that is
+    still on its way, with each other, or with a parameter. The second sum is then a new tensor, and later
+    ones are added to it in place.
 
     Args:
         dtype: of the sum, where that of a gradient is narrower; that of the gradients where none is given.
@@ -263,10 +267,10 @@ class Sum:
         self._dtype = dtype
         self._parts: dict[Numbers, _Part] = {}
 
-    def add(self, gradients: Leaves, numbers: Numbers, microbatch: int) -> None:
+    def add(self, gradients: Leaves, numbers: Numbers, microbatch: int, fresh: bool = False) -> None:
         part = self._parts.get(numbers)
         if part is None:
-            self._add_other(gradients, numbers, microbatch)
+            self._add_other(gradients, numbers, microbatch, fresh)
         elif not numbers:
             pass
         elif part.is_own and not transforming():
@@ -278,11 +282,11 @@ class Sum:
             for n, gradient in enumerate(gradients):
                 total[n] = total[n] + gradient
 
-    def _add_other(self, gradients: Leaves, numbers: Numbers, microbatch: int) -> None:
+    def _add_other(self, gradients: Leaves, numbers: Numbers, microbatch: int, fresh: bool) -> None:
         """Add gradients of leaves that are divided otherwise than before, or new."""
         if {n for known in self._parts for n in known}.isdisjoint(numbers):
             self._parts[numbers] = _Part(
-                [g.to(self._dtype_of(g.dtype)) for g in gradients] if self._dtype else gradients, False
+                [g.to(self._dtype_of(g.dtype)) for g in gradients] if self._dtype else gradients, fresh
             )
             return
         self._parts = {

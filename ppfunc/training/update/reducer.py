@@ -95,7 +95,7 @@ class Reducer:
         return self._waits is None and list(map(users_of, self._storages)) == self._users
 
     @torch.no_grad()
-    def add(self, gradients: Leaves, numbers: Numbers, microbatch: int) -> None:
+    def add(self, gradients: Leaves, numbers: Numbers, microbatch: int, fresh: bool = False) -> None:
         """Add gradients of one microbatch, of the leaves of these numbers; the first of a step are copied.
 
         Raises:

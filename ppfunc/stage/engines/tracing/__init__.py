@@ -12,6 +12,7 @@
     emit.py           TracedFunction   writes a program in Python; runs the one in C++ if it is there
       dispatch.py       find_call        finds the fastest call of each operator
                         compiled         has inductor compile a program
+      lifetimes.py      additions        finds how long memory is used, and where gradients are added up
       native.py         native           writes a program as a table, which ``native.cpp`` runs
     plain.py          run_traced       runs a function that nothing differentiates as a program
     replay.py         replayed         runs a program without values, to count its memory

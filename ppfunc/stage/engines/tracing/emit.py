@@ -3,9 +3,9 @@
 import builtins
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import groupby
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
@@ -18,10 +18,10 @@ from ...errors import TRACED_LINES, TRACED_MODULES, ModulePlace, warn
 from ...program import FlatProgram
 from .cut import Block, ProgramBlocks, posted_early
 from .dispatch import OperatorCall, compiled, find_call
-from .graph import always_equal, arguments, bytes_of, is_element, is_post, root
+from .graph import always_equal, arguments, is_element, is_post
+from .lifetimes import Addition, additions, calls_of
 from .native import native, table
 
-_TOGETHER = 2**20  # bytes of gradients that are added up at once: one by one, small ones take longer
 _writing = threading.RLock()  # one thread at a time
 
 
@@ -83,8 +83,18 @@ class TracedFunction:
     @cached_property
     def accumulating(self) -> "TracedFunction | None":
         """Return the function that adds its first results up, see `_accumulating`; None without use."""
-        recipe = _accumulating(self.recipe)
+        recipe = _accumulating(self.recipe, self.additions)
         return None if recipe is None else TracedFunction(recipe)
+
+    @cached_property
+    def additions(self) -> tuple[Addition, ...]:
+        """Group the first results, as they are added up; none of a compiled program, which is one call."""
+        return () if self.recipe.compile else tuple(additions(self.recipe.block))
+
+    @property
+    def fresh(self) -> bool:
+        """Tell whether nothing else lies in the memory of the first results, as far as that is known."""
+        return bool(self.additions) and all(each.fresh for each in self.additions)
 
     def at(self, numbers: Numbers) -> "TracedFunction":
         """Return the function for these numbers in the place of symbols."""
@@ -129,6 +139,10 @@ class _Numbered(TracedFunction):
     def accumulating(self) -> TracedFunction | None:
         other = self._symbolic.accumulating
         return other and other.at(self._numbers)
+
+    @property
+    def additions(self) -> tuple[Addition, ...]:
+        return self._symbolic.additions
 
     def table(self) -> tuple[Any, ...] | None:
         return self._numbers(self._symbolic.rows)
@@ -278,7 +292,7 @@ def programs(blocks: ProgramBlocks, name: str, compile: bool, warning: str) -> F
     )
 
 
-def _accumulating(recipe: Recipe) -> Recipe | None:
+def _accumulating(recipe: Recipe, groups: Sequence[Addition]) -> Recipe | None:
     """Change a function to add its first results up instead of returning them.
 
     Equivalent to, for a backward::
@@ -286,54 +300,29 @@ def _accumulating(recipe: Recipe) -> Recipe | None:
         def backward_accumulating(residuals, gy, into):
             gparams, gx = backward(residuals, gy)
             sums, microbatch = into
-            sums.add(gparams, numbers, microbatch)
+            sums.add(gparams, numbers, microbatch, fresh)
             return gx
 
     The gradients are added in parts, each as soon as it is complete, and freed then.
 
     Returns:
-        None where nothing would be freed earlier: for a compiled program, which is one call, and for few
-        bytes of gradients.
+        None where all are added up together, at the end.
     """
-    groups = [] if recipe.compile else list(_groups(recipe.block))
-    if len(groups) < 2:
+    if not groups or (len(groups) == 1 and groups[0].after == len(calls_of(recipe.block))):
         return None
     graph = Graph()
     block = recipe.block.copied(graph)
     gradients, *rest = block.results
     into = sums, microbatch = graph.placeholder("sums"), graph.placeholder("microbatch")
-    body: list[Node] = []
-    for (start, _), (end, numbers) in pairwise([(0, ()), *groups]):
+    added: dict[int, list[Node]] = {}
+    for after, numbers, fresh in groups:
         ready = tuple(gradients[n] for n in numbers)
-        addition = graph.create_node("call_method", "add", (sums, ready, numbers, microbatch))
+        addition = graph.create_node("call_method", "add", (sums, ready, numbers, microbatch, fresh))
         addition.meta["call"] = OperatorCall(None, "add")
-        body += [*block.body[start:end], addition]
-    body += block.body[end:]
+        added.setdefault(after, []).append(addition)
+    body = [*added.get(0, ())]
+    for count, node in enumerate(calls_of(block), 1):
+        body += [node, *(n for n in node.users if is_element(n)), *added.get(count, ())]
     changed = Block((*block.arguments, into), tuple(body), tuple(rest))
     title = f"{recipe.title}_accumulating"
     return recipe._replace(block=changed, names=(*recipe.names, "into"), title=title)
-
-
-def _groups(block: Block) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Group the leaves whose gradients are added up together, as soon as that frees enough memory.
-
-    Yields:
-        How many operators come before, and the leaves.
-    """
-    body, held = set(block.body), set[Node]()
-    waiting = [n for n, node in enumerate(block.results[0]) if node is not None and node not in body]
-    leaves_of: dict[Node, list[int]] = {}
-    for n, node in enumerate(block.results[0]):
-        if node in body:
-            leaves_of.setdefault(node, []).append(n)
-    end = 0
-    for count, node in enumerate(block.body, start=1):
-        if node in leaves_of:
-            waiting, end = waiting + leaves_of[node], count
-            held |= {root(node)} & body
-            if sum(map(bytes_of, held)) >= _TOGETHER:
-                yield end, tuple(sorted(waiting))
-                waiting = []
-                held.clear()
-    if waiting:
-        yield end, tuple(sorted(waiting))

@@ -280,8 +280,8 @@ void add_up(const Call& call, Slots& slots, PyObject* into) {
   for (int slot : call.dead) slots[slot] = IValue();
   auto [sums, microbatch] = py::handle(into).cast<std::pair<py::object, py::object>>();
   py::object add = sums.attr("add");
-  PyObject* arguments[] = {gradients.release().ptr(), call.more[0].ptr(), microbatch.ptr()};
-  PyObject* done = PyObject_Vectorcall(add.ptr(), arguments, 3, nullptr);
+  PyObject* arguments[] = {gradients.release().ptr(), call.more[0].ptr(), microbatch.ptr(), call.more[1].ptr()};
+  PyObject* done = PyObject_Vectorcall(add.ptr(), arguments, 4, nullptr);
   Py_DECREF(arguments[0]);
   if (done == nullptr) throw py::error_already_set();
   Py_DECREF(done);

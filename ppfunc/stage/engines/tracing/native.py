@@ -273,9 +273,9 @@ class _Slots:
         read = node.all_input_nodes
         ended = [n for n in read if self._last[n] is node and n.op != "get_attr"]
         if node.op == "call_method":
-            _, gradients, numbers, _ = arguments(node)
+            _, gradients, numbers, _, fresh = arguments(node)
             dead = [self.numbers[n] for n in ended if n in self.numbers]
-            return None, ([self.of(n) for n in gradients], (numbers,)), [], False, dead
+            return None, ([self.of(n) for n in gradients], (numbers, fresh)), [], False, dead
         target, args, turned = node.target, arguments(node), ""
         if target is aten.linear.default and [n.meta["val"].dim() for n in read] in ([2, 2], [2, 2, 1]):
             # It calls this in the end.

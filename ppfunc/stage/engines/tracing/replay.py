@@ -4,19 +4,18 @@ A :class:`ppfunc.runtime.lowering.ledger.Ledger` notes what is allocated: ``born
 that lives within a function alone, ``make`` makes a tensor that the caller gets.
 """
 
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node, map_arg
 
-from ..._torch import storage
 from ...program import FlatProgram
 from .cut import Block
 from .emit import Recipe, TracedFunction
-from .graph import arguments as operands, base, is_element, is_of_forward
+from .graph import arguments as operands, is_of_forward
 from .joint import Nodes
+from .lifetimes import calls_of, lives_of, results_of, source
 
 
 class _Call(NamedTuple):
@@ -40,16 +39,6 @@ class _Call(NamedTuple):
     dropped: Nodes
 
 
-@dataclass(slots=True)
-class _Life:
-    """Hold the numbers of the calls that make a storage and that use it last, its bytes, and its tensors."""
-
-    birth: int
-    end: int
-    size: int
-    members: list[Node]
-
-
 def replayed(program: FlatProgram, notes: Any) -> FlatProgram:
     """Replace the traced functions of a program by replays of them, which compute nothing."""
     functions: Any = ((getattr(f, "__wrapped__", f), f) for f in program)  # captured in a CUDA graph
@@ -69,6 +58,10 @@ class _Replayed(TracedFunction):
         other = self._traced.accumulating
         return None if other is None else _Replayed(other, self._notes)
 
+    @property
+    def fresh(self) -> bool:
+        return self._traced.fresh
+
     def _write(self) -> Callable[..., Any]:
         return _replay(self.recipe, self._notes)
 
@@ -76,7 +69,7 @@ class _Replayed(TracedFunction):
 def _replay(recipe: Recipe, notes: Any) -> Callable[..., Any]:
     """Make a function that allocates and frees as the function of a recipe does."""
     block, (calls, needed) = recipe.block, _calls(recipe)
-    sources: dict[Node, Any] = {node: _source(node) for call in calls for node in call.made}
+    sources: dict[Node, Any] = {node: source(node) for call in calls for node in call.made}
     used = {n for call in calls for n in call.dropped} | needed
 
     def run(*arguments: Any) -> Any:
@@ -109,11 +102,11 @@ def _replay(recipe: Recipe, notes: Any) -> Callable[..., Any]:
 def _calls(recipe: Recipe) -> tuple[list[_Call], set[Node]]:
     """Find what each call makes, and after which call nothing uses it; and the nodes that are tensors."""
     block, again = recipe.block, recipe.names[0] != "params"  # forward operators in a backward
-    body = [n for n in block.body if not is_element(n)]
+    body = calls_of(block)
     needed, given = _needed(block, body), {n for row in block.arguments for n in row}
     born: list[list[tuple[Hashable, int]]] = [[] for _ in body]
     ended: list[list[tuple[Hashable, list[Node]]]] = [[] for _ in body]
-    for key, life in _storages(block, body).items():
+    for key, life in lives_of(block).items():
         tensors = [n for n in life.members if n in needed or n in given]
         if life.birth >= 0 and not tensors:
             born[life.birth].append((key, life.size))
@@ -125,7 +118,7 @@ def _calls(recipe: Recipe) -> tuple[list[_Call], set[Node]]:
             _name(node),
             again and is_of_forward(node),
             tuple(born[i]),
-            tuple(result for _, _, result in _results(node) if result in needed),
+            tuple(result for _, _, result in results_of(node) if result in needed),
             tuple(key for key, tensors in ended[i] if not tensors),
             tuple(n for _, tensors in ended[i] for n in tensors),
         )
@@ -134,59 +127,14 @@ def _calls(recipe: Recipe) -> tuple[list[_Call], set[Node]]:
     return calls, needed
 
 
-def _needed(block: Block, body: list[Node]) -> set[Node]:
+def _needed(block: Block, body: Nodes) -> set[Node]:
     """Find the nodes that are returned or added up, and those that they are views of."""
     needed = {n for row in block.results for n in row if n is not None}
     needed |= {a for n in body if n.op == "call_method" for a in n.all_input_nodes}
     for result in reversed(block.body):
-        if result in needed and (source := _source(result)) is not None:
-            needed.add(source)
+        if result in needed and (within := source(result)) is not None:
+            needed.add(within)
     return needed
-
-
-def _storages(block: Block, body: list[Node]) -> dict[Hashable, _Life]:
-    """Find the storages of the arguments, and of all that is made, until their last use."""
-    last = {a: i for i, node in enumerate(body) for a in node.all_input_nodes}
-    last |= {n: len(body) for row in block.results for n in row if n is not None}
-    owner: dict[Node | None, Hashable] = {n: n for row in block.arguments for n in row if n in last}
-    storages: dict[Hashable, _Life] = {n: _Life(-1, last[n], 0, [n]) for n in owner if n is not None}
-    for i, node in enumerate(body):
-        for key, tensor, result in _results(node):
-            source = _source(node, tensor)
-            key = owner.get(source, key)
-            # What views a constant takes no memory.
-            size = tensor.untyped_storage().nbytes() if source is None and _memory(tensor) else 0
-            life = storages.setdefault(key, _Life(i, i, size, []))
-            if result is not None and result in last:
-                owner[result] = key
-                life.members.append(result)
-                life.end = max(life.end, last[result])
-    return storages
-
-
-def _results(node: Node) -> Iterator[tuple[Hashable, torch.Tensor, Node | None]]:
-    """Yield the tensors that a call returns: a key, the tensor, and its node, if it has one."""
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        yield node, value, node
-    elements = {n.args[1]: n for n in node.users if is_element(n)}
-    for n, tensor in enumerate(value if isinstance(value, list | tuple) else ()):
-        if isinstance(tensor, torch.Tensor):
-            element = elements.get(n)
-            yield element or (node, n), tensor, element
-
-
-def _source(node: Node, result: Any = None) -> Node | None:
-    """Return the argument in whose memory the result of a call lies, None for a new one."""
-    if (viewed := base(node)) is not None:
-        return viewed
-    memory = _memory(node.meta.get("val") if result is None else result)
-    others = operands(node)[0].all_input_nodes if is_element(node) else node.all_input_nodes
-    return next((n for n in others if memory and _memory(n.meta.get("val")) == memory), None)
-
-
-def _memory(value: Any) -> int | None:
-    return storage(value) if isinstance(value, torch.Tensor) else None
 
 
 def _name(node: Node) -> str:
