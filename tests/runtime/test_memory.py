@@ -75,6 +75,36 @@ def test_the_peak_is_that_of_processes_that_run(two, request):
         assert all(predicted == pytest.approx(most, rel=0.01) for _, _, predicted, most in off), off
 
 
+def several(params, x):
+    """Small leaves that travel together, of which the next stage keeps the first until its backward."""
+    h = torch.tanh(x @ params)
+    return {"kept": h, "a": h + 1, "b": h * 2, "c": h - 3}
+
+
+def joined(params, x):
+    return (x["a"] + x["b"] + x["c"]) * 0.5 + x["kept"] @ params
+
+
+def measured_messages(rank, size, name):
+    schedule, w = BUILDERS[name](2, M), normal(WIDTH, WIDTH, dtype=torch.float32)
+    inputs, targets = (normal(M * TOKENS, WIDTH, seed=n, dtype=torch.float32) for n in range(2))
+    batch = (inputs, None) if rank == 0 else (None, targets)
+    with pp.P2P(mapped=False) as transport:
+        step = pp.value_and_grad([several, joined], squared, schedule, transport)
+        memory = step.lower({rank: w}, *batch).memory_analysis()[rank]
+        step({rank: w}, *batch)
+        with LiveStorages([w, batch[rank]]) as counted:
+            step({rank: w}, *batch)
+    return memory.peak, w.nbytes + batch[rank].nbytes + counted.peak
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_small_leaves_of_a_message_share_a_buffer(name, two):
+    """It lives as long as one of them."""
+    for predicted, most in two(measured_messages, name):
+        assert predicted == pytest.approx(most, abs=16 * M)
+
+
 def run_alone(lowered, programs, rank):
     """Run the calls of a rank on tensors with values, and return its most bytes and their instruction."""
     step = _of_rank(lowered, rank)

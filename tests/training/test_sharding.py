@@ -4,8 +4,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from ppfunc.runtime.transport.inprocess import CollectiveOnPaper
 from ppfunc.training.optim import adamw, sgd
 from ppfunc.training.update.sharding import gather, shard, shard_dim
+from tests.live import Live
 from tests.training.world import World, shard_dims
 
 
@@ -59,7 +61,7 @@ def test_shards_are_slices(ranks):
 
 
 def moved(rank, size, most):
-    whole, world = leaves(), World()
+    whole, world = [*leaves(), torch.arange(96.0).view(32, 3)], World()
     dims = shard_dims(whole, size)
     gathered = gather(shard(whole, dims, size, rank), dims, world, most=most)()
     return all(map(torch.equal, gathered, whole)) and all(a.is_contiguous() for a in gathered)
@@ -68,6 +70,15 @@ def moved(rank, size, most):
 @pytest.mark.parametrize("most", [1, 2**20])
 def test_gather_undoes_shard(two, most):
     assert two(moved, most) == [True] * 2
+
+
+def test_a_leaf_that_is_cut_along_its_first_axis_is_gathered_in_place():
+    """Its bytes are there once; along another axis, as they come and in order."""
+    part = torch.zeros(8, 4)
+    for dim, parts in ((0, 2), (1, 4)):
+        with Live() as live:
+            (whole,) = gather((part,), (dim,), CollectiveOnPaper(2))()
+        assert whole.is_contiguous() and live.most == parts * part.nbytes
 
 
 def trained(rank, size, name):

@@ -85,13 +85,19 @@ class MessagesOnPaper(InProcess):
         return CollectiveOnPaper(len(among))
 
     def post(self, batch: Sequence[Transfer]) -> Call:
+        from .pair_groups import joining  # what processes alone need
+
+        joins = [joining(each) if each.device.type == "cpu" else None for each in batch]
+
         def post_all(buffers: Buffers) -> None:
-            for way, tag, _, leaves, device in batch:
-                buffers.pending[tag] = (
+            for (outgoing, tag, _, leaves, device), join in zip(batch, joins, strict=True):
+                tensors = (
                     [t.contiguous() for t in buffers.values.pop(tag)]
-                    if way
+                    if outgoing
                     else [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in leaves]
                 )
+                posted = tensors if join is None else join(tensors)
+                buffers.pending[tag] = posted if outgoing else tensors
 
         return post_all
 

@@ -211,14 +211,16 @@ class PairGroups:
         """
         pair, wire, rank = self._pair(transfer), _wire(transfer), self._line[transfer.peer]
         outgoing, tag, _, leaves, device = transfer
-        forms, joined = [(leaf.shape, leaf.dtype) for leaf in leaves], self._joined(transfer)
+        forms = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        # In a queue the messages of a batch are one operation.
+        join = None if self._queued else joining(transfer)
 
         def prepare(buffers: Buffers) -> Callable[[list[Any]], None]:
             if outgoing:
                 tensors = plain(buffers.values.pop(tag))
             else:
                 tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
-            posted = wire(tensors if joined is None else joined(tensors))
+            posted = wire(tensors if join is None else join(tensors))
 
             def post(works: list[Any]) -> None:
                 self._pending, group = buffers.pending, pair.group
@@ -232,26 +234,6 @@ class PairGroups:
             return post
 
         return prepare
-
-    def _joined(self, transfer: Transfer) -> Callable[[list[torch.Tensor]], list[torch.Tensor]] | None:
-        """Return a function that moves small tensors of a list into one buffer: those that travel, with it.
-
-        None for one or two, and under NCCL, where the messages of a batch are one operation.
-        """
-        small = {n: leaf for n, leaf in enumerate(transfer.leaves) if 0 < leaf.nbytes <= _SMALL}
-        if len(small) < 3 or self._queued:
-            return None
-        starts = [0, *accumulate(aligned(leaf.nbytes) for leaf in small.values())]
-
-        def join(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            buffer = torch.empty(starts[-1], dtype=torch.uint8, device=transfer.device)
-            alone = [t for n, t in enumerate(tensors) if n not in small]
-            for at, (n, leaf) in zip(starts, small.items(), strict=False):
-                part = buffer[at : at + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
-                tensors[n] = part.copy_(tensors[n]) if transfer.outgoing else part
-            return [buffer, *alone]
-
-        return join
 
     def wait(self, transfer: Transfer) -> Call | None:
         """Make the call that waits for what was posted for a transfer; None where nothing has to be done."""
@@ -287,6 +269,28 @@ def lost(peer: int, error: BaseException) -> BaseException:
     if isinstance(error, dist.DistNetworkError) or any(words in text for words in _LOST):
         return LinkError(peer, "gone")
     return error
+
+
+def joining(transfer: Transfer) -> Callable[[list[torch.Tensor]], list[torch.Tensor]] | None:
+    """Return a function that moves small tensors of a list into one buffer, which lives as long as one of
+    them; None for one or two.
+
+    The function returns the tensors that travel, the buffer first.
+    """
+    small = {n: leaf for n, leaf in enumerate(transfer.leaves) if 0 < leaf.nbytes <= _SMALL}
+    if len(small) < 3:
+        return None
+    starts = [0, *accumulate(aligned(leaf.nbytes) for leaf in small.values())]
+
+    def join(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        buffer = torch.empty(starts[-1], dtype=torch.uint8, device=transfer.device)
+        alone = [t for n, t in enumerate(tensors) if n not in small]
+        for at, (n, leaf) in zip(starts, small.items(), strict=False):
+            part = buffer[at : at + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
+            tensors[n] = part.copy_(tensors[n]) if transfer.outgoing else part
+        return [buffer, *alone]
+
+    return join
 
 
 def _wire(transfer: Transfer) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:

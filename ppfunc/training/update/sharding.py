@@ -160,8 +160,12 @@ def gather(
         return lambda: tuple(whole)
     begun = []
     for bucket in plan_buckets(whole, chosen=cut, most=most // ranks.size):
-        part = torch.empty(bucket.numel, dtype=bucket.dtype, device=whole[bucket.places[0].leaf].device)
-        copy_into_each(views(bucket, part), [whole[place.leaf] for place in bucket.places])
+        first = whole[bucket.places[0].leaf]
+        if len(bucket.places) == 1 and first.numel() == bucket.numel:
+            part = first.reshape(-1)
+        else:
+            part = torch.empty(bucket.numel, dtype=bucket.dtype, device=first.device)
+            copy_into_each(views(bucket, part), [whole[place.leaf] for place in bucket.places])
         begun.append((bucket, *ranks.all_gather(part)))
 
     @torch.no_grad()
@@ -170,8 +174,12 @@ def gather(
             bucket, flat, wait = begun.pop(0)
             wait()
             numbers = [place.leaf for place in bucket.places]
-            for n in numbers:
-                whole[n] = whole[n].new_empty(whole_shape(whole[n].shape, dims[n], ranks.size))
+            shapes = [whole_shape(whole[n].shape, dims[n], ranks.size) for n in numbers]
+            if len(shapes) == 1 and flat.numel() == math.prod(shapes[0]) and dims[numbers[0]] == 0:
+                whole[numbers[0]] = flat.view(shapes[0])
+                continue
+            for n, shape in zip(numbers, shapes, strict=True):
+                whole[n] = whole[n].new_empty(shape)
             into = [by_rank(whole[n], dims[n], ranks.size) for n in numbers]
             copy_into_each(into, views_by_rank(bucket, flat, dims, ranks.size))
         return tuple(whole)
