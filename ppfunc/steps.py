@@ -125,7 +125,7 @@ def value_and_grad(
           traced for each value. They may stay on the host: each microbatch is copied to the device of its
           stage at its ``LOAD``, or before its forward if the schedule has no ``LOAD``. A process that does
           not run the last stage may pass None for the targets; one that does not run the first, None for the
-          inputs.
+          inputs. All processes of a pipeline take the same batch, and compare its values in the first step.
         * ``loss_weights``: those of this step, if they differ from step to step.
         * ``seed``: ``(seed, step)``, two integers, for stages that draw random numbers; the same on every
           rank.
