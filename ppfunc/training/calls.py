@@ -157,12 +157,12 @@ class Calls:
     ) -> tuple[TrainingUpdate, Any]:
         self._require_open()
         history, generation, trains = self.history, self.transport.generation, rule is self.rule
-        goes_on = history.last() is state.step  # it is what the last step has returned
+        last = history.last()
         if trains:  # until it returns: an interrupt may take its result
             history.last = History.last
         known = not (self._compares or history.known.due)
         update = TrainingUpdate(rule, self.ranks, self.idle, state, known, batches.norms)
-        result = run(partial(self._arguments, update, batches, goes_on))
+        result = run(partial(self._arguments, update, batches, last))
         history.observed = ""
         if trains:  # an evaluation leaves the state as it is
             history.last = ref(update.state.step)
@@ -194,15 +194,20 @@ class Calls:
         return LoweredTraining(step, initial[0], self.rule, self.ranks, inputs)
 
     def _arguments(
-        self, update: TrainingUpdate, batches: Batches, goes_on: bool = False
+        self, update: TrainingUpdate, batches: Batches, last: torch.Tensor | None = None
     ) -> list[RawArguments]:
-        """Prepare the arguments of the steps of a call: parameters are cast once."""
+        """Prepare the arguments of the steps of a call: parameters are cast once.
+
+        Args:
+            last: ``step`` of the state that the last call has returned.
+        """
         state, precision, history, text = update.state, self.rule.precision, self.history, ""
         update.stages, as_made = stages_of(self.rule, self.ranks, state, self._trees)
         if as_made and not update.known:
             update.known = history.known.goes_on(state, update.stages, self.transport.generation)
         if self.ranks.world.size > 1:
-            text = f"; {'a state that goes on' if goes_on and update.known else 'another state'}"
+            goes_on = update.known and last is state.step
+            text = f"; {'a state that goes on' if goes_on else 'another state'}"
             text += f"{history.observed and '; observed' + history.observed[1:]}"
             text += f"; optimizer {text_of(self.rule.optimizer)}"
         m = self.schedule.microbatches
