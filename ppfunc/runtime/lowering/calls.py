@@ -318,12 +318,12 @@ class Sum:
             for known, part in parts.items()
             for n, t in zip(known, part.total, strict=True)
         }
-        return tuple(
-            [
-                sums[n] if n in sums else torch.zeros_like(leaf, dtype=self._dtype_of(leaf.dtype))
-                for n, leaf in enumerate(like)
-            ]
-        )
+        # Without a dtype a leaf's zeros take three quarters of the time.
+        zeros = torch.zeros_like if self._dtype is None else self._zeros_like
+        return tuple([sums[n] if n in sums else zeros(leaf) for n, leaf in enumerate(like)])
+
+    def _zeros_like(self, leaf: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(leaf, dtype=self._dtype_of(leaf.dtype))
 
 
 class _Part(NamedTuple):
