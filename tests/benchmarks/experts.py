@@ -55,7 +55,7 @@ def compare(options: argparse.Namespace) -> None:
     shape, seed = (options.microbatches * options.tokens, 1, options.width), 2 * mesh.get_local_rank("ep")
     inputs, targets = (random(shape, seed + n).float() for n in range(2))
     stages = [experts(mesh["ep"])] * schedule.stages
-    with pp.P2P(mesh=mesh, axes=pp.Axes("pp", model="ep")) as transport:
+    with pp.P2P(mesh=mesh, axes=pp.Axes("pp", "ep", experts="ep")) as transport:
         both = [
             pp.value_and_grad(stages, squared, schedule, transport, overlapped=overlapped)
             for overlapped in (pp.interleaved(), None)

@@ -137,7 +137,7 @@ def same_with_experts(rank, size):
     results = []
     for overlapped in (None, pp.interleaved()):
         stages = [experts(mesh["ep"])] * schedule.stages
-        with pp.P2P(timeout=60, mesh=mesh, axes=pp.Axes("pp", model="ep")) as transport:
+        with pp.P2P(timeout=60, mesh=mesh, axes=pp.Axes("pp", "ep", experts="ep")) as transport:
             step = pp.value_and_grad(stages, squared, schedule, transport, overlapped=overlapped)
             results.append([step(params, inputs, targets) for _ in range(2)])
     assert same_bits(*results)

@@ -36,7 +36,7 @@ def step(rank, size, overlapped, kinds=(experts, experts), engine=pp.engines.gra
     params = {s: expert_params(s) for s in range(SCHEDULE.stages)}
     batch = random((16, 3, 4), rank), random((16, 3, 4), 2 + rank)
     held, inputs, targets = optree.tree_map(lambda t: t.cuda(), (params, *batch))
-    with pp.P2P(mesh=mesh, axes=pp.Axes("pp", model="ep"), timeout=30) as transport:
+    with pp.P2P(mesh=mesh, axes=pp.Axes("pp", "ep", experts="ep"), timeout=30) as transport:
         stages = [kind(mesh["ep"]) for kind in kinds]
         run = pp.value_and_grad(stages, squared, SCHEDULE, transport, engine=engine, overlapped=overlapped)
         run(held, inputs, targets)
