@@ -139,7 +139,9 @@ def _stages_of_rank(
             f"the axis {pipe!r} has {mesh[pipe].size()} ranks, expected {schedule.ranks}, those of the"
             f" schedule {schedule.name!r}"
         )
-    return schedule.model_stages_of(mesh[pipe].get_local_rank())
+    place = mesh.get_coordinate()
+    assert place is not None  # a rank of the mesh
+    return schedule.model_stages_of(place[(mesh.mesh_dim_names or ()).index(pipe)])
 
 
 class _ParameterMaker:

@@ -103,7 +103,7 @@ def grid_of(mesh: DeviceMesh, axes: Axes, rank: int) -> Grid:
 
     Raises:
         ValueError: the mesh has no such axis, or an axis that has no name here, or one has two; experts or
-            context lie over no data axis.
+            context lie over no data axis; ranks do not ascend along an axis other than that of the pipeline.
     """
     names = mesh.mesh_dim_names or ()
     data = axes.data_axes
@@ -118,6 +118,13 @@ def grid_of(mesh: DeviceMesh, axes: Axes, rank: int) -> Grid:
             f"axes: got {axes}, the mesh has the axes {', '.join(names) or 'without names'}; name each of"
             " them once"
         )
+    for n, name in enumerate(names):
+        if name != axes.pipe and (mesh.mesh.diff(dim=n) < 0).any():
+            raise ValueError(
+                f"mesh: got the ranks {mesh.mesh.tolist()}, which do not ascend along the axis {name!r};"
+                " torch joins the parts of a DTensor in ascending order of ranks: expected a mesh with"
+                " ascending ones; only along the pipeline ranks may stand in any order"
+            )
     here = mesh.mesh.flatten().tolist().index(rank)
     grid = Grid((), mesh.mesh.numel(), here, axes=tuple(names), sizes=tuple(mesh.mesh.shape))
     pipelines = torch.tensor(grid.along((*axes.model_axes, axes.pipe)), device="cpu").view(
