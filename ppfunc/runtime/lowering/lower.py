@@ -185,6 +185,8 @@ def _inputs(pipeline: Pipeline, form: StepForm, microbatches: range) -> list[Sig
 def _losses(schedule: Schedule, spec: StepSpec, lowered: Mapping[Key, LoweredStage]) -> dict[int, LossPart]:
     """Describe the losses of every stage that has some: those of its microbatches beside each other."""
     parts: dict[int, LossPart] = {}
+    # float16 and bfloat16 are too narrow for a sum; that of a trainer is float64.
+    least = torch.float32 if spec.updates is None else torch.float64
     for stage, microbatches in stages_in_order(schedule):
         by_microbatch = {
             m: low.loss.leaves[0]
@@ -199,8 +201,7 @@ def _losses(schedule: Schedule, spec: StepSpec, lowered: Mapping[Key, LoweredSta
                 " the loss"
             )
         if losses:
-            # float16 and bfloat16 are too narrow for a sum.
-            wide = torch.promote_types(losses[0].dtype, torch.float32)
+            wide = torch.promote_types(losses[0].dtype, least)
             shape, each = (len(losses), *losses[0].shape), "losses" in spec.wants
             leaf = LeafSignature((2, *shape) if each else shape, wide, False)
             parts[stage] = LossPart(schedule.placement[stage], leaf, tuple(by_microbatch) if each else ())

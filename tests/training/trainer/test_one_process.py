@@ -588,3 +588,18 @@ def test_a_trainer_keeps_no_parameters_of_its_calls(compute):
         state, _ = trainer.step(state, x, y)
         gc.collect()
         assert not [ref for ref in seen if ref() is not None] and alive() <= before
+
+
+@pytest.mark.parametrize("weights", [None, [1.0 + n for n in range(256)]])
+def test_losses_in_float32_are_summed_in_float64(weights):
+    """Products with weights, and their sum, were rounded to float32."""
+    rows = torch.rand(256, 1, generator=torch.Generator().manual_seed(0))
+    stage, loss = lambda p, x: x * p["w"], lambda y, target: y.sum()
+    with new_trainer([stage], loss, pp.gpipe(1, 256), pp.optim.sgd(0.0)) as trainer:
+        state = trainer.init({0: {"w": torch.ones(())}})
+        _, metrics = trainer.step(state, rows, rows, loss_weights=weights)
+        evaluated = trainer.evaluate(state, rows, rows, loss_weights=weights)
+    each = torch.ones(256) if weights is None else torch.tensor(weights)
+    expected = (rows.double().flatten() * each.double()).sum().item() / each.sum().item()
+    assert metrics.loss.item() == pytest.approx(expected, rel=1e-14)
+    assert evaluated.item() == pytest.approx(expected, rel=1e-14)
