@@ -1,6 +1,7 @@
 """States of stages go together over data ranks, and change between steps, as they are declared."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def normed(rank, size, shard, several):
 
 
 def apart():
-    """The same by torch: each data rank goes on from one state; the changes are added, or their mean."""
+    """The same by torch: each data rank goes on from one state; the changes are added, or their mean is."""
     torch.manual_seed(0)
     model = BatchNormed(D)
     optimizer, buffers = torch.optim.SGD(model.parameters(), 0.1), dict(model.named_buffers())
@@ -191,3 +192,70 @@ def mean_of_extremes(rank, size):
 def test_means_of_small_integers_and_infinities_are_exact(two):
     for found in two(mean_of_extremes):
         assert found == {"up": [100], "down": [6], "mask": [0.0, -math.inf]}
+
+
+FAR = {
+    "infinite": torch.tensor(math.inf),
+    "single": torch.tensor(torch.finfo(torch.float32).max),
+    "double": torch.tensor(torch.finfo(torch.float64).max, dtype=torch.float64),
+    "far": torch.tensor(1e10),
+    "half": torch.tensor(60000.0, dtype=torch.float16),
+    "complex": torch.tensor(1e10 + 1e10j, dtype=torch.complex64),
+    "long": torch.tensor(torch.iinfo(torch.int64).max),
+    "small": torch.tensor(127, dtype=torch.int8),
+    "unsigned": torch.tensor(255, dtype=torch.uint8),
+}
+COUNTS = {
+    "counts_half": torch.tensor(2000.0, dtype=torch.float16),
+    "counts_single": torch.tensor(16777216.0),
+    "counts_long": torch.tensor(2**62),
+    "counts_small": torch.tensor(-100, dtype=torch.int8),
+    "counts_unsigned": torch.tensor(200, dtype=torch.uint8),
+}
+
+
+def least(p, x, state):
+    """Replace numbers, keep others, and count."""
+    seen = x.min()
+    new = {name: torch.zeros_like(t) + seen.to(t.dtype) for name, t in state["least"].items()}
+    counts = {name: t + (2 * seen).to(t.dtype) for name, t in state["counts"].items()}
+    return pp.Output(x * p["w"], state={**state, "least": new, "counts": counts})
+
+
+def from_afar(rank, size):
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "dp"))
+    with new_trainer(
+        [least], squared, pp.gpipe(1, 1), pp.optim.sgd(0.1), mesh, axes=pp.Axes("pp", "dp"),
+        reduce_state={"counts*": "sum", "*": "mean"},
+    ) as trainer:  # fmt: skip
+        start = {"least": dict(FAR), "idle": dict(FAR), "counts": dict(COUNTS)}
+        first = trainer.init({0: {"w": torch.ones(D)}}, {0: start})
+        x = torch.full((ROWS, D), 1.0 + rank)
+        return dict(trainer.step(first, x, x)[0].stage_state[0])
+
+
+def test_states_that_begin_far_from_their_numbers_are_exact(two):
+    for found in two(from_afar):
+        for name, t in FAR.items():
+            middle = 1.5 if t.is_floating_point() or t.is_complex() else 1
+            assert found["least"][name] == middle and found["idle"][name] == t, name
+        for name, t in COUNTS.items():  # exact until it is rounded once
+            assert found["counts"][name] == torch.tensor(t.item() + 6, dtype=t.dtype), name
+
+
+@pytest.mark.parametrize("number", [math.inf, math.nan])
+def test_changes_from_infinity_have_no_sum(two, number):
+    words = "got 'counts' of stage 0, which begins with numbers that are not finite, .*, or take 'mean'"
+    for text in two(from_infinity, number):
+        assert re.search(words, text)
+
+
+def from_infinity(rank, size, number):
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "dp"))
+    start = {"bias": torch.zeros(()), "counts": torch.tensor(number)}
+    with new_trainer(
+        [counting], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), mesh, axes=pp.Axes("pp", "dp"),
+        reduce_state={"*": "sum"},
+    ) as trainer, pytest.raises(ValueError) as told:  # fmt: skip
+        trainer.init({0: {"w": torch.ones(D)}}, {0: start})
+    return str(told.value)

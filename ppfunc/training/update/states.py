@@ -11,7 +11,7 @@ from ppfunc.runtime.execution.buffers import Leaves
 from ppfunc.runtime.transport.collective import Collective, Wait
 from ppfunc.stage.layout import local
 from ppfunc.stage.patterns import first_match, require_reachable
-from ppfunc.stage.signature import Signature, leaf_names
+from ppfunc.stage.signature import Signature, differentiable, leaf_names
 from ppfunc.stage.tree import tree_flatten, tree_map
 
 from ..optim.protocols import Tree
@@ -82,10 +82,21 @@ class StateRule(NamedTuple):
             kinds.append(patterns[pattern])
         return kinds
 
+    def require_summable(self, stage: int, tree: Tree) -> None:
+        """Raise ValueError for a state before the first step whose changes cannot be summed, nor averaged."""
+        ways, leaves = self.reductions(stage, tree), map(local, tree_flatten(tree)[0])
+        names = leaf_names(Signature.of(tree))
+        for name, way, leaf in zip(names, ways, leaves, strict=True):
+            if way == "sum" and not leaf.is_meta and not leaf.isfinite().all():
+                raise ValueError(
+                    f"reduce_state: got {name!r} of stage {stage}, which begins with numbers that are not"
+                    " finite, so that their changes have no sum; begin with finite numbers, or take 'mean'"
+                )
+
     def begin(
         self, ranks: TrainingRanks, stage: int, tree: Tree, before: Leaves, after: Leaves
     ) -> Callable[[], Leaves]:
-        """Begin to combine the state of a stage over the data ranks: sum or average its changes in a step.
+        """Begin to combine the state of a stage over the data ranks: average it, or sum its changes.
 
         Args:
             tree: the state that the caller gave, for its layouts.
@@ -96,16 +107,18 @@ class StateRule(NamedTuple):
         """
         given, treedef = tree_flatten(tree)
         new, waits = list(after), list[Wait]()
-        alike: dict[tuple[Collective, torch.dtype], list[int]] = {}
+        alike: dict[tuple[Collective, bool], list[int]] = {}
         for n, leaf in enumerate(given) if ranks.data.size > 1 else ():
             if (over := ranks.summed_over(leaf).ranks).size > 1:
-                alike.setdefault((over, leaf.dtype), []).append(n)
+                alike.setdefault((over, differentiable(leaf.dtype)), []).append(n)
         ways = self.reductions(stage, tree) if alike else []
         for (over, _), numbers in alike.items():
-            flat = torch.cat([_change(before[n], after[n]) for n in numbers])
+            terms = [_term(ways[n], before[n], after[n], over.size) for n in numbers]
+            flat = torch.cat([term.reshape(-1) for term in terms])
             waits.append(over.all_reduce(flat))
-            changes = flat.split([after[n].numel() for n in numbers])
-            waits.append(partial(_add, new, before, ways, changes, numbers, over.size))
+            sums = flat.split([term.numel() for term in terms])
+            totals = [total.view(term.shape) for total, term in zip(sums, terms, strict=True)]
+            waits.append(partial(_renew, new, before, ways, totals, numbers, over.size))
 
         def finish() -> Leaves:
             for wait in waits:
@@ -125,20 +138,39 @@ class StateRule(NamedTuple):
         return tuple(leaf.detach() for leaf in map(local, tree_flatten(changed)[0]))
 
 
-def _change(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Subtract, integers in int64. Equal elements give 0, infinities as well."""
-    if not (before.is_floating_point() or before.is_complex()):
-        before, after = before.long(), after.long()
-    change = after - before
-    return torch.where(after == before, torch.zeros_like(change), change).reshape(-1)
+def _term(way: str, before: torch.Tensor, after: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Compute what is summed over ranks for a leaf: float64, or int64 of integers.
+
+    A mean sums the numbers themselves, since changes would lose those that began far away, in terms so small
+    that their sum stays below the largest number.
+    """
+    old, new = _wide(before), _wide(after)
+    if way == "sum":
+        return torch.where(new == old, torch.zeros_like(new), new - old)  # 0 of infinities
+    return new / _power_of_two(ranks) if new.is_floating_point() else torch.stack([new // ranks, new % ranks])
 
 
-def _add(
-    new: list[torch.Tensor], before: Leaves, ways: Sequence[str], changes: Sequence[torch.Tensor],
+def _renew(
+    new: list[torch.Tensor], before: Leaves, ways: Sequence[str], totals: Sequence[torch.Tensor],
     numbers: Sequence[int], ranks: int,
 ) -> None:  # fmt: skip
-    """Add the changes of so many ranks, or their mean, to the leaves of these numbers."""
-    for n, change in zip(numbers, changes, strict=True):
-        if ways[n] == "mean":
-            change = change / ranks if change.is_floating_point() or change.is_complex() else change // ranks
-        new[n] = (before[n] + change.view(before[n].shape)).to(before[n].dtype)
+    """Make the leaves of these numbers of the sums of their terms over so many ranks."""
+    for n, total in zip(numbers, totals, strict=True):
+        if ways[n] == "sum":
+            total = _wide(before[n]) + total
+        elif total.is_floating_point():
+            total = total / ranks * _power_of_two(ranks)
+        else:
+            total = total[0] + total[1] // ranks
+        total = torch.view_as_complex(total) if before[n].is_complex() else total
+        new[n] = total.to(before[n].dtype)
+
+
+def _wide(leaf: torch.Tensor) -> torch.Tensor:
+    """Convert to float64, complex numbers as pairs, or integers to int64."""
+    real = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+    return real.double() if real.is_floating_point() else real.long()
+
+
+def _power_of_two(least: int) -> float:
+    return 2.0 ** (least - 1).bit_length()
