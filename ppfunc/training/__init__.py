@@ -1,6 +1,6 @@
 """Train with gradients: the trainer, optimizers, the update of parameters, and checkpoints::
 
-trainer.py    Trainer: init, step, steps, evaluate, record, observe, lower
+trainer.py    Trainer: init, step, steps, evaluate, record, lower
   calls.py      what runs its calls, under one schedule, and remembers the last; a step from shapes alone
   batches.py    what the caller gives for the steps of a call
   update/       what lies between gradients and new parameters

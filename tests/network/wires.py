@@ -174,8 +174,10 @@ class SimulatedCollective(Collective):
     def all_gather(self, part: torch.Tensor) -> tuple[torch.Tensor, Wait]:
         return self._joined("all_gather", [part] * self.size, part.numel() * self.size)
 
-    def all_to_all(self, sent: torch.Tensor, receives: Sequence[int]) -> tuple[torch.Tensor, Wait]:
-        return self._joined("all_to_all", sent.chunk(self.size), sum(receives))
+    def all_to_all(
+        self, sent: torch.Tensor, receives: Sequence[int], sends: Sequence[int]
+    ) -> tuple[torch.Tensor, Wait]:
+        return self._joined("all_to_all", sent.split(list(sends)), sum(receives))
 
     def _joined(self, name: str, parts: Sequence[torch.Tensor], length: int) -> tuple[torch.Tensor, Wait]:
         """Exchange flat tensors, and join what arrives."""

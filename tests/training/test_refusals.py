@@ -153,7 +153,7 @@ def test_a_wrong_shard_of_a_transport_is_named(options, text):
             "steps = 2.5, expected an integer of at least 1",
         ),
         (lambda: pp.optim.warmup_cosine(-0.1, 2, 4), ValueError, "peak is -0.1"),
-        (lambda: pp.optim.adafactor(0.1, eps=1e-3), TypeError, "eps is 0.001 .*, expected two numbers"),
+        (lambda: pp.optim.adamw(0.1, 0.9), TypeError, "betas is 0.9, expected two numbers"),
         (lambda: pp.static_scale("2"), TypeError, "scale is '2'"),
         (lambda: pp.dynamic_scale(interval=0), ValueError, "interval = 0, expected an integer of at least 1"),
         (lambda: pp.optim.clip_by_global_norm(math.nan), ValueError, "max_norm is nan"),
@@ -207,7 +207,7 @@ def test_states_of_others_are_named():
     others = {
         "stages": pp.Trainer([dense], squared, pp.gpipe(1, 4), pp.optim.adamw(1e-2)).init({0: params[0]}),
         "optimizer": trainer_of(pp.optim.sgd(1e-2)).init(params),
-        "moments": trainer_of(pp.optim.lamb(1e-2)).init(params),
+        "moments": trainer_of(pp.optim.sgd(1e-2, 0.9)).init(params),
         "chain": state._replace(optimizer={0: (), 1: ()}),
         "scale": trainer_of(scale=pp.dynamic_scale()).init(params),
         "missing": state._replace(optimizer={0: state.optimizer[0]}),

@@ -48,24 +48,12 @@ def test_muon_of_float64_has_singular_values_near_one():
     assert values.min() > 0.6 and values.max() < 1.3
 
 
-@pytest.mark.parametrize("tree", [params(), {"b": normal(5), "s": normal(()), "c": normal(2, 3, 4)}])
-@pytest.mark.parametrize("options", [{}, {"d": 1.5, "weight_decay": 0.1, "eps": (1e-3, 1e-2)}])
-def test_adafactor_is_that_of_torch(tree, options):
-    expected = trained_by_torch(lambda p: torch.optim.Adafactor(p, 0.1, **options), tree)
-    torch.testing.assert_close(
-        trained(pp.optim.adafactor(0.1, **options), tree), expected, rtol=1e-10, atol=1e-12
-    )
-
-
-def test_lamb_is_that_of_its_paper():
-    p, mean, square = params()["w"], torch.zeros(6, 4), torch.zeros(6, 4)
-    for t in (1, 2, 3):
-        g = p.sin() * t
-        mean, square = 0.9 * mean + 0.1 * g, 0.99 * square + 0.01 * g**2
-        r = (mean / (1 - 0.9**t)) / ((square / (1 - 0.99**t)).sqrt() + 1e-6) + 0.3 * p
-        p = p - 0.1 * p.norm() / r.norm() * r
-    got = trained(pp.optim.lamb(0.1, (0.9, 0.99), weight_decay=0.3), {"w": params()["w"]}, steps=3)
-    torch.testing.assert_close(got["w"], p, rtol=1e-10, atol=1e-12)
+@pytest.mark.parametrize("shape", [(3, 6, 4), (2, 4, 6), (1, 5, 5)])
+def test_muon_of_a_stack_is_that_of_its_matrices(shape):
+    stack = normal(*shape)
+    got = trained(pp.optim.muon(0.02), {"w": stack})["w"]
+    expected = [trained(pp.optim.muon(0.02), {"w": matrix})["w"] for matrix in stack]
+    torch.testing.assert_close(got, torch.stack(expected), rtol=1e-12, atol=1e-12)
 
 
 def test_groups_train_as_their_optimizers_do():
@@ -121,16 +109,14 @@ def test_muon_gives_other_leaves_to_the_rest():
         (
             lambda: pp.optim.muon(1.0).init({"b": normal(3)}),
             ValueError,
-            "'b' of 1 dimensions .* expected real matrices",
+            "'b' of 1 dimensions .* expected real matrices, or stacks of them",
         ),
         (lambda: pp.optim.muon(1.0, 0.0), ValueError, "nesterov needs momentum > 0"),
-        (lambda: pp.optim.lamb(1.0, 0.9), TypeError, "betas is 0.9, expected two numbers"),
         (
-            lambda: pp.optim.lamb(1.0).init({"z": normal(2, dtype=torch.complex128)}),
-            TypeError,
-            "expected real ones",
+            lambda: pp.optim.muon(1.0).init({"z": normal(2, 2, dtype=torch.complex128)}),
+            ValueError,
+            "'z' of 2 dimensions in torch.complex128, expected real matrices",
         ),
-        (lambda: pp.optim.adafactor(1.0, 0.8), ValueError, "^beta2_decay is 0.8, expected .* at most 0"),
     ],
 )
 def test_what_makes_no_sense_is_named(make, error, words):

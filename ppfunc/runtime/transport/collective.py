@@ -78,16 +78,16 @@ class Collective:
         whole = part.new_empty(part.numel() * self.size)
         return whole, self._begin(_torch.all_gather, whole, part)
 
-    def all_to_all(self, sent: torch.Tensor, receives: Sequence[int]) -> tuple[torch.Tensor, Wait]:
-        """Send an equal part of a tensor to each rank; gather what all send to this one, in a new tensor.
+    def all_to_all(
+        self, sent: torch.Tensor, receives: Sequence[int], sends: Sequence[int]
+    ) -> tuple[torch.Tensor, Wait]:
+        """Send a part of a flat tensor to each rank; gather what all send to this one, in a new tensor.
 
         Args:
-            sent: flat, [size * n].
-            receives: how many elements each rank sends to this one.
+            receives, sends: how many elements each rank sends to this one, and gets from it.
         """
         received = sent.new_empty(sum(receives))
-        sends = [sent.numel() // self.size] * self.size
-        return received, self._begin(_torch.all_to_all, received, sent, list(receives), sends)
+        return received, self._begin(_torch.all_to_all, received, sent, list(receives), list(sends))
 
     def all_reduce_in_order(
         self, rows: Sequence[Sequence[torch.Tensor]], owners: Sequence[int]
@@ -116,7 +116,8 @@ class Collective:
         sent = rearrange(flat, "k (r n) -> (r k n)", r=self.size)
         # As bytes, which every backend carries.
         counts = [owners.count(rank) * n * flat.itemsize for rank in range(self.size)]
-        received, wait = self.all_to_all(sent.view(torch.uint8), counts)
+        sends = [len(rows) * n * flat.itemsize] * self.size
+        received, wait = self.all_to_all(sent.view(torch.uint8), counts, sends)
         wait()
         by_rank = [iter(part.view(flat.dtype).split(n)) for part in received.split(counts)]
         total, wait = self.all_gather(

@@ -1,20 +1,18 @@
 """Make optimizers of others: clip first, add differences in optax's form, average over updates."""
 
 import inspect
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from ppfunc._checks import naming_arguments, require_counts, require_number, require_type
+from ppfunc._checks import naming_arguments, require_number, require_type
 from ppfunc.stage.signature import differentiable
-from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths
+from ppfunc.stage.tree import tree_flatten, tree_map, tree_paths
 
 from .._torch import looked_through
 from .norms import Clip
 from .protocols import Optimizer, Tree, require_pair, selected, text_of, unclipped
-from .updates import zero_count
 
 
 def from_updates(transform: Any) -> Optimizer:
@@ -136,94 +134,31 @@ def ema(optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
     [tensor(3.)]
     """
     require_number("decay", decay, below=1.0)
-
-    def average(new: Tree, state: dict[str, Tree]) -> tuple[Tree, dict[str, Tree]]:
-        return new, {"average": tree_map(lambda old, p: _between(old, p, 1 - decay), state["average"], new)}
-
-    return _averaging(optimizer, f"ema {decay} of", lambda params: {"average": params}, average)
-
-
-def lookahead(optimizer: Optimizer, every: int = 5, share: float = 0.5) -> Optimizer:
-    """Make an optimizer that goes back a part of the way after every ``every`` updates.
-
-    Equivalent to, after every ``every`` updates:
-        slow = slow + share * (p - slow)
-        p = slow
-
-    Its state is a dictionary: ``updates``, the number of updates made, ``slow``, and ``inner``, the state of
-    ``optimizer``.
-
-    Raises:
-        ValueError, TypeError: numbers out of range; not an optimizer, or one that clips: write
-            ``chain(clip, lookahead(...))``.
-
-    References:
-        Zhang et al., Lookahead Optimizer: k steps forward, 1 step back, NeurIPS 2019.
-    """
-    require_counts(every=every)
-    require_number("share", share)
-
-    def begin(params: Tree) -> dict[str, Tree]:
-        return {"updates": zero_count(tree_leaves(params)), "slow": params}
-
-    def go_back(new: Tree, state: dict[str, Tree]) -> tuple[Tree, dict[str, Tree]]:
-        updates = state["updates"] + 1
-        due = (updates % every == 0).float()
-        moved = tree_map(lambda old, p: _between(old, p, share), state["slow"], new)
-        slow = selected(due, moved, state["slow"])  # selects the first where it is due
-        back = tree_map(lambda p, old: old.to(p.dtype), new, slow)
-        return selected(due, back, new), {"updates": updates, "slow": slow}
-
-    return _averaging(optimizer, f"lookahead {every} {share} of", begin, go_back)
-
-
-def _averaging(
-    optimizer: Optimizer,
-    name: str,
-    begin: Callable[[Tree], dict[str, Tree]],
-    average: Callable[[Tree, dict[str, Tree]], tuple[Tree, dict[str, Tree]]],
-) -> Optimizer:
-    """Make an optimizer that also averages the parameters that another one updates.
-
-    Args:
-        begin: makes its own state, of parameters.
-        average: from new parameters and its own state to the parameters and state after them.
-    """
-    inner = unclipped("optimizer", optimizer, "inside; expected the clip around all, chain(clip, ...)")
+    inner = unclipped("optimizer", optimizer, "inside; expected the clip around all, chain(clip, ema(...))")
 
     def init(params: Tree) -> dict[str, Tree]:
         def wide(p: torch.Tensor) -> torch.Tensor:  # in which small changes are not lost
             wider = torch.promote_types(p.dtype, torch.float32)
             return p.detach().to(wider).clone() if differentiable(p.dtype) else p
 
-        return {**begin(tree_map(wide, params)), "inner": inner.init(params)}
+        return {"average": tree_map(wide, params), "inner": inner.init(params)}
+
+    def towards(old: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        return old + (1 - decay) * (p - old) if differentiable(old.dtype) else old
 
     def update(
         grads: Tree, state: dict[str, Tree], params: Tree, *, found_inf: torch.Tensor | None = None
     ) -> tuple[Tree, dict[str, Tree]]:
-        own = {key: tree for key, tree in state.items() if key != "inner"}
         with nullcontext() if looked_through((grads, state, params)) else torch.no_grad():
             new, after = inner.update(grads, state["inner"], params, found_inf=found_inf)
-            averaged, own_after = average(new, own)
-            return selected(found_inf, new, averaged), {**selected(found_inf, own, own_after), "inner": after}
+            average = selected(found_inf, state["average"], tree_map(towards, state["average"], new))
+            return new, {"average": average, "inner": after}
 
     rate = inner.rate
-    own_rate = None if rate is None else lambda state, since: rate(state["inner"], since)
-
-    def observed(state: dict[str, Tree], metric: torch.Tensor) -> dict[str, Tree]:
-        assert inner.observe is not None
-        return {**state, "inner": inner.observe(state["inner"], metric)}
-
     return Optimizer(
         init,
         update,
-        text=lambda: f"{name} {text_of(inner)}",
+        text=lambda: f"ema {decay} of {text_of(inner)}",
         elementwise=inner.elementwise,
-        rate=own_rate,
-        observe=None if inner.observe is None else observed,
+        rate=None if rate is None else lambda state, since: rate(state["inner"], since),
     )
-
-
-def _between(one: torch.Tensor, other: torch.Tensor, share: float) -> torch.Tensor:
-    """Return what is ``share`` of the way from one leaf to another; leaves that do not train as they are."""
-    return one + share * (other - one) if differentiable(one.dtype) else one

@@ -155,13 +155,8 @@ def divided(
         rates = zip(optimizers, names, [optimizer.rate for optimizer in every], strict=True)
         return {key: of(state[name], since) for key, name, of in rates if of is not None}
 
-    def observe(state: dict[str, Tree], metric: torch.Tensor) -> dict[str, Tree]:
-        pairs = zip(names, every, strict=True)
-        return {name: o.observe(state[name], metric) if o.observe else state[name] for name, o in pairs}
-
     elementwise = all(o.elementwise for o in every)
-    observes = observe if any(o.observe for o in every) else None
-    return Optimizer(init, update, text=write, elementwise=elementwise, rate=rate, observe=observes)
+    return Optimizer(init, update, text=write, elementwise=elementwise, rate=rate)
 
 
 def _groups(tree: Tree, treedef: PyTreeSpec, numbers: Sequence[int], groups: int) -> list[Tree]:

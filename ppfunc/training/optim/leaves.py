@@ -1,6 +1,6 @@
 """Flatten trees for the fused kernels of torch: lists of real row-major tensors, by device and dtype."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,9 +16,6 @@ from ppfunc.stage.tree import tree_leaves, tree_paths, tree_structure
 from .._torch import copy_into_each
 from .protocols import Leaves, Tree
 
-Shapes = Mapping[str, Callable[[torch.Size], Sequence[int] | None]]
-"""By the name of a tree of the state: from the shape of a parameter to that of its leaf, None for none."""
-
 
 class LeafPlan(NamedTuple):
     """Describe the leaves of the trees of an update, for trees of one form.
@@ -27,7 +24,7 @@ class LeafPlan(NamedTuple):
         structures: of the parameters, of their gradients, and of the state.
         forms: likewise; none for trees that a transform wraps.
         spans: by name, the leaves of each tree of the state, and its structure.
-        present: by name of the trees of the state that are like the parameters, which of these have a leaf.
+        columns: the names of the trees of the state that are like the parameters.
         decays: of every parameter.
         trained: the leaves of the parameters that have gradients.
         groups: the decay, and positions in ``trained`` of leaves with that decay, one device and one real
@@ -38,16 +35,11 @@ class LeafPlan(NamedTuple):
     structures: tuple[PyTreeSpec, ...]
     forms: tuple[Form, ...]
     spans: Mapping[str, tuple[slice, PyTreeSpec]]
-    present: Mapping[str, Sequence[bool]]
+    columns: tuple[str, ...]
     decays: Sequence[float]
     trained: tuple[int, ...]
     groups: tuple[tuple[float, tuple[int, ...]], ...]
     plain: bool
-
-    def part(self, name: str, state: Leaves) -> Tree:
-        """Return a tree of the state."""
-        span, structure = self.spans[name]
-        return structure.unflatten(state[span])
 
 
 def leaves_of(plan: LeafPlan, trees: Sequence[Tree]) -> list[Leaves] | None:
@@ -62,13 +54,13 @@ def leaves_of(plan: LeafPlan, trees: Sequence[Tree]) -> list[Leaves] | None:
 
 
 def plan_of(
-    params: Tree, grads: Tree, state: Mapping[str, Tree], shapes: Shapes, decays: Sequence[float],
+    params: Tree, grads: Tree, state: Mapping[str, Tree], names: tuple[str, ...], decays: Sequence[float],
     *, guarded: bool = True,
 ) -> tuple[LeafPlan, list[Leaves]]:  # fmt: skip
     """Check that the trees of an update fit together; return their plan and their leaves.
 
     Args:
-        shapes: of the leaves of the state that belong to parameters.
+        names: of the trees of the state that are like the parameters.
         decays: of every parameter.
         guarded: note their forms.
 
@@ -77,7 +69,7 @@ def plan_of(
     """
     (wanted, structure), (gradients, of_grads) = flatten(params, "params"), flatten(grads, "grads")
     require_match("grads", gradients, of_grads, wanted, structure)
-    columns = {name: state_column(name, state[name], wanted, structure, of) for name, of in shapes.items()}
+    columns = {name: state_column(name, state[name], wanted, structure) for name in names}
     state = {**state, **{name: structure.unflatten(each) for name, each in columns.items()}}  # in their order
     pairs = [(wanted, structure), (gradients, of_grads), flatten(state, "state")]
     trained = tuple(n for n, p in enumerate(wanted) if differentiable(p.dtype))
@@ -96,7 +88,7 @@ def plan_of(
         tuple(treedef for _, treedef in pairs),
         tuple(form_of(*pair) for pair in pairs) if guarded else (),
         spans,
-        {name: [leaf is not None for leaf in column] for name, column in columns.items()},
+        names,
         decays,
         trained,
         tuple((decay, tuple(group)) for (_, _, decay), group in groups.items()),
@@ -106,13 +98,9 @@ def plan_of(
 
 
 def state_column(
-    name: str,
-    tree: Tree,
-    params: Sequence[torch.Tensor],
-    treedef: PyTreeSpec,
-    shape_of: Callable[[torch.Size], Sequence[int] | None],
+    name: str, tree: Tree, params: Sequence[torch.Tensor], treedef: PyTreeSpec
 ) -> list[torch.Tensor | None]:
-    """Return the leaf of each parameter in a tree of the state; None where it has none.
+    """Return the leaf of each parameter in a tree of the state; None for parameters that do not train.
 
     Raises:
         ValueError: a leaf that does not match its parameter.
@@ -122,8 +110,7 @@ def state_column(
     except ValueError as error:
         raise ValueError(f"{name} must have the structure of params: {error}") from error
     for n, (p, leaf) in enumerate(zip(params, column, strict=True)):
-        shape = shape_of(p.shape) if differentiable(p.dtype) else None
-        expected = "nothing" if shape is None else f"{p.dtype}{list(shape)} on {p.device}"
+        expected = f"{p.dtype}{list(p.shape)} on {p.device}" if differentiable(p.dtype) else "nothing"
         got = "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)} on {leaf.device}"
         if got != expected:
             path = tree_paths(treedef, name)[n]
@@ -194,7 +181,7 @@ def _copies(leaves: Leaves) -> Leaves:
 def require_own_memory(plan: LeafPlan, leaves: Sequence[Leaves]) -> None:
     """Raise ValueError if two donated leaves share memory, which in-place updates would change twice."""
     params, _, state = leaves
-    spans = {name: plan.spans[name] for name in plan.present}
+    spans = {name: plan.spans[name] for name in plan.columns}
     every = [*trained_leaves(plan, params), *chain(*(state[span] for span, _ in spans.values()))]
     if not plan.plain:
         every = list(map(dense, every))

@@ -12,7 +12,7 @@ from ppfunc.stage.modules.frozen import Mask
 from .._torch import fused_adamw, fused_sgd
 from .protocols import Optimizer
 from .rates import LearningRate
-from .updates import optimizer_of, require_betas, written_into
+from .updates import by_formula, optimizer_of, require_betas, written_into
 
 
 @naming_arguments
@@ -87,8 +87,8 @@ def adamw(
         fused_adamw(params, grads, mean, square, [], [step] * len(params), **options, **numbers)
 
     numbers = f"betas ({betas[0]}, {betas[1]}), eps {eps}"
-    formula = partial(_adamw, betas=(betas[0], betas[1]), eps=eps)
-    return optimizer_of("adamw", numbers, formula, ("mean", "square"), lr, weight_decay, mask, kernel, donate)
+    pure = partial(by_formula, partial(_adamw, betas=(betas[0], betas[1]), eps=eps))
+    return optimizer_of("adamw", numbers, pure, ("mean", "square"), lr, weight_decay, mask, kernel, donate)
 
 
 @naming_arguments
@@ -149,14 +149,19 @@ def sgd(
         fused_sgd(params, grads, rest[0] if momentum else [], **options, is_first_step=False, **numbers)
 
     names = ("momentum",) if momentum else ()
-    return optimizer_of("sgd", numbers, formula, names, lr, weight_decay, mask, kernel, donate)
+    pure = partial(by_formula, formula)
+    return optimizer_of("sgd", numbers, pure, names, lr, weight_decay, mask, kernel, donate)
 
 
 def _adamw(
     p: Tensor, g: Tensor, mean: Tensor, square: Tensor, *,
     step: Tensor, lr: Tensor | float, weight_decay: float, betas: tuple[float, float], eps: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    mean, square, direction = adam_direction(g, mean, square, step, betas, eps)
+    mean = mean + (1 - betas[0]) * (g - mean)
+    square = betas[1] * square + (1 - betas[1]) * g * g
+    none = square == 0  # where the derivative of the root would be infinite
+    root = torch.where(none, square, torch.where(none, 1.0, square).sqrt()) / (1 - betas[1] ** step).sqrt()
+    direction = mean / (1 - betas[0] ** step) / (root + eps)
     return p - lr * weight_decay * p - lr * direction, mean, square
 
 
@@ -170,14 +175,3 @@ def _sgd(
         return (p - lr * change,)
     total = momentum * buffers[0] + change
     return p - lr * (change + momentum * total if nesterov else total), total
-
-
-def adam_direction(
-    g: Tensor, mean: Tensor, square: Tensor, step: Tensor, betas: tuple[float, float], eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return both moments, and the direction of the update."""
-    mean = mean + (1 - betas[0]) * (g - mean)
-    square = betas[1] * square + (1 - betas[1]) * g * g
-    none = square == 0  # where the derivative of the root would be infinite
-    root = torch.where(none, square, torch.where(none, 1.0, square).sqrt()) / (1 - betas[1] ** step).sqrt()
-    return mean, square, mean / (1 - betas[0] ** step) / (root + eps)

@@ -49,8 +49,6 @@ class Optimizer(NamedTuple):
             over ranks tries it out.
         rate: ``rate(state, since) -> lr``, for the metrics of a trainer: the learning rate of the update that
             is made ``since`` updates, int64[], after this state; of several groups a dictionary.
-        observe: ``observe(state, metric) -> state``, for rates that depend on a metric, such as those of
-            :func:`plateau`; ``metric`` is float64[].
         on_leaves: the ``update`` that this replaces, and ``prepare(state, params)``, which checks trees once
             and makes the function that updates their leaves in the steps of a trainer. Beside another
             ``update`` it is not used.
@@ -67,7 +65,6 @@ class Optimizer(NamedTuple):
     text: str | Callable[[], str] = ""
     elementwise: bool = False
     rate: Callable[[Tree, torch.Tensor], Any] | None = None
-    observe: Callable[[Tree, torch.Tensor], Tree] | None = None
     on_leaves: tuple[Update, Callable[[Tree, Tree], UpdateLeaves]] | None = None
 
 

@@ -1,19 +1,19 @@
-"""Make learning rates: functions of the number of updates made, which the host does not read, or of a
-metric.
-"""
+"""Make learning rates: functions of the number of updates made, which the host does not read."""
 
-from collections.abc import Callable, Mapping
-from math import inf, pi
+from collections.abc import Callable
+from contextlib import suppress
+from math import pi
 from numbers import Real
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ppfunc._checks import naming_arguments, require_counts, require_number, require_one_of, shown
+from ppfunc._checks import naming_arguments, require_counts, require_number, shown
 from ppfunc.stage.device import accelerates
+from ppfunc.stage.tree import tree_leaves
 
-LearningRate = float | Callable[[Any], torch.Tensor | float]
-"""Number, or function of the number of updates made before, such as :func:`warmup_cosine`, or of a state."""
+LearningRate = float | Callable[[torch.Tensor], torch.Tensor | float]
+"""Number, or function of the number of updates made before, such as :func:`warmup_cosine`."""
 
 # Numbers of updates at which ranks compare a rate of which only a name is known.
 _PROBED = 0, 1, 10, 100, 1_000, 10_000, 100_000
@@ -24,19 +24,14 @@ class Rate(NamedTuple):
 
     Args:
         text: its name and numbers, which ranks that train together compare.
-        of: from the number of updates made before, int64[], or from the state of the rate if it has one, to
-            the rate of the next update, float64[].
-        init: ``init(device) -> state``, a dictionary of tensors that an optimizer keeps beside its own.
-        observe: ``observe(state, metric) -> state``, for a metric, float64[].
+        of: from the number of updates made before, int64[], to the rate of the next update, float64[].
     """
 
     text: str
-    of: Callable[[Any], torch.Tensor]
-    init: Callable[[torch.device | None], dict[str, torch.Tensor]] | None = None
-    observe: Callable[[dict[str, torch.Tensor], torch.Tensor], dict[str, torch.Tensor]] | None = None
+    of: Callable[[torch.Tensor], torch.Tensor]
 
-    def __call__(self, at: Any) -> torch.Tensor:
-        return self.of(at)
+    def __call__(self, updates: torch.Tensor) -> torch.Tensor:
+        return self.of(updates)
 
 
 @naming_arguments
@@ -102,100 +97,23 @@ def _share(updates: torch.Tensor, steps: int) -> torch.Tensor:
     return (updates.double() / steps).clamp(0.0, 1.0)
 
 
-@naming_arguments
-def plateau(
-    lr: float,
-    factor: float = 0.1,
-    patience: int = 10,
-    threshold: float = 1e-4,
-    *,
-    cooldown: int = 0,
-    least: float = 0.0,
-    mode: Literal["min", "max"] = "min",
-) -> Rate:
-    """Make a rate that falls when a metric has not become better for a while.
+def rate_after(lr: LearningRate, updates: torch.Tensor) -> torch.Tensor | float:
+    """Return the rate after so many updates."""
+    return lr(updates) if callable(lr) else lr
 
-    An optimizer keeps the state of the rate beside its own. :meth:`ppfunc.Trainer.observe` gives it a metric,
-    such as the loss of a validation after every epoch. Equivalent to::
 
-        better = metric < best * (1 - threshold)  # mode "max": metric > best * (1 + threshold)
-        best, bad = (metric, 0) if better else (best, bad + 1)
-        if waits: waits, bad = waits - 1, 0
-        if bad > patience: lr, waits, bad = min(lr, max(lr * factor, least)), cooldown, 0
+def rates_of(rate: Callable[[Any, torch.Tensor], Any] | None, state: Any) -> list[float]:
+    """Compute the learning rates of an optimizer, of all groups, after some numbers of updates.
 
     Args:
-        lr: the first rate.
-        factor: of the rate at a fall, less than 1.
-        patience: number of metrics in turn that may be no better.
-        threshold: share of the best metric by which a better one differs.
-        cooldown: number of metrics after a fall that are not counted as bad.
-        least: smallest rate.
-        mode: ``"min"`` for metrics that are to fall, ``"max"`` for those that are to rise.
-
-    Raises:
-        ValueError, TypeError: numbers out of range.
-
-    References:
-        The numbers are those of ``torch.optim.lr_scheduler.ReduceLROnPlateau`` with ``eps=0``.
-
-    >>> rate = plateau(1.0, factor=0.5, patience=0)
-    >>> state = rate.init(None)
-    >>> for metric in (2.0, 3.0):
-    ...     state = rate.observe(state, torch.tensor(metric))
-    >>> state["lr"].item()
-    0.5
+        rate: see :class:`Optimizer`; None where they are not known.
+        state: of the optimizer, of a stage.
     """
-    require_number("lr", lr)
-    require_number("factor", factor, below=1.0)
-    require_counts(0, patience=patience, cooldown=cooldown)
-    require_number("threshold", threshold)
-    require_number("least", least)
-    require_one_of("mode", mode, ("min", "max"))
-    sign = 1.0 if mode == "min" else -1.0
-
-    def init(device: torch.device | None) -> dict[str, torch.Tensor]:
-        first = {"lr": float(lr), "best": sign * inf, "bad": 0, "waits": 0}
-        wide = {float: torch.float64, int: torch.int64}
-        return {name: torch.tensor(x, dtype=wide[type(x)], device=device) for name, x in first.items()}
-
-    def observe(state: dict[str, torch.Tensor], metric: torch.Tensor) -> dict[str, torch.Tensor]:
-        lr, best, bad, waits = (state[name] for name in ("lr", "best", "bad", "waits"))
-        better = sign * metric.to(best) < sign * best * (1 - sign * threshold)
-        bad = torch.where(better | (waits > 0), 0, bad + 1)
-        falls = bad > patience
-        return {
-            "lr": torch.where(falls, torch.minimum(lr, (lr * factor).clamp(min=least)), lr),
-            "best": torch.where(better, metric.to(best), best),
-            "bad": torch.where(falls, 0, bad),
-            "waits": torch.where(falls, cooldown, (waits - 1).clamp(min=0)),
-        }
-
-    numbers = f"{lr}, {factor}, {patience}, {threshold}, {cooldown}, {least}, {mode}"
-    return Rate(f"plateau({numbers})", lambda state: state["lr"], init, observe)
-
-
-class RateState:
-    """Reads a rate from the state of an optimizer; one that depends on metrics has a state there."""
-
-    def __init__(self, rate: LearningRate) -> None:
-        self._rate: Any = rate
-        self.names = ("rate",) if getattr(rate, "init", None) is not None else ()
-        self.observes = getattr(rate, "observe", None) is not None
-
-    def init(self, device: torch.device) -> dict[str, Any]:
-        return {name: self._rate.init(device) for name in self.names}
-
-    def at(self, state: Mapping[str, Any], updates: torch.Tensor) -> torch.Tensor | float:
-        """Return the rate after so many updates."""
-        rate, argument = self._rate, state["rate"] if self.names else updates
-        return rate(argument) if callable(rate) else rate
-
-    def since(self, state: dict[str, Any], more: torch.Tensor) -> torch.Tensor | float:
-        count = state["updates"]
-        return self.at(state, count + more.to(count) if callable(self._rate) else count)
-
-    def observe(self, state: dict[str, Any], metric: torch.Tensor) -> dict[str, Any]:
-        return {**state, "rate": self._rate.observe(state["rate"], metric)}
+    found = list[float]()
+    with suppress(Exception):  # a table ends somewhere
+        for updates in _PROBED if rate is not None else ():
+            found += map(float, tree_leaves(rate(state, torch.tensor(updates, device="cpu"))))
+    return found
 
 
 def text_of_rate(lr: LearningRate) -> str:

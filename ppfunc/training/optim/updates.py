@@ -6,7 +6,7 @@ update. Under ``torch.func`` transforms and autograd the formula does.
 """
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -22,7 +22,6 @@ from ppfunc.stage.tree import filled, tree_flatten
 from .._torch import looked_through
 from .leaves import (
     LeafPlan,
-    Shapes,
     dense,
     for_kernels,
     leaves_of,
@@ -32,9 +31,9 @@ from .leaves import (
     trained_leaves,
 )
 from .protocols import Leaves, Optimizer, Tree, UpdateLeaves, selected
-from .rates import LearningRate, RateState, on_device, text_of_rate
+from .rates import LearningRate, on_device, rate_after, text_of_rate
 
-Formula = Callable[..., tuple[Tensor | None, ...]]
+Formula = Callable[..., tuple[Tensor, ...]]
 
 Kernel = Callable[..., None]
 """``kernel(params, grads, *states, step, *, lr, weight_decay, found_inf)`` updates lists in place."""
@@ -46,8 +45,8 @@ Compute = Callable[..., list[Leaves]]
 def optimizer_of(
     name: str,
     numbers: str,
-    formula: Formula,
-    states: Sequence[str] | Shapes,
+    pure: Compute,
+    states: tuple[str, ...],
     lr: LearningRate,
     weight_decay: float,
     mask: Mask | None,
@@ -58,8 +57,8 @@ def optimizer_of(
 
     Args:
         name, numbers: for its text.
-        formula: of one leaf.
-        states: the names of the trees, of leaves like the parameters, or their shapes as well.
+        pure: computes the update by operators that transforms see through, such as :func:`by_formula`.
+        states: the names of the trees, of leaves like the parameters.
         weight_decay, mask: see :func:`adamw`.
         kernel: computes the same, in place.
         donate: let the kernel write into its arguments.
@@ -72,16 +71,12 @@ def optimizer_of(
         return f"{name}({text_of_rate(lr)}, {numbers}, weight decay {weight_decay}{of_mask})"
 
     write()  # raises for a rate that is none
-    shapes = states if isinstance(states, Mapping) else dict.fromkeys(states, tuple)
-    by_formula: Compute = partial(_by_formula, formula)
-    compute = by_formula if kernel is None else partial(_by_kernel, kernel, donate)
-    rate, decays_of = RateState(lr), partial(_decays_of, mask, weight_decay)
-    made = _Updates(write, shapes, by_formula, compute, rate, decays_of, kernel is not None, donate)
-    update = naming_arguments(made.update)
-    return Optimizer(
-        naming_arguments(made.init), update, text=write, elementwise=kernel is not None, rate=rate.since,
-        observe=rate.observe if rate.observes else None, on_leaves=(update, made.prepare),
-    )  # fmt: skip
+    compute = pure if kernel is None else partial(_by_kernel, kernel, donate)
+    decays_of = partial(_decays_of, mask, weight_decay)
+    made = _Updates(write, states, pure, compute, lr, decays_of, kernel is not None, donate)
+    init, update = naming_arguments(made.init), naming_arguments(made.update)
+    on_leaves = update, made.prepare
+    return Optimizer(init, update, text=write, elementwise=True, rate=made.rate_since, on_leaves=on_leaves)
 
 
 @dataclass(eq=False, slots=True)
@@ -93,10 +88,10 @@ class _Updates:
     """
 
     write: Callable[[], str]
-    shapes: Shapes
-    by_formula: Compute
+    names: tuple[str, ...]
+    pure: Compute
     compute: Compute
-    rate: RateState
+    rate: LearningRate
     decays_of: Callable[[Tree], list[float]]
     complex: bool
     donate: bool
@@ -109,19 +104,18 @@ class _Updates:
             raise TypeError(
                 f"{self.write()}: got complex parameters, expected real ones; adamw and sgd take them"
             )
-        shapes = self.shapes.items()
-        trees = {name: treedef.unflatten(_zeros(p, of) for p in leaves) for name, of in shapes}
-        count = zero_count(leaves)
-        return {"updates": count, **trees, **self.rate.init(count.device)}
+        zeros = lambda p: p.new_zeros(p.shape) if differentiable(p.dtype) else None  # noqa: E731
+        count = torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)
+        return {"updates": count, **{name: treedef.unflatten(map(zeros, leaves)) for name in self.names}}
 
     def update(
         self, grads: Tree, state: dict[str, Tree], params: Tree, *, found_inf: Tensor | None = None
     ) -> tuple[Tree, dict[str, Tree]]:
-        _require_state(state, (*self.shapes, *self.rate.names))
-        if looked_through((self.rate.at(state, state["updates"]), grads, state, params)):
+        _require_state(state, self.names)
+        if looked_through((rate_after(self.rate, state["updates"]), grads, state, params)):
             decays = self.decays_of(params)
-            plan, leaves = plan_of(params, grads, state, self.shapes, decays, guarded=False)
-            new, after = self._run(self.by_formula, plan, leaves, found_inf, [])
+            plan, leaves = plan_of(params, grads, state, self.names, decays, guarded=False)
+            new, after = self._run(self.pure, plan, leaves, found_inf, [])
         else:
             with torch.no_grad():
                 plan, leaves = self._plan(params, grads, state)
@@ -131,7 +125,7 @@ class _Updates:
         return of_params.unflatten(new), state_after
 
     def prepare(self, state: dict[str, Tree], params: Tree) -> UpdateLeaves:
-        _require_state(state, (*self.shapes, *self.rate.names))
+        _require_state(state, self.names)
         plan, _ = self._plan(params, params, state)
         of_params, _, of_state = plan.structures
 
@@ -149,11 +143,15 @@ class _Updates:
 
         return update_leaves
 
+    def rate_since(self, state: dict[str, Tree], more: Tensor) -> Tensor | float:
+        count: Tensor = state["updates"]
+        return rate_after(self.rate, count + more.to(count) if callable(self.rate) else count)
+
     def _plan(self, params: Tree, grads: Tree, state: dict[str, Tree]) -> tuple[LeafPlan, list[Leaves]]:
         plan = self.last  # read once: another thread may set it
         leaves = None if plan is None else leaves_of(plan, (params, grads, state))
         if plan is None or leaves is None:
-            plan, leaves = plan_of(params, grads, state, self.shapes, self.decays_of(params))
+            plan, leaves = plan_of(params, grads, state, self.names, self.decays_of(params))
             self.last = plan
         if self.donate:
             require_own_memory(plan, leaves)
@@ -165,12 +163,12 @@ class _Updates:
     ) -> tuple[Leaves, Leaves]:  # fmt: skip
         params, grads, state = leaves
         (count,) = state[plan.spans["updates"][0]]
-        columns = [state[plan.spans[name][0]] for name in plan.present]
-        lr = self.rate.at({name: plan.part(name, state) for name in self.rate.names}, count)
+        columns = [state[plan.spans[name][0]] for name in plan.columns]
+        lr = rate_after(self.rate, count)
         new, *after = compute(plan, params, grads, columns, found_inf, count + 1, lr, written)
         made = 1 if found_inf is None else (found_inf <= 0).to(count.device)
         every = list(state)
-        for name, column in zip(("updates", *plan.present), ((count + made,), *after), strict=True):
+        for name, column in zip(("updates", *plan.columns), ((count + made,), *after), strict=True):
             every[plan.spans[name][0]] = column
         return new, every
 
@@ -213,39 +211,32 @@ def _by_kernel(
     return [filled(params, plan.trained, own[0]), *own[1:]]
 
 
-def _by_formula(
+def by_formula(
     formula: Formula, plan: LeafPlan, params: Leaves, grads: Leaves, columns: Sequence[Leaves],
     found_inf: Tensor | None, step: Tensor, rate: Any, written: list[Tensor],
 ) -> list[Leaves]:  # fmt: skip
     """Update leaf by leaf by operators that transforms see through; return the parameters, then the state."""
-    states, step_as = map(iter, columns), cache(step.to)
-    spread = [
-        [next(c) if has else None for has in row]
-        for c, row in zip(states, plan.present.values(), strict=True)
-    ]
-    rows = []
-    for p, g, decay, *each in zip(params, grads, plan.decays, *spread, strict=True):
-        old = (p.detach() if isinstance(p, nn.Parameter) else p, *each)  # a module's are values
-        if differentiable(p.dtype):
-            new = applied(formula, old, g, step_as, lr=on_device(rate, p.device), weight_decay=decay)
-            old = selected(found_inf, old, new)
-        rows.append(old)
+    step_as, rows = cache(step.to), []
+    old = zip(values(trained_leaves(plan, params)), *columns, strict=True)
+    for n, g, row in zip(plan.trained, trained_leaves(plan, grads), old, strict=True):
+        numbers = {"lr": on_device(rate, g.device), "weight_decay": plan.decays[n]}
+        rows.append(selected(found_inf, row, applied(formula, row, g, step_as, **numbers)))
     new, *after = zip(*rows, strict=True) if rows else [()] * (1 + len(columns))
-    return [new, *([leaf for leaf in column if leaf is not None] for column in after)]
+    return [filled(params, plan.trained, new), *after]
 
 
-def _zeros(p: Tensor, shape_of: Callable[[torch.Size], Sequence[int] | None]) -> Tensor | None:
-    shape = shape_of(p.shape) if differentiable(p.dtype) else None
-    return None if shape is None else p.new_zeros(shape)
+def values(leaves: Leaves) -> list[Tensor]:
+    """Return parameters of modules as values, without their history; other leaves as they are."""
+    return [p.detach() if isinstance(p, nn.Parameter) else p for p in leaves]
 
 
 def applied(
     formula: Formula,
-    old: tuple[Tensor | None, ...],
+    old: tuple[Tensor, ...],
     g: Tensor,
     step_as: Callable[[torch.device, torch.dtype], Tensor],
     **numbers: Any,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, ...]:
     """Apply a formula to a leaf and its states, complex numbers as pairs, in float32 or wider.
 
     Args:
@@ -253,14 +244,10 @@ def applied(
     """
     wide = torch.promote_types(g.real.dtype if g.dtype.is_complex else g.dtype, torch.float32)
 
-    def real(leaf: Tensor | None) -> Tensor | None:
-        if leaf is None:
-            return None
+    def real(leaf: Tensor) -> Tensor:
         return (torch.view_as_real(leaf.resolve_conj()) if leaf.dtype.is_complex else leaf).to(wide)
 
-    def like(was: Tensor | None, leaf: Tensor | None) -> Tensor | None:
-        if was is None or leaf is None:
-            return None
+    def like(was: Tensor, leaf: Tensor) -> Tensor:
         return (torch.view_as_complex(leaf) if was.dtype.is_complex else leaf).to(was.dtype)
 
     p, *states = map(real, old)
@@ -306,8 +293,3 @@ def _require_state(state: Any, names: tuple[str, ...]) -> None:
         got = ", ".join(map(repr, state)) if isinstance(state, dict) else f"a {type(state).__name__}"
         wanted = ", ".join(map(repr, ("updates", *names)))
         raise ValueError(f"state: got {got or 'nothing'}, expected {wanted}; it is that of another optimizer")
-
-
-def zero_count(leaves: Sequence[Tensor]) -> Tensor:
-    """Make a count of no updates, on the device of the leaves."""
-    return torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)

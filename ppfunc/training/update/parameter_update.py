@@ -220,7 +220,9 @@ class TrainingUpdate(ParameterUpdate):
         if len(gradients) < len(trained):
             zeros = zip(trees.trained, trained, strict=True)
             gradients = [by_number[n] if n in by_number else torch.zeros_like(leaf) for n, leaf in zeros]
-        update = update or StageUpdate(rule, stage, trees.bare, trees.optimizer)
+        if update is None:
+            axes = ranks.cut_matrices([trees.cuts[n] for n in trees.trained])
+            update = StageUpdate(rule, stage, trees.bare, trees.optimizer, axes)
         changed, after = update(
             gradients, read(optimizer, trees.optimizer), trained, self._found_inf, self._initial.step
         )

@@ -1,7 +1,9 @@
 """Decide how parameters are cut over the ranks that train together."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, Self
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,8 +19,12 @@ from ppfunc.stage.layout import MeshLayout, distributed, layout_of, local, place
 from ppfunc.stage.signature import differentiable, flatten
 
 from ..optim.protocols import Tree
+from .matrices import CutMatrices, part_length
 from .precision import Precision
 from .sharding import Dims, Sums, shard, shard_dim, whole_shape
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 
 class Cut(NamedTuple):
@@ -49,6 +55,11 @@ class Cut(NamedTuple):
         return next((p.dim for p in placements_of(self.layout.placements) if hasattr(p, "dim")), None)
 
 
+def placements_by_axis(layout: MeshLayout | None) -> dict[str, Placement]:
+    """Return the placement of a tensor on every axis of its mesh; nothing of a plain tensor."""
+    return {} if layout is None else dict(zip(layout.axes, placements_of(layout.placements), strict=True))
+
+
 class TrainingRanks(NamedTuple):
     """Describe the ranks that train together, as one of them sees them.
 
@@ -60,6 +71,7 @@ class TrainingRanks(NamedTuple):
         data, model, world: the ranks that run other batches, hold parts of the same stage, and all.
         dense, experts: the data ranks over which gradients are summed, of parameters that all data ranks
             have, and of those that are cut over the axis of experts.
+        cutting: by axis that may cut parameters, its ranks.
         mesh: the ranks of the axes of data and model, in the order of the mesh; None without one.
         axes: the names of the axes.
     """
@@ -73,6 +85,7 @@ class TrainingRanks(NamedTuple):
     world: Collective
     dense: Sums
     experts: Sums
+    cutting: Mapping[str, Collective]
     mesh: DeviceMesh | None
     axes: Axes
 
@@ -98,17 +111,21 @@ class TrainingRanks(NamedTuple):
 
         dense, experts = sums(every), sums(tuple(axis for axis in every if axis != axes.experts))
         model = along(axes.model_axes)
+        cutting = {axis: along((axis,)) for axis in (*every[-1:], axes.model, axes.experts) if axis}
         local_ranks, world = transport.local_ranks(schedule.ranks), transport.collective("world")
-        return cls(shard, schedule, local_ranks, tied, dense.ranks, model, world, dense, experts, mesh, axes)
+        sums_over = dense.ranks, model, world, dense, experts
+        return cls(shard, schedule, local_ranks, tied, *sums_over, cutting, mesh, axes)
 
-    def on_paper(self, ranks: tuple[int, ...]) -> "TrainingRanks":
+    def on_paper(self, ranks: tuple[int, ...]) -> TrainingRanks:
         """Describe the same ranks, of which this process runs ``ranks``; collectives move nothing."""
         of = CollectiveOnPaper.of
         dense, experts = (Sums(*map(of, sums)) for sums in (self.dense, self.experts))
         model, world = of(self.model), of(self.world)
+        cutting = {axis: of(each) for axis, each in self.cutting.items()}
         return self._replace(
-            ranks=ranks, data=dense.ranks, model=model, world=world, dense=dense, experts=experts
-        )
+            ranks=ranks, data=dense.ranks, model=model, world=world, dense=dense, experts=experts,
+            cutting=cutting,
+        )  # fmt: skip
 
     @property
     def parts(self) -> Collective:
@@ -136,9 +153,7 @@ class TrainingRanks(NamedTuple):
         from torch.distributed.tensor import Replicate, Shard  # here, because the import takes long
 
         last, names = axes.data_axes[-1], self.mesh.mesh_dim_names or ()
-        placements = (
-            {} if layout is None else dict(zip(layout.axes, placements_of(layout.placements), strict=True))
-        )
+        placements = placements_by_axis(layout)
         cut_over = {name for name, placement in placements.items() if isinstance(placement, Shard)}
         over = self.experts if axes.experts in cut_over else self.dense
         repeated, given, kept = not cut_over - {last, axes.experts}, layout, layout
@@ -155,6 +170,23 @@ class TrainingRanks(NamedTuple):
             placed = [placements.get(name, Replicate()) for name in names]
             kept = MeshLayout.of(self.mesh, placed, leaf.shape)
         return Cut(dim, None if self.shard == "none" else dim, given, kept, over, repeated)
+
+    def cut_matrices(self, cuts: Sequence[Cut]) -> list[CutMatrices]:
+        """List the axes that cut matrices of parameters, as data ranks keep them, in the order to join them.
+
+        Args:
+            cuts: of the parameters, which are numbered in their order.
+        """
+        found = {axis: CutMatrices(ranks, {}) for axis, ranks in self.cutting.items()}
+        for n, cut in enumerate(cuts):
+            lengths = [] if cut.kept is None else [*cut.kept.shape]
+            for axis, placement in placements_by_axis(cut.kept).items():
+                if (dim := getattr(placement, "dim", -1)) >= max(0, len(lengths) - 2):
+                    found[axis].cuts[n] = dim, lengths[dim]
+                    ranks = found[axis].ranks
+                    lengths[dim] = part_length(lengths[dim], ranks.size, ranks.index)
+        order = () if self.mesh is None else self.mesh.mesh_dim_names or ()
+        return [found[axis] for axis in reversed(order) if axis in found and found[axis].cuts]
 
     def summed_over(self, leaf: torch.Tensor) -> Sums:
         """Return the data ranks over which the gradient of a leaf, or its change, is summed."""

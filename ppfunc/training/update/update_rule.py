@@ -1,8 +1,8 @@
 """Define how gradients become new parameters."""
 
 import reprlib
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from math import inf
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -23,6 +23,8 @@ from .._torch import looked_through
 from ..optim.groups import noting_patterns
 from ..optim.norms import Clip
 from ..optim.protocols import Optimizer, Tree, UpdateLeaves, prepared, require_pair, skipping, text_of
+from ..optim.whole import matrices_by
+from .matrices import CutMatrices, on_matrices
 from .precision import Precision
 from .states import StateRule
 from .train_state import Donation, are, refs, updated_from
@@ -104,10 +106,13 @@ class StageUpdate:
         rule: how gradients become new parameters.
         stage: of the model, for errors.
         params, optimizer: forms of the parameters that train, and of the optimizer state.
+        axes: those that cut matrices of these parameters.
     """
 
-    def __init__(self, rule: UpdateRule, stage: int, params: Form, optimizer: Form) -> None:
-        self._rule, self._stage, self._forms = rule, stage, (params, optimizer)
+    def __init__(
+        self, rule: UpdateRule, stage: int, params: Form, optimizer: Form, axes: Sequence[CutMatrices]
+    ) -> None:
+        self._rule, self._stage, self._forms, self._axes = rule, stage, (params, optimizer), axes
         self._run: UpdateLeaves | None = None
         self._donation, self._written = Donation(stage), refs(())
 
@@ -144,12 +149,22 @@ class StageUpdate:
             self._run = prepared(rule.optimizer, *trees) or self._by_trees
         try:
             run = self._by_trees if seen or self._run is None else self._run
-            return run(grads, state, params, found_inf, written)
+            with matrices_by(self._on_matrices) if self._axes else nullcontext():
+                return run(grads, state, params, found_inf, written)
         finally:
             if written:
                 marked = are(self._written, written)
                 self._donation.mark(step, () if marked else written)
                 self._written = self._written if marked else refs(written)
+
+    def _on_matrices(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> Tree:
+        """Apply a function to whole matrices, of a tree with None in the place of other parameters."""
+        column: list[torch.Tensor | None] = self._forms[0].treedef.flatten_up_to(tree)
+        for dtype in {leaf.dtype: None for leaf in column if leaf is not None}:
+            alike = {n: leaf for n, leaf in enumerate(column) if leaf is not None and leaf.dtype == dtype}
+            for n, leaf in on_matrices(fn, alike, self._axes).items():
+                column[n] = leaf
+        return self._forms[0].treedef.unflatten(column)
 
     def _by_trees(
         self,

@@ -39,12 +39,16 @@ OPTIONS = [
     "tied clip overflow",
     "tied clip overflow optimizer",
     "tied clip overflow params",
+    "muon tied overflow",
+    "muon optimizer",
+    "muon tied clip overflow params",
 ]
+MUON = pp.optim.muon(0.02, rest=pp.optim.adamw(1e-2))
 PAIRS = list(itertools.product(GRIDS, SCHEDULES))
 
 
 class Block(nn.Module):
-    """Leaves of many rows, of one that no axis cuts, and of none."""
+    """Leaves of many rows, of one that no axis cuts, and of none; stacks cut along matrices, or between."""
 
     def __init__(self):
         super().__init__()
@@ -54,8 +58,11 @@ class Block(nn.Module):
             nn.Linear(HIDDEN, WIDTH),
         )
         self.gain, self.row = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.ones(1, 1))
+        self.three, self.two = (nn.Parameter(torch.randn(n, WIDTH, WIDTH) / 4) for n in (3, 2))
 
     def forward(self, x):
+        for stack in (self.three, self.two):
+            x = x + torch.tanh(torch.einsum("bi,eij->bj", x, stack))
         return x * self.row + self.gain * self.down(torch.tanh(self.up(self.norm(x))))
 
 
@@ -80,6 +87,25 @@ def loss_fn(scores, targets):
     return (F.cross_entropy(scores, ids, reduction="none") * gains).mean()
 
 
+class Muon:
+    """The parameters of a module, updated whole."""
+
+    def __init__(self, model):
+        self.params = dict(model.named_parameters())
+        self.state = MUON.init(self.params)
+
+    def zero_grad(self):
+        for p in self.params.values():
+            p.grad = None
+
+    @torch.no_grad()
+    def step(self):
+        grads = {name: p.grad for name, p in self.params.items()}
+        new, self.state = MUON.update(grads, self.state, self.params)
+        for name, p in self.params.items():
+            p.copy_(new[name])
+
+
 @cache
 def alone(options):
     """Losses, norms, scales and whether the update was skipped, of every step of torch alone; then the
@@ -89,7 +115,8 @@ def alone(options):
     model = nn.Sequential(*layers("tied" in words))
     if "tied" in words:
         model[-1].weight = model[0].weight
-    optimizer, found = torch.optim.AdamW(model.parameters(), 1e-2), []
+    optimizer = Muon(model) if "muon" in words else torch.optim.AdamW(model.parameters(), 1e-2)
+    found = []
     scaler, scale, good = "overflow" in words, 8.0 if "overflow" in words else 1.0, 0
     for step in range(STEPS):
         x, y = batch(step, scaler)
@@ -163,7 +190,8 @@ def trained(mesh, shape, schedule, options):
     pipe = range(shape[0]) if mesh is None else [mesh.get_local_rank("pp")]
     mine = {s: stages[s].params for rank in pipe for s in build.model_stages_of(rank)}
     with new_trainer(
-        [stage.fn for stage in stages], loss_fn, build, pp.optim.adamw(1e-2), mesh, axes=axes, tied=tied,
+        [stage.fn for stage in stages], loss_fn, build,
+        MUON if "muon" in words else pp.optim.adamw(1e-2), mesh, axes=axes, tied=tied,
         clip=0.3 if "clip" in words else None, scale=pp.dynamic_scale(init=8.0, interval=2) if "overflow" in words else None,  # noqa: E501
         shard=next((w for w in words if w in ("optimizer", "params")), "none"),
     ) as trainer:  # fmt: skip
@@ -226,6 +254,22 @@ def test_grids_train_as_one_process(request, pipe, data, model, schedule, option
 
 
 @pytest.mark.parametrize(
+    "shape, schedule, options",
+    [
+        ((2, 2, 2), "1f1b", "muon tied clip overflow params"),
+        ((1, 2, 2), "interleaved", "muon overflow optimizer"),
+        ((1, 1, 2), "1f1b", "muon clip"),
+        ((2, 2, 1), "zbv", "muon params"),
+        ((1, 2, 1), "dualpipev", "muon tied optimizer"),
+        ((1, (2, 2), 1), "1f1b", "muon tied overflow params"),
+    ],
+    ids=str,
+)
+def test_matrices_cut_over_ranks_are_updated_whole(request, shape, schedule, options):
+    run(request, shape, schedule, [options])
+
+
+@pytest.mark.parametrize(
     "shape, schedule",
     [
         ((1, (2, 2), 1), "1f1b"),
@@ -235,7 +279,7 @@ def test_grids_train_as_one_process(request, pipe, data, model, schedule, option
     ids=str,
 )
 def test_parameters_are_cut_over_the_last_of_several_data_axes(request, shape, schedule):
-    run(request, shape, schedule, OPTIONS[-3:] if request.config.getoption("--large") else OPTIONS[-1:])
+    run(request, shape, schedule, OPTIONS[5:8] if request.config.getoption("--large") else OPTIONS[7:8])
 
 
 @pytest.mark.large
