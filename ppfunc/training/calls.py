@@ -61,14 +61,12 @@ class History:
     Args:
         known: recognises the state that ranks need not compare.
         split: the model whose names and states `init` has to be given; None for other stages.
-        observed: the metrics since the last step, which the next one compares.
         last: ``step`` of the state that the last step has returned.
         closed: the transport is.
     """
 
     known: KnownState
     split: Split | None = None
-    observed: str = ""
     last: Callable[[], torch.Tensor | None] = lambda: None
     closed: bool = False
 
@@ -122,15 +120,18 @@ class Calls:
         programs = self.step.pipeline.programs
         return Calls(schedule, self._spec, self.rule, self.transport, self._make_step, self.history, programs)
 
-    def init(self, params: Mapping[int, Any], state: Mapping[int, Any]) -> TrainState:
+    def init(
+        self, params: Mapping[int, Any], state: Mapping[int, Any], optimizer: Mapping[int, Any]
+    ) -> TrainState:
         """Make the state before the first step."""
         self._require_open()
         stages = self.ranks.stages
         require_trees("params", params, stages)
         require_trees("state", state, stages, some=True)
+        require_trees("optimizer", optimizer, stages, some=True)
         if self.history.split is not None:
             self.history.split.require_form(params, state)
-        initial = initial_state(self.rule, self.ranks, self.transport.device, params, state)
+        initial = initial_state(self.rule, self.ranks, self.transport.device, params, state, optimizer)
         stages_of(self.rule, self.ranks, initial, self._trees)  # raises for an optimizer of other states
         return initial
 
@@ -163,7 +164,6 @@ class Calls:
         known = not (self._compares or history.known.due)
         update = TrainingUpdate(rule, self.ranks, self.idle, state, known, batches.norms)
         result = run(partial(self._arguments, update, batches, last))
-        history.observed = ""
         if trains:  # an evaluation leaves the state as it is
             history.last = ref(update.state.step)
         if trains and (self._compares or history.known.every):
@@ -178,7 +178,7 @@ class Calls:
         initial, inputs = list[TrainState](), on_meta(inputs)
 
         def read() -> list[RawArguments]:  # what it raises fails the call on all ranks
-            initial.append(self.init(on_meta(params), {} if state is None else on_meta(state)))
+            initial.append(self.init(on_meta(params), {} if state is None else on_meta(state), {}))
             # Only tensors with values can be seen to share memory.
             valued = {s: tree for s, tree in params.items() if not isinstance(tree, Signature)}
             require_declared_trees(valued, self.ranks.tied)
@@ -208,7 +208,6 @@ class Calls:
         if self.ranks.world.size > 1:
             goes_on = update.known and last is state.step
             text = f"; {'a state that goes on' if goes_on else 'another state'}"
-            text += f"{history.observed and '; observed' + history.observed[1:]}"
             text += f"; optimizer {text_of(self.rule.optimizer)}"
         m = self.schedule.microbatches
         common = RawArguments(

@@ -22,7 +22,7 @@ from ppfunc.stage.modules.frozen import FrozenLeaves, Trainable
 
 from .batches import Batches
 from .calls import Calls, History, LoweredTraining
-from .optim.protocols import Optimizer, text_of
+from .optim.protocols import Optimizer
 from .update.comparison import KnownState
 from .update.precision import Precision
 from .update.states import ReduceState, StateRule, UpdateState
@@ -61,9 +61,10 @@ class Trainer:
         checksum_every: compare the states of data ranks, and the batches of ranks that run the same, after
             every so many steps, as in the first.
         reduce_state: how the states of stages, such as running statistics, go together over the data ranks:
-            ``{"*counts": "sum", "*": "mean"}``, by patterns of names. To the state before a step is added the
-            sum of the changes of all data ranks, or their mean, of integers rounded down. Without it, stages
-            with a state are refused if there are several data ranks.
+            ``{"*counts": "sum", "*": "mean"}``, by patterns of names: the mean of the states of all data
+            ranks, of integers rounded down, or the state before a step and the sum of all changes. Both are
+            computed in float64 or int64. Without it, stages with a state are refused if there are several
+            data ranks.
         update_state: ``(stage, state) -> state``, called with the state of each stage at the end of a step,
             once it is the same on all data ranks: to change a bias by counts, say. A skipped update leaves
             the state as it was.
@@ -161,7 +162,12 @@ class Trainer:
         return trainer
 
     @naming_arguments
-    def init(self, params: Mapping[int, Any], state: Mapping[int, Any] | None = None) -> TrainState:
+    def init(
+        self,
+        params: Mapping[int, Any],
+        state: Mapping[int, Any] | None = None,
+        optimizer: Mapping[int, Any] | None = None,
+    ) -> TrainState:
         """Make the state before the first step.
 
         Args:
@@ -169,14 +175,19 @@ class Trainer:
                 afterwards.
             state: likewise of the stages that have a state, such as running statistics. A skipped update
                 leaves it as it is.
+            optimizer: ``optimizer`` of the state of a trainer with the same optimizer, by stage, in which
+                other parameters were frozen. Moments of parameters that go on training are kept, those of
+                parameters that train from now on begin as at first.
 
         Raises:
             TypeError, ValueError: other stages than those of this process; other names than those of a split,
                 or none of a state that it has; leaves that are no tensors, or of a dtype that no checkpoint
-                holds; stages that share memory and are not tied, which updates
-                would drive apart; a state with several data ranks, each of which would get another.
+                holds; stages that share memory and are not tied, which updates would drive apart; a state
+                with several data ranks, each of which would get another; a state of another optimizer.
         """
-        return self._calls.init(params, {} if state is None else state)
+        return self._calls.init(
+            params, {} if state is None else state, {} if optimizer is None else optimizer
+        )
 
     @naming_arguments
     def step(
@@ -283,28 +294,6 @@ class Trainer:
             return metrics.loss
         aux = result.aux if has_aux else None
         return StepResult(metrics.loss, outputs=result.outputs, aux=aux, losses=metrics.losses)
-
-    def observe(self, state: TrainState, metric: float | torch.Tensor) -> TrainState:
-        """Give a metric to the rates that depend on one, such as :func:`ppfunc.optim.plateau`.
-
-        All ranks call it with the same number, such as the loss of an evaluation, which the host reads. The
-        next call of the trainer compares it.
-
-        Returns:
-            The state with these rates; ``state`` stays as it is.
-
-        Raises:
-            ValueError: no rate of the optimizer depends on a metric.
-        """
-        optimizer, value = self._calls.rule.optimizer, float(metric)
-        if (observe := optimizer.observe) is None:
-            raise ValueError(
-                f"metric: no rate of {text_of(optimizer)} depends on one; expected such as"
-                " adamw(plateau(1e-3))"
-            )
-        self._calls.history.observed += f", {value}"
-        number = torch.tensor(value, dtype=torch.float64)
-        return state._replace(optimizer={s: observe(tree, number) for s, tree in state.optimizer.items()})
 
     @naming_arguments
     def lower(

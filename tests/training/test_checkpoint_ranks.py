@@ -29,7 +29,7 @@ from ppfunc.stage._torch import strided_shard
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.training.checkpoint import loading
 from ppfunc.training.checkpoint.manifest import Box, box_of
-from tests.models import new_trainer, same_bits, squared
+from tests.models import new_trainer, normal, same_bits, squared
 
 SHAPES = [(5, 3), (8,), (2, 7, 3), (1,), (), (3, 0)]
 
@@ -578,3 +578,30 @@ def test_an_export_of_many_ranks_has_whole_tensors(four, tmp_path):
     }
     assert same(loaded, expected) and sorted(os.listdir(tmp_path))[-1] == "model.safetensors.index.json"
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in expected.values())
+
+
+def matrices(p, x):
+    return torch.einsum("bi,eij->bj", torch.tanh(x @ p["w"]), p["stack"])
+
+
+def going_on(rank, size, folder, shard, first):
+    """Go on from the last checkpoint for two steps, and save; the parameters, whole."""
+    mesh = None if size == 1 else init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "dp"))
+    options = {} if mesh is None else {"axes": pp.Axes("pp", "dp"), "shard": shard}
+    params = {0: {"w": normal(6, 4), "stack": normal(3, 4, 6, seed=1)}}
+    with new_trainer([matrices], squared, pp.gpipe(1, 2), pp.optim.muon(0.1), mesh, **options) as trainer:
+        state = trainer.init(params)
+        state = pp.checkpoint.load(folder, like=state) if first else state
+        for n in range(first, first + 2):
+            x, y = (normal(8, 6, seed=10 * n + k)[rank * 8 // size : (rank + 1) * 8 // size] for k in (1, 2))
+            state, _ = trainer.step(state, x, y)
+        pp.checkpoint.save(folder, state, step=first + 2)
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.params[0].items()}
+
+
+def test_muon_goes_on_in_another_grid(two, tmp_path):
+    expected = [going_on(0, 1, tmp_path / "alone", None, first) for first in (0, 2, 4)][-1]
+    two(going_on, tmp_path / "cut", "params", 0)
+    going_on(0, 1, tmp_path / "cut", None, 2)
+    for got in two(going_on, tmp_path / "cut", "optimizer", 4):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)

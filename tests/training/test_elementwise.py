@@ -19,6 +19,16 @@ def plain(rule):
     )
 
 
+def of_some_names(grads, state, params):
+    """Descend with momentum where a name has one letter."""
+    kept = {name: 0.9 * m + grads[name] for name, m in state["momentum"].items()}
+    new = {name: p - 0.1 * kept.get(name, grads[name]) for name, p in params.items() if name != "n"}
+    return {**params, **new}, {"momentum": kept}
+
+
+OF_SOME_NAMES = pp.optim.Optimizer(
+    lambda params: {"momentum": {n: torch.zeros_like(params[n]) for n in ("w", "b")}}, of_some_names
+)
 MAKE = {
     "adamw": lambda: pp.optim.adamw(0.1),
     "groups": lambda: pp.optim.by_name({"b": pp.optim.sgd(0.1, 0.9), "*": pp.optim.adamw(0.1)}),
@@ -28,10 +38,11 @@ MAKE = {
     "slowly": lambda: plain(lambda p, g: p - 1e-7 * g / g.norm()),
     "of large ones": lambda: plain(lambda p, g: p - 0.1 * g / (g.norm() if p.shape[0] > 200 else 1)),
     "muon": lambda: pp.optim.muon(0.1, rest=pp.optim.adamw(0.1)),
-    "lamb": lambda: pp.optim.lamb(0.1),
-    "adafactor": lambda: pp.optim.adafactor(0.1),
+    "of some names": lambda: OF_SOME_NAMES,
+    "muon and signs": lambda: pp.optim.by_name({"w": pp.optim.muon(0.1), "*": MAKE["signs"]()}),
+    "adamw and signs": lambda: pp.optim.by_name({"w": MAKE["signs"](), "*": pp.optim.adamw(0.1)}),
 }
-ELEMENTWISE = {"adamw", "groups", "signs"}
+SERVED = {"adamw", "groups", "signs", "muon", "of some names", "muon and signs", "adamw and signs"}
 WIDTH = 6
 
 
@@ -65,7 +76,7 @@ def trained(rank, size, name, shard, cut="dp"):
 def test_sharded_updates_are_those_of_the_whole_or_refused(two, name):
     (whole, _), _ = two(trained, name, "none")
     for got in [*two(trained, name, "optimizer"), *two(trained, name, "params")]:
-        if name in ELEMENTWISE:
+        if name in SERVED:
             torch.testing.assert_close(got[0], whole, rtol=1e-12, atol=1e-14)
         else:
             assert "which updates a part of a parameter in another way than the whole" in got
@@ -131,3 +142,20 @@ def test_parts_over_data_ranks_are_refused_outside_of_the_trainer(two, call):
     assert two(outside, "optimizer", call) == [True, True]
     for got in two(outside, "params", call):
         assert "params[0]['w']: got a part of a parameter, which lies over the data ranks 'dp'" in got
+
+
+def over_an_unknown_axis(rank, size):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    own = {"w": distribute_tensor(normal(WIDTH, WIDTH), mesh, [Shard(0)])}
+    half = lambda p, x: x[:, : WIDTH // 2] @ p["w"]  # noqa: E731
+    with new_trainer([half], squared, pp.gpipe(1, 2), pp.optim.muon(0.1)) as trainer:
+        state = trainer.init({0: own})
+        try:
+            trainer.step(state, normal(4, WIDTH), normal(4, WIDTH))
+        except (ValueError, pp.PipelineError) as error:
+            return str(error)
+
+
+def test_matrices_over_an_axis_that_the_transport_lacks_are_refused(two):
+    for got in two(over_an_unknown_axis):
+        assert "got matrices in parts over the axis 'tp', which are updated whole" in got

@@ -184,6 +184,15 @@ class FrozenLeaves:
         names = leaf_names(params)
         return [names[n] for n in sorted(self.numbers(stage, params))]
 
+    def all_of(self, stages: Iterable[int]) -> bool:
+        """Tell whether the modules of these stages are known to have frozen all of their parameters."""
+        return all(
+            self._trainable is None
+            and bool(own := self._of_modules[s])
+            and not any(self.watched[id(p)][2] for p in own.values())
+            for s in stages
+        )
+
     def watch(self, stage: int, modules: Sequence[torch.nn.Module]) -> None:
         """Watch the parameters of modules that run in a stage: its function may call those of others."""
         with process_lock:

@@ -45,8 +45,8 @@ class Optimizer(NamedTuple):
             stages, then runs that optimizer.
         text: its name and numbers, which ranks that train together compare in every step, or a function that
             writes them; by default the name of ``update``.
-        elementwise: an update is known to work element by element. Of others, a trainer that cuts parameters
-            over ranks tries it out.
+        elementwise: an update is known to work element by element, whole matrices of :func:`muon` aside. Of
+            others, a trainer that cuts parameters over ranks tries it out.
         rate: ``rate(state, since) -> lr``, for the metrics of a trainer: the learning rate of the update that
             is made ``since`` updates, int64[], after this state; of several groups a dictionary.
         on_leaves: the ``update`` that this replaces, and ``prepare(state, params)``, which checks trees once

@@ -102,16 +102,16 @@ def rate_after(lr: LearningRate, updates: torch.Tensor) -> torch.Tensor | float:
     return lr(updates) if callable(lr) else lr
 
 
-def rates_of(rate: Callable[[Any, torch.Tensor], Any] | None, state: Any) -> list[float]:
+def rates_of(rate: Callable[[Any, torch.Tensor], Any], state: Any) -> list[float]:
     """Compute the learning rates of an optimizer, of all groups, after some numbers of updates.
 
     Args:
-        rate: see :class:`Optimizer`; None where they are not known.
+        rate: see :class:`Optimizer`.
         state: of the optimizer, of a stage.
     """
     found = list[float]()
     with suppress(Exception):  # a table ends somewhere
-        for updates in _PROBED if rate is not None else ():
+        for updates in _PROBED:
             found += map(float, tree_leaves(rate(state, torch.tensor(updates, device="cpu"))))
     return found
 

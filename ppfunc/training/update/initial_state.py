@@ -5,7 +5,7 @@ Refuse optimizers that work on whole leaves where ranks have parts of them.
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from math import inf
 
 import optree
 import torch
@@ -13,14 +13,16 @@ import torch
 from ppfunc.runtime.agreement.ties import require_declared_trees
 from ppfunc.stage._torch import transforming
 from ppfunc.stage.device import preserve_rng
-from ppfunc.stage.errors import raised
-from ppfunc.stage.layout import MeshLayout, distributed, local
+from ppfunc.stage.errors import raised, warn
+from ppfunc.stage.layout import MeshLayout, distributed, layout_of, local
 from ppfunc.stage.process import hold_interrupts
 from ppfunc.stage.signature import Signature, differentiable, flatten
-from ppfunc.stage.tree import NAMESPACE, tree_flatten, tree_leaves, tree_map, tree_paths, tree_structure
+from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths, tree_structure
 
 from ..checkpoint.tensor_file import DTYPES_BY_NAME
 from ..optim.protocols import Optimizer, Tree, text_of
+from ..optim.rates import rates_of
+from ..optim.whole import matrices_by
 from .comparison import note_whole
 from .ranks import TrainingRanks
 from .sharding import shard
@@ -36,12 +38,14 @@ def initial_state(
     device: torch.device,
     params: Mapping[int, Tree],
     stage_state: Mapping[int, Tree],
+    optimizer: Mapping[int, Tree],
 ) -> TrainState:
     """Make the state of these parameters, which are the state's afterwards.
 
     Args:
         device: of the count of steps, where no parameter has one.
         stage_state: of the stages that have a state.
+        optimizer: an earlier state of the optimizer, by stage, to go on from.
 
     Raises:
         TypeError, ValueError: as :meth:`ppfunc.Trainer.init`.
@@ -58,6 +62,9 @@ def initial_state(
     }
     device = next((local(t).device for tree in masters.values() for t in tree_leaves(tree)), device)
     pairs = {s: _cut(rule, ranks, tree, fixed[s], f"params[{s}]") for s, tree in masters.items()}
+    for s, before in optimizer.items():
+        cut, made = pairs[s]
+        pairs[s] = cut, _carried_on(made, before, tree_structure(cut), fixed[s], f"optimizer[{s}]")
     state = TrainState(
         step=torch.zeros((), dtype=torch.int64, device=device),
         params={s: pair[0] for s, pair in pairs.items()},
@@ -66,7 +73,7 @@ def initial_state(
         stage_state=dict(stage_state),
     )
     for s, tree in stage_state.items() if ranks.data.size > 1 and rule.states.reduce else ():
-        rule.states.reductions(s, tree)  # raises where nothing says how states go together
+        rule.states.require_summable(s, tree)  # or where nothing says how states go together
     for name in ("params", "optimizer", "stage_state"):
         leaves, treedef = tree_flatten(getattr(state, name))
         for leaf, path in zip(leaves, tree_paths(treedef, name), strict=True):
@@ -77,6 +84,7 @@ def initial_state(
                 )
     if ranks.shards_params:
         note_whole(ranks, state.step, masters)
+    _warn_where_nothing_trains(rule, ranks, state)
     return note_made(state, {})
 
 
@@ -150,28 +158,75 @@ def _laid_out(
 ) -> Tree:
     """Make DTensors of the leaves of an optimizer state that belong to parameters which are DTensors.
 
-    Trees like the parameters are found by structure and shapes; they may have None in the place of some.
+    A leaf belongs to the parameter with whose path its own ends, if it has the shape of that.
+    """
+    leaves, structure = tree_flatten(state)
+    owners = _owners(structure, treedef)
+    return structure.unflatten(
+        distributed(leaf, layouts[n]) if n is not None and leaf.shape == shards[n].shape else leaf
+        for leaf, n in zip(leaves, owners, strict=True)
+    )
+
+
+def _owners(state: optree.PyTreeSpec, params: optree.PyTreeSpec) -> list[int | None]:
+    """Find the parameter to which each leaf of a state of the optimizer belongs, by its path."""
+    numbers = {path: n for n, path in enumerate(params.paths())}
+    ends = ((path[k:] for k in range(len(path) + 1)) for path in state.paths())
+    return [next((numbers[end] for end in each if end in numbers), None) for each in ends]
+
+
+def _carried_on(
+    made: Tree, before: Tree, params: optree.PyTreeSpec, fixed: Collection[int], name: str
+) -> Tree:
+    """Return an optimizer state with the leaves of an earlier one, which other parameters may have had.
+
+    Args:
+        made: the state of the parameters that train now; leaves that the earlier one lacks stay.
+        params: the structure of all parameters.
+        fixed: the numbers of those that are frozen now.
+        name: of ``before``, for errors.
     """
 
-    def numbers_of(node: Any) -> list[int]:
-        """Return the numbers of the parameters that the leaves of a node belong to; none for another node."""
-        try:
-            column = treedef.flatten_up_to(node)
-        except ValueError:
-            return []
-        numbers = [n for n, leaf in enumerate(column) if leaf is not None]
-        alike = all(
-            isinstance(column[n], torch.Tensor) and column[n].shape == shards[n].shape for n in numbers
+    def by_path(tree: Tree) -> dict[str, tuple[torch.Tensor | None, int | None]]:
+        leaves, structure = flatten(tree, name)
+        rows = zip(tree_paths(structure, name), leaves, _owners(structure, params), strict=True)
+        return {path: (leaf, owner) for path, leaf, owner in rows}
+
+    new, old = by_path(made), by_path(before)
+    for path in {**new, **old}:
+        (leaf, owner), (was, former) = (each.get(path, (None, None)) for each in (new, old))
+        thawed, frozen = was is None and owner is not None, leaf is None and former in fixed
+        got, expected = (
+            "nothing" if t is None else f"{t.dtype}{list(t.shape)} {layout_of(t) or 'whole'}"
+            for t in (was, leaf)
         )
-        return numbers if alike else []
+        if got != expected and not thawed and not frozen:
+            raise ValueError(
+                f"{path}: got {got}, expected {expected}; pass the state of the same optimizer for parameters"
+                " that are cut in the same way, or load a checkpoint of it"
+            )
+    return tree_structure(made).unflatten(old.get(path, pair)[0] for path, pair in new.items())
 
-    def laid_out(node: Any) -> Any:
-        if not (numbers := numbers_of(node)):
-            return node
-        pairs = zip(tree_leaves(node), numbers, strict=True)
-        return tree_structure(node).unflatten(distributed(t, layouts[n]) for t, n in pairs)
 
-    return optree.tree_map(laid_out, state, is_leaf=lambda node: bool(numbers_of(node)), namespace=NAMESPACE)
+def _warn_where_nothing_trains(rule: UpdateRule, ranks: TrainingRanks, state: TrainState) -> None:
+    """Warn of parameters that all are frozen, or whose dtype holds no update of the size of the rate."""
+    trained = tree_leaves([rule.frozen.trained(s, tree) for s, tree in state.params.items()])
+    dtypes = {leaf.dtype for leaf in trained if differentiable(leaf.dtype)}
+    others = set(ranks.schedule.model_stages) - state.params.keys()
+    if not dtypes and rule.frozen.all_of(others):
+        warn(
+            "params: all parameters are frozen, so that no step changes one; set requires_grad of some, or"
+            " give trainable="
+        )
+    rate, of_stage = rule.optimizer.rate, next(iter(state.optimizer.values()), None)
+    for dtype in dtypes if rate is not None and not transforming() else ():
+        eps, largest = torch.finfo(dtype).eps, max(rates_of(rate, of_stage), default=inf)
+        if dtype.itemsize == 2 and largest < eps / 4:
+            warn(
+                f"params: they are kept in {dtype}, where a learning rate of {largest:g} leaves a parameter"
+                f" of 1 as it is; keep them in float32: precision=ppfunc.Precision(compute={dtype},"
+                " master=torch.float32)"
+            )
 
 
 def require_elementwise(optimizer: Optimizer, params: Tree, dims: Sequence[int | None], name: str) -> None:
@@ -221,18 +276,23 @@ def _random(leaf: torch.Tensor, dim: int | None, draw: torch.Generator) -> torch
         min(size, _LARGEST) // 2 * 2 or 2 if d == dim else min(size, _LARGEST)
         for d, size in enumerate(leaf.shape)
     ]
+    device = torch.device("cpu") if leaf.is_meta else leaf.device  # a parameter on paper has no numbers
     if not differentiable(leaf.dtype):
-        return leaf.new_zeros(shape)
+        return leaf.new_zeros(shape, device=device)
     wide = torch.complex128 if leaf.dtype.is_complex else torch.float64
-    return torch.randn(shape, generator=draw, dtype=wide).to(leaf.device)
+    return torch.randn(shape, generator=draw, dtype=wide).to(device)
 
 
 def _trained(
     optimizer: Optimizer, treedef: optree.PyTreeSpec, columns: Sequence[Sequence[torch.Tensor]]
 ) -> list[torch.Tensor]:
-    """Return parameters, the first column, after updates by gradients, the others."""
+    """Return parameters, the first column, after updates by gradients, the others.
+
+    What is computed of whole matrices is left out, since a step puts these together.
+    """
     params, *gradients = (treedef.unflatten(t.clone() for t in column) for column in columns)
     state = optimizer.init(params)
-    for grads in gradients:
-        params, state = optimizer.update(grads, state, params)
+    with matrices_by(lambda fn, tree: tree):
+        for grads in gradients:
+            params, state = optimizer.update(grads, state, params)
     return tree_leaves(params)

@@ -16,11 +16,13 @@ class CutMatrices(NamedTuple):
     """Name the leaves whose matrices, of their last two dimensions, are cut over the ranks of an axis.
 
     Args:
-        ranks: of the axis.
+        axis: its name.
+        ranks: of the axis; None for one that the transport does not know.
         cuts: by number of the leaf, the dimension that is cut, and its length over all ranks.
     """
 
-    ranks: Collective
+    axis: str
+    ranks: Collective | None
     cuts: dict[int, tuple[int, int]]
 
 
@@ -40,10 +42,18 @@ def on_matrices(
         fn: of one leaf, which may be a stack of matrices; returns a tensor of the same form.
         leaves: by number, of one dtype.
         axes: the first is that which cut last.
+
+    Raises:
+        ValueError: the transport does not know an axis.
     """
     if not axes:
         return {n: fn(leaf) for n, leaf in leaves.items()}
-    (ranks, cuts), *others = axes
+    (axis, ranks, cuts), *others = axes
+    if ranks is None:
+        raise ValueError(
+            f"params: got matrices in parts over the axis {axis!r}, which are updated whole, and a transport"
+            f" without it; pass ppfunc.P2P(mesh=mesh, axes=ppfunc.Axes('pp', model={axis!r}))"
+        )
     whole = {n: _with_length(leaf.shape, *cuts[n]) for n, leaf in leaves.items() if n in cuts}
     if not whole:
         return on_matrices(fn, leaves, others)

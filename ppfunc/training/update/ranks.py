@@ -113,8 +113,9 @@ class TrainingRanks(NamedTuple):
         model = along(axes.model_axes)
         cutting = {axis: along((axis,)) for axis in (*every[-1:], axes.model, axes.experts) if axis}
         local_ranks, world = transport.local_ranks(schedule.ranks), transport.collective("world")
-        sums_over = dense.ranks, model, world, dense, experts
-        return cls(shard, schedule, local_ranks, tied, *sums_over, cutting, mesh, axes)
+        return cls(
+            shard, schedule, local_ranks, tied, dense.ranks, model, world, dense, experts, cutting, mesh, axes
+        )
 
     def on_paper(self, ranks: tuple[int, ...]) -> TrainingRanks:
         """Describe the same ranks, of which this process runs ``ranks``; collectives move nothing."""
@@ -177,16 +178,17 @@ class TrainingRanks(NamedTuple):
         Args:
             cuts: of the parameters, which are numbered in their order.
         """
-        found = {axis: CutMatrices(ranks, {}) for axis, ranks in self.cutting.items()}
+        found = dict[str, CutMatrices]()
         for n, cut in enumerate(cuts):
             lengths = [] if cut.kept is None else [*cut.kept.shape]
             for axis, placement in placements_by_axis(cut.kept).items():
                 if (dim := getattr(placement, "dim", -1)) >= max(0, len(lengths) - 2):
-                    found[axis].cuts[n] = dim, lengths[dim]
-                    ranks = found[axis].ranks
-                    lengths[dim] = part_length(lengths[dim], ranks.size, ranks.index)
+                    ranks = self.cutting.get(axis)
+                    found.setdefault(axis, CutMatrices(axis, ranks, {})).cuts[n] = dim, lengths[dim]
+                    if ranks is not None:
+                        lengths[dim] = part_length(lengths[dim], ranks.size, ranks.index)
         order = () if self.mesh is None else self.mesh.mesh_dim_names or ()
-        return [found[axis] for axis in reversed(order) if axis in found and found[axis].cuts]
+        return [found[axis] for axis in (*(found.keys() - {*order}), *reversed(order)) if axis in found]
 
     def summed_over(self, leaf: torch.Tensor) -> Sums:
         """Return the data ranks over which the gradient of a leaf, or its change, is summed."""

@@ -147,7 +147,11 @@ def _term(way: str, before: torch.Tensor, after: torch.Tensor, ranks: int) -> to
     old, new = _wide(before), _wide(after)
     if way == "sum":
         return torch.where(new == old, torch.zeros_like(new), new - old)  # 0 of infinities
-    return new / _power_of_two(ranks) if new.is_floating_point() else torch.stack([new // ranks, new % ranks])
+    return (
+        new / 2.0 ** (ranks - 1).bit_length()
+        if new.is_floating_point()
+        else torch.stack([new // ranks, new % ranks])
+    )
 
 
 def _renew(
@@ -159,18 +163,13 @@ def _renew(
         if ways[n] == "sum":
             total = _wide(before[n]) + total
         elif total.is_floating_point():
-            total = total / ranks * _power_of_two(ranks)
+            total = total / ranks * 2.0 ** (ranks - 1).bit_length()
         else:
             total = total[0] + total[1] // ranks
-        total = torch.view_as_complex(total) if before[n].is_complex() else total
-        new[n] = total.to(before[n].dtype)
+        new[n] = (torch.view_as_complex(total) if before[n].is_complex() else total).to(before[n].dtype)
 
 
 def _wide(leaf: torch.Tensor) -> torch.Tensor:
     """Convert to float64, complex numbers as pairs, or integers to int64."""
     real = torch.view_as_real(leaf) if leaf.is_complex() else leaf
     return real.double() if real.is_floating_point() else real.long()
-
-
-def _power_of_two(least: int) -> float:
-    return 2.0 ** (least - 1).bit_length()

@@ -159,7 +159,7 @@ class StageUpdate:
 
     def _on_matrices(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> Tree:
         """Apply a function to whole matrices, of a tree with None in the place of other parameters."""
-        column: list[torch.Tensor | None] = self._forms[0].treedef.flatten_up_to(tree)
+        column: list[Any] = self._forms[0].treedef.flatten_up_to(tree)
         for dtype in {leaf.dtype: None for leaf in column if leaf is not None}:
             alike = {n: leaf for n, leaf in enumerate(column) if leaf is not None and leaf.dtype == dtype}
             for n, leaf in on_matrices(fn, alike, self._axes).items():

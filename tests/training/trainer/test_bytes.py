@@ -59,6 +59,7 @@ class Case(NamedTuple):
     names: tuple[str, ...]
     axes: pp.Axes
     shard: str
+    muon: bool = False
 
     @property
     def stages(self):
@@ -81,6 +82,7 @@ WITH_EXPERTS = (1, 2, 2), ("pp", "ep", "dp"), pp.Axes("pp", ("ep", "dp"), expert
 CASES = [
     *(Case(*form, shard) for form in (FLAT, WITH_EXPERTS) for shard in ("none", "optimizer", "params")),
     *(Case(*HYBRID, shard) for shard in ("optimizer", "params")),
+    *(Case(*form, shard, True) for form, shard in ((FLAT, "optimizer"), (HYBRID, "params"), (FLAT, "none"))),
 ]
 
 
@@ -114,7 +116,8 @@ def counted(rank, size, case):
     only = {s: {name: ONLY[name] for name in params} for s in range(case.stages)}
     # Messages are counted at gloo.
     transport = pp.P2P(mesh=mesh, axes=case.axes, shard=case.shard, mapped=False)
-    optimizer = pp.optim.chain(pp.optim.clip_by_global_norm(1.0), pp.optim.adamw(0.1))
+    optimizer = pp.optim.muon(0.1) if case.muon else pp.optim.adamw(0.1)
+    optimizer = pp.optim.chain(pp.optim.clip_by_global_norm(1.0), optimizer)
     schedule = pp.one_f_one_b(case.stages, M)
     place = sum(mesh.get_local_rank(axis) * 10**n for n, axis in enumerate(case.axes.data_axes))
     x, y = normal(M * ROWS, WIDTH, seed=place).float(), normal(M * ROWS, WIDTH, seed=9).bfloat16()
@@ -145,15 +148,22 @@ def by_hand(case):
         sent["_allgather_base"] = SINGLE * numbers // parts
     if case.shard == "params":  # casts, once a step: each rank has one stage
         sent["_allgather_base"] = HALF * (FROZEN + numbers) // parts
+    if (
+        case.muon and case.shard != "none"
+    ):  # parts of two matrices, each to one rank, whole and back from there
+        assert parts == 2
+        sent["alltoall_base"] = SINGLE * 2 * numbers // parts
     message = HALF * M * ROWS * WIDTH
     sent["send"] = message if case.stages > 1 else 0
     sent["all_to_all_single"] = 4 * message if experts else 0  # there and back, forward and backward
     frozen = HALF * FROZEN // (parts if case.shard == "params" else 1)
     masters = SINGLE * numbers // (parts if case.shard == "params" else 1)
-    return sent, frozen + masters, 2 * SINGLE * numbers // parts
+    return sent, frozen + masters, (1 if case.muon else 2) * SINGLE * numbers // parts
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{'x'.join(case.names)}-{case.shard}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{'x'.join(case.names)}-{case.shard}-{'muon' * case.muon}"
+)
 def test_each_rank_sends_and_keeps_the_bytes_that_shapes_give(four, case):
     sent, params, optimizer = by_hand(case)
     for got, kept_params, kept_optimizer in four(counted, case):
