@@ -165,15 +165,17 @@ def _fill_stage(
     if stage in lowered.losses:
         losses = (lowered.stages[stage, m].loss for m in microbatches)
         leaf = next(loss for loss in losses if loss is not None).leaves[0]
-        weights = buffers.weights[stage] = _weights_of(lowered, arguments, stage, leaf.dtype)
+        weights = _weights_of(lowered, arguments, stage, leaf.dtype)
+        buffers.weights[stage] = weights.unbind()
         if buffers.scale is not None:
             if leaf.dtype == torch.float16:
                 raise ValueError(
                     f"the loss of stage {model_stage} is float16, in which a scaled loss overflows; compute"
                     " it in float32, as loss_fn(y.float(), target) does, or leave out the scale"
                 )
-            weights = tuple([weight * buffers.scale.to(weight.device, weight.dtype) for weight in weights])
-        cotangents = ((weights[m].to(leaf.dtype).expand(leaf.shape),) for m in microbatches)
+            weights = weights * buffers.scale.to(weights.device, weights.dtype)
+        each = weights.to(leaf.dtype).unbind()
+        cotangents = ((each[m].expand(leaf.shape),) for m in microbatches)
         buffers.cotangents.update(zip(((stage, m) for m in microbatches), cotangents, strict=True))
     if stage == chain.stages[0]:
         buffers.values.update((Tag("F", BATCH, stage, m), tuple(arguments.inputs[m])) for m in microbatches)
@@ -192,9 +194,9 @@ def _gradients_of(lowered: LoweredStep, buffers: Buffers, model_stage: int) -> G
 
 def _weights_of(
     lowered: LoweredStep, arguments: StepArguments, stage: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, ...]:
-    """Return the weight of every microbatch, a scalar each, where a stage computes and in the dtype in which
-    losses are added up.
+) -> torch.Tensor:
+    """Return the weights of all microbatches, where a stage computes and in the dtype in which losses are
+    added up.
 
     Args:
         dtype: in which the stage makes its losses.
@@ -203,14 +205,14 @@ def _weights_of(
     device = lowered.form.devices[lowered.schedule.model_stages[stage]]
     if weights is None:
         m = lowered.schedule.microbatches
-        return torch.full((m,), 1 / m, dtype=form.dtype, device=device).unbind()
+        return torch.full((m,), 1 / m, dtype=form.dtype, device=device)
     wide = upload(weights.to(form.dtype), device)
     rows = values(weights)  # of all rows, under a transform
     if rows.device.type == "cpu":
         _require_representable(tuple(rows.flatten().tolist()), dtype)
     else:  # where nothing may be read, they make no number
         wide = torch.where((weights.to(device) != 0) & (wide.to(dtype) == 0), torch.nan, wide)
-    return wide.unbind()
+    return wide
 
 
 @lru_cache(maxsize=64)

@@ -173,7 +173,7 @@ def _run(
     starts = [0, *accumulate(map(len, program))]
     moments: dict[int, Moment] = {}
     buffers = fill(step, arguments)
-    ledger.mark("batch", chain.from_iterable(buffers.weights.values()))
+    ledger.mark("batch", chain(*buffers.weights.values(), *buffers.cotangents.values()))
     ledger.mark_rest("gradients")
     for call, place in zip(compiled.calls, compiled.places, strict=True):
         instructions, instruction = program[place.position], place.instruction
