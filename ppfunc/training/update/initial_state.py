@@ -219,10 +219,9 @@ def _warn_where_nothing_trains(rule: UpdateRule, ranks: TrainingRanks, state: Tr
             " give trainable="
         )
     rate, of_stage = rule.optimizer.rate, next(iter(state.optimizer.values()), None)
-    rates = [] if rate is None or transforming() else rates_of(rate, of_stage)
+    largest = max([] if rate is None or transforming() else rates_of(rate, of_stage), default=inf)
     for dtype in dtypes:
-        eps, largest = torch.finfo(dtype).eps, max(rates, default=inf)
-        if dtype.itemsize == 2 and largest < eps / 4:
+        if dtype.itemsize == 2 and largest < torch.finfo(dtype).eps / 4:
             warn(
                 f"params: they are kept in {dtype}, where a learning rate of {largest:g} leaves a parameter"
                 f" of 1 as it is; keep them in float32: precision=ppfunc.Precision(compute={dtype},"
