@@ -1,18 +1,16 @@
 """Read how a model is called: tensors in its arguments are the inputs of a step, the rest is constant."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from inspect import signature
 from typing import Any, NamedTuple, Self
 
 import torch
-from optree import PyTreeSpec
+from optree import PyTreeSpec, treespec_paths
 
-from ppfunc._checks import mend_for, shown
-from ppfunc.stage.constants import with_constants
+from ppfunc._checks import mend_for, require_type, shown
+from ppfunc.stage.constants import by_value, is_known, leaves_and_known, with_constants
 from ppfunc.stage.signature import Unquoted
 from ppfunc.stage.tree import filled, tree_flatten, tree_map, tree_structure
-
-Changes = tuple[tuple[int, Any], ...]
-"""Numbers, texts and flags in the place of constants of the split, with the numbers of these."""
 
 
 class LeafForm(NamedTuple):
@@ -78,59 +76,59 @@ class CallForm(NamedTuple):
         form = cls(treedef, constants, places, tree_structure(inputs), kind)
         return form, tuple(leaves[i] for i in places)
 
-    def with_changes(self, changes: Changes) -> "CallForm":
-        """Return the form of a call with other constants."""
-        changed = dict(changes)
-        constants = tuple(changed.get(place, value) for place, value in enumerate(self.constants))
-        return self._replace(constants=constants)
+    @property
+    def key(self) -> Hashable:
+        """Return a key that is equal for calls with the same structure and constants."""
+        return self.treedef, repr(self.constants)
 
-    def arguments(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Build the arguments of the model from tensors, with block masks in parts."""
         arguments: Any = self.treedef.unflatten(filled(self.constants, self.places, tensors))
         return arguments
 
-    def read(self, x: Any) -> tuple[tuple[torch.Tensor, ...], Changes]:
-        """Take the tensors out of an input of the first stage, and the constants that differ.
+    def names(self, model: torch.nn.Module) -> list[str]:
+        """Name the argument that each tensor is in."""
+        positional, paths = [*signature(model.forward).parameters], treespec_paths(self.treedef)
+        keys = [paths[place][:2] for place in self.places]
+        return [
+            positional[key] if not of_kwargs and key < len(positional) else str(key)
+            for of_kwargs, key in keys
+        ]
+
+    def taken_apart(self, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Take positional and keyword arguments out of an input of the first stage.
 
         Raises:
-            ValueError: it has another structure than the call at the split.
+            ValueError: the input has another kind than the call, or another number of positional arguments.
         """
-        x = with_constants(x, "inputs", masks_alone=True)
-        arguments: tuple[Any, Any]
-        match self.kind:
-            case "one" | "args":
-                args = (
-                    x if isinstance(x, tuple) and (self.kind == "args" or self._ends_in_kwargs(x)) else (x,)
-                )
-                arguments = (args[:-1], args[-1]) if self._ends_in_kwargs(args) else (args, {})
-            case "kwargs":
-                arguments = (), x
-            case _:
-                arguments = (x[:-1], x[-1]) if isinstance(x, tuple) and x else ((x,), {})
-        leaves, treedef = tree_flatten(arguments, "inputs")
-        if treedef == self.inputs and all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            return tuple(leaves), ()
-        args, named = self.arguments((None,) * len(self.places))
-        filled = tuple(a if b is None else b for a, b in zip(args, arguments[0], strict=False))
-        leaves, treedef = tree_flatten((filled, _updated(named, arguments[1])))
-        places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
-        if treedef != self.treedef or places != self.places or len(args) != len(arguments[0]):
+        args, kwargs = (x if isinstance(x, tuple) else (x,)), {}
+        if self.kind == "kwargs":
+            args, kwargs = (), x
+        elif self.kind == "one" and not self._ends_in_kwargs(args):
+            args = (x,)
+        elif args and (self.kind == "both" or self._ends_in_kwargs(args)):
+            *args, kwargs = args
+        wanted, _ = self.arguments((None,) * len(self.places))
+        if len(args) != len(wanted) or not isinstance(kwargs, dict):
             got = tree_map(lambda leaf: _TENSOR if isinstance(leaf, torch.Tensor) else leaf, x)
             raise ValueError(
-                f"inputs: got {got}, expected {self.expected}, as the arguments at the split; or"
-                " split again with arguments of this form"
+                f"inputs: got {got}, expected {self.expected}, as the arguments at the split, with None or no"
+                " keyword argument for what a microbatch has not; or split again with arguments of this form"
             )
-        changes = enumerate(zip(self.constants, leaves, strict=True))
-        return tuple(leaves[i] for i in places), tuple(
-            (i, now) for i, (then, now) in changes if i not in places and repr(then) != repr(now)
-        )
+        return tuple(args), kwargs
 
-    def _ends_in_kwargs(self, args: Any) -> bool:
+    def _ends_in_kwargs(self, args: tuple[Any, ...]) -> bool:
         """Tell whether keyword arguments without tensors follow the positional ones."""
-        if not (isinstance(args, tuple) and args and isinstance(args[-1], dict)):
+        if not (args and isinstance(args[-1], dict)):
             return False
         _, named = self.arguments((None,) * len(self.places))
         return bool(named) and named.keys() >= args[-1].keys() and not _has_tensors(args[-1])
+
+    @property
+    def fixed(self) -> dict[int | str, Any]:
+        """Return the arguments without tensors, by position or name."""
+        args, kwargs = self.arguments([_TENSOR] * len(self.places))
+        return {at: v for at, v in (*enumerate(args), *kwargs.items()) if not _has_tensors(v)}
 
     @property
     def expected(self) -> str:
@@ -146,12 +144,84 @@ class CallForm(NamedTuple):
 _TENSOR = Unquoted("tensor")
 
 
-def _updated(named: dict[str, Any], changes: Any) -> Any:
-    """Replace keyword arguments, in the order of the split; return anything else as it is."""
-    if not isinstance(changes, dict) or not changes.keys() <= named.keys():
-        return changes
-    return {key: changes.get(key, value) for key, value in named.items()}
+class Constants(NamedTuple):
+    """Name the arguments of a model whose values belong to the split.
+
+    Args:
+        names: of the arguments.
+        numbers: the positions of these in a call by position.
+    """
+
+    names: frozenset[str]
+    numbers: frozenset[int]
+
+    @classmethod
+    def of(cls, names: Sequence[str], model: torch.nn.Module) -> Self:
+        """Find the positions of arguments."""
+        require_type("constants", names, list | tuple, "a list of names of arguments")
+        parameters = signature(model.forward).parameters
+        further = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        if unknown := [name for name in names if name not in parameters and not further]:
+            raise ValueError(
+                f"constants: got {unknown[0]!r}, expected names of arguments of the model, which are"
+                f" {', '.join(parameters)}"
+            )
+        return cls(frozenset(names), frozenset(n for n, name in enumerate(parameters) if name in names))
+
+    def read(self, x: Any, read: Callable[[Any], Any] = by_value) -> Any:
+        """Apply a function, which reads values, to the named arguments in an input of the first stage."""
+        match x:
+            case dict():
+                return {key: read(value) if key in self.names else value for key, value in x.items()}
+            case tuple():
+                return tuple(
+                    read(value)
+                    if n in self.numbers
+                    else self.read(value, read)
+                    if type(value) is dict
+                    else value
+                    for n, value in enumerate(x)
+                )
+        return read(x) if 0 in self.numbers else x
+
+
+def read_call(forms: Sequence[CallForm], x: Any) -> tuple[CallForm, tuple[torch.Tensor, ...]]:
+    """Read how the model is called for an input of the first stage, and the tensors of the call.
+
+    An argument without tensors that the input leaves out has its value of the split, if all calls there have
+    the same.
+
+    Args:
+        forms: of the calls at the split, all of one kind.
+        x: the input.
+
+    Raises:
+        ValueError: it is not of this kind, or has no tensor.
+    """
+    first, x = forms[0], with_constants(x, "inputs", masks_alone=True)
+    given = first.taken_apart(x)
+    leaves, structure = tree_flatten(given, "inputs")
+    places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    if not places:
+        raise ValueError(f"inputs: got no tensor in {shown(x)}, expected {first.expected}")
+    if len(forms) == 1 and structure == first.inputs and len(places) == len(leaves):
+        return first, tuple(leaves)
+    fixed = {
+        at: value
+        for at, value in first.fixed.items()
+        if all(repr(form.fixed.get(at, form)) == repr(value) for form in forms)
+    }
+    positional = tuple(fixed.get(n) if value is None else value for n, value in enumerate(given[0]))
+    _, ordered = first.arguments((None,) * len(first.places))
+    keywords = {key: given[1].get(key, fixed.get(key)) for key in ordered if key in given[1] or key in fixed}
+    leaves, treedef = tree_flatten((positional, keywords | given[1]), "inputs")
+    places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    constants = tuple(None if i in places else leaf for i, leaf in enumerate(leaves))
+    return CallForm(treedef, constants, places, structure, first.kind), tuple(leaves[i] for i in places)
 
 
 def _has_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in tree_flatten(value)[0])
+    """Tell whether a value holds tensors, known ones too, or stand-ins of tensors."""
+    return any(
+        isinstance(leaf, torch.Tensor | Unquoted) or is_known(leaf) for leaf in leaves_and_known(value)
+    )

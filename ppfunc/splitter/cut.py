@@ -59,13 +59,13 @@ def cut(trace: Trace, stages: int, state: Mapping[str, int]) -> tuple[StagePart,
         StageError: the model writes into a parameter or an input, or into one buffer in several stages.
         WrittenElsewhereError: the trace has to be made functional first.
     """
-    homes = {**state, **_state_buffers(trace)}
+    homes = {**state, **state_buffers(trace)}
     cutter = _Cutter(trace, homes)
     _require_homes(cutter, state)
     return tuple(reversed([cutter.part(stage, stage == stages - 1) for stage in reversed(range(stages))]))
 
 
-def _state_buffers(trace: Trace) -> dict[str, int]:
+def state_buffers(trace: Trace) -> dict[str, int]:
     """Find the buffers that the trace writes into or replaces, each with its stage."""
     homes: dict[str, set[int]] = {name: {node.meta["stage"]} for name, node in trace.replaced.items()}
     at = {memory: name for name, node in trace.buffers.items() for memory in storages_of(node)}
@@ -81,6 +81,20 @@ def _state_buffers(trace: Trace) -> dict[str, int]:
                 "cut elsewhere, or give each stage a module of its own",
             )
     return {name: stage for name, (stage,) in homes.items()}
+
+
+def readers(trace: Trace, places: Mapping[str, Node]) -> dict[str, int]:
+    """Find the first stage that reads each of some tensors of the model.
+
+    Args:
+        trace: of the model.
+        places: the nodes of the tensors, by name; others than these are left out.
+    """
+    names, first = {node: name for name, node in places.items()}, dict[str, int]()
+    for node in trace.nodes:
+        for name in (names[n] for n in node.all_input_nodes if n in names):
+            first.setdefault(name, int(node.meta["stage"]))
+    return first
 
 
 def _require_homes(cutter: "_Cutter", state: Mapping[str, int]) -> None:

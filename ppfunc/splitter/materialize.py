@@ -139,8 +139,9 @@ def _stages_of_rank(
             f"the axis {pipe!r} has {mesh[pipe].size()} ranks, expected {schedule.ranks}, those of the"
             f" schedule {schedule.name!r}"
         )
-    place = mesh.get_coordinate()
-    assert place is not None  # a rank of the mesh
+    place = mesh.get_coordinate()  # in the order of the mesh, as ranks of a pipeline are counted
+    if place is None:
+        raise ValueError("mesh: got one that this rank is not in; call materialize on its ranks alone")
     return schedule.model_stages_of(place[(mesh.mesh_dim_names or ()).index(pipe)])
 
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 from ppfunc.stage.engines.tracing.cut import Block
 from ppfunc.stage.engines.tracing.dispatch import OperatorCall
 from ppfunc.stage.engines.tracing.emit import Recipe, write
-from ppfunc.stage.tree import register_leafless
+from ppfunc.stage.tree import PLAIN, register_leafless
 
 from .cut import StagePart, storages_of
 from .record import Region, within
@@ -142,11 +142,7 @@ def _rebuilder(trace: Trace, tensors: Sequence[Node]) -> Callable[[Leaves], Any]
 
 
 def _plain(value: Any) -> Any:
-    return (
-        value
-        if isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device)
-        else NotKept(type(value))
-    )
+    return value if type(value) in PLAIN else NotKept(type(value))
 
 
 def _memory_order(node: Node) -> tuple[int, ...] | None:

@@ -28,6 +28,7 @@ from ppfunc.stage.abstract.purity import tensors_in, written
 from ppfunc.stage.device import autocast, kinds
 from ppfunc.stage.engines.tracing.graph import TRACED, GraphRecorder, is_element
 from ppfunc.stage.errors import place_of_call, warn
+from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import filled, tree_flatten
 
 from ._torch import CheckpointFunction, PreDispatchMode, saved_tensor_hooks, with_values
@@ -94,6 +95,7 @@ class Recording(GraphRecorder, PreDispatchMode):
             own.
         stage: the stage of the operators to come.
         operators: how many there are.
+        asked: the inputs on whose values the form of a result depends, where it could not be traced.
         cuts: how many there were at each call of ``torch.distributed.pipelining.pipe_split()``.
     """
 
@@ -102,6 +104,7 @@ class Recording(GraphRecorder, PreDispatchMode):
         self.stage = 0
         self.operators = 0
         self.cuts: list[int] = []
+        self.asked: set[Node] = set()
         self._thread = threading.get_ident()
         self._writers: dict[int, list[Node]] = {}  # by the memory that they write into
         self._alive: list[Any] = []  # so that no identity is used twice
@@ -187,6 +190,9 @@ class Recording(GraphRecorder, PreDispatchMode):
             result = self._whole(func, args, kwargs)
         except DATA_DEPENDENT:
             if (result := self._on_known(func, args, kwargs, nodes)) is None:
+                # What selects are integers and flags, where there are some.
+                selecting = [n for n in nodes if not differentiable(n.meta["value"].dtype)]
+                self.asked = self._sources(selecting or nodes)
                 raise
             return result
         if schema(func).returns and next(tensors_in(result), None) is None and not schema(func).is_mutable:
@@ -305,6 +311,18 @@ class Recording(GraphRecorder, PreDispatchMode):
         for tensor in tensors_in(result):
             self.node(tensor).meta["known"] = True
         return result
+
+    def _sources(self, nodes: list[Node]) -> set[Node]:
+        """Find the inputs and the tensors of the model on which values depend."""
+        seen: set[Node] = set()
+        todo = [*nodes]
+        while todo:
+            node = todo.pop()
+            if node not in seen:
+                seen.add(node)
+                todo += node.all_input_nodes
+                todo += [w for at in node.meta["reads"] for w in self._writers.get(at, ()) if w < node]
+        return {node for node in seen if node.op == "placeholder"}
 
     def _warn_of_checkpoint(self) -> None:
         if not self._warned:

@@ -1,12 +1,13 @@
 """Keep the code of the stages of a model, which is traced once for every form of its inputs."""
 
+import fnmatch
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from hashlib import sha256
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,8 @@ from ppfunc.stage.modules.module import structure_watch
 from ppfunc.stage.process import process_lock
 
 from ._torch import vmapped
-from .call import CallForm, Changes, LeafForm
-from .cut import StagePart, WrittenElsewhereError, cut
+from .call import CallForm, Constants, LeafForm
+from .cut import StagePart, WrittenElsewhereError, cut, readers, state_buffers
 from .functional import MAPPABLE, without_writes
 from .program import StageCode, stage_codes
 from .record import Region
@@ -36,19 +37,24 @@ class Source:
 
     Args:
         model: any module.
-        form: how it is called.
+        forms: how it is called: in each of the calls at the split.
         names: the modules that begin the stages after the first.
+        known: the arguments whose values belong to the form of a call.
 
     Attributes:
-        first: the code of the first trace, which all other code has to fit.
+        held: what each stage reads, writes and takes in any of these calls, which all other code has to fit.
         loaded: buffers to be read in the place of the model's.
     """
 
-    def __init__(self, model: nn.Module, form: CallForm, names: Sequence[str]) -> None:
-        self.model, self.form, self.names = model, form, tuple(names)
+    def __init__(
+        self, model: nn.Module, forms: Sequence[CallForm], names: Sequence[str], known: Constants
+    ) -> None:
+        self.model, self.forms, self.names, self.known = model, tuple(forms), tuple(names), known
         self.stages = len(names) + 1
         self.loaded: dict[str, Tensor] = {}
-        self.first: tuple[StageCode, ...] = ()
+        self.held: tuple[Footprint, ...] = ()
+        self._readers: dict[str, int] = {}  # the first stage that reads each parameter
+        self._homes: dict[str, int] = {}  # the stages of buffers that are state
         self._codes: OrderedDict[Hashable, tuple[StageCode, ...]] = OrderedDict()
         self._structure_same = structure_watch(model.modules())
         self._moved: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
@@ -62,31 +68,72 @@ class Source:
     @property
     def cut(self) -> str:
         """Name the model, where it is cut, and a digest of what its stages hold: the same on all ranks."""
-        held = sha256(repr([(code.params, code.state) for code in self.first]).encode()).hexdigest()[:16]
+        held = sha256(repr([(code.params, code.state) for code in self.held]).encode()).hexdigest()[:16]
         return f"{type(self.model).__name__} cut at {', '.join(self.names) or 'no module'} ({held})"
 
     @property
     def skips(self) -> tuple[tuple[int, int], ...]:
         """List the pairs of stages between which values travel that are not neighbours."""
-        pairs = ((a, b) for b, code in enumerate(self.first) for a in code.received)
+        pairs = ((a, b) for b, held in enumerate(self.held) for a in held.received)
         return tuple(sorted((a, b) for a, b in pairs if a < b - 1))
+
+    def hold(
+        self,
+        calls: Sequence[tuple[Sequence[LeafForm], Trace]],
+        device: torch.device,
+        state: Sequence[str] = (),
+    ) -> None:
+        """Make the code of the calls at the split, and note what the stages hold.
+
+        Args:
+            calls: the forms of the inputs of each, and its trace.
+            device: where the stages compute.
+            state: patterns of names of buffers that are state, though the model only reads them.
+
+        Raises:
+            StageError, ValueError: the model cannot be cut there, or a pattern names no buffer that is read.
+        """
+        traces = [traced for _, traced in calls]
+        for name in self.names:
+            if all(name not in traced.starts for traced in traces):
+                raise ValueError(
+                    f"at: the module {name} is not called; name one that is, or the modules within it"
+                )
+        read: dict[str, int] = {}
+        for traced in sorted(traces, key=lambda t: len(t.starts.keys() & {*self.names}), reverse=True):
+            label_stages(traced, _begins(self.names, traced, self._readers))
+            self._readers = readers(traced, traced.params) | self._readers
+            read = readers(traced, traced.buffers) | read
+            self._homes = state_buffers(traced) | self._homes
+        for pattern in state:
+            if not (named := fnmatch.filter(read, pattern)):
+                raise ValueError(
+                    f"state: {pattern!r} is no name of a buffer that the model reads, which are"
+                    f" {', '.join(read) or 'none'}"
+                )
+            self._homes = {name: read[name] for name in named} | self._homes
+        made = [
+            self.codes(form, inputs, device, traced)
+            for form, (inputs, traced) in zip(self.forms, calls, strict=True)
+        ]
+        self.held = tuple(map(Footprint.of, zip(*made, strict=True)))
 
     def codes(
         self,
+        form: CallForm,
         inputs: Sequence[LeafForm],
         device: torch.device,
         traced: Trace | None = None,
-        changes: Changes = (),
         compute: torch.dtype | None = None,
     ) -> tuple[StageCode, ...]:
-        """Return the code of every stage for inputs of these forms.
+        """Return the code of every stage for a call with inputs of these forms.
 
         Args:
+            form: how the model is called.
             inputs: the forms.
             device: where the stages compute.
-            compute: the dtype of all floating parameters, by default that of each in the model.
             traced: the trace of the model for them, by default made here.
-            changes: of the constants of the call.
+            compute: the dtype of all floating parameters, by default that of each in the model.
 
         Raises:
             StageError: the model cannot be traced, or the stages would not be those of the split.
@@ -97,7 +144,7 @@ class Source:
             device,
             compute,
             functional,
-            repr(changes),
+            form.key,
             _plain_attributes(self.model),
             tuple((p.requires_grad, p.dtype) for p in self.model.parameters()),
             tuple((b.shape, b.dtype) for b in self.model.buffers()),
@@ -110,8 +157,7 @@ class Source:
                 self._structure_same = structure_watch(self.model.modules())
             if key not in self._codes:
                 if traced is None:
-                    form = self.form.with_changes(changes)
-                    traced = trace(self.model, form, inputs, device, self.names, compute)
+                    traced = self._trace(form, inputs, device, compute)
                 self._codes[key] = self._make_codes(traced, device, functional)
                 while len(self._codes) > _MOST:
                     self._codes.popitem(last=False)
@@ -166,21 +212,54 @@ class Source:
                 self._moved[name, device] = buffer, moved
             return moved
 
+    def _trace(
+        self, form: CallForm, inputs: Sequence[LeafForm], device: torch.device, compute: torch.dtype | None
+    ) -> Trace:
+        try:
+            return trace(self.model, form, inputs, device, self.names, compute)
+        except StageError as error:
+            if any(form.inputs == known.inputs for known in self.forms):
+                raise
+            expected = " or ".join(known.expected for known in self.forms)
+            raise StageError(
+                error.stage,
+                f"called with {form.expected}, where the split had {expected}, {error.reason}",
+                "give inputs of the form at the split; or split with one example of each form,"
+                " ppfunc.split(model, ppfunc.Microbatches([...]))",
+            ) from error
+
     def _make_codes(self, traced: Trace, device: torch.device, functional: bool) -> tuple[StageCode, ...]:
         ambient = Region(True, autocast())
-        label_stages(traced, _begins(self.names, traced))
+        label_stages(traced, _begins(self.names, traced, self._readers))
         traced = without_writes(traced, device) if functional else traced
-        state = {name: stage for stage, code in enumerate(self.first) for name in code.state}
         try:
-            parts = cut(traced, self.stages, state)
+            parts = cut(traced, self.stages, self._homes)
         except WrittenElsewhereError:
             traced = without_writes(traced, device)
-            parts = cut(traced, self.stages, state)
+            parts = cut(traced, self.stages, self._homes)
         _require_plain(parts)
-        _require_same(self.first, parts)
-        codes = stage_codes(traced, parts, ambient, MAPPABLE if functional else {})
-        self.first = self.first or codes
-        return codes
+        _require_same(self.held, parts)
+        return stage_codes(traced, parts, ambient, MAPPABLE if functional else {})
+
+
+class Footprint(NamedTuple):
+    """Describe what a stage reads and writes in any of several calls of the model.
+
+    Args:
+        params, constants, state: names of the tensors of the model.
+        received: the stages from which it takes values.
+    """
+
+    params: tuple[str, ...]
+    constants: tuple[str, ...]
+    state: tuple[str, ...]
+    received: tuple[int, ...]
+
+    @classmethod
+    def of(cls, codes: Sequence[StageCode]) -> Self:
+        """Put together what the code of one stage holds, for all calls."""
+        each = zip(*((code.params, code.constants, code.state, code.received) for code in codes), strict=True)
+        return cls(*(tuple(dict.fromkeys(chain.from_iterable(names))) for names in each))
 
 
 def _plain_attributes(model: nn.Module) -> tuple[Any, ...]:
@@ -215,36 +294,49 @@ def _require_plain(parts: Sequence[StagePart]) -> None:
                     )
 
 
-def _begins(names: Sequence[str], traced: Trace) -> list[int]:
+def _begins(names: Sequence[str], traced: Trace, home: Mapping[str, int]) -> list[int]:
     """Find the operators with which stages begin.
 
+    A stage whose module is not called begins where a parameter of it, or of a later one, is read.
+
+    Args:
+        names: of the modules at which the stages after the first begin.
+        traced: a trace of the model.
+        home: of parameters the first stage that reads them in other calls.
+
     Raises:
-        ValueError: a named module is not called, or not in this order, or a stage would have no operator.
+        ValueError: the named modules are not called in this order, or a stage would have no operator.
     """
-    if missing := [name for name in names if name not in traced.starts]:
-        raise ValueError(
-            f"at: the module {missing[0]} is not called; name one that is, or the modules within it"
-        )
-    begins = [traced.starts[name] for name in names]
+    called = [name for name in names if name in traced.starts]
+    begins = [traced.starts[name] for name in called]
     if begins != sorted(begins):
-        real = sorted(names, key=traced.starts.__getitem__)
-        raise ValueError(f"at: got {list(names)}, expected the order in which they are called, {real}")
+        real = sorted(called, key=traced.starts.__getitem__)
+        raise ValueError(f"at: got {called}, expected the order in which they are called, {real}")
+    operators = [node for node in traced.nodes if node.op == "call_function"]
+    if len(called) < len(names):
+        stages = {node: home.get(name, 0) for name, node in traced.params.items()}
+        reads = [max((stages.get(n, 0) for n in node.all_input_nodes), default=0) for node in operators]
+        ends = [len(operators)]
+        for stage, name in reversed([*enumerate(names, 1)]):
+            own = (at for at, read in enumerate(reads[: ends[0]]) if read >= stage)
+            ends.insert(0, traced.starts.get(name, next(own, ends[0])))
+        return [*accumulate(ends[:-1], max)]
     for (before, start), (name, end) in pairwise([("", 0), *zip(names, begins, strict=True)]):
         if start == end:
             where = f"at the same operator as {before}" if before else "at the first operator of the model"
             raise ValueError(
                 f"at: the module {name} begins {where}, which leaves a stage without any; leave one out"
             )
-    if begins and begins[-1] == sum(node.op == "call_function" for node in traced.nodes):
+    if begins and begins[-1] == len(operators):
         raise ValueError(f"at: the module {names[-1]} calls no operator, nor does any after it; leave it out")
     return begins
 
 
-def _require_same(first: Sequence[StageCode], parts: Sequence[StagePart]) -> None:
+def _require_same(held: Sequence[Footprint], parts: Sequence[StagePart]) -> None:
     """Raise where stages take other parameters, state or values than those of the split."""
     when = "for the inputs, the mode or the modules that it has now, and did not at the split"
     mend = "split with inputs of this form, in this mode (training or evaluation)"
-    for stage, (code, part) in enumerate(zip(first, parts, strict=False)):  # the first has none before it
+    for stage, (code, part) in enumerate(zip(held, parts, strict=False)):  # at the split nothing is held yet
         if other := [name for name in part.params if name not in code.params]:
             raise StageError(f"stage {stage}", f"it reads the parameter {other[0]} {when}", mend)
         if other := [name for name in part.state if name not in code.state]:

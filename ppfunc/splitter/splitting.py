@@ -17,10 +17,9 @@ from ppfunc.schedule.collector import collector_paused
 from ppfunc.stage._torch import OpOverload
 from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT, without_values
 from ppfunc.stage.engines.tracing.graph import comparable, is_element, is_view
-from ppfunc.stage.layout import layout_of
 from ppfunc.stage.modules.module import is_subclass, require_usable
 
-from .call import CallForm, LeafForm
+from .call import CallForm, Constants, LeafForm
 from .functional import fake
 from .known import call_again
 from .pipe import as_pipe
@@ -41,6 +40,8 @@ def split(
     kwargs: Mapping[str, Any] | None = None,
     *,
     at: Sequence[str] | int | Partition | None = None,
+    constants: Sequence[str] = (),
+    state: Sequence[str] = (),
 ) -> Split:
     """Split a model into stages: trace one call of it, and cut the operators where the named modules begin.
 
@@ -49,9 +50,15 @@ def split(
     positional ones and, last, the dictionary. Values other than tensors become part of the split: the inputs
     of a step leave such keyword arguments out, and have None in place of positional ones; or they give
     numbers, texts and flags anew, keyword arguments in a dictionary that follows the positional ones. The
-    model is traced once for each such value. The loss function
-    gets the output of the model, in its own class: ``loss_fn(output, target)``. For a model that takes labels
-    and returns its loss, pass the labels as inputs, and ``loss_fn=lambda output, _: output.loss``.
+    model is traced once for each such value. The loss function gets the output of the model, in its own
+    class: ``loss_fn(output, target)``. For a model that takes labels and returns its loss, pass the labels as
+    inputs, no targets, and ``loss_fn=lambda output, _: output.loss``.
+
+    Microbatches of one step may differ: some leave a keyword argument out, or have None in its place. Where
+    the model then reads other parameters, give one example of each form. A stage has the parameters that it
+    reads in any of them::
+
+        split(model, ppfunc.Microbatches([{"ids": ids, "pixels": pixels}, {"ids": ids}]), at=4)
 
     Other batch sizes and lengths work: the model is traced again for every form of the inputs, the mode
     (training or evaluation) that it is in, and autocast. Values that later stages need travel by skip
@@ -68,11 +75,19 @@ def split(
     Args:
         model: any module, also on ``meta``, which is left unmodified; or a
             ``torch.distributed.pipelining.Pipe``.
-        args, kwargs: the arguments of one call on one microbatch; tensors may be on ``meta``.
+        args, kwargs: the arguments of one call on one microbatch, tensors may be on ``meta``; or Microbatches
+            of such ``args``, one for each form. Of these, the largest decides where a number of stages is
+            cut, and values other than tensors are part of the split where all have the same.
         at: names of modules, each of which begins a stage at its first call; or the number of stages, which
             are then balanced by the operations of their layers; or a partition of the layers of the model.
             None for a ``Pipe``, which has its own stages, and for a model that calls
             ``torch.distributed.pipelining.pipe_split()``, each call of which begins a stage then.
+        constants: names of arguments, tensors of integers or flags by which the model makes shapes or decides
+            (``image_grid_thw``, ``cu_seqlens``). Their values belong to the form of the inputs: the model is
+            traced for each. A step reads them, best on the CPU. In a whole batch they are cut as other inputs
+            are, to the same values in each microbatch.
+        state: patterns of ``fnmatch`` for names of buffers that the model only reads, and that are state all
+            the same, for ``update_state`` of a trainer: ``["*.e_score_correction_bias"]``.
 
     Returns:
         The split, in the mode that the model is in.
@@ -82,8 +97,8 @@ def split(
             buffer that several stages write into, hooks on gradients, draws by Python or numpy. The message
             names the line.
         TypeError: a module is scripted or compiled, a trained parameter is of a subclass that is no DTensor.
-        ValueError: a name is not that of a module, modules are not called in this order, or two parameters
-            share memory.
+        ValueError: a name is not that of a module, an argument or a buffer, modules are not called in this
+            order, or two parameters share memory.
 
     >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
     >>> parts = split(model, torch.zeros(8, 2), at=["2"])
@@ -98,30 +113,42 @@ def split(
                 f"at: got {at!r}, and a Pipe, which is cut already; leave at out, or split the model itself"
             )
         model, at = pipe, pipe.stages[1:]
-    form, tensors = CallForm.of(args, kwargs)
-    inputs = tuple(LeafForm(tuple(t.shape), t.dtype) for t in tensors)
+    # The class of microbatches is not imported for this.
+    examples = [*args] if type(args).__name__ == "Microbatches" else [args]
+    known = Constants.of(constants, model)
+    calls = [CallForm.of(known.read(example), known.read(kwargs)) for example in examples]
+    forms = [form for form, _ in calls]
+    if len({form.kind for form in forms}) != 1:
+        raise ValueError(
+            f"args: got the examples {' and '.join(form.expected for form in forms)}; give dictionaries of"
+            " keyword arguments, or tuples of as many positional ones, with None for what an example has not"
+        )
+    tensors = [t for _, of_call in calls for t in of_call]
+    inputs = [tuple(LeafForm(tuple(t.shape), t.dtype) for t in of_call) for _, of_call in calls]
     device = next((t.device for t in (*model.parameters(), *tensors) if not t.is_meta), torch.device("cpu"))
-    if isinstance(at, Sequence):
-        names, traced = _checked_names(model, at), None
-    else:
-        names, traced = _choose(model, form, inputs, device, at)
-    source = Source(model, form, names)
-    codes = source.codes(inputs, device, traced=traced)
+    names = _checked_names(model, at) if isinstance(at, Sequence) else _levels(model)[-1]
+    traces = [trace(model, form, leaves, device, names) for form, leaves in zip(forms, inputs, strict=True)]
+    if not isinstance(at, Sequence):
+        names = _choose(model, max(traces, key=lambda traced: len(traced.nodes)), device, at)
+    source = Source(model, forms, names, known)
+    source.hold([*zip(inputs, traces, strict=True)], device, state)
     model_tensors = Tensors.of(model)
     values = {name: t.detach() for name, t in (*model_tensors.params.items(), *model_tensors.buffers.items())}
     places = {
-        name: tuple((stage, name) for stage, code in enumerate(codes) if name in code.params)
+        name: tuple((stage, name) for stage, held in enumerate(source.held) if name in held.params)
         for name in model_tensors.params
     }
-    params = {stage: {name: values[name] for name in code.params} for stage, code in enumerate(codes)}
-    state = {
-        stage: {name: values[name] for name in code.state} for stage, code in enumerate(codes) if code.state
+    params = {stage: {name: values[name] for name in held.params} for stage, held in enumerate(source.held)}
+    states = {
+        stage: {name: values[name] for name in held.state}
+        for stage, held in enumerate(source.held)
+        if held.state
     }
     tied = {name: at_stages for name, at_stages in places.items() if len(at_stages) > 1}
     return Split(
         tuple(make_stage(source, stage) for stage in range(source.stages)),
         params,
-        state,
+        states,
         tied,
         source.skips,
         tuple(name for name, at_stages in places.items() if not at_stages),
@@ -184,11 +211,10 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 def _choose(
     model: nn.Module,
-    form: CallForm,
-    inputs: Sequence[LeafForm],
+    traced: Trace,
     device: torch.device,
     at: int | Partition | None,
-) -> tuple[list[str], Trace]:
+) -> list[str]:
     """Choose the modules that begin the stages after the first.
 
     The layers of a model are the elements of its ``ModuleList`` and ``Sequential`` containers, those of the
@@ -196,37 +222,31 @@ def _choose(
     unequal; where there are no containers, any module is.
 
     Args:
+        traced: a trace of the model.
+        device: where it computes.
         at: the number of stages, a partition of the layers, or None for the calls of ``pipe_split()``.
-
-    Returns:
-        The names, and the trace by which they were found.
 
     Raises:
         ValueError: there are not so many layers.
         TypeError: the model has no cuts of its own, and none are asked for.
     """
-    if isinstance(at, int) and any(layout_of(p) is not None for p in model.parameters()):
-        raise ValueError(
-            f"at: got {at} stages of a model with DTensors; give the names of modules, or a Partition"
-        )
     levels = _levels(model)
-    traced = trace(model, form, inputs, device, levels[-1])
     if at is None:
         if not (names := [name for name in traced.starts if name.startswith(PIPE_SPLIT)]):
             raise TypeError(
                 "at: got none, expected names of modules, a number of stages, or a Partition; or a model that"
                 " calls torch.distributed.pipelining.pipe_split()"
             )
-        return names, traced
+        return names
     called = [_in_order(names, traced.starts) for names in levels]
     if isinstance(at, Partition):
-        return _of_partition(called, at), traced
+        return _of_partition(called, at)
     if isinstance(at, bool) or not isinstance(at, int) or at < 1:
         raise ValueError(
             f"at: got {at!r}, expected names of modules, such as {[*at] if isinstance(at, dict) else ['0']},"
             " a number of stages from 1, or a Partition"
         )
-    return _balanced(called, traced.starts, _flops(traced, device), at), traced
+    return _balanced(called, traced.starts, _flops(traced, device), at)
 
 
 def _levels(model: nn.Module) -> list[list[str]]:
@@ -289,7 +309,8 @@ def _balanced(
 def _flops(traced: Trace, device: torch.device) -> list[float]:
     """Count operations before each operator and after the last.
 
-    An operation is a multiplication, an addition, or an element made. Equal calls are counted once.
+    An operation is a multiplication, an addition, or an element made. Equal calls are counted once. Of
+    DTensors the whole counts, and functions that lay them out do not.
     """
     marks, known, values = [0.0], dict[Any, float](), dict[Node, Any]()
     with undisturbed(), without_values(), FlopCounterMode(display=False) as counter:
@@ -301,7 +322,10 @@ def _flops(traced: Trace, device: torch.device) -> list[float]:
             count: float = torch.Size(value.shape).numel() if value is not None else 0
             sparse = value is not None and value.storage is None  # strides do not make it
             free = is_element(node) or (isinstance(node.target, OpOverload) and is_view(node.target))
-            if sparse or not free:
+            laid = "opaque" in node.meta and any(
+                "value" in n.meta and n.meta["laid"] for n in (node, *node.all_input_nodes)
+            )
+            if sparse or not (free or laid):
                 forms = map_arg((node.args, node.kwargs), lambda n: n.meta["value"]._replace(storage=None))
                 key = node.target, node.meta["region"], comparable(forms)
                 if sparse or key not in known:

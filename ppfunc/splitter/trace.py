@@ -16,16 +16,18 @@ from ppfunc.stage import StageError
 from ppfunc.stage._torch import without_modes, without_transforms
 from ppfunc.stage.abstract.evaluation import (
     DATA_DEPENDENT,
+    DynamicOutputShapeException,
     data_dependence,
     in_python,
     quiet,
     without_values,
 )
-from ppfunc.stage.constants import without_constants
+from ppfunc.stage.constants import with_tensors, without_constants
 from ppfunc.stage.errors import line_of
 from ppfunc.stage.layout import LAY_OTHERWISE, distributed, layout_of, local
 from ppfunc.stage.modules.module import further_places, is_subclass, unmodified
 from ppfunc.stage.process import process_lock, without_foreign_draws
+from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_flatten
 
 from ._torch import enable_python_dispatcher
@@ -148,9 +150,9 @@ def _trace(
             in_python(recorded_in(recording)),
             uncompiled(),
         ):
-            result = _call(
-                model, tensors_by_name, without_constants(form.arguments(input_tensors)), recording
-            )
+            arguments = without_constants(form.arguments(input_tensors))
+            inputs = {node.name: name for node, name in zip(input_nodes, form.names(model), strict=True)}
+            result = _call(model, tensors_by_name, arguments, recording, device, inputs)
         leaves, treedef = tree_flatten(result, "the result of the model")
         results = tuple(recording.node(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         replaced = {
@@ -184,15 +186,21 @@ def _call(
     tensors: dict[str, Any],
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     recording: Recording,
+    device: torch.device,
+    inputs: Mapping[str, str],
 ) -> Any:
-    """Call the model under the recording. Its errors become a StageError that names the line."""
+    """Call the model under the recording. Its errors become a StageError that names the line.
+
+    ``inputs`` has the names of the arguments that tensors are in, by node.
+    """
     try:
         with enable_python_dispatcher(), recording, quiet():
-            return torch.func.functional_call(model, tensors, *arguments, tie_weights=False)
+            known = with_tensors(arguments, device)
+            return torch.func.functional_call(model, tensors, *known, tie_weights=False)
     except StageError:
         raise
     except DATA_DEPENDENT as error:
-        reason = data_dependence(error)
+        reason, dynamic = data_dependence(error), isinstance(error, DynamicOutputShapeException)
     except Exception as error:
         reason = (
             f"it raised {type(error).__name__}{line_of(error)} when it was called without values:"
@@ -208,6 +216,13 @@ def _call(
             mend = f"a list is one argument, where several arguments are a tuple; else {mend}"
         raise StageError(MODEL, reason, mend) from error
     mend = f"make that part independent of values, or {BY_HAND}"
+    asked = {node.name: node.meta["value"].dtype for node in recording.asked}
+    if asked and all(name in inputs and not differentiable(dtype) for name, dtype in asked.items()):
+        names = sorted({inputs[name] for name in asked})
+        reason += f"; these are values of its input {' and '.join(names)}"
+        mend = f"where few values occur, say so, ppfunc.split(..., constants={names}); else {mend}"
+    if dynamic:
+        mend = f"keep all elements and weigh them (torch.where, masked_scatter, ignore_index=); {mend}"
     if getattr(getattr(model, "config", None), "_experts_implementation", None) == "eager":
         mend = f'if it is an expert, model.set_experts_implementation("batched_mm"); else {mend}'
     raise StageError(MODEL, reason, mend)

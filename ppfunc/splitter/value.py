@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ppfunc._checks import answering, mend_of, not_copied
-from ppfunc.stage.constants import Constant, without_constants
+from ppfunc.stage.constants import with_constants, without_constants
 from ppfunc.stage.errors import StageError
 from ppfunc.stage.layout import Boundary, as_dtensor, declaring, layout_of
 from ppfunc.stage.modules.frozen import detached, note_parameters
 from ppfunc.stage.output import Output
+from ppfunc.stage.tree import tree_map
 
-from .call import Changes, LeafForm
+from .call import LeafForm, read_call
 
 if TYPE_CHECKING:
     from .source import Source
@@ -132,7 +133,8 @@ class Split:
         """Copy parameters, and a state, into a model.
 
         Args:
-            params: ``{stage: tree}`` in the form of ``self.params``; of any stages.
+            params: ``{stage: tree}`` in the form of ``self.params``; of any stages. Where leaves are cut over
+                data ranks, as under ``shard="params"``, all of these ranks call it: each gathers the whole.
             model: the model to write into, with the names of the one that was split; that one by default.
             state: ``{stage: tree}`` in the form of ``self.state``.
 
@@ -205,15 +207,14 @@ class Split:
 def make_stage(source: "Source", stage: int) -> Callable[..., Any]:
     """Make the function of a stage: ``(params, x) -> y``, or ``(params, x, state) -> Output`` with a state.
 
-    Between stages ``x`` is ``(forms, values)``, or ``(forms, values, changes)``. ``forms`` tells each stage
-    for which inputs to trace the model: an empty tensor of shape ``(0, *shape)`` per input, and one more,
-    whose dtype is that to which all floating parameters are cast, or bool if they are not cast. ``values``
-    are those that the stage before sends. ``changes`` are the numbers, texts and flags that differ from those
-    at the split.
+    Between stages ``x`` is ``((forms, cast), values)``. ``forms`` tells each stage for which inputs to trace
+    the model: the inputs themselves, with an empty tensor of shape ``(0, *shape)`` in the place of each
+    tensor. The dtype of ``cast``, an empty tensor, is that to which all floating parameters are cast, or bool
+    if they are not cast. ``values`` are those that the stage before sends.
     """
     # The function itself refers to the model: a step follows the modes of modules that it finds there.
     model = source.model
-    names, state_names = source.first[stage].params, source.first[stage].state
+    names, state_names = source.held[stage].params, source.held[stage].state
     into = [a for a, b in source.skips if b == stage]
     out_of = [b for a, b in source.skips if a == stage]
     last = stage == source.stages - 1
@@ -226,13 +227,16 @@ def make_stage(source: "Source", stage: int) -> Callable[..., Any]:
         skips: dict[int, Any] = {}
         if into:
             x, skips = x
-        inputs, forms, values, changes = _read(source, stage, without_constants(x))
-        device = next(t.device for t in (*params.values(), *inputs, *forms))
-        *of_inputs, cast = forms
+        x = without_constants(x)
+        (given, cast), values = ((x, None), ()) if stage == 0 else x
+        form, tensors = read_call(source.forms, given)
+        forms = tuple(_empty(t) for t in tensors) if stage == 0 else tensors
+        device = next(t.device for t in (*params.values(), *forms))
+        cast = forms[0].new_empty((0,), dtype=torch.bool) if cast is None else cast
         compute = source.compute_dtype(params, None if cast.dtype is torch.bool else cast.dtype, stage)
-        forms = (*of_inputs, cast.to(compute or torch.bool))
-        leaves = [LeafForm(tuple(f.shape[1:]), f.dtype) for f in of_inputs]
-        code = source.codes(leaves, device, compute=compute, changes=changes)[stage]
+        leaves = [LeafForm(tuple(f.shape[1:]), f.dtype) for f in forms]
+        code = source.codes(form, leaves, device, compute=compute)[stage]
+        inputs = tuple(t.contiguous() for t in tensors) if stage == 0 else ()
         received = tuple(t for a in code.received for t in (values if a == stage - 1 else skips[a]))
         _require_dtypes(received, code.dtypes, stage)
         whole = {**params, **{n: as_dtensor(params[n], layout) for n, layout in layouts.items()}}
@@ -241,8 +245,11 @@ def make_stage(source: "Source", stage: int) -> Callable[..., Any]:
         sent, new_state, result = code.run(
             weights, constants, tuple(state[n] for n in code.state), inputs, received
         )
-        relayed = (Constant(changes),) if changes else ()
-        y = result if last else (forms, sent.get(stage + 1, ()), *relayed)
+        if last:
+            y = result
+        else:
+            relayed = tree_map(_empty, with_constants(given)) if stage == 0 else with_constants(given)
+            y = ((relayed, cast.to(compute or torch.bool)), sent.get(stage + 1, ()))
         if not state_names and not out_of:
             return y
         return Output(
@@ -254,24 +261,15 @@ def make_stage(source: "Source", stage: int) -> Callable[..., Any]:
     note_parameters(run, model, names)
     vars(run)["sizes_vary"] = False  # its code is that of one form of the inputs
     vars(run)["cut"] = source.cut
+    vars(run)["known"] = source.known if source.known.names else None  # how a step reads its inputs
     run.__name__ = run.__qualname__ = f"stage_{stage}_of_{type(model).__name__}"
     mesh = next((layout.mesh for layout in layouts.values()), None)
     return declaring(run, Boundary(mesh, params=layouts))
 
 
-def _read(
-    source: "Source", stage: int, x: Any
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...], Changes]:
-    """Take apart the input of a stage: inputs of the model (first stage), their forms, values from the stage
-    before, and changes of constants.
-    """
-    if stage == 0:
-        tensors, changes = source.form.read(x)
-        inputs = tuple(t.contiguous() for t in tensors)
-        forms = [t.detach().new_empty((0, *t.shape)) for t in inputs]
-        return inputs, (*forms, forms[0].new_empty((0,), dtype=torch.bool)), (), changes
-    forms, values, *relayed = x
-    return (), tuple(forms), tuple(values), relayed[0] if relayed else ()
+def _empty(tensor: Tensor) -> Tensor:
+    """Make a tensor without elements that tells the form of another."""
+    return tensor.detach().new_empty((0, *tensor.shape))
 
 
 def _require_dtypes(received: Sequence[Tensor], expected: Sequence[torch.dtype], stage: int) -> None:

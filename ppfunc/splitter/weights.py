@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ppfunc._checks import require_type
 from ppfunc.stage._torch import storage, version
-from ppfunc.stage.layout import layout_of
+from ppfunc.stage.layout import layout_of, whole
 
 from .source import Source
 from .trace import Tensors
@@ -76,7 +76,7 @@ def read_weights(
 
     loaded = {s: {name: load(name, t, dtype) for name, t in params[s].items()} for s in stages}
     states = {s: {name: load(name, t) for name, t in state[s].items()} for s in stages if s in state}
-    read_only = {name: tensors.buffers[name] for s in stages for name in source.first[s].constants}
+    read_only = {name: tensors.buffers[name] for s in stages for name in source.held[s].constants}
     buffers = {name: load(name, buffer) for name, buffer in read_only.items() if find(name)}
     return (
         loaded,
@@ -167,7 +167,8 @@ def put_back(model: nn.Module, values: Mapping[str, Tensor]) -> None:
             )
     with torch.no_grad():
         for name, value in values.items():
-            targets[name].copy_(value)
+            parts = layout_of(value) is not None and layout_of(targets[name]) is None
+            targets[name].copy_(whole(value) if parts else value)
 
 
 def state_dict(source: Source, values: Mapping[str, Tensor], whole: bool) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """Carry what inputs of a step hold beside tensors: numbers, texts and flags, and block masks.
 
 A number, a text or a flag is a part of the structure of a tree: a program is traced for its value, as for the
-shapes of tensors. A block mask of flex attention is carried as its tensors, its function as a list of
+shapes of tensors. So are the values of a tensor of integers by which shapes are made, where they are asked
+for. A block mask of flex attention is carried as its tensors, its function as a list of
 operators and the tensors that they read. A mask of several rows is cut along axis 0 as other inputs are; one
 that was made with ``B=None`` or ``H=None`` is the same for all rows or heads.
 
@@ -20,8 +21,10 @@ from typing import Any, NamedTuple, Self
 import optree
 import torch
 
+from ppfunc._checks import limited
+
 from ._torch import OpOverload, TorchDispatchMode, indexing, schema
-from .tree import BLOCK_MASKS, NAMESPACE, PLAIN, register_leafless, tree_flatten, tree_leaves
+from .tree import BLOCK_MASKS, NAMESPACE, PLAIN, register_leafless, tree_flatten, tree_leaves, tree_map
 
 
 class Constant:
@@ -42,6 +45,55 @@ class Constant:
 
 # The text tells apart what is equal: 1, 1.0 and True.
 register_leafless(Constant, lambda node: (repr(node.value), node.value), lambda kept: Constant(kept[1]))
+
+
+class KnownTensor:
+    """Stands for a tensor of integers or flags whose values are a part of a tree, as a node without leaves.
+
+    Args:
+        dtype, shape: of the tensor.
+        numbers: its elements, in their order.
+    """
+
+    __slots__ = ("dtype", "numbers", "shape")
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+        self.dtype, self.shape, self.numbers = dtype, tuple(shape), tuple(numbers)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        """Read the values of a tensor.
+
+        Raises:
+            ValueError: it has none, or they are no integers or flags.
+        """
+        if tensor.is_meta or tensor.is_floating_point() or tensor.is_complex():
+            where = " on the device meta" if tensor.is_meta else ""
+            raise ValueError(
+                f"constants: got a tensor of {tensor.dtype}{where}, expected integers or flags with values"
+            )
+        numbers = tuple(tensor.detach().flatten().tolist())
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), numbers)
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{list(self.shape)} {limited(str(list(self.numbers)), 80)}"
+
+    def made(self, device: torch.device) -> torch.Tensor:
+        """Make the tensor."""
+        dtype = getattr(torch, self.dtype)
+        return torch.tensor(self.numbers, dtype=dtype, device=device).reshape(self.shape)
+
+
+def by_value(tree: Any) -> Any:
+    """Replace tensors by their values."""
+    return tree_map(lambda leaf: KnownTensor.of(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+register_leafless(
+    KnownTensor,
+    lambda node: (node.dtype, node.shape, node.numbers),
+    lambda kept: KnownTensor(*kept),
+)
 
 
 class MaskParts(NamedTuple):
@@ -109,6 +161,22 @@ def without_constants(tree: Any) -> Any:
     if not any(map(_stands_for, leaves)):
         return tree
     return treedef.unflatten(leaf.value if _stands_for(leaf) else leaf for leaf in leaves)
+
+
+def with_tensors(tree: Any, device: torch.device) -> Any:
+    """Make the tensors whose values are known."""
+    leaves, treedef = optree.tree_flatten(tree, is_leaf=is_known, namespace=NAMESPACE)
+    return treedef.unflatten(leaf.made(device) if is_known(leaf) else leaf for leaf in leaves)
+
+
+def leaves_and_known(tree: Any) -> list[Any]:
+    """Return the leaves of a tree, with the tensors whose values are known."""
+    return optree.tree_leaves(tree, is_leaf=is_known, namespace=NAMESPACE)
+
+
+def is_known(value: Any) -> bool:
+    """Tell whether values stand in the place of a tensor."""
+    return type(value) is KnownTensor
 
 
 def _stands_for(value: Any) -> bool:

@@ -11,7 +11,7 @@ import torch
 from ppfunc._checks import naming_arguments
 
 from .abstract.evaluation import DATA_DEPENDENT, NoValuesError
-from .constants import without_constants
+from .constants import with_constants, without_constants
 from .errors import StageError, raised
 from .layout import whole
 from .signature import Signature, flatten
@@ -105,8 +105,9 @@ class StageFunction:
             )
         if not isinstance(out, Output):
             out = Output(out)
+        y = with_constants(out.y, "returned y")  # the loss gets numbers, texts and flags as they are
         # Other leaves than tensors are refused by the place where they were returned.
-        for name, tree in out._asdict().items():
+        for name, tree in out._replace(y=y)._asdict().items():
             flatten(tree, f"returned {name}")
         skips = out.skips or {}
         if set(skips) != set(self.skips):
@@ -119,8 +120,8 @@ class StageFunction:
         if self.loss_fn is not None:
             main, aux = _of_loss_function(self.loss_fn, out.y, target)
             loss = whole(main) if loss is None else whole(main) + loss
-        activation = None if self.last else out.y
-        outputs = out.y if self.returns_outputs else None
+        activation = None if self.last else y
+        outputs = y if self.returns_outputs else None
         state = _in_order_of(rest[-1], out.state) if rest else out.state
         return (activation, tuple(skips[s] for s in self.skips), loss), (outputs, out.metrics, aux, state)
 
@@ -137,8 +138,8 @@ def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -
         raise StageError(
             "the loss",
             f"{raised(error)}; it is called as loss(y, target), and the last stage returned y ="
-            f" {Signature.of(y)}",
-            "",
+            f" {Signature.of(with_constants(y))}{', targets are None' if target is None else ''}",
+            "pass targets=, in a step as the argument after inputs" if target is None else "",
         ) from error
     if not isinstance(loss, torch.Tensor):
         mend = "return a scalar tensor, without .item() or float()"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import optree
+import torch
 from optree.registry import _NODETYPE_REGISTRY as OPTREE_NODES
 
 from ._torch import PYTREE_NODES
@@ -21,8 +22,8 @@ NAMESPACE = "ppfunc"
 
 BLOCK_MASKS = "torch.nn.attention.flex_attention"
 
-PLAIN = (bool, int, float, str)
-"""Classes of values that a tree of inputs may hold beside tensors."""
+PLAIN = (bool, int, float, str, torch.dtype, torch.device)
+"""Classes of values that a tree of inputs, or an output, may hold beside tensors."""
 
 _ordered = optree.dict_insertion_ordered(True, namespace=NAMESPACE)
 _ordered.__enter__()  # for as long as the process lives: no other library uses the namespace
@@ -175,6 +176,11 @@ _TAGS: dict[type, str] = {
     _FrozenDict: "dict",
 }
 _MADE = {"tuple": tuple, "list": list, "dict": dict}
+_WRITTEN: dict[type, Callable[[str], Any]] = {
+    torch.device: torch.device,
+    torch.dtype: lambda name: getattr(torch, name),
+}
+"""Classes whose values are written as texts, and what reads them."""
 _LEAF = 0
 
 
@@ -252,6 +258,8 @@ def _plain(value: Any) -> Any:
                 f"{value!r} in a tree structure does not equal itself; expected another key or metadata"
             )
         return value
+    if kind in _WRITTEN:
+        return [kind.__name__, str(value).removeprefix("torch.")]
     if kind is type and value in _FACTORIES.values():
         return ["class", value.__name__]
     if kind not in _TAGS and not isinstance(value, list):
@@ -266,6 +274,8 @@ def _read(data: Any) -> Any:
     match data:
         case ["class", name]:
             return _FACTORIES[name]
+        case [tag, text] if tag in (readers := {kind.__name__: read for kind, read in _WRITTEN.items()}):
+            return readers[tag](text)
         case [tag, *items]:
             return _MADE[tag](map(_read, items))
     return data

@@ -133,11 +133,9 @@ def test_a_batch_that_does_not_fit_is_refused_by_the_path_of_its_leaf(what):
         read(given(inputs=batch))
 
 
-def test_targets_that_are_lacking_are_refused_with_what_to_give_where_none_are_used():
-    with pytest.raises(
-        ValueError, match=r"targets: got None, .* stage 1, .* any tensor with the batch's rows"
-    ):
-        read(given(targets=None))
+def test_none_is_a_target_where_there_is_a_loss():
+    read_targets = read(given(targets=None)).targets
+    assert [*read_targets] == [()] * M and read(given(targets=None)).form.targets[0].leaves == ()
 
 
 NO_TENSORS = {

@@ -342,8 +342,8 @@ def prepared(rank, size, which):
         halves = {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()}
         two_layers = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D)).double()
         pp.split(parallelize_module(two_layers, tp, halves), x, at=["1"])
-    with pytest.raises(ValueError, match="at: got 2 stages of a model with DTensors; give the names"):
-        pp.split(laid, x[: len(x) // M], at=2)
+    for n in (2, 3):  # counted as the whole
+        assert pp.split(laid, x[: len(x) // M], at=n).at == pp.split(model, x[: len(x) // M], at=n).at
     with pytest.raises(TypeError, match="weight: the model has a DTensor, .* before it is laid out"):
         parts.load(model.state_dict())
     wrapped = fully_shard(copy.deepcopy(model), mesh=tp)

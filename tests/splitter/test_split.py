@@ -18,6 +18,7 @@ import ppfunc as pp
 from ppfunc.parallel.partition import Partition
 from ppfunc.stage import StageError
 from ppfunc.stage.process import process_lock
+from ppfunc.stage.tree import tree_leaves
 from tests.covering import pairwise
 from tests.splitter import modules as m
 
@@ -261,9 +262,16 @@ def test_inputs_have_the_form_of_the_arguments():
         parts = pp.split(model, args, kwargs, at=["b"])
         assert torch.equal(m.in_turn(parts, given)[0].logits, want)
     parts = pp.split(model, {"x": x, "offset": x}, at=["b"])
-    for wrong in ({"x": x}, x, (x, x), {"x": x, "offset": x, "scale": x}, {"x": x, "offset": (x,)}):
+    for wrong in (x, (x, x)):
         with pytest.raises(ValueError, match=r"inputs: got .*, expected \{'x': tensor, 'offset': tensor\}"):
             m.in_turn(parts, wrong)
+    for wrong in ({"x": x, "offest": x}, {"x": x, "offset": (x,)}):
+        with pytest.raises(
+            StageError, match="where the split had {'x': tensor, 'offset': tensor}, it raised"
+        ):
+            m.in_turn(parts, wrong)
+    assert torch.equal(m.in_turn(parts, {"x": x})[0].logits, want)
+    assert torch.equal(m.in_turn(parts, {"x": x, "offset": None})[0].logits, want)
 
 
 def crossing(parts, inputs):
@@ -278,7 +286,7 @@ def crossing(parts, inputs):
             found += [tuple(t.shape) for tree in (out.skips or {}).values() for t in tree]
             out = out.y
         found += [tuple(t.shape) for t in out[1]]
-        assert all(t.numel() == 0 for t in out[0])
+        assert all(t.numel() == 0 for t in tree_leaves(out[0]))
         x = out
     return found
 

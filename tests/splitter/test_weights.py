@@ -10,6 +10,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
 from ppfunc.stage import StageError
@@ -279,3 +280,23 @@ def cuts_elsewhere(rank, ranks, trains):
 def test_ranks_that_cut_a_model_elsewhere_do_not_train_another_model(two, trains):
     """The stages fitted, and a layer was computed twice, or never."""
     two(cuts_elsewhere, trains)
+
+
+def put_back_whole(rank, ranks):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    parts = pp.split(model, torch.zeros(2, 3), at=["2"])
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    x, target = torch.randn(4, 3).chunk(2)[rank], torch.randn(4, 1).chunk(2)[rank]
+    with pp.P2P(mesh=mesh, axes=pp.Axes("pp", "dp"), shard="params", timeout=60) as transport:
+        trainer = pp.Trainer(parts, nn.functional.mse_loss, pp.zbv(1, 2), pp.optim.sgd(0.1), transport)
+        state, _ = trainer.step(trainer.init(parts.params), x, target)
+        parts.put_back(state.params)
+        whole = {name: t.full_tensor() for tree in state.params.values() for name, t in tree.items()}
+    assert all(torch.equal(p, whole[name]) for name, p in model.named_parameters())
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_what_is_cut_over_data_ranks_goes_back_whole(two):
+    first, second = two(put_back_whole)
+    assert all(torch.equal(t, second[name]) for name, t in first.items()) and first

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import ppfunc as pp
-from ppfunc.stage.engines.tracing.interleave import interleave
 from tests.models import squared
 
 X, SCHEDULE = torch.ones(4, 3), pp.zb_h1(ranks=2, microbatches=2)
@@ -40,12 +39,24 @@ def test_many_are_counted():
         pp.value_and_grad([lambda p, x: x * p[0]], squared, pp.gpipe(1, 2))({0: [torch.ones(3)] * 6}, X, X)
 
 
+def test_what_another_microbatch_reads_is_not_named():
+    def optional(p, x):
+        return x["x"] * p["used"] + (x["images"].sum() * p["spare"].sum() if "images" in x else 0)
+
+    both = pp.Microbatches([{"x": X, "images": X}, {"x": X}])
+    step = pp.value_and_grad([optional], squared, pp.gpipe(1, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, grads = step({0: params()[0]}, both, pp.Microbatches([X, X]))
+    assert grads[0]["spare"].all()
+    with pytest.warns(UserWarning, match="leave it out where that is so for all inputs"):
+        step({0: params()[0]}, pp.Microbatches([{"x": X}] * 2), pp.Microbatches([X, X]))
+
+
 def test_overlapped_programs_tell_too():
-    program = pp.engines.graph(half, (params()[0], X)).flat
-    assert (
-        "nothing depends on params['spare']"
-        in interleave(program.forward.recipe, program.backward.recipe).warning
-    )
+    step = pp.value_and_grad([half] * 4, squared, pp.dualpipe(4, 8), overlapped=pp.interleaved())
+    with pytest.warns(UserWarning, match="nothing depends on"):
+        step({s: params()[0] for s in range(4)}, torch.ones(8, 3), torch.ones(8, 3))
 
 
 def test_what_has_no_gradient_on_purpose_is_not_named():

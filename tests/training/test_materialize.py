@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -203,6 +203,17 @@ def of_a_mesh(rank, size, build):
 )
 def test_a_rank_of_a_mesh_makes_its_own_stages(two, build, expected):
     assert two(of_a_mesh, build) == [(stages, True) for stages in expected]
+
+
+def in_the_order_of_the_mesh(rank, size):
+    schedule, mesh = pp.gpipe(2, 2), DeviceMesh("cpu", [1, 0], mesh_dim_names=("pp",))
+    here = [*materialize(on_meta(Block, 2), schedule, mesh)]
+    with pp.P2P(mesh=mesh, timeout=60) as transport:
+        return here == [*schedule.model_stages_of(transport.local_ranks(2)[0])]
+
+
+def test_ranks_are_counted_as_a_pipeline_counts_them(two):
+    assert two(in_the_order_of_the_mesh) == [True, True]
 
 
 def of_a_plan(rank, size):

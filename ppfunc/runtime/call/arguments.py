@@ -11,13 +11,14 @@ from typing import Any, ParamSpec
 import torch
 
 from ppfunc.schedule import Schedule
-from ppfunc.stage import Signature
+from ppfunc.stage import Signature, constants
 from ppfunc.stage._torch import is_wrapped, without_transforms
 from ppfunc.stage.constants import with_constants
+from ppfunc.stage.tree import tree_structure
 
 from ..execution.buffers import ParameterUpdate
-from .batch import Leaves, Microbatches
-from .forms import StepForm, TreeForm, read_tree, require_values, same_form, step_form
+from .batch import Leaves, Microbatches, Replicated
+from .forms import StepForm, TreeForm, microbatch, read_tree, require_values, same_form, step_form
 
 P = ParamSpec("P")
 
@@ -137,12 +138,15 @@ def read_arguments(
     params = {s: reader.read_detached(tree, f"params[{s}]") for s, tree in raw.params.items()}
     states = {s: reader.read_detached(tree, f"state[{s}]") for s, tree in state.items()}
     inputs = () if raw.inputs is None else reader.read_batch(raw.inputs, "inputs")
-    targets = () if raw.targets is None or not with_targets else reader.read_batch(raw.targets, "targets")
+    # None is a target as any other tree, for a model that returns its loss.
+    ends = schedule.model_stages[schedule.chains[0].stages[-1]] in stages
+    targeted = with_targets and (raw.targets is not None or ends)
+    targets = reader.read_batch(raw.targets, "targets") if targeted else ()
     batches = {s: reader.read_batch(extras[s], f"extras[{s}]") for s in stages if s in extras}
     if last is not None and reader.as_known:
         form = last
     else:
-        _require_batches(raw, schedule, stages, with_targets)
+        _require_inputs(raw, schedule, stages)
         if not abstract:
             require_values(reader.trees)
         form = step_form(reader.trees, stages, m, params, inputs, raw.devices)
@@ -153,6 +157,31 @@ def read_arguments(
         params, inputs, targets, seed, raw.microbatch_offset, raw.scale, raw.update, raw.common, raw.devices,
         extras=batches, state=states, loss_weights=weights, form=form, left_out=zeros,
     )  # fmt: skip
+
+
+def by_value(known: Any, batch: Any, microbatches: int) -> Any:
+    """Read the values of the inputs that belong to the form of a microbatch.
+
+    Args:
+        known: knows them by name, see :func:`ppfunc.split`.
+        batch: a tree of inputs, or Microbatches.
+        microbatches: in which a tree is cut.
+
+    Raises:
+        ValueError: they are others in each microbatch of a tree.
+    """
+
+    def shared(value: Any) -> Any:
+        parts = [value.tree] if isinstance(value, Replicated) else microbatch(value, microbatches)
+        first, *others = map(constants.by_value, parts)
+        if any(tree_structure(first) != tree_structure(other) for other in others):
+            raise ValueError(
+                "inputs: got a constant of the split with other values in each microbatch, expected the same"
+                " values; give the inputs as ppfunc.Microbatches([...])"
+            )
+        return first
+
+    return batch.map(known.read) if isinstance(batch, Microbatches) else known.read(batch, shared)
 
 
 class _Reader:
@@ -286,27 +315,10 @@ def _require_some(trees: Any, name: str, stages: Sequence[int]) -> None:
         raise ValueError(f"{name}: got the stages {list(trees)}, this process runs {list(stages)}")
 
 
-def _require_batches(
-    raw: RawArguments, schedule: Schedule, stages: Sequence[int], with_targets: bool
-) -> None:
-    model = schedule.model_stages
-    batches = {
-        "inputs": (raw.inputs, model[schedule.chains[0].stages[0]]),
-        "targets": (raw.targets, model[schedule.chains[0].stages[-1]]),
-    }
-    for name, (batch, stage) in batches.items():
-        if batch is None and stage in stages and (with_targets or name == "inputs"):
-            unused = (
-                ": pass targets=, in a step as the argument after inputs; if loss_fn ignores them, any tensor"
-                " with the batch's rows"
-                if name == "targets"
-                else ""
-            )
-            if name == "targets" and isinstance(raw.inputs, tuple) and len(raw.inputs) == 2:
-                unused = ": pass targets=, in a step as the argument after inputs; inputs is a pair: *batch"
-            raise ValueError(
-                f"{name}: got None, but this process runs stage {stage}, which needs them{unused}"
-            )
+def _require_inputs(raw: RawArguments, schedule: Schedule, stages: Sequence[int]) -> None:
+    stage = schedule.model_stages[schedule.chains[0].stages[0]]
+    if raw.inputs is None and stage in stages:
+        raise ValueError(f"inputs: got None, but this process runs stage {stage}, which needs them")
 
 
 def read_seed(seed: Any) -> Seed:

@@ -98,7 +98,7 @@ def collect(lowered: LoweredStep, steps: Sequence[StepArguments], buffers: Buffe
         None,
         _gradients(lowered, arguments, buffers, owned) if "grads" in wants else None,
         _input_gradients(lowered, arguments, buffers, owned) if "input_grads" in wants else None,
-        _in_form_of_inputs(outputs, lowered, owned) if outputs else None,
+        without_constants(_in_form_of_inputs(outputs, lowered, owned)) if outputs else None,
         _aux(lowered, arguments, buffers, lasts, owned) if "aux" in wants else None,
     )
 

@@ -7,12 +7,14 @@ A call reads and writes the buffers of the running step. `calls.py` makes the ca
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from inspect import unwrap
+from typing import Any, NamedTuple
 
 from ppfunc.schedule import Instruction, Op, send_completion
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL, WITHOUT_VALUE, microbatch_of
 from ppfunc.stage import Signature, StageProgram
 from ppfunc.stage.device import SideStreams, accelerates, available
+from ppfunc.stage.errors import warn
 from ppfunc.stage.process import act_on_interrupts
 
 from ..execution.buffers import Buffers, Key, Origin, Tag, moved
@@ -111,7 +113,28 @@ def build_programs(lowered: LoweredStep, programs: StagePrograms) -> dict[Key, S
         act_on_interrupts()
         if id(low.outline) not in built:
             built[id(low.outline)] = programs.program(low.call, low.outline)
+    if not lowered.schedule.forward_only and (lowered.spec.updates or "grads" in lowered.spec.wants):
+        _warn_of_unread(lowered, built)
     return {key: built[id(low.outline)] for key, low in lowered.stages.items()}
+
+
+def _warn_of_unread(lowered: LoweredStep, built: Mapping[int, StageProgram]) -> None:
+    """Warn of parameters on which nothing depends in any microbatch."""
+    unread: dict[int, dict[str, None]] = {}  # by stage of the model
+    for low in {(low.model_stage, id(low.outline)): low for low in lowered.stages.values()}.values():
+        backward: Any = built[id(low.outline)].flat.backward
+        while isinstance(backward, partial):  # that of a loss comes before it
+            backward = backward.args[0]
+        paths = dict.fromkeys(getattr(unwrap(backward), "unread", ()))
+        known = unread.setdefault(low.model_stage, paths)
+        unread[low.model_stage] = {path: None for path in known if path in paths}
+    for stage, paths in unread.items():
+        if paths:
+            more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+            warn(
+                f"stage {stage}: nothing depends on {', '.join([*paths][:3])}{more} for such inputs, so the"
+                " gradient is zero; use it, or leave it out where that is so for all inputs"
+            )
 
 
 class _Binder:

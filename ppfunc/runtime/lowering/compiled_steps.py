@@ -3,9 +3,11 @@
 import reprlib
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
 from typing import NamedTuple, Self
 
 from ppfunc.stage._torch import any_autocast
+from ppfunc.stage.abstract.evaluation import trying
 from ppfunc.stage.device import autocast
 from ppfunc.stage.errors import warn
 from ppfunc.stage.modules.module import structure_watch
@@ -206,8 +208,10 @@ class CompiledSteps:
             )
         self._building.active, before = True, self._pipeline.programs.evaluations
         try:
-            lowered = self._lower(arguments, exchange)
-            compiled = compile_step(lowered, self._pipeline.programs, self._pipeline.transport)
+            given = arguments.inputs, arguments.targets, *arguments.extras.values()
+            with trying(chain.from_iterable(given)):
+                lowered = self._lower(arguments, exchange)
+                compiled = compile_step(lowered, self._pipeline.programs, self._pipeline.transport)
             agreed = exchange.conclude(lowered, arguments.update)
         finally:
             self._building.active = False

@@ -72,6 +72,9 @@ def lower(
             if home[sink] not in local:
                 assert exchange is not None
                 exchange.send((stage, sink), edges[stage, sink])
+    if not schedule.forward_only and (spec.updates is not None or "grads" in spec.wants):
+        for stage in {stage: None for stage, _ in lowered}:
+            _warn_of_detached([low for (number, _), low in lowered.items() if number == stage])
     drawing = tuple(sorted({low.model_stage for low in lowered.values() if low.outline.random}))
     losses = _losses(schedule, spec, lowered)
     return LoweredStep(schedule, spec, form, pipeline.ranks, pipeline.order, lowered, losses, drawing)
@@ -154,8 +157,6 @@ def _lower_stage(
         _require_declared_frozen(low, spec)
     _require_loss(low, loss, spec)
     _require_wanted(low, form, spec, bool(schedule.replicas))
-    if not schedule.forward_only and (spec.updates is not None or "grads" in spec.wants):
-        _warn_of_detached(low)
     return low
 
 
@@ -323,14 +324,16 @@ def _same_state(before: Signature, state: Signature) -> bool:
     return laid and before.without_grad().local == state.without_grad().local
 
 
-def _warn_of_detached(low: LoweredStage) -> None:
-    """Warn of a stage whose loss or output passes no gradient on, so that it does not train."""
+def _warn_of_detached(microbatches: Sequence[LoweredStage]) -> None:
+    """Warn of a stage whose loss or output passes no gradient on, in any microbatch: it does not train."""
+    low = microbatches[0]
     trained = any(leaf.grad and n not in low.call.function.frozen for n, leaf in enumerate(low.params.leaves))
-    passes = (low.loss is not None and low.loss.leaves[0].grad) or any(edge.carrying for edge in low.sinks)
-    if passes or not (trained or any(edge.carrying for edge in low.sources)):
-        return
-    warn(
-        f"stage {low.model_stage}: its {'output' if low.sinks else 'loss'} passes no gradient on, so that"
-        " neither its parameters nor the stages before it train; it was made by detach(), under no_grad() or"
-        " of integers: remove that; where it is meant, call requires_grad_(False) on the module"
-    )
+    reached = trained or any(edge.carrying for each in microbatches for edge in each.sources)
+    losses = [each.loss.leaves[0] for each in microbatches if each.loss is not None]
+    passes = [*losses, *(leaf for each in microbatches for edge in each.sinks for leaf in edge.leaves)]
+    if reached and not any(leaf.grad for leaf in passes):
+        warn(
+            f"stage {low.model_stage}: its {'output' if low.sinks else 'loss'} passes no gradient on, so that"
+            " neither its parameters nor the stages before it train; it was made by detach(), under no_grad()"
+            " or of integers: remove that; where it is meant, call requires_grad_(False) on the module"
+        )

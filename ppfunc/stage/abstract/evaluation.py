@@ -32,6 +32,7 @@ from .._torch import (
     device_of,
     flex_attention,
     flex_scores,
+    is_wrapped,
 )
 from ..errors import StageError, line_of
 from ..layout import local
@@ -60,7 +61,7 @@ def without_values(symbols: Sequence[torch.SymInt] = ()) -> Iterator[None]:
     Functions of TorchScript run operator by operator: on a GPU it fuses them into kernels, which need memory.
     """
     unfused = torch.jit.optimized_execution(False)  # type: ignore[attr-defined]
-    with hold_interrupts(), unfused, Evaluation(symbols) as evaluation:
+    with hold_interrupts(), unfused, MaskedWrites(), Evaluation(symbols) as evaluation:
         try:
             yield
         finally:
@@ -166,6 +167,46 @@ def _grouped_mm(
     return torch.empty_strided([*groups, rows, columns], strides, dtype=dtype, device=a.device)
 
 
+class MaskedWrites(torch.overrides.TorchFunctionMode):
+    """Write values that have a gradient where a mask is true, by numbers of elements: values tell how many.
+
+    Equivalent to, for ``x[mask] = values``::
+
+        x[mask.nonzero_static(size=len(values)).unbind(1)] = values
+
+    What is recorded raises where the mask has another number of true elements. One value for all of them is
+    chosen by ``torch.where``.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _WRITES or kwargs or not getattr(args[2], "requires_grad", False):
+            return func(*args, **(kwargs or {}))
+        x, key, values, *accumulate = args
+        keys = tuple(key) if isinstance(key, tuple | list) else (key,)
+        masks = [n for n, k in enumerate(keys) if isinstance(k, torch.Tensor) and k.dtype is torch.bool]
+        rest = {type(k) for n, k in enumerate(keys) if n not in masks} - {slice, type(...)}
+        if len(masks) != 1 or rest:
+            return func(*args)
+        (n,), mask = masks, keys[masks[0]]
+        after = len(keys) - n - 1 if ... in keys[:n] else x.ndim - mask.ndim - n
+        rows = values.shape[-after - 1] if values.ndim > after else 1
+        if rows != 1:
+            at = mask.nonzero_static(size=rows).unbind(1)
+            wrong = f"a mask has not the {rows} true elements that it writes values to"
+            torch._assert_async(mask.sum() == rows, wrong)
+            return func(x, (*keys[:n], *at, *keys[n + 1 :]), values, *accumulate)
+        if any(isinstance(k, slice) and k != slice(None) for k in keys):
+            return func(*args)
+        values = values.unflatten(-after - 1, (1,) * mask.ndim) if values.ndim > after else values
+        after_it = (..., *[None] * after)
+        new = torch.where(mask[after_it], x + values if any(accumulate) else values, x)
+        return new if func in _NEW else x.copy_(new)
+
+
+_NEW = {torch.Tensor.index_put, torch.index_put}
+_WRITES = {*_NEW, torch.Tensor.__setitem__, torch.Tensor.index_put_, torch.index_put_}
+
+
 class NoValuesError(RuntimeError):
     """A tensor of an abstract evaluation was read outside of it."""
 
@@ -190,18 +231,38 @@ def require_values(tensors: Iterable[Any], stage: str) -> None:
             raise NoValuesError(t).of_stage(stage)
 
 
+_tried: ContextVar[Sequence[Leaves]] = ContextVar("tried", default=())
+
+
+@contextmanager
+def trying(batches: Iterable[Leaves]) -> Iterator[None]:
+    """Run stages that need values on those of a batch, where they get leaves of the form of its leaves."""
+    token = _tried.set([t for t in batches if not any(leaf.is_meta or is_wrapped(leaf) for leaf in t)])
+    try:
+        yield
+    finally:
+        _tried.reset(token)
+
+
 def stand_ins(example: tuple[Any, ...], device: torch.device) -> tuple[Leaves, Leaves, Leaves]:
-    """Make zeros for the parameters, for ``x`` and for the extras, of the same types of tensor."""
+    """Make tensors for the parameters, for ``x`` and for the extras, of the same types of tensor.
 
-    def zeros(tree: Any) -> Leaves:
-        if isinstance(tree, Signature):
-            return tuple(torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) for leaf in tree.leaves)
-        return tuple(
-            torch.zeros_like(t.detach(), device=device if t.is_meta else None)
-            for t in map(local, tree_leaves(tree))
-        )
+    Inputs and extras are those of a batch that is :func:`trying`; else all are zeros.
+    """
 
-    params, x, *extras = map(zeros, example)
+    def made(tree: Any) -> Leaves:
+        if not isinstance(tree, Signature):
+            return tuple(
+                torch.zeros_like(t.detach(), device=device if t.is_meta else None)
+                for t in map(local, tree_leaves(tree))
+            )
+        form = [(torch.Size(leaf.shape), leaf.dtype, device) for leaf in tree.leaves]
+        for batch in _tried.get():
+            if form == [(t.shape, t.dtype, t.device) for t in batch]:
+                return tuple(t.detach().clone() for t in batch)
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, _ in form)
+
+    params, x, *extras = map(made, example)
     return params, x, sum(extras, ())
 
 

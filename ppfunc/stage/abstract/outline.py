@@ -58,7 +58,7 @@ def outline(
     device: torch.device | str | None = None,
     noting: bool = False,
 ) -> Outline:
-    """Evaluate a stage without values; where it needs them, run it once on zeros.
+    """Evaluate a stage without values; where it needs them, run it once, on a batch that is here or on zeros.
 
     Args:
         fn: a stage, ``fn(params, x, *extras) -> y``; with ``has_aux`` it returns ``(y, aux)``.
@@ -218,7 +218,7 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
         zeros = (
             ""
             if abstract
-            else ", zeros everywhere, by which an engine that does not trace learns what it returns"
+            else ", and zeros where no batch is here, by which an untraced engine learns what it returns"
         )
         of_form = isinstance(error, (RuntimeError, ValueError))
         mend = LAY_OTHERWISE if of_form and Boundary.of(getattr(fn, "fn", fn)).params else ""

@@ -185,7 +185,7 @@ def _traced(
         blocks = within(joint, remat, name)
     else:
         blocks = cut_for(joint, remat, name, leaf_names(example.params))
-    flat = programs(blocks, name, compile, _warning_of_unread(joint, example, name))
+    flat = programs(blocks, name, compile, _unread(joint, example))
     if cuda_graphs:
         from .captured import captured
 
@@ -193,8 +193,8 @@ def _traced(
     return flat, residual_bytes(joint, blocks.residuals, name)
 
 
-def _warning_of_unread(joint: "Joint", example: Example, name: str) -> str:
-    """Word the warning of a backward about the differentiable parameters on which no output depends.
+def _unread(joint: "Joint", example: Example) -> tuple[str, ...]:
+    """List the paths of the differentiable parameters on which no output depends.
 
     A frozen one is used, and gets zeros on purpose. For another form of inputs there is another program.
     """
@@ -202,13 +202,6 @@ def _warning_of_unread(joint: "Joint", example: Example, name: str) -> str:
 
     used = ancestors(joint.results[0])
     leaves = zip(joint.params, example.params.leaves, example.params.paths, strict=True)
-    unread = [
+    return tuple(
         f"params{path}" for node, leaf, path in leaves if differentiable(leaf.dtype) and node not in used
-    ]
-    if not unread:
-        return ""
-    more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
-    return (
-        f"{name}: nothing depends on {', '.join(unread[:3])}{more} for such inputs, so the gradient is zero;"
-        " use it, or leave it out"
     )

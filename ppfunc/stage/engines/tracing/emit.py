@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from ..._torch import any_autocast, function_modes, operator_modes, transforming
 from ...abstract.sizes import Numbers
-from ...errors import TRACED_LINES, TRACED_MODULES, ModulePlace, warn
+from ...errors import TRACED_LINES, TRACED_MODULES, ModulePlace
 from ...program import FlatProgram
 from .cut import Block, ProgramBlocks, posted_early
 from .dispatch import OperatorCall, compiled, find_call
@@ -33,7 +33,6 @@ class Recipe(NamedTuple):
     title: str  # name of the function, and of its place in a traceback
     settle: tuple[str, ...] = ()  # names of the arguments whose tensors may come with any strides
     compile: bool = False  # whether the body is one function compiled by inductor
-    warning: str = ""  # given when the function is first called
 
 
 class TracedFunction:
@@ -44,7 +43,10 @@ class TracedFunction:
     Attributes:
         results: nodes of what it returns, None for no gradient.
         written: the function itself, None until it is written.
+        unread: of a backward, the paths of the parameters on which nothing depends.
     """
+
+    unread: tuple[str, ...] = ()
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.results = recipe, recipe.block.results
@@ -114,8 +116,6 @@ class TracedFunction:
         return self.function.__doc__
 
     def _write(self) -> Callable[..., Any]:
-        if self.recipe.warning:
-            warn(self.recipe.warning)
         return write(self.recipe)
 
 
@@ -127,7 +127,7 @@ class _Numbered(TracedFunction):
 
     def __init__(self, symbolic: TracedFunction, numbers: Numbers) -> None:
         self.written, self._symbolic, self._numbers = None, symbolic, numbers
-        self.results = symbolic.results
+        self.results, self.unread = symbolic.results, symbolic.unread
         self._native, self._casts = None, symbolic._casts
 
     @cached_property
@@ -274,21 +274,23 @@ class _Writer:
         return f"def {title.split()[-1]}({', '.join(names)}):\n" + "".join(f"    {line}\n" for line in body)
 
 
-def programs(blocks: ProgramBlocks, name: str, compile: bool, warning: str) -> FlatProgram:
-    """Write the parts of a trace of a stage as functions. A backward gives the warning when it is called."""
+def programs(blocks: ProgramBlocks, name: str, compile: bool, unread: tuple[str, ...]) -> FlatProgram:
+    """Write the parts of a trace of a stage as functions; ``unread`` is an attribute of the backward."""
 
     def make(
-        block: Block, function: str, names: tuple[str, ...], settle: tuple[str, ...] = (), warning: str = ""
-    ) -> Callable[..., Any]:
+        block: Block, function: str, names: tuple[str, ...], settle: tuple[str, ...] = ()
+    ) -> TracedFunction:
         if any(map(is_post, block.body)):
             block = block._replace(body=posted_early(block.body))
-        return TracedFunction(Recipe(block, names, f"{name} {function}", settle, compile, warning))
+        return TracedFunction(Recipe(block, names, f"{name} {function}", settle, compile))
 
+    backward = make(blocks.backward, "backward", ("residuals", "gy"), ("gy",))
+    backward.unread = unread
     return FlatProgram(
         make(blocks.forward, "forward", ("params", "x", "extras"), ("x", "extras")),
-        make(blocks.backward, "backward", ("residuals", "gy"), ("gy",), warning),
+        backward,
         make(blocks.backward_input, "backward_input", ("residuals", "gy"), ("gy",)),
-        make(blocks.backward_weight, "backward_weight", ("rest",), (), warning),
+        make(blocks.backward_weight, "backward_weight", ("rest",)),
     )
 
 

@@ -26,7 +26,6 @@ def interleave(first: Recipe, second: Recipe) -> Recipe:
         f"{first.title} and {second.title} together",
         first.settle + second.settle,
         first.compile or second.compile,
-        first.warning + second.warning,
     )
 
 
