@@ -107,7 +107,7 @@ class CallForm(NamedTuple):
         elif self.kind == "one" and not self._ends_in_kwargs(args):
             args = (x,)
         elif args and (self.kind == "both" or self._ends_in_kwargs(args)):
-            *args, kwargs = args
+            args, kwargs = args[:-1], args[-1]
         wanted, _ = self.arguments((None,) * len(self.places))
         if len(args) != len(wanted) or not isinstance(kwargs, dict):
             got = tree_map(lambda leaf: _TENSOR if isinstance(leaf, torch.Tensor) else leaf, x)
@@ -115,7 +115,7 @@ class CallForm(NamedTuple):
                 f"inputs: got {got}, expected {self.expected}, as the arguments at the split, with None or no"
                 " keyword argument for what a microbatch has not; or split again with arguments of this form"
             )
-        return tuple(args), kwargs
+        return args, kwargs
 
     def _ends_in_kwargs(self, args: tuple[Any, ...]) -> bool:
         """Tell whether keyword arguments without tensors follow the positional ones."""
@@ -128,7 +128,8 @@ class CallForm(NamedTuple):
     def fixed(self) -> dict[int | str, Any]:
         """Return the arguments without tensors, by position or name."""
         args, kwargs = self.arguments([_TENSOR] * len(self.places))
-        return {at: v for at, v in (*enumerate(args), *kwargs.items()) if not _has_tensors(v)}
+        each: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        return {at: value for at, value in each if not _has_tensors(value)}
 
     @property
     def expected(self) -> str:

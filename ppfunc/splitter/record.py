@@ -26,7 +26,7 @@ from ppfunc.stage._torch import (
 from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT
 from ppfunc.stage.abstract.purity import tensors_in, written
 from ppfunc.stage.device import autocast, kinds
-from ppfunc.stage.engines.tracing.graph import TRACED, GraphRecorder, is_element
+from ppfunc.stage.engines.tracing.graph import TRACED, GraphRecorder, ancestors, is_element
 from ppfunc.stage.errors import place_of_call, warn
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import filled, tree_flatten
@@ -192,7 +192,7 @@ class Recording(GraphRecorder, PreDispatchMode):
             if (result := self._on_known(func, args, kwargs, nodes)) is None:
                 # What selects are integers and flags, where there are some.
                 selecting = [n for n in nodes if not differentiable(n.meta["value"].dtype)]
-                self.asked = self._sources(selecting or nodes)
+                self.asked = {n for n in ancestors(selecting or nodes) if n.op == "placeholder"}
                 raise
             return result
         if schema(func).returns and next(tensors_in(result), None) is None and not schema(func).is_mutable:
@@ -311,18 +311,6 @@ class Recording(GraphRecorder, PreDispatchMode):
         for tensor in tensors_in(result):
             self.node(tensor).meta["known"] = True
         return result
-
-    def _sources(self, nodes: list[Node]) -> set[Node]:
-        """Find the inputs and the tensors of the model on which values depend."""
-        seen: set[Node] = set()
-        todo = [*nodes]
-        while todo:
-            node = todo.pop()
-            if node not in seen:
-                seen.add(node)
-                todo += node.all_input_nodes
-                todo += [w for at in node.meta["reads"] for w in self._writers.get(at, ()) if w < node]
-        return {node for node in seen if node.op == "placeholder"}
 
     def _warn_of_checkpoint(self) -> None:
         if not self._warned:

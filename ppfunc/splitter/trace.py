@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from ppfunc.stage import StageError
-from ppfunc.stage._torch import without_modes, without_transforms
+from ppfunc.stage._torch import DynamicOutputShapeException, without_modes, without_transforms
 from ppfunc.stage.abstract.evaluation import (
     DATA_DEPENDENT,
-    DynamicOutputShapeException,
     data_dependence,
     in_python,
     quiet,
@@ -151,8 +150,8 @@ def _trace(
             uncompiled(),
         ):
             arguments = without_constants(form.arguments(input_tensors))
-            inputs = {node.name: name for node, name in zip(input_nodes, form.names(model), strict=True)}
-            result = _call(model, tensors_by_name, arguments, recording, device, inputs)
+            named = {node.name: name for node, name in zip(input_nodes, form.names(model), strict=True)}
+            result = _call(model, tensors_by_name, arguments, recording, device, named)
         leaves, treedef = tree_flatten(result, "the result of the model")
         results = tuple(recording.node(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         replaced = {

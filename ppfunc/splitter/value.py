@@ -40,8 +40,8 @@ class Split:
         params: ``{stage: {name: tensor}}``, by the model's own names, detached; the model's tensors are not
             copied. A tied parameter is in every stage that reads it, under its first name, as the same
             tensor.
-        state: ``{stage: {name: tensor}}``, the buffers that the model writes into, of the stages that have
-            some.
+        state: ``{stage: {name: tensor}}``, the buffers that the model writes into, and those that were asked
+            for, of the stages that have some.
         tied: ``{name: ((stage, name), ...)}``: the places of every parameter that several stages read. The
             gradient of the parameter is the sum of those at its places.
         skips: ``(source, destination)`` of the values that travel further than to the next stage; see

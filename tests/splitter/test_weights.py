@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
 from ppfunc.stage import StageError
+from ppfunc.stage.layout import layout_of, whole as uncut
 from tests.splitter import modules as m
 
 AT = ["encoder.1", "decoder.0", "decoder.1"]
@@ -292,8 +293,9 @@ def put_back_whole(rank, ranks):
         trainer = pp.Trainer(parts, nn.functional.mse_loss, pp.zbv(1, 2), pp.optim.sgd(0.1), transport)
         state, _ = trainer.step(trainer.init(parts.params), x, target)
         parts.put_back(state.params)
-        whole = {name: t.full_tensor() for tree in state.params.values() for name, t in tree.items()}
+        whole = {name: uncut(t) for tree in state.params.values() for name, t in tree.items()}
     assert all(torch.equal(p, whole[name]) for name, p in model.named_parameters())
+    assert layout_of(state.params[0]["0.weight"]) is not None
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
