@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import Node, map_arg
 from torch.utils.flop_counter import FlopCounterMode
 
-from ppfunc._checks import naming_arguments, shown
+from ppfunc._checks import naming_arguments, require_type, shown
 from ppfunc.parallel.partition import Partition, partition_balanced
 from ppfunc.schedule.collector import collector_paused
 from ppfunc.stage._torch import OpOverload
@@ -116,6 +116,7 @@ def split(
     # The class of microbatches is not imported for this.
     examples = [*args] if type(args).__name__ == "Microbatches" else [args]
     known = Constants.of(constants, model)
+    require_type("state", state, list | tuple, "a list of patterns of names of buffers")
     calls = [CallForm.of(known.read(example), known.read(kwargs)) for example in examples]
     forms = [form for form, _ in calls]
     if len({form.kind for form in forms}) != 1:

@@ -280,7 +280,7 @@ class Router(nn.Module):
 def test_a_buffer_that_the_model_reads_is_state_where_that_is_asked():
     model, x = Router(), torch.randn(8, D, dtype=torch.float64)
     assert not pp.split(model, x[:2], at=["last"]).state
-    parts = pp.split(model, x[:2], at=["first"] if False else ["last"], state=["*bias"])
+    parts = pp.split(model, x[:2], at=["last"], state=["*bias"])
     assert {s: [*tree] for s, tree in parts.state.items()} == {0: ["bias"]}
     trainer = pp.Trainer(
         parts, F.mse_loss, pp.gpipe(2, M), pp.optim.sgd(0.1),
@@ -298,6 +298,8 @@ def test_a_buffer_that_the_model_reads_is_state_where_that_is_asked():
         optimizer.step()
         model.bias += 1
         assert torch.equal(state.stage_state[0]["bias"], model.bias) and n < 3
+    with pytest.raises(TypeError, match="state: got .* expected a list of patterns"):
+        pp.split(model, x[:2], at=["last"], state="*bias")
     with pytest.raises(
         ValueError, match=r"state: '\*.biases' is no name of a buffer .* reads, which are bias"
     ):
