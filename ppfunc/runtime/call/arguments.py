@@ -321,6 +321,16 @@ def _require_inputs(raw: RawArguments, schedule: Schedule, stages: Sequence[int]
         raise ValueError(f"inputs: got None, but this process runs stage {stage}, which needs them")
 
 
+def require_no_pair(inputs: Any, schedule: Schedule, stages: Sequence[int]) -> None:
+    """Raise ValueError for inputs and targets in one tuple."""
+    ends = schedule.model_stages[schedule.chains[0].stages[-1]] in stages
+    if ends and isinstance(inputs, tuple) and len(inputs) == 2:
+        raise ValueError(
+            "targets: got None; pass targets=, in a step as the argument after inputs; inputs is a pair:"
+            " *batch. Where loss_fn takes no targets, give two inputs as a list or a dictionary"
+        )
+
+
 def read_seed(seed: Any) -> Seed:
     """Read a seed as two integers, or None.
 

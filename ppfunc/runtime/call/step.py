@@ -22,7 +22,7 @@ from ppfunc.stage.device import on_device
 from ..agreement.ties import require_declared
 from ..errors import Failure, StepFailed
 from ..lowering.lowered import Pipeline
-from .arguments import RawArguments, StepArguments, by_value, read_arguments
+from .arguments import RawArguments, StepArguments, by_value, read_arguments, require_no_pair
 from .forms import StepForm, overlap
 from .results import StepResult
 
@@ -67,9 +67,8 @@ class StepFunction(Generic[P, R]):
             pipeline.transport.collective("world")  # to be had before the transport connects
         self._stages = pipeline.model_stages
         # How the inputs are read of a model whose shapes are steered by the values of some of them.
-        self._known = (
-            getattr(inspect.unwrap(pipeline.stages[0]), "known", None) if pipeline.stages[0] else None
-        )
+        first = pipeline.stages[0] and inspect.unwrap(pipeline.stages[0])
+        self._known, self._by_hand = getattr(first, "known", None), not hasattr(first, "known")
         # Form and addresses of the parameters that were last checked for shared memory.
         self._addresses: tuple[StepForm, list[int]] | None = None
         self._compiled = CompiledSteps(pipeline, repr(self))
@@ -227,6 +226,8 @@ class StepFunction(Generic[P, R]):
         with_targets, weights = self.pipeline.loss_fn is not None, self.pipeline.loss_weights
         if self._known is not None and raw.inputs is not None:
             raw = replace(raw, inputs=by_value(self._known, raw.inputs, self.schedule.microbatches))
+        if with_targets and raw.targets is None and self._by_hand:
+            require_no_pair(raw.inputs, self.schedule, self._stages)
         read = read_arguments(
             raw, self.schedule, self._stages, with_targets, last, weights, abstract=abstract
         )
