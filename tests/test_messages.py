@@ -91,11 +91,6 @@ MISTAKES = {
         TypeError,
         r"graph\(\) got .* 'rematt'; did you mean 'remat'\?; it takes stage, remat",
     ),
-    "an option of an engine without options": (
-        lambda: pp.engines.functional(remat="full"),
-        TypeError,
-        r"^functional is an engine by itself, without options: write engine=ppfunc.engines.functional$",
-    ),
     "a field of Precision": (
         lambda: pp.Precision(dtype=torch.float16),
         TypeError,

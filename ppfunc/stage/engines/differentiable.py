@@ -51,19 +51,15 @@ def engine(build: Callable[..., tuple[FlatProgram, int | None]]) -> Callable[...
 
     @wraps(build)
     def program_of(
-        *call: Any,
+        fn: Callable[..., Any],
+        example: tuple[Any, ...],
+        *,
         has_aux: bool = False,
         name: str = "the stage",
         device: torch.device | str | None = None,
         outline: Outline | None = None,
         **options: Any,
     ) -> StageProgram:
-        if len(call) != 2:
-            own = build.__name__
-            raise TypeError(
-                f"{own} is an engine by itself, without options: write engine=ppfunc.engines.{own}"
-            )
-        fn, example = call
         described = Example.of(example, device, targeted=getattr(fn, "targeted", False))
         outline = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
         stage = DifferentiableStage(fn, described, outline, has_aux, name)
