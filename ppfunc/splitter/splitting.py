@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Node, map_arg
-from torch.utils.flop_counter import FlopCounterMode
 
 from ppfunc._checks import naming_arguments, require_type, shown
 from ppfunc.parallel.partition import Partition, partition_balanced
@@ -17,6 +16,7 @@ from ppfunc.schedule.collector import collector_paused
 from ppfunc.stage._torch import OpOverload
 from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT, without_values
 from ppfunc.stage.engines.tracing.graph import comparable, is_element, is_view
+from ppfunc.stage.flops import flop_counter
 from ppfunc.stage.modules.module import is_subclass, require_usable
 
 from .call import CallForm, Constants, LeafForm
@@ -314,7 +314,7 @@ def _flops(traced: Trace, device: torch.device) -> list[float]:
     DTensors the whole counts, and functions that lay them out do not.
     """
     marks, known, values = [0.0], dict[Any, float](), dict[Node, Any]()
-    with undisturbed(), without_values(), FlopCounterMode(display=False) as counter:
+    with undisturbed(), without_values(), flop_counter() as counter:
         for node in traced.nodes:
             if node.op == "get_attr":
                 values[node] = call_again(node, values)

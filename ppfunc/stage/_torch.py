@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from operator import attrgetter
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch._C._dynamo.guards import TensorGuards
-from torch._decomp import decomposition_table
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 # Types of dispatched operators: `OpOverload` has a schema, everything else is an operator on functions.
@@ -61,9 +61,6 @@ part_of = attrgetter("_local_tensor")
 # Collectives as operators without effects.
 FUNCTIONAL_COLLECTIVES = torch.ops._c10d_functional
 
-# Operators as other operators, whose derivatives are exact to any order.
-DECOMPOSITIONS = decomposition_table
-
 # The registry of classes that are nodes of trees: `(type, flatten_fn, unflatten_fn, flatten_with_keys_fn)` of
 # each.
 PYTREE_NODES = SUPPORTED_NODES
@@ -101,9 +98,6 @@ def indexing() -> Any:
 # Leave all torch.func transforms, and all modes, within a `with`: to compute with values during a trace.
 without_transforms, without_modes = temporarily_clear_interpreter_stack, _disable_current_modes
 
-# Raise torch's error for one value per channel, and for one per channel and sample.
-require_batch, require_spatial = attrgetter("_verify_batch_size", "_verify_spatial_size")(torch.nn.functional)
-
 # Name of the logger that prints errors of fake evaluation with their whole traceback.
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 
@@ -116,6 +110,12 @@ METHODS = torch._C.TensorBase
 transforming = torch._C._functorch.peek_interpreter_stack
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 unwrapped = torch._C._functorch.get_unwrapped
+
+
+def differentiating() -> bool:
+    """Tell whether any torch.func transform around differentiates."""
+    layers = torch._C._functorch.get_interpreter_stack() or ()
+    return any(layer.key().name in ("Grad", "Jvp") for layer in layers)
 
 
 # How many modes see the operators, and the functions, that Python calls.
@@ -301,9 +301,20 @@ def vector_options() -> dict[str, bool]:
 
 
 def jvp(*args: Any, **keywords: Any) -> Any:
-    """Call :func:`torch.func.jvp`, without torch 2.14's warning that its own scripts are deprecated."""
+    """Call :func:`torch.func.jvp`, without torch 2.14's warning that its own scripts are deprecated.
+
+    Where an operator raises without values, frames of torch hold guards of its dispatch (``quantile``, torch
+    2.13). They are let go of at once, and what they set is undone: later they would switch off autograd.
+    """
     _load_forward_derivatives()
-    return torch.func.jvp(*args, **keywords)
+    with torch._C._ForceDispatchKeyGuard(
+        torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    ):
+        try:
+            return torch.func.jvp(*args, **keywords)
+        except Exception as error:
+            clear_frames(error.__traceback__)
+            raise
 
 
 @cache
@@ -346,10 +357,14 @@ def history_number() -> int:
     return number - 1
 
 
-def reversed_number() -> int | None:
-    """Return the number of the operator whose gradient runs now; None outside of a backward."""
+def reversed_call() -> tuple[int | None, bool]:
+    """Return the number of the operator whose gradient runs now, and whether it is a Function of ours.
+
+    The number is None outside of a backward.
+    """
     node: Any = torch._C._current_autograd_node()
-    return None if node is None else node._sequence_nr()
+    ours = isinstance(node, BackwardCFunction) and function_of(node).__module__.startswith("ppfunc.")
+    return None if node is None else node._sequence_nr(), ours
 
 
 def awaited(tensor: torch.Tensor) -> torch.Tensor:

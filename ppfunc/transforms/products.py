@@ -1,6 +1,7 @@
 """Make pipelines that differentiate along a direction: slopes, and products of curvature with a vector."""
 
 from collections.abc import Mapping
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -13,7 +14,7 @@ from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, by_st
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.signature import differentiable
-from ppfunc.stage.transforms import dual, dual_loss, hessian_loss, sloping
+from ppfunc.stage.transforms import dual, dual_loss
 from ppfunc.stage.transforms.tangents import flatten_tangents
 from ppfunc.stage.tree import tree_flatten, tree_map
 
@@ -63,9 +64,13 @@ def jvp(
     stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, _PAIR, loss_wanted=False)
 
     spec = _spec("jvp", "outputs" if loss_fn is None else "loss", has_aux=has_aux, ties=ties)
-    losses, returned = (None, _output_tangents) if loss_fn is None else (dual_loss(loss_fn), _loss_and_slope)
+    forward_alone = torch.no_grad()
+    losses, returned = (
+        (None, _output_tangents) if loss_fn is None else (forward_alone(dual_loss(loss_fn)), _loss_and_slope)
+    )
+    duals = map_stages(stages, lambda fn: forward_alone(dual(fn)))
     return make_step(
-        map_stages(stages, dual), losses, schedule, transport, engine, spec, _read_jvp,
+        duals, losses, schedule, transport, engine, spec, _read_jvp,
         returned, loss_weights, training=False,
     )  # fmt: skip
 
@@ -116,8 +121,8 @@ def hvp(
 
     spec = _spec("hvp", "loss", "grads", has_aux=has_aux, ties=ties)
     return make_step(
-        map_stages(stages, sloping), hessian_loss(loss_fn), schedule, transport, engine, spec,
-        _read_products, _hessian_products, loss_weights,
+        map_stages(stages, partial(dual, slope_alone=True)), dual_loss(loss_fn, slope_alone=True), schedule,
+        transport, engine, spec, _read_products, _hessian_products, loss_weights,
     )  # fmt: skip
 
 

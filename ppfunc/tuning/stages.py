@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import Module
-from torch.utils.flop_counter import flop_registry
 
 from ppfunc._checks import shown
 from ppfunc.runtime.execution.record import host_clock
@@ -40,6 +39,7 @@ from ppfunc.splitter import Split, split
 from ppfunc.stage import Engine, StageError, StageProgram
 from ppfunc.stage._torch import TorchDispatchMode
 from ppfunc.stage.device import accelerates
+from ppfunc.stage.flops import flops_of
 from ppfunc.stage.layout import layout_of, local
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.training import Trainer
@@ -313,8 +313,7 @@ class _Roofline(TorchDispatchMode):
             rounds = 0 if "wait" in str(func) else 2 if "all_reduce" in str(func) else 1
             self._seconds += rounds * (ranks - 1) * (latency + size / ranks / bandwidth)
         elif not func.is_view:
-            counted = flop_registry.get(func._overloadpacket, lambda *args, **kwargs: 0)
-            operations = counted(*args, **(kwargs or {}), out_val=result)
+            operations = flops_of(func._overloadpacket, args, kwargs or {}, result)
             moved = _bytes_of([args, kwargs, result])
             self._seconds += max(operations / self._flops, moved / self._bytes)
         return result

@@ -218,6 +218,9 @@ def test_names_of_a_split_are_those_of_its_model():
         StageError, match=r"got 'layers\.\*', expected names of modules: h\.0, h\.1, .*Instead"
     ):
         graph(split.stages[1], args, remat={"h.*|layers.*": "full"})
+    for one_argument in (lambda operator: True, {"h.*": lambda operator: True}):
+        with pytest.raises(ValueError, match=r"does not take two arguments, expected \(operator, number\)"):
+            graph(remat=one_argument)
     with pytest.raises(ValueError, match=r"remat\['h\.\*'\]: got 7, expected"):
         graph(split.stages[1], args, remat={"h.*": 7})
 

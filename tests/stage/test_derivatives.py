@@ -225,3 +225,15 @@ def test_complex_tensors_times_complex_numbers(factor):
     torch.testing.assert_close(y, want.detach())
     gy = torch.ones_like(y)
     torch.testing.assert_close(program.backward(residuals, gy), torch.autograd.grad(want, inputs, gy))
+
+
+def test_an_argument_may_have_the_name_of_a_keyword():
+    with torch.library._scoped_library("ppfunc_keywords", "DEF") as library:
+        library.define("shrink(Tensor x, *, float lambda) -> Tensor")
+        library.impl("shrink", lambda x, **given: x * given["lambda"], "CompositeExplicitAutograd")
+
+        def stage(w, x):
+            return w * torch.ops.ppfunc_keywords.shrink(x.detach(), **{"lambda": 0.5})
+
+        y, _ = graph(stage, ONES).forward(*ONES)
+        torch.testing.assert_close(y, ONES[0] * ONES[1] / 2)

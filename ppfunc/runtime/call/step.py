@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 import torch
 
 from ppfunc._checks import answering, not_copied, with_arguments
-from ppfunc.stage._torch import load_tracer, transforming
+from ppfunc.stage._torch import differentiating, load_tracer, transforming
 from ppfunc.stage.device import on_device
 
 from ..agreement.ties import require_declared
@@ -254,6 +254,12 @@ class StepFunction(Generic[P, R]):
             raise ValueError(
                 "got a step that raises where numbers are not finite, under a torch.func transform, which has"
                 " none to read; make one with on_nonfinite='ignore'"
+            )
+        if self.pipeline.spec.primal and differentiating():
+            raise ValueError(
+                f"got a step of ppfunc.{self.pipeline.spec.name} under a torch.func transform that"
+                " differentiates it once more, which is wrong for some operators; take further derivatives of"
+                " the whole model by torch.func"
             )
         if len(self.pipeline.ranks) < self.schedule.ranks:
             raise ValueError(

@@ -6,13 +6,13 @@ from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from ppfunc._checks import not_copied
 from ppfunc.schedule import Costs, Instruction, Op, Schedule, parts_of
 from ppfunc.schedule.costs import require_costs
 from ppfunc.schedule.instruction import COMMUNICATION
 from ppfunc.stage.abstract.evaluation import without_values
+from ppfunc.stage.flops import flop_counter
 from ppfunc.stage.program import Example, StageProgram
 from ppfunc.stage.tree import tree_map
 
@@ -98,13 +98,13 @@ class Shown:
         return replace(require_costs(times), **costs_of(self._lowered, self.programs()))
 
     def cost_analysis(self, counter: Callable[[], Any] | None = None) -> dict[int, Cost]:
-        """Return floating point operations per rank, as torch's flop counter counts them; nothing runs.
+        """Return floating point operations per rank, by the formulas of torch's flop counter; nothing runs.
 
         Args:
             counter: makes a mode that counts something else, and returns it by ``get_total_flops()``.
         """
         step, programs = self._lowered, self.programs()
-        by, training = counter or partial(FlopCounterMode, display=False), not step.schedule.forward_only
+        by, training = counter or flop_counter, not step.schedule.forward_only
         keys = {id(program): key for key, program in programs.items()}  # one of each program
         counted = {
             n: _flops(programs[key], step.stages[key], by, training=training) for n, key in keys.items()

@@ -324,11 +324,19 @@ def scan(combine_fn: Callable[..., Any], init: Any, xs: Any) -> tuple[Any, Any]:
     return carry, tree_map(lambda _: next(stacked), rows[0])
 
 
+def _refuse_map(*_: Any) -> Any:
+    raise NotImplementedError(
+        "the higher-order operator map is a prototype of torch, which no engine runs; write"
+        " torch.func.vmap(f)(x), or torch.stack([f(row) for row in x])"
+    )
+
+
 WHILE, COND = "_while_loop_op_wrapper", "_cond_op_wrapper"
 PYTHON: Handlers = {
     COND: cond,
     WHILE: while_loop,
     "run_flattened_scan": scan,
+    "run_flattened_map": _refuse_map,
     "_flex_attention_hop_wrapper": flex_scores,
 }
 

@@ -295,7 +295,9 @@ def require_weight_gradients(
 
 def _is_own(node: Any) -> bool:
     """Tell whether a Function of the user's has made a history."""
-    return isinstance(node, BackwardCFunction) and not function_of(node).__module__.startswith("torch.")
+    return isinstance(node, BackwardCFunction) and not (
+        function_of(node).__module__.startswith(("torch.", "ppfunc."))
+    )
 
 
 def _histories(ahead: list[Any], ends: Container[Any] = ()) -> Iterator[Any]:

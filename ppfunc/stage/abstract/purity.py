@@ -4,7 +4,7 @@ gradients, and collectives through which a gradient would flow wrongly.
 
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from .._torch import (
     without_modes,
 )
 from ..errors import StageError, place_of_call
+from ..tree import tree_map
 
 aten = torch.ops.aten
 
@@ -140,6 +141,35 @@ class Purity(LogicalDraws):
                 " would be lost",
                 "pass it in params, or detach it",
             )
+
+
+class Repeated(TorchDispatchMode):
+    """Calls a function; from the second call on, repeats its draws and the results of its collectives."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fn, self.notes, self.earlier = fn, list[Any](), iter(list[Any]())
+
+    def __call__(self, *args: Any) -> Any:
+        self.earlier = iter(self.notes[:])
+        with self:
+            return self.fn(*args)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, functional = kwargs or {}, is_collective(func) and func.namespace != "c10d"
+        if not (functional or (_effects(func).seeded and draws(func, args, kwargs))):
+            return func(*args, **kwargs)
+        into = written(func, args, kwargs)
+        if (note := next(self.earlier, None)) is None:
+            result = func(*args, **kwargs)
+            self.notes.append(tree_map(torch.clone, (None if result is args[0] else result, into)))
+            return result
+        result, values = tree_map(torch.clone, note)
+        for tensor, value in zip(into, values, strict=True):
+            tensor.copy_(value)
+        return args[0] if result is None else result
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -137,6 +137,14 @@ def _require_choice(choice: Any, what: str, more: str = "") -> None:
             f'{what}: got {choice!r}, expected "cheap", "none", "full", a predicate (operator, number) ->'
             f" bool{more}"
         )
+    if callable(choice):
+        try:
+            signature(choice).bind(None, 0)
+        except TypeError:
+            raise ValueError(
+                f"{what}: got a predicate {choice!r} that does not take two arguments, expected (operator,"
+                " number) -> bool, such as lambda operator, number: operator not in SAVED"
+            ) from None
 
 
 @engine

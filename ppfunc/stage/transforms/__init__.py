@@ -15,6 +15,4 @@ from .messages import cast_messages as cast_messages
 from .tangents import (
     dual as dual,
     dual_loss as dual_loss,
-    hessian_loss as hessian_loss,
-    sloping as sloping,
 )

@@ -1,10 +1,12 @@
 """Carry, beside every value of a stage, its derivative along a direction, a tangent; of that, products with
 second derivatives. Of a tree there is one per leaf that moves, None for a leaf that stays.
 
-The forward derivatives of ``layer_norm`` and, in training, of ``batch_norm`` and ``instance_norm`` take the
-mean and the variance of the input for constants when they are differentiated themselves (torch 2.13):
-gradients through them are wrong, without an error. Those of torch's decompositions are exact, which are
-pushed in their place.
+The formulas of torch for tangents are not to be differentiated in reverse: some take a part of what they
+compute for a constant, without an error (the mean in ``layer_norm``, the factors in ``linalg.solve``). The
+gradient of a dual function is instead the dual of the function's gradient::
+
+    jvp(fn)               (x, tx)         -> (y, ty)
+    its pullback          (h, g)          -> (hx, gx),  where  gx, hx = jvp(pullback of fn, (x, g), (tx, h))
 """
 
 from collections.abc import Callable, Sequence
@@ -12,19 +14,18 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from einops import rearrange
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .._torch import DECOMPOSITIONS, jvp, require_batch, require_spatial
+from .._torch import jvp
+from ..abstract.purity import Repeated
 from ..layout import Boundary, declaring, layout_of
 from ..output import Output, Received
 from ..program import Gradients, Leaves, Loss, Stage, without_aux
 from ..signature import differentiable, flatten
-from ..tree import filled, tree_flatten, tree_paths, tree_structure
+from ..tree import filled, tree_flatten, tree_map, tree_paths, tree_structure
 
 
-def dual(fn: Stage) -> Stage:
+def dual(fn: Stage, *, slope_alone: bool = False) -> Stage:
     """Transform a stage into one on pairs of a value and its tangent: forward mode.
 
     Equivalent to, for any trees::
@@ -38,8 +39,9 @@ def dual(fn: Stage) -> Stage:
 
     Args:
         fn: a stage, ``fn(params, x, *extras) -> y``. All of its operators need a forward derivative;
-            ``scaled_dot_product_attention`` runs unfused, since fused it has none, and layer, batch and
-            instance norm decomposed, since torch differentiates the derivative of theirs wrongly.
+            ``scaled_dot_product_attention`` runs unfused, since fused it has none.
+        slope_alone: whether an auxiliary loss is differentiated in its derivative alone, as by
+            :func:`dual_loss`.
 
     Returns:
         ``stage((params, tangents), (x, tx), *extras) -> (y, ty)``, a stage like any other. An
@@ -52,75 +54,48 @@ def dual(fn: Stage) -> Stage:
     @wraps(fn, updated=())  # its parameters have other names
     def stage(params: Any, x: Any, *extras: Any) -> Any:
         (params, tangents), (x, tx) = params, _unzipped(x)
-        y, ty = push(lambda p, a: fn(p, a, *extras), (params, x), (tangents, tx), ("params", "x"))
+        y, ty = push(fn, (params, x), (tangents, tx), ("params", "x"), extras)
         if not isinstance(y, Output):
             return y, ty
         ty = ty or Output(None)
         slopes = ty.skips or {}
         skips = y.skips and {s: (value, slopes.get(s)) for s, value in y.skips.items()}
-        loss = None if y.loss is None else _pair(y.loss, ty.loss)
+        loss = None if y.loss is None else _pair(y.loss, ty.loss, slope_alone)
         return Output((y.y, ty.y), loss, y.metrics, y.state, skips)
 
     return declaring(stage, Boundary.of(fn).map(lambda prefix: (prefix, prefix)))
 
 
-def dual_loss(loss_fn: Loss) -> Loss:
+def dual_loss(loss_fn: Loss, *, slope_alone: bool = False) -> Loss:
     """Return ``loss((y, ty), target) -> tensor[2]``: the loss, and its derivative along the direction.
 
-    >>> loss = dual_loss(lambda y, target: (y - target) ** 2)
-    >>> loss((torch.tensor(3.0), torch.tensor(1.0)), torch.tensor(1.0))
-    tensor([4., 4.])
-    """
-
-    loss_fn = without_aux(loss_fn)
-
-    def loss(y: Any, target: Any) -> torch.Tensor:
-        y, ty = y
-        return _pair(*push(lambda a: loss_fn(a, target), (y,), (ty,), ("y",)))
-
-    return loss
-
-
-def sloping(fn: Stage) -> Stage:
-    """Return the :func:`dual` stage, whose auxiliary loss is differentiated in its slope alone."""
-    stage = dual(fn)
-
-    @wraps(stage)
-    def sloped(params: Any, x: Any, *extras: Any) -> Any:
-        out = stage(params, x, *extras)
-        if isinstance(out, Output) and out.loss is not None:
-            return out._replace(loss=_slope_alone(out.loss))
-        return out
-
-    return sloped
-
-
-def hessian_loss(loss_fn: Loss) -> Loss:
-    """Return the loss over :func:`sloping` stages whose gradient holds a Hessian-vector product.
-
-    With ``g`` the gradient and ``H`` the Hessian of the loss, dual stages compute the slope
-    ``<g(params), tangents>``. Its gradient with respect to ``params`` is ``H tangents``; with respect to
-    ``tangents`` it is ``g``. Returns ``loss((y, ty), target) -> tensor[2]``: the loss, without a gradient,
-    and the slope.
+    Args:
+        loss_fn: ``loss(y, target) -> scalar``.
+        slope_alone: whether the loss comes without a gradient. With ``g`` the gradient of the loss and ``H``
+            its Hessian, dual stages compute the slope ``<g(params), tangents>``. The gradient of that with
+            respect to ``params`` is ``H tangents``; with respect to ``tangents`` it is ``g``.
 
     References:
         Pearlmutter, Fast exact multiplication by the Hessian, 1994.
 
-    >>> loss = hessian_loss(lambda y, target: (y - target) ** 3)
+    >>> loss = dual_loss(lambda y, target: (y - target) ** 3, slope_alone=True)
+    >>> loss((torch.tensor(3.0), torch.tensor(1.0)), torch.tensor(1.0))
+    tensor([ 8., 12.])
     >>> torch.func.grad(lambda y: loss(y, torch.tensor(1.0)).sum())((torch.tensor(3.0), torch.tensor(1.0)))
     (tensor(12.), tensor(12.))
     """
-    pair = dual_loss(loss_fn)
-    return lambda y, target: _slope_alone(pair(y, target))
+
+    def loss(pair: Any, target: Any) -> torch.Tensor:
+        y, ty = pair
+        value, slope = push(without_aux(loss_fn), (y,), (ty,), ("y",), (target,))
+        return _pair(value, slope, slope_alone)
+
+    return loss
 
 
-def _pair(value: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:
+def _pair(value: torch.Tensor, slope: torch.Tensor | None, slope_alone: bool) -> torch.Tensor:
+    value = value.detach() if slope_alone else value
     return torch.stack([value, torch.zeros_like(value) if slope is None else slope])
-
-
-def _slope_alone(pair: torch.Tensor) -> torch.Tensor:
-    value, slope = pair.unbind()
-    return torch.stack([value.detach(), slope])
 
 
 def _unzipped(x: Any) -> tuple[Any, Any]:
@@ -179,114 +154,117 @@ def _require_tangent(leaf: torch.Tensor, tangent: Any, name: str) -> None:
 
 
 def push(
-    fn: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...], names: tuple[str, ...]
+    fn: Callable[..., Any],
+    primals: tuple[Any, ...],
+    tangents: tuple[Any, ...],
+    names: tuple[str, ...],
+    others: tuple[Any, ...] = (),
 ) -> tuple[Any, Any]:
-    """Compute ``fn(*primals)`` and its derivative along ``tangents``: :func:`torch.func.jvp` for any trees.
+    """Compute ``fn(*primals, *others)`` and its derivative along ``tangents``, of primals that are trees.
 
     The second has the structure of the first, None for leaves without derivative; it is None alone where
     every tangent is zero.
     """
-    leaves, treedef = tree_flatten(primals)
+    leaves, treedef = tree_flatten((*primals, *others))
     slopes = [
         t for p, v, name in zip(primals, tangents, names, strict=True) for t in flatten_tangents(p, v, name)
     ]
-    moving = [i for i, slope in enumerate(slopes) if slope is not None]
-    if not moving:
-        return fn(*primals), None
+    slopes += [None] * (len(leaves) - len(slopes))
+    if not any(slope is not None for slope in slopes):
+        return fn(*primals, *others), None
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     structure: list[Any] = []
 
-    def run(*moved: torch.Tensor) -> tuple[Leaves, Leaves]:
-        # Fused attention has no forward derivative, normalisation one that is differentiated wrongly.
-        with sdpa_kernel(SDPBackend.MATH), DecomposedNorms():
-            y, y_def = flatten(fn(*treedef.unflatten(filled(leaves, moving, moved))), "y")
-        structure.append(y_def)
-        return tuple(t for t in y if differentiable(t.dtype)), y
+    def run(values: Sequence[torch.Tensor]) -> Leaves:
+        with sdpa_kernel(SDPBackend.MATH):  # fused attention has no forward derivative
+            y, y_def = flatten(fn(*treedef.unflatten(filled(leaves, tensors, values))), "y")
+        structure[:] = [y_def]
+        return y
 
-    at, along = (tuple(values[i] for i in moving) for values in (leaves, slopes))
-    _, pushed, y = jvp(run, at, along, has_aux=True)
-    rest = iter(pushed)
-    ty = [next(rest) if differentiable(t.dtype) else None for t in y]
+    y, ty = _pushed(run, [leaves[i] for i in tensors], [slopes[i] for i in tensors])
     return structure[0].unflatten(y), structure[0].unflatten(ty)
 
 
-# -- normalisation by torch's decompositions
+# -- tangents whose gradients are the tangents of gradients
 
-_LAYER = DECOMPOSITIONS[torch.ops.aten.native_layer_norm.default]
-_BATCH = DECOMPOSITIONS[torch.ops.aten._native_batch_norm_legit.no_stats]
-
-
-class DecomposedNorms(torch.overrides.TorchFunctionMode):
-    """Compute normalisation by decompositions."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return _DECOMPOSED.get(func, func)(*args, **(kwargs or {}))
+Flat = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+Tangents = Sequence[torch.Tensor | None]
 
 
-def _layer_norm(
-    input: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: Any = None,
-    bias: Any = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
-) -> torch.Tensor:
-    return _LAYER(input, list(normalized_shape), weight, bias, eps)[0]
+def _pushed(fn: Flat, at: Sequence[torch.Tensor], along: Tangents) -> tuple[Any, Any]:
+    """Compute ``fn(at)`` and its tangents, None for integers.
+
+    Their gradient is right. Its own gradient is that of torch's third derivatives: wrong for layer norm.
+    """
+    pairs = enumerate(zip(at, along, strict=True))
+    wanted = [i for i, pair in pairs if any(t is not None and t.requires_grad for t in pair)]
+    if not wanted:
+        return _tangents(fn, at, along)
+    results: Any = _Pushed.apply(Repeated(fn), wanted, *at, *along)
+    half = len(results) // 2
+    return results[:half], results[half:]
 
 
-def _batch_norm(
-    input: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> torch.Tensor:
-    if not training:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    require_batch(input.size())
-    if running_mean is not None or running_var is not None:
-        # For its effect on the running statistics, which have no derivative.
-        F.batch_norm(input.detach(), running_mean, running_var, None, None, training, momentum, eps)
-    return _BATCH(input, weight, bias, training, momentum, eps)[0]
+def _tangents(fn: Flat, at: Sequence[torch.Tensor], along: Tangents) -> tuple[Any, Any]:
+    moving = [i for i, slope in enumerate(along) if slope is not None]
+
+    def moved(*values: torch.Tensor) -> tuple[Leaves, Sequence[torch.Tensor]]:
+        y = fn(filled(at, moving, values))
+        return tuple(t for t in y if differentiable(t.dtype)), y
+
+    # Where it is off, some operators keep less for their backward, or compute that from constants.
+    with torch.enable_grad():
+        _, pushed, y = jvp(moved, *(tuple(values[i] for i in moving) for values in (at, along)), has_aux=True)
+    rest = iter(pushed)
+    return y, [next(rest) if differentiable(t.dtype) else None for t in y]
 
 
-def _instance_norm(
-    input: torch.Tensor,
-    running_mean: torch.Tensor | None = None,
-    running_var: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> torch.Tensor:
-    if not use_input_stats:
-        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-    if running_mean is not None or running_var is not None:
-        raise NotImplementedError(
-            "instance norm with running statistics has no second derivatives here; set"
-            " track_running_stats=False"
-        )
-    require_spatial(input.size())
-    b = len(input)
-    scale, shift = (None if t is None else t.repeat(b) for t in (weight, bias))
-    y = _BATCH(rearrange(input, "b c ... -> 1 (b c) ..."), scale, shift, True, momentum, eps)[0]
-    return rearrange(y, "1 (b c) ... -> b c ...", b=b)
+def _pullback(
+    fn: Flat, at: Sequence[torch.Tensor], wanted: Sequence[int], of: Sequence[int] | None = None
+) -> tuple[Sequence[torch.Tensor], Callable[..., Leaves]]:
+    """Compute ``fn(at)``, and the pullback of the results ``of`` to the wanted arguments."""
+
+    def some(*values: torch.Tensor) -> tuple[Leaves, Sequence[torch.Tensor]]:
+        y = fn(filled(at, wanted, values))
+        return tuple(y[i] for i in (range(len(y)) if of is None else of) if differentiable(y[i].dtype)), y
+
+    pulled: Any = torch.func.vjp(some, *(at[i] for i in wanted), has_aux=True)
+    return pulled[2], pulled[1]
 
 
-_DECOMPOSED: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.layer_norm: _layer_norm,
-    F.layer_norm: _layer_norm,
-    torch.batch_norm: lambda x, weight, bias, mean, var, *rest: _batch_norm(
-        x, mean, var, weight, bias, *rest[:3]
-    ),
-    F.batch_norm: _batch_norm,
-    torch.instance_norm: lambda x, weight, bias, mean, var, *rest: _instance_norm(
-        x, mean, var, weight, bias, *rest[:3]
-    ),
-    F.instance_norm: _instance_norm,
-}
+class _Pushed(torch.autograd.Function):
+    """Pushes tangents through a function. Its backward pushes them through the pullback of the function."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(fn: Flat, wanted: Sequence[int], *values: Any) -> Any:
+        values, n = tree_map(torch.Tensor.detach, values), len(values) // 2
+        y, ty = _tangents(lambda at: _pullback(fn, at, wanted)[0], values[:n], values[n:])
+        return *y, *ty
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        ctx.fn, ctx.wanted, *values = inputs
+        ctx.save_for_backward(*values)
+        ctx.mark_non_differentiable(*(t for t in output if t is not None and not differentiable(t.dtype)))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        fn, wanted, values = ctx.fn, ctx.wanted, ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            values, cotangents = (tree_map(torch.Tensor.detach, ts) for ts in (values, cotangents))
+        n, half = len(values) // 2, len(cotangents) // 2
+        pairs = list(zip(cotangents[:half], cotangents[half:], strict=True))
+        of = [i for i, (h, g) in enumerate(pairs) if h is not None or g is not None]
+        h = [pairs[i][0] for i in of]
+        g = [torch.zeros_like(pairs[i][0]) if pairs[i][1] is None else pairs[i][1] for i in of]
+
+        def pull(inside: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            return _pullback(fn, inside[:n], wanted, of)[1](tuple(inside[n:]))
+
+        gradients, moved = _pushed(pull, [*values[:n], *g], [*values[n:], *h])
+        of_values, of_slopes = (filled([None] * n, wanted, found) for found in (moved, gradients))
+        held = [None if slope is None else found for slope, found in zip(values[n:], of_slopes, strict=True)]
+        return None, None, *of_values, *held

@@ -693,3 +693,12 @@ def test_an_extra_for_a_stage_that_takes_none_says_what_to_leave_out():
     mend = "takes 2 positional .* extra 0 = .* leave it out of extras= and state= of the step"
     with pytest.raises(StageError, match=mend):
         outline(lambda w, x: w * x, (torch.ones(2), torch.ones(2), torch.ones(2)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_prototype_that_maps_is_refused_with_what_to_write(engine):
+    def stage(w, x):
+        return torch._higher_order_ops.map(lambda row: row * w, x)
+
+    with pytest.raises(StageError, match=r"the higher-order operator map .*; write torch\.func\.vmap\(f\)"):
+        engine(stage, (torch.ones(2), torch.ones(3, 2)))

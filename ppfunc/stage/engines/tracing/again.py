@@ -47,10 +47,6 @@ _NORMS = {"native_layer_norm", "_fused_rms_norm", "_to_copy"}
 _FORWARDS = 2.0  # that W computes at most to hold nothing
 _SHARE = 0.01  # of the work of a step, that is computed again by default
 _IN_FLIGHT = 4  # microbatches that a stage keeps at once, supposed where blocks are chosen
-_FLASH = "_scaled_dot_product_flash_attention"
-_COUNTED_AS = {
-    getattr(aten, f"{_FLASH}_for_cpu{end}"): getattr(aten, _FLASH + end) for end in ("", "_backward")
-}
 # Units of work per number that a kernel writes: multiplications in the same time, on the CPU and elsewhere.
 _ON_CPU, _ELSEWHERE, _COMMUNICATED = 50.0, 500.0, 1000.0
 
@@ -332,7 +328,7 @@ def work_of(node: Node) -> float:
     """
     if is_element(node) or base(node) is not None:
         return 0.0
-    from torch.utils.flop_counter import flop_registry
+    from ...flops import flops_of  # of torch, which takes time to import
 
     value, read = node.meta["val"], torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     args, kwargs = cast("tuple[Any, dict[str, Any]]", read)
@@ -340,8 +336,4 @@ def work_of(node: Node) -> float:
     written = estimate(sum(t.numel() for t in made))
     each = _ON_CPU if all(t.device.type == "cpu" for t in made) else _ELSEWHERE
     work = (_COMMUNICATED if is_collective(_operator(node)) else each) * written
-    packet = _operator(node).overloadpacket
-    if packet is aten.linear:
-        return work + 2.0 * written * estimate(args[1].shape[1])
-    count = flop_registry.get(_COUNTED_AS.get(packet, packet))
-    return work + (estimate(count(*args, **kwargs, out_val=value)) if count else 0.0)
+    return work + float(estimate(flops_of(_operator(node).overloadpacket, args, kwargs, value)))

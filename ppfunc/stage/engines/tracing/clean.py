@@ -25,6 +25,7 @@ from .graph import (
     is_effect,
     is_tensor,
     layout,
+    operator_of,
     root,
 )
 from .joint import Joint, trace
@@ -37,8 +38,9 @@ _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 def clean(joint: Joint) -> None:
     """Remove copies that nobody needs, views of views, duplicates and dead operators.
 
-    Duplicates are merged within the forward and within the backward, never between them: what a
-    stage chose to compute again in its backward (checkpointing) stays computed again.
+    Duplicates are merged within the forward and within the backward. Between them only what tangents of a
+    gradient take from the forward: what a stage chose to compute again in its backward (checkpointing) stays
+    computed again.
     """
     skip_copies(joint)
     _shorten_views(joint)
@@ -105,7 +107,8 @@ def _merge_duplicates(joint: Joint, late: bool) -> None:
     forward = ancestors(joint.results[0])
     seen: dict[Hashable, Node] = {}
     for node in filter(is_call, joint.graph.nodes):
-        if (node in forward) == late or is_effect(node):
+        early = node in forward or (not late and operator_of(node).meta.get("again"))
+        if early == late or is_effect(node):
             continue
         key = _key(node)
         if key is not None and (first := seen.setdefault(key, node)) is not node:

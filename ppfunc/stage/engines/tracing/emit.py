@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from itertools import groupby
+from keyword import iskeyword
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
@@ -242,7 +243,10 @@ class _Writer:
         texts = [self.value(a) for a in args]
         if call.spread:
             texts[-1:] = map(self.value, args[-1])
-        texts += [f"{k}={self.value(v)}" for k, v in node.kwargs.items()]
+        texts += [
+            f"**{{{k!r}: {self.value(v)}}}" if iskeyword(k) else f"{k}={self.value(v)}"
+            for k, v in node.kwargs.items()
+        ]
         if call.method:
             return f"{texts[0]}.{call.method}({', '.join(texts[1:])})"
         return f"{self.object(call.function, 'op')}({', '.join(texts)})"

@@ -17,7 +17,7 @@ from ..._torch import (
     device_of,
     has_kernel,
     history_number,
-    reversed_number,
+    reversed_call,
     schema,
     without_autocast,
 )
@@ -46,7 +46,7 @@ Maybe = tuple[Node | None, ...]
 Results = tuple[Leaves, Gradients, Gradients]  # outputs, gradients of the parameters and of x
 
 _ENTRY = inspect.getfile(DifferentiableStage)  # which calls the stage
-_ORIGIN = "place", "module", "reverses"
+_ORIGIN = "place", "module", "reverses", "again"
 _HIDDEN = {aten.miopen_batch_norm.default}  # writes into its arguments in secret, and has no other form
 # name of the backward of operators that no derivative is registered for
 _WITHOUT_DERIVATIVE = "torch::autograd::WarnNotImplemented"
@@ -148,8 +148,15 @@ def _forward_and_backward(
 
 def _without_effects(joint: Joint, record: "Record", *groups: Leaves) -> Results:
     """Compute the same results by operators that write into nothing."""
+    rerun = _Rerun(record, joint)
+    constants = {n: n.meta["constant"] for n in joint.graph.nodes if n.op == "get_attr"}
+
+    def run(values: list[torch.Tensor], *tensors: torch.Tensor) -> Any:
+        # What is made of constants alone may be written into as well.
+        return rerun.run(*tensors, initial_env=dict(zip(constants, values, strict=True)))
+
     with torch.no_grad():
-        return torch.func.functionalize(_Rerun(record, joint).run)(*chain(*groups))
+        return torch.func.functionalize(run)(list(constants.values()), *chain(*groups))
 
 
 class _Rerun(Interpreter):
@@ -187,7 +194,8 @@ class Record(GraphRecorder, TorchDispatchMode):
     """Records below autograd and the transforms of torch.func, so that a backward is recorded as well.
 
     ``meta["val"]`` of a node is its result without values. An operator of the forward has the ``meta`` of
-    `origin`. ``meta["reverses"]`` of one of the backward is that of the operator whose gradient it computes.
+    `origin`. ``meta["reverses"]`` of one of the backward is that of the operator whose gradient it computes;
+    ``meta["again"]`` tells whether it may be one of the forward, called again.
     """
 
     def __init__(self, stage: str) -> None:
@@ -245,7 +253,8 @@ class Record(GraphRecorder, TorchDispatchMode):
             node.meta |= (origin := self.origin())
             self._origins.setdefault(history_number(), origin)
         else:
-            node.meta["reverses"] = self._origins.get(reversed_number(), {})
+            number, of_forward = reversed_call()
+            node.meta |= {"reverses": self._origins.get(number, {}), "again": of_forward}
         if histories is not None:
             histories += [(t, None) for t in tensors_in(result) if differentiable(t.dtype)]
             self._doubtful.append((node, histories))
