@@ -145,9 +145,14 @@ def value_and_grad(
         have the same bits, whatever is asked for beside them.
 
         A program is traced once for every form (structure, shapes, strides, dtypes, devices) of the
-        arguments, and kept: ``step.cache_info()``, ``step.cache_clear()``. Values that a stage reads from
-        elsewhere than its arguments keep those of the trace. ``step.lower(...)`` shows programs, messages,
-        memory and cost without running.
+        arguments, and kept: ``step.cache_info()``, ``step.cache_clear()``. ``step.lower(...)`` shows
+        programs, messages, memory and cost without running.
+
+        What a stage or the loss reads beside its arguments counts as it is when a step begins, under every
+        engine: attributes, closures, globals, buffers, hooks, modes and autocast; where one has changed, the
+        program is traced anew, and ranks that change one unlike each other raise ``AgreementError``. A tensor
+        that requires a gradient is refused there, and so is a stage that keeps tensors or counts elsewhere.
+        What an extension in C keeps is not seen, nor attributes of objects of torch that are no modules.
 
         A step raises ``PipelineError`` if an instruction fails, on this or another rank, ``AgreementError``
         if the ranks were given different programs, ``StageError`` for a stage that the engine cannot serve,

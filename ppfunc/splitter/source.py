@@ -6,8 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from hashlib import sha256
 from itertools import accumulate, chain, pairwise
-from types import NoneType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +14,8 @@ from torch.fx import Node
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import without_modes
+from ppfunc.stage.captures import Watch, ambient
 from ppfunc.stage.device import autocast
-from ppfunc.stage.modules.module import structure_watch
 from ppfunc.stage.process import process_lock
 
 from ._torch import vmapped
@@ -28,8 +27,6 @@ from .record import Region
 from .trace import Trace, label_stages, trace
 
 _MOST = 32  # forms of inputs whose code is kept
-_PLAIN = {bool, int, float, str, NoneType}
-_OF_EVERY_MODULE = {*vars(nn.Module())}
 
 
 class Source:
@@ -56,7 +53,7 @@ class Source:
         self._readers: dict[str, int] = {}  # the first stage that reads each parameter
         self._homes: dict[str, int] = {}  # the stages of buffers that are state
         self._codes: OrderedDict[Hashable, tuple[StageCode, ...]] = OrderedDict()
-        self._structure_same = structure_watch(model.modules())
+        self._watch = Watch(model)
         self._moved: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
 
     def with_buffers(self, loaded: Mapping[str, Tensor]) -> "Source":
@@ -145,16 +142,11 @@ class Source:
             compute,
             functional,
             form.key,
-            _plain_attributes(self.model),
+            self._watch.state(),
             tuple((p.requires_grad, p.dtype) for p in self.model.parameters()),
-            tuple((b.shape, b.dtype) for b in self.model.buffers()),
-            autocast(),
-            torch.get_default_dtype(),
+            ambient(),
         )
         with process_lock:
-            if not self._structure_same():
-                self._codes.clear()
-                self._structure_same = structure_watch(self.model.modules())
             if key not in self._codes:
                 if traced is None:
                     traced = self._trace(form, inputs, device, compute)
@@ -260,25 +252,6 @@ class Footprint(NamedTuple):
         """Put together what the code of one stage holds, for all calls."""
         each = zip(*((code.params, code.constants, code.state, code.received) for code in codes), strict=True)
         return cls(*(tuple(dict.fromkeys(chain.from_iterable(names))) for names in each))
-
-
-def _plain_attributes(model: nn.Module) -> tuple[Any, ...]:
-    """List numbers and texts among the attributes of modules, and of configurations that they hold."""
-    plain: list[Any] = []
-    seen: set[int] = set()
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if type(value) in _PLAIN:
-                plain.append(value)
-            elif (
-                name not in _OF_EVERY_MODULE
-                and id(value) not in seen
-                and hasattr(value, "__dict__")
-                and not callable(value)
-            ):
-                seen.add(id(value))
-                plain += [inner for inner in vars(value).values() if type(inner) in _PLAIN]
-    return tuple(plain)
 
 
 def _require_plain(parts: Sequence[StagePart]) -> None:

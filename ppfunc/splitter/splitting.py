@@ -65,9 +65,9 @@ def split(
     connections. Values that depend on integer inputs alone (masks, tables of positions) are computed again in
     each stage that needs them. Random operators, ``no_grad`` and ``autocast`` regions, and functions with a
     backward of their own are kept. Numbers that the model reads from its attributes, and from objects among
-    these, keep the values of the trace. Functions that the model has compiled are called as Python, and flex
-    attention is computed by its scores as a matrix, on the CPU too. Control flow and shapes may depend on
-    tensors that the model makes of numbers in its code, such as a mask of ones. Stages leave out checks of
+    these, are as they are when a step begins. Functions that the model has compiled are called as Python, and
+    flex attention is computed by its scores as a matrix, on the CPU too. Control flow and shapes may depend
+    on tensors that the model makes of numbers in its code, such as a mask of ones. Stages leave out checks of
     values (``torch._check``, the arguments of ``torch.distributions``). Parameters may be DTensors, as
     ``parallelize_module`` makes them, if activations are plain tensors at the cuts. Frozen parameters of
     other subclasses (quantised weights) are constants of the stages, read when the model is traced.

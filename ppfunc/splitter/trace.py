@@ -21,6 +21,7 @@ from ppfunc.stage.abstract.evaluation import (
     quiet,
     without_values,
 )
+from ppfunc.stage.captures import Watch, require_none_left
 from ppfunc.stage.constants import with_tensors, without_constants
 from ppfunc.stage.errors import line_of
 from ppfunc.stage.layout import LAY_OTHERWISE, distributed, layout_of, local
@@ -117,7 +118,11 @@ def trace(
     """
     _require_no_hooks(model)
     # It sees draws by functions that `unseen_refused` does not replace.
-    return without_foreign_draws(partial(_trace, model, form, inputs, device, names, compute), MODEL)
+    then = (watch := Watch(model)).state()
+    traced = without_foreign_draws(partial(_trace, model, form, inputs, device, names, compute), MODEL)
+    require_none_left(watch.state(), MODEL)
+    watch.settle(then, (), MODEL)
+    return traced
 
 
 def _trace(

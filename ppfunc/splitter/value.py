@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ppfunc._checks import answering, mend_of, not_copied
+from ppfunc.stage.captures import READS
 from ppfunc.stage.constants import with_constants, without_constants
 from ppfunc.stage.errors import StageError
 from ppfunc.stage.layout import Boundary, as_dtensor, declaring, layout_of
@@ -212,7 +213,6 @@ def make_stage(source: "Source", stage: int) -> Callable[..., Any]:
     tensor. The dtype of ``cast``, an empty tensor, is that to which all floating parameters are cast, or bool
     if they are not cast. ``values`` are those that the stage before sends.
     """
-    # The function itself refers to the model: a step follows the modes of modules that it finds there.
     model = source.model
     names, state_names = source.held[stage].params, source.held[stage].state
     into = [a for a, b in source.skips if b == stage]
@@ -259,6 +259,7 @@ def make_stage(source: "Source", stage: int) -> Callable[..., Any]:
         )
 
     note_parameters(run, model, names)
+    vars(run)[READS] = model
     vars(run)["sizes_vary"] = False  # its code is that of one form of the inputs
     vars(run)["cut"] = source.cut
     vars(run)["known"] = source.known if source.known.names else None  # how a step reads its inputs

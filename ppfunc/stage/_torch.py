@@ -121,6 +121,20 @@ def differentiating() -> bool:
 # How many modes see the operators, and the functions, that Python calls.
 operator_modes, function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 
+# The function modes themselves, from the outermost on; and none of them, within a `with`.
+mode_stack = torch.overrides._get_current_function_mode_stack
+without_function_modes = torch._C.DisableTorchFunction
+
+# Whether kernels are switched on among which operators choose when they are called.
+KERNEL_SWITCHES = (
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_cudnn_enabled,
+    torch._C._get_mkldnn_enabled,
+)
+
 # Whether autocast is on for any kind of device.
 any_autocast = torch._C._is_any_autocast_enabled
 

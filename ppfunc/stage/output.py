@@ -11,6 +11,7 @@ import torch
 from ppfunc._checks import naming_arguments
 
 from .abstract.evaluation import DATA_DEPENDENT, NoValuesError
+from .abstract.purity import IN_PARAMS
 from .constants import with_constants, without_constants
 from .errors import StageError, raised
 from .layout import whole
@@ -132,7 +133,12 @@ def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -
         loss = loss_fn(y, target)
         loss, aux = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
         flatten(aux, "aux")  # refuses other leaves than tensors
-    except (StageError, NoValuesError, *DATA_DEPENDENT):
+    except StageError as error:
+        if error.instead != IN_PARAMS:
+            raise
+        mend = "compute that in a stage, which returns it as Output(y, loss=...) or a part of y; or detach it"
+        raise StageError("the loss", error.reason, mend) from None
+    except (NoValuesError, *DATA_DEPENDENT):
         raise
     except Exception as error:
         raise StageError(

@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from ppfunc.engines import eager, functional, graph
 from torch import nn
 
 import ppfunc as pp
@@ -113,19 +114,17 @@ def restored(monkeypatch):
     monkeypatch.setattr(by_default, "__defaults__", ((2.0,),))
 
 
+@pytest.mark.parametrize("engine", [graph, functional, eager], ids=lambda e: e.__name__)
 @pytest.mark.parametrize("name", cases())
-def test_a_new_step_function_takes_the_numbers_of_now(name):
-    """A program shared with an earlier step function kept those of its trace: wrong numbers, without an
-    error.
-    """
+def test_a_step_takes_the_numbers_of_its_beginning(name, engine):
+    """A program kept those of its trace: wrong numbers, without an error; also in another step function."""
     stage, change = cases()[name]
-    losses = []
-    for again in (False, True):
-        if again:
-            change()
-        step = pp.value_and_grad([stage], product, pp.gpipe(1, 1))
-        losses.append(step({0: {}}, torch.ones(1, 1), torch.ones(1, 1))[0])
-    assert losses == [2, 3]
+    steps = [pp.value_and_grad([stage], product, pp.gpipe(1, 1), engine=engine) for _ in range(2)]
+    given = {0: {}}, torch.ones(1, 1), torch.ones(1, 1)
+    losses = [steps[0](*given)[0]]
+    change()
+    losses += [step(*given)[0] for step in steps]
+    assert losses == [2, 3, 3] and steps[0].cache_info().misses == 2
 
 
 def test_a_loss_function_is_read_too():
@@ -191,17 +190,21 @@ def test_microbatches_of_known_forms_are_not_traced_again_in_another_order(evalu
     torch.testing.assert_close(losses, [losses[0]] * 3)
 
 
-def test_a_step_function_keeps_what_was_read_in_its_trace():
-    """As with jax.jit; what it keeps, whether a form was seen once or is seen again, is of one trace."""
+def test_a_step_that_is_compiled_is_for_what_was_read_in_its_trace():
     scale = [2.0]
     step = pp.value_and_grad([closing(scale, lambda h: h[0])], product, pp.gpipe(1, 1))
     given = {0: {}}, torch.ones(1, 1), torch.ones(1, 1)
     assert step(*given)[0] == 2
+    compiled = step.lower(*given).compile()
     scale[0] = 3.0
-    assert step(*given)[0] == 2
-    assert step.lower(*given).compile()(*given)[0] == 2
-    step.cache_clear()
-    assert step(*given)[0] == 3
+    with pytest.raises(
+        ValueError, match=r"since the step was lowered: held\[0\] = 3.0; lower and compile it"
+    ):
+        compiled(*given)
+    assert step(*given)[0] == step.lower(*given).compile()(*given)[0] == 3
+    scale[0] = 2.0
+    assert step(*given)[0] == compiled(*given)[0] == 2
+    assert step.cache_info().misses == 2
 
 
 def test_a_trainer_evaluates_by_the_programs_of_its_steps(evaluated):

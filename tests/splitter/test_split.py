@@ -229,21 +229,17 @@ def test_classes_of_outputs_come_to_the_loss_and_to_the_caller():
     model = made(m.ClassOfOutputs)
     x = m.rows(4)
     parts = pp.split(model, (x[:2],), {"offset": x[:2], "twice": True, "scale": None}, at=["b", "c"])
-    seen = []
 
     def loss(y, t):
-        seen.append(y)
+        assert type(y) is m.Answer
+        with pytest.raises(AttributeError, match="returned a Cache, which a split does not keep; got a"):
+            y.cache.tensor  # noqa: B018
         return (y.logits * t).sum()
 
     step = pp.value_and_grad(parts.stages, loss, pp.with_skips(pp.one_f_one_b(3, 2), parts.skips))
     value, _ = step(parts.params, (x, {"offset": x}), x)
     want = model(x, offset=x, twice=True).logits
     torch.testing.assert_close(value, (want * x).sum() / 2)
-    assert type(seen[0]) is m.Answer
-    with pytest.raises(
-        AttributeError, match="returned a Cache, which a split does not keep; got a request for its 'tensor'"
-    ):
-        seen[0].cache.tensor  # noqa: B018
     run = pp.evaluate(parts.stages, None, pp.with_skips(pp.gpipe(3, 2), parts.skips), return_outputs=True)
     torch.testing.assert_close(run(parts.params, (x, {"offset": x})).logits, want)
 

@@ -6,10 +6,12 @@ of both ranks.
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from hashlib import sha256
 from itertools import zip_longest
 from operator import ne
 from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
 from weakref import WeakKeyDictionary
 
 import torch
@@ -84,6 +86,26 @@ def require_same_modes(training: int, evaluation: int) -> None:
             f" rank {evaluation}; call train() or eval() on every rank (where a stage is frozen on purpose,"
             " leave its outermost module in training mode)"
         )
+
+
+@lru_cache(256)
+def require_same_changes(mine: str, theirs: str) -> str:
+    """Require that ranks have changed alike what their stages read beside arguments. Join the changes.
+
+    Args:
+        mine, theirs: what has changed since the first step: ``{stage: changes}`` in JSON, quoted.
+
+    >>> require_same_changes(quote('{"stage 0": ""}'), quote('{"stage 1": "p = 0.5"}')) != ""
+    True
+    """
+    both = [json.loads(unquote(text) or "{}") for text in (mine, theirs)]
+    for name, (_, here), (_, there) in differences(enumerate(both)):
+        raise AgreementError(
+            f"the ranks disagree on values that {name} reads beside its arguments: one has changed"
+            f" {here or 'none'}, another {there or 'none'}, since the first step; change them on every rank"
+            " before the same step, or give them as inputs"
+        )
+    return quote(json.dumps(both[0] | both[1])) if both[0] | both[1] else ""
 
 
 def require_as_agreed(

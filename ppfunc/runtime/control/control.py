@@ -17,6 +17,7 @@ from ppfunc.stage.process import act_on_interrupts, hold_interrupts, keep_holdin
 from ..agreement.comparison import (
     LaidOut,
     require_alike,
+    require_same_changes,
     require_same_facts,
     require_same_modes,
     require_same_step,
@@ -197,6 +198,7 @@ class Control:
         parts: Mapping[int, LossPart],
         mode: Mode = "mixed",
         compared: Sequence[Compared] = (),
+        changed: str = "",
     ) -> torch.Tensor | None:
         self.synchronize()
         for values, require in compared:
@@ -204,7 +206,7 @@ class Control:
         of_pipeline = None
         if parts and self.has_other_pipelines:
             of_pipeline, parts = self._sum_up(self._pipeline, losses, parts, mode), {}
-        total = self._sum_up(self._world, losses, parts, mode)
+        total = self._sum_up(self._world, losses, parts, mode, changed)
         self._executing = False
         self._running.release()
         return total if of_pipeline is None else of_pipeline
@@ -218,6 +220,7 @@ class Control:
         losses: Mapping[int, torch.Tensor],
         parts: Mapping[int, LossPart],
         mode: Mode,
+        changed: str = "",
     ) -> torch.Tensor | None:
         """Sum the losses of all ranks of a tree, once all are here. Over the world, it ends the step."""
         last, rank = tree is self._world, self.links.rank
@@ -229,7 +232,8 @@ class Control:
                 assert (got.shape, got.dtype) == (leaf.shape, leaf.dtype), (got.shape, got.dtype, leaf)
                 texts.append(f"{stage}:{to_text(got)}")
         for child in tree.children:
-            training, evaluation, *below = tree.recv(child, END).split(" ")
+            training, evaluation, theirs, *below = tree.recv(child, END).split(" ")
+            changed = require_same_changes(changed, theirs)
             modes, texts = [max(modes[0], int(training)), max(modes[1], int(evaluation))], texts + below
         require_same_modes(*modes)
         if last:
@@ -240,11 +244,11 @@ class Control:
         else:
             if last:
                 self.links.vote(self.ended)
-            tree.send(END, " ".join(map(str, (*modes, *texts))), tree.parent)
-            _, _, *texts = tree.recv(tree.parent, END).split(" ")
+            tree.send(END, " ".join(map(str, (*modes, changed, *texts))), tree.parent)
+            _, _, _, *texts = tree.recv(tree.parent, END).split(" ")
         if last:
             self.links.commit(self.ended)
-        tree.send_down(END, " ".join(map(str, (*modes, *texts))))  # first: the next line may fail
+        tree.send_down(END, " ".join(map(str, (*modes, "", *texts))))  # first: the next line may fail
         if not parts:
             return None
         dtype = reduce(torch.promote_types, (part.leaf.dtype for part in parts.values()))

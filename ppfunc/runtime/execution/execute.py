@@ -63,9 +63,10 @@ def run_step(
         if spec.finite and update is None:
             tensors = [*losses.values(), *tree_leaves((result.grads, result.input_grads))]
             compared = [count_nonfinite(tensors, entry.compiled, transport), *compared]
+        guards = entry.guards
         timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), transport)
         try:
-            loss = transport.end(losses, loss_parts, entry.guards.mode, compared)
+            loss = transport.end(losses, loss_parts, guards.mode, compared, guards.changed)
         except NotFinite as cause:  # on all ranks
             raise locate_nonfinite(entry.compiled, fill(lowered, steps[0]), transport, cause) from cause
         if loss is not None and "losses" in spec.wants:

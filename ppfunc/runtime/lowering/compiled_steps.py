@@ -1,16 +1,16 @@
 """Compile steps by the form of their arguments, with all ranks in agreement, and keep them."""
 
+import json
 import reprlib
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import chain
 from typing import NamedTuple, Self
+from urllib.parse import quote
 
-from ppfunc.stage._torch import any_autocast
 from ppfunc.stage.abstract.evaluation import trying
-from ppfunc.stage.device import autocast
+from ppfunc.stage.captures import State, Watch, ambient, changes
 from ppfunc.stage.errors import warn
-from ppfunc.stage.modules.module import structure_watch
 
 from ..agreement.agreement import LOWERED, Agreed, Agreement, Exchange
 from ..agreement.comparison import LaidOut, laid_out
@@ -21,7 +21,7 @@ from ..transport.protocols import Mode
 from .compile import CompiledStep, compile_step
 from .lower import lower
 from .lowered import LoweredStep, Pipeline
-from .stage_programs import CACHE_SIZE
+from .stage_programs import CACHE_SIZE, StagePrograms
 
 _RETRACES = 8  # so many forms are unusual enough for a warning
 
@@ -36,38 +36,49 @@ class CacheInfo(NamedTuple):
 
 
 class Guards(NamedTuple):
-    """Note the modes under which a step was lowered: it may run under the same modes only.
+    """Note what the stages of a step read beside their arguments: it may run for the same values only.
 
     Args:
-        modules: those that run in its stages: their modes, hooks and submodules; None without any.
-        autocast: which was on.
+        states: of these values, with what watches them.
+        ambient: what torch holds, such as autocast.
         mode: of all modules.
+        changed: what has changed of these values since the first step, to compare with other ranks.
     """
 
-    modules: Callable[[], bool] | None
-    autocast: tuple[Hashable, ...]
+    states: tuple[tuple[Watch, State], ...]
+    ambient: tuple[Hashable, ...]
     mode: Mode
+    changed: str
 
     @classmethod
-    def now(cls, lowered: LoweredStep) -> Self:
+    def now(cls, lowered: LoweredStep, programs: StagePrograms) -> Self:
         """Take the guards of a step that is lowered now."""
+        functions = {id(low.call.function): low.call.function for low in lowered.stages.values()}
+        states = dict(chain.from_iterable(map(programs.states, functions.values())))
         modules = {module for low in lowered.stages.values() for module in low.outline.modules}
         modes = {module.training for module in modules}
         mode: Mode = "mixed" if len(modes) != 1 else "training" if modes.pop() else "evaluation"
-        structure = structure_watch(modules, "training") if modules else None
-        return cls(structure, autocast(), mode)
+        read = (programs.changes(low.call) for low in lowered.stages.values())
+        changed = dict(chain.from_iterable(read))
+        return cls(tuple(states.items()), ambient(), mode, quote(json.dumps(changed)) if changed else "")
 
     def hold(self) -> bool:
-        """Tell whether modules and autocast are in the noted modes, with the same hooks and submodules."""
-        on = autocast() if any_autocast() else ()
-        return self.autocast == on and (self.modules is None or self.modules())
+        """Tell whether all is as noted."""
+        return self.ambient == ambient() and all(watch.state() is state for watch, state in self.states)
+
+    @property
+    def changes(self) -> str:
+        """Name what has changed; empty if nothing has."""
+        texts = chain.from_iterable(changes(then, watch.state()) for watch, then in self.states)
+        torchs = [] if self.ambient == ambient() else ["another autocast, default dtype or mode of torch"]
+        return ", ".join([*dict.fromkeys(texts), *torchs][:4])
 
     def require(self) -> None:
         """Raise ValueError where they do not hold."""
         if not self.hold():
             raise ValueError(
-                "modules or autocast have another mode than when the step was lowered, or modules have other"
-                " hooks or submodules; lower and compile it again"
+                f"what the stages read has changed since the step was lowered: {self.changes}; lower and"
+                " compile it again"
             )
 
 
@@ -77,7 +88,7 @@ class Entry(NamedTuple):
     Args:
         form: of the arguments of the last call that ran it.
         agreed: the facts that the ranks agreed on for it.
-        guards: modes of modules and autocast.
+        guards: what the stages read beside their arguments.
         compiled: the step.
         layouts: how its DTensors lie.
     """
@@ -136,7 +147,8 @@ class CompiledSteps:
         """Lower a step without keeping it. Return it with the conditions under which it may run."""
         exchange = self._begin([arguments], LOWERED)
         lowered = self._lower(arguments, exchange)
-        return lowered, exchange.conclude(lowered, arguments.update), Guards.now(lowered)
+        agreed = exchange.conclude(lowered, arguments.update)
+        return lowered, agreed, Guards.now(lowered, self._pipeline.programs)
 
     def reuse(self, entry: Entry, steps: Sequence[StepArguments]) -> Entry:
         """Begin a step with the peers, and return the compiled step of ``step.lower(...).compile()`` for it.
@@ -220,12 +232,14 @@ class CompiledSteps:
             if (built := self._cached(form, agreed)) is not None:
                 return built
             last = self.last
-            entry = Entry(form, agreed, Guards.now(lowered), compiled, laid_out(lowered.form))
+            entry = Entry(
+                form, agreed, Guards.now(lowered, self._pipeline.programs), compiled, laid_out(lowered.form)
+            )
             self._misses += 1
             self._entries = [*self._entries[1 - CACHE_SIZE :], entry]
             self._traced += (anew := self._pipeline.programs.evaluations > before)
         if anew and self._traced == _RETRACES and last is not None:
-            _warn_of_retraces(self._pipeline, form, last.form)
+            _warn_of_retraces(self._pipeline, form, last)
         if lowered.losses and arguments.loss_weights is None and not self._warned:
             self._warned = _warn_of_rows(form)
         return entry
@@ -274,10 +288,11 @@ def _warn_of_rows(form: StepForm) -> bool:
     return len(set(rows)) > 1
 
 
-def _warn_of_retraces(pipeline: Pipeline, now: StepForm, before: StepForm) -> None:
+def _warn_of_retraces(pipeline: Pipeline, now: StepForm, last: Entry) -> None:
     """Warn once that a step function traces again and again, and say what changed."""
+    before = last.form
     changed = [n for n, tree in now.trees.items() if n not in before.trees or before.trees[n].key != tree.key]
-    what = "modules or autocast have another mode or other hooks, or fewer arguments are given"
+    what = f"{last.guards.changes} changed" if last.guards.changes else "fewer arguments are given"
     if changed:
         signature, then = now.trees[changed[0]].signature, before.trees.get(changed[0])
         what = f"{changed[0]} is now {signature}"
@@ -285,8 +300,9 @@ def _warn_of_retraces(pipeline: Pipeline, now: StepForm, before: StepForm) -> No
         if then is not None and then.signature == signature:
             what += ", in memory of another type, layout or device"
     fixed = pipeline.programs.dynamic or not all(getattr(fn, "sizes_vary", True) for fn in pipeline.stages)
+    varying = "" if fixed else "let sizes vary, engine=ppfunc.engines.graph(dynamic=True), "
     warn(
-        f"{pipeline.spec.name} has been traced {_RETRACES} times, each for another form of its arguments:"
-        f" {what}; {'' if fixed else 'let sizes vary, engine=ppfunc.engines.graph(dynamic=True), '}"
-        "pad batches to few shapes, give numbers that change as tensors, or use the functional engine"
+        f"{pipeline.spec.name} has been traced {_RETRACES} times, each for another form of its arguments, or"
+        f" for other values that its stages read: {what}; {varying}pad batches to few shapes, give numbers"
+        " that change as tensors, or use the functional engine"
     )

@@ -1,17 +1,15 @@
 """Evaluate stages and build their programs, once for every function object and form of its arguments.
 
 A program depends on the user's function, the loss function folded into it, the form of the arguments, what is
-frozen, autocast, and the modules that run in it: their mode (training or evaluation), hooks and submodules.
-What the function reads from elsewhere keeps the values of the trace, as with ``jax.jit``. Step functions do
-not share programs, so that a new one traces the values of its time. The step functions of one trainer do
-share them.
+frozen, what torch holds beside them (autocast), and the values that both functions read from elsewhere, see
+`ppfunc.stage.captures`. Step functions do not share programs. The step functions of one trainer do.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,14 +18,16 @@ from ppfunc.schedule.collector import collector_paused
 from ppfunc.stage import Engine, Outline, Signature, StageError, StageProgram, outline
 from ppfunc.stage._torch import without_transforms
 from ppfunc.stage.abstract.sizes import Numbers, SizeRange
-from ppfunc.stage.device import autocast
+from ppfunc.stage.captures import READS, State, Watch, ambient, changes, require_none_stale
 from ppfunc.stage.engines.loss_apart import with_loss_apart
 from ppfunc.stage.errors import warn
-from ppfunc.stage.modules.module import structure_watch, unmodified
+from ppfunc.stage.modules.module import unmodified
 from ppfunc.stage.output import StageFunction
 from ppfunc.stage.process import process_lock
 from ppfunc.stage.program import Example, FlatProgram, stage_program
 from ppfunc.stage.tree import tree_leaves
+
+from ..call.batch import digest
 
 CACHE_SIZE = 32
 """Most forms of arguments for which a step function keeps what is compiled, and a stage its programs.
@@ -73,7 +73,7 @@ class StageCall(NamedTuple):
         form = tuple(map(Signature.of, self.example)), tuple(tensors)
         f = self.function
         place = f.last, f.returns_outputs, f.skips, f.frozen
-        return id(f.loss_fn), place, form, self.device, autocast()
+        return id(f.loss_fn), place, form, self.device, ambient()
 
     @property
     def sizes(self) -> tuple[Signature, ...]:
@@ -96,11 +96,10 @@ class StageCall(NamedTuple):
 
 
 class _Evaluated(NamedTuple):
-    """Hold the evaluation of a stage, valid while its modules are in the modes noted.
+    """Hold the evaluation of a stage for the values that it reads from elsewhere.
 
     Args:
         function: the one evaluated; kept alive, since keys have its ``id``.
-        modules: modes and structure of the modules that ran; None without any.
         trained: which of their own parameters were not frozen.
         outline: the evaluation.
         programs: the program that was built of it, if one was.
@@ -109,7 +108,6 @@ class _Evaluated(NamedTuple):
     """
 
     function: StageFunction
-    modules: Callable[[], bool] | None
     trained: list[bool]
     outline: Outline
     programs: list[StageProgram]
@@ -117,8 +115,8 @@ class _Evaluated(NamedTuple):
     range: SizeRange | None = None
 
     def holds(self) -> bool:
-        """Tell whether the modules are as they were."""
-        return self.modules is None or (self.modules() and self.trained == _trained(self.outline))
+        """Tell whether the modules train what they did."""
+        return self.trained == _trained(self.outline)
 
     def of(self, numbers: Numbers, call: StageCall) -> "_Evaluated":
         """Return the evaluation for numbers in the place of symbols, and its program."""
@@ -154,6 +152,7 @@ class StagePrograms:
                 "engine: got graph(dynamic=True) and a loss_engine, which has programs of one size; leave out"
                 " one of them"
             )
+        self._watches: dict[int, Watch] = {}
         # By function, then by key of the call.
         self._evaluated: dict[int, OrderedDict[Hashable, list[_Evaluated]]] = {}
 
@@ -161,7 +160,26 @@ class StagePrograms:
         return self._engine if callable(self._engine) else self._engine[call.stage]
 
     def _key(self, call: StageCall) -> Hashable:
-        return call.key, id(self._engine_of(call))
+        states = (state for _, state in self.states(call.function))
+        return call.key, id(self._engine_of(call)), *states
+
+    def states(self, function: StageFunction) -> Iterator[tuple[Watch, State]]:
+        """Yield what watches the values that a stage and its loss read from elsewhere, and their state."""
+        for fn in filter(None, (function.fn, function.loss_fn)):
+            read = _reads(fn)
+            if id(read) not in self._watches:
+                self._watches[id(read)] = Watch(read)
+            watch = self._watches[id(read)]
+            yield watch, watch.state()
+
+    def changes(self, call: StageCall) -> Iterator[tuple[str, str]]:
+        """Yield names of what other ranks read too, and what of it has changed since the first step."""
+        whole = _reads(call.function.fn) is not call.function.fn
+        names = "the model" if whole else f"stage {call.stage}", "the loss"
+        for name, (watch, state) in zip(names, self.states(call.function), strict=False):
+            if watch.first is not None and (self.compared or (whole and name == "the model")):
+                told = [text for text in changes(watch.first, state) if ".training =" not in text]
+                yield name, f"{', '.join(told[:3])} ({digest(repr(told))})" if told else ""
 
     def outline(self, call: StageCall) -> Outline:
         """Evaluate a stage without values, or return the earlier evaluation of an equal one.
@@ -181,7 +199,8 @@ class StagePrograms:
             known = of_function.get(alike)  # empty for a stage that cannot vary
             evaluated = (known and self._numbered(call, known)) or self._evaluate(call)
             if evaluated.outline.lasts:
-                keep(of_function, key, [*same_form, evaluated])
+                key = self._key(call)  # the evaluation may have found more that is read
+                keep(of_function, key, [*same_form[1 - CACHE_SIZE :], evaluated])
                 if dynamic:
                     keep(of_function, alike, [evaluated] if known is None else known)
             return evaluated.outline
@@ -190,11 +209,16 @@ class StagePrograms:
     def _evaluate(self, call: StageCall, range: SizeRange | None = None) -> _Evaluated:
         self.evaluations += 1
         function = call.function
+        before = [*self.states(function)]
+        for (_, state), reader in zip(before, (call.name, "the loss"), strict=False):
+            require_none_stale(state, reader)
         evaluation = outline(function, call.example, **call.options, noting=self.compared)
-        referred = (*_modules_referred(function.fn), *_modules_referred(function.loss_fn))
-        evaluation = evaluation._replace(modules=tuple(dict.fromkeys((*evaluation.modules, *referred))))
-        modules = structure_watch(evaluation.modules, "training") if evaluation.modules else None
-        return _Evaluated(function, modules, _trained(evaluation), evaluation, [], call.sizes, range)
+        for (watch, then), modules in zip(before, (evaluation.modules, ()), strict=False):
+            watch.settle(then, modules, call.name)
+        found = chain.from_iterable(state.found.values() for _, state in self.states(function))
+        every = (*evaluation.modules, *(m for _, m in found if isinstance(m, torch.nn.Module)))
+        evaluation = evaluation._replace(modules=tuple(dict.fromkeys(every)))
+        return _Evaluated(function, _trained(evaluation), evaluation, [], call.sizes, range)
 
     def _numbered(self, call: StageCall, known: list[_Evaluated]) -> _Evaluated | None:
         """Evaluate a stage, and build its program, by those for sizes that are symbols.
@@ -307,43 +331,6 @@ def _is_dynamic(engine: Engine) -> bool:
     return getattr(engine, "dynamic", False)
 
 
-def _modules_referred(function: Any) -> Iterator[torch.nn.Module]:
-    """Yield the modules that a function refers to, and theirs, whose mode may be read without a call."""
-    for value in _referred(function):
-        if isinstance(value, torch.nn.Module):
-            yield from value.modules()
-
-
-def _referred(function: Any) -> Iterator[Any]:
-    """Yield the values that a function refers to by name, or the attributes of a callable object."""
-    match function:
-        case FunctionType():
-            yield from (cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))
-            names = set(_names(function.__code__))
-            for name in names & function.__globals__.keys():
-                value = function.__globals__[name]
-                yield value
-                if isinstance(value, ModuleType):
-                    yield from (vars(value)[inner] for inner in names & vars(value).keys())
-        case MethodType():
-            yield function.__self__
-            yield from _referred(function.__self__)
-        case partial():
-            yield from (function.func, *function.args, *function.keywords.values())
-        case _:
-            yield from getattr(function, "__dict__", {}).values()
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that code reads, and those that functions within it read."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
+def _reads(function: Any) -> Any:
+    """Return what a stage reads beside its arguments: of a model that was split the model, else itself."""
+    return function if hasattr(function, "__wrapped__") else getattr(function, READS, function)

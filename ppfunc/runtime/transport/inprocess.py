@@ -44,6 +44,7 @@ class InProcess(Transport):
         parts: Mapping[int, LossPart],
         mode: Mode = "mixed",
         compared: Sequence[Compared] = (),
+        changed: str = "",
     ) -> torch.Tensor | None:
         for values, require in compared:
             require(values)

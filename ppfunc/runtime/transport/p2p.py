@@ -238,11 +238,12 @@ class P2P(Control):
         parts: Mapping[int, LossPart],
         mode: Mode = "mixed",
         compared: Sequence[Compared] = (),
+        changed: str = "",
     ) -> torch.Tensor | None:
         if self._queued:  # they are there with the end of the step
             losses = {stage: download(loss) for stage, loss in losses.items()}
             compared = [each._replace(values=download(each.values)) for each in compared]
-        total = super().end(losses, parts, mode, compared)
+        total = super().end(losses, parts, mode, compared, changed)
         if self.links.closed:  # by another thread, which has left this to the step
             self.disconnect()
         return total

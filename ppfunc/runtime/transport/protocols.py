@@ -209,6 +209,7 @@ class ControlTransport(Protocol):
         parts: Mapping[int, LossPart],
         mode: Mode = "mixed",
         compared: Sequence[Compared] = (),
+        changed: str = "",
     ) -> torch.Tensor | None:
         """End a step: returns once every rank is at its end, so that a step fails on all ranks or on none.
 
@@ -220,10 +221,11 @@ class ControlTransport(Protocol):
             parts: the form of the losses of all ranks, the same everywhere; empty where there is no loss.
             mode: of the modules of this process.
             compared: what the devices of this process have compared.
+            changed: what its stages read beside arguments, and has changed, see `require_same_changes`.
 
         Raises:
             AgreementError: a comparison shows a difference; or the modules of one rank are in training mode,
-                those of another in evaluation mode.
+                those of another in evaluation mode; or ranks have changed unlike values that a stage reads.
 
         Returns:
             The sum, on every rank, None where ``parts`` is empty. If the loss of each microbatch is wanted,

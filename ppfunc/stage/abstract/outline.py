@@ -18,6 +18,7 @@ from .._torch import (
     function_of,
     results_of,
 )
+from ..captures import Watch, require_none_left
 from ..errors import StageError, by_dtensor, line_of, raised
 from ..layout import LAY_OTHERWISE, Boundary, local
 from ..modules.frozen import noting_undeclared
@@ -42,7 +43,7 @@ from .purity import Purity
 class SeenFunctions(torch.overrides.TorchFunctionMode):
     """Watches what operators do not see: assignments to ``data``."""
 
-    assigns = False
+    assigns, looks_on = False, True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.assigns |= func == ASSIGNS_DATA
@@ -91,7 +92,9 @@ def outline(
     else:
         evaluate = partial(without_foreign_draws, partial(_evaluate, fn, seen, has_aux, name, noting), name)
         try:
-            return evaluate()
+            evaluated = evaluate()
+            require_none_left(Watch((getattr(fn, "fn", fn), getattr(fn, "loss_fn", None))).state(), name)
+            return evaluated
         except DATA_DEPENDENT as error:
             engine = "eager" if isinstance(error, UnsupportedOperatorException) else "functional"
             untraced = data_dependence(error), f"use the {engine} engine, which runs any Python"

@@ -25,6 +25,9 @@ from ..tree import tree_map
 
 aten = torch.ops.aten
 
+IN_PARAMS = "pass it in params, or what it is computed of, or detach it"
+"""The mend of a gradient that would be lost, for a stage: a loss is given no parameters."""
+
 # Namespaces of the operators that communicate.
 _COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
 
@@ -129,7 +132,6 @@ class Purity(LogicalDraws):
         captured = (
             value.requires_grad
             and type(value) in (torch.Tensor, torch.nn.Parameter)
-            and value.is_leaf
             and not is_wrapped(value)
         )
         if not captured or func is aten.detach.default or not torch.is_grad_enabled():
@@ -139,7 +141,7 @@ class Purity(LogicalDraws):
                 self.stage,
                 f"it reads {_shape(value)} that is not among its arguments and requires a gradient, which"
                 " would be lost",
-                "pass it in params, or detach it",
+                IN_PARAMS,
             )
 
 

@@ -184,6 +184,8 @@ class WithoutCudnn(torch.overrides.TorchFunctionMode):
     the functional engine refuses such stages.
     """
 
+    looks_on = True  # at operators other than these, which are not traced otherwise
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -41,7 +41,8 @@ def graph(
 ) -> StageProgram | Engine:
     """Differentiate a stage by tracing forward and backward once, and cutting the trace: the default engine.
 
-    Numbers and tensors that the function reads from elsewhere keep the values of the trace. A program
+    Numbers that the function reads from elsewhere keep the values of the trace: step functions trace
+    it anew where they change. A program
     serves the shapes and dtypes of its example; for others the stage is traced again. Programs are
     straight-line Python on flat tuples. Their source is the docstring of the functions in ``program.flat``.
 

@@ -1,12 +1,12 @@
 """Make stages of ``torch.nn`` modules: the pure function, its parameters, its state.
 
-A call leaves its module unmodified. `structure_watch` detects what others change in it.
+A call leaves its module unmodified.
 """
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain, filterfalse, starmap
+from itertools import filterfalse, starmap
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ State = dict[str, Tensor]
 _Call = Callable[[State, tuple[Any, ...]], Any]
 
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}
-_STRUCTURE = "_modules", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 _WRAPPERS = {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel"}
 
 
@@ -55,7 +54,7 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
     gradient when a step function or trainer is made is frozen: it gets zeros. Buffers that the module writes
     into are a state: they go into a step as ``state={stage: state}``, and come back, with ``has_aux=True``,
     as ``aux.state[stage]``. Buffers that it only reads, as a trial without values shows, are constants, and
-    need no state. Other attributes are read when the stage is made or traced: make the stage anew after a
+    need no state. Other attributes are read when a step begins. Make the stage anew after a
     parameter was replaced by another object, or a hook for all modules of the process was registered.
     Parameters may be DTensors, as torch's ``parallelize_module`` makes them. Frozen parameters of other
     subclasses, such as quantised weights, are constants.
@@ -261,28 +260,6 @@ def unmodified(*modules: nn.Module) -> Iterator[Callable[[], bool]]:
                 (now.extend if hasattr(now, "extend") else now.update)(before)
         for now in filter(None, empty):
             now.clear()
-
-
-def structure_watch(modules: Iterable[nn.Module], *names: str) -> Callable[[], bool]:
-    """Note the submodules of modules, their hooks, and their attributes ``forward`` and ``names``, as of now.
-
-    Returns:
-        A function that tells whether all are still the same objects; it takes 0.3 us for each module.
-    """
-    attributes = [vars(module) for module in modules]
-    held = [d for each in attributes for name in _STRUCTURE if isinstance(d := each.get(name), dict)]
-
-    def now() -> list[Any]:
-        named = [each.get(name) for each in attributes for name in ("forward", *names)]
-        return [*chain.from_iterable(map(dict.values, held)), *named]
-
-    then = now()
-
-    def same() -> bool:
-        current = now()
-        return len(current) == len(then) and all(map(is_, current, then))
-
-    return same
 
 
 def _same(now: Any, before: Any) -> bool:

@@ -4,7 +4,7 @@ import builtins
 import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from keyword import iskeyword
 from types import FunctionType
@@ -13,7 +13,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from ..._torch import any_autocast, function_modes, operator_modes, transforming
+from ..._torch import (
+    any_autocast,
+    function_modes,
+    operator_modes,
+    transforming,
+    without_function_modes,
+)
 from ...abstract.sizes import Numbers
 from ...errors import TRACED_LINES, TRACED_MODULES, ModulePlace
 from ...program import FlatProgram
@@ -76,9 +82,11 @@ class TracedFunction:
         them one by one, not as a tuple that is kept (``f(*arguments)``).
         """
         function = self.function
+        if function_modes():  # under which the stage was traced
+            return partial(_below_modes, function)
         if self._native is None:
             self._native = native(self.table)
-        if self._native and not (operator_modes() or function_modes() or transforming()):
+        if self._native and not (operator_modes() or transforming()):
             # Those of other programs are made between their operators, which C++ does not.
             return self._native if self._casts or not any_autocast() else function
         return function
@@ -118,6 +126,11 @@ class TracedFunction:
 
     def _write(self) -> Callable[..., Any]:
         return write(self.recipe)
+
+
+def _below_modes(function: Callable[..., Any], *arguments: Any) -> Any:
+    with without_function_modes():
+        return function(*arguments)
 
 
 class _Numbered(TracedFunction):

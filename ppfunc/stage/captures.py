@@ -1,0 +1,300 @@
+"""Know what functions read beside their arguments: a program is traced for these values, and for no others.
+
+A function may read what it refers to, and what that refers to in turn::
+
+    a function             its closure, its defaults, and the globals that its code names
+    an object, a class     attributes and methods that code names; all where code has ``getattr`` or ``vars``
+    a module of torch.nn   also parameters, buffers, submodules, hooks, mode; of torch's layers all attributes
+    a module of Python     what code names of it
+    a container            its entries, up to 10,000
+
+Numbers, texts and flags count by their values, functions by their code, anything else by identity: a write
+into a tensor is seen by programs, which read its memory. The code of torch, of Python and of this library is
+not followed. So what is not seen is what an extension in C keeps, and what torch's and numpy's objects hold.
+"""
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from dis import get_instructions
+from enum import Enum
+from functools import cache
+from itertools import chain
+from numbers import Number
+from operator import attrgetter, is_, itemgetter
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._torch import KERNEL_SWITCHES, FakeTensor, any_autocast, function_modes, mode_stack
+from .abstract.evaluation import Evaluation
+from .device import autocast
+from .errors import StageError, is_of_a_library
+from .layout import local
+from .process import process_lock
+
+READS = "ppfunc_reads"
+"""An attribute of a function of this library: all that it reads beside its arguments."""
+
+_Inside = Iterable[tuple[str, Any]] | None  # values in another, by name; None where nothing is looked at
+
+_PLAIN = Number, str, bytes, Enum, type(None), torch.dtype, torch.device
+_MOST_ENTRIES, _MOST_STATES = 10_000, 32
+_CALLED = {"training", "forward", "backward", "setup_context", "jvp"}  # named in torch's code alone
+_BY_TEXT = {"getattr", "vars", "__dict__"}  # code with these may read any attribute
+_PARTS = "__func__", "__self__", "__wrapped__", "func", "args", "keywords", "fget"  # of what is called
+_DICTS = (
+    "_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks",
+    "_backward_hooks",
+)  # fmt: skip
+_OF_EVERY_MODULE = {*vars(nn.Module())} - _CALLED
+_WRAPPERS, _OPAQUE = ("builtins", "functools"), ("torch", "ppfunc", "builtins")
+_CLASS, _defaults = ".__class__", attrgetter("__defaults__", "__kwdefaults__")
+
+
+class State:
+    """Holds what is read beside arguments, as it is now. It is equal to itself alone.
+
+    Attributes:
+        values: what counts of each value, by path.
+        found: path and value, by identity.
+        loads, stores: names that functions read, and attributes that the methods they call assign.
+    """
+
+    def __init__(self, roots: dict[str, Any], names: set[str], left_out: set[str]) -> None:
+        self.values: dict[str, Any] = {}
+        self.found: dict[int, tuple[str, Any]] = {}
+        self.loads, self.stores, self._names = set[str](), set[str](), names
+        self._getters: list[tuple[Callable[[Any], Any], Any]] = []
+        self._lists, self._sized, self._empty = list[Any](), list[Any](), list[Any]()
+        ahead = [*roots.items()]
+        while ahead:
+            path, value = ahead.pop()
+            if isinstance(value, _PLAIN):
+                self.values[path] = type(value), repr(value)
+            elif id(value) in self.found:
+                self.values[path] = self.found[id(value)][0]
+            elif path not in left_out:
+                self.found[id(value)] = path, value
+                inside = self._inside(path, value)
+                self.values[path] = id(value) if inside is None else getattr(value, "__code__", type(value))
+                ahead += ((path + name, each) for name, each in inside or ())
+        self._seen = self._look()
+
+    def _look(self) -> tuple[list[Any], list[int]]:
+        gotten = (get(owner) for get, owner in self._getters)
+        return [*chain.from_iterable(chain(self._lists, gotten))], [*map(len, self._sized)]
+
+    def unchanged(self) -> bool:
+        """Tell whether all values are the same objects."""
+        try:
+            (now, sizes), (then, sizes_then) = self._look(), self._seen
+        except (LookupError, ValueError, RuntimeError, AttributeError):  # one is gone
+            return False
+        alike = sizes == sizes_then and len(now) == len(then) and not any(self._empty)
+        return alike and all(map(is_, now, then))
+
+    def _inside(self, path: str, value: Any) -> _Inside:
+        """List the values that a value holds, and note how to look at them again."""
+        match value:
+            case Tensor():
+                return None
+            case FunctionType():
+                return self._of_function(path, value)
+            case dict() | list() | tuple() | set() | frozenset() | deque():
+                return self._entries(value)
+            case ModuleType():
+                return None if _is_foreign(value.__name__) else self._named(value)
+            case type():
+                own = None if _is_foreign(value.__module__) else self._named(value)
+                return own and chain(own, ((f".{base.__name__}", base) for base in value.__bases__))
+            case nn.Module():
+                dicts = (vars(value).get(name, ()) for name in _DICTS)
+                return chain(
+                    *(self._entries(d) or () for d in dicts), self._named(value), ((_CLASS, type(value)),)
+                )
+        inside: _Inside = None
+        kind = type(value)
+        slots = chain.from_iterable(getattr(base, "__slots__", ()) for base in kind.__mro__)
+        parts = [n for n in (_PARTS if kind.__module__ in _WRAPPERS else slots) if hasattr(value, n)]
+        if parts:
+            self._getters.append((attrgetter(*parts, parts[0]), value))
+            inside = [(f".{name}", getattr(value, name)) for name in parts]
+        if kind.__module__.partition(".")[0] in _OPAQUE or not hasattr(value, "__dict__"):
+            return inside
+        return chain(inside or (), self._named(value), ((_CLASS, kind),))
+
+    def _entries(self, value: Any) -> _Inside:
+        if not value or len(value) > _MOST_ENTRIES:
+            (self._sized if value else self._empty).append(value)
+            return None if value else ()
+        if isinstance(value, dict):
+            return self._got(value, [*value], "[{!r}]")
+        self._lists += () if isinstance(value, tuple | frozenset) else (value,)
+        return ((f"[{n}]", each) for n, each in enumerate(value))
+
+    def _of_function(self, path: str, function: FunctionType) -> _Inside:
+        code, names, cells = function.__code__, function.__globals__, function.__closure__ or ()
+        filled = [(n, c) for n, c in zip(code.co_freevars, cells, strict=True) if _is_filled(c)]
+        self._getters += ((_contents, cell) for _, cell in filled)
+        inside: Any = [(f":{name}", cell.cell_contents) for name, cell in filled]
+        self._getters.append((_defaults, function))
+        inside += [(".defaults", _defaults(function)), (".dict", vars(function))]
+        if _is_foreign(names.get("__name__")):
+            return inside
+        self._names |= (named := _named_in(code))
+        # The methods of its own class are a part of it, others are called.
+        if _CLASS in path.removeprefix(_CLASS):
+            self.stores |= _assigned_in(code)
+        else:
+            self.loads |= named
+        return chain(inside, self._got(names, [name for name in sorted(named) if name in names], ":{}"))
+
+    def _named(self, value: Any) -> Iterable[tuple[str, Any]]:
+        """List the attributes that code names, or may read by texts; of a class also what operators call."""
+        held, kind, module = vars(value), type(value), isinstance(value, nn.Module)
+        every = module and any(_is_foreign(c.__module__) for c in {*kind.__mro__} - {nn.Module, object})
+        every |= not isinstance(value, ModuleType | type) and not _BY_TEXT.isdisjoint(self._names)
+        hidden = {n for n in held if n[:2] == "__" and isinstance(value, type)} - {"__init__"}
+        wanted = [n for n in held if every or n in self._names or n in hidden]
+        return self._got(held, [n for n in wanted if not (module and n in _OF_EVERY_MODULE)])
+
+    def _got(self, owner: Any, names: list[Any], path: str = ".{}") -> Iterable[tuple[str, Any]]:
+        self._sized.append(owner)
+        if names:
+            self._getters.append((itemgetter(*names, names[0]), owner))  # of two or more: it returns a tuple
+        return ((path.format(n if isinstance(n, _PLAIN) else type(n)), owner[n]) for n in names)
+
+
+def _contents(cell: Any) -> tuple[Any]:
+    return (cell.cell_contents,)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return bool(_contents(cell))
+    except ValueError:
+        return False
+
+
+@cache
+def _is_foreign(module: str | None) -> bool:
+    """Tell whether a module of Python is torch's, Python's or this library's."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return module != "__main__" and module in sys.modules and (file is None or is_of_a_library(file))
+
+
+@cache
+def _named_in(code: CodeType) -> frozenset[str]:
+    """List the names and texts in code, and in functions within it."""
+    texts = (constant for constant in code.co_consts if isinstance(constant, str))
+    inner = (_named_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset({*code.co_names, *texts}.union(*inner))
+
+
+@cache
+def _assigned_in(code: CodeType) -> frozenset[str]:
+    """List the attributes that code assigns."""
+    return frozenset(step.argval for step in get_instructions(code) if step.opname == "STORE_ATTR")
+
+
+def changes(then: State, now: State) -> list[str]:
+    """Tell in what a state differs from an earlier one, in the same words in every process."""
+    paths = (p for p in then.values.keys() | now.values.keys() if then.values.get(p) != now.values.get(p))
+    counts = ((path, now.values.get(path)) for path in paths)
+    return sorted(f"{told(path)} = {c[1] if isinstance(c, tuple) else 'another'}" for path, c in counts)
+
+
+def told(path: str) -> str:
+    """Name a value by its path, from the last function on."""
+    return path.replace(_CLASS, "").rpartition(":")[2].lstrip(".") or "itself"
+
+
+class Watch:
+    """Watches what is read beside arguments from a function on.
+
+    Attributes:
+        modules: further ones, which have run.
+        first: the first state; None before it is asked for.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self.modules: list[nn.Module] = []
+        self._roots, self._names, self._left_out = {"": root, "ran": self.modules}, {*_CALLED}, set[str]()
+        self._states: list[State] = []  # the last one comes last
+        self.first: State | None = None
+
+    def _look(self) -> State:
+        while True:
+            names = len(self._names)
+            now = State(self._roots, self._names, self._left_out)
+            if names == len(self._names):  # no code was found that names more
+                return now
+
+    def state(self) -> State:
+        """Return the state of all values: the same object for the same values."""
+        with process_lock:
+            if not (self._states and self._states[-1].unchanged()):
+                now = self._look()
+                known = next((state for state in self._states if state.values == now.values), now)
+                vars(known).update(vars(now))
+                others = [state for state in self._states if state is not known]
+                self._states = [*others[1 - _MOST_STATES :], known]
+            self.first = self.first or self._states[-1]
+            return self._states[-1]
+
+    def settle(self, then: State, modules: Iterable[nn.Module], stage: str) -> None:
+        """Take what an evaluation has changed, and the modules that ran in it.
+
+        Raises:
+            StageError: it has changed a number, which a program would not.
+        """
+        now = self.state().values
+        for path in {path for path in {**then.values, **now} if then.values.get(path) != now.get(path)}:
+            before, after = then.values.get(path), now.get(path)
+            if isinstance(before, tuple) and isinstance(after, tuple) and issubclass(before[0], Number):
+                raise StageError(
+                    stage,
+                    f"it changes {told(path)} from {before[1]}, which the program of a trace does not",
+                    "give it to the stage as its state, and return the new value",
+                )
+            self._left_out.add(path.rpartition("[")[0] if path.endswith("]") else path)
+        self.modules += [module for module in modules if id(module) not in self.state().found]
+        self.first = None if then is self.first else self.first
+
+
+def require_none_left(state: State, stage: str) -> None:
+    """Raise StageError for a tensor without values in what a function reads, left there by an evaluation."""
+    for path, value in state.found.values():
+        part = local(value) if isinstance(value, Tensor) else None
+        if isinstance(part, FakeTensor) and isinstance(part.fake_mode, Evaluation):
+            raise StageError(
+                stage,
+                f"it leaves a tensor in {told(path)}, which no later step does: it is evaluated once, without"
+                " values",
+                "return it, as Output(y, metrics=...) or a part of y",
+            )
+
+
+def require_none_stale(state: State, reader: str) -> None:
+    """Raise StageError for an attribute that is read, and set by a call of a module, which takes it back."""
+    if stale := sorted(state.loads & state.stores):
+        raise StageError(
+            reader,
+            f"it reads the attribute {stale[0]}, which a module sets when it is called: the value is that of"
+            " another call, without a gradient",
+            "have the module return it, and the stage too: as Output(y, loss=...) or a part of y",
+        )
+
+
+def ambient() -> tuple[Any, ...]:
+    """Return what torch holds beside arguments, and operators depend on.
+
+    These are autocast, the default dtype, the kernels that are switched on, and function modes.
+    """
+    on = mode_stack() if function_modes() else ()
+    modes = [(type(mode), repr(vars(mode))) for mode in on if not getattr(mode, "looks_on", False)]
+    switches = [switch() for switch in KERNEL_SWITCHES]
+    return autocast() if any_autocast() else (), torch.get_default_dtype(), *switches, *modes

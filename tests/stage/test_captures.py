@@ -1,0 +1,375 @@
+"""What functions read beside their arguments: a step computes with the values of its beginning, or refuses.
+
+The table is (what is read) x (engine) x (form of the stages) x (what changes between steps), each step beside
+plain torch on the whole model. Random models with attributes, captures and hooks that change do the same;
+``--large`` has 300 of them.
+"""
+
+import functools
+import random
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ppfunc.engines import eager, functional, graph
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import ppfunc as pp
+from ppfunc.runtime import AgreementError
+from ppfunc.stage import StageError
+from ppfunc.stage.captures import Watch, ambient, changes
+
+pytestmark = pytest.mark.filterwarnings("ignore:value_and_grad has been traced")
+ENGINES = [graph, functional, eager]
+WIDTH = 4
+SCALE = 2.0  # a global that stages read
+
+
+class Settings:
+    factor = 1.5
+
+
+def helper(x):
+    return x * SCALE
+
+
+class Twice(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.tanh else result
+
+
+class Part(nn.Module):
+    """Reads an attribute of each kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.drop, self.flag, self.scale = nn.Dropout(0.0), True, 1.0
+        self.config = SimpleNamespace(k=1.0, nested={"power": [1.0]})
+        self.act = torch.tanh
+        self.register_buffer("mask", torch.ones(WIDTH, dtype=torch.float64))
+        self.table = torch.ones(WIDTH, dtype=torch.float64)  # a tensor that is no buffer
+
+    def forward(self, x):
+        y = self.act(self.linear(x) * self.scale) * self.mask * self.config.k * self.table
+        y = y + getattr(self, "shift", 0.0) if self.flag else -y
+        return y * self.config.nested["power"][0]
+
+
+def change_global(model, factor):
+    global SCALE
+    SCALE *= factor
+
+
+def change_hook(model, factor):
+    model[0].linear.register_forward_hook(lambda m, args, y: y * factor)
+
+
+CHANGES = {
+    "float": lambda model, v: setattr(model[0], "scale", v),
+    "flag": lambda model, v: setattr(model[0], "flag", not model[0].flag),
+    "new attribute": lambda model, v: setattr(model[0], "shift", v),
+    "config": lambda model, v: setattr(model[0].config, "k", v),
+    "entry": lambda model, v: model[0].config.nested["power"].__setitem__(0, v),
+    "buffer replaced": lambda model, v: setattr(model[0], "mask", model[0].mask * v),
+    "buffer written": lambda model, v: model[0].mask.mul_(v),
+    "tensor replaced": lambda model, v: setattr(model[0], "table", model[0].table + v),
+    "tensor written": lambda model, v: model[0].table.add_(v),
+    "activation": lambda model, v: setattr(model[0], "act", lambda x: x * v),
+    "class": lambda model, v: setattr(Settings, "factor", v),
+    "global": change_global,
+    "hook": change_hook,
+}
+
+
+def squared(y, t):
+    return ((y - t) ** 2).mean()
+
+
+def squared_and_settings(y, t):
+    return squared(helper(y), t) * Settings.factor
+
+
+def made():
+    return nn.Sequential(Part(), Part())
+
+
+def pipeline(model, form):
+    """Make stages of a model: a split, stages of its modules, or functions that call it."""
+    if form == "split":
+        split = pp.split(model, torch.zeros(2, WIDTH, dtype=torch.float64), at=["1"])
+        return split, split.params
+    stages = [pp.stage_from_module(part, constants=True) for part in model]
+    functions = [stage.fn for stage in stages]
+    if form == "function":
+        functions = [lambda p, x, part=part: torch.func.functional_call(part, p, (x,)) for part in model]
+    return functions, {n: stage.params for n, stage in enumerate(stages)}
+
+
+def batch(rows):
+    return pp.Microbatches([torch.randn(n, WIDTH, dtype=torch.float64) for n in rows])
+
+
+def reference(model, loss, inputs, targets):
+    """Compute loss and gradients of the whole model, by names within it."""
+    model.zero_grad()
+    total = sum(loss(model(x), t) for x, t in zip(inputs, targets, strict=True)) / len(inputs)
+    total.backward()
+    return total.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def require_same(step, model, loss, params, form, rows):
+    inputs, targets = batch(rows), batch(rows)
+    want, want_grads = reference(model, loss, inputs, targets)
+    got, grads = step(params, inputs, targets, loss_weights=[0.5, 0.5])
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    for stage, tree in grads.items():
+        for name, gradient in tree.items():
+            full = name if form == "split" else f"{stage}.{name}"
+            torch.testing.assert_close(gradient, want_grads[full], rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    global SCALE
+    before = SCALE, Settings.factor
+    yield
+    SCALE, Settings.factor = before
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@pytest.mark.parametrize("form", ["split", "module", "function"])
+def test_each_step_has_the_values_of_its_beginning(engine, form):
+    """Forms of inputs that were traced before the change meet others in one step."""
+    model = made()
+    stages, params = pipeline(model, form)
+    step = pp.value_and_grad(stages, squared_and_settings, pp.gpipe(2, 2), engine=engine)
+    require_same(step, model, squared_and_settings, params, form, [3, 3])
+    for number, (name, change) in enumerate(CHANGES.items()):
+        change(model, 0.5 + number / 8)
+        with torch.random.fork_rng():
+            require_same(step, model, squared_and_settings, params, form, [3, 5 if number % 4 == 0 else 3])
+        assert name  # in the traceback
+    misses = step.cache_info().misses
+    require_same(step, model, squared_and_settings, params, form, [3, 3])
+    assert step.cache_info().misses <= misses + 1
+
+
+def test_values_that_come_back_find_their_program():
+    model = made()
+    stages, params = pipeline(model, "module")
+    step = pp.value_and_grad(stages, squared, pp.gpipe(2, 2))
+    for scale in (1.0, 2.0, 1.0, 2.0):
+        model[0].scale = scale
+        require_same(step, model, squared, params, "module", [2, 2])
+    model[0].config = SimpleNamespace(k=1.0, nested={"power": [1.0]})  # equal
+    model[0].counter = 3  # read by nobody
+    require_same(step, model, squared, params, "module", [2, 2])
+    assert step.cache_info().misses == 2
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+def test_modes_count_once(engine):
+    """A function mode was seen by the trace, and by the program again."""
+    step = pp.value_and_grad([lambda p, x: torch.tanh(p * x)], squared, pp.gpipe(1, 2), engine=engine)
+    x, w = torch.randn(4, dtype=torch.float64), torch.tensor(0.5, dtype=torch.float64)
+    for mode in (nullcontext(), Twice(), nullcontext(), Twice()):
+        with mode:
+            got, _ = step({0: w}, x, x)
+            want = squared(torch.tanh(w * x), x)
+        torch.testing.assert_close(got, want)
+    assert step.cache_info().misses == 2
+    before, outside = ambient(), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64 if outside is torch.float32 else torch.float32)
+        assert ambient() != before
+    finally:
+        torch.set_default_dtype(outside)
+
+
+def test_a_split_has_the_same_bits_after_hvp():
+    """It was traced under the mode of the products."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)).double()
+    x = torch.randn(4, 4, dtype=torch.float64)
+    grads = []
+    for products in (True, False):
+        split = pp.split(model, x[:2], at=["2"])
+        if products:
+            pp.hvp(split, squared, pp.gpipe(2, 2))(split.params, split.params, x, x)
+        grads.append(pp.value_and_grad(split, squared, pp.gpipe(2, 2))(split.params, x, x)[1])
+    one, other = grads
+    assert all(torch.equal(one[s][name], other[s][name]) for s in one for name in one[s])
+
+
+# -- what is refused
+
+LOG_T = torch.zeros((), dtype=torch.float64, requires_grad=True)
+HISTORY = {"leaf": lambda: LOG_T, "history": lambda: LOG_T.exp(), "view": lambda: LOG_T.view(1)}
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@pytest.mark.parametrize("kind", HISTORY)
+@pytest.mark.parametrize("place", ["stage", "loss", "attribute"])
+def test_a_gradient_that_would_be_lost_is_refused(engine, kind, place):
+    captured, part = HISTORY[kind](), Part()
+    stage = pp.stage_from_module(part, constants=True)
+    fn, loss, who = stage.fn, squared, "stage 0: .*pass it in params"
+    if place == "stage":
+        fn = lambda p, x: stage.fn(p, x) * captured  # noqa: E731
+    elif place == "loss":
+        loss = lambda y, t: squared(y / captured, t)  # noqa: E731
+        who = r"the loss: .*return.* Output\(y, loss=\.\.\.\)"
+    else:
+        part.table = captured
+    step = pp.value_and_grad([fn], loss, pp.gpipe(1, 2), engine=engine)
+    with pytest.raises(StageError, match=who.replace("return.*", ".*")):
+        step({0: stage.params}, *[torch.ones(4, WIDTH, dtype=torch.float64)] * 2)
+
+
+class Auxiliary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.auxiliary = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), 0.0
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.auxiliary = (y**2).mean()
+        return y
+
+
+KEPT = {}
+COUNTS = [0]
+
+
+def keeps(y):
+    KEPT["y"] = y.detach()
+    return y
+
+
+def counts(y):
+    COUNTS[0] += 1
+    return y * COUNTS[0]
+
+
+LEAVE = {"a tensor in KEPT": keeps, r"COUNTS\[0\] from": counts}
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@pytest.mark.parametrize("what", LEAVE)
+@pytest.mark.parametrize("place", ["stage", "loss", "hook", "split"])
+def test_what_a_stage_leaves_behind_is_refused(engine, what, place):
+    KEPT.clear()
+    leaves, model, loss, x = LEAVE[what], made(), squared, torch.ones(4, WIDTH, dtype=torch.float64)
+    if place == "loss":
+        loss = lambda y, t: squared(leaves(y), t)  # noqa: E731
+    elif place != "stage":
+        model[0].register_forward_hook(lambda module, args, y: leaves(y))
+    with pytest.raises(StageError, match=what):
+        stages, params = pipeline(model, "split" if place == "split" else "module")
+        if place == "stage":
+            first = stages[0]
+            stages[0] = lambda p, x: leaves(first(p, x))
+        pp.value_and_grad(stages, loss, pp.gpipe(2, 2), engine=engine)(params, x, x)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+def test_a_loss_that_reads_what_a_call_sets_is_refused(engine):
+    model, x = Auxiliary(), torch.ones(4, WIDTH, dtype=torch.float64)
+    stage = pp.stage_from_module(model)
+    step = pp.value_and_grad(
+        [stage.fn], lambda y, t: squared(y, t) + model.auxiliary, pp.gpipe(1, 2), engine=engine
+    )
+    with pytest.raises(StageError, match="the loss: it reads the attribute auxiliary, which a module sets"):
+        step({0: stage.params}, x, x)
+
+
+# -- ranks
+
+
+def changed_on(rank, size, name, form, alike):
+    """Change a value on one rank, or on all."""
+    torch.manual_seed(0)
+    model = made()
+    stages, params = pipeline(model, form)
+    with pp.P2P() as transport:
+        step = pp.value_and_grad(stages, squared, pp.gpipe(2, 2), transport)
+        mine, x = {rank: params[rank]}, torch.ones(4, WIDTH, dtype=torch.float64)
+        losses = [step(mine, x, x)[0].item()]
+        if alike or rank == 0:
+            CHANGES[name](model, 0.5)
+        try:
+            losses.append(step(mine, x, x)[0].item())
+        except AgreementError as error:
+            return str(error)
+        model[0].scale = 1.0
+        losses.append(step(mine, x, x)[0].item())
+        want = [reference(model, squared, x.chunk(2), x.chunk(2))[0].item()]
+        assert losses[0] == losses[2] and abs(losses[2] - want[0]) < 1e-12
+        return losses
+
+
+def test_ranks_that_change_a_value_unlike_each_other_raise(two):
+    texts = two(changed_on, "float", "split", False)
+    assert all("scale = 0.5" in text and "the model reads" in text for text in texts), texts
+    one, other = two(changed_on, "float", "split", True)
+    assert one == other and one[0] != one[1]
+
+
+# -- what is found
+
+
+def test_what_is_watched():
+    """Values count, equal ones are the same; attributes that no code names do not count."""
+    config = SimpleNamespace(k=1.0, unread=0)
+    numbers = {"a": [1, 2]}
+
+    @functools.lru_cache
+    def cached(x):
+        return x * SCALE
+
+    class Callable:
+        size = 1
+
+        def __call__(self, x):
+            return self.times(x) * self.size
+
+        def times(self, x):
+            return x * config.k + numbers["a"][0]
+
+    watch = Watch(functools.partial(lambda f, x, *, by=2: cached(f(x)) * by, Callable()))
+    first = watch.state()
+    config.unread += 1
+    numbers["a"] = [1, 2]
+    assert watch.state() is first
+    for change, back, text in (
+        (lambda: setattr(config, "k", 2.0), lambda: setattr(config, "k", 1.0), "config.k = 2.0"),
+        (lambda: numbers["a"].append(3), lambda: numbers["a"].pop(), "numbers['a'][2] = 3"),
+        (lambda: setattr(Callable, "size", 2), lambda: setattr(Callable, "size", 1), "args[0].size = 2"),
+        (lambda: change_global(None, 2), lambda: change_global(None, 0.5), "SCALE = 4.0"),
+        (lambda: setattr(config, "k", True), lambda: setattr(config, "k", 1.0), "config.k = True"),
+    ):
+        change()
+        assert changes(first, watch.state()) == [text]
+        back()
+        assert watch.state() is first
+
+
+# -- random models
+
+
+def test_random_models_with_values_that_change(pytestconfig):
+    for seed in range(300 if pytestconfig.getoption("--large") else 4):
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        form, engine = draw.choice(["split", "module", "function"]), draw.choice(ENGINES)
+        model = nn.Sequential(*(Part() for _ in range(2)))
+        loss = draw.choice([squared, squared_and_settings])
+        stages, params = pipeline(model, form)
+        step = pp.value_and_grad(stages, loss, pp.gpipe(2, 2), engine=engine)
+        for _ in range(4):
+            require_same(step, model, loss, params, form, draw.choices([2, 3], k=2))
+            for name in draw.sample(sorted(CHANGES), draw.randint(0, 2)):
+                CHANGES[name](draw.choice([model, model[::-1]]), draw.choice([0.5, 1.0, 1.5]))
