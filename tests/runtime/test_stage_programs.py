@@ -8,12 +8,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from ppfunc.engines import eager, functional, graph
 from torch import nn
 
 import ppfunc as pp
 from ppfunc.runtime.lowering import stage_programs
-from ppfunc.stage import outline
+from ppfunc.stage import eager, functional, graph, outline
 from tests.models import normal, squared
 
 SCALE = 2.0

@@ -12,13 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ppfunc.engines import eager, functional, graph
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import ppfunc as pp
 from ppfunc.runtime import AgreementError
-from ppfunc.stage import StageError
+from ppfunc.stage import StageError, eager, functional, graph
 from ppfunc.stage.captures import Watch, ambient, changes
 
 pytestmark = pytest.mark.filterwarnings("ignore:value_and_grad has been traced")
@@ -166,9 +165,20 @@ def test_values_that_come_back_find_their_program():
         model[0].scale = scale
         require_same(step, model, squared, params, "module", [2, 2])
     model[0].config = SimpleNamespace(k=1.0, nested={"power": [1.0]})  # equal
-    model[0].counter = 3  # read by nobody
     require_same(step, model, squared, params, "module", [2, 2])
     assert step.cache_info().misses == 2
+
+
+def test_an_attribute_that_no_code_names_does_not_count():
+    scale = SimpleNamespace(factor=2.0)
+    step = pp.value_and_grad([lambda p, x: p * x * scale.factor], squared, pp.gpipe(1, 1))
+    given = {0: torch.ones(2)}, torch.ones(2, 2), torch.ones(2, 2)
+    step(*given)
+    scale.counter = 3
+    step(*given)
+    assert step.cache_info().misses == 1
+    scale.factor = 3.0
+    assert step(*given)[0] == 4 and step.cache_info().misses == 2
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
