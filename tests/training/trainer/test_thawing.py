@@ -145,7 +145,7 @@ TOO_SMALL = "params: they are kept in torch.bfloat16, where a learning rate of 0
         ((0, 1), torch.bfloat16, 1e-4, None, FROZEN),
         ((), torch.bfloat16, 0.1, None, None),
     ],
-    ids=str,
+    ids=["frozen", "in part", "small", "computed", "linear", "warm", "master", "frozen and small", "large"],
 )  # fmt: skip
 def test_parameters_that_no_step_changes_are_told(frozen, dtype, lr, precision, words, recwarn):
     split = split_of(frozen)
