@@ -265,7 +265,7 @@ def test_a_call_goes_through_few_files():
     params, inputs, targets = problem(2, 4)
     pp.value_and_grad([affine] * 2, squared, pp.gpipe(2, 4))(params, inputs, targets)  # loads what is lazy
     step = pp.value_and_grad([affine] * 2, squared, pp.gpipe(2, 4))
-    assert len(files_entered(lambda: step(params, inputs, targets))) <= 45
+    assert len(files_entered(lambda: step(params, inputs, targets))) <= 46
     assert len(files_entered(lambda: step(params, inputs, targets))) <= 10
 
 
