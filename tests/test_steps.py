@@ -266,7 +266,7 @@ def test_a_call_goes_through_few_files():
     pp.value_and_grad([affine] * 2, squared, pp.gpipe(2, 4))(params, inputs, targets)  # loads what is lazy
     step = pp.value_and_grad([affine] * 2, squared, pp.gpipe(2, 4))
     assert len(files_entered(lambda: step(params, inputs, targets))) <= 46
-    assert len(files_entered(lambda: step(params, inputs, targets))) <= 10
+    assert len(files_entered(lambda: step(params, inputs, targets))) <= 11
 
 
 def test_evaluation_returns_loss_and_outputs():

@@ -10,7 +10,9 @@ A function may read what it refers to, and what that refers to in turn::
 
 Numbers, texts and flags count by their values, functions by their code, anything else by identity: a write
 into a tensor is seen by programs, which read its memory. The code of torch, of Python and of this library is
-not followed. So what is not seen is what an extension in C keeps, and what torch's and numpy's objects hold.
+not followed, and of other installed packages what modules, classes and functions refer to is code alone. So
+what is not seen is what an extension in C keeps, what objects of torch, numpy and Python hold, and data that
+packages keep for themselves.
 """
 
 import sys
@@ -22,6 +24,7 @@ from functools import cache
 from itertools import chain
 from numbers import Number
 from operator import attrgetter, is_, itemgetter
+from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -41,7 +44,7 @@ READS = "ppfunc_reads"
 _Inside = Iterable[tuple[str, Any]] | None  # values in another, by name; None where nothing is looked at
 
 _PLAIN = Number, str, bytes, Enum, type(None), torch.dtype, torch.device
-_MOST_ENTRIES, _MOST_STATES = 10_000, 32
+_MOST_ENTRIES, _MOST_VALUES, _MOST_STATES = 10_000, 200_000, 32
 _CALLED = {"training", "forward", "backward", "setup_context", "jvp"}  # named in torch's code alone
 _BY_TEXT = {"getattr", "vars", "__dict__"}  # code with these may read any attribute
 _PARTS = "__func__", "__self__", "__wrapped__", "func", "args", "keywords", "fget"  # of what is called
@@ -50,7 +53,11 @@ _DICTS = (
     "_backward_hooks",
 )  # fmt: skip
 _OF_EVERY_MODULE = {*vars(nn.Module())} - _CALLED
-_WRAPPERS, _OPAQUE = ("builtins", "functools"), ("torch", "ppfunc", "builtins")
+_WRAPPERS = "builtins", "functools"
+_HOLDERS = "argparse", "collections", "functools", "types"  # whose objects hold values of users
+_CODE = (
+    FunctionType, property, classmethod, staticmethod, type, ModuleType, Tensor, nn.Module, *_PLAIN
+)  # fmt: skip
 _CLASS, _defaults = ".__class__", attrgetter("__defaults__", "__kwdefaults__")
 
 
@@ -78,6 +85,11 @@ class State:
                 self.values[path] = self.found[id(value)][0]
             elif path not in left_out:
                 self.found[id(value)] = path, value
+                if len(self.found) > _MOST_VALUES:
+                    raise ValueError(
+                        f"stages and loss refer to more than {_MOST_VALUES:,} values, such as {told(path)};"
+                        " give them what they read as arguments, or by functools.partial"
+                    )
                 inside = self._inside(path, value)
                 self.values[path] = id(value) if inside is None else getattr(value, "__code__", type(value))
                 ahead += ((path + name, each) for name, each in inside or ())
@@ -122,7 +134,8 @@ class State:
         if parts:
             self._getters.append((attrgetter(*parts, parts[0]), value))
             inside = [(f".{name}", getattr(value, name)) for name in parts]
-        if kind.__module__.partition(".")[0] in _OPAQUE or not hasattr(value, "__dict__"):
+        of_python = _is_foreign(kind.__module__) and kind.__module__ not in _HOLDERS
+        if of_python or not hasattr(value, "__dict__"):
             return inside
         return chain(inside or (), self._named(value), ((_CLASS, kind),))
 
@@ -144,13 +157,16 @@ class State:
         inside += [(".defaults", _defaults(function)), (".dict", vars(function))]
         if _is_foreign(names.get("__name__")):
             return inside
+        if installed := _is_installed(names.get("__name__")):
+            inside = [(name, each) for name, each in inside if isinstance(each, _CODE)]
         self._names |= (named := _named_in(code))
         # The methods of its own class are a part of it, others are called.
         if _CLASS in path.removeprefix(_CLASS):
             self.stores |= _assigned_in(code)
         else:
             self.loads |= named
-        return chain(inside, self._got(names, [name for name in sorted(named) if name in names], ":{}"))
+        wanted = [n for n in sorted(named) if n in names and (not installed or isinstance(names[n], _CODE))]
+        return chain(inside, self._got(names, wanted, ":{}"))
 
     def _named(self, value: Any) -> Iterable[tuple[str, Any]]:
         """List the attributes that code names, or may read by texts; of a class also what operators call."""
@@ -159,6 +175,9 @@ class State:
         every |= not isinstance(value, ModuleType | type) and not _BY_TEXT.isdisjoint(self._names)
         hidden = {n for n in held if n[:2] == "__" and isinstance(value, type)} - {"__init__"}
         wanted = [n for n in held if every or n in self._names or n in hidden]
+        home = held.get("__module__", held.get("__name__"))
+        if isinstance(value, ModuleType | type) and _is_installed(home):
+            wanted = [n for n in wanted if isinstance(held[n], _CODE)]
         return self._got(held, [n for n in wanted if not (module and n in _OF_EVERY_MODULE)])
 
     def _got(self, owner: Any, names: list[Any], path: str = ".{}") -> Iterable[tuple[str, Any]]:
@@ -184,6 +203,13 @@ def _is_foreign(module: str | None) -> bool:
     """Tell whether a module of Python is torch's, Python's or this library's."""
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     return module != "__main__" and module in sys.modules and (file is None or is_of_a_library(file))
+
+
+@cache
+def _is_installed(module: str | None) -> bool:
+    """Tell whether a module of Python is of an installed package."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 @cache

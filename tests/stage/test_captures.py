@@ -10,6 +10,7 @@ import random
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import optree
 import pytest
 import torch
 from torch import nn
@@ -383,3 +384,21 @@ def test_random_models_with_values_that_change(pytestconfig):
             require_same(step, model, loss, params, form, draw.choices([2, 3], k=2))
             for name in draw.sample(sorted(CHANGES), draw.randint(0, 2)):
                 CHANGES[name](draw.choice([model, model[::-1]]), draw.choice([0.5, 1.0, 1.5]))
+
+
+def test_of_packages_code_alone_is_followed():
+    """A stage with an assertion refers to pytest's functions, and these to all of its session."""
+
+    def stage(p, x):
+        assert x.numel() and optree.tree_leaves(p), "nothing is given"
+        return p * x
+
+    found = Watch(stage).state().found.values()
+    assert len(found) < 10_000 and not any(isinstance(value, pytest.Session) for _, value in found)
+
+
+def test_more_than_can_be_compared_is_refused(monkeypatch):
+    monkeypatch.setattr("ppfunc.stage.captures._MOST_VALUES", 100)
+    rows = [[n] for n in range(200)]
+    with pytest.raises(ValueError, match=r"refer to more than 100 values, such as rows\[.*as arguments"):
+        Watch(lambda p, x: p * x * len(rows)).state()
