@@ -152,7 +152,8 @@ def value_and_grad(
         engine: attributes, closures, globals, buffers, hooks, modes and autocast; where one has changed, the
         program is traced anew, and ranks that change one unlike each other raise ``AgreementError``. A tensor
         that requires a gradient is refused there, and so is a stage that keeps tensors or counts elsewhere.
-        What an extension in C keeps is not seen, nor attributes of objects of torch that are no modules.
+        What an extension in C keeps is not seen, nor attributes of objects of torch that are no modules, nor
+        globals of installed packages that are neither functions nor numbers, texts and flags.
 
         A step raises ``PipelineError`` if an instruction fails, on this or another rank, ``AgreementError``
         if the ranks were given different programs, ``StageError`` for a stage that the engine cannot serve,

@@ -2,7 +2,7 @@
 
 A function may read what it refers to, and what that refers to in turn::
 
-    a function             its closure, its defaults, and the globals that its code names
+    a function             its closure, its defaults, the globals that its code names, modules imported in it
     an object, a class     attributes and methods that code names; all where code has ``getattr`` or ``vars``
     a module of torch.nn   also parameters, buffers, submodules, hooks, mode; of torch's layers all attributes
     a module of Python     what code names of it
@@ -10,9 +10,9 @@ A function may read what it refers to, and what that refers to in turn::
 
 Numbers, texts and flags count by their values, functions by their code, anything else by identity: a write
 into a tensor is seen by programs, which read its memory. The code of torch, of Python and of this library is
-not followed, and of other installed packages what modules, classes and functions refer to is code alone. So
-what is not seen is what an extension in C keeps, what objects of torch, numpy and Python hold, and data that
-packages keep for themselves.
+not followed. Of installed packages functions are, which refer to functions and plain values, and classes to
+code. What is not seen is what an extension in C keeps, what objects of torch, numpy and Python hold, and data
+that packages keep for themselves.
 """
 
 import sys
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dis import get_instructions
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from numbers import Number
 from operator import attrgetter, is_, itemgetter
@@ -52,13 +52,14 @@ _DICTS = (
     "_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks",
     "_backward_hooks",
 )  # fmt: skip
-_OF_EVERY_MODULE = {*vars(nn.Module())} - _CALLED
+_OF_EVERY_MODULE, _OF_EVERY_TENSOR = {*vars(nn.Module())} - _CALLED, {*dir(Tensor)}
+_UNCALLED = {"__init__", "__init_subclass__", "__new__", "__annotations__", "__dict__", "__doc__"}
 _WRAPPERS = "builtins", "functools"
 _HOLDERS = "argparse", "collections", "functools", "types"  # whose objects hold values of users
 _CODE = (
     FunctionType, property, classmethod, staticmethod, type, ModuleType, Tensor, nn.Module, *_PLAIN
 )  # fmt: skip
-_CLASS, _defaults = ".__class__", attrgetter("__defaults__", "__kwdefaults__")
+_CLASS, _parts = ".__class__", attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 class State:
@@ -67,13 +68,12 @@ class State:
     Attributes:
         values: what counts of each value, by path.
         found: path and value, by identity.
-        loads, stores: names that functions read, and attributes that the methods they call assign.
     """
 
     def __init__(self, roots: dict[str, Any], names: set[str], left_out: set[str]) -> None:
         self.values: dict[str, Any] = {}
         self.found: dict[int, tuple[str, Any]] = {}
-        self.loads, self.stores, self._names = set[str](), set[str](), names
+        self._names = names
         self._getters: list[tuple[Callable[[Any], Any], Any]] = []
         self._lists, self._sized, self._empty = list[Any](), list[Any](), list[Any]()
         ahead = [*roots.items()]
@@ -90,7 +90,7 @@ class State:
                         f"stages and loss refer to more than {_MOST_VALUES:,} values, such as {told(path)};"
                         " give them what they read as arguments, or by functools.partial"
                     )
-                inside = self._inside(path, value)
+                inside = self._inside(value)
                 self.values[path] = id(value) if inside is None else getattr(value, "__code__", type(value))
                 ahead += ((path + name, each) for name, each in inside or ())
         self._seen = self._look()
@@ -108,13 +108,13 @@ class State:
         alike = sizes == sizes_then and len(now) == len(then) and not any(self._empty)
         return alike and all(map(is_, now, then))
 
-    def _inside(self, path: str, value: Any) -> _Inside:
+    def _inside(self, value: Any) -> _Inside:
         """List the values that a value holds, and note how to look at them again."""
         match value:
             case Tensor():
                 return None
             case FunctionType():
-                return self._of_function(path, value)
+                return self._of_function(value)
             case dict() | list() | tuple() | set() | frozenset() | deque():
                 return self._entries(value)
             case ModuleType():
@@ -140,51 +140,69 @@ class State:
         return chain(inside or (), self._named(value), ((_CLASS, kind),))
 
     def _entries(self, value: Any) -> _Inside:
-        if not value or len(value) > _MOST_ENTRIES:
-            (self._sized if value else self._empty).append(value)
-            return None if value else ()
+        held = dict.keys(value) if isinstance(value, dict) else value  # that of a class may do anything
+        if not held or len(held) > _MOST_ENTRIES:
+            (self._sized if held else self._empty).append(value)
+            return None if held else ()
         if isinstance(value, dict):
-            return self._got(value, [*value], "[{!r}]")
+            return self._got(value, [*held], "[{!r}]")
         self._lists += () if isinstance(value, tuple | frozenset) else (value,)
+        if isinstance(value, set | frozenset):
+            value = sorted(value, key=repr)  # as in every process
         return ((f"[{n}]", each) for n, each in enumerate(value))
 
-    def _of_function(self, path: str, function: FunctionType) -> _Inside:
+    def _of_function(self, function: FunctionType) -> _Inside:
         code, names, cells = function.__code__, function.__globals__, function.__closure__ or ()
         filled = [(n, c) for n, c in zip(code.co_freevars, cells, strict=True) if _is_filled(c)]
         self._getters += ((_contents, cell) for _, cell in filled)
         inside: Any = [(f":{name}", cell.cell_contents) for name, cell in filled]
-        self._getters.append((_defaults, function))
-        inside += [(".defaults", _defaults(function)), (".dict", vars(function))]
+        self._getters.append((_parts, function))
+        inside += [(".defaults", _parts(function)[1:]), (".dict", vars(function))]
         if _is_foreign(names.get("__name__")):
             return inside
-        if installed := _is_installed(names.get("__name__")):
-            inside = [(name, each) for name, each in inside if isinstance(each, _CODE)]
-        self._names |= (named := _named_in(code))
-        # The methods of its own class are a part of it, others are called.
-        if _CLASS in path.removeprefix(_CLASS):
-            self.stores |= _assigned_in(code)
+        self._names |= _named_in(code)
+        globals_ = sorted(names.keys() & _names_of(code, "LOAD_GLOBAL"))
+        if _is_installed(names.get("__name__")):
+            globals_ = [name for name in globals_ if isinstance(names[name], (FunctionType, *_PLAIN))]
         else:
-            self.loads |= named
-        wanted = [n for n in sorted(named) if n in names and (not installed or isinstance(names[n], _CODE))]
-        return chain(inside, self._got(names, wanted, ":{}"))
+            imported = sorted(_names_of(code, "IMPORT_NAME"))
+            self._getters.append((_modules, imported))
+            inside += [(f":{n}", each) for n, each in zip(imported, _modules(imported), strict=True)]
+        return chain(inside, self._got(names, globals_, ":{}"))
 
     def _named(self, value: Any) -> Iterable[tuple[str, Any]]:
         """List the attributes that code names, or may read by texts; of a class also what operators call."""
         held, kind, module = vars(value), type(value), isinstance(value, nn.Module)
         every = module and any(_is_foreign(c.__module__) for c in {*kind.__mro__} - {nn.Module, object})
         every |= not isinstance(value, ModuleType | type) and not _BY_TEXT.isdisjoint(self._names)
-        hidden = {n for n in held if n[:2] == "__" and isinstance(value, type)} - {"__init__"}
-        wanted = [n for n in held if every or n in self._names or n in hidden]
-        home = held.get("__module__", held.get("__name__"))
-        if isinstance(value, ModuleType | type) and _is_installed(home):
-            wanted = [n for n in wanted if isinstance(held[n], _CODE)]
+        wanted = [n for n in held if every or n in self._names]
+        if isinstance(value, type):  # what operators call, and no annotations
+            hidden = (n for n, each in held.items() if n[:2] == "__" and isinstance(each, FunctionType))
+            wanted = [n for n in {**dict.fromkeys(wanted), **dict.fromkeys(hidden)} if n not in _UNCALLED]
+        if isinstance(value, ModuleType | type):
+            home = held.get("__module__", held.get("__name__"))
+            wanted = [n for n in wanted if isinstance(held[n], _CODE) or not _is_installed(home)]
         return self._got(held, [n for n in wanted if not (module and n in _OF_EVERY_MODULE)])
 
     def _got(self, owner: Any, names: list[Any], path: str = ".{}") -> Iterable[tuple[str, Any]]:
         self._sized.append(owner)
-        if names:
-            self._getters.append((itemgetter(*names, names[0]), owner))  # of two or more: it returns a tuple
-        return ((path.format(n if isinstance(n, _PLAIN) else type(n)), owner[n]) for n in names)
+        if not names:
+            return ()
+        is_plain = not isinstance(owner, dict) or type(owner).__getitem__ is dict.__getitem__
+        # An itemgetter of two names or more returns a tuple.
+        get: Any = itemgetter(*names, names[0]) if is_plain else partial(_raw, names)
+        self._getters.append((get, owner))
+        each = zip(names, get(owner), strict=False)
+        return ((path.format(n if isinstance(n, _PLAIN) else type(n)), value) for n, value in each)
+
+
+def _raw(names: Iterable[Any], owner: dict[Any, Any]) -> list[Any]:
+    """Return the entries of these names: a class of its own may make others when it is asked."""
+    return [dict.__getitem__(owner, name) for name in names]
+
+
+def _modules(names: Iterable[str]) -> list[ModuleType | None]:
+    return [sys.modules.get(name) for name in names]
 
 
 def _contents(cell: Any) -> tuple[Any]:
@@ -221,9 +239,11 @@ def _named_in(code: CodeType) -> frozenset[str]:
 
 
 @cache
-def _assigned_in(code: CodeType) -> frozenset[str]:
-    """List the attributes that code assigns."""
-    return frozenset(step.argval for step in get_instructions(code) if step.opname == "STORE_ATTR")
+def _names_of(code: CodeType, operation: str) -> frozenset[str]:
+    """List the names that code, and functions within it, give to operations of this name."""
+    inner = (_names_of(constant, operation) for constant in code.co_consts if isinstance(constant, CodeType))
+    own = {step.argval for step in get_instructions(code) if step.opname == operation}
+    return frozenset(own.union(*inner))
 
 
 def changes(then: State, now: State) -> list[str]:
@@ -306,13 +326,40 @@ def require_none_left(state: State, stage: str) -> None:
 
 def require_none_stale(state: State, reader: str) -> None:
     """Raise StageError for an attribute that is read, and set by a call of a module, which takes it back."""
-    if stale := sorted(state.loads & state.stores):
+    found = [*state.found.values()]
+    read = (_names_of(f.__code__, "LOAD_ATTR") for path, f in found if _is_part(path, f))
+    kinds = {type(value) for _, value in found if isinstance(value, nn.Module)}
+    stale = (
+        frozenset[str]().union(*read)
+        & frozenset().union(*(_set_by_calls(k) for k in kinds)) - _OF_EVERY_TENSOR
+    )
+    if stale:
         raise StageError(
             reader,
-            f"it reads the attribute {stale[0]}, which a module sets when it is called: the value is that of"
-            " another call, without a gradient",
+            f"it reads the attribute {min(stale)}, which a module sets when it is called: the value is that"
+            " of another call, without a gradient",
             "have the module return it, and the stage too: as Output(y, loss=...) or a part of y",
         )
+
+
+def _is_part(path: str, value: Any) -> bool:
+    """Tell whether a function calls another as a function, or as a method of its own; modules call others."""
+    if not isinstance(value, FunctionType) or _CLASS in path.removeprefix(_CLASS):
+        return False
+    is_method = "." in value.__qualname__.rpartition("<locals>.")[2]
+    own = not is_method or path.rpartition(".")[0] in ("", _CLASS)
+    return own and not _is_foreign(value.__module__)
+
+
+def _set_by_calls(kind: type[nn.Module]) -> frozenset[str]:
+    """List the attributes that a call of a module assigns: by ``forward``, and by methods that it names."""
+    names, codes = ["forward"], dict[str, CodeType]()
+    for name in names:
+        function = getattr(kind, name, None)
+        if name not in codes and isinstance(function, FunctionType) and not _is_foreign(function.__module__):
+            codes[name] = function.__code__
+            names += _named_in(function.__code__)
+    return frozenset().union(*(_names_of(code, "STORE_ATTR") for code in codes.values()))
 
 
 def ambient() -> tuple[Any, ...]:

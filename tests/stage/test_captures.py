@@ -6,9 +6,12 @@ plain torch on the whole model. Random models with attributes, captures and hook
 """
 
 import functools
+import importlib
+import logging
 import random
+import sys
 from contextlib import nullcontext
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import optree
 import pytest
@@ -156,6 +159,112 @@ def test_each_step_has_the_values_of_its_beginning(engine, form):
     misses = step.cache_info().misses
     require_same(step, model, squared_and_settings, params, form, [3, 3])
     assert step.cache_info().misses <= misses + 1
+
+
+def test_what_changes_beside_the_values_that_are_read_does_not_count():
+    """A global with the name of a key, a logger that is used, and the order in a set of another process."""
+    logger = logging.getLogger("ppfunc.tests.captures")
+
+    def stage(p, x):
+        logger.debug("it is called")
+        return p["WIDE"] * x * getattr(logger, "no" + "thing", 1.0)
+
+    step = pp.value_and_grad([stage], squared, pp.gpipe(1, 1))
+    for number in range(3):
+        globals()["WIDE"] = torch.ones(1 + number)
+        logger.isEnabledFor(number), logging.getLogger(f"ppfunc.tests.captures.{number}")
+        step({0: {"WIDE": torch.ones(2)}}, torch.ones(2, 2), torch.ones(2, 2))
+    assert step.cache_info().misses == 1
+    names = {f"name {n}" for n in range(20)}
+    state = Watch(functools.partial(helper, names)).state()
+    assert [state.values[f".args[0][{n}]"][1] for n in range(20)] == sorted(map(repr, names))
+
+
+def test_code_that_is_replaced_counts_and_modules_that_it_imports(monkeypatch):
+    """Notebooks that reload modules replace the code of functions."""
+    config = ModuleType("ppfunc_tests_config")
+    monkeypatch.setitem(sys.modules, config.__name__, config)
+    config.__file__, config.FACTOR = __file__, 3.0
+
+    def first(p, x):
+        return p * x
+
+    def second(p, x):
+        from ppfunc_tests_config import FACTOR
+
+        return p * x * FACTOR
+
+    step, given = pp.value_and_grad([first], squared, pp.gpipe(1, 1)), (torch.ones(2, 2), torch.zeros(2, 2))
+    assert step({0: torch.ones(2)}, *given)[0] == 1
+    first.__code__ = second.__code__
+    assert step({0: torch.ones(2)}, *given)[0] == 9
+    config.FACTOR = 2.0
+    assert step({0: torch.ones(2)}, *given)[0] == 4
+
+
+INSTALLED = """
+import logging
+from torch import nn, zeros
+
+class Makes(dict):
+    def __getitem__(self, key):
+        return nn.Linear(2, 2)
+
+logger, makes, FACTOR, OTHERS = logging.getLogger(__name__), Makes(a=1), 2.0, {"registry": [3.0]}
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config, self.act, self.made, self.is_causal = {"k": 1.0}, makes["a"], makes, True
+
+    def helper(self, x):
+        logger.warning, OTHERS, makes, self.made
+        return self.act(scaled(x, self.config))
+
+    def forward(self, x):
+        self.is_causal = True
+        return self.helper(x) if self.is_causal else x
+
+def scaled(x, config):
+    return x * config["k"] * FACTOR
+"""
+
+
+def test_of_installed_packages_functions_and_plain_values_count(tmp_path, monkeypatch):
+    """Libraries of models lead from each class to all of them; some of their dictionaries make modules."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "ppfunc_tests_installed.py").write_text(INSTALLED)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    package = importlib.import_module("ppfunc_tests_installed")
+    model, x = nn.Sequential(package.Base(), nn.Linear(2, 2)), torch.ones(4, 2)
+    watch = Watch(model)
+    paths = [*watch.state().values]
+    assert watch.state().unchanged() and not any("OTHERS" in path or "logger" in path for path in paths)
+    for form in ("split", "modules"):
+        if form == "split":
+            split = pp.split(model, x[:2], at=["1"])
+            step, params = pp.value_and_grad(split, squared, pp.gpipe(2, 2)), split.params
+        else:
+            stages = [pp.stage_from_module(part) for part in model]
+            step = pp.value_and_grad([stage.fn for stage in stages], squared, pp.gpipe(2, 2))
+            params = {n: stage.params for n, stage in enumerate(stages)}
+        for change in (lambda: None, lambda: None, lambda: setattr(package, "FACTOR", package.FACTOR + 1)):
+            change()
+            assert abs(step(params, x, x)[0] - squared(model(x), x)) < 1e-6
+        assert step.cache_info().misses == 2
+
+
+def test_a_stage_that_reads_the_shape_of_a_tensor_is_served():
+    """Its module keeps an attribute of this name."""
+
+    class Keeps(nn.Linear):
+        def forward(self, x):
+            self.shape = x.shape
+            return super().forward(x)
+
+    stage = pp.stage_from_module(Keeps(WIDTH, WIDTH))
+    step = pp.value_and_grad([lambda p, x: stage.fn(p, x).view(x.shape)], squared, pp.gpipe(1, 1))
+    assert step({0: stage.params}, torch.ones(2, WIDTH), torch.ones(2, WIDTH))[0].isfinite()
 
 
 def test_values_that_come_back_find_their_program():

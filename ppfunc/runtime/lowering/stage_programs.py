@@ -174,7 +174,7 @@ class StagePrograms:
 
     def changes(self, call: StageCall) -> Iterator[tuple[str, str]]:
         """Yield names of what other ranks read too, and what of it has changed since the first step."""
-        whole = _reads(call.function.fn) is not call.function.fn
+        whole = _is_split(call.function.fn)
         names = "the model" if whole else f"stage {call.stage}", "the loss"
         for name, (watch, state) in zip(names, self.states(call.function), strict=False):
             if watch.first is not None and (self.compared or (whole and name == "the model")):
@@ -210,8 +210,10 @@ class StagePrograms:
         self.evaluations += 1
         function = call.function
         before = [*self.states(function)]
-        for (_, state), reader in zip(before, (call.name, "the loss"), strict=False):
-            require_none_stale(state, reader)
+        readers = "" if _is_split(function.fn) else call.name, "the loss"
+        for (_, state), reader in zip(before, readers, strict=False):
+            if reader:  # a model that was split reads what its own call has set
+                require_none_stale(state, reader)
         evaluation = outline(function, call.example, **call.options, noting=self.compared)
         for (watch, then), modules in zip(before, (evaluation.modules, ()), strict=False):
             watch.settle(then, modules, call.name)
@@ -331,6 +333,11 @@ def _is_dynamic(engine: Engine) -> bool:
     return getattr(engine, "dynamic", False)
 
 
+def _is_split(function: Any) -> bool:
+    """Tell whether a stage is a part of a model that was split."""
+    return hasattr(function, READS) and not hasattr(function, "__wrapped__")
+
+
 def _reads(function: Any) -> Any:
     """Return what a stage reads beside its arguments: of a model that was split the model, else itself."""
-    return function if hasattr(function, "__wrapped__") else getattr(function, READS, function)
+    return getattr(function, READS) if _is_split(function) else function
