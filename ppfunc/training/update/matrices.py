@@ -19,11 +19,13 @@ class CutMatrices(NamedTuple):
         axis: its name.
         ranks: of the axis; None for one that the transport does not know.
         cuts: by number of the leaf, the dimension that is cut, and its length over all ranks.
+        sizes: by number of the leaf, the elements of all of it, equal on every rank of all axes.
     """
 
     axis: str
     ranks: Collective | None
     cuts: dict[int, tuple[int, int]]
+    sizes: dict[int, int]
 
 
 def on_matrices(
@@ -48,7 +50,7 @@ def on_matrices(
     """
     if not axes:
         return {n: fn(leaf) for n, leaf in leaves.items()}
-    (axis, ranks, cuts), *others = axes
+    (axis, ranks, cuts, elements), *others = axes
     if ranks is None:
         raise ValueError(
             f"params: got matrices in parts over the axis {axis!r}, which are updated whole, and a transport"
@@ -57,7 +59,7 @@ def on_matrices(
     whole = {n: _with_length(leaf.shape, *cuts[n]) for n, leaf in leaves.items() if n in cuts}
     if not whole:
         return on_matrices(fn, leaves, others)
-    like, dealt = next(iter(leaves.values())), deal({n: math.prod(s) for n, s in whole.items()}, ranks.size)
+    like, dealt = next(iter(leaves.values())), deal({n: elements[n] for n in whole}, ranks.size)
     mine = dealt[ranks.index]
     sizes = {n: [part_length(cuts[n][1], ranks.size, rank) for rank in range(ranks.size)] for n in mine}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -181,10 +182,12 @@ class TrainingRanks(NamedTuple):
         found = dict[str, CutMatrices]()
         for n, cut in enumerate(cuts):
             lengths = [] if cut.kept is None else [*cut.kept.shape]
+            elements = math.prod(lengths)
             for axis, placement in placements_by_axis(cut.kept).items():
                 if (dim := getattr(placement, "dim", -1)) >= max(0, len(lengths) - 2):
                     ranks = self.cutting.get(axis)
-                    found.setdefault(axis, CutMatrices(axis, ranks, {})).cuts[n] = dim, lengths[dim]
+                    one = found.setdefault(axis, CutMatrices(axis, ranks, {}, {}))
+                    one.cuts[n], one.sizes[n] = (dim, lengths[dim]), elements
                     if ranks is not None:
                         lengths[dim] = part_length(lengths[dim], ranks.size, ranks.index)
         order = () if self.mesh is None else self.mesh.mesh_dim_names or ()
