@@ -15,6 +15,7 @@ code. What is not seen is what an extension in C keeps, what objects of torch, n
 that packages keep for themselves.
 """
 
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -25,7 +26,7 @@ from itertools import chain
 from numbers import Number
 from operator import attrgetter, is_, itemgetter
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -95,6 +96,10 @@ class State:
                 ahead += ((path + name, each) for name, each in inside or ())
         self._seen = self._look()
 
+    def is_equal(self, other: "State") -> bool:
+        """Tell whether all values are equal, and in the same order."""
+        return [*self.values.items()] == [*other.values.items()]
+
     def _look(self) -> tuple[list[Any], list[int]]:
         gotten = (get(owner) for get, owner in self._getters)
         return [*chain.from_iterable(chain(self._lists, gotten))], [*map(len, self._sized)]
@@ -111,7 +116,7 @@ class State:
     def _inside(self, value: Any) -> _Inside:
         """List the values that a value holds, and note how to look at them again."""
         match value:
-            case Tensor():
+            case Tensor() | BuiltinFunctionType():
                 return None
             case FunctionType():
                 return self._of_function(value)
@@ -145,6 +150,7 @@ class State:
             (self._sized if held else self._empty).append(value)
             return None if held else ()
         if isinstance(value, dict):
+            self._lists.append(held)  # its keys, in order
             return self._got(value, [*held], "[{!r}]")
         self._lists += () if isinstance(value, tuple | frozenset) else (value,)
         if isinstance(value, set | frozenset):
@@ -163,6 +169,7 @@ class State:
         self._names |= _named_in(code)
         globals_ = sorted(names.keys() & _names_of(code, "LOAD_GLOBAL"))
         if _is_installed(names.get("__name__")):
+            inside = [(name, each) for name, each in inside if isinstance(each, _CODE)]
             globals_ = [name for name in globals_ if isinstance(names[name], (FunctionType, *_PLAIN))]
         else:
             imported = sorted(_names_of(code, "IMPORT_NAME"))
@@ -193,7 +200,8 @@ class State:
         get: Any = itemgetter(*names, names[0]) if is_plain else partial(_raw, names)
         self._getters.append((get, owner))
         each = zip(names, get(owner), strict=False)
-        return ((path.format(n if isinstance(n, _PLAIN) else type(n)), value) for n, value in each)
+        keys = (n if isinstance(n, _PLAIN) else (type(n).__name__, number) for number, n in enumerate(names))
+        return ((path.format(key), value) for key, (_, value) in zip(keys, each, strict=False))
 
 
 def _raw(names: Iterable[Any], owner: dict[Any, Any]) -> list[Any]:
@@ -284,7 +292,7 @@ class Watch:
         with process_lock:
             if not (self._states and self._states[-1].unchanged()):
                 now = self._look()
-                known = next((state for state in self._states if state.values == now.values), now)
+                known = next((state for state in self._states if state.is_equal(now)), now)
                 vars(known).update(vars(now))
                 others = [state for state in self._states if state is not known]
                 self._states = [*others[1 - _MOST_STATES :], known]
@@ -306,7 +314,8 @@ class Watch:
                     f"it changes {told(path)} from {before[1]}, which the program of a trace does not",
                     "give it to the stage as its state, and return the new value",
                 )
-            self._left_out.add(path.rpartition("[")[0] if path.endswith("]") else path)
+            # Lists grow by each evaluation.
+            self._left_out.add(path.rpartition("[")[0] if re.search(r"\[\d+\]$", path) else path)
         self.modules += [module for module in modules if id(module) not in self.state().found]
         self.first = None if then is self.first else self.first
 
