@@ -163,9 +163,10 @@ class State:
         self._getters += ((_contents, cell) for _, cell in filled)
         inside: Any = [(f":{name}", cell.cell_contents) for name, cell in filled]
         self._getters.append((_parts, function))
-        inside += [(".defaults", _parts(function)[1:]), (".dict", vars(function))]
-        if _is_foreign(names.get("__name__")):
-            return inside
+        inside.append((".defaults", _parts(function)[1:]))
+        if _is_foreign(names.get("__name__")):  # torch notes things in its functions when it calls them
+            return [*inside, (f".{READS}", vars(function).get(READS))]
+        inside.append((".dict", vars(function)))
         self._names |= _named_in(code)
         globals_ = sorted(names.keys() & _names_of(code, "LOAD_GLOBAL"))
         if _is_installed(names.get("__name__")):

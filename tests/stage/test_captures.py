@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 import ppfunc as pp
 from ppfunc.runtime import AgreementError
+from ppfunc.splitter import source
 from ppfunc.stage import StageError, eager, functional, graph
 from ppfunc.stage.captures import Watch, ambient, changes
 
@@ -265,6 +266,15 @@ def test_a_stage_that_reads_the_shape_of_a_tensor_is_served():
     stage = pp.stage_from_module(Keeps(WIDTH, WIDTH))
     step = pp.value_and_grad([lambda p, x: stage.fn(p, x).view(x.shape)], squared, pp.gpipe(1, 1))
     assert step({0: stage.params}, torch.ones(2, WIDTH), torch.ones(2, WIDTH))[0].isfinite()
+
+
+def test_a_split_is_traced_once_for_its_own_inputs(monkeypatch):
+    traces, trace = [], source.trace
+    monkeypatch.setattr(source, "trace", lambda *args: traces.append(args) or trace(*args))
+    x = torch.ones(4, WIDTH, dtype=torch.float64)
+    split = pp.split(made(), x[:2], at=["1"])
+    pp.value_and_grad(split, squared, pp.gpipe(2, 2))(split.params, x, x)
+    assert not traces  # the split has made its own
 
 
 def test_values_that_come_back_find_their_program():

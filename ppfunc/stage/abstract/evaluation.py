@@ -178,6 +178,8 @@ class MaskedWrites(torch.overrides.TorchFunctionMode):
     chosen by ``torch.where``.
     """
 
+    looks_on = True  # it is on in every trace, so that none differs by it
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _WRITES or kwargs or not getattr(args[2], "requires_grad", False):
             return func(*args, **(kwargs or {}))
