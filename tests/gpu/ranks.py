@@ -129,10 +129,10 @@ def refused(rank: int, device: torch.device) -> str:
 
 def survives(rank: int, device: torch.device, how: str) -> str:
     """Take a step, one in which rank 0 fails, and two that are right where both survive; return the error."""
-    armed: list[bool] = []
+    armed = threading.Event()
 
     def fails(params: Any, x: torch.Tensor) -> torch.Tensor:
-        if armed and rank == 0:
+        if armed.is_set() and rank == 0:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "runs out of memory":
@@ -142,13 +142,13 @@ def survives(rank: int, device: torch.device, how: str) -> str:
             raise ArithmeticError("on purpose")
         return dense(params, x)
 
-    slow = armed if rank == 1 and "posts" in how else []
+    slow = armed if rank == 1 and "posts" in how else threading.Event()
     # Messages through mapped memory post no receive.
     transport = pp.P2P(timeout=30, mapped="posts" not in how)
     with transport, posting_slowly(slow, device), busy_noted(device):
         step, wanted = step_of(pp.one_f_one_b(2, 4), transport, device, fails, pp.engines.eager)
         step()
-        armed.append(True)
+        armed.set()
         try:
             step()
         except pp.PipelineError as error:
@@ -162,15 +162,15 @@ def survives(rank: int, device: torch.device, how: str) -> str:
 
 
 @contextmanager
-def posting_slowly(armed: list[bool], device: torch.device) -> Iterator[None]:
+def posting_slowly(armed: threading.Event, device: torch.device) -> Iterator[None]:
     """Be long in the middle of posting a message while ``armed``, so that the other rank fails meanwhile."""
     kind = getattr(dist, "ProcessGroupNCCL" if device.type == "cuda" else "ProcessGroupGloo")
     real = kind.recv
 
     def recv(*arguments: Any) -> Any:
-        time.sleep(0.3 * len(armed))
+        time.sleep(0.3 * armed.is_set())
         work = real(*arguments)
-        time.sleep(0.3 * len(armed))
+        time.sleep(0.3 * armed.is_set())
         return work
 
     with mock.patch.object(kind, "recv", recv):

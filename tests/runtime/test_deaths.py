@@ -4,6 +4,7 @@ gloo.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -187,11 +188,10 @@ ENDS = {
 def fails_at(rank, size, layout, victim, place, end):
     """One rank ends at a place, the others go on until they hear of it."""
     owner, name, number = PLACES[place]
-    calls = [0]
+    calls = itertools.count(1)  # a list would be read by stages
 
     def count():
-        calls[0] += 1
-        if calls[0] >= number:  # who is told of it once may try again
+        if next(calls) >= number:  # who is told of it once may try again
             ENDS[end]()
 
     def before(where):
@@ -396,11 +396,10 @@ def keeps_the_error(rank, size):
     """The first rank fails in its last backward, while the others wait in a sum over all ranks; each keeps
     what it was told.
     """
-    calls = [0]
+    calls = itertools.count(1)
 
     def before(place):
-        calls[0] += place == "backward"
-        if rank == 0 and calls[0] == MICROBATCHES:
+        if place == "backward" and next(calls) == MICROBATCHES and rank == 0:
             time.sleep(0.2)
             raise ArithmeticError("armed")
 
@@ -425,11 +424,10 @@ def leaves_a_sum_under_way(rank, size):
     """The first rank fails when it has begun a sum over all ranks; the other waits for what the first would
     have sent it before.
     """
-    calls, ones = [0], torch.ones(4)
+    calls, ones = itertools.count(1), torch.ones(4)
 
     def before(place):
-        calls[0] += place == "stage"
-        if rank == 0 and calls[0] == 5:  # it is traced before
+        if place == "stage" and next(calls) == 5 and rank == 0:  # it is traced before
             time.sleep(0.5)  # until the other waits
             OPEN[-1].collective("world").all_reduce(ones)
             raise ArithmeticError("armed")

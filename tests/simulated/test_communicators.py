@@ -117,10 +117,10 @@ def test_parameters_on_two_devices_of_a_rank_are_refused(ranks):
 
 def failing(rank, size):
     """Rank 1 fails while receives of later microbatches run, whose communicator ends late."""
-    fails, schedule = [False], place_communication(remove_tail(pp.gpipe(2, 4)), lookahead=2)
+    fails, schedule = threading.Event(), place_communication(remove_tail(pp.gpipe(2, 4)), lookahead=2)
 
     def stage(params, x):
-        if fails[0] and rank == 1:
+        if fails.is_set() and rank == 1:  # no step is traced anew for it
             raise KeyError("the stage fails")
         return dense(params, x)
 
@@ -128,12 +128,12 @@ def failing(rank, size):
     with pp.P2P(timeout=30) as transport:
         step = pp.value_and_grad([stage] * size, squared, schedule, transport, engine=pp.engines.functional)
         step({rank: params[rank]}, inputs, targets)
-        fails[0] = True
+        fails.set()
         with pytest.raises(pp.PipelineError, match="the stage fails"):
             step({rank: params[rank]}, inputs, targets)
         gc.collect()
         y = torch.empty(3, 4, dtype=torch.float64, device="cuda")  # of the size of a message
-        fails[0] = False
+        fails.clear()
         assert step({rank: params[rank]}, inputs, targets)[0].isfinite()
     return y.device.index
 

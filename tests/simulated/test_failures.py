@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import nullcontext
 from itertools import product
+from threading import Event
 from unittest import mock
 
 import optree
@@ -35,17 +36,19 @@ class _Fails(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        if ctx.fails.pop("B", None):
+        if ctx.fails["B"].is_set():
+            ctx.fails["B"].clear()
             raise KeyError("told to fail")
         return gradient, None
 
 
 def failing(rank, size, schedule, at, victim):
     """A step that fails on one rank, between two that do not: who is named, and what the others give."""
-    told = {}
+    told = {"F": Event(), "B": Event()}  # no step is traced anew for an event
 
     def stage(params, x):
-        if told.pop("F", None):
+        if told["F"].is_set():
+            told["F"].clear()
             raise KeyError("told to fail")
         return _Fails.apply(dense(params, x), told)
 
@@ -55,10 +58,11 @@ def failing(rank, size, schedule, at, victim):
         step = pp.value_and_grad([stage] * len(params), squared, schedule, transport, engine=pp.engines.eager)
         results = [step(own, inputs, targets)]
         if rank == victim:
-            told[at] = True
+            told[at].set()
         with pytest.raises(pp.PipelineError) as caught:
             step(own, inputs, targets)
-        told.clear()
+        for event in told.values():
+            event.clear()
         beside = torch.ones(3, 4, dtype=torch.float64, device="cuda")  # where memory is handed out again
         results.append(step(own, inputs, targets))
         assert beside.eq(1).all()
@@ -183,10 +187,10 @@ def test_a_failure_of_an_update_is_named_and_the_next_step_is_right(ranks, shard
 
 def beside_a_sum(rank, size, shard):
     """A stage of one data rank fails while the other waits for it in a sum over both."""
-    fails = [False]
+    fails = Event()
 
     def stage(params, x):
-        if fails[0]:
+        if fails.is_set():
             raise KeyError("told to fail")
         return dense(params, x)
 
@@ -197,10 +201,11 @@ def beside_a_sum(rank, size, shard):
         engine=pp.engines.functional,
     ) as trainer:  # fmt: skip
         state, first = trainer.step(trainer.init(params), inputs, targets)
-        fails[0] = rank == 1
+        if rank == 1:
+            fails.set()
         with pytest.raises(pp.PipelineError, match="rank 1 failed"):
             trainer.step(state, inputs, targets)
-        fails[0] = False
+        fails.clear()
         state, second = trainer.step(state, inputs, targets)
         return second.loss.item() < first.loss.item()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from unittest import mock
 
 import optree
@@ -73,10 +74,10 @@ def test_no_interleaving_between_processes_changes_a_bit(pool, seed):
 
 def failing(rank, size):
     """A stage fails in one process, then in the other; both are told, and what they do next is right."""
-    fails = [False]
+    fails = threading.Event()  # no step is traced anew for an event
 
     def stage(params, x):
-        if fails[0]:
+        if fails.is_set():
             raise KeyError("told to fail")
         return dense(params, x)
 
@@ -87,10 +88,11 @@ def failing(rank, size):
             step = pp.value_and_grad([stage] * 2, squared, schedule, transport, engine=pp.engines.functional)
             loss, _ = step({rank: params[rank]}, inputs, targets)
             for victim in (1, 0):
-                fails[0] = rank == victim
+                if rank == victim:
+                    fails.set()
                 with pytest.raises(pp.PipelineError, match=f"rank {victim} failed"):
                     step({rank: params[rank]}, inputs, targets)
-                fails[0] = False
+                fails.clear()
                 for _ in range(2):
                     again, _ = step({rank: params[rank]}, inputs, targets)
                     assert torch.equal(loss, again)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppfunc as pp
 from ppfunc.stage import graph
-from ppfunc.stage.engines.tracing import native
+from ppfunc.stage.engines.tracing import lifetimes, native
 from tests.stage.test_accumulate import Given, chain, chained
 
 pytestmark = [pytest.mark.compiler, pytest.mark.filterwarnings("ignore:.*nothing depends on")]
@@ -84,7 +84,7 @@ def test_residuals_are_freed_after_their_last_use(in_cpp):
     seen = []
 
     class Watching:
-        def add(self, gradients, numbers, microbatch):
+        def add(self, gradients, numbers, microbatch, fresh):
             gc.collect()
             seen.append([alive() is not None for alive in refs])
 
@@ -92,10 +92,8 @@ def test_residuals_are_freed_after_their_last_use(in_cpp):
     program = graph(chain, (params, x))
     flat = program.flat
     leaves = tuple(t for pair in params for t in pair)
-    from ppfunc.stage.engines.tracing import emit as accumulate
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accumulate, "_TOGETHER", 1)
+        patch.setattr(lifetimes, "_TOGETHER", 1)
         (y,), residuals = flat.forward.fastest()(leaves, (x,), ())
         made = [t for t in residuals if not any(t is p for p in (*leaves, x))]
         refs = [weakref.ref(t) for t in made]
@@ -156,9 +154,7 @@ def test_views_are_made_again_without_their_operators(in_cpp):
 
 @torch.no_grad()
 def test_gradients_are_added_up_while_a_program_runs(in_cpp, monkeypatch):
-    from ppfunc.stage.engines.tracing import emit as accumulate
-
-    monkeypatch.setattr(accumulate, "_TOGETHER", 1)
+    monkeypatch.setattr(lifetimes, "_TOGETHER", 1)
     params, x = chained()
     program = graph(chain, (params, x)).flat
     leaves = tuple(t for pair in params for t in pair)
