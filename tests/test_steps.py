@@ -408,7 +408,7 @@ def test_a_stage_that_returns_nothing_is_refused_itself(first):
         (lambda y: pp.Output(y, metrics={"acc": 0.5}), r"metrics\['acc'\]: got 0\.5 of type float"),
         (lambda y: pp.Output(y, loss=3.0), "loss: got 3.0 of type float"),
         (lambda y: pp.Output(y, state={"n": 3}), r"state\['n'\]: got 3 of type int"),
-        (lambda y: (y, "s"), r"y\[1\]: got 's' of type str"),
+        (lambda y: (y, 1j), r"y\[1\]: got 1j of type complex"),
     ],
 )
 def test_what_is_no_tensor_in_an_output_is_named_as_it_was_returned(engine, made, told):

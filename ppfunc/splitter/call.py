@@ -113,7 +113,8 @@ class CallForm(NamedTuple):
             got = tree_map(lambda leaf: _TENSOR if isinstance(leaf, torch.Tensor) else leaf, x)
             raise ValueError(
                 f"inputs: got {got}, expected {self.expected}, as the arguments at the split, with None or no"
-                " keyword argument for what a microbatch has not; or split again with arguments of this form"
+                " keyword argument for what a microbatch has not; or split again with arguments of this form;"
+                " targets are given as the argument after inputs"
             )
         return args, kwargs
 

@@ -135,6 +135,9 @@ KERNEL_SWITCHES = (
     torch._C._get_mkldnn_enabled,
 )
 
+# Fail where a tensor is zero, on a device when it is reached.
+assert_async = torch._assert_async
+
 # Whether autocast is on for any kind of device.
 any_autocast = torch._C._is_any_autocast_enabled
 

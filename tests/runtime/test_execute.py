@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import threading
 import weakref
 
 import optree
@@ -132,16 +133,16 @@ def test_a_step_function_keeps_no_tensor_of_its_calls(calls):
 
 def test_a_step_that_failed_lets_go_of_its_tensors_with_its_error():
     """At once, not when cycles are collected: whoever runs out of memory tries again with a smaller batch."""
-    broken = []
+    broken = threading.Event()
 
     def breaking(params, x):
-        if broken:
+        if broken.is_set():
             raise MemoryError
         return dense(params, x)
 
     step = pp.value_and_grad([dense, breaking], squared, pp.gpipe(2, M), engine=pp.engines.functional)
     step(*problem(2, M))
-    broken.append(True)
+    broken.set()
     gc.disable()
     try:
         given = problem(2, M)

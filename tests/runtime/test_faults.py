@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -425,10 +426,10 @@ def test_a_schedule_for_another_number_of_ranks_is_refused(two):
 
 def fail_once(rank, ranks, kind):
     """A step that fails on the last rank while the others wait, then the same step again."""
-    armed = [False]
+    armed = threading.Event()
 
     def last(params, x):
-        if armed[0]:
+        if armed.is_set():
             raise ArithmeticError("armed")
         return dense(params, x)
 
@@ -438,7 +439,8 @@ def fail_once(rank, ranks, kind):
     with pp.P2P(timeout=60) as transport, pp.P2P(timeout=60) as unused:
         step = pp.value_and_grad(stages, squared, schedule, transport, engine=pp.engines.functional)
         loss, grads = step({rank: params[rank]}, inputs, targets)
-        armed[0] = here and kind == "stage"
+        if here and kind == "stage":
+            armed.set()
         given = None if here and kind in ("argument", "first call") else targets
         # On a fresh transport nobody has met anybody yet.
         failing = (
@@ -453,7 +455,7 @@ def fail_once(rank, ranks, kind):
             given,
             loss_weights=[1.0] if here and kind == "weights" else None,
         )
-        armed[0] = False
+        armed.clear()
         again, same = failing({rank: params[rank]}, inputs, targets)
     assert torch.equal(again, loss)
     assert torch.equal(same[rank]["w"], grads[rank]["w"])

@@ -29,6 +29,7 @@ from .._torch import (
     FakeTensorMode,
     OpOverload,
     UnsupportedOperatorException,
+    assert_async,
     device_of,
     flex_attention,
     flex_scores,
@@ -195,7 +196,7 @@ class MaskedWrites(torch.overrides.TorchFunctionMode):
         if rows != 1:
             at = mask.nonzero_static(size=rows).unbind(1)
             wrong = f"a mask has not the {rows} true elements that it writes values to"
-            torch._assert_async(mask.sum() == rows, wrong)
+            assert_async(mask.sum() == rows, wrong)
             return func(x, (*keys[:n], *at, *keys[n + 1 :]), values, *accumulate)
         if any(isinstance(k, slice) and k != slice(None) for k in keys):
             return func(*args)
