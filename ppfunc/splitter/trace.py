@@ -119,8 +119,9 @@ def trace(
     _require_no_hooks(model)
     # It sees draws by functions that `unseen_refused` does not replace.
     then = (watch := Watch(model)).state()
+    before = {*then.found}
     traced = without_foreign_draws(partial(_trace, model, form, inputs, device, names, compute), MODEL)
-    require_none_left(watch.state(), MODEL)
+    require_none_left(watch.state(), before, MODEL)
     watch.settle(then, (), MODEL)
     return traced
 

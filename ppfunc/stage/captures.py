@@ -18,7 +18,7 @@ that packages keep for themselves.
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dis import get_instructions
 from enum import Enum
 from functools import cache, partial
@@ -321,9 +321,15 @@ class Watch:
         self.first = None if then is self.first else self.first
 
 
-def require_none_left(state: State, stage: str) -> None:
-    """Raise StageError for a tensor without values in what a function reads, left there by an evaluation."""
+def require_none_left(state: State, before: Container[int], stage: str) -> None:
+    """Raise StageError for a tensor without values in what a function reads, left there by an evaluation.
+
+    Args:
+        before: identities of what the function read before the evaluation.
+    """
     for path, value in state.found.values():
+        if id(value) in before:
+            continue
         part = local(value) if isinstance(value, Tensor) else None
         if isinstance(part, FakeTensor) and isinstance(part.fake_mode, Evaluation):
             raise StageError(

@@ -92,8 +92,10 @@ def outline(
     else:
         evaluate = partial(without_foreign_draws, partial(_evaluate, fn, seen, has_aux, name, noting), name)
         try:
+            watch = Watch((getattr(fn, "fn", fn), getattr(fn, "loss_fn", None)))
+            before = {*watch.state().found}
             evaluated = evaluate()
-            require_none_left(Watch((getattr(fn, "fn", fn), getattr(fn, "loss_fn", None))).state(), name)
+            require_none_left(watch.state(), before, name)
             return evaluated
         except DATA_DEPENDENT as error:
             engine = "eager" if isinstance(error, UnsupportedOperatorException) else "functional"
