@@ -317,6 +317,7 @@ class Watch:
                 )
             # Lists grow by each evaluation.
             self._left_out.add(path.rpartition("[")[0] if re.search(r"\[\d+\]$", path) else path)
+        vars(self.state()).update(vars(self._look()))  # without what is left out now
         self.modules += [module for module in modules if id(module) not in self.state().found]
         self.first = None if then is self.first else self.first
 

@@ -185,7 +185,7 @@ def interrupted(rank, size, when):
                 after, _ = trainer.step(state, x, y)
                 state = state if rank else after
         for _ in range(2):
-            with pytest.raises(pp.AgreementError, match="rank [01] has another state"):
+            with pytest.raises(pp.AgreementError, match="rank [01] has (another state|state of step 1)"):
                 trainer.step(state, x, y)
         again = trainer.init({rank: params[rank]})
         for _ in range(2):  # from a checkpoint, on all ranks
