@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -500,12 +501,12 @@ OPEN = []  # transports that end with their process: one that is closed is taken
 def leave(rank, ranks, victim, how, when):
     """One process ends; the others say what they saw of it, and how long that took."""
     params, inputs, targets = problem(ranks, 5)
-    armed = [""]
+    armed = ContextVar("armed", default="")  # no step is traced anew for it
 
     def fragile(p, x):
-        if armed[0] == "inside a step":
+        if armed.get() == "inside a step":
             LEAVE[how]()
-        if armed[0] == "after an error":
+        if armed.get() == "after an error":
             raise ArithmeticError("armed")
         return dense(p, x)
 
@@ -531,7 +532,7 @@ def leave(rank, ranks, victim, how, when):
     if when != "before its first step":
         step(held, inputs, targets)
         step(held, inputs, targets)
-        armed[0] = when if rank == victim else ""
+        armed.set(when if rank == victim else "")
         if when == "after an error":
             assert caught(step, held, inputs, targets)[0] == "PipelineError"
             dist.barrier()
