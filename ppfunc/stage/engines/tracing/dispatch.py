@@ -145,12 +145,8 @@ def without_onednn() -> Iterator[None]:
 
     Inductor does not know how much those of oneDNN keep for their backward.
     """
-    onednn: Any = torch.backends.mkldnn  # declared with the type of a descriptor, not with that of its value
-    before, onednn.enabled = onednn.enabled, False
-    try:
+    with torch.backends.mkldnn.flags(enabled=False):
         yield
-    finally:
-        onednn.enabled = before
 
 
 def compiled(
