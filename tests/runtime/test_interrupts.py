@@ -11,6 +11,7 @@ import resource
 import signal
 import threading
 import time
+from array import array
 from contextlib import suppress
 
 import pytest
@@ -250,7 +251,7 @@ def struggles(rank, ranks, steps, every):
     of the steps, and all.
     """
     params, inputs, targets = setting(ranks)
-    armed, looks = [False], []
+    armed, looks = array("b", [0]), []  # no step is traced anew for an array
 
     def fragile(w, x):
         if armed[0]:

@@ -133,13 +133,13 @@ def most(lowered):
 
 def test_bytes_are_those_counted_by_hand():
     """A stage of [d, d] keeps its input, unless it is of the batch, and its output for the backward; the last
-    one y - target, too. The gradients of the second microbatch make a sum beside those of the first.
+    one y - target, too. The gradients of the second microbatch are added to those of the first as they are made.
     """
     params, inputs, targets = problem()
     row, weight, given = B * D * BYTES, D * D * BYTES, {"params": D * D * BYTES, "batch": M * B * D * BYTES}
     step = pp.value_and_grad([dense] * 2, squared, pp.one_f_one_b(2, M))
     first, last = most(step.lower(params, inputs, targets))
-    two = {"gradients": 2 * weight, "workspace": weight + row}
+    two = {"gradients": weight, "workspace": weight + row}
     # Two microbatches are in flight, both of whose outputs are on their way.
     assert first == Bytes(**given, **two, residuals=2 * row, messages=2 * row)
     weights = M * BYTES
