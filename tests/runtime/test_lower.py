@@ -133,7 +133,7 @@ def most(lowered):
 
 def test_bytes_are_those_counted_by_hand():
     """A stage of [d, d] keeps its input, unless it is of the batch, and its output for the backward; the last
-    one y - target, too. The gradients of the second microbatch are added to those of the first as they are made.
+    one y - target, too. The gradients of the second microbatch are added to those of the first at once.
     """
     params, inputs, targets = problem()
     row, weight, given = B * D * BYTES, D * D * BYTES, {"params": D * D * BYTES, "batch": M * B * D * BYTES}
