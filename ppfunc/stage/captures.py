@@ -282,9 +282,15 @@ class Watch:
         self.first: State | None = None
 
     def _look(self) -> State:
+        tries = 100
         while True:
-            names = len(self._names)
-            now = State(self._roots, self._names, self._left_out)
+            names, tries = len(self._names), tries - 1
+            try:
+                now = State(self._roots, self._names, self._left_out)
+            except (LookupError, RuntimeError):  # another thread changes what is looked at
+                if tries:
+                    continue
+                raise
             if names == len(self._names):  # no code was found that names more
                 return now
 

@@ -33,8 +33,8 @@ def while_posting(rank, size, build, overlapped, armed):
     schedule, posting = getattr(pp, build)(2, 4), armed[2]
 
     def stage(params, x):
-        if armed.get(rank):
-            armed.pop(rank)
+        if armed[rank].is_set():
+            armed[rank].clear()
             assert posting.wait(10)
             raise KeyError("told to fail")
         return dense(params, x)
@@ -51,11 +51,11 @@ def while_posting(rank, size, build, overlapped, armed):
         for _ in range(3):
             posting.clear()
             dist.barrier()
-            armed[rank] = True
+            armed[rank].set()
             with pytest.raises(pp.PipelineError, match="rank 0 failed at .*told to fail"):
                 step(own, inputs, targets)
             dist.barrier()
-            armed.pop(rank, None)
+            armed[rank].clear()
             results += [step(own, inputs, targets) for _ in range(2)]
             total = torch.ones(1, device="cuda")
             dist.all_reduce(total)
@@ -69,7 +69,8 @@ def holding_up(name, at, armed):
 
     def call(self, *arguments):
         before = real(self, *arguments) if at == "after" else None
-        if names.device().index == 1 and armed.pop(1, None):
+        if names.device().index == 1 and armed[1].is_set():
+            armed[1].clear()
             armed[2].set()
             end = time.monotonic() + _PATIENCE
             while not self._ending and time.monotonic() < end:
@@ -95,7 +96,7 @@ def test_steps_are_right_after_one_that_fails_while_another_rank_posts(ranks, na
     schedule = getattr(pp, build)(2, 4)
     params, *given = problem(schedule)
     loss, grads = pp.value_and_grad([dense] * len(params), squared, schedule)(params, *given)
-    armed = {2: threading.Event()}
+    armed = {n: threading.Event() for n in range(3)}  # no step is traced anew for an event
     with holding_up(name, at, armed):
         told = ranks(while_posting, build, overlapped, armed)
     for results, sums in told:
@@ -111,7 +112,11 @@ class Fuses:
     """Let ranks act at a number of what they do: give operations to NCCL, wait for them, compute."""
 
     def __init__(self):
-        self.left = {}
+        self.of_thread = threading.local()  # no step is traced anew for it
+
+    @property
+    def left(self):
+        return vars(self.of_thread)
 
     def light(self, rank, number, act):
         self.left[rank] = [number, act]
