@@ -143,10 +143,15 @@ class _Observe(TorchDispatchMode):
 def without_onednn() -> Iterator[None]:
     """Trace recurrent layers as plain operators.
 
-    Inductor does not know how much those of oneDNN keep for their backward.
+    Inductor does not know how much those of oneDNN keep for their backward. The context manager of torch sets
+    TF32 beside it, and so warns where torch was built without it; torch's tests forbid to set its attribute.
     """
-    with torch.backends.mkldnn.flags(enabled=False):
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
         yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def compiled(
