@@ -135,6 +135,9 @@ KERNEL_SWITCHES = (
     torch._C._get_mkldnn_enabled,
 )
 
+# Whether operators may call oneDNN, and a way to change it that warns of nothing.
+onednn_enabled, switch_onednn = torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled
+
 # Fail where a tensor is zero, on a device when it is reached.
 assert_async = torch._assert_async
 

@@ -20,7 +20,9 @@ from ..._torch import (
     below_autograd,
     binding,
     inductor,
+    onednn_enabled,
     schema,
+    switch_onednn,
     vector_options,
 )
 from .cut import Block
@@ -146,12 +148,12 @@ def without_onednn() -> Iterator[None]:
     Inductor does not know how much those of oneDNN keep for their backward. The context manager of torch sets
     TF32 beside it, and so warns where torch was built without it; torch's tests forbid to set its attribute.
     """
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
+    before = onednn_enabled()
+    switch_onednn(False)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(before)
+        switch_onednn(before)
 
 
 def compiled(
