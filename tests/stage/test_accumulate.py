@@ -76,7 +76,7 @@ def test_the_gradients_are_those_of_the_program_each_given_once(case, together):
         if (changed := function.accumulating) is None:
             continue  # few gradients, or those of operators that run before
         given = Given()
-        made = changed(*arguments, (given, 5))
+        made = changed(*arguments, (given, 5, None))
         for one, other in zip(made or (), others or (), strict=True):
             assert one is other is None or torch.equal(one, other)
         assert given.gradients.keys() == {n for n, g in enumerate(wanted) if g is not None}
@@ -111,7 +111,7 @@ def test_gradients_are_freed_as_soon_as_they_are_added_up(size, together):
         assert live.most >= LAYERS * SIZE
         del kept
         with Live() as live:
-            program.accumulating(*((rest,) if apart else (residuals, (x,))), (Dropped(), 0))
+            program.accumulating(*((rest,) if apart else (residuals, (x,))), (Dropped(), 0, None))
         assert SIZE <= live.most <= SIZE + few
 
 
@@ -129,7 +129,7 @@ def test_gradients_wait_for_each_other_where_that_needs_no_more_memory(rows, tog
             if flat.backward.accumulating is None:
                 flat.backward.function(slots.pop(), gy)
             else:
-                flat.backward.accumulating.function(slots.pop(), gy, (Dropped(), 0))
+                flat.backward.accumulating.function(slots.pop(), gy, (Dropped(), 0, None))
         counts.append(len(flat.backward.additions))
         most.append(live.most)
     assert most[0] == most[1]
@@ -144,7 +144,7 @@ def test_the_function_itself_frees_residuals_after_their_last_use(together):
     flat = graph(chain, (params, x)).flat
     leaves, each = tuple(tree_leaves(params)), x.nbytes
     changed = flat.backward.accumulating
-    slots, given = [], (Dropped(), 0)
+    slots, given = [], (Dropped(), 0, None)
     for run, kept, returned in (
         (lambda: flat.backward(slots.pop(), (torch.ones_like(x),)), LAYERS, True),
         (lambda: flat.backward.function(slots.pop(), (torch.ones_like(x),)), 0, True),
@@ -189,7 +189,7 @@ def test_a_deep_stage(together):
     params, x = (torch.ones(2), torch.ones(2)), torch.ones(2)
     flat = graph(deep, (params, x)).flat
     given = Given()
-    flat.backward.accumulating(flat.forward(params, (x,), ())[1], (x,), (given, 0))
+    flat.backward.accumulating(flat.forward(params, (x,), ())[1], (x,), (given, 0, None))
     assert given.gradients[0][0].tolist() == [1500.0] * 2
 
 

@@ -102,7 +102,7 @@ def test_residuals_are_freed_after_their_last_use(in_cpp):
         assert type(add).__name__ == "builtin_function_or_method"
         waiting = {0: residuals}
         del residuals
-        add(waiting.pop(0), (torch.ones(2, 64),), (Watching(), 0))
+        add(waiting.pop(0), (torch.ones(2, 64),), (Watching(), 0, None))
     assert seen[0].count(True) < len(refs) or len(refs) == 0
     assert not any(alive() for alive in refs)
 
@@ -160,11 +160,31 @@ def test_gradients_are_added_up_while_a_program_runs(in_cpp, monkeypatch):
     leaves = tuple(t for pair in params for t in pair)
     _, residuals = program.forward(leaves, (x,), ())
     given, gy = Given(), (torch.ones(2, 64),)
-    gx = program.backward.accumulating(residuals, gy, (given, 3))
+    gx = program.backward.accumulating(residuals, gy, (given, 3, None))
     gparams, want = program.backward.function(residuals, gy)
     assert torch.equal(gx[0], want[0]) and len(given.parts) > 2
     assert sorted(given.gradients) == list(range(len(gparams)))
     assert all(torch.equal(g, gparams[n]) and m == 3 for n, (g, m) in given.gradients.items())
+
+
+@torch.no_grad()
+def test_gradients_are_added_in_place_without_python(in_cpp, monkeypatch):
+    """To the sums that are given; those of a part with a leaf that has none go by `add`."""
+    monkeypatch.setattr(lifetimes, "_TOGETHER", 1)
+    params, x = chained()
+    program = graph(chain, (params, x)).flat
+    leaves, gy = tuple(t for pair in params for t in pair), (torch.ones(2, 64),)
+    _, residuals = program.forward(leaves, (x,), ())
+    gparams, _ = program.backward.function(residuals, gy)
+    for missing in ((), (1,), range(len(gparams))):
+        given = Given()
+        totals = [None if n in missing else torch.full_like(g, 0.5) for n, g in enumerate(gparams)]
+        program.backward.accumulating.fastest()(residuals, gy, (given, 3, tuple(totals)))
+        by_add = {n for part in given.parts for n in part}
+        assert {*missing} <= by_add and (missing or not by_add)
+        for n, g in enumerate(gparams):
+            got = given.gradients[n][0] if n in by_add else totals[n]
+            assert torch.equal(got, g if n in by_add else g + 0.5)
 
 
 @torch.no_grad()

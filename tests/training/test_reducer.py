@@ -105,7 +105,7 @@ def test_a_backward_holds_few_gradients_beside_the_buckets(monkeypatch):
     for microbatch in range(3):
         residuals = flat.forward(params, (x,), ())[1]
         with Live() as live:
-            flat.backward.accumulating(residuals, (x,), (reducer, microbatch))
+            flat.backward.accumulating(residuals, (x,), (reducer, microbatch, None))
         assert params[0].nbytes <= live.most < 2 * params[0].nbytes
 
 

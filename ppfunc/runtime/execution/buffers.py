@@ -72,6 +72,13 @@ class Gradients(Protocol):
             fresh: whether nothing else lies in the memory of the gradients, which then may be written.
         """
 
+    def totals(self) -> tuple[torch.Tensor | None, ...] | None:
+        """Return the sums that a program may write instead of calling ``add``, by number of the leaf.
+
+        Returns:
+            None for a leaf whose gradients go by ``add``; None alone where those of all leaves do.
+        """
+
     def put_back(self, gradients: Leaves) -> None:
         """Replace what ``take`` gave by sums over all places of the parameters, one gradient per leaf."""
 

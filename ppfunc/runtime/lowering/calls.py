@@ -141,7 +141,9 @@ def backward(low: LoweredStage, program: FlatProgram, key: Key, whole: bool) -> 
     if add is not None:
         return lambda buffers: pass_on(
             buffers,
-            add()(buffers.residuals.pop(key), cotangents(buffers), (buffers.gradients[stage], microbatch)),
+            add()(
+                buffers.residuals.pop(key), cotangents(buffers), _into(buffers.gradients[stage], microbatch)
+            ),
         )
     run, _, put = backward_call(low, program, key, whole)
     function = fastest(run)
@@ -209,7 +211,7 @@ def weight(program: FlatProgram, key: Key) -> Call:
     run, (stage, microbatch) = program.backward_weight, key
     add = _accumulating(run)
     if add is not None:
-        return lambda buffers: add()(buffers.residuals.pop(key), (buffers.gradients[stage], microbatch))
+        return lambda buffers: add()(buffers.residuals.pop(key), _into(buffers.gradients[stage], microbatch))
     function, known = fastest(run), _gradients_of(run)
     return lambda buffers: _add(
         buffers.gradients[stage], function()(buffers.residuals.pop(key)), microbatch, *known
@@ -220,6 +222,10 @@ def _accumulating(program: Callable[..., Any]) -> Callable[[], Callable[..., Any
     """Return the program that adds gradients up as it makes them; None where it makes all at once, or few."""
     accumulate = getattr(program, "accumulating", None)
     return None if accumulate is None else fastest(accumulate)
+
+
+def _into(sums: Gradients, microbatch: int) -> tuple[object, ...]:
+    return sums, microbatch, sums.totals()
 
 
 def fastest(program: Any) -> Callable[[], Callable[..., Any]]:
@@ -266,15 +272,29 @@ class Sum:
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
         self._parts: dict[Numbers, _Part] = {}
+        self._totals: tuple[torch.Tensor | None, ...] | None = None
+
+    def totals(self) -> tuple[torch.Tensor | None, ...] | None:
+        if self._totals is None and self._parts:
+            own = {
+                n: t
+                for numbers, part in self._parts.items()
+                for n, t in zip(numbers, part.total, strict=True)
+                if part.is_own
+            }
+            self._totals = tuple(map(own.get, range(max(own, default=-1) + 1)))
+        return self._totals
 
     def add(self, gradients: Leaves, numbers: Numbers, microbatch: int, fresh: bool = False) -> None:
         part = self._parts.get(numbers)
+        if part is not None and not numbers:
+            return
+        if part is not None and part.is_own and not transforming():
+            add_into_each(part.total, gradients)
+            return
+        self._totals = None
         if part is None:
             self._add_other(gradients, numbers, microbatch, fresh)
-        elif not numbers:
-            pass
-        elif part.is_own and not transforming():
-            add_into_each(part.total, gradients)
         else:  # leaf by leaf: each sum frees the gradient that it replaces, and vmap takes it
             total = list(part.total)
             self._parts[numbers] = _Part(total, part.is_own or not transforming())
@@ -309,7 +329,7 @@ class Sum:
         return replace(leaf, dtype=dtype)
 
     def take(self, like: Leaves, owned: Owner) -> Leaves:
-        parts, self._parts = self._parts, {}
+        parts, self._parts, self._totals = self._parts, {}, None
         whole = parts.get(range(len(like)))
         if whole is not None and whole.is_own:
             return tuple(whole.total)

@@ -82,6 +82,8 @@ class Reducer:
             )
         )
         self._dims, self._sizes, self._fixed = dims, sizes, frozenset(fixed)
+        added = (dim is None and n not in fixed for n, dim in enumerate(dims))  # as they come
+        self._whole = tuple(v if whole else None for v, whole in zip(self._views, added, strict=True))
         # The leaves of which the buckets hold gradients of this step, as they came together.
         self._begun = set[Numbers]()
         self._sums: Leaves = ()
@@ -122,6 +124,9 @@ class Reducer:
         ]
         (add_into_each if begun else copy_into_each)(into, shaped)
         self._begun.add(numbers)
+
+    def totals(self) -> tuple[torch.Tensor | None, ...] | None:
+        return None if self._waits is not None or self._missing else self._whole
 
     def put_back(self, gradients: Leaves) -> None:
         """Replace the sums that ``take`` gave by those over all places of the leaves.

@@ -318,10 +318,11 @@ def _accumulating(recipe: Recipe, groups: Sequence[Addition]) -> Recipe | None:
 
         def backward_accumulating(residuals, gy, into):
             gparams, gx = backward(residuals, gy)
-            sums, microbatch = into
+            sums, microbatch, totals = into
             sums.add(gparams, numbers, microbatch, fresh)
             return gx
 
+    In C++ they are added to ``totals`` instead, where that holds tensors: without Python between operators.
     The gradients are added in parts, each as soon as it is complete, and freed then.
 
     Returns:
@@ -332,7 +333,7 @@ def _accumulating(recipe: Recipe, groups: Sequence[Addition]) -> Recipe | None:
     graph = Graph()
     block = recipe.block.copied(graph)
     gradients, *rest = block.results
-    into = sums, microbatch = graph.placeholder("sums"), graph.placeholder("microbatch")
+    into = sums, microbatch, _ = [graph.placeholder(name) for name in ("sums", "microbatch", "totals")]
     added: dict[int, list[Node]] = {}
     for after, numbers, fresh in groups:
         ready = tuple(gradients[n] for n in numbers)
@@ -342,6 +343,6 @@ def _accumulating(recipe: Recipe, groups: Sequence[Addition]) -> Recipe | None:
     body = [*added.get(0, ())]
     for count, node in enumerate(calls_of(block), 1):
         body += [node, *(n for n in node.users if is_element(n)), *added.get(count, ())]
-    changed = Block((*block.arguments, into), tuple(body), tuple(rest))
+    changed = Block((*block.arguments, tuple(into)), tuple(body), tuple(rest))
     title = f"{recipe.title}_accumulating"
     return recipe._replace(block=changed, names=(*recipe.names, "into"), title=title)

@@ -11,6 +11,7 @@
 #include <torch/extension.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_foreach_add.h>
 #include <atomic>
 #include <chrono>
 #include <set>
@@ -81,14 +82,14 @@ struct Views {
 };
 
 struct Call {
-  std::optional<c10::OperatorHandle> op;  // none: `sums.add(gradients, ...)` of Python
+  std::optional<c10::OperatorHandle> op;  // none: `sums.add(gradients, ...)` of Python, or sums in place
   bool foreign = false;      // whether its kernels may be Python's, which may differentiate
   std::unique_ptr<Views> views;
   std::vector<Operand> operands;
   std::vector<int> results;  // slots, one for each
   bool one_list = false;     // whether the results come as one list of tensors
   std::vector<int> dead;     // slots that nothing uses afterwards, unless an operand takes them along
-  std::vector<int> gradients;
+  std::vector<int> gradients, numbers;  // of the leaves
   py::tuple more;            // further arguments of `add`
 };
 
@@ -140,6 +141,7 @@ Call read_call(const py::tuple& text) {
   if (name.is_none()) {
     call.gradients = operands[0].cast<std::vector<int>>();
     call.more = operands[1].cast<py::tuple>();
+    call.numbers = call.more[0].cast<std::vector<int>>();
     return call;
   }
   auto [op, overload] = name.cast<std::pair<std::string, std::string>>();
@@ -274,11 +276,36 @@ py::tuple wrapped(const std::vector<int>& numbers, const Slots& slots) {
   return tensors;
 }
 
+// Read the sums that may be written, by number of the leaf; none where Python adds.
+std::vector<at::Tensor> read_totals(PyObject* into) {
+  auto totals = py::handle(into).cast<py::tuple>()[2].cast<py::object>();
+  std::vector<at::Tensor> tensors;
+  if (!totals.is_none())
+    for (auto each : totals.cast<py::tuple>())
+      tensors.push_back(each.is_none() ? at::Tensor() : THPVariable_Unpack(each.ptr()));
+  return tensors;
+}
+
+bool add_in_place(const Call& call, Slots& slots, const std::vector<at::Tensor>& totals) {
+  std::vector<at::Tensor> into, gradients;
+  for (size_t n = 0; n < call.numbers.size(); n++) {
+    auto number = static_cast<size_t>(call.numbers[n]);
+    if (number >= totals.size() || !totals[number].defined()) return false;
+    into.push_back(totals[number]);
+    gradients.push_back(slots[call.gradients[n]].toTensor());
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  at::_foreach_add_(into, gradients);
+  for (int slot : call.dead) slots[slot] = IValue();
+  return true;
+}
+
 void add_up(const Call& call, Slots& slots, PyObject* into) {
   py::gil_scoped_acquire gil;
   auto gradients = wrapped(call.gradients, slots);
   for (int slot : call.dead) slots[slot] = IValue();
-  auto [sums, microbatch] = py::handle(into).cast<std::pair<py::object, py::object>>();
+  auto given = py::handle(into).cast<py::tuple>();
+  py::object sums = given[0], microbatch = given[1];
   py::object add = sums.attr("add");
   PyObject* arguments[] = {gradients.release().ptr(), call.more[0].ptr(), microbatch.ptr(), call.more[1].ptr()};
   PyObject* done = PyObject_Vectorcall(add.ptr(), arguments, 4, nullptr);
@@ -288,6 +315,7 @@ void add_up(const Call& call, Slots& slots, PyObject* into) {
 }
 
 void run_all(const Program& program, Slots& slots, PyObject* into, size_t& at) {
+  auto totals = into == nullptr ? std::vector<at::Tensor>() : read_totals(into);
   py::gil_scoped_release no_gil;
   c10::impl::ExcludeDispatchKeyGuard casts(c10::autocast_dispatch_keyset);  // they are operators of the table
   torch::jit::Stack stack;
@@ -295,7 +323,7 @@ void run_all(const Program& program, Slots& slots, PyObject* into, size_t& at) {
   for (at = 0; at < program.calls.size(); at++) {
     const auto& call = program.calls[at];
     if (call.op) run(call, slots, stack);
-    else add_up(call, slots, into);
+    else if (!add_in_place(call, slots, totals)) add_up(call, slots, into);
     if (auto now = std::chrono::steady_clock::now(); now - looked > PATIENCE) {
       looked = now;
       py::gil_scoped_acquire gil;
