@@ -29,6 +29,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from statistics import median
 
@@ -87,7 +88,7 @@ def rounds(folder: Path, rank: int, state: dict[str, torch.Tensor], repeats: int
     return {name: times[1:] for name, times in found.items()}
 
 
-savings: list[pp.checkpoint.Saving] = []
+savings: list[Future[Path]] = []
 RATIOS = {
     "save": ("save", "plain save"),
     "flushed": ("save", "flushed save"),

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import tracemalloc
 import warnings
 
 import pytest
@@ -23,10 +22,9 @@ from torch import Tensor
 
 import ppfunc as pp
 from ppfunc.stage.tree import tree_leaves, tree_map
-from ppfunc.training.checkpoint import manifest, tensor_file, threads
-from ppfunc.training.checkpoint.folders import clean, verify
-from ppfunc.training.checkpoint.manifest import Box, require_tiled
+from ppfunc.training.checkpoint import saving, storage
 from ppfunc.training.checkpoint.naming import named_leaves
+from ppfunc.training.checkpoint.storage import Box, require_tiled, verify
 
 
 def tree(seed: int = 0) -> dict:
@@ -115,7 +113,7 @@ def test_what_is_saved_comes_back(tmp_path):
     assert torch.equal(load_file(path / "00001-of-00001.safetensors")["w"], saved["w"])
 
 
-@pytest.mark.parametrize("dtype", tensor_file.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", storage.DTYPES.values(), ids=str)
 def test_every_dtype(tmp_path, dtype):
     saved = {
         "a": torch.randint(2 if dtype is torch.bool else 256, (24,), dtype=torch.uint8).view(dtype),
@@ -202,7 +200,7 @@ def test_mistakes_are_named(tmp_path):
         (
             {"step": 1, "a": one.to(torch.complex128)},
             TypeError,
-            "'a' has the dtype torch.complex128, expected one of bool",
+            "'a' has the dtype torch.complex128, expected one of torch.bool",
         ),
     ]:
         with pytest.raises(error, match=match):
@@ -373,12 +371,12 @@ DAMAGE = {
     "cut": (lambda p: os.truncate(p / FILE, 100), f"'step-2/{FILE}' has 100 bytes, expected"),
     "longer": (lambda p: os.truncate(p / FILE, 9999), f"'step-2/{FILE}' has 9999 bytes"),
     "flipped": (lambda p: flip(p / FILE, -1), f"tensor '.*' in 'step-2/{FILE}' has other bytes"),
-    "flipped header": (lambda p: flip(p / FILE, 20), f"'step-2/{FILE}'"),
-    "flipped length": (lambda p: flip(p / FILE, 5), f"'step-2/{FILE}' claims a header of"),
+    "flipped header": (lambda p: flip(p / FILE, 20), f"the header in 'step-2/{FILE}' has other bytes"),
+    "flipped length": (lambda p: flip(p / FILE, 5), f"the header in 'step-2/{FILE}' has other bytes"),
     "flipped manifest": (lambda p: flip(p / "manifest.json", 50), "'step-2/manifest.json'"),
     "mixed": (
         lambda p: shutil.copy(p.parent / "step-1" / FILE, p / FILE),
-        f"step-2/{FILE}.* damaged, or of another checkpoint",
+        f"in 'step-2/{FILE}' has other bytes",
     ),
     "another's manifest": (
         lambda p: shutil.copy(p.parent / "step-1" / "manifest.json", p),
@@ -445,10 +443,9 @@ def test_any_bit_that_flips_is_refused(runs):
     assert equal(pp.checkpoint.load(runs, like=zeros(tree())), tree(2))
 
 
-def test_damage_in_any_chunk_of_a_tensor_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_file, "_CHUNK", 16)
-    monkeypatch.setattr(tensor_file, "_PIECE", 8)
-    saved = {"w": torch.arange(1.0, 10.0)}  # chunks of 16, 16 and 4 bytes
+def test_damage_in_any_piece_of_a_tensor_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "_PIECE", 16)
+    saved = {"w": torch.arange(1.0, 10.0)}  # pieces of 16, 16 and 4 bytes
     path = pp.checkpoint.save(tmp_path, saved, step=2) / FILE
     assert equal(pp.checkpoint.load(tmp_path, like=zeros(saved)), saved)
     good = path.read_bytes()
@@ -573,11 +570,6 @@ def test_before_the_first_checkpoint_there_is_none(tmp_path):
         pp.checkpoint.load(tmp_path, like={})
 
 
-def written(folder, content) -> None:
-    """A manifest that its writer has signed, whatever it says."""
-    (folder / "manifest.json").write_bytes(manifest.signed(content))
-
-
 def content_of(folder) -> dict:
     return json.loads((folder / "manifest.json").read_text())["content"]
 
@@ -591,105 +583,68 @@ def path_of(*keys):
     return change
 
 
-PART = ("tensors", "w", "parts", 0)
+PART = ("tensors", "w", 2, 0)  # box, file, offset, size, digest
 
 
 @pytest.mark.parametrize(
     ("where", "value", "match"),
     [
-        (path_of(*PART, "file"), "../secret.safetensors", "'../secret.safetensors', no file of the folder"),
-        (path_of(*PART, "file"), "00009-of-00009.safetensors", "no file of the folder"),
+        (path_of(*PART, 1), "../secret.safetensors", "'../secret.safetensors' is outside of the folder"),
+        (path_of(*PART, 1), "00009-of-00009.safetensors", "cannot be read: No such file"),
+        (path_of(*PART, 0), [[1, 0], [5, 3]], "hold each element once"),
+        (path_of(*PART, 0), [[-1, 0], [5, 3]], "hold each element once"),
+        (path_of(*PART, 0), [[0], [15]], "hold each element once"),
         (
-            path_of("files"),
-            {"../x\n": {"size": 1, "header_sha256": "0" * 64}},
-            r"the file '../x\\n' is outside of the folder",
+            path_of(*PART, 0),
+            [[0, 0], [4, 3]],
+            "has the parts .4, 3. at .0, 0., expected parts that",
         ),
-        (path_of(*PART, "offset"), [1, 0], "which leaves it"),
-        (path_of(*PART, "offset"), [-1, 0], "which leaves it"),
-        (path_of(*PART, "offset"), [0], "is damaged or foreign"),
-        (path_of(*PART, "shape"), [4, 3], "has parts for 12 of 15 elements"),
-        (path_of(*PART, "shape"), [2**62, 2**62], "which leaves it"),
-        (path_of("tensors", "w", "parts"), [], "has parts for 0 of 15 elements"),
-        (path_of("tensors", "w", "dtype"), "os.system", "is damaged or foreign"),
-        (path_of("tensors", "w", "shape"), [True, 3], "which leaves it"),
-        (path_of(*PART, "digest"), None, "tensor 'w' in .* has other bytes"),
-        (path_of("files", FILE, "header_sha256"), None, "has another header than the one that was written"),
-        (path_of(*PART, "digest"), "0" * 64, "tensor 'w' in .* has other bytes"),
-        (path_of("version"), 1, "got the format 'ppfunc checkpoint', version '1'"),
+        (path_of(*PART, 0), [[0, 0], [2**62, 2**62]], "hold each element once"),
+        (path_of("tensors", "w", 2), [], "has the parts none, expected parts that hold each element once"),
+        (path_of("tensors", "w", 0), "os.system", "is damaged or foreign"),
+        (path_of(*PART, 4), None, "tensor 'w' in .* has other bytes"),
+        (path_of(*PART, 4), "0" * 64, "tensor 'w' in .* has other bytes"),
+        (path_of("headers", 0, 4), "0" * 64, "the header in .* has other bytes"),
+        (path_of("format"), "ppfunc checkpoint, version 1", "got the format 'ppfunc checkpoint, version 1'"),
         (path_of("step"), 10**30, "holds the checkpoint of step 10"),
-        (path_of("values"), {"rest.1.0": {"pickle": "x"}}, "damaged or foreign"),
-        (path_of("files", FILE, "size"), -1, "bytes, expected -1"),
         (path_of("tensors"), [], "damaged or foreign"),
+        (path_of("more"), 3, "damaged or foreign"),
     ],
 )
-def test_a_hostile_manifest_is_refused(runs, where, value, match):
+def test_a_manifest_that_tells_something_else_is_refused(runs, where, value, match):
     content = content_of(runs / "step-2")
     where(content, value)
-    written(runs / "step-2", content)
+    (runs / "step-2" / "manifest.json").write_bytes(storage.signed(content))  # whatever it says
     refused(runs / "step-2", match)
-
-
-@pytest.mark.parametrize("number", ["0x1p999999", "1" * 400 + "p9999", "x", 3, None, ["0x1p0"]])
-def test_a_malformed_number_refuses_its_checkpoint_alone(runs, number):
-    """An OverflowError came out of load, latest and save: the good checkpoint beside it was out of reach."""
-    content = content_of(runs / "step-2")
-    content["values"]["rest.1.1"] = {"float": number}
-    written(runs / "step-2", content)
-    refused(runs / "step-2", "'step-2/manifest.json' is damaged or foreign")
-    for find in (pp.checkpoint.latest, lambda folder: pp.checkpoint.load(folder, like=zeros(tree()))):
-        with pytest.warns(UserWarning, match="step-1 is the latest good .*'step-2/manifest.json' is damaged"):
-            find(runs)
-    pp.checkpoint.save(runs, tree(3), step=2)
-    assert equal(pp.checkpoint.load(runs, like=zeros(tree())), tree(3))
-
-
-def test_hostile_json_takes_no_memory():
-    """10 MB of ``[],[],...`` took 244 MB."""
-    text = b'{"a":[' + b"[]," * 3_000_000 + b"0]}"
-    tracemalloc.start()
-    try:
-        with pytest.raises(
-            pp.checkpoint.CheckpointError, match="no JSON that can be read: 'it has .* whose values may take"
-        ):
-            tensor_file.read_json(text, "x")
-        assert tracemalloc.get_traced_memory()[1] < 2**20
-    finally:
-        tracemalloc.stop()
-    # an honest header passes, with short names and many tensors
-    many = {f"x{n}": entry(4 * n, 4 * n + 4, []) for n in range(1000)}
-    assert len(tensor_file.read_json(json.dumps(many, separators=(",", ":")).encode(), "x")) == 1000
 
 
 def test_parts_that_overlap_or_come_twice_are_refused(runs):
     content = content_of(runs / "step-2")
-    parts = content["tensors"]["w"]["parts"]
-    parts.append(dict(parts[0]))
-    written(runs / "step-2", content)
-    refused(runs / "step-2", r"has the parts \[0:5, 0:3\] and \[0:5, 0:3\], which overlap")
+    parts = content["tensors"]["w"][2]
+    parts.append(list(parts[0]))
+    (runs / "step-2" / "manifest.json").write_bytes(storage.signed(content))
+    refused(runs / "step-2", r"has the parts \[5, 3\] at \[0, 0\], \[5, 3\] at \[0, 0\], expected parts")
 
 
 @pytest.mark.parametrize(
-    ("text", "match"),
+    "text",
     [
-        (b"[" * 100_000, "no JSON that can be read"),
-        (b'{"a":' * 100_000, "no JSON that can be read"),
-        (b"[]", "no dictionary"),
-        (b"[" + b"[]," * 10**6 + b"0]", "no JSON that can be read: 'it has .* whose values may take"),
-        (b'{"content": {}, "content": {}}', "damaged or foreign: its digest is another"),
-        (b'{"content": NaN}', "damaged or foreign: its digest is another"),
-        (b'{"content": ' + b"9" * 10_000 + b"}", "no JSON that can be read"),
-        (b"\xff", "no JSON that can be read"),
-        (b"{}", "damaged or foreign"),
+        b"",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"[]",
+        b'{"content": {}, "content": {}}',
+        b'{"content": NaN}',
+        b'{"content": ' + b"9" * 10_000 + b"}",
+        b"\xff",
+        b"{}",
     ],
 )
-def test_manifests_that_are_none(runs, text, match):
+def test_manifests_that_are_none(runs, text):
     (runs / "step-2" / "manifest.json").write_bytes(text)
-    refused(runs / "step-2", match)
-
-
-def test_a_large_manifest_is_not_read(runs):
-    os.truncate(runs / "step-2" / "manifest.json", 2**40)
-    refused(runs / "step-2", "bytes, expected at most")
+    refused(runs / "step-2", "'step-2/manifest.json' is damaged or foreign")
+    with pytest.warns(UserWarning, match="step-1 is the latest good .*'step-2/manifest.json' is damaged"):
+        assert equal(pp.checkpoint.load(runs, like=zeros(tree())), tree(1))
 
 
 def header(entries, data=b"", length=None) -> bytes:
@@ -706,37 +661,27 @@ def entry(begin, end, shape=None, dtype="F32"):
 
 
 @pytest.mark.parametrize(
-    ("data", "match"),
+    "data",
     [
-        (b"", "is cut"),
-        (header({}, length=2**63), "claims a header of"),
-        (header({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "tensor 'b' begins at byte"),
-        (header({"a": entry(0, 8), "b": entry(12, 16)}, bytes(16)), "tensor 'b' begins at byte"),
-        (
-            header(
-                b'{"a":'
-                + json.dumps(entry(0, 4)).encode()
-                + b',"a":'
-                + json.dumps(entry(4, 8)).encode()
-                + b"}",
-                bytes(8),
-            ),
-            "tensor 'a' begins at byte",
-        ),
-        (header({"a": entry(0, 8)}, bytes(4)), "it is cut, or something was added"),
-        (header({"a": entry(0, 4)}, bytes(8)), "it is cut, or something was added"),
-        (header({"a": entry(0, 4, [2])}, bytes(4)), r"tensor 'a' has the shape '\[2\]' at the bytes"),
-        (header({"a": entry(0, 4, [-1])}, bytes(4)), "has the shape"),
-        (header({"a": entry(0, 4, [2**62, 2**62, 0])}, bytes(4)), "has the shape"),
-        (header({"a": entry(0, 4, [1], "pickle")}, bytes(4)), "has the entry"),
-        (header({"a": entry(0, 4, [1], ["F32"])}, bytes(4)), "has the entry"),
-        (header({"a\x1b[2J": 3}), r"tensor 'a\\x1b\[2J' has the entry"),
-        (header(b"[" * 50_000), "no JSON that can be read"),
+        b"",
+        header({}, length=2**63),
+        header({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)),
+        header({"a": entry(0, 8), "b": entry(12, 16)}, bytes(16)),
+        header({"a": entry(0, 8)}, bytes(4)),
+        header({"a": entry(0, 4)}, bytes(8)),
+        header({"a": entry(0, 4, [2])}, bytes(4)),
+        header({"a": entry(0, 4, [-1])}, bytes(4)),
+        header({"a": entry(0, 4, [2**62, 2**62, 0])}, bytes(4)),
+        header({"a": entry(0, 4, [1], "pickle")}, bytes(4)),
+        header({"a": entry(0, 4, [1], ["F32"])}, bytes(4)),
+        header({"a": entry(0, 1, [1], "F8_E8M0")}, bytes(1)),
+        header({"a\x1b[2J": 3}),
+        header(b"[" * 50_000),
     ],
 )
-def test_hostile_headers_are_refused(tmp_path, data, match):
+def test_hostile_headers_are_refused(tmp_path, data):
     (tmp_path / "model.safetensors").write_bytes(data)
-    with pytest.raises(pp.checkpoint.CheckpointError, match=match):
+    with pytest.raises(pp.checkpoint.CheckpointError, match="model.safetensors' is no safetensors file that"):
         pp.checkpoint.load(tmp_path, like={"a": torch.zeros(1)})
 
 
@@ -769,7 +714,7 @@ def test_damaged_checkpoints_do_not_count(tmp_path):
 def test_the_one_just_written_stays(tmp_path):
     for step in range(3):
         pp.checkpoint.save(tmp_path, tree(step), step=step)
-    clean(tmp_path / "step-0", 1)
+    saving.clean(tmp_path / "step-0", 1)
     assert names_in(tmp_path) == ["step-0", "step-2"]
 
 
@@ -818,7 +763,7 @@ def test_what_changes_after_an_asynchronous_save_is_not_saved(tmp_path):
     for leaf in tree_leaves(state):
         if isinstance(leaf, Tensor):
             leaf.zero_()
-    assert saving.result() == tmp_path / "step-1" and saving.done() and "done" in repr(saving)
+    assert saving.result() == tmp_path / "step-1" and saving.done()
     assert equal(pp.checkpoint.load(tmp_path, like=zeros(state)), before)
 
 
@@ -835,8 +780,9 @@ def test_one_asynchronous_save_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", slow)
     first = pp.checkpoint.save_async(tmp_path, tree(1), step=1)
     assert begun.wait(20) and not first.done() and pp.checkpoint.latest(tmp_path) == tmp_path / "step-0"
-    with pytest.raises(TimeoutError, match="has not ended within 0.01 s"):
+    with pytest.raises(TimeoutError):
         first.result(0.01)
+    assert not first.cancel()
     second = threading.Thread(target=pp.checkpoint.save, args=(tmp_path, tree(2)), kwargs={"step": 2})
     second.start()
     second.join(0.2)
@@ -870,8 +816,8 @@ def struck():
 
 def test_a_wait_for_a_save_that_is_interrupted_does_not_end_it(tmp_path, monkeypatch, struck):
     """The next one writes over the copies of the last one, when that has ended."""
-    go, write = threading.Event(), tensor_file.write_at
-    monkeypatch.setattr(tensor_file, "write_at", lambda *args: (go.wait(20), write(*args)))
+    go, write = threading.Event(), storage.write_at
+    monkeypatch.setattr(storage, "write_at", lambda *args: (go.wait(20), write(*args))[1])
     pp.checkpoint.save_async(tmp_path, tree(1), step=1)
     struck(0.1)
     with pytest.raises(KeyboardInterrupt):
@@ -886,41 +832,27 @@ def test_a_wait_for_a_save_that_is_interrupted_does_not_end_it(tmp_path, monkeyp
     assert equal(pp.checkpoint.load(tmp_path / "step-3", like=zeros(tree())), tree(3))
 
 
-def test_a_second_interrupt_waits_until_no_thread_uses_a_file(monkeypatch, struck):
-    """Its descriptor may be that of another file next."""
-    both, ended = threading.Barrier(2), []
-    monkeypatch.setattr(threads, "helpers_left", threading.Semaphore(1))
+def test_an_interrupt_stops_all_threads(monkeypatch, struck):
+    """A thread ends the task that it is at: no other begins."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    begun = threading.Barrier(2)
+    done = []
 
     def work(task):
-        both.wait(20)
-        if threading.current_thread() is not threading.main_thread():
-            struck(0.1, 0.2)
-            time.sleep(0.5)
-            ended.append(task)
-            return
-        time.sleep(20)
+        if task < 2:
+            begun.wait(20)
+        if threading.current_thread() is threading.main_thread():
+            struck(0.1)
+            time.sleep(20)
+        time.sleep(0.5)
+        done.append(task)
 
     with pytest.raises(KeyboardInterrupt):
-        threads.in_threads(work, [1, 2])
-    assert len(ended) == 1
+        storage.in_threads(work, range(100))
+    assert len(done) == 1
 
 
-def test_a_large_task_gets_the_threads_that_others_leave(monkeypatch):
-    monkeypatch.setattr(threads, "helpers_left", threading.Semaphore(2))
-    workers, before, most = set(), threading.active_count(), 2000
-
-    def piece(n):
-        workers.add(threading.get_ident())
-        assert threading.active_count() - before <= 2
-        if len(workers) == 1:
-            time.sleep(0.01)
-        return -n
-
-    results = threads.in_threads(lambda pieces: threads.in_threads(piece, range(pieces)), [0, 0, most])
-    assert results == [[], [], [*range(0, -most, -1)]] and len(workers) > 1
-
-
-def test_errors_of_asynchronous_saves_surface_once(tmp_path, monkeypatch):
+def test_errors_of_asynchronous_saves_surface(tmp_path, monkeypatch):
     pwrite = os.pwrite
 
     def full(file, data, at):
@@ -933,7 +865,8 @@ def test_errors_of_asynchronous_saves_surface_once(tmp_path, monkeypatch):
         failed = pp.checkpoint.save_async(tmp_path, tree(), step=1)
         with pytest.raises(OSError, match="No space left"):
             failed.result()
-        pp.checkpoint.save_async(tmp_path, {"n": 3}, step=1).result()  # its failure has been seen
+        with pytest.warns(UserWarning, match="step-1 was not saved: OSError: .*No space left"):
+            pp.checkpoint.save_async(tmp_path, {"n": 3}, step=1).result()
         unseen = pp.checkpoint.save_async(tmp_path, tree(), step=2)
         while not unseen.done():
             pass
@@ -987,10 +920,9 @@ def test_boxes_that_tile_are_told_from_others(data):
         count[box.within(Box.of_whole(shape))] += 1
     assert bool((count == 1).all())
     n = data.draw(st.integers(0, len(boxes) - 1))
-    with pytest.raises(ValueError, match="has parts for"):
-        require_tiled(boxes[:n] + boxes[n + 1 :], shape, "x")
-    with pytest.raises(ValueError, match="overlap"):
-        require_tiled([*boxes, boxes[n]], shape, "x")
+    for wrong in (boxes[:n] + boxes[n + 1 :], [*boxes, boxes[n]]):
+        with pytest.raises(ValueError, match="expected parts that hold each element once"):
+            require_tiled(wrong, shape, "x")
 
 
 # -- under a model's own names ------------------------------------------------------------------
@@ -1027,13 +959,14 @@ def test_a_split_is_saved_under_the_names_of_its_model(tmp_path):
         pp.checkpoint.load(folder, like=tree_map(torch.zeros_like, three.params), names=three), three.params
     )
     assert equal(three.load(folder).params, three.params)
-    with pytest.raises(FileExistsError, match="has weights: 'model.safetensors'"):
+    with pytest.raises(FileExistsError, match="model is there; give another folder"):
         pp.checkpoint.export(folder, two.params, two)
 
 
 def test_an_export_in_several_files_has_an_index(tmp_path):
     params = {s: {"w": torch.full((10,), float(s)), "b": torch.zeros(3)} for s in range(3)}
-    folder = pp.checkpoint.export(tmp_path, params, lambda stage, name: f"layers.{stage}.{name}", most=80)
+    names = lambda stage, name: f"layers.{stage}.{name}"  # noqa: E731
+    folder = pp.checkpoint.export(tmp_path / "new", params, names, most=80)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert (
         index["metadata"] == {"total_size": 3 * 13 * 4}
@@ -1043,14 +976,12 @@ def test_an_export_in_several_files_has_an_index(tmp_path):
     loaded = {name: load_file(folder / file)[name] for name, file in index["weight_map"].items()}
     assert torch.equal(loaded["layers.2.w"], params[2]["w"]) and len(loaded) == 6
     like = tree_map(lambda t: torch.full_like(t, -1), params)
-    assert equal(
-        pp.checkpoint.load(folder, like=like, names=lambda stage, name: f"layers.{stage}.{name}"), params
-    )
+    assert equal(pp.checkpoint.load(folder, like=like, names=names), params)
     (folder / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(
         pp.checkpoint.CheckpointError, match="model-00002-of-00003.safetensors' cannot be read"
     ):
-        pp.checkpoint.load(folder, like=like, names=lambda stage, name: f"layers.{stage}.{name}")
+        pp.checkpoint.load(folder, like=like, names=names)
 
 
 def test_an_export_that_fails_leaves_nothing_that_is_read(tmp_path, monkeypatch):
@@ -1070,11 +1001,11 @@ def test_an_export_that_fails_leaves_nothing_that_is_read(tmp_path, monkeypatch)
                 try:
                     pp.checkpoint.export(tmp_path / "model", params, most=40)
                 except OSError:
-                    left = names_in(tmp_path / "model")
-                    assert "model.safetensors.index.json" not in left or name == "fsync"
-                    shutil.rmtree(tmp_path / "model")
+                    left = names_in(tmp_path)  # flushing the name of a whole folder may fail
+                    assert left == [] or (left == ["model"] and len(names_in(tmp_path / "model")) == 4)
+                    shutil.rmtree(tmp_path / "model", ignore_errors=True)
                     continue
-            assert number > 3 and len(names_in(tmp_path / "model")) == 4
+            assert number > (4 if name == "fsync" else 0) and len(names_in(tmp_path / "model")) == 4
             shutil.rmtree(tmp_path / "model")
             break
 

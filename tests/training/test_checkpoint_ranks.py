@@ -28,7 +28,7 @@ from ppfunc.parallel import Partition
 from ppfunc.stage._torch import strided_shard
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.training.checkpoint import loading
-from ppfunc.training.checkpoint.manifest import Box, box_of
+from ppfunc.training.checkpoint.storage import DTYPES, Box, box_of
 from tests.models import new_trainer, normal, same_bits, squared
 
 SHAPES = [(5, 3), (8,), (2, 7, 3), (1,), (), (3, 0)]
@@ -180,8 +180,8 @@ def stored(root) -> dict[str, Tensor]:
     """All tensors of the latest checkpoint, whole, by name."""
     content = json.loads((pp.checkpoint.latest(root) / "manifest.json").read_text())["content"]
     like = {
-        name: torch.zeros(t["shape"], dtype=getattr(torch, t["dtype"]))
-        for name, t in content["tensors"].items()
+        name: torch.zeros(shape, dtype=DTYPES[dtype])
+        for name, (dtype, shape, _) in content["tensors"].items()
     }
     like |= dict.fromkeys(content["values"], 0)
     return pp.checkpoint.load(root, like=like)
@@ -337,7 +337,7 @@ def share_no_folder(rank, size, root):
         pp.checkpoint.save(f"{root}/{rank}", state)
     assert not os.path.exists(f"{root}/{rank}") or os.listdir(f"{root}/{rank}") == []
     pp.checkpoint.save(f"{root}/both", state)
-    exists, other = Path.exists, loading.open_checkpoint
+    exists, other = Path.exists, loading._open
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "exists", lambda path: (rank == 0 or path.name != "step-1") and exists(path))
         with pytest.raises(
@@ -348,9 +348,7 @@ def share_no_folder(rank, size, root):
     with pytest.MonkeyPatch.context() as patch:  # a good checkpoint of the same step, of another run
         pp.checkpoint.save(f"{root}/other", {"step": 1, "own": {rank: torch.zeros(50)}})
         patch.setattr(
-            loading,
-            "open_checkpoint",
-            lambda path: other(Path(str(path).replace("both", "other")) if rank else path),
+            loading, "_open", lambda path: other(Path(str(path).replace("both", "other")) if rank else path)
         )
         with pytest.raises(
             pp.checkpoint.CheckpointError,

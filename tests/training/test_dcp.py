@@ -328,17 +328,16 @@ def test_an_item_of_another_shape_or_dtype_is_refused(folder):
     )
 
 
+ONCE = "expected parts that hold each element once"
+
+
 def test_a_gap_an_overlap_and_a_place_outside_are_refused(folder):
     whole = (folder / ".metadata").read_bytes()
     for how, words in (
-        (lambda m: m.state_dict_metadata["w"].chunks.clear(), "parts for 0 of 6 elements"),
-        (lambda m: m.state_dict_metadata["w"].chunks.append(m.state_dict_metadata["w"].chunks[0]), "overlap"),
-        (
-            lambda m: setattr(item_of(m, "w", 2), "relative_path", "../new/__0_0.distcp"),
-            "no place in the folder",
-        ),
-        (lambda m: setattr(item_of(m, "w", 2), "offset", -1), "no place in the folder"),
-        (lambda m: setattr(item_of(m, "w", 2), "transform_descriptors", ["zstd"]), "compressed"),
+        (lambda m: m.state_dict_metadata["w"].chunks.clear(), ONCE),
+        (lambda m: m.state_dict_metadata["w"].chunks.append(m.state_dict_metadata["w"].chunks[0]), ONCE),
+        (lambda m: setattr(item_of(m, "w", 2), "relative_path", "../new/__0_0.distcp"), "in no file of the"),
+        (lambda m: setattr(item_of(m, "w", 2), "offset", -1), "are no whole numbers"),
         (lambda m: m.storage_data.clear(), "KeyError"),
         (lambda m: setattr(m, "state_dict_metadata", None), "damaged or foreign"),
     ):
@@ -379,6 +378,29 @@ NESTED = {
 def test_values_without_end_are_refused_at_once(folder, case):
     change(folder, NESTED[case])
     refused(folder, ".metadata", "damaged or foreign")
+
+
+# A tuple of tuples, forty deep, each twice: few bytes, and a hash without end.
+ENDLESS = pickle.EMPTY_TUPLE + (pickle.DUP + pickle.TUPLE2) * 40
+HASHED = {
+    "a key": pickle.EMPTY_DICT + ENDLESS + pickle.NONE + pickle.SETITEM,
+    "keys": pickle.EMPTY_DICT + pickle.MARK + ENDLESS + pickle.NONE + pickle.SETITEMS,
+    "a dictionary": pickle.MARK + ENDLESS + pickle.NONE + pickle.DICT,
+    "a set": pickle.EMPTY_SET + pickle.MARK + ENDLESS + pickle.ADDITEMS,
+    "a frozen set": pickle.MARK + ENDLESS + pickle.FROZENSET,
+}
+
+
+@pytest.mark.parametrize("case", HASHED)
+def test_what_takes_for_ever_to_hash_is_refused_at_once(folder, case):
+    (folder / ".metadata").write_bytes(pickle.PROTO + b"\x04" + HASHED[case] + pickle.STOP)
+    refused(folder, ".metadata", "damaged or foreign")
+
+
+@pytest.mark.parametrize("where", ["state_dict_metadata", "storage_data", "planner_data"])
+def test_a_key_that_is_no_name_is_refused(folder, where):
+    change(folder, lambda m: getattr(m, where).update({("w", 0): next(iter(m.storage_data.values()))}))
+    refused(folder, ".metadata", "it has a key of type tuple, which DCP does not write there")
 
 
 def test_a_pipe_is_not_waited_for(folder):

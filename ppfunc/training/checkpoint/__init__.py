@@ -2,26 +2,21 @@
 
 ::
 
-    save    api -> naming: a name for each leaf -> manifest: the part that each rank holds
-            -> saving: the same plan on all ranks -> tensor_file: one file a rank, digests, flushed
-            -> manifest: written last -> folders: the rename that makes the checkpoint appear
-    load    api -> loading -> folders: the latest first -> manifest: the next one if it is refused
-            -> tensor_file: the parts that this rank needs
-
-``peers`` carries answers between ranks: a failure on one rank raises on all. ``model_files`` writes and
-reads the safetensors files of a model under its own names; ``dcp`` the folders of
-``torch.distributed.checkpoint``, without running the pickles in them.
+    naming    a name for each leaf, whatever the stages
+    peers     what ranks tell each other: a failure on one rank raises on all
+    storage   parts of tensors in safetensors files, their digests, the manifest
+    saving    one plan on all ranks, files, and the rename that makes a folder appear
+    loading   the latest good checkpoint, into the layouts of ranks that may be others
+    foreign   folders of Hugging Face, and of torch.distributed.checkpoint without running their pickles
 """
 
-from .api import Saving, load, save, save_async
-from .dcp import from_dcp, to_dcp
-from .errors import CheckpointError
-from .folders import latest
-from .model_files import export
+from .foreign import export, to_dcp
+from .loading import from_dcp, latest, load
+from .peers import CheckpointError
+from .saving import save, save_async
 
 __all__ = [
     "CheckpointError",
-    "Saving",
     "export",
     "from_dcp",
     "latest",

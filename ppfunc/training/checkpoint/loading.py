@@ -2,95 +2,232 @@
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from ppfunc._checks import naming_arguments
 from ppfunc.runtime.agreement.comparison import differences
 from ppfunc.stage.layout import distributed, layout_of, local
 from ppfunc.stage.patterns import first_match
 
-from .errors import CheckpointError, escaped, listed, reading
-from .folders import PartToRead, checkpoints, first_good, open_checkpoint, read_parts, step_of
-from .manifest import MANIFEST, Contents, box_of
-from .model_files import holds_model_files, open_model_files
-from .naming import Leaf, Names, named_leaves
-from .peers import Peers
-from .tensor_file import dtype_name
+from .foreign import holds_model_files, open_dcp, open_model_files
+from .naming import Leaf, Names, escaped, listed, named_leaves
+from .peers import CheckpointError, Group, Peers, RankError
+from .saving import Leaves
+from .storage import (
+    MANIFEST,
+    Box,
+    Contents,
+    Part,
+    Reader,
+    Stored,
+    box_of,
+    checkpoints,
+    in_threads,
+    open_checkpoint,
+    reader_of,
+    reading,
+    step_of,
+    verify,
+)
 
-Leaves = Sequence[tuple[str, Leaf]]
-
-Wanted = Mapping[str, tuple[str, str]]
-"""The form of every leaf by its name, and of several ranks the first that has it, for errors."""
-
-Reader = Callable[[Sequence[PartToRead]], object]
-"""Read parts of tensors into those of this rank."""
-
+T = TypeVar("T")
 _COUNT = r"optimizer\.(.*\.)?updates"
 
-Opener = Callable[[Path], tuple[Contents, Reader]]
-"""Find what a folder holds, and how its tensors are read."""
+
+@naming_arguments
+def load(
+    folder: str | Path,
+    like: Any,
+    *,
+    names: Names = None,
+    group: Group = None,
+    run: str | None = None,
+    partial: str | None = None,
+) -> Any:
+    """Load a state. Every rank reads its own part, and verifies every byte that it reads.
+
+    All ranks call it. It returns new tensors. If it raises, it raises on all ranks, and nothing has changed.
+
+    Args:
+        folder: the folder given to :func:`save`, whose latest good checkpoint is loaded, with a warning if
+            later ones are damaged; or one checkpoint, such as :func:`latest` returns; or a folder of
+            safetensors files under a model's own names, as :func:`export` and Hugging Face write them, which
+            have no digests.
+        like: a state of the form to load, such as ``trainer.init(params)``. Its names, shapes and dtypes have
+            to be those of the checkpoint, all of them; layouts over a mesh and devices are its own.
+        names, group: see :func:`save`.
+        run: of which the checkpoint has to be; by default of any.
+        partial: patterns of names that only one side may have, as of a shell, alternatives divided by ``|``:
+            ``"optimizer.*|step"``. Those of the checkpoint are left out, those of ``like`` stay as they are,
+            and a warning lists both. What an optimizer counts and averages is loaded whole or not at all.
+            Parameters alone: ``load(folder, {"params": params}, partial="optimizer.*|step")["params"]``.
+
+    Returns:
+        The state, with the structure and the layouts of ``like``.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        CheckpointError: a checkpoint is damaged, uncommitted or foreign; names the file or the tensor.
+        ValueError: names, shapes or dtypes of ``like`` are not those of the checkpoint; it is of another run;
+            a pattern of ``partial`` that no missing name matches; an optimizer of which it takes a part.
+    """
+    root = Path(folder).absolute()
+
+    def find() -> list[Path]:
+        if not root.is_dir():
+            raise FileNotFoundError(f"folder: {root} is no folder; give one that save or export has written")
+        alone = step_of(root) is not None or (root / MANIFEST).exists() or holds_model_files(root)
+        return [root] if alone else checkpoints(root)
+
+    return _load(root, like, names, group, run, partial, find, _open)
 
 
-def load_tree(
-    peers: Peers,
+@naming_arguments
+def from_dcp(
+    folder: str | Path, like: Any, *, names: Names = None, group: Group = None, partial: str | None = None
+) -> Any:
+    """Load tensors from a folder of ``torch.distributed.checkpoint``, as torchtitan and FSDP write them.
+
+    All ranks call it, on any grid, and each reads what it holds. If it raises, it raises on all ranks. No
+    code in the folder is run: Python objects in it, such as torchtitan's ``train_state``, are never read,
+    and ``.metadata`` may name nothing but what DCP writes there. There are no digests.
+
+    Args:
+        folder: with the file ``.metadata``.
+        like: ``{stage: tree}`` of this process, such as ``split.params``, or any other tree of tensors. Its
+            names, shapes and dtypes have to be those of the folder, all of them; layouts and devices are its
+            own.
+        names: see :func:`ppfunc.checkpoint.save`; with a prefix, a function:
+            ``lambda stage, leaf: f"model.{leaf}"``. Moments of AdamW are trees like the parameters:
+            ``lambda stage, leaf: f"optimizer.state.{leaf}.exp_avg"``.
+        group: see :func:`ppfunc.checkpoint.save`.
+        partial: see :func:`ppfunc.checkpoint.load`; an object that is left out needs a pattern as well.
+
+    Returns:
+        The tree, of new tensors, with the structure and the layouts of ``like``.
+
+    Raises:
+        CheckpointError: the folder is damaged or foreign, or names what DCP does not write.
+        ValueError: names, shapes or dtypes of ``like`` are not those of the folder.
+
+    >>> import tempfile, ppfunc as pp
+    >>> with tempfile.TemporaryDirectory() as root:
+    ...     folder = pp.checkpoint.to_dcp(f"{root}/new", {0: {"w": torch.ones(2)}}, {0: {"w": "h.0.weight"}})
+    ...     from_dcp(folder, {"h.0.weight": torch.zeros(2)})
+    {'h.0.weight': tensor([1., 1.])}
+    """
+    root = Path(folder).absolute()
+    return _load(root, like, names, group, None, partial, lambda: [root], open_dcp)
+
+
+def latest(folder: str | Path) -> Path | None:
+    """Find the latest checkpoint in a folder whose bytes are all as they were written.
+
+    This process alone reads and verifies it. :func:`load` does the same, with each rank reading its own part.
+
+    Args:
+        folder: the folder given to :func:`save`.
+
+    Returns:
+        The folder of the checkpoint; None if there are no checkpoints.
+
+    Raises:
+        CheckpointError: all checkpoints are damaged, or cannot be read.
+    """
+    return _first_good(checkpoints(Path(folder)), lambda path: verify(path) and path, folder)
+
+
+def _first_good(paths: Iterable[Path], read: Callable[[Path], T], folder: object) -> T | None:
+    """Return the result of ``read`` for the first checkpoint that it accepts; None without checkpoints.
+
+    Warns of each checkpoint that it refuses.
+
+    Raises:
+        CheckpointError: it refuses all.
+    """
+    refused: list[str] = []
+    for path in paths:
+        try:
+            result = read(path)
+        except RankError:
+            raise
+        except CheckpointError as error:
+            refused.append(str(error))
+            continue
+        if refused:
+            warnings.warn(
+                f"{path} is the latest good checkpoint; refused: {'; '.join(refused)}", stacklevel=4
+            )
+        return result
+    if refused:
+        raise CheckpointError(f"{folder} has no good checkpoint; refused: {'; '.join(refused)}")
+    return None
+
+
+def _load(
     folder: Path,
     like: Any,
     names: Names,
+    group: Group,
     run: str | None,
     partial: str | None,
-    opener: Opener | None = None,
+    find: Callable[[], list[Path]],
+    opener: Callable[[Path], tuple[Contents, Reader]],
 ) -> Any:
     """Load a state; see :func:`load`.
 
     Args:
-        opener: opens a folder of another form; by default checkpoints and model files are opened.
+        find: on the first rank, list the folders to try, the latest first.
+        opener: find what a folder holds, and how its tensors are read.
     """
-    leaves: list[tuple[str, Leaf]] = []
+    found: list[Any] = []
 
-    def look() -> dict[str, Any]:
-        named, structure = named_leaves(like, names, "like")
-        leaves.extend(named)
-        treedef.append(structure)
-        candidates = [folder]
-        if not (opener or peers.rank):
-            if not folder.is_dir():
-                raise FileNotFoundError(
-                    f"folder: {folder} is no folder; give one that save or export has written"
-                )
-            alone = step_of(folder) is not None or (folder / MANIFEST).exists() or holds_model_files(folder)
-            # Else the checkpoints in it, the latest first.
-            candidates = [folder] if alone else checkpoints(folder)
-        return {
-            "forms": {name: _form(leaf) for name, leaf in named},
-            "folders": list(map(str, candidates)),
-        }
+    def look() -> tuple[dict[str, str], list[str]]:
+        found[:] = named_leaves(like, names, "like")
+        return {name: _form(leaf) for name, leaf in found[0]}, [] if peers.rank else list(map(str, find()))
 
-    treedef: list[Any] = []
-    answers = peers.together(look)
-    wanted = _wanted([answer["forms"] for answer in answers])
+    with Peers(group) as peers:
+        answers = peers.together(look)
+        leaves, treedef = found
+        wanted = _wanted([forms for forms, _ in answers])
 
-    def read(path: Path) -> list[Leaf]:
-        return _read_together(peers, path, leaves, wanted, run, partial, opener or _open)
+        def read(path: Path) -> list[Leaf]:
+            return _read_together(peers, path, leaves, wanted, run, partial, opener)
 
-    paths = list(map(Path, answers[0]["folders"]))
-    loaded = read(folder) if paths == [folder] else first_good(paths, read, folder)
+        paths = list(map(Path, answers[0][1]))
+        loaded = read(folder) if paths == [folder] else _first_good(paths, read, folder)
     if loaded is None:
         raise FileNotFoundError(f"{folder} has no checkpoint; give a folder that save or export has written")
-    return treedef[0].unflatten(loaded)
+    return treedef.unflatten(loaded)
+
+
+def _open(path: Path) -> tuple[Contents, Reader]:
+    with reading(escaped(path)):
+        if not path.exists() and not path.is_symlink():
+            raise CheckpointError(
+                f"{escaped(path)}, which the first rank has found, is not there; give a folder that all ranks"
+                " share"
+            )
+        if holds_model_files(path) and not (path / MANIFEST).exists():
+            return open_model_files(path)
+        contents = open_checkpoint(path)
+        return contents, reader_of(path, contents)
 
 
 def _read_together(
     peers: Peers,
     path: Path,
     leaves: Leaves,
-    wanted: Wanted,
+    wanted: Mapping[str, tuple[str, str]],
     run: str | None,
     partial: str | None,
-    opener: Opener,
+    opener: Callable[[Path], tuple[Contents, Reader]],
 ) -> list[Leaf]:
     """Read the leaves of this rank, once all ranks have theirs.
 
@@ -100,18 +237,18 @@ def _read_together(
     loaded: list[Leaf] = []
     messages: list[str] = []
 
-    def read() -> str:
-        contents, reader = opener(path)
+    def read_own() -> str:
+        contents, read = opener(path)
         if run is not None and contents.run != run:
             raise ValueError(
                 f"run: got {run!r}, and {path} is a checkpoint of the run {contents.run!r}; give that run, or"
                 " none"
             )
-        messages.append(_require_fit(contents, wanted, partial))
-        loaded.extend(_read(contents, leaves, reader))
-        return contents.digest
+        messages.append(_require_fit(path.name, contents, wanted, partial))
+        loaded.extend(_read(path.name, contents, leaves, read))
+        return sha256(repr(contents).encode()).hexdigest()
 
-    digests = peers.together(read)
+    digests = peers.together(read_own)
     if other := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise CheckpointError(
             f"{path} is another checkpoint on rank {other[0]} than on rank 0; give a folder that all ranks"
@@ -122,25 +259,51 @@ def _read_together(
     return loaded
 
 
-def _open(path: Path) -> tuple[Contents, Reader]:
-    with reading(path):
-        if not path.exists() and not path.is_symlink():
-            raise CheckpointError(
-                f"{escaped(path)}, which the first rank has found, is not there; give a folder that all ranks"
-                " share"
-            )
-        ours = (path / MANIFEST).exists() or not holds_model_files(path)
-        contents = open_checkpoint(path) if ours else open_model_files(path)
-    return contents, lambda parts: read_parts(contents, parts)
+def _read(where: str, contents: Contents, leaves: Leaves, read: Reader) -> list[Leaf]:
+    loaded: list[Leaf] = []
+    tasks: list[tuple[str, Part, torch.Tensor, Box]] = []
+    for name, leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            loaded.append(contents.values.get(name, leaf))
+            continue
+        part = local(leaf).detach()
+        if name not in contents.tensors:
+            if part.is_meta:
+                raise ValueError(
+                    f"like: {escaped(name)}, which {where} lacks, has no values on meta; give a tensor with"
+                    " values, such as of trainer.init(params)"
+                )
+            loaded.append(distributed(part.clone(), layout_of(leaf)))
+            continue
+        new = torch.empty_like(part, device="cpu" if part.is_meta else part.device)
+        box = box_of(leaf, escaped(name))
+        tasks += [(name, stored, new, box) for stored in contents.tensors[name].parts if stored.box & box]
+        loaded.append(distributed(new, layout_of(leaf)))
+
+    def read_into(task: tuple[str, Part, torch.Tensor, Box]) -> None:
+        name, stored, into, box = task
+        buffer = into
+        if stored.box != box or into.device.type != "cpu" or not into.is_contiguous():
+            buffer = torch.empty(stored.box.shape, dtype=into.dtype, device="cpu")
+        read(name, stored, buffer)
+        if buffer is not into and (shared := stored.box & box):
+            into[shared.within(box)] = buffer[shared.within(stored.box)].to(into.device)
+
+    in_threads(read_into, tasks)
+    return loaded
+
+
+# -- whether both sides fit
 
 
 def _form(leaf: Leaf) -> str:
     if isinstance(leaf, torch.Tensor):
-        return f"{dtype_name(leaf.dtype)}{list(leaf.shape)}"
+        return str(Stored(leaf.dtype, tuple(leaf.shape)))
     return f"a number or text, {type(leaf).__name__}"
 
 
-def _wanted(answers: Sequence[Mapping[str, str]]) -> Wanted:
+def _wanted(answers: list[dict[str, str]]) -> dict[str, tuple[str, str]]:
+    """Return the form of every leaf by its name, and of several ranks the first that has it, for errors."""
     places = [f" on rank {rank}" if len(answers) > 1 else "" for rank in range(len(answers))]
     by_place = list(zip(places, answers, strict=True))
     for name, (one, known), (other, form) in differences(by_place):
@@ -151,16 +314,17 @@ def _wanted(answers: Sequence[Mapping[str, str]]) -> Wanted:
     return {name: (form, place) for place, forms in reversed(by_place) for name, form in forms.items()}
 
 
-def _require_fit(contents: Contents, wanted: Wanted, partial: str | None) -> str:
+def _require_fit(
+    where: str, contents: Contents, wanted: Mapping[str, tuple[str, str]], partial: str | None
+) -> str:
     """Raise ValueError unless names, shapes and dtypes are the same on both sides.
 
     Returns:
         What only one side has, which these patterns allow; "" for nothing.
     """
-    stored = {name: f"{dtype_name(t.dtype)}{list(t.shape)}" for name, t in contents.tensors.items()}
+    stored = {name: str(tensor) for name, tensor in contents.tensors.items()}
     stored |= {name: _form(value) for name, value in contents.values.items()}
     stored |= dict.fromkeys(contents.objects, "a pickled object, which is never read")
-    where = contents.folder.name
     mend = (
         "load what was saved: of the same optimizer and version of ppfunc, scale and stages, with the same"
         " names=; names=split, of each split, in save and load is for other stages; pp.checkpoint.export"
@@ -169,8 +333,7 @@ def _require_fit(contents: Contents, wanted: Wanted, partial: str | None) -> str
     missing, more = wanted.keys() - stored.keys(), stored.keys() - wanted.keys()
     patterns = [] if partial is None else partial.split("|")
     matched = {name: first_match(name, patterns) for name in missing | more}
-    if refused := [name for name in missing if matched[name] is None]:
-        refused.sort()
+    if refused := sorted(name for name in missing if matched[name] is None):
         tails = tuple(f".{name}" for name in refused[:3])
         near = [name for name in more if name.endswith(tails)] or get_close_matches(refused[0], sorted(more))
         has = f", and has {listed(near)}" if near else ""
@@ -214,33 +377,3 @@ def _require_whole(where: str, wanted: Iterable[str], missing: Collection[str]) 
             ' optimizer, which is loaded whole or not at all; load {"params": params} with'
             ' partial="optimizer.*|step", and begin with trainer.init'
         )
-
-
-def _read(contents: Contents, leaves: Leaves, reader: Reader) -> list[Leaf]:
-    loaded: list[Leaf] = []
-    parts: list[PartToRead] = []
-    for name, leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            loaded.append(contents.values.get(name, leaf))
-            continue
-        local_part = local(leaf).detach()
-        if name not in contents.tensors:
-            if local_part.is_meta:
-                where = contents.folder.name
-                raise ValueError(
-                    f"like: {escaped(name)}, which {where} lacks, has no values on meta; give a tensor with"
-                    " values, such as of trainer.init(params)"
-                )
-            loaded.append(local_part.clone())
-            continue
-        new = torch.empty_like(local_part, device="cpu" if local_part.is_meta else local_part.device)
-        box = box_of(leaf, escaped(name))
-        parts += [PartToRead(name, part, new, box) for part in contents.tensors[name].parts if part.box & box]
-        loaded.append(new)
-    reader(parts)
-    return [
-        distributed(new, layout_of(leaf))
-        if isinstance(new, torch.Tensor) and isinstance(leaf, torch.Tensor)
-        else new
-        for new, (_, leaf) in zip(loaded, leaves, strict=True)
-    ]

@@ -1,18 +1,17 @@
 """Name the leaves of a state as the model does, so that no name depends on the stages or the ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import optree
 import torch
 from optree import PyTreeAccessor, PyTreeSpec
 
-from ppfunc._checks import mend_for, shown
+from ppfunc._checks import limited, mend_for, shown
 from ppfunc.splitter import Split
 from ppfunc.stage.tree import tree_flatten
 
 from ..update.train_state import TrainState
-from .errors import escaped
 
 Names = Split | Mapping[int, Mapping[str, str]] | Callable[[int, str], str] | None
 """From a stage and the name of a leaf in it to the name in the model; a split has those of its model."""
@@ -135,3 +134,23 @@ def _keys(accessor: PyTreeAccessor) -> Path:
 
 def _joined(path: Path) -> str:
     return ".".join(map(str, path))
+
+
+def escaped(name: object) -> str:
+    r"""Quote a foreign name, with its control characters escaped; cut it if it is long.
+
+    >>> print(escaped("a\x1b[2J"))
+    'a\x1b[2J'
+    """
+    return limited(repr(str(name)), 200)
+
+
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """List the first of several names, and count the rest.
+
+    >>> print(listed("abcde"))
+    'a', 'b', 'c' and 2 more
+    """
+    every = sorted(names)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(map(escaped, every[:most])) + more

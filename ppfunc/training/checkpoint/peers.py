@@ -14,7 +14,14 @@ from ppfunc.runtime.control.socket_links import SocketLinks
 from ppfunc.runtime.errors import Failure, PipelineError
 from ppfunc.stage.process import hold_interrupts, this_thread
 
-from .errors import CheckpointError, RankError
+
+class CheckpointError(RuntimeError):
+    """Raised for a damaged or incomplete checkpoint, or if the ranks that save or load cannot go on."""
+
+
+class RankError(CheckpointError):
+    """Raised if another rank is gone, or failed with an error of its own: no checkpoint helps."""
+
 
 Group = dist.ProcessGroup | DeviceMesh | None
 """Ranks that save or load together.

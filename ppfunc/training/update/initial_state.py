@@ -19,7 +19,7 @@ from ppfunc.stage.process import hold_interrupts
 from ppfunc.stage.signature import Signature, differentiable, flatten
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths, tree_structure
 
-from ..checkpoint.tensor_file import DTYPES_BY_NAME
+from ..checkpoint.storage import CODES
 from ..optim.protocols import Optimizer, Tree, text_of
 from ..optim.rates import rates_of
 from ..optim.whole import matrices_by
@@ -77,10 +77,10 @@ def initial_state(
     for name in ("params", "optimizer", "stage_state"):
         leaves, treedef = tree_flatten(getattr(state, name))
         for leaf, path in zip(leaves, tree_paths(treedef, name), strict=True):
-            if leaf.dtype not in DTYPES_BY_NAME.values():
+            if leaf.dtype not in CODES:
                 raise TypeError(
                     f"{path} has the dtype {leaf.dtype}, which no checkpoint holds; expected one of"
-                    f" {', '.join(DTYPES_BY_NAME)}"
+                    f" {', '.join(map(str, CODES))}"
                 )
     if ranks.shards_params:
         note_whole(ranks, state.step, masters)
