@@ -1,7 +1,5 @@
 """Conclude from the sums over all ranks whether an update is made, by what its gradients are multiplied, and
 what its metrics are.
-
-Most functions are run as programs of small tensors, see :func:`run_traced`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ppfunc.runtime.transport.collective import Collective, Wait
-from ppfunc.stage.engines.tracing.plain import run_traced
 from ppfunc.stage.tree import tree_map
 
 from ..optim.norms import Clip, clip_coefficient, norm_of, norm_sum, powers
@@ -57,19 +54,11 @@ def shares(
         norms: by stage of the model, the results of :func:`leaf_norms`.
         losses: weighted, of last stages.
     """
-    options = norm_type, stages, tuple(norms), device
-    return run_traced(_shares, options, (*norms.values(), *losses))[0]
-
-
-def _shares(
-    norm_type: float, stages: int, here: tuple[int, ...], device: torch.device, *tensors: torch.Tensor
-) -> tuple[torch.Tensor]:
     zero = torch.zeros((), dtype=torch.float64, device=device)
     sums = [zero] * stages
-    for stage, leaves in zip(here, tensors, strict=False):
+    for stage, leaves in norms.items():
         sums[stage] = norm_sum(powers(leaves, norm_type), norm_type)
-    losses = (value.sum().to(zero) for value in tensors[len(here) :])
-    return (torch.stack([reduce(torch.add, losses, zero), *sums]),)
+    return torch.stack([reduce(torch.add, (value.sum().to(zero) for value in losses), zero), *sums])
 
 
 def conclude(
@@ -82,24 +71,16 @@ def conclude(
         loss_scale: None for 1.
         skips: an update is left out where a number is not finite.
     """
-    scales = () if loss_scale is None else (loss_scale,)
-    return Conclusion(*run_traced(_conclude, (clip, skips), (sums, step, *scales)))
-
-
-def _conclude(
-    clip: Clip, skips: bool, sums: torch.Tensor, step: torch.Tensor, *scales: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
     loss = sums[0]
     one = torch.ones((), dtype=loss.dtype, device=loss.device)
-    scale = scales[0].to(one) if scales else one
-    norm = unscaled_norm(norm_sum(sums[1:], clip.norm_type), clip, scale if scales else None)
+    scale = one if loss_scale is None else loss_scale.to(one)
+    norm = unscaled_norm(norm_sum(sums[1:], clip.norm_type), clip, None if loss_scale is None else scale)
     found_inf = overflow(loss, norm)
     skipped = found_inf if skips else torch.zeros_like(found_inf)
     factor = clip_coefficient(norm, clip.max_norm)
-    if scales:
+    if loss_scale is not None:
         factor = (1 if factor is None else factor) / scale
-    rest = () if factor is None else (factor,)
-    return loss, norm, scale, found_inf, skipped, step + (skipped <= 0), *rest
+    return Conclusion(loss, norm, scale, found_inf, skipped, step + (skipped <= 0), factor)
 
 
 def unscaled_norm(sums: torch.Tensor, clip: Clip, scale: torch.Tensor | None) -> torch.Tensor:

@@ -14,7 +14,6 @@
                         compiled         has inductor compile a program
       lifetimes.py      additions        finds how long memory is used, and where gradients are added up
       native.py         native           writes a program as a table, which ``native.cpp`` runs
-    plain.py          run_traced       runs a function that nothing differentiates as a program
     replay.py         replayed         runs a program without values, to count its memory
 
 `graph` and `emit` also serve `ppfunc.splitter`, which records above autograd.
