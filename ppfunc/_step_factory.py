@@ -122,7 +122,6 @@ def make_step(
     *,
     training: bool = True,
     programs: StagePrograms | None = None,
-    loss_engine: Engine | None = None,
 ) -> StepFunction[..., Any]:
     """Make the step function of :func:`value_and_grad`, :func:`evaluate`, the transforms and the trainer.
 
@@ -132,16 +131,11 @@ def make_step(
         loss_weights: of a call that gives none of its own.
         training: the schedule has to have backwards.
         programs: those of a step function with the same stages, to be shared.
-        loss_engine: of the loss, if it is another than that of the stages.
 
     Raises:
         ScheduleError, TypeError, ValueError: as :func:`value_and_grad`.
     """
-    _require(stages, schedule, engine, loss_engine, spec)
-    if loss_engine is not None and loss_fn is None:
-        raise ValueError(
-            "loss_engine: got one, and no loss function that it would differentiate; leave it out"
-        )
+    _require(stages, schedule, engine, spec)
     if training and schedule.forward_only:
         raise ValueError(
             f"the schedule {schedule.name!r} has no backward; use ppfunc.evaluate, or a schedule for training"
@@ -160,7 +154,7 @@ def make_step(
     proved = prove(schedule if training or schedule.forward_only else schedules.forward_only(schedule), spec)
     transport = InProcess() if transport is None else transport
     compared = bool(proved.replicas) or transport.has_other_pipelines
-    programs = programs or StagePrograms(engine, loss_engine, compared)
+    programs = programs or StagePrograms(engine, compared)
     ranks = transport.local_ranks(proved.ranks)
     order: Iterable[tuple[int, int]] = ((ranks[0], n) for n in range(len(proved.programs[ranks[0]])))
     if len(ranks) > 1:
@@ -226,9 +220,7 @@ def map_stages(stages: Sequence[Stage | None], transform: Callable[[Stage], Stag
     return [transformed.get(id(fn), fn) for fn in stages]
 
 
-def _require(
-    stages: Sequence[Any], schedule: Schedule, engine: Any, loss_engine: Any, spec: StepSpec
-) -> None:
+def _require(stages: Sequence[Any], schedule: Schedule, engine: Any, spec: StepSpec) -> None:
     for stage, fn in enumerate(stages):
         module = isinstance(fn, torch.nn.Module | ModuleStage)
         if module or not (fn is None or callable(fn)):
@@ -238,13 +230,11 @@ def _require(
                 f" stage of another process{mend and f'; {mend}'}"
             )
     _require_count(stages, schedule)
-    if isinstance(engine, list | tuple) and len(engine) != len(stages):
+    listed = isinstance(engine, list | tuple)
+    if listed and len(engine) != len(stages):
         raise ValueError(f"engine: got {len(engine)} engines, expected one, or {len(stages)}, one per stage")
-    engines = (
-        [(f"engine[{n}]", one) for n, one in enumerate(engine)] if isinstance(engine, list | tuple) else []
-    )
-    for name, one in (*(engines or [("engine", engine)]), ("loss_engine", loss_engine)):
-        if not callable(one) and (one is not None or name != "loss_engine"):
+    for name, one in [(f"engine[{n}]", e) for n, e in enumerate(engine)] if listed else [("engine", engine)]:
+        if not callable(one):
             raise TypeError(f"{name}: got {shown(one)}, expected ppfunc.engines.graph, functional or eager")
         if one is torch.compile:
             raise TypeError(

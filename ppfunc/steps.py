@@ -28,7 +28,6 @@ def value_and_grad(
     transport: Transport | None = None,
     *,
     engine: Engine | Sequence[Engine] = graph,
-    loss_engine: Engine | None = None,
     loss_weights: LossWeights = None,
     argnums: int | tuple[int, ...] = 0,
     has_aux: bool = False,
@@ -68,10 +67,9 @@ def value_and_grad(
         schedule: the program of every rank. It is proved before anything runs. Communication is placed if it
             has none. An instruction that a step would not carry out, such as ``STEP``, is refused.
         transport: carries the messages: ``InProcess()`` (the default) or ``P2P(group)``.
-        engine: how a stage is differentiated; or a list of engines, one per stage.
-        loss_engine: how the loss is differentiated: with the last stage by default. If the engine can serve
-            the stage, but not the loss, such as ``ctc_loss``, ``functional`` or ``eager`` is chosen, and a
-            warning says so.
+        engine: how a stage is differentiated; or a list of engines, one per stage: the last differentiates
+            the loss too. ``[graph, graph, functional]`` serves a loss such as ``ctc_loss``, whose shapes
+            depend on values.
         loss_weights: weight of every microbatch in the loss, [m]; ``1/m`` each by default, with a warning
             where microbatches have unlike numbers of rows. A microbatch of weight 0 contributes nothing to
             loss and gradients, even if its numbers are not finite: only its forward runs, for metrics and
@@ -190,7 +188,6 @@ def value_and_grad(
 
     return make_step(
         stages, loss_fn, schedule, transport, engine, spec, read_call, loss_weights=loss_weights,
-        loss_engine=loss_engine,
     )  # fmt: skip
 
 
@@ -204,7 +201,6 @@ def evaluate(
     return_outputs: bool = False,
     return_losses: bool = False,
     engine: Engine | Sequence[Engine] = graph,
-    loss_engine: Engine | None = None,
     loss_weights: LossWeights = None,
     has_aux: bool = False,
     loss_shape: tuple[int, ...] = (),
@@ -218,8 +214,8 @@ def evaluate(
         loss_fn: as in :func:`value_and_grad`; None to compute outputs or metrics only.
         schedule: any schedule; the backwards of one for training are left out.
         return_outputs: return the outputs of the last stage.
-        engine, loss_engine: make the forward of a stage and the loss: the same bits as in a training step
-            with these engines.
+        engine: makes the forward of a stage, the last with the loss: the same bits as in a training step with
+            this engine.
 
     Returns:
         ``step(params, inputs, targets=None, *, loss_weights=None, seed=None, extras=None, state=None)``. It
@@ -254,7 +250,7 @@ def evaluate(
     spec = StepSpec("evaluate", _chosen(results), loss_shape=loss_shape, tied=ties)
     return make_step(
         stages, loss_fn, schedule, transport, engine, spec, read_call, loss_weights=loss_weights,
-        training=False, loss_engine=loss_engine,
+        training=False,
     )  # fmt: skip
 
 

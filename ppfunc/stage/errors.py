@@ -46,6 +46,11 @@ class StageError(RuntimeError):
         return type(self), (self.stage, self.reason, self.instead)
 
 
+def other_engine(name: str) -> str:
+    """Advise to differentiate a stage by the engine of this name."""
+    return f"use the {name} engine, for this stage alone by a list, engine=[graph, graph, {name}]"
+
+
 def raised(error: BaseException) -> str:
     """Describe an error: its type, the user's line, its text and its notes."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))

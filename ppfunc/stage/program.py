@@ -203,13 +203,6 @@ class FlatProgram(NamedTuple):
     backward_weight: Callable[[tuple[Any, ...]], Gradients]
 
 
-class LossResiduals(tuple[Any, ...]):
-    """Residuals of a loss that has an engine of its own, as one of those of its stage.
-
-    No parameters are among them. They are not moved to another device.
-    """
-
-
 class StageProgram(NamedTuple):
     """The functions of a stage on trees, and what is known of them beforehand. Of DTensors, the stage is
     given the part of its rank.

@@ -46,7 +46,7 @@ class Trainer:
     of the others, with its text.
 
     Args:
-        stages, loss_fn, engine, loss_engine, tied, trainable: as in :func:`value_and_grad`.
+        stages, loss_fn, engine, tied, trainable: as in :func:`value_and_grad`.
         schedule: the program of every rank of a pipeline. ``REDUCE_TIED``, ``REDUCE_GRAD`` and ``STEP`` are
             placed anew.
         optimizer: updates one stage at a time. ``chain(clip_by_global_norm(1.0), adamw(1e-3))`` clips by the
@@ -91,7 +91,6 @@ class Trainer:
         transport: Transport | None = None,
         *,
         engine: Engine | Sequence[Engine] = graph,
-        loss_engine: Engine | None = None,
         tied: TiedPlaces = None,
         trainable: Trainable = None,
         precision: Precision | None = None,
@@ -122,7 +121,7 @@ class Trainer:
                 overlapped=overlapped,
             )
             make = partial(
-                make_step, stages, loss_fn, transport=self.transport, engine=engine, loss_engine=loss_engine,
+                make_step, stages, loss_fn, transport=self.transport, engine=engine,
                 read=call,  # of a function that makes the arguments: its errors fail the step on all ranks
             )  # fmt: skip
             history = History(KnownState(checksum_every), split)

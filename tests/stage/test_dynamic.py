@@ -248,8 +248,6 @@ def test_what_cannot_vary_is_refused():
     for options in ({"compile": True}, {"cuda_graphs": True}):
         with pytest.raises(ValueError, match="dynamic=True"):
             pp.engines.graph(dynamic=True, **options)
-    with pytest.raises(ValueError, match="dynamic=True. and a loss_engine"):
-        step_of([dense], loss_engine=pp.engines.eager)
 
 
 def wrapper(fn, example, **request):

@@ -11,7 +11,6 @@ import torch
 
 from ppfunc.stage._torch import address
 from ppfunc.stage.device import SideStreams, accelerates, current_stream, download, record_event, upload
-from ppfunc.stage.program import LossResiduals
 
 from ..execution.buffers import Buffers, Key
 from ..transport.protocols import Call
@@ -144,7 +143,7 @@ def recompute(
 def _tensors(buffers: Buffers, key: Key, fault: str, mend: str) -> tuple[Any, ...]:
     """Return the residuals; raise TypeError unless all are tensors, or views of parameters."""
     saved = buffers.residuals[key]
-    if not all(isinstance(t, torch.Tensor | Held | LossResiduals) for t in saved):
+    if not all(isinstance(t, torch.Tensor | Held) for t in saved):
         raise TypeError(
             f"{fault}: its engine keeps values other than tensors; use the graph engine without"
             f" cuda_graphs=True, or {mend}"

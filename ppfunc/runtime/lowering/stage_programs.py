@@ -19,7 +19,6 @@ from ppfunc.stage import Engine, Outline, Signature, StageError, StageProgram, o
 from ppfunc.stage._torch import without_transforms
 from ppfunc.stage.abstract.sizes import Numbers, SizeRange
 from ppfunc.stage.captures import READS, State, Watch, ambient, changes, require_none_stale
-from ppfunc.stage.engines.loss_apart import with_loss_apart
 from ppfunc.stage.errors import warn
 from ppfunc.stage.modules.module import unmodified
 from ppfunc.stage.output import StageFunction
@@ -137,21 +136,13 @@ class StagePrograms:
 
     Args:
         engine: builds the programs; or one for each stage of the model.
-        loss_engine: builds those of the loss; that of the stage by default, if it can.
         compared: whether other ranks, or copies of stages, run the same: evaluations note their calls for it.
     """
 
-    def __init__(
-        self, engine: Engine | Sequence[Engine], loss_engine: Engine | None = None, compared: bool = False
-    ) -> None:
-        self._engine, self._loss_engine, self.compared = engine, loss_engine, compared
+    def __init__(self, engine: Engine | Sequence[Engine], compared: bool = False) -> None:
+        self._engine, self.compared = engine, compared
         self.evaluations = 0  # so many were made
         self.dynamic = any(map(_is_dynamic, [engine] if callable(engine) else engine))
-        if loss_engine is not None and self.dynamic:
-            raise ValueError(
-                "engine: got graph(dynamic=True) and a loss_engine, which has programs of one size; leave out"
-                " one of them"
-            )
         self._watches: dict[int, Watch] = {}
         # By function, then by key of the call.
         self._evaluated: dict[int, OrderedDict[Hashable, list[_Evaluated]]] = {}
@@ -277,7 +268,9 @@ class StagePrograms:
             programs = next((one.programs for one in same_form if one.outline is evaluation), [])
             if programs:
                 return programs[0]
-            program = self._build(call, evaluation)
+            engine = self._engine_of(call)
+            engine = partial(engine, dynamic=False) if _is_dynamic(engine) else engine
+            program = engine(call.function, call.example, outline=evaluation, **call.options)
             if not isinstance(program, StageProgram):
                 raise TypeError(
                     f"engine: it returned an object of type {type(program).__name__} for {call.name},"
@@ -286,43 +279,6 @@ class StagePrograms:
             if hasattr(program.flat.forward, "recipe"):  # traced: it has no memory of its own
                 programs.append(program)
             return program
-
-    def _build(self, call: StageCall, evaluation: Outline) -> StageProgram:
-        """Build a program. A loss that the engine cannot serve gets another one, if its stage is served."""
-        engine, parts = self._engine_of(call), call[:4]
-        engine = partial(engine, dynamic=False) if _is_dynamic(engine) else engine
-        asked = None if call.function.loss_fn is None else self._loss_engine
-
-        def build(loss_engine: Engine | None) -> StageProgram:
-            if loss_engine is None:
-                return engine(call.function, call.example, outline=evaluation, **call.options)
-            return with_loss_apart(engine, loss_engine, *parts, evaluation)
-
-        try:
-            return build(asked)
-        except StageError as error:
-            if asked is not None or call.function.loss_fn is None or not evaluation.lasts:
-                raise
-            refused = failure = error
-        from ppfunc.stage.engines import eager, functional
-
-        for loss_engine in (None, functional, eager):
-            try:
-                program = build(loss_engine)
-            except StageError as error:
-                if loss_engine is not None and error.stage == call.name:
-                    break  # it is not the loss
-                failure = error
-                continue
-            if loss_engine is None:
-                raise refused  # something raised, and does not again: the next call tries anew
-            other = f"engines.{loss_engine.__name__}"
-            warn(
-                f"the loss is differentiated by {other}, since the engine of the stages cannot serve it"
-                f" ({refused.reason}); say so, loss_engine=ppfunc.{other}"
-            )
-            return program
-        raise failure
 
     def clear(self) -> None:
         """Drop everything that is kept."""

@@ -19,7 +19,7 @@ from .._torch import (
     results_of,
 )
 from ..captures import Watch, require_none_left
-from ..errors import StageError, by_dtensor, line_of, raised
+from ..errors import StageError, by_dtensor, line_of, other_engine, raised
 from ..layout import LAY_OTHERWISE, Boundary, local
 from ..modules.frozen import noting_undeclared
 from ..process import hold_interrupts, without_foreign_draws
@@ -87,7 +87,7 @@ def outline(
     if seen.subclasses:
         untraced = (
             f"its example has tensors of the types {', '.join(seen.subclasses)}, which are not traced",
-            "use the eager engine",
+            other_engine("eager"),
         )
     else:
         evaluate = partial(without_foreign_draws, partial(_evaluate, fn, seen, has_aux, name, noting), name)
@@ -99,14 +99,14 @@ def outline(
             return evaluated
         except DATA_DEPENDENT as error:
             engine = "eager" if isinstance(error, UnsupportedOperatorException) else "functional"
-            untraced = data_dependence(error), f"use the {engine} engine, which runs any Python"
+            untraced = data_dependence(error), other_engine(engine)
         except StageError as error:
             if error.__cause__ is None or seen.symbols:
                 raise
             try:
                 evaluate()
             except (StageError, *DATA_DEPENDENT):
-                untraced, failure = (f"without values {error.reason}", "use the eager engine"), error
+                untraced, failure = (f"without values {error.reason}", other_engine("eager")), error
             else:  # an error of the first call alone is no refusal of tensors without values
                 raise
 
@@ -172,10 +172,10 @@ def _observe(
         calls = seen.ended(y + aux, filter(_is_own, _histories([t.grad_fn for t in y if t.grad_fn])))
     if functions.assigns:
         reason = "it assigns to the data of a tensor, which is not traced"
-        untraced = reason, "make a new tensor, or use the eager engine"
+        untraced = reason, f"make a new tensor, or {other_engine('eager')}"
     elif purity.seeds:
         reason = "it seeds the generator that it draws from, which is not traced"
-        untraced = reason, "use the functional engine"
+        untraced = reason, other_engine("functional")
     return Outline(
         Signature(y_def, tuple(LeafSignature.of(t, t.requires_grad) for t in y)),
         Signature(aux_def, tuple(LeafSignature.of(t, False) for t in aux)),

@@ -20,7 +20,7 @@ from ..abstract.evaluation import (
 )
 from ..abstract.outline import outline as outline_of, split_aux
 from ..abstract.purity import LogicalDraws, Purity
-from ..errors import StageError, by_dtensor, first_line, line_of, refuse_own
+from ..errors import StageError, by_dtensor, first_line, line_of, other_engine, refuse_own
 from ..layout import local
 from ..process import hold_interrupts
 from ..program import Example, FlatProgram, Gradients, Leaves, Outline, StageProgram, stage_program
@@ -220,7 +220,7 @@ def functional(stage: DifferentiableStage, example: tuple[Any, ...]) -> tuple[Fl
     >>> gx
     tensor([1., 1.])
     """
-    return _checked_program(_by_vjp, "torch.func", "use the eager engine", stage, example)
+    return _checked_program(_by_vjp, "torch.func", other_engine("eager"), stage, example)
 
 
 @engine
@@ -291,7 +291,7 @@ def _checked_program(
                 f"it calls an autograd.Function without setup_context, or an operator with register_autograd"
                 f"{line_of(error)}, which {by} does not take"
             )
-            instead = "use the eager engine, or graph"
+            instead = f"{other_engine('eager')}, or graph"
         raise StageError(stage.name, reason, instead) from error
     return FlatProgram(forward, backward, backward_input, lambda gparams: gparams), None
 

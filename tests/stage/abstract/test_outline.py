@@ -58,7 +58,7 @@ def test_modules_that_run_on_zeros_are_found_too():
     assert seen.modules == (own,)
     assert (
         "values" in seen.untraced[0]
-        and seen.untraced[1] == "use the functional engine, which runs any Python"
+        and seen.untraced[1].startswith("use the functional engine")
     )
 
 

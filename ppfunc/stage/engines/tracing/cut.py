@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch.fx import Graph, Node, map_arg
 
 from ...abstract.sizes import Numbers
-from ...errors import StageError
+from ...errors import StageError, other_engine
 from .graph import (
     ancestors,
     base,
@@ -213,6 +213,6 @@ def residual_bytes(joint: Joint, residuals: Nodes, name: str) -> int:
             name,
             "its backward needs a sparse tensor that its forward makes, whose size is not known without"
             " values",
-            'use the functional engine, or graph(remat="full"), which makes it again',
+            f'use graph(remat="full"), which makes it again, or {other_engine("functional")}',
         )
     return sum(n.meta["val"].untyped_storage().nbytes() for n in owners)

@@ -23,7 +23,7 @@ from ..._torch import (
 )
 from ...abstract.evaluation import without_values
 from ...abstract.purity import tensors_in, written
-from ...errors import StageError, first_line, refuse_own
+from ...errors import StageError, first_line, other_engine, refuse_own
 from ...program import Gradients, Leaves
 from ...signature import differentiable
 from ..differentiable import DifferentiableStage, contiguous
@@ -121,7 +121,7 @@ def recorded(fn: Callable[..., Any], groups: tuple[Leaves, ...], name: str) -> J
         reason = (
             f"it runs, but its gradient cannot be traced ({first_line(error)}{record.place_of(str(error))})"
         )
-        instead = "register one" if "register_autograd" in reason else "use the eager engine"
+        instead = "register one" if "register_autograd" in reason else other_engine("eager")
         raise StageError(name, reason, instead) from error
     record.graph.output(record.with_nodes(results))
     return Joint(record.graph, params, x, extras, gy)
@@ -180,13 +180,13 @@ def _require_pure(joint: Joint, draws: int, name: str) -> None:
             raise StageError(
                 name,
                 f"the effect of {node.target} cannot be removed from its trace",
-                "use the functional engine",
+                other_engine("functional"),
             )
     if sum(map(is_random, joint.graph.nodes)) > draws:
         raise StageError(
             name,
             "its backward draws random numbers, which would not repeat those of its forward",
-            "use the eager engine",
+            other_engine("eager"),
         )
 
 
@@ -199,7 +199,7 @@ class Record(GraphRecorder, TorchDispatchMode):
     """
 
     def __init__(self, stage: str) -> None:
-        super().__init__(stage, _ENTRY, "use the functional engine")
+        super().__init__(stage, _ENTRY, other_engine("functional"))
         # Calls of operators that may cut the gradient without saying so, with their results and the histories
         # before the call.
         self._doubtful: list[tuple[Node, list[tuple[Any, Any]]]] = []

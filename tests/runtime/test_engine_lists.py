@@ -1,4 +1,4 @@
-"""A loss that the engine of the stages cannot serve has an engine of its own."""
+"""Each stage has an engine of its own where it needs one, the last with the loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 import ppfunc as pp
 from ppfunc.stage import StageError, eager, functional, graph
 from ppfunc.stage.output import Output
-from tests.models import same_bits, squared
+from tests.models import squared
 
 ROWS, T, D = 8, 6, 4
 
@@ -47,39 +47,42 @@ def require_as_reference(result, model, loss_fn, x, t):
     torch.testing.assert_close({n: g for tree in result[1].values() for n, g in tree.items()}, grads)
 
 
-@pytest.mark.parametrize("schedule", [pp.one_f_one_b(2, 4), pp.zb_h1(2, 4)], ids=["1f1b", "zb_h1"])
-@pytest.mark.parametrize("loss_engine", [functional, eager])
-def test_ctc_leaves_the_stages_on_the_graph_engine(problem, schedule, loss_engine):
-    model, x, t = problem
-    parts = pp.split(model, x[:2], at=["2"])
-    step = pp.value_and_grad(parts, ctc, schedule, loss_engine=loss_engine)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        require_as_reference(step(parts.params, x, t), model, ctc, x, t)
-    programs = step._compiled.last.compiled.programs
-    assert hasattr(programs[0, 0].flat.backward, "recipe") and hasattr(
-        programs[1, 0].flat.backward_weight, "recipe"
-    )
-
-
 def by_values(y, target):
     return F.cross_entropy(y[target > 1], target[target > 1])
 
 
+@pytest.mark.parametrize("schedule", [pp.one_f_one_b(2, 4), pp.zb_h1(2, 4)], ids=["1f1b", "zb_h1"])
+@pytest.mark.parametrize("engine", [functional, eager])
 @pytest.mark.parametrize("loss_fn", [ctc, by_values])
-def test_an_engine_is_chosen_and_said(problem, loss_fn):
+def test_a_list_leaves_the_first_stages_on_the_graph_engine(problem, schedule, engine, loss_fn):
     model, x, t = problem
     if loss_fn is by_values:
         x, t = x[:, 0], t[:, 0]
     parts = pp.split(model, x[:2], at=["2"])
-    for make in (pp.value_and_grad, pp.evaluate):
-        step = make(parts, loss_fn, pp.one_f_one_b(2, 4))
-        with pytest.warns(UserWarning, match=r"the loss .* by engines.functional, .* say so, loss_engine"):
-            result = step(parts.params, x, t)
-        if make is pp.value_and_grad:
-            require_as_reference(result, model, loss_fn, x, t)
-        else:
-            torch.testing.assert_close(result, reference(model, loss_fn, x, t)[0])
+    step = pp.value_and_grad(parts, loss_fn, schedule, engine=[graph, engine])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        require_as_reference(step(parts.params, x, t), model, loss_fn, x, t)
+    programs = step._compiled.last.compiled.programs
+    assert [hasattr(programs[stage, 0].flat.backward, "recipe") for stage in (0, 1)] == [True, False]
+
+
+@pytest.mark.parametrize("loss_fn", [ctc, by_values])
+def test_a_refused_loss_names_the_list_that_serves_it(problem, loss_fn):
+    model, x, t = problem
+    if loss_fn is by_values:
+        x, t = x[:, 0], t[:, 0]
+    parts, schedule = pp.split(model, x[:2], at=["2"]), pp.one_f_one_b(2, 4)
+    trainer = pp.Trainer(parts, loss_fn, schedule, pp.optim.sgd(0.1))
+    for step in (
+        partial(pp.value_and_grad(parts, loss_fn, schedule), parts.params),
+        partial(pp.evaluate(parts, loss_fn, schedule), parts.params),
+        partial(trainer.step, trainer.init(parts.params)),
+    ):
+        with pytest.raises(
+            StageError, match=r"^stage 1: .* depend on the values .* engine=\[graph, graph, functional\]"
+        ):
+            step(x, t)
 
 
 @pytest.mark.parametrize("part", ["stage", "loss"])
@@ -113,7 +116,7 @@ def test_a_trainer_takes_one_and_aux_comes_back(problem):
     model, x, t = problem
     parts = pp.split(model, x[:2], at=["2"])
     schedule = pp.one_f_one_b(2, 4)
-    trainer = pp.Trainer(parts, ctc, schedule, pp.optim.sgd(0.1), loss_engine=functional)
+    trainer = pp.Trainer(parts, ctc, schedule, pp.optim.sgd(0.1), engine=[graph, functional])
     state = trainer.init(parts.params)
     after, metrics = trainer.step(state, x, t)
     loss, grads = reference(model, ctc, x, t)
@@ -122,7 +125,7 @@ def test_a_trainer_takes_one_and_aux_comes_back(problem):
         after.params[0]["0.weight"], parts.params[0]["0.weight"] - 0.1 * grads["0.weight"]
     )
     torch.testing.assert_close(trainer.evaluate(state, x, t), loss)
-    step = pp.value_and_grad(parts, ctc_with_aux, schedule, loss_engine=eager, has_aux=True)
+    step = pp.value_and_grad(parts, ctc_with_aux, schedule, engine=[graph, eager], has_aux=True)
     result = step(parts.params, x, t)
     require_as_reference((result.loss, result.grads), model, ctc, x, t)
     want = (model(x).argmax(-1)[:, :2] == t).sum()
@@ -131,7 +134,7 @@ def test_a_trainer_takes_one_and_aux_comes_back(problem):
     ]
 
 
-def test_losses_metrics_states_and_outputs_of_the_last_stage_are_those_of_one_engine():
+def test_losses_metrics_states_and_outputs_of_the_last_stage_are_those_of_any_engine():
     torch.manual_seed(0)
     w, x, t = torch.randn(D, D), torch.randn(ROWS, D), torch.randn(ROWS, D)
 
@@ -141,10 +144,10 @@ def test_losses_metrics_states_and_outputs_of_the_last_stage_are_those_of_one_en
 
     args = ({0: w}, x, t)
     results = []
-    for loss_engine in (None, functional, eager, graph):
-        step = pp.value_and_grad([last], squared, pp.gpipe(1, 4), loss_engine=loss_engine, has_aux=True)
+    for engine in (graph, functional, eager):
+        step = pp.value_and_grad([last], squared, pp.gpipe(1, 4), engine=[engine], has_aux=True)
         looks = pp.evaluate(
-            [last], squared, pp.gpipe(1, 4), loss_engine=loss_engine, return_outputs=True, has_aux=True
+            [last], squared, pp.gpipe(1, 4), engine=[engine], return_outputs=True, has_aux=True
         )
         results.append((step(*args, state={0: torch.zeros(())}), looks(*args, state={0: torch.zeros(())})))
     for result, looked in results[1:]:
@@ -155,32 +158,15 @@ def test_losses_metrics_states_and_outputs_of_the_last_stage_are_those_of_one_en
         torch.testing.assert_close(looked.outputs, results[0][1].outputs)
 
 
-def test_it_is_refused_without_a_loss_and_a_fault_names_whose_it_is(problem):
-    model, x, t = problem
-    with pytest.raises(ValueError, match="loss_engine: got one, and no loss function"):
-        pp.evaluate([squared], None, pp.gpipe(1, 4), return_outputs=True, loss_engine=functional)
-    with pytest.raises(TypeError, match="loss_engine: got .*, expected ppfunc.engines.graph"):
-        pp.value_and_grad([squared], squared, pp.gpipe(1, 4), loss_engine="functional")
-    parts = pp.split(model, x[:2], at=["2"])
-    with pytest.raises(StageError, match="the loss: its control flow or its shapes depend on the values"):
-        pp.value_and_grad(parts, ctc, pp.gpipe(2, 4), loss_engine=graph)(parts.params, x, t)
+def test_what_is_no_engine_is_refused_and_a_fault_names_whose_it_is():
+    with pytest.raises(
+        TypeError, match=r"engine\[1\]: got 'functional' of type str, expected ppfunc.engines"
+    ):
+        pp.value_and_grad([squared] * 2, squared, pp.gpipe(2, 4), engine=[graph, "functional"])
 
     def looks(params, x):
         return params * x if x.sum() > 0 else x
 
+    x = torch.randn(ROWS, D)
     with pytest.raises(StageError, match="stage 0: its control flow"):
-        pp.value_and_grad([looks], squared, pp.gpipe(1, 4))({0: torch.ones(D)}, x[:, 0], x[:, 0])
-
-
-def test_a_loss_that_fits_a_budget_only_apart_is_served_by_another_engine():
-    """It was refused by every call: alone the engine could serve it."""
-    params = {0: torch.ones(4, 4), 1: torch.ones(4, 1)}
-    x, target = torch.ones(8, 4), torch.zeros(8, 1)
-
-    def mean_of_squares(y, target):
-        return ((y - target) ** 2).mean()
-
-    make = partial(pp.value_and_grad, [lambda w, x: x @ w] * 2, mean_of_squares, pp.gpipe(2, 2))
-    with pytest.warns(UserWarning, match="the loss is differentiated by engines.functional"):
-        found = make(engine=pp.engines.graph(remat=64))(params, x, target)
-    assert same_bits(found, make(engine=pp.engines.eager)(params, x, target))
+        pp.value_and_grad([looks], squared, pp.gpipe(1, 4))({0: torch.ones(D)}, x, x)
