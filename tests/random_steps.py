@@ -40,7 +40,7 @@ from tests.models import (
     squared,
 )
 
-WIDTH, MOST = 4, 800  # bytes that a stage may keep of a microbatch
+WIDTH = 4
 TRAINING = [name for name, build in BUILDERS.items() if not build(2, 4).forward_only]
 STAGES: dict[str, tuple[Callable[..., Any], Callable[[int], Any]]] = {
     "dense": (dense, lambda seed: {"w": normal(WIDTH, WIDTH, seed=seed)}),
@@ -51,7 +51,6 @@ REMATS: dict[str, Any] = {
     "none": "none",
     "cheap": "cheap",
     "full": "full",
-    "bytes": MOST,
     "every other": lambda operator, number: number % 2 == 0,
     "by place": {"*": "full"},
 }

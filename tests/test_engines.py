@@ -18,7 +18,6 @@ TRAINING = [name for name, builder in BUILDERS.items() if not builder(2, 4).forw
 EXACT = {
     "remat": pp.engines.graph(remat="full"),
     "remat of some": pp.engines.graph(remat=lambda operator, _: "gelu" in str(operator)),
-    "remat to a budget": pp.engines.graph(remat=500),
     "functional": pp.engines.functional,
     "eager": pp.engines.eager,
 }

@@ -11,9 +11,9 @@ batch and optimizer state. Messages take gloo, since memory that two processes m
 ``--models`` the stages are blocks of a small GPT, whose steps make gradients and are compared with torch's.
 With ``--models``, those of ``split_zoo.py``, which need transformers, are split and trained by AdamW; of four
 ranks or more, half are data ranks. ``llama`` computes in bfloat16. ``--covering`` takes few cases of five
-models, in which each two choices meet. Of ``--remats`` a number is the most bytes to keep, ``places`` is one
-choice for some modules of a model, and ``save`` computes again all but products and attention. Torch
-checkpoints each block where the choice is ``full`` or ``save``.
+models, in which each two choices meet. Of ``--remats``, ``places`` is one choice for some modules of a model,
+and ``save`` computes again all but products and attention. Torch checkpoints each block where the choice is
+``full`` or ``save``.
 """
 
 import argparse
@@ -54,7 +54,7 @@ PLACES = {
 ATEN = torch.ops.aten
 SAVED = [ATEN.mm.default, ATEN.addmm.default, ATEN.linear.default]
 SAVED += [ATEN._scaled_dot_product_flash_attention_for_cpu.default]
-REMATS = "cheap", "none", "full", "200000", "places"
+REMATS = "cheap", "none", "full", "places"
 SCHEDULES = "gpipe", "1f1b", "interleaved_1f1b", "zbv", "dualpipev", "zb_h1"
 Row = tuple[int, int]  # predicted and measured bytes
 
@@ -192,7 +192,7 @@ def main() -> None:
         ranks = dist.get_world_size() if model == "blocks" else 2
         schedule = BUILDERS[name](ranks, options.microbatches)
         schedule = pp.schedule.insert_offloads(schedule) if offload else schedule
-        chosen: Any = int(remat) if remat.isdigit() else computed_again if remat == "save" else remat
+        chosen: Any = computed_again if remat == "save" else remat
         chosen = {PLACES[model]: "full"} if remat == "places" else chosen
         if model == "blocks":
             row, theirs = blocks(options, schedule, chosen, rank)

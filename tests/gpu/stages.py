@@ -45,7 +45,7 @@ def probe() -> Facts:
         " alltoall_base eager_connect_single_device"
     ).split()
     made = getattr(dist, "ProcessGroupNCCL", None)
-    packages = "optree einops networkx safetensors pytest hypothesis".split()
+    packages = "optree einops safetensors pytest hypothesis".split()
     return {
         "python": sys.version.split()[0],
         "torch": torch.__version__,

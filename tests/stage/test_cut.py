@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ppfunc.stage import Signature, StageError, graph
+from ppfunc.stage import Signature, graph
 from ppfunc.stage.abstract.outline import outline
 from ppfunc.stage.engines.tracing import emit
 from ppfunc.stage.tree import tree_leaves
@@ -94,7 +94,7 @@ def storages(tensors):
 
 
 @pytest.mark.xfail(torch.__version__ < "2.12", reason="abstractly, attention of float64 keeps float32 there")
-@pytest.mark.parametrize("remat", ["none", "full", lambda op, _: "gelu" in str(op), 9_000])
+@pytest.mark.parametrize("remat", ["none", "full", lambda op, _: "gelu" in str(op)])
 def test_residual_bytes_are_those_of_the_storages_kept(transformer, parts, remat):
     case = transformer(2)
     program = graph(case.fn, case.args, remat=remat)
@@ -143,7 +143,7 @@ def test_no_dependence_is_none_in_flat_programs():
 
 # Rematerialisation.
 
-REMATS = ["none", "full", lambda op, _: "gelu" in str(op) or "layer_norm" in str(op), 9_000, 2_000]
+REMATS = ["none", "full", lambda op, _: "gelu" in str(op) or "layer_norm" in str(op)]
 
 
 @pytest.mark.parametrize("remat", REMATS)
@@ -184,25 +184,7 @@ def test_a_predicate_chooses_the_operators(transformer, parts):
     assert calls["B"]["gelu"] == 2 and calls["B"]["native_layer_norm"] == 0
 
 
-def test_a_budget_is_kept_and_more_bytes_cost_less_work(transformer, parts):
-    case = transformer(3)
-    whole = graph(case.fn, case.args).residual_bytes
-    work = []
-    for share in (0.1, 0.5, 0.9):
-        program = graph(case.fn, case.args, remat=int(share * whole))
-        assert 0.5 * share * whole < program.residual_bytes <= share * whole
-        calls, _, _ = parts(program, case)
-        work.append(calls["B"].total())
-    assert work[0] > work[1] > work[2]
-
-
-def test_a_budget_that_cannot_be_kept_is_refused(transformer):
-    case = transformer(1)
-    with pytest.raises(StageError, match="it may keep 10 bytes, but needs 512 with everything"):
-        graph(case.fn, case.args, remat=10)
-
-
-@pytest.mark.parametrize("remat", ["none", "full", 2_000, lambda op, _: True])
+@pytest.mark.parametrize("remat", ["none", "full", lambda op, _: True])
 def test_random_results_are_kept(remat, run):
     def fn(w, x):
         return F.dropout(F.dropout(x @ w, 0.5) @ w, 0.5).tanh()
@@ -240,6 +222,7 @@ def test_an_unknown_rematerialisation_is_refused():
         ("some", "remat: got 'some'"),
         ({"h": "all"}, r"remat\['h'\]: got 'all'"),
         (True, "remat: got"),
+        (500, "remat: got 500"),
     ):
         with pytest.raises(ValueError, match=said):
             graph(remat=wrong)  # before a stage is traced

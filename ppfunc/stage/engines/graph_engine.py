@@ -65,8 +65,8 @@ def graph(
             crosses and computed again one at a time. W apart from I then computes again what it would get
             from I: in a transformer both take 1.4 times as long as the whole backward. A predicate
             ``(operator, number) -> bool``: whether results of this ``torch._ops.OpOverload``, the
-            ``number``-th of its calls from 0, are computed again. The most bytes to keep of one microbatch,
-            its inputs included. Or one of the choices, other than bytes, for each of some modules:
+            ``number``-th of its calls from 0, are computed again. Or one of these choices for each of some
+            modules:
             ``{"layers.*.mlp": "full", "layers.*": lambda operator, number: operator not in SAVED}``. The
             first pattern of ``fnmatch`` that matches counts; ``|`` stands between alternatives. ``"full"``
             keeps what enters each such module and what leaves it, a predicate counts within it. Elsewhere
@@ -121,8 +121,8 @@ def graph(
     if isinstance(remat, Mapping):
         for pattern, choice in remat.items():
             _require_choice(choice, f"remat[{pattern!r}]")
-    elif not isinstance(remat, int) or isinstance(remat, bool):
-        _require_choice(remat, "remat", ', a number of bytes, or {"layers.*.mlp": one of the others}')
+    else:
+        _require_choice(remat, "remat", ', or {"layers.*.mlp": one of these}')
     if dynamic and (compile or cuda_graphs):
         raise ValueError(
             "graph got dynamic=True with compile or cuda_graphs, whose programs have one size; leave one out"
@@ -161,7 +161,6 @@ def _traced(
     """Trace a stage, and cut its trace in programs. Whoever varies sizes asks for ``dynamic=False``."""
     # A tenth of this package, for stages that are traced.
     from .tracing.again import cut_for
-    from .tracing.budget import within
     from .tracing.clean import clean, require_same
     from .tracing.cut import residual_bytes
     from .tracing.dispatch import without_onednn
@@ -190,10 +189,7 @@ def _traced(
     if any_autocast():
         for node in joint.graph.nodes:  # its casts are operators of the trace
             node.meta["within"] = without_autocast
-    if isinstance(remat, int) and not isinstance(remat, bool):
-        blocks = within(joint, remat, name)
-    else:
-        blocks = cut_for(joint, remat, name, leaf_names(example.params))
+    blocks = cut_for(joint, remat, name, leaf_names(example.params))
     flat = programs(blocks, name, compile, _unread(joint, example))
     if cuda_graphs:
         from .captured import captured

@@ -56,10 +56,7 @@ def test_modules_that_run_on_zeros_are_found_too():
     seen = outline(lambda w, x: own(x) if x.sum() < 1 else x, (torch.ones(2), torch.ones(2)))
     assert not seen.known and seen.random is None
     assert seen.modules == (own,)
-    assert (
-        "values" in seen.untraced[0]
-        and seen.untraced[1].startswith("use the functional engine")
-    )
+    assert "values" in seen.untraced[0] and seen.untraced[1].startswith("use the functional engine")
 
 
 @pytest.mark.parametrize("branch", [False, True])

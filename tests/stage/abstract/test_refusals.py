@@ -525,14 +525,11 @@ def test_a_sparse_tensor_made_in_the_forward_is_not_kept_by_the_graph_engine(arg
 
     w, x = (t.clone().requires_grad_() for t in args)
     want = torch.autograd.grad(fn(w, x).sum(), (w, x))
-    for engine in (graph, graph(remat=10**6)):
-        with pytest.raises(
-            StageError,
-            match=(
-                "stage 2: its backward needs a sparse tensor .* Instead: use the functional engine, or graph"
-            ),
-        ):
-            engine(fn, args, name="stage 2")
+    with pytest.raises(
+        StageError,
+        match="stage 2: its backward needs a sparse tensor .* Instead: use graph.*full.*the functional",
+    ):
+        graph(fn, args, name="stage 2")
     for engine in (graph(remat="full"), functional, eager):
         y, residuals = (program := engine(fn, args)).forward(*args)
         torch.testing.assert_close(
@@ -555,19 +552,6 @@ def test_a_sparse_constant(engine, args):
     y, residuals = (program := engine(fn, args)).forward(*args)
     want = torch.autograd.grad(fn(w, x).sum(), (w, x))
     torch.testing.assert_close(program.backward(residuals, torch.ones_like(y)), want, rtol=1e-12, atol=1e-12)
-
-
-def test_a_sparse_tensor_of_the_forward_alone_is_traced_to_a_budget(args):
-    def fn(w, x):
-        return (x @ w).sin() + (x > 0).to_sparse().to_dense()
-
-    y, residuals = (program := graph(fn, args)).forward(*args)
-    with pytest.raises(StageError, match="it may keep 1 bytes"):
-        graph(remat=1)(fn, args)
-    least = graph(remat=program.residual_bytes - 1)(fn, args)
-    other, fewer = least.forward(*args)
-    assert torch.equal(y, other)
-    assert all(map(torch.equal, least.backward(fewer, y), program.backward(residuals, y)))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -7,7 +7,6 @@
     cut.py            cut              cuts the graph in forward, backward and the two parts of a backward;
                                        posts collectives early, waits late
       again.py          cut_for          chooses what the backward computes again
-      budget.py         within           chooses it so that at most so many bytes are kept
     interleave.py     interleave       runs two programs as one
     emit.py           TracedFunction   writes a program in Python; runs the one in C++ if it is there
       dispatch.py       find_call        finds the fastest call of each operator

@@ -37,10 +37,9 @@ Predicate = Callable[[OpOverload, int], bool]
 """From an operator, and how many calls of it came before, to: compute its results again?"""
 
 Choice = Literal["cheap", "none", "full"] | Predicate
-Remat = Choice | int | Mapping[str, Choice]
+Remat = Choice | Mapping[str, Choice]
 """``"cheap"`` computes again what saves most, for 1% of the work of a step; ``"none"`` nothing; ``"full"``
-keeps what enters blocks alone; a predicate chooses operators; a number is the most bytes that may be kept;
-a mapping chooses by the names of modules."""
+keeps what enters blocks alone; a predicate chooses operators; a mapping chooses by the names of modules."""
 
 aten = torch.ops.aten
 _NORMS = {"native_layer_norm", "_fused_rms_norm", "_to_copy"}
@@ -59,7 +58,7 @@ def cut_for(joint: Joint, remat: Remat, name: str, params: Iterable[str] = ()) -
 
     Args:
         joint: the trace.
-        remat: see :func:`~ppfunc.stage.graph`; not a number of bytes, which :func:`.budget.within` takes.
+        remat: see :func:`~ppfunc.stage.graph`.
         name: of the stage, for errors.
         params: names of the parameters.
 
