@@ -15,10 +15,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-# Makes operators functional: what they write becomes new values.
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-
-# The only class of modes, beside those that make operators functional, that the key `PreDispatch` takes.
+# The class of modes that the key `PreDispatch` takes.
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 # The function by which reentrant checkpoints hide their region.
@@ -26,8 +23,6 @@ from torch.utils.checkpoint import CheckpointFunction as CheckpointFunction
 
 # Computes with values during a trace.
 with_values = unset_fake_temporarily
-
-to_functional = FunctionalTensor.to_functional
 
 # Raises where one of the values of a tensor is false: what the checks of torch come to.
 check_values = torch._check_tensor_all_with
@@ -49,23 +44,3 @@ def saved_tensor_hooks() -> Any:
 def vmapped() -> bool:
     """Tell whether a ``vmap`` is active: an unmapped tensor cannot be written into by a mapped one."""
     return any(transform.key() == TransformType.Vmap for transform in get_interpreter_stack() or ())
-
-
-class FunctionalMode(FunctionalTensorMode):
-    """Makes the operators functional that are called before dispatch."""
-
-    def __init__(self) -> None:
-        super().__init__(pre_dispatch=True, export=True)
-
-
-def from_functional(value: Any) -> Any:
-    """Return the tensor within a functional one, with all writes applied."""
-    if not isinstance(value, FunctionalTensor):
-        return value
-    torch._sync(value)  # type: ignore[attr-defined]  # the stubs leave it out
-    return torch._from_functional_tensor(value.elem)
-
-
-def without_functionalize() -> Any:
-    """Skip the dispatcher's functionalising kernel within the context: the mode does its work."""
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))

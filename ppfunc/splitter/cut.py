@@ -43,10 +43,6 @@ class StagePart(NamedTuple):
     sent: Mapping[int, tuple[Node, ...]]
 
 
-class WrittenElsewhereError(Exception):
-    """Raised where a stage writes into memory that another has made: the trace must be made functional."""
-
-
 def cut(trace: Trace, stages: int, state: Mapping[str, int]) -> tuple[StagePart, ...]:
     """Cut a trace.
 
@@ -56,8 +52,8 @@ def cut(trace: Trace, stages: int, state: Mapping[str, int]) -> tuple[StagePart,
         state: the stages of buffers that are state whether this trace writes into them or not.
 
     Raises:
-        StageError: the model writes into a parameter or an input, or into one buffer in several stages.
-        WrittenElsewhereError: the trace has to be made functional first.
+        StageError: the model writes into a parameter, into one buffer in several stages, or in one stage into
+            memory that another has made.
     """
     homes = {**state, **state_buffers(trace)}
     cutter = _Cutter(trace, homes)
@@ -122,8 +118,14 @@ def _require_homes(cutter: "_Cutter", state: Mapping[str, int]) -> None:
             )
         if maker in cutter.buffer_of or writer in cutter.cheap:
             continue
-        if {w.meta["stage"] for w in writers} != {maker.meta["stage"]}:
-            raise WrittenElsewhereError(writer.meta["place"])
+        home = maker.meta["stage"]
+        for writer in (w for w in writers if w.meta["stage"] != home):
+            raise StageError(
+                MODEL,
+                f"its stage {writer.meta['stage']} writes into memory that stage {home} has"
+                f" made{writer.meta['place']}",
+                "cut elsewhere, ppfunc.split(model, args, at=names), or make a new tensor there",
+            )
 
 
 class _Cutter:

@@ -88,8 +88,6 @@ def by_numbers(func: OpOverload, args: Any, kwargs: Any, result: Any) -> tuple[O
     Returns:
         The operator and its arguments, unchanged if values are read.
     """
-    if func is aten.lift_fresh.default:
-        return aten.lift_fresh_copy.default, args, kwargs
     if func in _FACTORIES and result.layout is torch.strided and result.is_contiguous():
         arguments = named_arguments(func, args, kwargs)
         value = [arguments["fill_value"]] if "fill_value" in arguments else []

@@ -1,6 +1,6 @@
 """Run the part of one stage of a trace: arrange what it receives, what it sends and what it returns."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from .cut import StagePart, storages_of
 from .record import Region, within
 from .trace import Trace
 
+aten = torch.ops.aten
 Leaves = tuple[Tensor, ...]
 
 
@@ -69,22 +70,29 @@ register_leafless(NotKept, lambda node: node._kind, NotKept)
 
 
 def stage_codes(
-    trace: Trace, parts: Sequence[StagePart], ambient: Region, replaced: Mapping[Any, Any]
+    trace: Trace, parts: Sequence[StagePart], ambient: Region, mapped: bool
 ) -> tuple[StageCode, ...]:
     """Write the code of every stage.
 
     Args:
         trace, parts: of the model.
         ambient: the region in which stages are called; operators of others are called in theirs.
-        replaced: functions to call in the place of operators.
+        mapped: whether a ``vmap`` is active. It hides by what attention chooses its kernel, such as the
+            gradient of the mask.
     """
     contexts: dict[Region, Callable[[], Any]] = {}
     for node in trace.nodes:
-        node.meta["call"] = OperatorCall(replaced.get(node.target, node.target))
+        attends = node.target is aten.scaled_dot_product_attention.default
+        node.meta["call"] = OperatorCall(_attention if attends and mapped else node.target)
         region = node.meta["region"]
         if region != ambient:
             node.meta["within"] = contexts.setdefault(region, partial(within, region, ambient))
     return tuple(_code(trace, part, stage, stage == len(parts) - 1) for stage, part in enumerate(parts))
+
+
+def _attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Compute attention by its scores as a matrix."""
+    return aten._scaled_dot_product_attention_math.default(*args, **kwargs)[0]
 
 
 def _code(trace: Trace, part: StagePart, stage: int, last: bool) -> StageCode:

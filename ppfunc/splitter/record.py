@@ -88,6 +88,9 @@ def within(region: Region, ambient: Region | None = None) -> Iterator[None]:
 class Recording(GraphRecorder, PreDispatchMode):
     """Records the operators that this thread calls, each with the stage that it belongs to.
 
+    Args:
+        mapped: whether they are to run within a ``vmap``.
+
     Attributes:
         graph: ``meta`` of a node has ``value`` (a `Value`, of one tensor), ``stage``, ``region`` (a
             `Region`), ``reads`` and ``writes`` (the storages of its arguments, and of those that it writes
@@ -99,8 +102,9 @@ class Recording(GraphRecorder, PreDispatchMode):
         cuts: how many there were at each call of ``torch.distributed.pipelining.pipe_split()``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mapped: bool) -> None:
         super().__init__(MODEL, _ENTRY, BY_HAND)
+        self.mapped = mapped
         self.stage = 0
         self.operators = 0
         self.cuts: list[int] = []
@@ -169,9 +173,6 @@ class Recording(GraphRecorder, PreDispatchMode):
         self.require_operator(func)
         if func.namespace == "pippy":
             return self.cuts.append(self.operators)
-        if func is aten.copy.default:  # of functional traces: it has no derivative
-            cast = self.call(aten.to.dtype, (args[1], args[0].dtype), {})
-            return self.call(aten.expand.default, (cast, list(args[0].shape)), {})
         if func.namespace == "prim" or (func is aten.detach_.default and not args[0].requires_grad):
             return func(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
@@ -185,6 +186,7 @@ class Recording(GraphRecorder, PreDispatchMode):
         nodes = [self.node(t) for t in tensors]
         if func is aten.lift_fresh.default:
             nodes[0].meta["known"] = True  # numbers in the code of the model
+            func = aten.lift_fresh_copy.default
         writes = storages(written(func, args, kwargs))
         try:
             result = self._whole(func, args, kwargs)
@@ -197,8 +199,9 @@ class Recording(GraphRecorder, PreDispatchMode):
             return result
         if schema(func).returns and next(tensors_in(result), None) is None and not schema(func).is_mutable:
             return result  # a number, known without values
-        target, args, kwargs = by_numbers(func, args, kwargs, result)
-        node = self.add(target, self.with_nodes(args), self.with_nodes(kwargs), result)
+        if not self.mapped:  # a tensor made of numbers is not mapped, and takes no mapped values
+            func, args, kwargs = by_numbers(func, args, kwargs, result)
+        node = self.add(func, self.with_nodes(args), self.with_nodes(kwargs), result)
         self._note(node, storages(tensors_in((args, kwargs))), writes)
         return result
 

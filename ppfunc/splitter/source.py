@@ -20,8 +20,7 @@ from ppfunc.stage.process import process_lock
 
 from ._torch import vmapped
 from .call import CallForm, Constants, LeafForm
-from .cut import StagePart, WrittenElsewhereError, cut, readers, state_buffers
-from .functional import MAPPABLE, without_writes
+from .cut import StagePart, cut, readers, state_buffers
 from .program import StageCode, stage_codes
 from .record import Region
 from .trace import Trace, label_stages, trace
@@ -135,12 +134,12 @@ class Source:
         Raises:
             StageError: the model cannot be traced, or the stages would not be those of the split.
         """
-        functional = vmapped()  # where no operator may write into a tensor
+        mapped = vmapped()
         key = (
             *inputs,
             device,
             compute,
-            functional,
+            mapped,
             form.key,
             self._watch.state(),
             tuple((p.requires_grad, p.dtype) for p in self.model.parameters()),
@@ -149,8 +148,8 @@ class Source:
         with process_lock:
             if key not in self._codes:
                 if traced is None:
-                    traced = self._trace(form, inputs, device, compute)
-                self._codes[key] = self._make_codes(traced, device, functional)
+                    traced = self._trace(form, inputs, device, compute, mapped)
+                self._codes[key] = self._make_codes(traced, mapped)
                 while len(self._codes) > _MOST:
                     self._codes.popitem(last=False)
             self._codes.move_to_end(key)
@@ -205,10 +204,15 @@ class Source:
             return moved
 
     def _trace(
-        self, form: CallForm, inputs: Sequence[LeafForm], device: torch.device, compute: torch.dtype | None
+        self,
+        form: CallForm,
+        inputs: Sequence[LeafForm],
+        device: torch.device,
+        compute: torch.dtype | None,
+        mapped: bool,
     ) -> Trace:
         try:
-            return trace(self.model, form, inputs, device, self.names, compute)
+            return trace(self.model, form, inputs, device, self.names, compute, mapped)
         except StageError as error:
             if any(form.inputs == known.inputs for known in self.forms):
                 raise
@@ -220,18 +224,13 @@ class Source:
                 " ppfunc.split(model, ppfunc.Microbatches([...]))",
             ) from error
 
-    def _make_codes(self, traced: Trace, device: torch.device, functional: bool) -> tuple[StageCode, ...]:
+    def _make_codes(self, traced: Trace, mapped: bool) -> tuple[StageCode, ...]:
         ambient = Region(True, autocast())
         label_stages(traced, _begins(self.names, traced, self._readers))
-        traced = without_writes(traced, device) if functional else traced
-        try:
-            parts = cut(traced, self.stages, self._homes)
-        except WrittenElsewhereError:
-            traced = without_writes(traced, device)
-            parts = cut(traced, self.stages, self._homes)
+        parts = cut(traced, self.stages, self._homes)
         _require_plain(parts)
         _require_same(self.held, parts)
-        return stage_codes(traced, parts, ambient, MAPPABLE if functional else {})
+        return stage_codes(traced, parts, ambient, mapped)
 
 
 class Footprint(NamedTuple):

@@ -20,9 +20,7 @@ from ppfunc.stage.flops import flop_counter
 from ppfunc.stage.modules.module import is_subclass, require_usable
 
 from .call import CallForm, Constants, LeafForm
-from .functional import fake
 from .known import call_again
-from .pipe import as_pipe
 from .record import within
 from .source import Source
 from .trace import PIPE_SPLIT, Tensors, Trace, trace, undisturbed
@@ -73,15 +71,14 @@ def split(
     other subclasses (quantised weights) are constants of the stages, read when the model is traced.
 
     Args:
-        model: any module, also on ``meta``, which is left unmodified; or a
-            ``torch.distributed.pipelining.Pipe``.
+        model: any module, also on ``meta``, which is left unmodified.
         args, kwargs: the arguments of one call on one microbatch, tensors may be on ``meta``; or Microbatches
             of such ``args``, one for each form. Of these, the largest decides where a number of stages is
             cut, and values other than tensors are part of the split where all have the same.
         at: names of modules, each of which begins a stage at its first call; or the number of stages, which
             are then balanced by the operations of their layers; or a partition of the layers of the model.
-            None for a ``Pipe``, which has its own stages, and for a model that calls
-            ``torch.distributed.pipelining.pipe_split()``, each call of which begins a stage then.
+            None for a model that calls ``torch.distributed.pipelining.pipe_split()``: each call begins a
+            stage.
         constants: names of arguments, tensors of integers or flags by which the model makes shapes or decides
             (``image_grid_thw``, ``cu_seqlens``). Their values belong to the form of the inputs: the model is
             traced for each. A step reads them, best on the CPU. In a whole batch they are cut as other inputs
@@ -106,13 +103,6 @@ def split(
     [['0.bias', '0.weight'], ['2.bias', '2.weight']]
     """
     _require_module(model)
-    pipe = as_pipe(model)
-    if pipe is not None:
-        if at is not None:
-            raise ValueError(
-                f"at: got {at!r}, and a Pipe, which is cut already; leave at out, or split the model itself"
-            )
-        model, at = pipe, pipe.stages[1:]
     # The class of microbatches is not imported for this.
     examples = [*args] if type(args).__name__ == "Microbatches" else [args]
     known = Constants.of(constants, model)
@@ -160,6 +150,11 @@ def split(
 
 def _require_module(model: Any) -> None:
     require_usable(model)
+    if hasattr(model, "split_gm"):
+        raise TypeError(
+            f"model: got a {type(model).__name__} of torch.distributed.pipelining, cut already; split the"
+            " model that it was made of, ppfunc.split(model, args, at=names)"
+        )
     for name, part in model.named_modules():
         what = f"{name or 'model'}: got {type(part).__name__}"
         if isinstance(part, torch.jit.ScriptModule):
@@ -327,11 +322,15 @@ def _flops(traced: Trace, device: torch.device) -> list[float]:
                 "value" in n.meta and n.meta["laid"] for n in (node, *node.all_input_nodes)
             )
             if sparse or not (free or laid):
-                forms = map_arg((node.args, node.kwargs), lambda n: n.meta["value"]._replace(storage=None))
-                key = node.target, node.meta["region"], comparable(forms)
+                called = map_arg((node.args, node.kwargs), lambda n: n.meta["value"]._replace(storage=None))
+                key = node.target, node.meta["region"], comparable(called)
                 if sparse or key not in known:
                     before = counter.get_total_flops()
-                    made = {n: fake(n, device, False) for n in node.all_input_nodes if n not in values}
+                    forms = {n: n.meta["value"] for n in node.all_input_nodes if n not in values}
+                    made = {
+                        n: torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=device)
+                        for n, v in forms.items()
+                    }
                     with within(node.meta["region"]), suppress(*DATA_DEPENDENT):  # these count nothing
                         values[node] = call_again(node, values | made)
                     known[key] = counter.get_total_flops() - before

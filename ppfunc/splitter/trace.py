@@ -102,6 +102,7 @@ def trace(
     device: torch.device,
     names: Iterable[str],
     compute: torch.dtype | None = None,
+    mapped: bool = False,
 ) -> Trace:
     """Call the model on tensors without values, and record what it does.
 
@@ -112,6 +113,7 @@ def trace(
         device: where it computes, wherever its tensors are now.
         names: of modules, whose first calls are noted.
         compute: the dtype of its floating parameters, by default that of each.
+        mapped: whether it is to run within a ``vmap``.
 
     Raises:
         StageError: it cannot be traced.
@@ -120,7 +122,9 @@ def trace(
     # It sees draws by functions that `unseen_refused` does not replace.
     then = (watch := Watch(model)).state()
     before = {*then.found}
-    traced = without_foreign_draws(partial(_trace, model, form, inputs, device, names, compute), MODEL)
+    traced = without_foreign_draws(
+        partial(_trace, model, form, inputs, device, names, compute, mapped), MODEL
+    )
     require_none_left(watch.state(), before, MODEL)
     watch.settle(then, (), MODEL)
     return traced
@@ -133,10 +137,11 @@ def _trace(
     device: torch.device,
     names: Iterable[str],
     compute: torch.dtype | None,
+    mapped: bool,
 ) -> Trace:
     tensors = Tensors.of(model)
     with process_lock, undisturbed(), unseen_refused(), without_values():
-        recording = Recording()
+        recording = Recording(mapped)
         fakes = {name: _like(t, device, compute) for name, t in tensors.params.items()}
         fakes |= {name: _like(t, device) for name, t in tensors.buffers.items()}
         input_tensors = tuple(_input(leaf, device) for leaf in inputs)
