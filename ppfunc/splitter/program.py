@@ -82,8 +82,10 @@ def stage_codes(
     """
     contexts: dict[Region, Callable[[], Any]] = {}
     for node in trace.nodes:
-        attends = node.target is aten.scaled_dot_product_attention.default
-        node.meta["call"] = OperatorCall(_attention if attends and mapped else node.target)
+        if mapped and node.target is aten.scaled_dot_product_attention.default:
+            node.target = _attention
+        assert callable(node.target)
+        node.meta["call"] = OperatorCall(node.target)
         region = node.meta["region"]
         if region != ambient:
             node.meta["within"] = contexts.setdefault(region, partial(within, region, ambient))

@@ -15,6 +15,7 @@ from torch import nn
 
 import ppfunc as pp
 from ppfunc.schedule import Op
+from ppfunc.stage.engines.tracing.joint import Record
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.training.update import train_state
 from tests import models
@@ -276,6 +277,26 @@ def test_a_warm_step_prepares_nothing_and_marks_nothing_again(monkeypatch):
         assert len(counted) == 16
         trainer.step(tree_map(torch.clone, state), x, y)
         assert len(counted) == 32
+
+
+def test_the_first_step_alone_traces(monkeypatch):
+    """The scalars of a clip were traced in the second."""
+    traces, init = [], Record.__init__
+    monkeypatch.setattr(Record, "__init__", lambda self, stage: traces.append(stage) or init(self, stage))
+    stages, params, x, y = problem()
+    counts = []
+    with pp.Trainer(
+        stages,
+        squared,
+        pp.zb_h1(4, 8),
+        pp.optim.chain(pp.optim.clip_by_global_norm(1.0), pp.optim.adamw(1e-2)),
+        precision=pp.Precision(scale=pp.dynamic_scale()),
+    ) as trainer:
+        state = trainer.init(params)
+        for _ in range(3):
+            state, _ = trainer.step(state, x, y)
+            counts.append(len(traces))
+    assert counts[0] and counts == counts[:1] * 3
 
 
 def test_what_is_not_finite_raises_or_is_ignored_where_asked():
