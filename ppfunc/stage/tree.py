@@ -1,4 +1,4 @@
-"""Flatten trees, with the classes that are registered with optree, in any namespace, or with
+"""Flatten trees, with the classes that are registered with optree for all namespaces, or with
 ``torch.utils._pytree``.
 
 Everything in the package flattens by these functions, so that a class known in one place is known in all.
@@ -13,12 +13,11 @@ from typing import Any
 
 import optree
 import torch
-from optree.registry import _NODETYPE_REGISTRY as OPTREE_NODES
 
 from ._torch import PYTREE_NODES
 
 NAMESPACE = "ppfunc"
-"""Where classes of torch and of other namespaces are registered, and dictionaries are read in their order."""
+"""Where classes of torch are registered, and dictionaries are read in their order."""
 
 BLOCK_MASKS = "torch.nn.attention.flex_attention"
 
@@ -38,7 +37,7 @@ def tree_flatten(tree: Any, name: str = "tree") -> tuple[list[Any], optree.PyTre
     >>> tree_flatten({"b": (1, None), "a": 2})[0]
     [1, 2]
     """
-    if len(PYTREE_NODES) + len(OPTREE_NODES) != _known:
+    if len(PYTREE_NODES) != _known:
         _adopt()
     try:
         return optree.tree_flatten(tree, namespace=NAMESPACE)
@@ -96,12 +95,12 @@ class _NodeEntry(optree.PyTreeEntry):
         return f"{node}{self.entry}"
 
 
-_known = 0  # classes of torch and of optree when they were last adopted
+_known = 0  # classes of torch when they were last adopted
 _adopting = threading.Lock()
 
 
 def _adopt() -> None:
-    """Register the classes that torch knows and optree does not, and those of other namespaces of optree."""
+    """Register the classes that torch knows and optree does not."""
     global _known
     with _adopting:
         for kind, node in list(PYTREE_NODES.items()):
@@ -115,13 +114,7 @@ def _adopt() -> None:
                 optree.register_pytree_node(
                     kind, *_functions_of(node), path_entry_type=_NodeEntry, namespace=NAMESPACE
                 )
-        for entry in list(OPTREE_NODES.values()):
-            if entry.namespace and optree.register_pytree_node.get(entry.type, namespace=NAMESPACE) is None:
-                optree.register_pytree_node(
-                    entry.type, entry.flatten_func, entry.unflatten_func,
-                    path_entry_type=entry.path_entry_type, namespace=NAMESPACE,
-                )  # fmt: skip
-        _known = len(PYTREE_NODES) + len(OPTREE_NODES)
+        _known = len(PYTREE_NODES)
 
 
 def _functions_of(node: Any) -> tuple[Callable[[Any], tuple[Any, ...]], Callable[[Any, Any], Any]]:

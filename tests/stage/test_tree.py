@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import optree
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-import ppfunc as pp
 from ppfunc.stage import Signature, eager, functional, graph, outline
 from ppfunc.stage.transforms import dual, for_samples, per_sample
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths, tree_structure
@@ -65,24 +63,6 @@ def test_classes_registered_with_torch_are_nodes():
     signature = Signature.of(tree)
     assert Signature.from_json(signature.to_json()) == signature
     assert hash(Signature.from_json(signature.to_json())) == hash(signature)
-
-
-def test_classes_of_another_namespace_of_optree_are_nodes():
-    class Pair:
-        def __init__(self, one, other):
-            self.one, self.other = one, other
-
-    tree = {"a": Pair(torch.ones(2), None)}
-    with pytest.raises(TypeError, match="expected a tensor"):
-        Signature.of(tree)
-    optree.register_pytree_node(
-        Pair, lambda pair: ((pair.one, pair.other), None), lambda _, kids: Pair(*kids), namespace="theirs"
-    )
-    assert Signature.of(tree).leaves[0].shape == (2,)
-    loss, grads = pp.value_and_grad([lambda p, x: x * p["a"].one], lambda y, t: y.sum(), pp.gpipe(1, 1))(
-        {0: tree}, torch.ones(1, 2), torch.ones(1, 2)
-    )
-    assert grads[0]["a"].one.tolist() == [1, 1] and loss == 2
 
 
 def test_a_class_may_be_registered_at_any_time():
