@@ -137,7 +137,4 @@ if TYPE_CHECKING:
     )
     from .tuning.tune import tune as tune
 else:
-    __getattr__, __dir__, __all__ = attach(
-        __name__,
-        "engines optim checkpoint collectives transforms schedule parallel training stage runtime".split(),
-    )
+    __getattr__, __dir__, __all__ = attach(__name__)

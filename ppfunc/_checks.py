@@ -9,7 +9,6 @@ from math import inf
 from numbers import Real
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
-C = TypeVar("C", bound=type)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -120,60 +119,6 @@ def suggestion(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {by_letters[similar[0]]!r}?" if similar else ""
 
 
-def mend_of(owner: str, name: str) -> str:
-    """Return what to write for a name of another library, or an empty text.
-
-    Args:
-        owner: where the name was used: a class, the package, a function, ``()`` for an argument of any,
-            ``--`` for an option, or ``home`` for an argument of another function.
-
-    >>> mend_of("()", "n_microbatches")
-    'microbatches'
-    """
-    from ._old_words import OLD_WORDS  # here, because it is needed for errors only
-
-    return OLD_WORDS.get(owner, {}).get(name, "")
-
-
-def mend_for(value: Any, otherwise: str = "") -> str:
-    """Return what to use instead of an object of another library, by its class; else ``otherwise``."""
-    name = value.__name__ if isinstance(value, type) else type(value).__name__
-    return mend_of("value", name) or mend_of("ppfunc", name) or otherwise
-
-
-def answering(owner: C) -> C:
-    """Decorate a class: AttributeError names ppfunc's attribute for one that other libraries have.
-
-    Named tuples also raise with a hint for text indices and assignments.
-    """
-
-    def lacking(self: Any, name: str) -> Any:
-        error = f"{owner.__name__!r} object has no attribute {name!r}"
-        if mend := mend_of(owner.__name__, name):
-            raise AttributeError(f"{error}; here: {mend}", name=name)
-        if not name.startswith("_"):
-            known = sorted(n for n in {*dir(self)} - {*dir(tuple)} if not n.startswith("_"))
-            error = f"{error}; it has {', '.join(known)}"
-        raise AttributeError(error, name=name, obj=self)
-
-    def item(self: Any, key: Any) -> Any:
-        if isinstance(key, str):
-            raise TypeError(f"{owner.__name__}[{key!r}]: got a text as the index; write .{key}")
-        return tuple.__getitem__(self, key)
-
-    def fixed(self: Any, name: str, value: Any) -> None:
-        raise AttributeError(
-            f"{owner.__name__}.{name}: it does not change; ._replace({name}=...) makes another"
-        )
-
-    if "__init__" in vars(owner):
-        owner.__init__ = naming_arguments(owner.__init__)  # type: ignore[misc]
-    owner.__getattr__ = lacking  # type: ignore[attr-defined]
-    if issubclass(owner, tuple):
-        owner.__getitem__, owner.__setattr__ = item, fixed  # type: ignore[method-assign]
-    return owner
-
-
 def not_copied(kind: str, mend: str) -> Callable[..., NoReturn]:
     """Make the ``__reduce__`` of what is bound to its process: copies and pickles raise TypeError.
 
@@ -211,16 +156,11 @@ def with_arguments(error: str, function: Callable[..., Any]) -> str:
     """Complete the text of Python's TypeError for wrong arguments: add the nearest name, and all names.
 
     >>> with_arguments("got an unexpected keyword argument 'target'", lambda params, inputs, targets: 0)
-    "got an unexpected keyword argument 'target'; write targets; it takes params, inputs, targets"
+    "got an unexpected keyword argument 'target'; did you mean 'targets'?; it takes params, inputs, targets"
     """
     names = [name for name in inspect.signature(function).parameters if name not in ("self", "_cls")]
     unknown = re.search(r"unexpected keyword argument '(\w+)'", error)
-    missing = re.search(r"missing .*'(\w+)'", error)
-    mend = mend_of("missing", missing[1]) if missing else ""
-    mend = mend_of(function.__name__, unknown[1]) or mend_of("()", unknown[1]) if unknown else mend
-    if unknown and (mend or unknown[1]) not in names:
-        mend = mend_of("home", mend or unknown[1]) or mend
-    near = f"; write {mend}" if mend else suggestion(unknown[1], names) if unknown else ""
+    near = suggestion(unknown[1], names) if unknown else ""
     error = re.sub(r"\S+<locals>\.|\b_\w+\.(?!_)|\.__(new|init)__", "", error)  # what made it
     return f"{error}{near}; it takes {', '.join(names)}"
 

@@ -4,20 +4,17 @@ torch.
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
-from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
-from ppfunc._checks import mend_of, suggestion
+from ppfunc._checks import suggestion
 
 # Ten times faster than `ast`, at every import.
 _IMPORT = re.compile(r"from \.(?P<module>[\w.]*) import|(?P<name>\w+) as (?P=name)\b")
 
 
-def attach(
-    package: str, look_in: Sequence[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package from its imports under
     ``if TYPE_CHECKING``.
 
@@ -31,7 +28,6 @@ def attach(
     >>> "topology" in __all__, str(__getattr__("default_grid")(6))
     (False, 'pipe=2,data=3')
     """
-    sys.modules[package].__class__ = _Package
     spec = sys.modules[package].__spec__
     assert spec is not None and spec.loader is not None
     source = spec.loader.get_source(package)  # type: ignore[attr-defined]
@@ -45,15 +41,12 @@ def attach(
 
     def load(name: str) -> Any:
         if name not in module_of:
-            homes = [] if name.startswith("_") else look_in
-            places = {inner: f"{home}.{inner}" for home in reversed(homes) for inner in dir(load(home))}
-            raise _unknown(package, name, sorted(module_of), places)
+            mend = suggestion(name, module_of) or f"; dir({package}) lists its names"
+            # The name without the object: with both, Python's traceback would add a suggestion of its own.
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{mend}", name=name)
         module = module_of[name]
         home = import_module(f"{package}.{module or name}")
         value = getattr(home, name) if module else home
-        for each in (home, value):  # a module that is imported for a name is an attribute, never loaded
-            if isinstance(each, ModuleType):
-                each.__class__ = _Package
         setattr(sys.modules[package], name, value)
         return value
 
@@ -61,14 +54,6 @@ def attach(
         if module_of[name] in exports:
             load(name)
     return load, lambda: sorted(module_of), exports
-
-
-class _Package(ModuleType):
-    """A module that says what to write when it is called, as a function elsewhere of its name is."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        mend = mend_of("module", self.__name__.rpartition(".")[2]) or f"dir({self.__name__}) lists its names"
-        raise TypeError(f"{self.__name__} is a module, not a function; here: {mend}")
 
 
 def late(module: str, name: str) -> Callable[..., Any]:
@@ -85,15 +70,3 @@ def late(module: str, name: str) -> Callable[..., Any]:
 
     call.__name__ = name
     return call
-
-
-def _unknown(package: str, name: str, names: list[str], places: dict[str, str]) -> AttributeError:
-    if mend := mend_of("ppfunc", name):
-        return AttributeError(f"module {package!r} has no attribute {name!r}; here: {mend}", name=name)
-    mend = "" if name in places else suggestion(name, names)
-    place = places.get(name) or {inner.lower(): place for inner, place in places.items()}.get(name.lower())
-    if not mend and hasattr(sys.modules.get("torch.func"), name):
-        mend = f"; torch.func.{name} goes around a step of one process, ppfunc.hvp and ppfunc.jvp are for all"
-    mend = mend or (f"; it is {package}.{place}" if place else f"; dir({package}) lists its names")
-    # The name without the object: with both, Python's traceback would add a suggestion of its own.
-    return AttributeError(f"module {package!r} has no attribute {name!r}{mend}", name=name)

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from ppfunc import schedule as schedules  # whose passes and proofs load with the first step function
-from ppfunc._checks import mend_for, naming_arguments, shown
+from ppfunc._checks import naming_arguments, shown
 from ppfunc.runtime import InProcess, StepFunction, StepResult, StepSpec, Transport, interleaved, two_streams
 from ppfunc.runtime.agreement.ties import Tied, TiedPlaces, read_tied
 from ppfunc.runtime.call.arguments import LossWeights, RawArguments, read_loss_weights
@@ -88,8 +88,8 @@ def unpacked(
         )
     if not isinstance(schedule, Schedule):
         raise TypeError(
-            f"schedule: got {shown(schedule)}, expected a schedule;"
-            f" {mend_for(schedule, 'make one, such as ppfunc.one_f_one_b(ranks=4, microbatches=8)')}"
+            f"schedule: got {shown(schedule)}, expected a schedule, such as"
+            " ppfunc.one_f_one_b(ranks=4, microbatches=8)"
         )
     is_class = isinstance(loss_fn, type)
     if (loss_fn is None and loss_wanted) or (loss_fn is not None and (is_class or not callable(loss_fn))):
@@ -224,10 +224,10 @@ def _require(stages: Sequence[Any], schedule: Schedule, engine: Any, spec: StepS
     for stage, fn in enumerate(stages):
         module = isinstance(fn, torch.nn.Module | ModuleStage)
         if module or not (fn is None or callable(fn)):
-            mend = mend_for(fn, "take ppfunc.stage_from_module(module).fn, and its params" if module else "")
+            mend = "; take ppfunc.stage_from_module(module).fn, and its params" if module else ""
             raise TypeError(
                 f"stages[{stage}]: got {shown(fn)}, expected a function fn(params, x) -> y, or None for a"
-                f" stage of another process{mend and f'; {mend}'}"
+                f" stage of another process{mend}"
             )
     _require_count(stages, schedule)
     listed = isinstance(engine, list | tuple)

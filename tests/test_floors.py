@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[1] / "ppfunc"
 FLOORS = {
     "_lazy": 0,
     "_checks": 0,
-    "_old_words": 0,
     "schedule": 1,
     "parallel": 1,
     "stage": 2,
@@ -169,16 +168,6 @@ def test_an_unknown_name_is_answered_with_the_nearest():
         AttributeError, match="no attribute 'interleave_1f1b'; did you mean 'interleaved_1f1b'"
     ):
         ppfunc.interleave_1f1b  # noqa: B018
-    for name, home in (
-        ("save", "checkpoint"),
-        ("adamw", "optim"),
-        ("graph", "engines"),
-        ("psum", "collectives"),
-    ):
-        with pytest.raises(AttributeError, match=rf"no attribute {name!r}; it is ppfunc.{home}.{name}$"):
-            getattr(ppfunc, name)
-    with pytest.raises(AttributeError, match="no attribute 'AdamW'; it is ppfunc.optim.adamw$"):
-        ppfunc.AdamW  # noqa: B018
     with pytest.raises(AttributeError, match="did you mean 'dualpipev'"):
         ppfunc.DualPipeV  # noqa: B018
     with pytest.raises(AttributeError, match=r"no attribute 'xyz'; dir\(ppfunc.schedule\) lists its names"):

@@ -99,12 +99,12 @@ MISTAKES = {
     "a field of Costs": (
         lambda: pp.Costs(fwd=1),
         TypeError,
-        r"^Costs\(\) got .* 'fwd'; (write forward|did you mean 'forward'\?); it takes forward, ",
+        r"^Costs\(\) got .* 'fwd'; did you mean 'forward'\?; it takes forward, ",
     ),
     "a field of Axes": (
         lambda: pp.Axes(pipeline="pp"),
         TypeError,
-        r"^Axes\(\) got .* 'pipeline'; (write pipe|did you mean 'pipe'\?); it takes pipe, data, model, ",
+        r"^Axes\(\) got .* 'pipeline'; did you mean 'pipe'\?; it takes pipe, data, model, ",
     ),
     "a field of Output": (
         lambda: pp.Output(1, metric=2),
@@ -131,7 +131,6 @@ MISTAKES = {
         ScheduleError,
         "is computed twice, first at step 1",
     ),
-    "the name of another transform": (lambda: pp.hessian, AttributeError, r"has no attribute 'hessian'.*hvp"),
     "a tensor as a rate": (
         lambda: pp.optim.sgd(torch.tensor(0.1)),
         TypeError,

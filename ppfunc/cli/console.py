@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ppfunc._checks import limited, mend_of, suggestion
+from ppfunc._checks import limited, suggestion
 from ppfunc.schedule.formats.text import shortened
 
 _LONGEST = 4000
@@ -37,11 +37,7 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             word = next((w for w in unknown if w.startswith("-")), unknown[0])
             options = [option for action in self._actions for option in action.option_strings]
-            name = word.partition("=")[0].lstrip("-").replace("-", "_")
-            mend = mend_of("--", name) or mend_of("()", name)
-            here = f"--{mend}" if f"--{mend}" in options else mend if mend.startswith("nothing: ") else ""
-            near = f"; here: {here}" if here else suggestion(word, options)
-            self.error(f"{word} is none of its options or arguments{near}")
+            self.error(f"{word} is none of its options or arguments{suggestion(word, options)}")
         return arguments, unknown
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:

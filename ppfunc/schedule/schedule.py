@@ -10,7 +10,7 @@ from itertools import chain, compress, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from ppfunc._checks import answering, require_index, require_type
+from ppfunc._checks import naming_arguments, require_index, require_type
 from ppfunc._lazy import late
 from ppfunc.parallel.placement import stages_of
 
@@ -33,7 +33,7 @@ class Chain(NamedTuple):
     microbatches: range
 
 
-@answering
+@naming_arguments
 @dataclass(frozen=True, repr=False)
 class Schedule:
     """The programs of all ranks as one value: hashable, comparable, with a stable digest.

@@ -7,7 +7,7 @@ from itertools import chain, compress
 from operator import itemgetter, sub
 from typing import Any
 
-from ppfunc._checks import answering, require_type, show_table, table
+from ppfunc._checks import require_type, show_table, table
 from ppfunc._lazy import late
 
 from .collector import collector_paused
@@ -24,7 +24,6 @@ _BUSY = COMPUTE | {Op.STEP}
 _COUNTED = _BUSY | BESIDE | MOVES
 
 
-@answering
 @dataclass(frozen=True, repr=False)
 class Timeline:
     """Start and end of every instruction, and the figures that follow from them.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from optree import PyTreeSpec, treespec_paths
 
-from ppfunc._checks import mend_for, require_type, shown
+from ppfunc._checks import require_type, shown
 from ppfunc.stage.constants import by_value, is_known, leaves_and_known, with_constants
 from ppfunc.stage.signature import Unquoted
 from ppfunc.stage.tree import filled, tree_flatten, tree_map, tree_structure
@@ -66,8 +66,10 @@ class CallForm(NamedTuple):
         leaves, treedef = tree_flatten((args, kwargs), "args")
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         if not places:
-            mend = "give the arguments of one call of the model, such as args=(ids,), on meta if you like"
-            raise ValueError(f"args: got no tensor in {shown(args)}; {mend_for((*args, 0)[0], mend)}")
+            raise ValueError(
+                f"args: got no tensor in {shown(args)}; give the arguments of one call of the model, such as"
+                " args=(ids,) or args={'input_ids': ids}, on meta if you like"
+            )
         if any(_has_tensors(value) for value in kwargs.values()):
             kind = "kwargs" if not args else "both"
         constants = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)

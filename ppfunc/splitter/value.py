@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ppfunc._checks import answering, mend_of, not_copied
+from ppfunc._checks import not_copied
 from ppfunc.stage.captures import READS
 from ppfunc.stage.constants import with_constants, without_constants
 from ppfunc.stage.errors import StageError
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 Params = Mapping[int, Mapping[str, Tensor]]
 
 
-@answering
 @dataclass(frozen=True, eq=False)
 class Split:
     """A model cut into stages.
@@ -72,7 +71,10 @@ class Split:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(f"a split is not called as its model is; here: {mend_of('Split', 'forward')}")
+        raise TypeError(
+            "a split is not called as its model is;"
+            " pp.evaluate(split, None, schedule, return_outputs=True) makes a step that runs it"
+        )
 
     __reduce__ = not_copied(
         "a split",

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from ppfunc._checks import answering, naming_arguments, not_copied
+from ppfunc._checks import naming_arguments, not_copied
 from ppfunc._step_factory import Stages, make_step, reporting_mistakes, unpacked
 from ppfunc.runtime import InProcess, StepResult, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import TiedPlaces
@@ -30,7 +30,7 @@ from .update.train_state import Metrics as Metrics, TrainState as TrainState
 from .update.update_rule import OnNonfinite, UpdateRule
 
 
-@answering
+@naming_arguments
 class Trainer:
     """Trains a pipeline by pure functions of a state.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from ppfunc._checks import answering, not_copied, with_arguments
+from ppfunc._checks import not_copied, with_arguments
 from ppfunc.stage._torch import differentiating, load_tracer, transforming
 from ppfunc.stage.device import on_device
 
@@ -40,7 +40,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@answering
 class StepFunction(Generic[P, R]):
     """Runs a step and caches its compiled programs by the form of the arguments.
 

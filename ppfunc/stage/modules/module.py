@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ppfunc._checks import mend_of, naming_arguments, shown
+from ppfunc._checks import naming_arguments, shown
 
 from .._torch import is_dtensor, version
 from ..errors import StageError
@@ -26,7 +26,7 @@ State = dict[str, Tensor]
 _Call = Callable[[State, tuple[Any, ...]], Any]
 
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}
-_WRAPPERS = {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel"}
+_WRAPPERS = {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel", "DataParallel"}
 
 
 class ModuleStage(NamedTuple):
@@ -110,7 +110,7 @@ def _layouts(tensors: State) -> dict[str, MeshLayout]:
 
 def require_usable(module: Any) -> None:
     """Raise for an object that is no module, or a module whose parameters cannot be replaced."""
-    mend = mend_of("value", type(module).__name__)
+    mend = ""
     if isinstance(module, type) and issubclass(module, nn.Module):
         mend = f"make one: {module.__name__}(...)"
     if isinstance(module, list | tuple):

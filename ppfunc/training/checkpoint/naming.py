@@ -7,7 +7,7 @@ import optree
 import torch
 from optree import PyTreeAccessor, PyTreeSpec
 
-from ppfunc._checks import limited, mend_for, shown
+from ppfunc._checks import limited, shown
 from ppfunc.splitter import Split
 from ppfunc.stage.tree import tree_flatten
 
@@ -51,7 +51,7 @@ def named_leaves(tree: Any, names: Names, what: str) -> tuple[list[tuple[str, Le
         if type(leaf) not in (bool, int, float, str) and not isinstance(leaf, torch.Tensor):
             raise TypeError(
                 f"{accessor.codify(what)} is of type {type(leaf).__name__}, expected a tensor, a number or a"
-                f" text; {mend_for(leaf, 'leave it out')}"
+                f" text; leave it out"
             )
         if name == "__metadata__":
             raise ValueError(

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ppfunc._checks import answering, mend_for, shown
+from ppfunc._checks import naming_arguments, shown
 from ppfunc.stage._torch import versions
 from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 
@@ -28,7 +28,7 @@ Each call goes on from the last. ``written`` gets the arguments that it writes i
 """
 
 
-@answering
+@naming_arguments
 class Optimizer(NamedTuple):
     """Pair the functions of an optimizer; any such pair serves as one.
 
@@ -79,8 +79,8 @@ def require_pair(name: str, pair: Any) -> None:
     """Raise TypeError for an object without the functions ``init`` and ``update``."""
     if not callable(getattr(pair, "init", None)) or not callable(getattr(pair, "update", None)):
         raise TypeError(
-            f"{name}: got {shown(pair)}, expected init and update;"
-            f" {mend_for(pair, 'make one, such as ppfunc.optim.adamw(1e-3)')}"
+            f"{name}: got {shown(pair)}, expected init and update; make an optimizer, such as"
+            " ppfunc.optim.adamw(1e-3)"
         )
 
 

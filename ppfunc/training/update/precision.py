@@ -6,7 +6,7 @@ from functools import reduce
 
 import torch
 
-from ppfunc._checks import mend_for, naming_arguments, require_counts, require_number, require_positive, shown
+from ppfunc._checks import naming_arguments, require_counts, require_number, require_positive, shown
 from ppfunc.stage.tree import tree_flatten, tree_map
 
 from .._torch import update_scale
@@ -44,8 +44,10 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.scale is not None and not isinstance(self.scale, LossScale):
-            mend = mend_for(self.scale, "write ppfunc.static_scale(1024.0), or ppfunc.dynamic_scale()")
-            raise TypeError(f"scale: got {shown(self.scale)}, expected a LossScale; {mend}")
+            raise TypeError(
+                f"scale: got {shown(self.scale)}, expected a LossScale; write ppfunc.static_scale(1024.0), or"
+                " ppfunc.dynamic_scale()"
+            )
         for name in ("compute", "reduce", "master"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

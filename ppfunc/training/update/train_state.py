@@ -8,7 +8,6 @@ from weakref import ref
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ppfunc._checks import answering
 from ppfunc.stage.tree import tree_leaves
 
 from .._torch import note_on_memory, noted_on_memory
@@ -20,7 +19,6 @@ _made: WeakIdKeyDictionary = (
 _count = [0]  # of updates in place
 
 
-@answering
 class TrainState(NamedTuple):
     """Hold the state of training; every leaf is a tensor or a DTensor.
 
@@ -39,7 +37,6 @@ class TrainState(NamedTuple):
     stage_state: dict[int, Tree]
 
 
-@answering
 class Metrics(NamedTuple):
     """Hold the results of a training step beside the new state, as tensors on the device.
 
