@@ -137,4 +137,32 @@ if TYPE_CHECKING:
     )
     from .tuning.tune import tune as tune
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "": "parallel runtime schedule splitter stage testing training transforms",
+            "measurement": "measure",
+            "runtime": (
+                "P2P AgreementError Axes InProcess Microbatches OnPaper PipelineError StepResult"
+                " interleaved microbatch replicated two_streams"
+            ),
+            "schedule": (
+                "Costs Schedule ScheduleError check chimera data_parallel deepspeed_inference"
+                " deepspeed_train dualpipe dualpipev gpipe inference interleaved_1f1b interleaved_zb"
+                " looped_bfs one_f_one_b plan simulate v_half v_min with_skips zb_h1 zb_h2 zbv zbv_greedy"
+                " zero_bubble"
+            ),
+            "splitter": "Split split",
+            "splitter.materialize": "materialize",
+            "stage": "StageError collectives engines stage_from_module stages_from_layers",
+            "stage.collectives": "context_attention",
+            "stage.layout": "with_layouts",
+            "stage.modules.parallelize": "parallelize",
+            "stage.output": "Output Received",
+            "stage.transforms": "cast_messages ensemble",
+            "steps": "eval_shape evaluate value_and_grad",
+            "training": "Precision Trainer TrainState checkpoint dynamic_scale optim static_scale",
+            "transforms": "hvp jvp per_sample_grad",
+            "tuning.tune": "tune",
+        },
+    )

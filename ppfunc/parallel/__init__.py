@@ -29,4 +29,12 @@ if TYPE_CHECKING:
         prime_factors as prime_factors,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "partition": "Partition partition_balanced partition_uniform",
+            "placement": "Placement explicit loop place stages_of v_shape",
+            "stack": "count_stages effective_loads partition_layers",
+            "topology": "Topology default_grid prime_factors",
+        },
+    )

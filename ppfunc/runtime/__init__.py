@@ -41,4 +41,22 @@ if TYPE_CHECKING:
     from .transport.p2p import P2P as P2P
     from .transport.protocols import Transport as Transport
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "call.batch": "Microbatches replicated",
+            "call.forms": "microbatch",
+            "call.results": "Aux StepResult",
+            "call.step": "StepFunction",
+            "errors": "AgreementError PipelineError",
+            "lowering.analysis": "CompiledFunction LoweredFunction",
+            "lowering.compiled_steps": "CacheInfo",
+            "lowering.lower": "lower",
+            "lowering.lowered": "StepSpec",
+            "lowering.overlap": "interleaved two_streams",
+            "transport.grid": "Axes",
+            "transport.inprocess": "InProcess OnPaper",
+            "transport.p2p": "P2P",
+            "transport.protocols": "Transport",
+        },
+    )

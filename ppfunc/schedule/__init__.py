@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from .formats.files import read_schedule as read_schedule
     from .formats.grid import to_grid as to_grid
     from .formats.json import from_json as from_json, to_json as to_json
-    from .formats.scatter import to_scatter as to_scatter
     from .formats.svg import to_svg as to_svg
     from .formats.text import (
         FormatError as FormatError,
@@ -71,7 +70,11 @@ if TYPE_CHECKING:
         overlap as overlap,
         parts_of as parts_of,
     )
-    from .overview import Overview as Overview, compare_schedules as compare_schedules
+    from .overview import (
+        Overview as Overview,
+        compare_schedules as compare_schedules,
+        to_scatter as to_scatter,
+    )
     from .passes.insert import (
         insert_loads as insert_loads,
         insert_offloads as insert_offloads,
@@ -115,4 +118,41 @@ if TYPE_CHECKING:
         timeline_of as timeline_of,
     )
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "builders": (
+                "BUILDERS chimera data_parallel deepspeed_inference deepspeed_train dualpipe dualpipev"
+                " find_builder gpipe inference interleaved_1f1b interleaved_zb looped_bfs one_f_one_b v_half"
+                " v_min zb_h1 zb_h2 zbv zbv_greedy zero_bubble"
+            ),
+            "certificate": "Certificate check",
+            "configuration": "configure",
+            "costs": "Costs",
+            "errors": "ScheduleError",
+            "formats.csv": "from_csv to_csv",
+            "formats.files": "read_schedule",
+            "formats.grid": "to_grid",
+            "formats.json": "from_json to_json",
+            "formats.svg": "to_svg",
+            "formats.text": "FormatError parse_instruction to_steps",
+            "formats.torch_csv": "to_torch_csv",
+            "formats.trace": "from_trace to_trace",
+            "instruction": "B F I Instruction Op W overlap parts_of",
+            "overview": "Overview compare_schedules to_scatter",
+            "passes.insert": "insert_loads insert_offloads insert_recomputes with_skips",
+            "passes.place_communication": "place_communication",
+            "passes.rewrite": (
+                "compute_only forward_only merge_backward remove_communication remove_slots remove_tail"
+                " remove_unshards split_backward"
+            ),
+            "passes.running": "allocate_slots linearize send_completion",
+            "passes.whole_stage": "append_tail insert_unshards reduce_early",
+            "planner.bounds": "Bound lower_bound",
+            "planner.plan": "Plan plan",
+            "schedule": "Chain Program Schedule Step single_chain",
+            "timeline": "Timeline peak_activations simulate timeline_of",
+        },
+    )
+
+from .formats import notebook as notebook  # gives pictures to the classes of values

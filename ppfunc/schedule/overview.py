@@ -10,13 +10,14 @@ from fractions import Fraction
 from operator import add
 from typing import Any, NamedTuple
 
-from ppfunc._checks import require_counts, show_table
-from ppfunc._lazy import late
+from ppfunc._checks import require_counts, require_type, show_table
 
 from .builders import BUILDERS, find_builder
 from .certificate import check
 from .collector import collector_paused
 from .costs import SENT, Costs, Number, portion, require_costs
+from .formats.elements import clipped, number, short
+from .formats.scatter import Point, draw
 from .instruction import RESIDUAL_OPS, Op
 from .planner.bounds import lower_bound
 from .planner.placements import costs_of_stages
@@ -95,7 +96,9 @@ class Overview:
         )
 
     _repr_pretty_ = show_table
-    _repr_svg_ = late("ppfunc.schedule.formats.scatter", "to_scatter")
+
+    def _repr_svg_(self) -> str:
+        return to_scatter(self)
 
     def exceeds(self, row: ScheduleFigures) -> bool:
         """Tell whether a schedule takes more memory than the cap."""
@@ -180,6 +183,43 @@ def compare_schedules(
         raise ValueError(refused[0][1] if refused else "schedules: got none, expected at least one")
     rows.sort(key=lambda row: row.timeline.makespan)
     return Overview(ranks, microbatches, tuple(rows), tuple(refused), cap)
+
+
+def to_scatter(overview: Overview, *, width: float | None = None) -> str:
+    """Draw ``overview`` as an SVG file: each schedule by its bubble and its peak of activations.
+
+    The nearer to the corner at the left below, the better. Schedules that hold parameters twice or more stand
+    out by their colour.
+
+    Args:
+        width: of the picture, in pixels from 720 to 100000; by default 900.
+
+    Raises:
+        ValueError: a width out of range.
+    """
+    require_type("overview", overview, Overview, "what compare_schedules returns")
+    pale = "" if overview.cap is None else f"; pale: over the cap of {short(overview.cap)}"
+    size = f"{overview.ranks} ranks, {overview.microbatches} microbatches"
+    points = [
+        Point(
+            float(row.timeline.bubble),
+            row.peak_activations,
+            ("twice" if row.parameters > 1 else "point") + (" over" if overview.exceeds(row) else ""),
+            _name(row),
+        )
+        for row in overview.rows
+    ]
+    rows = "; ".join(f"{p.label}: bubble {p.x:.1%}, peak activations {number(p.y)}" for p in points)
+    return draw(
+        points, f"Schedules for {size}: simulated", f"{rows}.", width,
+        ("bubble: share of the makespan in which ranks wait", lambda x: f"{short(100 * x)}%"),
+        (f"peak activations, in those of one microbatch in one rank's share of the model{pale}", short),
+    )  # fmt: skip
+
+
+def _name(row: ScheduleFigures) -> str:
+    name = clipped(row.name)
+    return name if row.parameters <= 1 else f"{name} ({number(row.parameters)} x parameters)"
 
 
 def _items(schedules: Any) -> list[str | Schedule]:

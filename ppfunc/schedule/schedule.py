@@ -3,15 +3,14 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain, compress, pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ppfunc._checks import naming_arguments, require_index, require_type
-from ppfunc._lazy import late
 from ppfunc.parallel.placement import stages_of
 
 from .collector import collector_paused
@@ -78,8 +77,8 @@ class Schedule:
         # Copies compute anew what is cached beside the fields.
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    _repr_pretty_ = late("ppfunc.schedule.formats.grid", "show_grid")
-    _repr_svg_ = late("ppfunc.schedule.formats.svg", "picture")
+    _repr_pretty_: ClassVar[Callable[..., None]]  # see formats/notebook.py
+    _repr_svg_: ClassVar[Callable[..., str | None]]
 
     @cached_property
     def ranks(self) -> int:

@@ -1,14 +1,13 @@
 """Compute time and memory of a schedule on paper."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, compress
 from operator import itemgetter, sub
-from typing import Any
+from typing import Any, ClassVar
 
 from ppfunc._checks import require_type, show_table, table
-from ppfunc._lazy import late
 
 from .collector import collector_paused
 from .costs import Costs, Number, require_costs
@@ -73,7 +72,7 @@ class Timeline:
         )
 
     _repr_pretty_ = show_table
-    _repr_svg_ = late("ppfunc.schedule.formats.svg", "picture")
+    _repr_svg_: ClassVar[Callable[..., str | None]]  # see formats/notebook.py
 
     def rows(self) -> Iterator[Iterator[tuple[Instruction, Time, Time]]]:
         """Iterate over the ranks, and the instructions of each with their start and end."""

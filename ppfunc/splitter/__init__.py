@@ -19,4 +19,4 @@ if TYPE_CHECKING:
     from .splitting import split as split
     from .value import Split as Split
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = attach(__name__, {"splitting": "split", "value": "Split"})

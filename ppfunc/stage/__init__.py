@@ -37,4 +37,17 @@ if TYPE_CHECKING:
     )
     from .signature import LeafSignature as LeafSignature, Signature as Signature
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "": "collectives engines",
+            "abstract.outline": "outline",
+            "engines": "eager functional graph",
+            "errors": "StageError",
+            "modules.layers": "stages_from_layers",
+            "modules.module": "ModuleStage stage_from_module",
+            "modules.parallelize": "shard",
+            "program": "Engine FlatProgram Loss Outline Stage StageProgram",
+            "signature": "LeafSignature Signature",
+        },
+    )

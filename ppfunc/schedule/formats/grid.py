@@ -10,7 +10,7 @@ from collections.abc import Container
 from math import ceil, floor
 from typing import Any, NamedTuple
 
-from ppfunc._checks import clipped, require_counts, require_type
+from ppfunc._checks import require_counts, require_type
 
 from ..costs import Costs
 from ..errors import ScheduleError, require_schedule
@@ -18,7 +18,6 @@ from ..instruction import COMPUTE, Instruction, Op
 from ..schedule import Schedule
 from ..timeline import Timeline, simulate
 
-_SHOWN = 20_000  # instructions whose grid is made only to show its beginning
 _MOST = 50_000_000  # characters
 _LEAST = 20  # columns of a grid that is drawn smaller
 
@@ -92,13 +91,6 @@ def _lines(schedule: Schedule, timeline: Timeline | None, width: int | None) -> 
     return _labelled(
         ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) for row in rows]
     )
-
-
-def show_grid(schedule: Schedule, printer: Any, cycle: bool) -> None:
-    """Show a schedule to IPython in short form, with its grid at top level (``_repr_pretty_``)."""
-    printer.text(repr(schedule))
-    if len(printer.stack) == 1 and sum(schedule.counts.values()) <= _SHOWN:
-        printer.text("\n" + clipped(to_grid(schedule)))
 
 
 def _in_time(rows: list[list[Bar]], width: int | None) -> list[str]:

@@ -1,13 +1,10 @@
-"""Draw schedules as points: how long ranks wait to the right, how much memory they need upwards."""
+"""Draw values with two figures as points of a picture, each with a label that covers no other."""
 
 from collections.abc import Callable, Iterator, Sequence
 from math import hypot
 from typing import NamedTuple
 
-from ppfunc._checks import require_type
-
-from ..overview import Overview, ScheduleFigures
-from .elements import clipped, line, number, page, require_width, short, text, ticks
+from .elements import line, number, page, require_width, text, ticks
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 150.0, 84.0, 60.0
 _LINE, _LETTER, _RADIUS, _CLEAR = (
@@ -32,43 +29,6 @@ class Point(NamedTuple):
     y: float
     kind: str
     label: str
-
-
-def to_scatter(overview: Overview, *, width: float | None = None) -> str:
-    """Draw ``overview`` as an SVG file: each schedule by its bubble and its peak of activations.
-
-    The nearer to the corner at the left below, the better. Schedules that hold parameters twice or more stand
-    out by their colour.
-
-    Args:
-        width: of the picture, in pixels from 720 to 100000; by default 900.
-
-    Raises:
-        ValueError: a width out of range.
-    """
-    require_type("overview", overview, Overview, "what compare_schedules returns")
-    pale = "" if overview.cap is None else f"; pale: over the cap of {short(overview.cap)}"
-    size = f"{overview.ranks} ranks, {overview.microbatches} microbatches"
-    points = [
-        Point(
-            float(row.timeline.bubble),
-            row.peak_activations,
-            ("twice" if row.parameters > 1 else "point") + (" over" if overview.exceeds(row) else ""),
-            _name(row),
-        )
-        for row in overview.rows
-    ]
-    rows = "; ".join(f"{p.label}: bubble {p.x:.1%}, peak activations {number(p.y)}" for p in points)
-    return draw(
-        points, f"Schedules for {size}: simulated", f"{rows}.", width,
-        ("bubble: share of the makespan in which ranks wait", lambda x: f"{short(100 * x)}%"),
-        (f"peak activations, in those of one microbatch in one rank's share of the model{pale}", short),
-    )  # fmt: skip
-
-
-def _name(row: ScheduleFigures) -> str:
-    name = clipped(row.name)
-    return name if row.parameters <= 1 else f"{name} ({number(row.parameters)} x parameters)"
 
 
 Axis = tuple[str, Callable[[float], str]]  # what it shows, and how its numbers are written

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ppfunc._checks import require_index, require_type, shown
 
-from ..errors import ScheduleError, require_schedule
+from ..errors import require_schedule
 from ..instruction import COMPUTE, Op, parts_of
 from ..schedule import Schedule
 from ..timeline import Timeline, simulate
@@ -38,8 +38,7 @@ _THIN = 5.0  # pixels of the bar of a collective
 _STRIP = 24.0  # pixels of the most bytes
 _LEFT, _RIGHT, _BOTTOM = 76.0, 168.0, 44.0
 _DIGIT = 6.8  # pixels of one digit at 11 px
-_COLUMN, _WIDEST = 960.0, 1600.0  # pixels that a notebook has for a picture, and a screen
-_MOST = 1000  # compute instructions that a notebook shows as a picture, of some 200 bytes each
+_WIDEST = 1600.0  # pixels of a screen
 
 _STYLE = """
 .track { fill: #eceff4 } .level { fill: #b4bdcc }
@@ -138,20 +137,6 @@ def to_svg(
             elements += _bytes_held(scale, timeline, rank, memory[rank], most)
     size = _LEFT + scale.width + _RIGHT, scale.y(len(rows)) + _BOTTOM
     return page(heading, _spoken(timeline, facts), *size, _STYLE, _DARK, elements)
-
-
-def picture(value: Schedule | Timeline) -> str | None:
-    """Return the picture of a schedule or a timeline for a notebook: its ``_repr_svg_``.
-
-    None if it would be too large, or if the schedule cannot run: the notebook then shows the text alone.
-    """
-    schedule, timeline = (value.schedule, value) if isinstance(value, Timeline) else (value, None)
-    if sum(count for op, count in schedule.counts.items() if op in COMPUTE) > _MOST:
-        return None
-    try:
-        return to_svg(schedule, timeline, width=_COLUMN)
-    except ScheduleError:  # saying what is wrong with it is the work of check
-        return None
 
 
 def _across(rows: list[list[Bar]], makespan: float) -> float:

@@ -18,4 +18,6 @@ if TYPE_CHECKING:
     from .differentiable import eager as eager, functional as functional
     from .graph_engine import graph as graph
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = attach(
+        __name__, {"differentiable": "eager functional", "graph_engine": "graph"}
+    )

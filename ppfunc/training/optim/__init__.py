@@ -23,4 +23,15 @@ if TYPE_CHECKING:
     from .rates import linear as linear, warmup_cosine as warmup_cosine
     from .whole import muon as muon
 else:
-    __getattr__, __dir__, __all__ = attach(__name__)
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "composed": "chain ema from_updates",
+            "groups": "by_name",
+            "norms": "clip_by_global_norm global_norm",
+            "optimizers": "adamw sgd",
+            "protocols": "Optimizer",
+            "rates": "linear warmup_cosine",
+            "whole": "muon",
+        },
+    )

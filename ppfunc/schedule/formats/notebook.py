@@ -1,0 +1,47 @@
+"""Show schedules and timelines in notebooks.
+
+IPython asks the class of a value for its picture, which modules above that class draw: so they are given to
+the classes here, and ``ppfunc.schedule`` imports this module.
+"""
+
+from typing import Any
+
+from ppfunc._checks import clipped
+
+from ..errors import ScheduleError
+from ..instruction import COMPUTE
+from ..schedule import Schedule
+from ..timeline import Timeline
+from .grid import to_grid
+from .svg import to_svg
+
+_COLUMN = 960.0  # pixels that a notebook has for a picture
+_MOST = 1000  # compute instructions that are shown as a picture, of some 200 bytes each
+_SHOWN = 20_000  # instructions whose grid is made only to show its beginning
+
+
+def show_grid(schedule: Schedule, printer: Any, cycle: bool) -> None:
+    """Show a schedule to IPython in short form, with its grid at top level (``_repr_pretty_``)."""
+    printer.text(repr(schedule))
+    if len(printer.stack) == 1 and sum(schedule.counts.values()) <= _SHOWN:
+        printer.text("\n" + clipped(to_grid(schedule)))
+
+
+def picture(value: Schedule | Timeline) -> str | None:
+    """Draw the picture of a schedule or a timeline for a notebook (``_repr_svg_``).
+
+    Returns:
+        None for a picture that would be too large, or a schedule that cannot run: the notebook then shows the
+        text alone.
+    """
+    schedule, timeline = (value.schedule, value) if isinstance(value, Timeline) else (value, None)
+    if sum(count for op, count in schedule.counts.items() if op in COMPUTE) > _MOST:
+        return None
+    try:
+        return to_svg(schedule, timeline, width=_COLUMN)
+    except ScheduleError:  # saying what is wrong with it is the work of check
+        return None
+
+
+Schedule._repr_pretty_ = show_grid
+Schedule._repr_svg_ = Timeline._repr_svg_ = picture
