@@ -1,7 +1,4 @@
-"""Parse the words of a command line, and write what it prints.
-
-Errors suggest the nearest name, and every help has an example.
-"""
+"""Parse the words of a command line, and write what it prints. Every help has an example."""
 
 import argparse
 import sys
@@ -9,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ppfunc._checks import limited, suggestion
+from ppfunc._checks import limited
 from ppfunc.schedule.formats.text import shortened
 
 _LONGEST = 4000
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parse a command line; errors are short, in the words of the types, without control characters.
+    """Parse a command line; errors are one line, without control characters.
 
     Args:
         example: command lines for the end of the help.
@@ -30,29 +27,6 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{printable(f'{self.prog}: error: {message}')} (see {self.prog} --help)\n")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the words, and refuse unknown ones here rather than in the parent command."""
-        arguments, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            word = next((w for w in unknown if w.startswith("-")), unknown[0])
-            options = [option for action in self._actions for option in action.option_strings]
-            self.error(f"{word} is none of its options or arguments{suggestion(word, options)}")
-        return arguments, unknown
-
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        try:
-            return action.type(arg_string) if callable(action.type) else arg_string
-        except ValueError as error:
-            raise argparse.ArgumentError(action, str(error)) from None
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            names = [str(choice) for choice in action.choices]
-            near = suggestion(value, names)
-            raise argparse.ArgumentError(
-                action, f"invalid choice {value!r}: expected one of {', '.join(names)}{near}"
-            )
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -85,7 +59,7 @@ def number(text: str) -> float:
     """Read a number; whole numbers stay whole, so that sums of them are exact.
 
     Raises:
-        ValueError: ``text`` is not a number, or beyond 1e100.
+        argparse.ArgumentTypeError: ``text`` is not a number, or beyond 1e100.
 
     >>> number("3"), number("0.5")
     (3, 0.5)
@@ -97,9 +71,9 @@ def number(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
-            raise ValueError(f"expected a number, got {shortened(text)}") from None
+            raise argparse.ArgumentTypeError(f"expected a number, got {shortened(text)}") from None
     if abs(value) > _LARGEST and abs(value) != float("inf"):
-        raise ValueError(f"expected a number up to {_LARGEST:g}, got {shortened(text)}")
+        raise argparse.ArgumentTypeError(f"expected a number up to {_LARGEST:g}, got {shortened(text)}")
     return value
 
 
@@ -117,7 +91,7 @@ def count(text: str) -> int:
     """Read a whole number of things that can be counted out.
 
     Raises:
-        ValueError: ``text`` is not a whole number, or is beyond a million.
+        argparse.ArgumentTypeError: ``text`` is not a whole number, or is beyond a million.
 
     >>> count("8")
     8
@@ -125,9 +99,9 @@ def count(text: str) -> int:
     try:
         value = int(text) if len(text) < 100 else MOST + 1
     except ValueError:
-        raise ValueError(f"expected a whole number, got {shortened(text)}") from None
+        raise argparse.ArgumentTypeError(f"expected a whole number, got {shortened(text)}") from None
     if abs(value) > MOST:
-        raise ValueError(f"expected a whole number up to {MOST}, got {shortened(text)}")
+        raise argparse.ArgumentTypeError(f"expected a whole number up to {MOST}, got {shortened(text)}")
     return value
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ppfunc.parallel import Topology, effective_loads, partition_balanced, partition_layers
 
-from .console import MOST, count, number
+from .console import MOST, count, number, numbers
 
 
 def add_parallel(commands: Any) -> None:
@@ -30,9 +30,9 @@ def add_parallel(commands: Any) -> None:
         ),
     )
     source = partition.add_mutually_exclusive_group(required=True)
-    source.add_argument("--weights", help="the weight of each layer, as in 1,2,3")
+    source.add_argument("--weights", type=numbers, help="the weight of each layer, as in 1,2,3")
     source.add_argument("--layers", type=count, help="the number of equal layers")
-    partition.add_argument("--stages", type=count, help="the number of stages")
+    partition.add_argument("--stages", type=count, required=True, help="the number of stages")
     partition.add_argument(
         "--input-weight", type=number, help="cost of the embedding in layers (1 with --layers)"
     )
@@ -67,8 +67,6 @@ def _topology(arguments: argparse.Namespace) -> int:
 
 def _partition(arguments: argparse.Namespace) -> int:
     stages, first, last = arguments.stages, arguments.input_weight, arguments.output_weight
-    if stages is None:
-        raise ValueError("--stages is missing: say how many stages there are to be")
     if arguments.layers is not None and arguments.layers < 1:
         raise ValueError(f"--layers must be at least 1, got {arguments.layers}")
     split_points: tuple[str, ...] | None = None
@@ -77,7 +75,7 @@ def _partition(arguments: argparse.Namespace) -> int:
         partition = partition_layers(arguments.layers, stages, *ends, allow_empty=arguments.allow_empty)
         loads, split_points = effective_loads(partition, *ends), partition.split_points()
     else:
-        weights = [number(text) for text in arguments.weights.split(",")]
+        weights = list(arguments.weights) if isinstance(arguments.weights, tuple) else [arguments.weights]
         weights[0] += first or 0
         weights[-1] += last or 0
         partition = partition_balanced(weights, stages, allow_empty=arguments.allow_empty)

@@ -87,9 +87,13 @@ def _range(text: str) -> Any:
     try:
         values = range(int(first), int(last) + 1) if dots else int(first)
     except ValueError:
-        raise ValueError(f"expected a whole number or a range such as 1..4, got {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number or a range such as 1..4, got {text!r}"
+        ) from None
     if values == range(0):
-        raise ValueError(f"expected a range from small to large, such as {last}..{first}, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a range from small to large, such as {last}..{first}, got {text!r}"
+        )
     return values
 
 

@@ -92,7 +92,7 @@ def test_the_picture(run, tmp_path):
         ),
         (("--ranks", 3, "--microbatches", 3, "dualpipe"), "ranks = 3, expected an even number"),
         (("--ranks", 4, "--microbatches", 7, "1f1b", "dualpipe"), "dualpipe: microbatches = 7, expected an"),
-        ((*SHAPE, "--format", "tabel"), "did you mean 'table'?"),
+        ((*SHAPE, "--format", "tabel"), "invalid choice: 'tabel' (choose from 'table'"),
         (
             (*SHAPE, "--format", "table", "--out", "x.svg"),
             "--out x.svg: expected a name that ends in .txt, for --format table",

@@ -90,7 +90,7 @@ def test_partition_of_61_layers(run):
         ),
         (["partition", "--weights", "1,x", "--stages", "2"], "expected a number, got 'x'"),
         (["partition", "--weights", "1,nan", "--stages", "2"], "the weight of layer 1"),
-        (["partition", "--weights", "1,2"], "--stages is missing"),
+        (["partition", "--weights", "1,2"], "required: --stages"),
         (["partition", "--weights", "", "--stages", "1"], "expected a number, got ''"),
         (["partition", "--weights", "1,2", "--stages", "3"], "sizes [1, 1, 0]"),
         (["partition", "--layers", "0", "--stages", "1"], "--layers must be at least 1, got 0"),
