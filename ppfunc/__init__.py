@@ -119,7 +119,7 @@ if TYPE_CHECKING:
     from .stage.layout import with_layouts as with_layouts
     from .stage.modules.parallelize import parallelize as parallelize
     from .stage.output import Output as Output, Received as Received
-    from .stage.transforms import cast_messages as cast_messages, ensemble as ensemble
+    from .stage.transforms import ensemble as ensemble
     from .steps import eval_shape as eval_shape, evaluate as evaluate, value_and_grad as value_and_grad
     from .training import (
         Precision as Precision,
@@ -159,7 +159,7 @@ else:
             "stage.layout": "with_layouts",
             "stage.modules.parallelize": "parallelize",
             "stage.output": "Output Received",
-            "stage.transforms": "cast_messages ensemble",
+            "stage.transforms": "ensemble",
             "steps": "eval_shape evaluate value_and_grad",
             "training": "Precision Trainer TrainState checkpoint dynamic_scale optim static_scale",
             "transforms": "hvp jvp per_sample_grad",

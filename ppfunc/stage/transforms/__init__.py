@@ -11,7 +11,6 @@ from .mapped import (
     per_sample_loss as per_sample_loss,
     square_norms as square_norms,
 )
-from .messages import cast_messages as cast_messages
 from .tangents import (
     dual as dual,
     dual_loss as dual_loss,
