@@ -192,10 +192,10 @@ def _require_honoured(schedule: Schedule, spec: StepSpec) -> None:
         Op.STEP: f"a step returns gradients and runs no optimizer; {mend}",
         Op.REDUCE_GRAD: f"there are no data parallel ranks to sum over; {mend}",
     }
-    if spec.updates is not None:
+    if spec.updates:
         del refused[Op.STEP], refused[Op.REDUCE_GRAD]
-        if spec.updates.sharded:
-            del refused[Op.UNSHARD], refused[Op.RESHARD]
+    if spec.sharded:
+        del refused[Op.UNSHARD], refused[Op.RESHARD]
     if not schedule.replicas and not spec.tied:
         refused[Op.REDUCE_TIED] = (
             f"no stage of this schedule has replicas, and no tied parameters are declared; {mend}"

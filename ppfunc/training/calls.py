@@ -88,9 +88,8 @@ class Calls:
         programs: StagePrograms | None = None,
     ) -> None:  # fmt: skip
         self.rule, self.transport, self.history = rule, transport, history
-        self._spec, self._make_step, updates = spec, make_step, spec.updates
-        assert updates is not None
-        self.schedule, forwards = completed(schedule, updates.sharded, bool(spec.tied))
+        self._spec, self._make_step = spec, make_step
+        self.schedule, forwards = completed(schedule, spec.sharded, bool(spec.tied))
         self.ranks = TrainingRanks.of(self.schedule, spec.tied, transport)
         self.step = make_step(schedule=self.schedule, spec=spec, programs=programs)
         evaluating = spec._replace(name=f"evaluation of {spec.name}", finite=False, overlapped=None)

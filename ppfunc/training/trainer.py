@@ -13,7 +13,6 @@ from ppfunc._step_factory import Stages, make_step, reporting_mistakes, unpacked
 from ppfunc.runtime import InProcess, StepResult, StepSpec, Transport
 from ppfunc.runtime.agreement.ties import TiedPlaces
 from ppfunc.runtime.call.arguments import LossWeights, Seed
-from ppfunc.runtime.lowering.lowered import Updates
 from ppfunc.runtime.lowering.overlap import Overlapped
 from ppfunc.schedule import Schedule, Timeline
 from ppfunc.splitter import Split
@@ -115,7 +114,8 @@ class Trainer:
                 options=f"{rule.options_text}; checksum_every {checksum_every}; shard {shard}{axes}",
                 tied=ties,
                 sum_dtype=reduce if reduce in (torch.float32, torch.float64) else None,
-                updates=Updates(rule.needs_all, shard == "params"),
+                updates=True,
+                sharded=shard == "params",
                 finite=on_nonfinite == "raise",
                 frozen=frozen,
                 overlapped=overlapped,
@@ -236,9 +236,7 @@ class Trainer:
                     state, *batch, loss_weights=loss_weights[n], seed=(seed[0], seed[1] + n), extras=extras[n]
                 )
 
-        The ranks agree once. If updates do not depend on other stages (no clipping, no scale, and
-        ``on_nonfinite="ignore"``), each stage is updated as soon as its gradients are complete, and the next
-        step begins on ranks that have ended this one.
+        The ranks agree once, before the first step.
 
         Args:
             batches: inputs and targets of every step, all of one form.

@@ -270,7 +270,7 @@ class StepFunction(Generic[P, R]):
     def _require_declared(self, arguments: StepArguments) -> None:
         """Raise ValueError for untied parameters that share memory, each of which would get a gradient."""
         spec, form, params = self.pipeline.spec, arguments.form, arguments.params
-        if "grads" in spec.wants or (spec.updates is not None and not spec.updates.sharded):
+        if "grads" in spec.wants or (spec.updates and not spec.sharded):
             leaves = chain.from_iterable(params[stage] for stage in form.params)
             addresses = None if transforming() else (form, list(map(torch.Tensor.data_ptr, leaves)))
             if addresses is None or addresses != self._addresses:

@@ -85,7 +85,7 @@ def bind(
     placed = binder.bind_all()
     if tail and lowered.spec.shares(lowered.schedule):
         placed += sum_over_places(lowered, transport)
-    if tail and lowered.spec.updates is not None:
+    if tail and lowered.spec.updates:
         placed += update_parameters(lowered, binder.deferred)
     if not tail:
         placed = [(call, place) for call, place in placed if place.instruction.op not in TAIL]
@@ -158,7 +158,7 @@ class _Binder:
         self._away, self._back = SideStreams(), SideStreams()  # of residuals
         # By stage of the model, the UNSHARD that gathers its parameters; None for the step before.
         self._gathering: dict[int, Origin | None] = {}
-        if lowered.spec.updates is not None and not lowered.spec.updates.sharded:
+        if lowered.spec.updates and not lowered.spec.sharded:
             self._gathering = dict.fromkeys(low.model_stage for low in lowered.stages.values())
         self.deferred: list[Origin] = []
 

@@ -19,18 +19,6 @@ from .overlap import Overlapped
 from .stage_programs import StageCall, StagePrograms
 
 
-class Updates(NamedTuple):
-    """Describe the updates of parameters in a program.
-
-    Args:
-        together: every STEP comes after ``join``; else each comes where the schedule has it.
-        sharded: parameters are whole only between UNSHARD and RESHARD.
-    """
-
-    together: bool
-    sharded: bool
-
-
 class StepSpec(NamedTuple):
     """Name the results that the caller wants of a step, and how they are formed.
 
@@ -43,7 +31,8 @@ class StepSpec(NamedTuple):
         overlapped: runs the two parts of an ``OVERLAP_F_B``; by default one after the other.
         tied: the places of tied parameters.
         sum_dtype: of the sums of gradients, where that of a parameter is narrower.
-        updates: of parameters, by REDUCE_GRAD and STEP, which are refused without it.
+        updates: whether parameters are updated, by REDUCE_GRAD and STEP, which are refused without it.
+        sharded: whether updated parameters are whole only between UNSHARD and RESHARD.
         finite: fail a step whose loss or gradients are not finite.
         frozen: the parameters that get zeros as gradients.
         options: of a trainer, terms separated by ``"; "`` that ranks compare.
@@ -60,7 +49,8 @@ class StepSpec(NamedTuple):
     sum_dtype: torch.dtype | None = None
     primal: str = ""
     options: str = ""
-    updates: Updates | None = None
+    updates: bool = False
+    sharded: bool = False
     finite: bool = False
     frozen: FrozenLeaves | None = None
 

@@ -151,8 +151,7 @@ def _trains(lowered: LoweredStep, place: Place) -> bool:
 
 def update_parameters(lowered: LoweredStep, places: Sequence[Origin]) -> Iterator[PlacedCall]:
     """Bind the REDUCE_GRAD and STEP that :func:`is_deferred` leaves to the end of the program."""
-    updates, rank = lowered.spec.updates, lowered.ranks[-1]
-    assert updates is not None
+    rank = lowered.ranks[-1]
     deferred = [(call, place) for place in places if (call := update_call(lowered, place.instruction))]
     steps = [one for one in deferred if one[1].instruction.op is Op.STEP]
     end = Instruction(Op.STEP, lowered.schedule.stages_of(rank)[-1])
@@ -164,17 +163,16 @@ def update_parameters(lowered: LoweredStep, places: Sequence[Origin]) -> Iterato
 
     join = join_losses, place
     yield from (one for one in deferred if one not in steps)
-    yield from [join, *steps] if updates.together else [*steps, join]
+    yield from [join, *steps]
 
 
 def is_deferred(lowered: LoweredStep, instruction: Instruction) -> bool:
-    """Tell whether a REDUCE_GRAD or STEP has to wait until the program has run: for a sum over places, or for
-    the other stages.
+    """Tell whether an instruction has to wait until the program has run: a STEP for the gradients of all
+    stages, a REDUCE_GRAD for a sum over places.
     """
-    updates, model_stages = lowered.spec.updates, lowered.schedule.model_stages
-    assert updates is not None
-    if instruction.op is Op.STEP and updates.together:
+    if instruction.op is Op.STEP:
         return True
+    model_stages = lowered.schedule.model_stages
     places = (place for leaf in lowered.shared_leaves() for place in leaf.places)
     return model_stages[instruction.stage] in {place.model for place in places}
 

@@ -74,7 +74,6 @@ class TrainingUpdate(ParameterUpdate):
         self._factor: torch.Tensor | None = None  # of the gradients, None for 1
         self._found_inf: torch.Tensor | None = None  # 1 where loss or gradients are not finite, float32[]
         self._gathers: dict[int, Callable[[], Leaves]] = {}  # of new parameters, by stage, in order
-        self._conclusions: list[Wait] = []  # of every update whose sums over all ranks are under way
         self._updates_left: dict[int, int] = {}  # by stage, how many updates are to come
         # Of the states of stages before this update, by stage; and those that are on their way.
         self._stage_state: dict[int, Leaves] = {}
@@ -166,7 +165,7 @@ class TrainingUpdate(ParameterUpdate):
     ) -> None:
         """Sum the norm and the loss over all ranks; conclude from them where the updates are to come."""
         rule, world = self._rule, self._ranks.world
-        for stage in sorted({*self._gradients, *self._reducers}) if rule.needs_all else ():
+        for stage in sorted({*self._gradients, *self._reducers}):
             self._await_sums(stage)
         stages, device = max(self._ranks.schedule.model_stages) + 1, self.state.step.device
         counted = losses if self._ranks.model.index == 0 else ()
@@ -179,11 +178,7 @@ class TrainingUpdate(ParameterUpdate):
         rows = None if each is None else losses_of_all(self._ranks, each, device)
         waits += [] if rows is None else [world.all_reduce(rows)]
         leaves, self._leaf_sums = self._leaf_sums, {}
-        conclude = partial(self._conclude, waits, sums, buffers.scale, rows, leaves)
-        if not rule.needs_all:
-            self._conclusions.append(conclude)
-            return
-        conclude()
+        self._conclude(waits, sums, buffers.scale, rows, leaves)
         buffers.state.update({stage: wait() for stage, wait in self._new_states.items()})
         self._new_states.clear()
         if self._stage_state and rule.on_nonfinite == "skip":
@@ -197,10 +192,6 @@ class TrainingUpdate(ParameterUpdate):
         trees, params, optimizer, update = stages[stage]
         self._updates_left[stage] -= 1
         self._gathers.pop(stage, None)  # which this step has waited for
-        if not rule.needs_all:
-            self._await_sums(stage)
-            if stage in self._new_states:
-                self._stage_state[stage] = buffers.state[stage] = self._new_states.pop(stage)()
         new = list(ranks.shards(read(params, trees.params), trees.dims))
         trained = [new[n] for n in trees.trained]
         by_number = self._gradients.pop(stage)
@@ -244,9 +235,8 @@ class TrainingUpdate(ParameterUpdate):
         buffers.gathering[stage] = gather(shards, trees.dims, self._ranks.parts)
 
     def finish(self) -> None:
-        for wait in (*self._conclusions, *self._gathers.values()):
+        for wait in self._gathers.values():
             wait()
-        self._conclusions.clear()
         self._gathers.clear()
         note_made(self.state, {stage: leaves.made() for stage, leaves in self.stages.items()})
 

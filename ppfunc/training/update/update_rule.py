@@ -92,12 +92,6 @@ class UpdateRule(NamedTuple):
             f" {self.on_nonfinite}; {self.states.text}"
         )
 
-    @property
-    def needs_all(self) -> bool:
-        """Tell whether an update needs the gradients of all stages."""
-        clips, scales = self.clip.max_norm < inf, self.precision.scale is not None
-        return clips or scales or self.on_nonfinite != "ignore"
-
 
 class StageUpdate:
     """Updates the leaves of a stage, each time those that it made the last time, without frozen parameters.

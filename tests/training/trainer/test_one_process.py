@@ -113,7 +113,7 @@ def test_a_step_that_is_recorded_is_that_step():
         assert ends[-1] > max(end for op, end in zip(found, ends, strict=True) if op is Op.W)
 
 
-def test_a_stage_is_updated_where_the_schedule_has_it_or_after_all():
+def test_each_step_updates_the_parameters_of_the_step_before():
     stages, params, x, y = problem(2)
     seen = []
 
