@@ -162,11 +162,6 @@ ASKS_DEVICE = torch.ops.prim.device.default
 function_of = attrgetter("_forward_cls")
 
 
-def results_of(node: Any) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
-    """Return the forms of the results of the call that made a history."""
-    return [(form.shape, form.dtype, form.device) for form in node._input_metadata]
-
-
 def has_kernel(operator: OpOverload, device: torch.device) -> bool:
     """Tell whether an operator has a kernel of its own on a device."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(

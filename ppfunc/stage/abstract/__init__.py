@@ -2,8 +2,7 @@
 
 One evaluation gives the outline of a stage::
 
-    outline         the stage is called: its outputs, its draws, its modules; autograd.Functions whose
-                    backward leaves a weight's gradient to the user
+    outline         the stage is called: its outputs, its draws, its modules
       evaluation    on tensors without values; cond, scan and flex attention as the Python that they equal
       purity        every operator is seen: writes into what the call has not made, draws, and collectives
                     through which a gradient would flow wrongly

@@ -1,8 +1,7 @@
 """Evaluate stages without values, to learn their outputs and effects."""
 
-import inspect
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from .._torch import (
     UnsupportedOperatorException,
     estimate,
     function_of,
-    results_of,
 )
 from ..captures import Watch, require_none_left
 from ..errors import StageError, by_dtensor, line_of, other_engine, raised
@@ -164,9 +162,6 @@ def _observe(
         (y, y_def), (aux, aux_def) = split_aux(out, has_aux, name)
     require_values(map(local, y + aux), name)
     _require_unchanged(example, trees, arguments, name)
-    require_weight_gradients(
-        map(local, y), zip(example.paths, arguments[: len(tensors[0])], strict=False), name
-    )
     calls, untraced = (), None
     if seen is not None:
         calls = seen.ended(y + aux, filter(_is_own, _histories([t.grad_fn for t in y if t.grad_fn])))
@@ -263,41 +258,6 @@ def _require_unchanged(
             )
 
 
-# -- Functions that compute the gradient of a weight elsewhere than in their backward
-
-
-def require_weight_gradients(
-    results: Iterable[torch.Tensor], weights: Iterable[tuple[str, torch.Tensor]], stage: str
-) -> None:
-    """Raise StageError for a Function that is given a weight, and returns no gradient that reaches it.
-
-    Such a Function leaves the gradient to a later pass of its own, which no step calls. To find out, the
-    backward of a user's Function that is given a weight runs once, on zeros. Its side effects, such as
-    entries in a list, stay.
-
-    Args:
-        results: what the stage has computed.
-        weights: its parameters, with their paths.
-    """
-    named = {t.grad_fn: path for path, t in weights if t.grad_fn}
-    for node in filter(_is_own, _histories([t.grad_fn for t in results if t.grad_fn])):
-        sources = (source for source, _ in node.next_functions if source)
-        given = [_weights_of(next(sources), named) if needs else set() for needs in node.needs_input_grad]
-        returned = [*zip(given, _backward(node) if any(given) else (), strict=False)]
-        reached = {path for paths, gradient in returned if gradient is not None for path in paths}
-        for paths, gradient in returned:
-            if gradient is None and (path := min(paths - reached, default="")):
-                cls = function_of(node)
-                code = inspect.unwrap(cls.backward).__code__
-                raise StageError(
-                    stage,
-                    f"its autograd.Function {cls.__name__} returns no gradient of {path} in its backward"
-                    f" ({code.co_filename}:{code.co_firstlineno})",
-                    "return it there, without a pass of your own: schedules with I and W compute gradients of"
-                    " weights in W; or freeze the parameter (requires_grad_(False))",
-                )
-
-
 def _is_own(node: Any) -> bool:
     """Tell whether a Function of the user's has made a history."""
     return isinstance(node, BackwardCFunction) and not (
@@ -305,32 +265,11 @@ def _is_own(node: Any) -> bool:
     )
 
 
-def _histories(ahead: list[Any], ends: Container[Any] = ()) -> Iterator[Any]:
-    """Yield histories, and those that they come of, down to ``ends``."""
+def _histories(ahead: list[Any]) -> Iterator[Any]:
+    """Yield histories, and those that they come of."""
     seen = set(ahead)
     while ahead:
         yield (node := ahead.pop())
-        new = set() if node in ends else {below for below, _ in node.next_functions if below} - seen
+        new = {below for below, _ in node.next_functions if below} - seen
         seen |= new
         ahead += new
-
-
-def _weights_of(source: Any, named: dict[Any, str]) -> set[str]:
-    """Name the weights of which a value is made; none if the value is made of anything else as well."""
-    paths = set()
-    for node in _histories([source], named):
-        if node not in named and not any(below for below, _ in node.next_functions):
-            return set()
-        if node in named:
-            paths.add(named[node])
-    return paths
-
-
-def _backward(node: Any) -> tuple[Any, ...]:
-    """Call the backward of a Function on zeros. An error that it raises is left to the engine."""
-    zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in results_of(node))
-    try:
-        returned = node.apply(*zeros)
-    except Exception:
-        return ()
-    return returned if isinstance(returned, tuple) else (returned,)
