@@ -72,7 +72,6 @@ if TYPE_CHECKING:
         Microbatches as Microbatches,
         OnPaper as OnPaper,
         PipelineError as PipelineError,
-        StepResult as StepResult,
         interleaved as interleaved,
         microbatch as microbatch,
         replicated as replicated,
@@ -143,7 +142,7 @@ else:
             "": "parallel runtime schedule splitter stage testing training transforms",
             "measurement": "measure",
             "runtime": (
-                "P2P AgreementError Axes InProcess Microbatches OnPaper PipelineError StepResult"
+                "P2P AgreementError Axes InProcess Microbatches OnPaper PipelineError"
                 " interleaved microbatch replicated two_streams"
             ),
             "schedule": (

@@ -158,7 +158,9 @@ def make_step(
     ranks = transport.local_ranks(proved.ranks)
     order: Iterable[tuple[int, int]] = ((ranks[0], n) for n in range(len(proved.programs[ranks[0]])))
     if len(ranks) > 1:
-        order = (place for place in schedules.linearize(proved) if place[0] in ranks)
+        from ppfunc.schedule.passes.running import linearize
+
+        order = (place for place in linearize(proved) if place[0] in ranks)
     weights = read_loss_weights(loss_weights, proved.microbatches)
     pipeline = Pipeline(
         list(stages), loss_fn, proved, transport, spec, programs, ranks,

@@ -213,7 +213,7 @@ def called(
         join = pp.Microbatches if isinstance(case.forms[call], list) else torch.cat
         batches = [rows and join(rows) for rows in batches]
         returned = step(params, *batches)
-        loss, gradients, inputs = pp.StepResult(*returned)[:3]
+        loss, gradients, inputs = pp.runtime.StepResult(*returned)[:3]
         results.append(tree_map(lambda t: t.detach().cpu().clone(), (loss, gradients, inputs)))
         for t in tree_leaves((batches, tuple(returned))):
             if t is not None:

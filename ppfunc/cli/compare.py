@@ -8,7 +8,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from ppfunc.schedule import Overview, Schedule, compare_schedules, find_builder, to_scatter
+from ppfunc.schedule import Schedule, compare_schedules, find_builder, to_scatter
+from ppfunc.schedule.overview import Overview
 
 from .console import form_of, write
 from .options import (

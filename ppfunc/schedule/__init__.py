@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         zbv_greedy as zbv_greedy,
         zero_bubble as zero_bubble,
     )
-    from .certificate import Certificate as Certificate, check as check
+    from .certificate import check as check
     from .configuration import configure as configure
     from .costs import Costs as Costs
     from .errors import ScheduleError as ScheduleError
@@ -71,7 +71,6 @@ if TYPE_CHECKING:
         parts_of as parts_of,
     )
     from .overview import (
-        Overview as Overview,
         compare_schedules as compare_schedules,
         to_scatter as to_scatter,
     )
@@ -94,19 +93,16 @@ if TYPE_CHECKING:
     )
     from .passes.running import (
         allocate_slots as allocate_slots,
-        linearize as linearize,
-        send_completion as send_completion,
     )
     from .passes.whole_stage import (
         append_tail as append_tail,
         insert_unshards as insert_unshards,
         reduce_early as reduce_early,
     )
-    from .planner.bounds import Bound as Bound, lower_bound as lower_bound
+    from .planner.bounds import lower_bound as lower_bound
     from .planner.plan import Plan as Plan, plan as plan
     from .schedule import (
         Chain as Chain,
-        Program as Program,
         Schedule as Schedule,
         Step as Step,
         single_chain as single_chain,
@@ -115,7 +111,6 @@ if TYPE_CHECKING:
         Timeline as Timeline,
         peak_activations as peak_activations,
         simulate as simulate,
-        timeline_of as timeline_of,
     )
 else:
     __getattr__, __dir__, __all__ = attach(
@@ -126,7 +121,7 @@ else:
                 " find_builder gpipe inference interleaved_1f1b interleaved_zb looped_bfs one_f_one_b v_half"
                 " v_min zb_h1 zb_h2 zbv zbv_greedy zero_bubble"
             ),
-            "certificate": "Certificate check",
+            "certificate": "check",
             "configuration": "configure",
             "costs": "Costs",
             "errors": "ScheduleError",
@@ -139,19 +134,19 @@ else:
             "formats.torch_csv": "to_torch_csv",
             "formats.trace": "from_trace to_trace",
             "instruction": "B F I Instruction Op W overlap parts_of",
-            "overview": "Overview compare_schedules to_scatter",
+            "overview": "compare_schedules to_scatter",
             "passes.insert": "insert_loads insert_offloads insert_recomputes with_skips",
             "passes.place_communication": "place_communication",
             "passes.rewrite": (
                 "compute_only forward_only merge_backward remove_communication remove_slots remove_tail"
                 " remove_unshards split_backward"
             ),
-            "passes.running": "allocate_slots linearize send_completion",
+            "passes.running": "allocate_slots",
             "passes.whole_stage": "append_tail insert_unshards reduce_early",
-            "planner.bounds": "Bound lower_bound",
+            "planner.bounds": "lower_bound",
             "planner.plan": "Plan plan",
-            "schedule": "Chain Program Schedule Step single_chain",
-            "timeline": "Timeline peak_activations simulate timeline_of",
+            "schedule": "Chain Schedule Step single_chain",
+            "timeline": "Timeline peak_activations simulate",
         },
     )
 

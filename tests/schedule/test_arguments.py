@@ -6,6 +6,7 @@ import pytest
 
 import ppfunc.schedule as ps
 from ppfunc.schedule import B, Costs, F, I, ScheduleError, W
+from ppfunc.schedule.timeline import timeline_of
 
 GPIPE = ps.gpipe(3, 2)
 
@@ -155,17 +156,17 @@ def test_what_is_no_schedule_is_refused(name):
             "microseconds: got 0, expected a number above 0",
         ),
         (
-            lambda: ps.timeline_of(GPIPE, None, []),
+            lambda: timeline_of(GPIPE, None, []),
             TypeError,
             "starts: got None of type NoneType, expected 3 rows of times",
         ),
         (
-            lambda: ps.timeline_of(GPIPE, [], []),
+            lambda: timeline_of(GPIPE, [], []),
             ValueError,
             "starts: got 0 rows of times, expected 3, one per rank",
         ),
         (
-            lambda: ps.timeline_of(GPIPE, [1, 2, 3], []),
+            lambda: timeline_of(GPIPE, [1, 2, 3], []),
             TypeError,
             r"starts\[0\]: got 1 of type int, expected a row of times",
         ),

@@ -14,7 +14,6 @@ from ppfunc.schedule import (
     inference,
     interleaved_1f1b,
     interleaved_zb,
-    linearize,
     looped_bfs,
     one_f_one_b,
     v_half,
@@ -26,6 +25,7 @@ from ppfunc.schedule import (
 from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.errors import ScheduleError
 from ppfunc.schedule.instruction import Op
+from ppfunc.schedule.passes.running import linearize
 from ppfunc.schedule.timeline import simulate
 
 

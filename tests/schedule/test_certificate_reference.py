@@ -21,7 +21,6 @@ from ppfunc.schedule import (
     append_tail,
     insert_loads,
     insert_offloads,
-    linearize,
     merge_backward,
     one_f_one_b,
     place_communication,
@@ -30,6 +29,7 @@ from ppfunc.schedule import (
     simulate,
     split_backward,
 )
+from ppfunc.schedule.passes.running import linearize
 from tests.schedule.reference import COMPUTING, SENDING, Model
 from tests.schedule.written import is_accepted
 

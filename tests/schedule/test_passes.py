@@ -25,7 +25,6 @@ from ppfunc.schedule import (
     insert_loads,
     insert_offloads,
     insert_unshards,
-    linearize,
     looped_bfs,
     merge_backward,
     one_f_one_b,
@@ -41,6 +40,7 @@ from ppfunc.schedule import (
 )
 from ppfunc.schedule.dataflow import Dataflow
 from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE
+from ppfunc.schedule.passes.running import linearize
 
 
 def bare_schedules():

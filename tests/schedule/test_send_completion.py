@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from ppfunc.schedule import BUILDERS, Op, compute_only, one_f_one_b, place_communication, send_completion
+from ppfunc.schedule import BUILDERS, Op, compute_only, one_f_one_b, place_communication
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS
+from ppfunc.schedule.passes.running import send_completion
 from tests.clock import busy
 
 

@@ -28,13 +28,13 @@ from ppfunc.schedule import (
     remove_communication,
     simulate,
     split_backward,
-    timeline_of,
     zb_h1,
     zb_h2,
     zbv,
 )
 from ppfunc.schedule.dataflow import Dataflow
 from ppfunc.schedule.instruction import COMPUTE
+from ppfunc.schedule.timeline import timeline_of
 
 numbers = st.fractions(0, 5, max_denominator=6)
 

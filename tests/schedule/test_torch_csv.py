@@ -24,13 +24,13 @@ from ppfunc.schedule import (
     read_schedule,
     remove_tail,
     remove_unshards,
-    send_completion,
     to_csv,
     to_torch_csv,
 )
 from ppfunc.schedule.certificate import check
 from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE, SENDS, Op, parts_of
+from ppfunc.schedule.passes.running import send_completion
 from ppfunc.testing import schedules
 from tests.schedule.reference import Model
 

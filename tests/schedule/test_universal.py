@@ -24,7 +24,6 @@ from ppfunc.schedule import (
     from_csv,
     from_json,
     insert_unshards,
-    linearize,
     place_communication,
     reduce_early,
     remove_tail,
@@ -36,6 +35,7 @@ from ppfunc.schedule.builders.interleaved import group_size
 from ppfunc.schedule.certificate import check
 from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE, SHARDING, TAIL, Op, parts_of
+from ppfunc.schedule.passes.running import linearize
 from ppfunc.schedule.schedule import Schedule
 from ppfunc.schedule.timeline import simulate
 from tests.conftest import few

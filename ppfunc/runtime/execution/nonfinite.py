@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ppfunc.schedule import linearize
+from ppfunc.schedule.passes.running import linearize
 from ppfunc.stage import FlatProgram, StageProgram
 from ppfunc.stage.layout import local
 from ppfunc.stage.signature import differentiable, leaf_names

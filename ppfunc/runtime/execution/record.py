@@ -12,8 +12,9 @@ from uuid import uuid4
 
 import torch
 
-from ppfunc.schedule import Instruction, Op, Schedule, Timeline, parts_of, timeline_of
+from ppfunc.schedule import Instruction, Op, Schedule, Timeline, parts_of
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS
+from ppfunc.schedule.timeline import timeline_of
 from ppfunc.stage.device import accelerates, record_event, synchronize
 
 from ..lowering.compile import CompiledStep, tag_of

@@ -10,8 +10,9 @@ from functools import partial
 from inspect import unwrap
 from typing import Any, NamedTuple
 
-from ppfunc.schedule import Instruction, Op, send_completion
+from ppfunc.schedule import Instruction, Op
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL, WITHOUT_VALUE, microbatch_of
+from ppfunc.schedule.passes.running import send_completion
 from ppfunc.stage import Signature, StageProgram
 from ppfunc.stage.device import SideStreams, accelerates, available
 from ppfunc.stage.errors import warn

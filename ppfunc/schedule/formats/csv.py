@@ -16,7 +16,7 @@ a skip connection as ``>PEER`` and a slot as ``@SLOT``.
 * Skip connections are the edges that messages with ``>PEER`` travel.
 * Waits, which torch has from 2.15 on (``0WAIT_SEND_F3``, ``0WAIT_REDUCE_GRAD``), stand behind what they wait
   for, one for each, and are in no schedule: when a rank waits for its sends follows from the messages, see
-  :func:`ppfunc.schedule.send_completion`.
+  :func:`~ppfunc.schedule.passes.running.send_completion`.
 * The name is not in the file; a schedule that is read gets the name of its file.
 
 torch divides the gradients by the number of microbatches where a ``REDUCE_GRAD`` stands, and nowhere

@@ -91,7 +91,7 @@ def to_svg(
         schedule: the one to draw; messages and loads take no space, nor does what takes no time. Or a
             timeline alone, which has its schedule.
         timeline: start and end of every instruction, simulated or measured (see
-            :func:`ppfunc.schedule.timeline_of`); by default simulated with the default costs.
+            :func:`~ppfunc.schedule.timeline.timeline_of`); by default simulated with the default costs.
         width: of the picture, in pixels from 960 to 100000; by default such that most bars have room for
             their number, at most 1600.
         memory: by rank, the most bytes in each instruction of its program, such as ``by_instruction`` of what

@@ -43,7 +43,7 @@ def to_trace(
     Args:
         schedule: the one that ran, or would run; or a timeline alone, which has its schedule.
         timeline: start and end of every instruction, simulated or measured (see
-            :func:`ppfunc.schedule.timeline_of`); by default simulated with the default costs.
+            :func:`~ppfunc.schedule.timeline.timeline_of`); by default simulated with the default costs.
         microseconds: how long one unit of the timeline is in the trace; by default 1e6 where it is measured,
             in seconds, else 1000.
 
