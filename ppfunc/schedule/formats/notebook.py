@@ -12,8 +12,6 @@ from ..errors import ScheduleError
 from ..instruction import COMPUTE
 from ..schedule import Schedule
 from ..timeline import Timeline
-from .grid import to_grid
-from .svg import to_svg
 
 _COLUMN = 960.0  # pixels that a notebook has for a picture
 _MOST = 1000  # compute instructions that are shown as a picture, of some 200 bytes each
@@ -22,6 +20,8 @@ _SHOWN = 20_000  # instructions whose grid is made only to show its beginning
 
 def show_grid(schedule: Schedule, printer: Any, cycle: bool) -> None:
     """Show a schedule to IPython in short form, with its grid at top level (``_repr_pretty_``)."""
+    from .grid import to_grid  # here, because it is needed in notebooks only
+
     printer.text(repr(schedule))
     if len(printer.stack) == 1 and sum(schedule.counts.values()) <= _SHOWN:
         printer.text("\n" + clipped(to_grid(schedule)))
@@ -34,6 +34,8 @@ def picture(value: Schedule | Timeline) -> str | None:
         None for a picture that would be too large, or a schedule that cannot run: the notebook then shows the
         text alone.
     """
+    from .svg import to_svg  # likewise
+
     schedule, timeline = (value.schedule, value) if isinstance(value, Timeline) else (value, None)
     if sum(count for op, count in schedule.counts.items() if op in COMPUTE) > _MOST:
         return None
