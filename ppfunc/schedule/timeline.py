@@ -1,11 +1,11 @@
 """Compute time and memory of a schedule on paper."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, compress
 from operator import itemgetter, sub
-from typing import Any, ClassVar
+from typing import Any
 
 from ppfunc._checks import require_type, show_table, table
 
@@ -72,7 +72,9 @@ class Timeline:
         )
 
     _repr_pretty_ = show_table
-    _repr_svg_: ClassVar[Callable[..., str | None]]  # see formats/notebook.py
+
+    def _repr_svg_(self) -> str | None:
+        return self.schedule._repr_svg_(self)
 
     def rows(self) -> Iterator[Iterator[tuple[Instruction, Time, Time]]]:
         """Iterate over the ranks, and the instructions of each with their start and end."""

@@ -1,17 +1,19 @@
-"""Show schedules and timelines in notebooks.
+"""Show schedules in notebooks, and timelines with them.
 
 IPython asks the class of a value for its picture, which modules above that class draw: so they are given to
-the classes here, and ``ppfunc.schedule`` imports this module.
+the class here, and ``ppfunc.schedule`` imports this module.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ppfunc._checks import clipped
 
 from ..errors import ScheduleError
 from ..instruction import COMPUTE
 from ..schedule import Schedule
-from ..timeline import Timeline
+
+if TYPE_CHECKING:
+    from ..timeline import Timeline
 
 _COLUMN = 960.0  # pixels that a notebook has for a picture
 _MOST = 1000  # compute instructions that are shown as a picture, of some 200 bytes each
@@ -27,8 +29,8 @@ def show_grid(schedule: Schedule, printer: Any, cycle: bool) -> None:
         printer.text("\n" + clipped(to_grid(schedule)))
 
 
-def picture(value: Schedule | Timeline) -> str | None:
-    """Draw the picture of a schedule or a timeline for a notebook (``_repr_svg_``).
+def picture(schedule: Schedule, timeline: "Timeline | None" = None) -> str | None:
+    """Draw the picture of a schedule, or of its timeline, for a notebook (``_repr_svg_``).
 
     Returns:
         None for a picture that would be too large, or a schedule that cannot run: the notebook then shows the
@@ -36,7 +38,6 @@ def picture(value: Schedule | Timeline) -> str | None:
     """
     from .svg import to_svg  # likewise
 
-    schedule, timeline = (value.schedule, value) if isinstance(value, Timeline) else (value, None)
     if sum(count for op, count in schedule.counts.items() if op in COMPUTE) > _MOST:
         return None
     try:
@@ -45,5 +46,4 @@ def picture(value: Schedule | Timeline) -> str | None:
         return None
 
 
-Schedule._repr_pretty_ = show_grid
-Schedule._repr_svg_ = Timeline._repr_svg_ = picture
+Schedule._repr_pretty_, Schedule._repr_svg_ = show_grid, picture
