@@ -126,7 +126,8 @@ def _act(pending: dict[int, Handler]) -> None:
 def without_foreign_draws(call: Callable[[], T], name: str, *, repeatable: bool = True) -> T:
     """Return ``call()``, which evaluates a stage; raise if it draws from Python's or numpy's generator.
 
-    Draws from a generator of one's own are not seen.
+    Draws from a generator of one's own are not seen. A stage that seeds the generator before it draws has the
+    same numbers in every call.
 
     Args:
         call: evaluates the stage. It has no effects.
