@@ -85,7 +85,7 @@ def trainer_of(optimizer=None, stages=None, schedule=None, loss=squared, **optio
         (
             {"optimizer": torch.optim.Adam},
             TypeError,
-            "optimizer: got .*, expected init and update; pp.optim.adamw",
+            "optimizer: got .*, expected init and update; make an optimizer, such as ppfunc.optim.adamw",
         ),
         ({"optimizer": 1e-3}, TypeError, "optimizer: got 0.001"),
         ({"tied": {"w": [(0, "w"), (7, "w")]}}, ValueError, "a stage that does not exist; the stages are"),
