@@ -37,8 +37,10 @@ _FORMULAS: dict[tuple[Any, ...], Any] = {  # by shapes, first of the arguments, 
         2 * prod(out_shape) * a[-1] // (out_shape[0] if len(a) == len(b) == 2 else 1)
     ),
 }
-# By operators of which torch's registry has no formula.
-OWN: dict[Any, Any] = {packet: count for packets, count in _FORMULAS.items() for packet in packets}
+# By operators of which the registry of this torch has no formula.
+OWN: dict[Any, Any] = {
+    packet: count for packets, count in _FORMULAS.items() for packet in packets if packet not in flop_registry
+}
 
 
 def flops_of(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
