@@ -72,7 +72,7 @@ def lower(
             if home[sink] not in local:
                 assert exchange is not None
                 exchange.send((stage, sink), edges[stage, sink])
-    if not schedule.forward_only and (spec.updates is not None or "grads" in spec.wants):
+    if not schedule.forward_only and (spec.updates or "grads" in spec.wants):
         for stage in {stage: None for stage, _ in lowered}:
             _warn_of_detached([low for (number, _), low in lowered.items() if number == stage])
     drawing = tuple(sorted({low.model_stage for low in lowered.values() if low.outline.random}))
@@ -187,7 +187,7 @@ def _losses(schedule: Schedule, spec: StepSpec, lowered: Mapping[Key, LoweredSta
     """Describe the losses of every stage that has some: those of its microbatches beside each other."""
     parts: dict[int, LossPart] = {}
     # float16 and bfloat16 are too narrow for a sum; that of a trainer is float64.
-    least = torch.float32 if spec.updates is None else torch.float64
+    least = torch.float64 if spec.updates else torch.float32
     for stage, microbatches in stages_in_order(schedule):
         by_microbatch = {
             m: low.loss.leaves[0]
@@ -250,7 +250,7 @@ def _require_layouts(
 
 
 def _require_declared_frozen(low: LoweredStage, spec: StepSpec) -> None:
-    if spec.frozen is not None and spec.updates is not None and low.outline.undeclared:
+    if spec.frozen is not None and spec.updates and low.outline.undeclared:
         names = ", ".join(map(repr, low.outline.undeclared[:5]))
         raise ValueError(
             f"stages[{low.model_stage}]: it calls the function of a module that has frozen {names}, which the"

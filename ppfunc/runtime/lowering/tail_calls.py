@@ -44,7 +44,7 @@ def sum_over_places(lowered: LoweredStep, transport: DataTransport) -> Iterator[
     stage = here[0]
     rank = lowered.schedule.placement[stage]
     origin = Origin(rank, len(lowered.schedule.programs[rank]) - 1, Instruction(Op.REDUCE_TIED, stage))
-    if lowered.spec.updates is None:
+    if not lowered.spec.updates:
         pairs = [(leaf, leaf.places[0], place) for leaf in leaves for place in leaf.places[1:]]
         yield partial(_compare_here, pairs), origin
         for ranks, _, of_group in _groups(lowered, leaves, lambda leaf: None):
