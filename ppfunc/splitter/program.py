@@ -84,8 +84,8 @@ def stage_codes(
     for node in trace.nodes:
         if mapped and node.target is aten.scaled_dot_product_attention.default:
             node.target = _attention
-        assert callable(node.target)
-        node.meta["call"] = OperatorCall(node.target)
+        target: Any = node.target  # that of a constant is its name
+        node.meta["call"] = OperatorCall(target)
         region = node.meta["region"]
         if region != ambient:
             node.meta["within"] = contexts.setdefault(region, partial(within, region, ambient))
