@@ -28,6 +28,8 @@ from ppfunc.schedule.planner.starts import build
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
 
+__all__ = ["costs", "placements", "programs", "schedules"]
+
 _Arguments = tuple[tuple[str, Any], ...]
 
 

@@ -14,6 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from ._torch import FUNCTIONAL_COLLECTIVES as functional, load_collectives
 from .layout import require_axis
 
+__all__ = ["all_gather", "all_to_all", "context_attention", "psum", "psum_scatter", "pvary"]
+
 
 def psum(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Sum ``x`` over the ranks of an axis; every rank gets the sum.
