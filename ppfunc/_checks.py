@@ -160,7 +160,9 @@ def with_arguments(error: str, function: Callable[..., Any]) -> str:
     """
     names = [name for name in inspect.signature(function).parameters if name not in ("self", "_cls")]
     unknown = re.search(r"unexpected keyword argument '(\w+)'", error)
-    near = suggestion(unknown[1], names) if unknown else ""
+    twice = re.search(r"multiple values for argument '(\w+)'", error)
+    near = f", which those before it give already: write {twice[1]}= alone" if twice else ""
+    near = suggestion(unknown[1], names) if unknown else near
     error = re.sub(r"\S+<locals>\.|\b_\w+\.(?!_)|\.__(new|init)__", "", error)  # what made it
     return f"{error}{near}; it takes {', '.join(names)}"
 
@@ -171,7 +173,7 @@ def shown(thing: Any) -> str:
     >>> shown(2.5)
     '2.5 of type float'
     """
-    return f"{' '.join(reprlib.repr(thing).splitlines())} of type {type(thing).__name__}"
+    return f"{limited(' '.join(reprlib.repr(thing).splitlines()), 200)} of type {type(thing).__name__}"
 
 
 def limited(text: str, most: int = 2000) -> str:

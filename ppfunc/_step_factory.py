@@ -17,6 +17,7 @@ from ppfunc.runtime.lowering.lowered import Pipeline
 from ppfunc.runtime.lowering.stage_programs import StagePrograms
 from ppfunc.runtime.transport.protocols import without_method
 from ppfunc.schedule import Op, Schedule
+from ppfunc.schedule.errors import require_schedule
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, ModuleStage, Stage
 from ppfunc.stage.modules.frozen import FrozenLeaves
@@ -86,11 +87,7 @@ def unpacked(
             f"loss_fn: got {loss_fn!r}, a schedule, and schedule: got {shown(schedule)}; the order is stages,"
             " loss_fn, schedule"
         )
-    if not isinstance(schedule, Schedule):
-        raise TypeError(
-            f"schedule: got {shown(schedule)}, expected a schedule, such as"
-            " ppfunc.one_f_one_b(ranks=4, microbatches=8)"
-        )
+    require_schedule(schedule)
     is_class = isinstance(loss_fn, type)
     if (loss_fn is None and loss_wanted) or (loss_fn is not None and (is_class or not callable(loss_fn))):
         mend = f"; make one: {loss_fn.__name__}()" if isinstance(loss_fn, type) else ""
@@ -103,6 +100,7 @@ def unpacked(
                 f"stages: got {shown(stages)}, expected a list of functions, one per stage, or a model that"
                 " was split, ppfunc.split(model, args, at=...)"
             )
+        _require_count(stages, schedule)
         return stages, schedule, read_tied(tied, schedule, prefixes)
     _require_count(stages.stages, schedule)
     schedule = schedules.with_skips(schedule, stages.skips) if stages.skips else schedule
@@ -231,7 +229,6 @@ def _require(stages: Sequence[Any], schedule: Schedule, engine: Any, spec: StepS
                 f"stages[{stage}]: got {shown(fn)}, expected a function fn(params, x) -> y, or None for a"
                 f" stage of another process{mend}"
             )
-    _require_count(stages, schedule)
     listed = isinstance(engine, list | tuple)
     if listed and len(engine) != len(stages):
         raise ValueError(f"engine: got {len(engine)} engines, expected one, or {len(stages)}, one per stage")

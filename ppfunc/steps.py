@@ -123,7 +123,8 @@ def value_and_grad(
           traced for each value. They may stay on the host: each microbatch is copied to the device of its
           stage at its ``LOAD``, or before its forward if the schedule has no ``LOAD``. A process that does
           not run the last stage may pass None for the targets; one that does not run the first, None for the
-          inputs. All processes of a pipeline take the same batch, and compare its values in the first step.
+          inputs. All processes of a pipeline take the same batch. They compare its values in the first step
+          and after a failure, and in no other: a trainer does, every ``checksum_every`` steps.
         * ``loss_weights``: those of this step, if they differ from step to step.
         * ``seed``: ``(seed, step)``, two integers, for stages that draw random numbers; the same on every
           rank.
@@ -133,9 +134,10 @@ def value_and_grad(
 
         The loss, a scalar, is returned on every rank. Losses in float16 or bfloat16 are summed and returned
         in float32. ``grads`` has the structure of ``params``, and zeros for parameters on which no loss
-        depends. It belongs to the caller. The gradient of a DTensor is a DTensor of the same placements.
-        Gradients of the inputs have the form of the inputs, on ranks of first stages, and are None elsewhere.
-        If several chains begin in different processes, each has the rows of its own chains.
+        depends, and for integers and flags. It belongs to the caller. The gradient of a DTensor is a DTensor
+        of the same placements. Gradients of the inputs have the form of the inputs, on ranks of first stages,
+        and are None elsewhere. If several chains begin in different processes, each has the rows of its own
+        chains.
         ``losses``, [m], is on every rank: the loss of each microbatch in their order, not weighted. Outputs
         are on the ranks of last stages. So is ``aux.loss``, the tree ``aux`` of the loss function;
         ``aux.metrics`` is ``{stage: tree}``. Both have a leading axis of the microbatches that this process

@@ -23,6 +23,7 @@ from ppfunc.schedule import (
     to_svg,
     to_trace,
 )
+from ppfunc.stage.tree import tree_map
 from tests import models
 from tests.models import dense, new_trainer, squared
 
@@ -85,7 +86,139 @@ def of_module(first):
     return step({0: params, 1: {"w": torch.eye(4)}}, x, torch.ones(8, 4), **given)
 
 
+def of_split(x, *, rows=8, dtype=None, cut=torch.float32):
+    """A step of a split of rows of four numbers, with these inputs."""
+    split = pp.split(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(cut), torch.ones(2, 4, dtype=cut), at=2
+    )
+    params = tree_map(lambda t: t.to(dtype), split.params)
+    return pp.value_and_grad(split, squared, SCHEDULE)(params, x, torch.ones(rows, 4))
+
+
+def of_weights(weights, stages=2):
+    """The state of a trainer that is given these weights."""
+    with new_trainer([dense] * 2, squared, SCHEDULE, pp.optim.sgd(0.1)) as trainer:
+        return trainer.init({s: {"w": weights} for s in range(stages)})
+
+
+PAIR = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+ONES = torch.ones(8, 4)
 MISTAKES = {
+    "the number of stages without its name": (
+        lambda: pp.split(PAIR, ONES, 2),
+        TypeError,
+        r"^kwargs: got 2 of type int, expected a dictionary .*; where to cut is given by name, at=2$",
+    ),
+    "names of modules without theirs": (
+        lambda: pp.split(PAIR, ONES, ["1"]),
+        TypeError,
+        r"^kwargs: got \['1'\] of type list, .* by name, at=\['1'\]$",
+    ),
+    "inputs of another width": (
+        lambda: of_split(torch.ones(8, 5)),
+        pp.StageError,
+        r"called with float32\[2,5\], where the split had float32\[2,4\], it raised .*inputs of the form",
+    ),
+    "a list of microbatches to a split": (
+        lambda: of_split([*torch.ones(16, 4).chunk(4)], rows=4),
+        pp.StageError,
+        r"called with \[float32\[1,4\], .*split had float32\[2,4\], .* several microbatches as ppfunc",
+    ),
+    "a list of numbers": (
+        lambda: of_split([0.0] * 500),
+        TypeError,
+        r"^inputs: got \[0.0, .*\.\.\.\] of type list, expected tensors; make the list one, torch.tensor\(",
+    ),
+    "a model in halves, and a batch that is not": (
+        lambda: of_split(ONES, cut=torch.bfloat16),
+        pp.PipelineError,
+        r"cast the batch to the dtype of the parameters, x.to\(dtype\), or have a trainer cast both",
+    ),
+    "parameters in halves, and a batch that is not": (
+        lambda: of_split(ONES, dtype=torch.bfloat16),
+        pp.PipelineError,
+        r"cast the batch to the dtype of the parameters, x.to\(dtype\), or have a trainer cast both",
+    ),
+    "the same by hand": (
+        lambda: pp.value_and_grad([dense] * 2, squared, SCHEDULE)(
+            {s: {"w": torch.eye(4, dtype=torch.bfloat16)} for s in range(2)}, ONES, ONES
+        ),
+        pp.PipelineError,
+        r"cast the batch to the dtype of the parameters, x.to\(dtype\), or have a trainer cast both",
+    ),
+    "a rate that is set": (
+        lambda: setattr(pp.optim.adamw(0.1), "lr", 0),
+        AttributeError,
+        r"^optimizer.lr = 0 of type int: an optimizer is a value; make another one, .*a function of the",
+    ),
+    "clip and optimizer in a list": (
+        lambda: pp.optim.chain([pp.optim.clip_by_global_norm(1.0), pp.optim.sgd(0.1)]),
+        TypeError,
+        r"^clip: got \[Clip.* of type list, expected a clip, then an optimizer: chain\(",
+    ),
+    "a clip alone": (
+        lambda: pp.optim.chain(pp.optim.clip_by_global_norm(1.0)),
+        TypeError,
+        r"^optimizer: got None of type NoneType, expected init and update; make an opt",
+    ),
+    "parameters before the rate": (
+        lambda: pp.optim.adamw([ONES], lr=0.1),
+        TypeError,
+        r"^adamw\(\) got multiple values for argument 'lr', which .* already: write lr= alone; it takes lr",
+    ),
+    "the optimizer of the rest without its name": (
+        lambda: pp.optim.muon(0.1, pp.optim.adamw(0.1)),
+        TypeError,
+        r"^momentum is Optimizer.*, expected a number; the optimizer of .* is given as rest=$",
+    ),
+    "stages and weights in each other's place": (
+        lambda: pp.parallel.partition_balanced(2, [1, 2, 3]),
+        TypeError,
+        r"^weights: got 2 of type int, expected a list of numbers, one per layer; the order is weights, st",
+    ),
+    **{
+        f"an option of {engine.__name__}": (
+            lambda engine=engine: engine(remat="full"),
+            TypeError,
+            rf"^{engine.__name__}: got remat, .*no options: give engine=ppfunc.engines.{engine.__name__} it",
+        )
+        for engine in (pp.engines.functional, pp.engines.eager)
+    },
+    "a text in the place of a schedule": (
+        lambda: simulate("1f1b"),
+        ScheduleError,
+        r"^schedule: got '1f1b' of type str, expected a Schedule, such as ppfunc.one_f_one_b\(ranks=4, micro",
+    ),
+    "the number of microbatches in the place of these": (
+        lambda: pp.Microbatches(4),
+        TypeError,
+        r"^trees: got 4 of type int, expected a tree for each microbatch; ppfunc.microbatch\(batch, m\) cuts",
+    ),
+    "the number of microbatches before the batch": (
+        lambda: pp.microbatch(4, ONES),
+        TypeError,
+        r"^microbatches: got tensor.* of type Tensor, expected an integer; the order is batch, microbatches$",
+    ),
+    "a folder without checkpoints": (
+        lambda: pp.checkpoint.load(None, like={}),
+        TypeError,
+        r"^folder: got None of type NoneType, expected a path; where there is no checkpoint, latest",
+    ),
+    "weights that are nowhere": (
+        lambda: pp.split(PAIR, ONES, at=2).load("nowhere"),
+        ValueError,
+        r"^weights: nowhere is no safetensors file: .*; give one, a folder of them, or a state dict$",
+    ),
+    "parameters of all stages on one rank": (
+        lambda: of_weights(torch.eye(4), stages=3),
+        ValueError,
+        r"^params: got the stages \[0, 1, 2\], .* give those, as {s: params\[s\] for s in \[0, 1\]}$",
+    ),
+    "parameters without values": (
+        lambda: of_weights(torch.empty(4, 4, device="meta")),
+        ValueError,
+        r"^params\[0\]\['w'\]: got a tensor on the device meta.*; load or materialise it \(split.load, ",
+    ),
     "an option of an engine": (
         lambda: pp.engines.graph(rematt="full"),
         TypeError,
@@ -173,6 +306,32 @@ MISTAKES = {
         r"Held.*torch.export.register_dataclass\(Held\)",
     ),
 }
+
+
+NOTHING_TRAINS = (
+    "params: all parameters are frozen, or of integers, so that none trains; set requires_grad of"
+)
+
+
+@pytest.mark.parametrize(
+    "weight, trainable, told",
+    [
+        (torch.eye(4), None, False),
+        (torch.eye(4), {0: False}, False),
+        (torch.eye(4), lambda params: False, True),
+        (torch.eye(4, dtype=torch.int64), None, True),
+    ],
+    ids=["all", "one", "none", "integers"],
+)
+def test_a_step_in_which_nothing_trains_says_so(weight, trainable, told, recwarn):
+    params = {s: {"w": weight.clone()} for s in range(2)}
+    step = pp.value_and_grad([lambda p, x: x * p["w"].sum()] * 2, squared, SCHEDULE, trainable=trainable)
+    step(params, ONES, ONES)
+    texts = [str(w.message) for w in recwarn if str(w.message).startswith(NOTHING_TRAINS)]
+    assert len(texts) == told
+    evaluate = pp.evaluate([lambda p, x: x * p["w"].sum()] * 2, squared, SCHEDULE)
+    evaluate(params, ONES, ONES)
+    assert len(texts) == told
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -119,11 +119,13 @@ def test_what_does_not_fit_says_the_least_memory_that_would(every):
     some = {"grids": [(2, 1)], "microbatch": [1]}
     least = min(max(row.peaks) for row in every.rows if row.choice[:4] == (2, 1, 1, 1))
     tight = pp.tune(**arguments(**some, memory=least - 1))
-    assert not any(row.fits for row in tight.rows) and f"needs {max(tight.rows[0].peaks)} bytes" in str(tight)
+    assert not any(row.fits for row in tight.rows) and f"needs {max(tight.rows[0].peaks):,} bytes" in str(
+        tight
+    )
     needed = max(tight.rows[0].peaks)
     assert needed == least
     with pytest.raises(
-        ValueError, match=rf"nothing fits; the smallest of \d rows worked out needs {needed}, and"
+        ValueError, match=rf"nothing fits; the smallest of \d rows worked out needs {needed:,} bytes, and"
     ):
         tight.best  # noqa: B018
     assert pp.tune(**arguments(**some, memory=needed)).best.fits
@@ -297,7 +299,7 @@ def test_of_what_does_not_fit_the_table_shows_the_smallest(every):
         ({"microbatch": [0]}, ValueError, "microbatch = 0, expected an integer of at least 1"),
         ({"effor": 1}, TypeError, r"tune\(\) got .* 'effor'; did you mean 'effort'\?; it takes model, args,"),
         ({"tie": 1}, TypeError, r"options of Trainer; did you mean 'tied'\?; it takes stages, "),
-        ({"args": 3}, ValueError, "args: got no tensor with rows"),
+        ({"args": 3}, ValueError, "args: got 3 of type int, expected at least one tensor with rows"),
         ({"cores": 0}, ValueError, "cores is 0, expected a finite number of more than 0"),
         (
             {"batch": 7, "microbatch": None},

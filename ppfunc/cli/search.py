@@ -237,7 +237,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
     file, _, name = arguments.source.rpartition(":")
     if not file:
-        raise ValueError(f"FILE:FUNCTION is {arguments.source!r}, expected such as train.py:arguments")
+        raise ValueError(f"expected FILE:FUNCTION, such as train.py:arguments, got {arguments.source!r}")
     sys.path.insert(0, str(Path(file).resolve().parent))  # as Python does for a file that it runs
     if not callable(function := (names := runpy.run_path(file)).get(name)):
         raise ValueError(f"{file} has no function {name!r}{suggestion(name, names)}")

@@ -2,13 +2,13 @@
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import InitVar, dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Literal, Self, TypeVar
 
-from ppfunc._checks import require_counts
+from ppfunc._checks import require_counts, require_type
 
 T = TypeVar("T")
 Interval = tuple[int, int]
@@ -184,6 +184,7 @@ def partition_balanced(weights: Sequence[float], stages: int, *, allow_empty: bo
     >>> partition_balanced([1, 2, 3], 2).boundaries
     (0, 2, 3)
     """
+    require_type("weights", weights, Sized, "a list of numbers, one per layer; the order is weights, stages")
     require_counts(stages=stages)
     if len(weights) <= stages:
         exact_weights(weights)

@@ -9,6 +9,7 @@ from typing import NamedTuple, Self
 
 from ppfunc._checks import limited
 from ppfunc.schedule import Instruction, parse_instruction, parts_of
+from ppfunc.stage.errors import meant
 
 
 class PipelineError(RuntimeError):
@@ -103,12 +104,12 @@ class Failure(NamedTuple):
     def reason(self) -> str:
         """Describe the cause: its type, its message, and the context, each of a bounded length."""
         try:
-            message = str(self.cause)
+            message, mend = str(self.cause), meant(self.cause)
         except Exception:
-            message = "(its message cannot be had)"
+            message, mend = "(its message cannot be had)", ""
         said = f": {limited(message)}" if message else ""
         said = said.removesuffix(".") if self.context else said  # which goes on with the sentence
-        return f"{type(self.cause).__name__}{said}{limited(self.context)}"
+        return f"{type(self.cause).__name__}{said}{limited(self.context)}{mend}"
 
 
 class StepFailed(Exception):

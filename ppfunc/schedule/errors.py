@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ppfunc._checks import shown
+
 from .schedule import Schedule
 
 _STEPS_AROUND = 3
@@ -52,11 +54,15 @@ def require_schedule(value: Any) -> None:
     """Refuse a value of any other type.
 
     Raises:
-        ScheduleError: naming the type.
+        ScheduleError: naming the value.
     """
     if not isinstance(value, Schedule):
         raise ScheduleError(
-            None, None, None, f"got a value of type {type(value).__name__}, expected a Schedule"
+            None,
+            None,
+            None,
+            f"schedule: got {shown(value)}, expected a Schedule, such as ppfunc.one_f_one_b(ranks=4,"
+            " microbatches=8); programs of your own become one by ppfunc.schedule.single_chain",
         )
 
 

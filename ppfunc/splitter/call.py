@@ -1,5 +1,6 @@
 """Read how a model is called: tensors in its arguments are the inputs of a step, the rest is constant."""
 
+import reprlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from inspect import signature
 from typing import Any, NamedTuple, Self
@@ -22,6 +23,9 @@ class LeafForm(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    def __repr__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]"
 
 
 class CallForm(NamedTuple):
@@ -57,7 +61,8 @@ class CallForm(NamedTuple):
         args = args if isinstance(args, tuple) else (args,)
         if not isinstance(kwargs, Mapping | None):
             raise TypeError(
-                f"kwargs: got {type(kwargs).__name__}, expected a dictionary of keyword arguments"
+                f"kwargs: got {shown(kwargs)}, expected a dictionary of keyword arguments; where to cut is"
+                f" given by name, at={reprlib.repr(kwargs)}"
             )
         kwargs = dict(kwargs or {})
         if not all(isinstance(key, str) for key in kwargs):
@@ -114,8 +119,9 @@ class CallForm(NamedTuple):
         if len(args) != len(wanted) or not isinstance(kwargs, dict):
             got = tree_map(lambda leaf: _TENSOR if isinstance(leaf, torch.Tensor) else leaf, x)
             raise ValueError(
-                f"inputs: got {got}, expected {self.expected}, as the arguments at the split, with None or no"
-                " keyword argument for what a microbatch has not; or split again with arguments of this form;"
+                f"inputs: got {reprlib.repr(got)}, expected {self.described()}, as the arguments at the"
+                " split, with None or no keyword argument for what a microbatch has not; or split again with"
+                " arguments of this form;"
                 " targets are given as the argument after inputs"
             )
         return args, kwargs
@@ -134,10 +140,10 @@ class CallForm(NamedTuple):
         each: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         return {at: value for at, value in each if not _has_tensors(value)}
 
-    @property
-    def expected(self) -> str:
-        """Describe the structure of the inputs of a step."""
-        args, kwargs = self.inputs.unflatten([_TENSOR] * self.inputs.num_leaves)
+    def described(self, tensors: Sequence[LeafForm] = ()) -> str:
+        """Describe the structure of the inputs of a step, and the forms of all leaves if known."""
+        count = self.inputs.num_leaves
+        args, kwargs = self.inputs.unflatten(tensors if len(tensors) == count else [_TENSOR] * count)
         return str(
             {"one": args[0] if args else None, "args": args, "kwargs": kwargs, "both": (*args, kwargs)}[
                 self.kind
@@ -207,7 +213,7 @@ def read_call(forms: Sequence[CallForm], x: Any) -> tuple[CallForm, tuple[torch.
     leaves, structure = tree_flatten(given, "inputs")
     places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     if not places:
-        raise ValueError(f"inputs: got no tensor in {shown(x)}, expected {first.expected}")
+        raise ValueError(f"inputs: got no tensor in {shown(x)}, expected {first.described()}")
     if len(forms) == 1 and structure == first.inputs and len(places) == len(leaves):
         return first, tuple(leaves)
     fixed = {

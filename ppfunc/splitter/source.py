@@ -49,6 +49,7 @@ class Source:
         self.stages = len(names) + 1
         self.loaded: dict[str, Tensor] = {}
         self.held: tuple[Footprint, ...] = ()
+        self._inputs: tuple[Sequence[LeafForm], ...] = ()  # in each of the calls at the split
         self._readers: dict[str, int] = {}  # the first stage that reads each parameter
         self._homes: dict[str, int] = {}  # the stages of buffers that are state
         self._codes: OrderedDict[Hashable, tuple[StageCode, ...]] = OrderedDict()
@@ -89,7 +90,7 @@ class Source:
         Raises:
             StageError, ValueError: the model cannot be cut there, or a pattern names no buffer that is read.
         """
-        traces = [traced for _, traced in calls]
+        self._inputs, traces = zip(*calls, strict=True)
         for name in self.names:
             if all(name not in traced.starts for traced in traces):
                 raise ValueError(
@@ -214,14 +215,16 @@ class Source:
         try:
             return trace(self.model, form, inputs, device, self.names, compute, mapped)
         except StageError as error:
-            if any(form.inputs == known.inputs for known in self.forms):
+            calls = [*zip(self.forms, self._inputs, strict=True)]
+            now = form.inputs, without_rows(inputs)
+            if any((known.inputs, without_rows(leaves)) == now for known, leaves in calls):
                 raise
-            expected = " or ".join(known.expected for known in self.forms)
+            expected = " or ".join(known.described(leaves) for known, leaves in calls)
             raise StageError(
                 error.stage,
-                f"called with {form.expected}, where the split had {expected}, {error.reason}",
-                "give inputs of the form at the split; or split with one example of each form,"
-                " ppfunc.split(model, ppfunc.Microbatches([...]))",
+                f"called with {form.described(inputs)}, where the split had {expected}, {error.reason}",
+                "give inputs of the form at the split, several microbatches as ppfunc.Microbatches([...]); or"
+                " split with one example of each form, ppfunc.split(model, ppfunc.Microbatches([...]))",
             ) from error
 
     def _make_codes(self, traced: Trace, mapped: bool) -> tuple[StageCode, ...]:
@@ -231,6 +234,11 @@ class Source:
         _require_plain(parts)
         _require_same(self.held, parts)
         return stage_codes(traced, parts, ambient, mapped)
+
+
+def without_rows(leaves: Sequence[LeafForm]) -> list[LeafForm]:
+    """Leave out the first axis, that of the batch."""
+    return [leaf._replace(shape=leaf.shape[1:]) for leaf in leaves]
 
 
 class Footprint(NamedTuple):

@@ -111,7 +111,7 @@ def split(
     forms = [form for form, _ in calls]
     if len({form.kind for form in forms}) != 1:
         raise ValueError(
-            f"args: got the examples {' and '.join(form.expected for form in forms)}; give dictionaries of"
+            f"args: got the examples {' and '.join(form.described() for form in forms)}; give dictionaries of"
             " keyword arguments, or tuples of as many positional ones, with None for what an example has not"
         )
     tensors = [t for _, of_call in calls for t in of_call]

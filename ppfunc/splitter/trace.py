@@ -23,7 +23,7 @@ from ppfunc.stage.abstract.evaluation import (
 )
 from ppfunc.stage.captures import Watch, require_none_left
 from ppfunc.stage.constants import with_tensors, without_constants
-from ppfunc.stage.errors import line_of
+from ppfunc.stage.errors import line_of, meant
 from ppfunc.stage.layout import LAY_OTHERWISE, distributed, layout_of, local
 from ppfunc.stage.modules.module import further_places, is_subclass, unmodified
 from ppfunc.stage.process import process_lock, without_foreign_draws
@@ -214,7 +214,7 @@ def _call(
     except Exception as error:
         reason = (
             f"it raised {type(error).__name__}{line_of(error)} when it was called without values:"
-            f" {str(error).rstrip('.')}"
+            f" {str(error).rstrip('.')}{meant(error)}"
         )
         if "fake impl" in reason:
             mend = "register one"

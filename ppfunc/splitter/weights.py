@@ -263,5 +263,7 @@ def _opened(path: Path) -> Any:
 
     try:
         return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(f"weights: {path} is no safetensors file: {error}") from None
+    except (SafetensorError, FileNotFoundError) as error:
+        raise ValueError(
+            f"weights: {path} is no safetensors file: {error}; give one, a folder of them, or a state dict"
+        ) from None

@@ -343,7 +343,8 @@ def require_none_left(state: State, before: Container[int], stage: str) -> None:
                 stage,
                 f"it leaves a tensor in {told(path)}, which no later step does: it is evaluated once, without"
                 " values",
-                "return it, as Output(y, metrics=...) or a part of y",
+                "return it as a part of y, or, from a stage by hand, as Output(y, metrics=...); remove a hook"
+                " that keeps tensors",
             )
 
 

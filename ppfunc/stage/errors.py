@@ -54,10 +54,25 @@ def other_engine(name: str) -> str:
 def raised(error: BaseException) -> str:
     """Describe an error: its type, the user's line, its text and its notes."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    text = str(error)
-    if "Autograd not support dtype" in text:  # torch's words for integers beside a tensor with a gradient
-        notes += " (an operator on floating numbers was given integers; convert them, as x.float() does)"
-    return f"it raised {type(error).__name__}{line_of(error)}: {text.rstrip('.')}{notes}"
+    return f"it raised {type(error).__name__}{line_of(error)}: {str(error).rstrip('.')}{notes}{meant(error)}"
+
+
+_DTYPES = (
+    "cast the batch to the dtype of the parameters, x.to(dtype), or have a trainer cast both, by"
+    " precision=ppfunc.Precision(compute=dtype)"
+)
+_MEANT = {
+    "Autograd not support dtype": "an operator on floating numbers was given integers; convert them, as"
+    " x.float() does",  # beside a tensor with a gradient
+    "the same dtype": _DTYPES,
+    "should be the same": _DTYPES,
+}
+"""By words of torch: what is to be done."""
+
+
+def meant(error: BaseException) -> str:
+    """Say in parentheses what words of torch mean; an empty text for others."""
+    return "".join(f" ({mend})" for words, mend in _MEANT.items() if words in str(error))
 
 
 def first_line(error: BaseException) -> str:

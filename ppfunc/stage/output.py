@@ -13,7 +13,7 @@ from ppfunc._checks import naming_arguments
 from .abstract.evaluation import DATA_DEPENDENT, NoValuesError
 from .abstract.purity import IN_PARAMS
 from .constants import with_constants, without_constants
-from .errors import StageError, raised
+from .errors import StageError, line_of, raised
 from .layout import whole
 from .signature import Signature, flatten
 from .tree import tree_flatten, tree_structure
@@ -141,11 +141,14 @@ def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -
     except (NoValuesError, *DATA_DEPENDENT):
         raise
     except Exception as error:
+        mend = "pass targets=, in a step as the argument after inputs" if target is None else ""
+        if "positional argument" in str(error) and not line_of(error):  # of the function itself
+            mend = "take both; where the model returns its loss, give lambda y, _: y.loss"
         raise StageError(
             "the loss",
             f"{raised(error)}; it is called as loss(y, target), and the last stage returned y ="
             f" {Signature.of(with_constants(y))}{', targets are None' if target is None else ''}",
-            "pass targets=, in a step as the argument after inputs" if target is None else "",
+            mend,
         ) from error
     if not isinstance(loss, torch.Tensor):
         mend = "return a scalar tensor, without .item() or float()"

@@ -20,7 +20,8 @@ from ppfunc.runtime import (
     Transport,
 )
 from ppfunc.runtime.agreement.ties import require_declared_trees
-from ppfunc.runtime.call.arguments import RawArguments, StepArguments
+from ppfunc.runtime.call.arguments import RawArguments, StepArguments, require_trees
+from ppfunc.runtime.call.forms import require_values
 from ppfunc.runtime.lowering.analysis import Shown
 from ppfunc.runtime.lowering.lowered import LoweredStep
 from ppfunc.runtime.lowering.memory import Completed
@@ -40,7 +41,7 @@ from ppfunc.schedule.errors import require_schedule
 from ppfunc.splitter import Split
 from ppfunc.stage import Signature
 from ppfunc.stage.layout import distributed, layout_of, local
-from ppfunc.stage.tree import tree_leaves, tree_map
+from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map
 
 from .batches import Batches, with_results
 from .optim.protocols import Tree, text_of
@@ -49,7 +50,7 @@ from .update.initial_state import initial_state
 from .update.parameter_update import TrainingUpdate
 from .update.ranks import TrainingRanks
 from .update.reducer import Reducer
-from .update.stage_trees import StageTrees, require_trees, stages_of
+from .update.stage_trees import StageTrees, stages_of
 from .update.train_state import Metrics, TrainState
 from .update.update_rule import UpdateRule
 
@@ -120,9 +121,14 @@ class Calls:
         return Calls(schedule, self._spec, self.rule, self.transport, self._make_step, self.history, programs)
 
     def init(
-        self, params: Mapping[int, Any], state: Mapping[int, Any], optimizer: Mapping[int, Any]
+        self,
+        params: Mapping[int, Any],
+        state: Mapping[int, Any],
+        optimizer: Mapping[int, Any],
+        *,
+        valued: bool = True,
     ) -> TrainState:
-        """Make the state before the first step."""
+        """Make the state before the first step; its tensors have values unless ``valued`` is False."""
         self._require_open()
         stages = self.ranks.stages
         require_trees("params", params, stages)
@@ -132,6 +138,9 @@ class Calls:
             self.history.split.require_form(params, state)
         initial = initial_state(self.rule, self.ranks, self.transport.device, params, state, optimizer)
         stages_of(self.rule, self.ranks, initial, self._trees)  # raises for an optimizer of other states
+        for name, trees in (("params", initial.params), ("state", initial.stage_state)) if valued else ():
+            for s, (leaves, treedef) in ((s, tree_flatten(tree)) for s, tree in trees.items()):
+                require_values(f"{name}[{s}]", treedef, [leaf.device for leaf in leaves])
         return initial
 
     def train(self, state: TrainState, batches: Batches) -> tuple[TrainState, list[Metrics]]:
@@ -177,7 +186,9 @@ class Calls:
         initial, inputs = list[TrainState](), on_meta(inputs)
 
         def read() -> list[RawArguments]:  # what it raises fails the call on all ranks
-            initial.append(self.init(on_meta(params), {} if state is None else on_meta(state), {}))
+            initial.append(
+                self.init(on_meta(params), {} if state is None else on_meta(state), {}, valued=False)
+            )
             # Only tensors with values can be seen to share memory.
             valued = {s: tree for s, tree in params.items() if not isinstance(tree, Signature)}
             require_declared_trees(valued, self.ranks.tied)
@@ -266,7 +277,7 @@ class LoweredTraining(Shown):
         self, step: LoweredFunction, state: TrainState, rule: UpdateRule, ranks: TrainingRanks, inputs: Any
     ) -> None:
         super().__init__(step.step, step.programs)
-        self._state, self._rule, self._ranks, self._inputs = state, rule, ranks, inputs
+        self.state, self._rule, self._ranks, self._inputs = state, rule, ranks, inputs
 
     def _completed(self, step: LoweredStep, arguments: StepArguments) -> Completed:
         """Complete the arguments of a rank by an update, whose collectives move nothing."""
@@ -275,7 +286,7 @@ class LoweredTraining(Shown):
         def empty(trees: Mapping[int, Tree]) -> dict[int, Tree]:
             return {s: tree_map(partial(_empty_on, devices[s]), trees[s]) for s in stages if s in trees}
 
-        here, of = partial(_empty_on, devices[stages[0]]), self._state
+        here, of = partial(_empty_on, devices[stages[0]]), self.state
         state = TrainState(
             here(of.step),
             empty(of.params),

@@ -58,7 +58,7 @@ class Trainer:
             stage, microbatch and instruction that was first; it reads a number from the device in every step,
             and runs a step that fails a second time. ``"ignore"`` updates all the same.
         checksum_every: compare the states of data ranks, and the batches of ranks that run the same, after
-            every so many steps, as in the first.
+            every so many steps, as in the first; the batches of other steps are not compared.
         reduce_state: how the states of stages, such as running statistics, go together over the data ranks:
             ``{"*counts": "sum", "*": "mean"}``, by patterns of names: the mean of the states of all data
             ranks, of integers rounded down, or the state before a step and the sum of all changes. Both are
@@ -170,7 +170,8 @@ class Trainer:
         """Make the state before the first step.
 
         Args:
-            params: ``{stage: tree}`` of the stages of this process, tensors or DTensors. They are the state's
+            params: ``{stage: tree}`` of the stages of this process, tensors or DTensors, whole over the data
+                ranks, or ``params`` of an earlier state, cut as this trainer keeps them. They are the state's
                 afterwards.
             state: likewise of the stages that have a state, such as running statistics. A skipped update
                 leaves it as it is.

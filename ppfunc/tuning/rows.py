@@ -144,7 +144,7 @@ def binding(
         return f"rank {rank} computes {1 - idle / timeline.makespan:.0%}"
     rank = max(memory, key=lambda rank: memory[rank].peak)
     kind, size = max(memory[rank].held._asdict().items(), key=lambda item: item[1])
-    return f"needs {memory[rank].peak} bytes on rank {rank}, {amount(size)}B of {kind}"
+    return f"needs {memory[rank].peak:,} bytes on rank {rank}, {size:,} of {kind}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -173,9 +173,13 @@ class Tuning:
             ValueError: none fits; it says what the smallest needs of the rows that were worked out.
         """
         if not self.rows or not self.rows[0].fits:
-            found = f"the smallest of {len(self.rows)} rows worked out needs {max(self.rows[0].peaks)}, and"
-            why = f"{found} {self.waiting} candidates left may need less" if self.rows else self.refused
-            raise ValueError(f"memory: got {self.memory} bytes a rank, in which nothing fits; {why}")
+            why: object = self.refused
+            if self.rows:
+                why = (
+                    f"the smallest of {len(self.rows)} rows worked out needs {max(self.rows[0].peaks):,}"
+                    f" bytes, and {self.waiting} candidates left may need less"
+                )
+            raise ValueError(f"memory: got {self.memory:,} bytes a rank, in which nothing fits; {why}")
         return self.rows[0]
 
     @property

@@ -43,7 +43,6 @@ from ppfunc.stage.flops import flops_of
 from ppfunc.stage.layout import layout_of, local
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.training import Trainer
-from ppfunc.training.calls import on_meta
 
 Lay = Callable[[DeviceMesh], Module]
 """``(mesh) -> module``: a copy of the model, laid over one axis of a mesh."""
@@ -256,10 +255,10 @@ def times_of(
         sent = vars(times_of(make, parts, batch, (inf, inf), ring))
         return replace(times, **{k: tuple(map(add, vars(times)[k], sent[k])) for k in _PROGRAMS})
     counter = partial(_Roofline, *speeds, ring)
-    meta = both[0].init(on_meta(parts.params), on_meta(parts.state))
     counts = [list(zip(*each.cost_analysis(counter).values(), strict=True)) for each in (lowered, apart)]
     f, b, i, w = (tuple(x / MICROBATCHES for x in xs) for xs in (*counts[0][:2], *counts[1][2:]))
-    moved = ([p, p, p, meta.optimizer[stage], meta.optimizer[stage]] for stage, p in meta.params.items())
+    state = lowered.state
+    moved = ([p, p, p, state.optimizer[stage], state.optimizer[stage]] for stage, p in state.params.items())
     step = tuple(sum(local(leaf).nbytes for leaf in tree_leaves(tree)) / speeds[1] for tree in moved)
     return lowered.costs(Costs(f, i, w, b, step=step))
 

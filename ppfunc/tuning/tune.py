@@ -120,7 +120,7 @@ def tune(
     _require_lists(grids, schedules, shard, microbatch, remat)
     builders = {name: find_builder(name) for name in schedules}
     if not (lengths := [len(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.ndim]):
-        raise ValueError("args: got no tensor with rows, expected the inputs of some rows")
+        raise ValueError(f"args: got {shown(args)}, expected at least one tensor with rows, then loss_fn")
     batch = lengths[0] if batch is None else batch
     require_counts(ranks=ranks, batch=batch, top=top)
     _require_numbers(model, memory, effort, latency, hop, speeds, bandwidth=bandwidth, host=host, cores=cores)
@@ -177,7 +177,7 @@ def _require_numbers(
     speeds: Speeds, **more: Any,
 ) -> None:  # fmt: skip
     """Refuse numbers that cannot be used; ``more`` are positive or None."""
-    require_number("memory", 0 if memory == inf else memory)
+    require_number("memory", 0 if memory == inf else memory, mend=", of bytes, such as 80e9")
     require_number("effort", effort)
     require_number("latency", latency)
     require_number("hop", 0 if hop is None else hop)

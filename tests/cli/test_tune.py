@@ -36,7 +36,7 @@ def test_rows_come_from_a_file_of_the_user(run, tmp_path, monkeypatch):
     code, _, err = run("tune", f"{file}:argument", "--ranks", 2)
     assert code == 2 and f"{file} has no function 'argument'; did you mean 'arguments'?" in err
     code, _, err = run("tune", "arguments", "--ranks", 2)
-    assert code == 2 and "FILE:FUNCTION is 'arguments', expected such as train.py:arguments" in err
+    assert code == 2 and "expected FILE:FUNCTION, such as train.py:arguments, got 'arguments'" in err
     for function, message in (
         ("number", "returned 3, expected the arguments of"),
         ("unknown", "tune() missing 2 required positional arguments: 'args' and 'loss_fn'; it takes model,"),

@@ -167,9 +167,9 @@ def test_what_is_no_dense_tensor_is_refused_by_its_path(what, known):
 
 
 def test_microbatch_refuses_what_it_cannot_cut():
-    with pytest.raises(TypeError, match="got float as the number of microbatches, expected an integer"):
+    with pytest.raises(TypeError, match="microbatches: got 2.0 of type float, expected an integer"):
         pp.microbatch(normal(4, D), 2.0)
-    with pytest.raises(ValueError, match="got 0 microbatches, expected at least 1"):
+    with pytest.raises(ValueError, match="microbatches = 0, expected an integer of at least 1"):
         pp.microbatch(normal(4, D), 0)
     with pytest.raises(TypeError, match="batch: got Microbatches within a tree"):
         pp.microbatch(pp.microbatch(normal(4, D), 2), 2)
@@ -210,17 +210,33 @@ REFUSED = {
     "a stage that lacks": (
         {"params": {0: {}}},
         ValueError,
-        r"params: got \[0\], expected .* that this process runs, \[0, 1\]",
+        r"params: got the stages \[0\], this process runs \[0, 1\]; .* each gives a transport",
     ),
-    "a stage too many": ({"params": {0: {}, 1: {}, 2: {}}}, ValueError, r"params: got \[0, 1, 2\], expected"),
-    "keys of another type": ({"params": {"0": {}, 1: {}}}, ValueError, r"params: got \['0', 1\], expected"),
-    "a list": ({"params": [{}, {}]}, ValueError, r"params: got list, expected a dictionary"),
+    "a stage too many": (
+        {"params": {0: {}, 1: {}, 2: {}}},
+        ValueError,
+        r"params: got the stages \[0, 1, 2\], .* give those, as {s: params\[s\] for s in \[0, 1\]}$",
+    ),
+    "keys of another type": (
+        {"params": {"0": {}, 1: {}}},
+        ValueError,
+        r"params: got the stages \['0', 1\], this",
+    ),
+    "a list": (
+        {"params": [{}, {}]},
+        TypeError,
+        r"params: got \[{}, {}\] of type list, expected a dictionary",
+    ),
     "extras of another stage": (
         {"extras": {2: normal(8)}},
         ValueError,
         r"extras: got the stages \[2\], this process runs \[0, 1\]",
     ),
-    "extras in a list": ({"extras": [normal(8)]}, TypeError, r"extras: got list, expected a dictionary"),
+    "extras in a list": (
+        {"extras": [normal(8)]},
+        TypeError,
+        r"extras: got \[tensor.* of type list, expected a dict",
+    ),
     "state of another stage": (
         {"state": {-1: normal(8)}},
         ValueError,

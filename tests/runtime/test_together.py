@@ -266,20 +266,11 @@ def wrong_arguments(rank, ranks, kind, who, first):
 
 
 WRONG = {
-    "another's stage": (
-        "ValueError",
-        "params: got [{stages}], expected a dictionary with the stages of the model that this process runs",
-    ),
-    "only another's": (
-        "ValueError",
-        "params: got [{other}], expected a dictionary with the stages of the model that this process runs",
-    ),
-    "lacks a stage": (
-        "ValueError",
-        "params: got [{first}], expected a dictionary with the stages of the model that this process runs",
-    ),
-    "no number": ("ValueError", "params: got ['"),
-    "no dictionary": ("ValueError", "params: got list, expected a dictionary"),
+    "another's stage": ("ValueError", "params: got the stages [{stages}], this process runs"),
+    "only another's": ("ValueError", "params: got the stages [{other}], this process runs"),
+    "lacks a stage": ("ValueError", "params: got the stages [{first}], this process runs"),
+    "no number": ("ValueError", "params: got the stages ['"),
+    "no dictionary": ("TypeError", "of type list, expected a dictionary {{stage: tree}}"),
     "meta": ("ValueError", "['w']: got a tensor on the device meta, which has no values"),
     "another shape": ("StageError", "stage {first}"),
     "another's extras": ("ValueError", "extras: got the stages [{other}], this process runs"),

@@ -28,9 +28,7 @@ def test_they_are_found():
 @pytest.mark.parametrize("name", OF_A_SCHEDULE)
 def test_what_is_no_schedule_is_refused(name):
     for wrong in (None, 3, "gpipe", ["0F0"]):
-        with pytest.raises(
-            ScheduleError, match=f"got a value of type {type(wrong).__name__}, expected a Schedule"
-        ):
+        with pytest.raises(ScheduleError, match=f"of type {type(wrong).__name__}, expected a Schedule"):
             getattr(ps, name)(wrong)
 
 
@@ -55,8 +53,8 @@ def test_what_is_no_schedule_is_refused(name):
             "name: got 3 of type int, expected that of a schedule, such as '1f1b'",
         ),
         (lambda: Costs.from_json(b"{}"), TypeError, "text: got b'{}' of type bytes"),
-        (lambda: Costs().per_rank(3), ScheduleError, "got a value of type int, expected a Schedule"),
-        (lambda: ps.with_skips(None, [(0, 2)]), ScheduleError, "got a value of type NoneType"),
+        (lambda: Costs().per_rank(3), ScheduleError, "of type int, expected a Schedule"),
+        (lambda: ps.with_skips(None, [(0, 2)]), ScheduleError, "of type NoneType"),
         (lambda: ps.with_skips(GPIPE, 3), TypeError, "skips: got 3 of type int, expected a list of pairs"),
         (
             lambda: ps.with_skips(GPIPE, iter([(0, 2)])),
@@ -143,7 +141,7 @@ def test_what_is_no_schedule_is_refused(name):
         (
             lambda: ps.to_trace(3, ps.simulate(GPIPE)),
             ScheduleError,
-            "got a value of type int, expected a Schedule",
+            "of type int, expected a Schedule",
         ),
         (
             lambda: ps.to_trace(GPIPE, microseconds="a"),

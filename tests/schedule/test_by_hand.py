@@ -106,5 +106,5 @@ def test_a_timeline_of_another_schedule_is_named():
         ),
     ):
         to_grid(gpipe(2, 2), simulate(gpipe(2, 3)))
-    with pytest.raises(ScheduleError, match="got a value of type str, expected a Schedule"):
+    with pytest.raises(ScheduleError, match="of type str, expected a Schedule"):
         to_grid("gpipe")

@@ -143,7 +143,7 @@ def test_svg_shows_measured_times_and_any_name():
 
 
 def test_a_picture_with_memory_needs_a_schedule():
-    with pytest.raises(ScheduleError, match="got a value of type str, expected a Schedule"):
+    with pytest.raises(ScheduleError, match="of type str, expected a Schedule"):
         to_svg("1f1b", memory={0: [1]})
 
 

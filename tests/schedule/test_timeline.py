@@ -228,7 +228,7 @@ def test_measured_times_give_the_same_figures():
 
 
 def test_what_is_no_schedule_is_refused():
-    with pytest.raises(ScheduleError, match="got a value of type str, expected a Schedule"):
+    with pytest.raises(ScheduleError, match="of type str, expected a Schedule"):
         simulate("1f1b")
 
 

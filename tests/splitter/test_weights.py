@@ -257,7 +257,9 @@ def test_weights_of_a_wrong_type_are_refused_by_name(tmp_path):
         parts.load({}, ["ab"])
     with pytest.raises(TypeError, match="model: got str, expected a torch.nn.Module"):
         parts.put_back(parts.params, "model")
-    with pytest.raises(TypeError, match="kwargs: got int, expected a dictionary of keyword arguments"):
+    with pytest.raises(
+        TypeError, match="kwargs: got 3 of type int, expected a dictionary of keyword arguments"
+    ):
         pp.split(parts.model, torch.zeros(1, 2), 3, at=["1"])
 
 

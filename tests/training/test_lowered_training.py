@@ -240,7 +240,7 @@ def test_the_memory_of_all_ranks_is_printed_in_a_line_for_each():
 
 def test_a_state_in_the_place_of_parameters_is_refused_by_name():
     trainer = trainer_of()
-    with pytest.raises(TypeError, match=r"params: got .*, expected \{stage: tree\}"):
+    with pytest.raises(TypeError, match=r"params: got .*, expected a dictionary \{stage: tree\}"):
         trainer.lower(trainer.init(params()), *batch())
 
 

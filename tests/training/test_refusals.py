@@ -177,7 +177,7 @@ def test_parameters_that_are_none_are_named():
         (
             None,
             TypeError,
-            r"params: got None of type NoneType, expected \{stage: tree\} of the stages \[0, 1\]",
+            r"params: got None of type NoneType, expected a dictionary \{stage: tree\}, such as split.params",
         ),
         (params[0]["w"], TypeError, "params: got tensor"),
         ({0: params[0]}, ValueError, r"params: got the stages \[0\], this process runs \[0, 1\]"),
@@ -984,7 +984,10 @@ def test_a_hundred_steps_do_not_grow(two, shape, request):
 
 
 OPTIMIZERS = {
-    "lr": (lambda r: pp.optim.adamw(1e-3 * (1 + r)), "adamw\\(lr 0.00[12]"),
+    "lr": (
+        lambda r: pp.optim.adamw(1e-3 * (1 + r)),
+        r"optimizer adamw\(lr 0.00[12], .*optimizer adamw\(lr 0.00[12], .* make its trainer with the same",
+    ),
     "betas": (lambda r: pp.optim.adamw(1e-3, (0.9, 0.99 + 0.001 * r)), r"betas \(0.9, 0.99"),
     "decay": (lambda r: pp.optim.adamw(1e-3, weight_decay=0.1 * r), "weight decay 0"),
     "kind": (lambda r: pp.optim.sgd(1e-3) if r else pp.optim.adamw(1e-3), "optimizer (sgd|adamw)"),
@@ -1030,7 +1033,10 @@ def disagreeing(rank, size, kind):
         options = {"scale": pp.dynamic_scale(2.0 ** (8 + rank))}
         text = r"rank 1 has scale dynamic_scale\(512[^;]*\), rank 0 has scale dynamic_scale\(256[^;]*\);"
     elif kind == "checksum_every":
-        options, text = {kind: 2 + rank}, "rank 1 has checksum_every 3, rank 0 has checksum_every 2;"
+        options, text = (
+            {kind: 2 + rank},
+            "checksum_every 3, rank 0 has checksum_every 2; every rank must be given the same",
+        )
     elif kind == "seed":
         text = r"equal weights, seed \(0, [01]\)"
     elif kind in ("scale of the state", "step of the state"):
@@ -1257,6 +1263,29 @@ def lying_differently(rank, size, kind):
 @pytest.mark.parametrize("kind", ["tied", "plans"])
 def test_leaves_that_lie_differently_are_named(two, soon, kind):
     assert all(seconds < soon for seconds in two(lying_differently, kind))
+
+
+def whole_leaves(rank, size, shard, what):
+    """A state with whole tensors in the place of the parts that a trainer keeps; then that state itself."""
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "dp"))
+    options = {"mesh": mesh, "axes": pp.Axes("pp", "dp"), "shard": shard}
+    x = normal(ROWS, WIDTH)
+    with trainer_of(stages=[dense], schedule=pp.gpipe(1, 2), **options) as trainer:
+        state = trainer.init({0: {"w": normal(WIDTH, WIDTH)}})
+        gathered = tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, getattr(state, what))
+        with pytest.raises(
+            (ValueError, pp.PipelineError),
+            match=rf"state.{what}\[0\].*: got a tensor that is whole, expected a DTensor of \[4,4\] .*init",
+        ):
+            trainer.step(state._replace(**{what: gathered}), x, x)
+        trainer.step(state, x, x)
+
+
+@pytest.mark.parametrize(
+    "shard, what", [("params", "params"), ("params", "optimizer"), ("optimizer", "optimizer")]
+)
+def test_whole_leaves_in_a_state_of_parts_are_named(two, shard, what):
+    two(whole_leaves, shard, what)
 
 
 def naming(rank, size, shape, kind):

@@ -52,6 +52,8 @@ _MENDS = {
     "autocast": "call the step under the same autocast",
     "loss weights": "be given the same loss_weights",
     "seed": "be given the same seed",
+    "microbatches of": "be given batches of the same shapes, dtypes and forms",
+    "optimizer": "make its trainer with the same optimizer, of the same numbers",
 }
 """By a term of a step: what every rank must do where it differs."""
 
@@ -61,7 +63,7 @@ def require_same_step(mine: str, theirs: str, rank: int, other: int) -> None:
     if mine != theirs:
         here, there = _differences(mine, theirs)
         known = (mend for term, mend in _MENDS.items() if term in here)
-        mend = next(known, "be given batches of the same shapes, dtypes and forms")
+        mend = next(known, "be given the same")
         raise AgreementError(
             f"the ranks disagree on the step that begins: rank {rank} has {here}, rank {other} has {there};"
             f" every rank must {mend}"

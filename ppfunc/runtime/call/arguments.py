@@ -10,6 +10,7 @@ from typing import Any, ParamSpec
 
 import torch
 
+from ppfunc._checks import shown
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Signature, constants
 from ppfunc.stage._torch import is_wrapped, without_transforms
@@ -129,11 +130,11 @@ def read_arguments(
                 f"{name}: got some, but there is no loss function that would read them; give the loss"
                 f" function, or no {name}"
             )
-    _require_stages(raw.params, stages)
+    require_trees("params", raw.params, stages)
     extras = {} if raw.extras is None else raw.extras
     state = {} if raw.state is None else raw.state
-    _require_some(extras, "extras", stages)
-    _require_some(state, "state", stages)
+    require_trees("extras", extras, stages, some=True)
+    require_trees("state", state, stages, some=True)
     reader = _Reader({} if last is None else last.trees, m, abstract)
     params = {s: reader.read_detached(tree, f"params[{s}]") for s, tree in raw.params.items()}
     states = {s: reader.read_detached(tree, f"state[{s}]") for s, tree in state.items()}
@@ -148,7 +149,8 @@ def read_arguments(
     else:
         _require_inputs(raw, schedule, stages)
         if not abstract:
-            require_values(reader.trees)
+            for name, tree in reader.trees.items():
+                require_values(name, tree.form.treedef, tree.devices)
         form = step_form(reader.trees, stages, m, params, inputs, raw.devices)
     weights = weights if raw.loss_weights is None else read_loss_weights(raw.loss_weights, m)
     seed = read_seed(raw.seed)
@@ -241,6 +243,10 @@ class _Reader:
             return [self.read(tree, f"{name}[{i}]", 0) for i, tree in enumerate(batch)]
         try:
             leaves = self.read(batch, name, m)
+            if isinstance(batch, list) and batch and not leaves:
+                raise TypeError(
+                    f"{name}: got {shown(batch)}, expected tensors; make the list one, torch.tensor({name})"
+                )
             return self.trees[name].cut(leaves, m)
         except ValueError as error:
             if isinstance(batch, list) and len(batch) == m:
@@ -288,31 +294,25 @@ def _zeros(weights: torch.Tensor | None) -> frozenset[int]:
     return frozenset(m for m, weight in enumerate(weights.tolist()) if weight == 0)
 
 
-def _require_stages(params: Any, stages: Sequence[int]) -> None:
-    if not isinstance(params, Mapping) or set(params) != set(stages):
-        got = list(params) if isinstance(params, Mapping) else type(params).__name__
-        fewer = isinstance(params, Mapping) and set(params) < set(stages)
-        mend = (
-            "; where processes run a pipeline together, each gives its transport, such as ppfunc.P2P(group)"
-            if fewer
-            else ""
-        )
-        raise ValueError(
-            f"params: got {got}, expected a dictionary with the stages of the model that this process runs,"
-            f" {list(stages)}: {{stage: tree}}, such as split.params or state.params{mend}"
-        )
-
-
 def by_stage(trees: Any, name: str) -> Mapping[int, Any]:
     """Return the trees, which are given by stage; raise TypeError for anything else."""
     if not isinstance(trees, Mapping):
-        raise TypeError(f"{name}: got {type(trees).__name__}, expected a dictionary {{stage: tree}}")
+        raise TypeError(
+            f"{name}: got {shown(trees)}, expected a dictionary {{stage: tree}}, such as split.params,"
+            " split.state or state.params"
+        )
     return trees
 
 
-def _require_some(trees: Any, name: str, stages: Sequence[int]) -> None:
-    if not set(by_stage(trees, name)) <= set(stages):
-        raise ValueError(f"{name}: got the stages {list(trees)}, this process runs {list(stages)}")
+def require_trees(name: str, trees: Any, stages: Sequence[int], *, some: bool = False) -> None:
+    """Raise TypeError or ValueError unless these are trees of these stages, or of some of them."""
+    fewer = set(by_stage(trees, name)) < set(stages)
+    if set(trees) != set(stages) and not (fewer and some):
+        mend = "; where processes run a pipeline together, each gives a transport, such as ppfunc.P2P(group)"
+        raise ValueError(
+            f"{name}: got the stages {list(trees)}, this process runs {list(stages)}; give those, as {{s:"
+            f" {name}[s] for s in {list(stages)}}}{mend if fewer else ''}"
+        )
 
 
 def _require_inputs(raw: RawArguments, schedule: Schedule, stages: Sequence[int]) -> None:

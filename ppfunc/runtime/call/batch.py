@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 import optree
 import torch
 
-from ppfunc._checks import naming_arguments
+from ppfunc._checks import naming_arguments, require_type
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import register_pytree_node
 from ppfunc.stage.constants import MaskParts
@@ -89,6 +89,9 @@ class Microbatches:
     __slots__ = ("trees",)
 
     def __init__(self, trees: Iterable[Any]) -> None:
+        require_type(
+            "trees", trees, Iterable, "a tree for each microbatch; ppfunc.microbatch(batch, m) cuts one"
+        )
         self.trees = tuple(trees)
 
     @classmethod

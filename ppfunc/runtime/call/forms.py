@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from optree import PyTreeSpec
 
+from ppfunc._checks import require_counts, shown
 from ppfunc.stage._torch import guards, is_dtensor, transforming, values
 from ppfunc.stage.constants import with_constants, without_constants
 from ppfunc.stage.device import accelerates
@@ -244,10 +245,9 @@ def microbatch(batch: Any, microbatches: int) -> Microbatches:
     """
     if not isinstance(microbatches, Integral):
         raise TypeError(
-            f"got {type(microbatches).__name__} as the number of microbatches, expected an integer"
+            f"microbatches: got {shown(microbatches)}, expected an integer; the order is batch, microbatches"
         )
-    if microbatches < 1:
-        raise ValueError(f"got {microbatches} microbatches, expected at least 1")
+    require_counts(microbatches=int(microbatches))
     leaves, form = read_tree(with_constants(batch, "batch"), "batch", int(microbatches))
     parts = map(form.signature.wrap, form.cut(leaves, int(microbatches)))
     return Microbatches(map(without_constants, parts))
@@ -287,20 +287,24 @@ def step_form(
     )
 
 
-def require_values(trees: Mapping[str, TreeForm]) -> None:
-    """Raise ValueError for a leaf without values, or on another device than the others of its stage."""
-    for name, form in trees.items():
-        for path, device in zip(tree_paths(form.form.treedef), form.devices, strict=True):
-            if device.type == "meta":
-                raise ValueError(
-                    f"{name}{path}: got a tensor on the device meta, which has no values; materialise it, or"
-                    " call step.lower for shapes alone"
-                )
-            if device != form.devices[0] and name.startswith("params"):
-                raise ValueError(
-                    f"{name}{path}: got a tensor on {device}, others of this stage are on {form.devices[0]};"
-                    " move all to one device"
-                )
+def require_values(name: str, treedef: PyTreeSpec, devices: Sequence[torch.device]) -> None:
+    """Raise ValueError for a leaf without values; of parameters, for leaves on several devices.
+
+    Args:
+        name: of the tree, for errors.
+        devices: of its leaves.
+    """
+    for path, device in zip(tree_paths(treedef, name), devices, strict=True):
+        if device.type == "meta":
+            raise ValueError(
+                f"{path}: got a tensor on the device meta, which has no values; load or materialise it"
+                " (split.load, ppfunc.materialize), or lower the call, .lower(...), for shapes alone"
+            )
+        if device != devices[0] and name.startswith("params"):
+            raise ValueError(
+                f"{path}: got a tensor on {device}, others of this stage are on {devices[0]}; move all to one"
+                " device"
+            )
 
 
 def _device(params: Mapping[int, Leaves], stage: int, inputs: Sequence[Leaves]) -> torch.device:

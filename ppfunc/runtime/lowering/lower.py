@@ -75,6 +75,8 @@ def lower(
     if not schedule.forward_only and (spec.updates or "grads" in spec.wants):
         for stage in {stage: None for stage, _ in lowered}:
             _warn_of_detached([low for (number, _), low in lowered.items() if number == stage])
+        if spec.frozen is not None and not spec.updates:  # a trainer warns when a state begins
+            spec.frozen.warn_of_all(form.params)
     drawing = tuple(sorted({low.model_stage for low in lowered.values() if low.outline.random}))
     losses = _losses(schedule, spec, lowered)
     return LoweredStep(schedule, spec, form, pipeline.ranks, pipeline.order, lowered, losses, drawing)
@@ -266,7 +268,11 @@ def _require_loss(low: LoweredStage, loss: Signature, spec: StepSpec) -> None:
     got, shape = ", ".join(map(str, loss.leaves)) or "nothing", spec.loss_shape
     if len(loss.leaves) != 1 or loss.leaves[0].shape != shape or not loss.leaves[0].dtype.is_floating_point:
         wanted = f"floating tensor of shape {list(shape)}, the loss_shape" if shape else "floating scalar"
-        mend = "return one of that shape, or pass another loss_shape" if shape else "take its mean or sum"
+        mend = (
+            "return one of that shape, or pass another loss_shape"
+            if shape
+            else "take its mean or sum, in real numbers"
+        )
         if not shape and len(loss.leaves) == 1 and len(loss.leaves[0].shape) == 1:
             mend += f"; where it is that of an ensemble, pass loss_shape={loss.leaves[0].shape}"
         raise ValueError(f"the loss of stage {low.model_stage} must be a {wanted}, got {got}; {mend}")

@@ -71,7 +71,8 @@ class P2P(Control):
     Over a mesh, several pipelines train together, and a step begins, ends and fails on all of them.
     ``PipelineError.rank`` counts the ranks of the mesh. The ranks along the axes ``pipe`` and ``model`` run
     the same batch: loaders are sharded over data ranks only. In their first step, and after a failure, ranks
-    compare the values of what they are given of it; None is given where stages of a rank do not read it.
+    compare the values of what they are given of it; other batches only by ``checksum_every`` of a trainer.
+    None is given where stages of a rank do not read it.
 
     Args:
         group: an initialised process group; its ranks, in order, are the ranks of the pipeline. The default

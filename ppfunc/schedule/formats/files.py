@@ -66,7 +66,7 @@ def text_of(file: BinaryIO, name: str) -> str:
     """Read all of ``file``, called ``name`` in errors, within the limit of size."""
     data = file.read(LIMIT + 1)
     if len(data) > LIMIT:
-        raise FormatError(f"{name}: larger than {LIMIT // 2**20} MiB: no schedule that can be run is")
+        raise FormatError(f"{name}: larger than {LIMIT:,} bytes: no schedule that can be run is")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -51,8 +51,8 @@ def engine(build: Callable[..., tuple[FlatProgram, int | None]]) -> Callable[...
 
     @wraps(build)
     def program_of(
-        fn: Callable[..., Any],
-        example: tuple[Any, ...],
+        fn: Callable[..., Any] | None = None,
+        example: tuple[Any, ...] | None = None,
         *,
         has_aux: bool = False,
         name: str = "the stage",
@@ -60,6 +60,12 @@ def engine(build: Callable[..., tuple[FlatProgram, int | None]]) -> Callable[...
         outline: Outline | None = None,
         **options: Any,
     ) -> StageProgram:
+        if fn is None or example is None:
+            raise TypeError(
+                f"{build.__name__}: got {', '.join(options) or 'no arguments'}, expected a stage and its"
+                f" example; it has no options: give engine=ppfunc.engines.{build.__name__} itself, or"
+                " ppfunc.engines.graph(remat=..., compile=...)"
+            )
         described = Example.of(example, device, targeted=getattr(fn, "targeted", False))
         outline = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
         stage = DifferentiableStage(fn, described, outline, has_aux, name)

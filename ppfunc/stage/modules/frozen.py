@@ -12,7 +12,7 @@ import torch
 
 from ppfunc._checks import limited, shown
 
-from ..errors import raised
+from ..errors import raised, warn
 from ..process import process_lock
 from ..signature import Signature, leaf_names
 from ..tree import NAMESPACE, tree_flatten
@@ -184,14 +184,24 @@ class FrozenLeaves:
         names = leaf_names(params)
         return [names[n] for n in sorted(self.numbers(stage, params))]
 
-    def all_of(self, stages: Iterable[int]) -> bool:
-        """Tell whether the modules of these stages are known to have frozen all of their parameters."""
-        return all(
-            self._trainable is None
-            and bool(own := self._of_modules[s])
-            and not any(self.watched[id(p)][2] for p in own.values())
-            for s in stages
+    def warn_of_all(self, params: Mapping[int, Signature]) -> None:
+        """Warn where no parameter trains, of these stages and, as far as is known, of other processes."""
+        trained = (
+            leaf.grad and n not in self.numbers(stage, signature)
+            for stage, signature in params.items()
+            for n, leaf in enumerate(signature.leaves)
         )
+        elsewhere = all(
+            self._trainable is None
+            and bool(own := self._of_modules[stage])
+            and not any(self.watched[id(p)][2] for p in own.values())
+            for stage in set(range(len(self._of_modules))) - params.keys()
+        )
+        if elsewhere and any(signature.leaves for signature in params.values()) and not any(trained):
+            warn(
+                "params: all parameters are frozen, or of integers, so that none trains; set requires_grad of"
+                " some, give trainable=, or convert them, as tensor.float() does"
+            )
 
     def watch(self, stage: int, modules: Sequence[torch.nn.Module]) -> None:
         """Watch the parameters of modules that run in a stage: its function may call those of others."""

@@ -5,12 +5,13 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from hashlib import sha256
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from ppfunc._checks import naming_arguments
+from ppfunc._checks import naming_arguments, require_type
 from ppfunc.runtime.agreement.comparison import differences
 from ppfunc.stage.layout import distributed, layout_of, local
 from ppfunc.stage.patterns import first_match
@@ -77,6 +78,7 @@ def load(
         ValueError: names, shapes or dtypes of ``like`` are not those of the checkpoint; it is of another run;
             a pattern of ``partial`` that no missing name matches; an optimizer of which it takes a part.
     """
+    require_type("folder", folder, str | PathLike, "a path; where there is no checkpoint, latest() is None")
     root = Path(folder).absolute()
 
     def find() -> list[Path]:

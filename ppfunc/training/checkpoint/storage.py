@@ -272,7 +272,9 @@ def read_at(path: Path, begin: int, size: int, memory: memoryview | None = None)
             piece = scratch[: size - at] if memory is None else memory[at : at + _PIECE]
             done = os.preadv(file.fileno(), [piece], begin + at)
             if not done:
-                raise CheckpointError(f"{title(path)} is cut: it has {length} bytes, expected {begin + size}")
+                raise CheckpointError(
+                    f"{title(path)} is cut: it has {length:,} bytes, expected {begin + size:,}"
+                )
             digest.update(piece[:done])
             at += done
     return digest.hexdigest()
@@ -282,7 +284,7 @@ def read_plain(path: Path, begin: int = 0, size: int = -1) -> bytes:
     """Read bytes of a file, all that follow unless ``size`` is given."""
     with open_plain(path) as (file, length):
         if begin + size > length:
-            raise CheckpointError(f"{title(path)} is cut: it has {length} bytes, expected {begin + size}")
+            raise CheckpointError(f"{title(path)} is cut: it has {length:,} bytes, expected {begin + size:,}")
         file.seek(begin)
         return file.read(size)
 
@@ -427,7 +429,9 @@ def open_checkpoint(folder: Path) -> Contents:
                 raise CheckpointError(f"{title(folder / MANIFEST)}: {escaped(file)} is outside of the folder")
             with open_plain(folder / file) as (_, length):
                 if length != expected:
-                    raise CheckpointError(f"{title(folder / file)} has {length} bytes, expected {expected}")
+                    raise CheckpointError(
+                        f"{title(folder / file)} has {length:,} bytes, expected {expected:,}"
+                    )
     if step_of(folder) not in (None, contents.step):
         raise CheckpointError(
             f"{escaped(folder.name)} holds the checkpoint of step {contents.step}; give it that name"

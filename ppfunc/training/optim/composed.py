@@ -78,7 +78,7 @@ def from_updates(transform: Any) -> Optimizer:
 
 
 @naming_arguments
-def chain(clip: Clip, optimizer: Optimizer) -> Optimizer:
+def chain(clip: Clip, optimizer: Optimizer | None = None) -> Optimizer:
     """Make an optimizer that clips gradients first. Its state is that of ``optimizer``.
 
     A trainer clips by the norm of all stages and ranks. Without a trainer, the norm is that of the gradients
@@ -95,7 +95,9 @@ def chain(clip: Clip, optimizer: Optimizer) -> Optimizer:
     >>> optimizer.update([torch.tensor([3.0, 4.0])], optimizer.init(params), params)[0]
     [tensor([-0.6000, -0.8000])]
     """
-    require_type("clip", clip, Clip, "a clip first, such as ppfunc.optim.clip_by_global_norm(1.0)")
+    require_type(
+        "clip", clip, Clip, "a clip, then an optimizer: chain(clip_by_global_norm(1.0), adamw(1e-3))"
+    )
     ending = unclipped("optimizer", optimizer, "already; expected one clip")
 
     def update(

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -66,6 +66,13 @@ class Optimizer(NamedTuple):
     elementwise: bool = False
     rate: Callable[[Tree, torch.Tensor], Any] | None = None
     on_leaves: tuple[Update, Callable[[Tree, Tree], UpdateLeaves]] | None = None
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(
+            f"optimizer.{name} = {shown(value)}: an optimizer is a value; make another one, such as"
+            " ppfunc.optim.adamw(1e-4), or give a rate that is a function of the number of updates, such as"
+            " ppfunc.optim.linear(1e-3, 0.0, steps=1000)"
+        )
 
 
 def prepared(optimizer: Optimizer, state: Tree, params: Tree) -> UpdateLeaves | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ppfunc._checks import naming_arguments, require_counts, require_number
+from ppfunc._checks import naming_arguments, require_counts, require_number, require_real
 from ppfunc.stage.modules.frozen import ParameterKind
 from ppfunc.stage.tree import filled, tree_leaves, tree_map
 
@@ -88,6 +88,7 @@ def muon(
     tensor([[-0.1000,  0.0000],
             [ 0.0000, -0.1000]])
     """
+    require_real("momentum", momentum, "; the optimizer of parameters that are no matrices is given as rest=")
     require_number("momentum", momentum, below=1.0)
     require_counts(ns_steps=ns_steps)
     if nesterov and not momentum:

@@ -26,6 +26,7 @@ from ..optim.whole import matrices_by
 from .comparison import note_whole
 from .ranks import TrainingRanks
 from .sharding import shard
+from .stage_trees import owners_of
 from .train_state import TrainState, note_made
 from .update_rule import UpdateRule, updated_ones
 
@@ -84,7 +85,8 @@ def initial_state(
                 )
     if ranks.shards_params:
         note_whole(ranks, state.step, masters)
-    _warn_where_nothing_trains(rule, ranks, state)
+    rule.frozen.warn_of_all({s: Signature.of(tree) for s, tree in params.items()})
+    _warn_of_small_rates(rule, state)
     return note_made(state, {})
 
 
@@ -113,12 +115,14 @@ def _cut(
     """
     leaves, treedef = flatten(params, name)
     cuts = ranks.cuts(leaves)
-    ranks.require_whole(leaves, name)
+    pairs = [*zip(leaves, cuts, strict=True)]
+    own = [ranks.shards_params and layout_of(leaf) == cut.kept for leaf, cut in pairs]  # of a state
+    ranks.require_whole([leaf for leaf, is_own in zip(leaves, own, strict=True) if not is_own], name)
     trained = treedef.unflatten(None if n in fixed else leaf for n, leaf in enumerate(leaves))
     splits = [cut.split for n, cut in enumerate(cuts) if n not in fixed]
     require_elementwise(rule.optimizer, trained, splits, name)
     _require_parameters_back(rule.optimizer, trained, name)
-    dims = tuple(cut.dim for cut in cuts)
+    dims = tuple(None if is_own else cut.dim for cut, is_own in zip(cuts, own, strict=True))
     shards = shard(tuple(map(local, leaves)), dims, ranks.parts.size, ranks.parts.index)
     state = rule.optimizer.init(
         treedef.unflatten(None if n in fixed else leaf for n, leaf in enumerate(shards))
@@ -161,18 +165,11 @@ def _laid_out(
     A leaf belongs to the parameter with whose path its own ends, if it has the shape of that.
     """
     leaves, structure = tree_flatten(state)
-    owners = _owners(structure, treedef)
+    owners = owners_of(structure, treedef)
     return structure.unflatten(
         distributed(leaf, layouts[n]) if n is not None and leaf.shape == shards[n].shape else leaf
         for leaf, n in zip(leaves, owners, strict=True)
     )
-
-
-def _owners(state: optree.PyTreeSpec, params: optree.PyTreeSpec) -> list[int | None]:
-    """Find the parameter to which each leaf of a state of the optimizer belongs, by its path."""
-    numbers = {path: n for n, path in enumerate(params.paths())}
-    ends = ((path[k:] for k in range(len(path) + 1)) for path in state.paths())
-    return [next((numbers[end] for end in each if end in numbers), None) for each in ends]
 
 
 def _carried_on(
@@ -189,7 +186,7 @@ def _carried_on(
 
     def by_path(tree: Tree) -> dict[str, tuple[torch.Tensor | None, int | None]]:
         leaves, structure = flatten(tree, name)
-        rows = zip(tree_paths(structure, name), leaves, _owners(structure, params), strict=True)
+        rows = zip(tree_paths(structure, name), leaves, owners_of(structure, params), strict=True)
         return {path: (leaf, owner) for path, leaf, owner in rows}
 
     new, old = by_path(made), by_path(before)
@@ -208,16 +205,10 @@ def _carried_on(
     return tree_structure(made).unflatten(old.get(path, pair)[0] for path, pair in new.items())
 
 
-def _warn_where_nothing_trains(rule: UpdateRule, ranks: TrainingRanks, state: TrainState) -> None:
-    """Warn of parameters that all are frozen, or whose dtype holds no update of the size of the rate."""
+def _warn_of_small_rates(rule: UpdateRule, state: TrainState) -> None:
+    """Warn of parameters whose dtype holds no update of the size of the rate."""
     trained = tree_leaves([rule.frozen.trained(s, tree) for s, tree in state.params.items()])
     dtypes = {leaf.dtype for leaf in trained if differentiable(leaf.dtype)}
-    others = set(ranks.schedule.model_stages) - state.params.keys()
-    if not dtypes and rule.frozen.all_of(others):
-        warn(
-            "params: all parameters are frozen, so that no step changes one; set requires_grad of some, or"
-            " give trainable="
-        )
     rate, of_stage = rule.optimizer.rate, next(iter(state.optimizer.values()), None)
     largest = max([] if rate is None or transforming() else rates_of(rate, of_stage), default=inf)
     for dtype in dtypes:

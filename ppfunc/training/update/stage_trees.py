@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple, Self
 from weakref import ref
 
+import optree
 import torch
 
-from ppfunc._checks import shown
+from ppfunc.runtime.call.arguments import require_trees
 from ppfunc.runtime.call.forms import Form, form_of, has_form, leaves_like
-from ppfunc.stage.layout import distributed, local
+from ppfunc.stage.layout import MeshLayout, distributed, layout_of, local
 from ppfunc.stage.signature import Signature, leaf_number
-from ppfunc.stage.tree import tree_flatten, tree_leaves
+from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_paths
 
 from .ranks import Cut, TrainingRanks
 from .sharding import Dims
@@ -65,6 +66,14 @@ class StageTrees(NamedTuple):
         forms = form_of(leaves, treedef), form_of(moments, of_state)
         counted = tuple(n for n in trained if n not in again and _counts(ranks, cuts[n]))
         parted = frozenset(n for n, cut in enumerate(cuts) if cut.dim is None and cut.part is not None)
+        kept = [cut.kept for cut in cuts]
+        if ranks.shards_params:
+            _require_kept(f"state.params[{stage}]", treedef, leaves, kept)
+        of_moments = [
+            kept[n] if n is not None and leaf.shape == leaves[n].shape else layout_of(leaf)
+            for leaf, n in zip(moments, owners_of(of_state, treedef), strict=True)
+        ]
+        _require_kept(f"state.optimizer[{stage}]", of_state, moments, of_moments)
         of_bare = form_of(*tree_flatten(bare))
         return cls(*forms, of_bare, fixed, trained, cuts, dims, counted, parted, patterns)
 
@@ -117,6 +126,26 @@ def read(leaves: list[torch.Tensor], form: Form) -> list[torch.Tensor]:
 def laid_out(leaves: Sequence[torch.Tensor], form: Form) -> list[torch.Tensor]:
     """Make the leaves of a tree of this form of its local leaves."""
     return list(leaves if form.layouts is None else map(distributed, leaves, form.layouts))
+
+
+def owners_of(state: optree.PyTreeSpec, params: optree.PyTreeSpec) -> list[int | None]:
+    """Find the parameter to which each leaf of a state of the optimizer belongs, by its path."""
+    numbers = {path: n for n, path in enumerate(params.paths())}
+    ends = ((path[k:] for k in range(len(path) + 1)) for path in state.paths())
+    return [next((numbers[end] for end in each if end in numbers), None) for each in ends]
+
+
+def _require_kept(
+    name: str, treedef: optree.PyTreeSpec, leaves: Sequence[torch.Tensor], kept: Sequence[MeshLayout | None]
+) -> None:
+    """Raise ValueError for leaves of a state that do not lie over the ranks as a trainer keeps them."""
+    for path, leaf, layout in zip(tree_paths(treedef, name), leaves, kept, strict=True):
+        if layout_of(leaf) != layout:
+            raise ValueError(
+                f"{path}: got a tensor {layout_of(leaf) or 'that is whole'}, expected a DTensor {layout}, as"
+                " this trainer keeps it; give whole parameters to trainer.init, and load a state of other"
+                " ranks by ppfunc.checkpoint.load(folder, like=state)"
+            )
 
 
 def _counts(ranks: TrainingRanks, cut: Cut) -> bool:
@@ -198,18 +227,4 @@ def _require_parts(state: TrainState, stages: Sequence[int], scale: Set[str], da
             " data ranks would have another; say how they go together, Trainer(..., reduce_state={'*':"
             " 'mean'}), or put batch norms into evaluation mode before they are split or made stages by"
             " stage_from_module(module, constants=True), which have no state then"
-        )
-
-
-def require_trees(name: str, trees: Any, stages: Sequence[int], *, some: bool = False) -> None:
-    """Raise TypeError or ValueError unless these are trees of these stages, or of some of them."""
-    if not isinstance(trees, Mapping):
-        raise TypeError(
-            f"{name}: got {shown(trees)}, expected {{stage: tree}} of the stages {list(stages)}, which this"
-            " process runs; split.params and split.state are such"
-        )
-    if not set(trees) <= set(stages) or (len(trees) < len(stages) and not some):
-        raise ValueError(
-            f"{name}: got the stages {list(trees)}, this process runs {list(stages)}; give those, as {{stage:"
-            " tree}"
         )

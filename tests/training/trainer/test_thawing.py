@@ -80,7 +80,7 @@ def thawing(rank, size, name, shard):
             if state is None:
                 state = trainer.init({0: params()})
             else:
-                state = trainer.init({0: whole(state.params[0])}, optimizer=state.optimizer)
+                state = trainer.init(state.params, state.stage_state, state.optimizer)
             for _ in range(STEPS):
                 x, y = batch(n)
                 (state, _), n = trainer.step(state, x[part], y[part]), n + 1
@@ -94,7 +94,7 @@ def test_moments_are_kept_and_those_of_thawed_parameters_begin(name):
     torch.testing.assert_close(thawing(0, 1, name, None), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name, shard", [("adamw", "optimizer"), ("muon", "params")])
+@pytest.mark.parametrize("name, shard", [("adamw", "optimizer"), ("adamw", "params"), ("muon", "params")])
 def test_moments_are_kept_over_data_ranks(two, name, shard):
     expected = alone(OPTIMIZERS[name]())
     for got in two(thawing, name, shard):
@@ -128,7 +128,7 @@ def split_of(frozen):
     return pp.split(model, torch.zeros(2, 4), at=2)
 
 
-FROZEN = "params: all parameters are frozen, so that no step changes one"
+FROZEN = "params: all parameters are frozen, or of integers, so that none trains"
 TOO_SMALL = "params: they are kept in torch.bfloat16, where a learning rate of 0.0001 leaves a parameter of 1"
 
 
