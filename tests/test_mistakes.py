@@ -51,17 +51,17 @@ class BatchEncoding(UserDict):
 
 
 MISTAKES = {
-    "parameters of a module": (lambda: TRAINER.init(MODEL), "process runs; split.params and"),
+    "parameters of a module": (lambda: TRAINER.init(MODEL), "such as split.params, split.state or"),
     "the name of a backend": (lambda: pp.P2P("nccl"), "none after init_process_group(backend)"),
     "inputs of another width": (
         lambda: pp.value_and_grad(SPLIT, squared, SCHEDULE)(SPLIT.params, INPUTS[:, :3], TARGETS),
-        "call the model itself on inputs of this form",
+        "give inputs of the form at the split",
     ),
     "torch.compile": (lambda: made(engine=torch.compile), "engine=ppfunc.engines.graph(compile=True)"),
     "layers that are modules": (
         lambda: pp.stages_from_layers(list(MODEL), pp.parallel.Partition((0, 2))), "pp.split(torch.nn.",
     ),
-    "parameters in a list": (lambda: STEP([{}, {}], INPUTS, TARGETS), "such as split.params or state.params"),
+    "parameters in a list": (lambda: STEP([{}, {}], INPUTS, TARGETS), "such as split.params, split.state or"),
     "uneven rows": (lambda: STEP(PARAMS, INPUTS[:5], TARGETS[:5]), "ppfunc.Microbatches([...])"),
     "no loss": (lambda: made(loss_fn=lambda y, t: None)(SPLIT.params, INPUTS, TARGETS), "labels are among"),
     "BatchEncoding": (lambda: pp.split(MODEL, BatchEncoding({"input": INPUTS})), "args={'input_ids': ids}"),
