@@ -151,9 +151,10 @@ def value_and_grad(
         What a stage or the loss reads beside its arguments counts as it is when a step begins, under every
         engine: attributes, closures, globals, buffers, hooks, modes and autocast; where one has changed, the
         program is traced anew, and ranks that change one unlike each other raise ``AgreementError``. A tensor
-        that requires a gradient is refused there, and so is a stage that keeps tensors or counts elsewhere.
-        What an extension in C keeps is not seen, nor attributes of objects of torch that are no modules, nor
-        globals of installed packages that are neither functions nor numbers, texts and flags.
+        that requires a gradient is refused there, and so are a stage that keeps tensors or counts elsewhere,
+        iterators, and code that looks up globals by texts. What an extension in C keeps is not seen, nor
+        attributes of objects of torch that are no modules, nor globals of installed packages that are neither
+        functions nor numbers, texts and flags, nor a module of Python whose name the code puts together.
 
         A step raises ``PipelineError`` if an instruction fails, on this or another rank, ``AgreementError``
         if the ranks were given different programs, ``StageError`` for a stage that the engine cannot serve,

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import _lru_cache_wrapper, partial, wraps
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -117,21 +116,14 @@ class AssignedAttributes(TorchFunctionMode):
 
 
 @contextmanager
-def caches_emptied(model: torch.nn.Module) -> Iterator[None]:
-    """Empty the caches (``functools.lru_cache``) that the model has filled with tensors without values."""
-    kinds = {
-        kind
-        for module in model.modules()
-        for kind in type(module).__mro__
-        if not kind.__module__.startswith("torch.")
-    }
-    modules = {sys.modules[kind.__module__] for kind in kinds if kind.__module__ in sys.modules}
-    values = [value for owner in (*kinds, *modules) for value in vars(owner).values()]
-    misses = {cache: cache.cache_info().misses for value in values for cache in _caches_of(value)}
+def caches_emptied(values: Iterable[Any]) -> Iterator[None]:
+    """Empty the caches (``functools.lru_cache``) among these that are filled: with tensors without values."""
+    caches = [value for value in values if isinstance(value, _lru_cache_wrapper)]
+    misses = [cache.cache_info().misses for cache in caches]
     try:
         yield
     finally:
-        for cache, before in misses.items():
+        for cache, before in zip(caches, misses, strict=True):
             if cache.cache_info().misses != before:
                 cache.cache_clear()
 
@@ -163,21 +155,6 @@ def _after(begin: Callable[[], None], forward: Callable[..., Any]) -> Callable[.
         return forward(*args, **kwargs)
 
     return begun
-
-
-def _caches_of(value: Any) -> Iterator[_lru_cache_wrapper[Any]]:
-    """Find the cached function in an attribute, also behind a decorator, or a static or class method."""
-    value = getattr(value, "__func__", value)
-    if isinstance(value, _lru_cache_wrapper):
-        yield value
-    elif isinstance(value, FunctionType):
-        for cell in value.__closure__ or ():
-            try:
-                held = cell.cell_contents
-            except ValueError:  # it is empty yet
-                continue
-            if isinstance(held, _lru_cache_wrapper):
-                yield held
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from ppfunc.stage.abstract.evaluation import (
     quiet,
     without_values,
 )
-from ppfunc.stage.captures import Watch, require_none_left
+from ppfunc.stage.captures import Watch
 from ppfunc.stage.constants import with_tensors, without_constants
 from ppfunc.stage.errors import line_of, meant
 from ppfunc.stage.layout import LAY_OTHERWISE, distributed, layout_of, local
@@ -121,11 +121,10 @@ def trace(
     _require_no_hooks(model)
     # It sees draws by functions that `unseen_refused` does not replace.
     then = (watch := Watch(model)).state()
-    before = {*then.found}
-    traced = without_foreign_draws(
-        partial(_trace, model, form, inputs, device, names, compute, mapped), MODEL
-    )
-    require_none_left(watch.state(), before, MODEL)
+    with caches_emptied(value for _, value in watch.found.values()):
+        traced = without_foreign_draws(
+            partial(_trace, model, form, inputs, device, names, compute, mapped), MODEL
+        )
     watch.settle(then, (), MODEL)
     return traced
 
@@ -152,7 +151,6 @@ def _trace(
         tensors_by_name = fakes | {place: fakes[name] for place, name in tensors.places.items()}
         with (
             unmodified(model),
-            caches_emptied(model),
             values_unchecked(),
             AssignedAttributes(),
             noted(model, modules, lambda name: starts.setdefault(name, recording.operators)),

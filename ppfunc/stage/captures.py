@@ -2,35 +2,41 @@
 
 A function may read what it refers to, and what that refers to in turn::
 
-    a function             its closure, its defaults, the globals that its code names, modules imported in it
-    an object, a class     attributes and methods that code names; all where code has ``getattr`` or ``vars``
-    a module of torch.nn   also parameters, buffers, submodules, hooks, mode; of torch's layers all attributes
+    a function             its closure, its defaults, the globals and the modules that its code names
+    an object, a class     attributes and methods that code names; all where code has ``getattr`` or ``vars``,
+                           and where a base is of torch or Python
+    a module of torch.nn   also parameters, buffers, submodules, hooks, mode
     a module of Python     what code names of it
-    a container            its entries, up to 10,000
+    a container            its entries
 
-Numbers, texts and flags count by their values, functions by their code, anything else by identity: a write
-into a tensor is seen by programs, which read its memory. The code of torch, of Python and of this library is
-not followed. Of installed packages functions are, which refer to functions and plain values, and classes to
-code. What is not seen is what an extension in C keeps, what objects of torch, numpy and Python hold, and data
-that packages keep for themselves.
+Numbers, texts and flags count by their values, arrays by their bytes, functions by their code, anything else
+by identity: a write into a tensor is seen by programs, which read its memory. The code of torch, of Python
+and of this library is not followed. Of installed packages functions are, which refer to functions and plain
+values, and classes to code. What is not seen is what an extension in C keeps, what objects of torch and
+Python hold, and data that packages keep for themselves. Code that looks up globals by texts is refused, and
+so are iterators, which have another value in each call.
 """
 
+import gc
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from contextvars import ContextVar
 from dis import get_instructions
 from enum import Enum
-from functools import cache, partial
-from itertools import chain
+from functools import _lru_cache_wrapper, cache
+from hashlib import sha256
+from itertools import accumulate, chain
 from numbers import Number
-from operator import attrgetter, is_, itemgetter
-from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from operator import attrgetter, is_, itemgetter, methodcaller
+from types import CodeType, FunctionType, MappingProxyType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdRef
 
 from ._torch import KERNEL_SWITCHES, FakeTensor, any_autocast, function_modes, mode_stack
 from .abstract.evaluation import Evaluation
@@ -42,29 +48,42 @@ from .process import process_lock
 READS = "ppfunc_reads"
 """An attribute of a function of this library: all that it reads beside its arguments."""
 
-_Inside = Iterable[tuple[str, Any]] | None  # values in another, by name; None where nothing is looked at
-
 _PLAIN = Number, str, bytes, Enum, type(None), torch.dtype, torch.device
-_MOST_ENTRIES, _MOST_VALUES, _MOST_STATES = 10_000, 200_000, 32
-_CALLED = {"training", "forward", "backward", "setup_context", "jvp"}  # named in torch's code alone
-_BY_TEXT = {"getattr", "vars", "__dict__"}  # code with these may read any attribute
-_PARTS = "__func__", "__self__", "__wrapped__", "func", "args", "keywords", "fget"  # of what is called
+_MOST_VALUES, _MOST_STATES = 200_000, 32
+# Names in the code of torch and Python alone.
+_CALLED = {"training", "forward", "backward", "setup_context", "jvp", "__wrapped__"}
+_BY_TEXT = {  # code with these may read any attribute
+    "getattr", "vars", "__dict__", "__getattribute__", "getattr_static", "getmembers", "attrgetter",
+    "methodcaller", "asdict", "astuple",
+}  # fmt: skip
 _DICTS = (
     "_parameters", "_buffers", "_modules", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks",
     "_backward_hooks",
 )  # fmt: skip
 _OF_EVERY_MODULE, _OF_EVERY_TENSOR = {*vars(nn.Module())} - _CALLED, {*dir(Tensor)}
 _UNCALLED = {"__init__", "__init_subclass__", "__new__", "__annotations__", "__dict__", "__doc__"}
-_WRAPPERS = "builtins", "functools"
-_HOLDERS = "argparse", "collections", "functools", "types"  # whose objects hold values of users
+_HOLDERS = "abc", "argparse", "types", "typing"  # of Python, whose objects hold values under names of users
+_WRAPPERS = "builtins", "collections", "functools", "itertools", "threading", "_thread"  # under other names
 _CODE = (
-    FunctionType, property, classmethod, staticmethod, type, ModuleType, Tensor, nn.Module, *_PLAIN
+    FunctionType, _lru_cache_wrapper, property, classmethod, staticmethod, type, ModuleType, Tensor,
+    nn.Module, *_PLAIN,
 )  # fmt: skip
-_CLASS, _parts = ".__class__", attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_CLASS = ".__class__"
+_BY_CONSTANT = (  # getattr(object, constant), or with a default
+    r"getattr (LOAD_(FAST|FAST_BORROW|DEREF|GLOBAL|NAME)( LOAD_ATTR)*) LOAD_CONST"
+    r"( LOAD_CONST| LOAD_(FAST|FAST_BORROW|DEREF|GLOBAL|NAME)( LOAD_ATTR)*)? (PRE)?CALL"
+)
 
 
 class State:
-    """Holds what is read beside arguments, as it is now. It is equal to itself alone.
+    """Holds what counts of all that is read, by path. It is equal to itself alone."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+
+class _Look:
+    """Looks at all that is read, and tells afterwards whether it is still the same.
 
     Attributes:
         values: what counts of each value, by path.
@@ -75,13 +94,15 @@ class State:
         self.values: dict[str, Any] = {}
         self.found: dict[int, tuple[str, Any]] = {}
         self._names = names
-        self._getters: list[tuple[Callable[[Any], Any], Any]] = []
-        self._lists, self._sized, self._empty = list[Any](), list[Any](), list[Any]()
+        self._held, self._keyed, self._objects = list[Any](), list[Any](), list[Any]()
+        self._getters, self._sized, self._arrays = list[tuple[Any, Any]](), list[Any](), list[Any]()
         ahead = [*roots.items()]
         while ahead:
             path, value = ahead.pop()
-            if isinstance(value, _PLAIN):
-                self.values[path] = type(value), repr(value)
+            kind = type(value)
+            plain: Any = (kind, repr(value)) if isinstance(value, _PLAIN) else None
+            if plain and not hasattr(value, "__dict__"):
+                self.values[path] = plain
             elif id(value) in self.found:
                 self.values[path] = self.found[id(value)][0]
             elif path not in left_out:
@@ -91,138 +112,161 @@ class State:
                         f"stages and loss refer to more than {_MOST_VALUES:,} values, such as {told(path)};"
                         " give them what they read as arguments, or by functools.partial"
                     )
-                inside = self._inside(value)
-                self.values[path] = id(value) if inside is None else getattr(value, "__code__", type(value))
+                inside = self._inside(path, value)
+                if inside is None and not plain:  # it counts by identity, and is not kept: tensors are large
+                    plain = [WeakIdRef(value)] if kind.__weakrefoffset__ else (kind, repr(value))
+                self.values[path] = plain or getattr(value, "__code__", kind)
                 ahead += ((path + name, each) for name, each in inside or ())
-        self._seen = self._look()
+        self._seen = self._now()
 
-    def is_equal(self, other: "State") -> bool:
-        """Tell whether all values are equal, and in the same order."""
-        return [*self.values.items()] == [*other.values.items()]
-
-    def _look(self) -> tuple[list[Any], list[int]]:
-        gotten = (get(owner) for get, owner in self._getters)
-        return [*chain.from_iterable(chain(self._lists, gotten))], [*map(len, self._sized)]
+    def _now(self) -> tuple[list[Any], list[Any]]:
+        gotten = [get(owner) for get, owner in self._getters]
+        objects = map(vars, self._objects), map(type, self._objects)
+        same = chain(gc.get_referents(*self._held), *self._keyed, *gotten, *objects)
+        return [*same], [*map(len, self._sized), *map(_bytes_of, self._arrays)]
 
     def unchanged(self) -> bool:
         """Tell whether all values are the same objects."""
         try:
-            (now, sizes), (then, sizes_then) = self._look(), self._seen
-        except (LookupError, ValueError, RuntimeError, AttributeError):  # one is gone
+            (now, equal), (then, equal_then) = self._now(), self._seen
+        except (LookupError, RuntimeError):  # one is gone
             return False
-        alike = sizes == sizes_then and len(now) == len(then) and not any(self._empty)
-        return alike and all(map(is_, now, then))
+        return equal == equal_then and len(now) == len(then) and all(map(is_, now, then))
 
-    def _inside(self, value: Any) -> _Inside:
+    def _inside(self, path: str, value: Any) -> list[tuple[str, Any]] | None:
         """List the values that a value holds, and note how to look at them again."""
+        kind: Any = type(value)
+        own, wraps, inside = not _is_foreign(kind.__module__), kind.__module__ in _WRAPPERS, list[Any]()
         match value:
-            case Tensor() | BuiltinFunctionType():
+            case Tensor():
                 return None
             case FunctionType():
                 return self._of_function(value)
-            case dict() | list() | tuple() | set() | frozenset() | deque():
-                return self._entries(value)
             case ModuleType():
                 return None if _is_foreign(value.__name__) else self._named(value)
             case type():
-                own = None if _is_foreign(value.__module__) else self._named(value)
-                return own and chain(own, ((f".{base.__name__}", base) for base in value.__bases__))
-            case nn.Module():
-                dicts = (vars(value).get(name, ()) for name in _DICTS)
-                return chain(
-                    *(self._entries(d) or () for d in dicts), self._named(value), ((_CLASS, type(value)),)
+                bases = ((f".{base.__name__}", base) for base in value.__bases__)
+                return None if _is_foreign(value.__module__) else [*self._named(value), *bases]
+            case ContextVar():
+                self._getters.append((lambda variable: (variable.get(None),), value))
+                return [(".get()", value.get(None))]
+            case attrgetter() | methodcaller():
+                self._names.add("getattr")
+                return [("", repr(value))]
+            case Iterator() if wraps:
+                raise ValueError(
+                    f"stages and loss read {told(path)}, a {kind.__name__}, which has another value in each"
+                    " call; give them its values as arguments"
                 )
-        inside: _Inside = None
-        kind = type(value)
-        slots = chain.from_iterable(getattr(base, "__slots__", ()) for base in kind.__mro__)
-        parts = [n for n in (_PARTS if kind.__module__ in _WRAPPERS else slots) if hasattr(value, n)]
-        if parts:
-            self._getters.append((attrgetter(*parts, parts[0]), value))
-            inside = [(f".{name}", getattr(value, name)) for name in parts]
-        of_python = _is_foreign(kind.__module__) and kind.__module__ not in _HOLDERS
-        if of_python or not hasattr(value, "__dict__"):
-            return inside
-        return chain(inside or (), self._named(value), ((_CLASS, kind),))
+            case nn.Module():
+                inside = [each for name in _DICTS for each in self._entries(vars(value).get(name, {}))]
+            case dict():
+                inside = self._entries(value)
+            case list() | tuple() | deque() | set() | frozenset():
+                self._held += [] if isinstance(value, tuple | frozenset) else [value]
+                each = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+                inside = [(f"[{n}]", entry) for n, entry in enumerate(each)]  # sets: as in every process
+            case _ if isinstance(value, bytearray) or hasattr(kind, "tobytes"):
+                self._arrays.append(value)
+                return [("", _bytes_of(value))]
+            case MappingProxyType():
+                inside = [("", part) for part in gc.get_referents(value)]
+        members = [name for name in _members(kind) if hasattr(value, name)] if own or wraps else []
+        self._held += [value] if members else []
+        inside += [(f".{name}", getattr(value, name)) for name in members]
+        looks = own or wraps or isinstance(value, nn.Module) or kind.__module__ in _HOLDERS
+        if looks and isinstance(getattr(value, "__dict__", None), dict):
+            self._objects.append(value)
+            inside += self._named(value)
+        inside += [(_CLASS, kind)] if own else []
+        return inside if inside or isinstance(value, dict | list | tuple | deque | set | frozenset) else None
 
-    def _entries(self, value: Any) -> _Inside:
-        held = dict.keys(value) if isinstance(value, dict) else value  # that of a class may do anything
-        if not held or len(held) > _MOST_ENTRIES:
-            (self._sized if held else self._empty).append(value)
-            return None if held else ()
-        if isinstance(value, dict):
-            self._lists.append(held)  # its keys, in order
-            return self._got(value, [*held], "[{!r}]")
-        self._lists += () if isinstance(value, tuple | frozenset) else (value,)
-        if isinstance(value, set | frozenset):
-            value = sorted(value, key=repr)  # as in every process
-        return ((f"[{n}]", each) for n, each in enumerate(value))
+    def _entries(self, held: dict[Any, Any]) -> list[tuple[str, Any]]:
+        # The keys of a class of its own may do anything.
+        keys = held if _is_foreign(type(held).__module__) else dict.keys(held)
+        (self._held if held else self._sized).append(held)
+        self._keyed += [keys] if held else []
+        inside = [(f"(key {n})", key) for n, key in enumerate(keys) if not isinstance(key, _PLAIN)]
+        return inside + [
+            (f"[{key!r}]" if isinstance(key, _PLAIN) else f"[key {n}]", dict.__getitem__(held, key))
+            for n, key in enumerate(keys)
+        ]
 
-    def _of_function(self, function: FunctionType) -> _Inside:
-        code, names, cells = function.__code__, function.__globals__, function.__closure__ or ()
-        filled = [(n, c) for n, c in zip(code.co_freevars, cells, strict=True) if _is_filled(c)]
-        self._getters += ((_contents, cell) for _, cell in filled)
-        inside: Any = [(f":{name}", cell.cell_contents) for name, cell in filled]
-        self._getters.append((_parts, function))
-        inside.append((".defaults", _parts(function)[1:]))
-        if _is_foreign(names.get("__name__")):  # torch notes things in its functions when it calls them
+    def _of_function(self, function: FunctionType) -> list[tuple[str, Any]] | None:
+        code, globals_, cells = function.__code__, function.__globals__, function.__closure__ or ()
+        self._held += cells
+        inside: Any = [
+            (f":{name}", each)
+            for name, cell in zip(code.co_freevars, cells, strict=True)
+            for each in gc.get_referents(cell)
+        ]
+        inside.append((".defaults", (function.__defaults__, function.__kwdefaults__)))
+        home = globals_.get("__name__")
+        if _is_foreign(home):  # torch notes things in its functions when it calls them
             return [*inside, (f".{READS}", vars(function).get(READS))]
         inside.append((".dict", vars(function)))
-        self._names |= _named_in(code)
-        globals_ = sorted(names.keys() & _names_of(code, "LOAD_GLOBAL"))
-        if _is_installed(names.get("__name__")):
+        names, read = (
+            _named_in(code),
+            _names_of(code, "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"),
+        )
+        self._names |= names
+        wanted = [name for name in sorted(read) if name in globals_]
+        if _is_installed(home):
             inside = [(name, each) for name, each in inside if isinstance(each, _CODE)]
-            globals_ = [name for name in globals_ if isinstance(names[name], (FunctionType, *_PLAIN))]
+            wanted = [
+                name
+                for name in wanted
+                if isinstance(globals_[name], (FunctionType, _lru_cache_wrapper, *_PLAIN))
+            ]
+        elif any_name := read & {"globals", "eval", "exec"} - globals_.keys():
+            raise ValueError(
+                f"{function.__qualname__}: its code calls {min(any_name)}(), so that what it reads is not"
+                " known; name globals as they are, or look values up in a dictionary"
+            )
         else:
-            imported = sorted(_names_of(code, "IMPORT_NAME"))
-            self._getters.append((_modules, imported))
-            inside += [(f":{n}", each) for n, each in zip(imported, _modules(imported), strict=True)]
-        return chain(inside, self._got(names, globals_, ":{}"))
+            self._held.append(function)
+            # Relative imports have names in packages around this module.
+            around = "", *accumulate(f"{part}." for part in (home or "").split("."))
+            words = {home, *names} if "__name__" in _names_of(code, "LOAD_GLOBAL") else names
+            modules = {package + name for package in around for name in words if name} & sys.modules.keys()
+            inside += self._got(sys.modules, sorted(modules), ":{}")
+        return [*inside, *self._got(globals_, wanted, ":{}")]
 
-    def _named(self, value: Any) -> Iterable[tuple[str, Any]]:
+    def _named(self, value: Any) -> list[tuple[str, Any]]:
         """List the attributes that code names, or may read by texts; of a class also what operators call."""
         held, kind, module = vars(value), type(value), isinstance(value, nn.Module)
-        every = module and any(_is_foreign(c.__module__) for c in {*kind.__mro__} - {nn.Module, object})
-        every |= not isinstance(value, ModuleType | type) and not _BY_TEXT.isdisjoint(self._names)
-        wanted = [n for n in held if every or n in self._names]
+        home = held.get("__module__", held.get("__name__")) if isinstance(value, ModuleType | type) else None
+        packaged = _is_installed(home)
+        bases = {base.__module__ for base in {*kind.__mro__} - {nn.Module, object}}.difference(_HOLDERS)
+        every = home is None and any(map(_is_foreign, bases))  # by code that is not followed
+        every |= not (packaged or _BY_TEXT.isdisjoint(self._names))
+        wanted = [n for n in held if n in self._names or (every and n[:2] != "__")]
         if isinstance(value, type):  # what operators call, and no annotations
             hidden = (n for n, each in held.items() if n[:2] == "__" and isinstance(each, FunctionType))
             wanted = [n for n in {**dict.fromkeys(wanted), **dict.fromkeys(hidden)} if n not in _UNCALLED]
-        if isinstance(value, ModuleType | type):
-            home = held.get("__module__", held.get("__name__"))
-            wanted = [n for n in wanted if isinstance(held[n], _CODE) or not _is_installed(home)]
+        if packaged:
+            wanted = [n for n in wanted if isinstance(held[n], _CODE)]
         return self._got(held, [n for n in wanted if not (module and n in _OF_EVERY_MODULE)])
 
-    def _got(self, owner: Any, names: list[Any], path: str = ".{}") -> Iterable[tuple[str, Any]]:
+    def _got(self, owner: Any, names: list[str], path: str = ".{}") -> list[tuple[str, Any]]:
         self._sized.append(owner)
-        if not names:
-            return ()
-        is_plain = not isinstance(owner, dict) or type(owner).__getitem__ is dict.__getitem__
-        # An itemgetter of two names or more returns a tuple.
-        get: Any = itemgetter(*names, names[0]) if is_plain else partial(_raw, names)
-        self._getters.append((get, owner))
-        each = zip(names, get(owner), strict=False)
-        keys = (n if isinstance(n, _PLAIN) else (type(n).__name__, number) for number, n in enumerate(names))
-        return ((path.format(key), value) for key, (_, value) in zip(keys, each, strict=False))
+        if names:  # an itemgetter of two names or more returns a tuple
+            self._getters.append((itemgetter(*names, names[0]), owner))
+        return [(path.format(name), owner[name]) for name in names]
 
 
-def _raw(names: Iterable[Any], owner: dict[Any, Any]) -> list[Any]:
-    """Return the entries of these names: a class of its own may make others when it is asked."""
-    return [dict.__getitem__(owner, name) for name in names]
+def _bytes_of(array: Any) -> str:
+    """Describe an array by its shape and what it holds."""
+    return sha256(getattr(array, "tobytes", lambda: array)()).hexdigest() + str(getattr(array, "shape", ""))
 
 
-def _modules(names: Iterable[str]) -> list[ModuleType | None]:
-    return [sys.modules.get(name) for name in names]
-
-
-def _contents(cell: Any) -> tuple[Any]:
-    return (cell.cell_contents,)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return bool(_contents(cell))
-    except ValueError:
-        return False
+@cache
+def _members(kind: Any) -> list[str]:
+    """List the attributes that objects of a class keep outside of their dictionaries."""
+    members = [
+        n for base in kind.__mro__ for n, e in vars(base).items() if isinstance(e, MemberDescriptorType)
+    ]
+    return [*members, "__self__", "__name__"] if hasattr(kind, "__self__") else members  # functions in C
 
 
 @cache
@@ -235,36 +279,60 @@ def _is_foreign(module: str | None) -> bool:
 @cache
 def _is_installed(module: str | None) -> bool:
     """Tell whether a module of Python is of an installed package."""
-    file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
-    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+    file = str(getattr(sys.modules.get(module or ""), "__file__", ""))
+    return "site-packages" in file or "dist-packages" in file
 
 
 @cache
 def _named_in(code: CodeType) -> frozenset[str]:
     """List the names and texts in code, and in functions within it."""
-    texts = (constant for constant in code.co_consts if isinstance(constant, str))
-    inner = (_named_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return frozenset({*code.co_names, *texts}.union(*inner))
+    names, ahead = set[str](), [code]
+    for each in ahead:
+        if isinstance(each, CodeType):
+            names |= {*each.co_names} - (set() if _asks(each) else {"getattr"})
+            ahead += each.co_consts
+        elif isinstance(each, tuple | frozenset):
+            ahead += each
+        elif isinstance(each, str) and each.replace(".", "").isidentifier():
+            names |= {each, *each.split(".")}
+    # Patterns of classes name attributes by their number.
+    return frozenset(names | ({"getattr"} if _names_of(code, "MATCH_CLASS") else set()))
+
+
+def _asks(code: CodeType) -> bool:
+    """Tell whether code gives names to ``getattr`` that are no constants."""
+    steps = ("getattr" if step.argval == "getattr" else step.opname for step in get_instructions(code))
+    return "getattr" in re.sub(_BY_CONSTANT, "", " ".join(steps))
 
 
 @cache
-def _names_of(code: CodeType, operation: str) -> frozenset[str]:
-    """List the names that code, and functions within it, give to operations of this name."""
-    inner = (_names_of(constant, operation) for constant in code.co_consts if isinstance(constant, CodeType))
-    own = {step.argval for step in get_instructions(code) if step.opname == operation}
+def _names_of(code: CodeType, *operations: str) -> frozenset[str]:
+    """List the names that code, and functions within it, give to these operations."""
+    inner = (
+        _names_of(constant, *operations) for constant in code.co_consts if isinstance(constant, CodeType)
+    )
+    own = {step.argval for step in get_instructions(code) if step.opname in operations}
     return frozenset(own.union(*inner))
 
 
 def changes(then: State, now: State) -> list[str]:
     """Tell in what a state differs from an earlier one, in the same words in every process."""
-    paths = (p for p in then.values.keys() | now.values.keys() if then.values.get(p) != now.values.get(p))
-    counts = ((path, now.values.get(path)) for path in paths)
+    counts = ((path, now.values.get(path)) for path in _changed(then.values, now.values))
     return sorted(f"{told(path)} = {c[1] if isinstance(c, tuple) else 'another'}" for path, c in counts)
+
+
+def _changed(then: dict[str, Any], now: dict[str, Any]) -> set[str]:
+    return {path for path in then.keys() | now.keys() if then.get(path) != now.get(path)}
 
 
 def told(path: str) -> str:
     """Name a value by its path, from the last function on."""
     return path.replace(_CLASS, "").rpartition(":")[2].lstrip(".") or "itself"
+
+
+def reads(function: Any) -> Any:
+    """Return what a stage reads beside its arguments: of a model that was split the model, else itself."""
+    return function if hasattr(function, "__wrapped__") else getattr(function, READS, function)
 
 
 class Watch:
@@ -273,34 +341,35 @@ class Watch:
     Attributes:
         modules: further ones, which have run.
         first: the first state; None before it is asked for.
+        found: all values with their paths, by identity, as they were seen last.
     """
 
     def __init__(self, root: Any) -> None:
         self.modules: list[nn.Module] = []
         self._roots, self._names, self._left_out = {"": root, "ran": self.modules}, {*_CALLED}, set[str]()
         self._states: list[State] = []  # the last one comes last
+        self._look: _Look | None = None
+        self.found: dict[int, tuple[str, Any]] = {}
         self.first: State | None = None
 
-    def _look(self) -> State:
-        tries = 100
-        while True:
-            names, tries = len(self._names), tries - 1
-            try:
-                now = State(self._roots, self._names, self._left_out)
-            except (LookupError, RuntimeError):  # another thread changes what is looked at
-                if tries:
-                    continue
-                raise
-            if names == len(self._names):  # no code was found that names more
-                return now
+    def _looked(self) -> _Look:
+        for _ in range(100):
+            names = len(self._names)
+            with suppress(LookupError, RuntimeError):  # another thread changes what is looked at
+                look = _Look(self._roots, self._names, self._left_out)
+                if names == len(self._names):  # no code was found that names more
+                    return look
+        raise RuntimeError("other threads change what stages and loss read, while it is looked at")
 
     def state(self) -> State:
-        """Return the state of all values: the same object for the same values."""
+        """Return the state of all values: the same object for the same values, in the same order."""
         with process_lock:
-            if not (self._states and self._states[-1].unchanged()):
-                now = self._look()
-                known = next((state for state in self._states if state.is_equal(now)), now)
-                vars(known).update(vars(now))
+            if self._look is None or not self._look.unchanged():
+                self._look = self._looked()
+                self.found = self._look.found
+                values = [*self._look.values.items()]
+                now = State(self._look.values)
+                known = next((state for state in self._states if [*state.values.items()] == values), now)
                 others = [state for state in self._states if state is not known]
                 self._states = [*others[1 - _MOST_STATES :], known]
             self.first = self.first or self._states[-1]
@@ -309,81 +378,63 @@ class Watch:
     def settle(self, then: State, modules: Iterable[nn.Module], stage: str) -> None:
         """Take what an evaluation has changed, and the modules that ran in it.
 
+        Args:
+            then: the state before.
+
         Raises:
-            StageError: it has changed a number, which a program would not.
+            StageError: it has left a tensor without values, or changed a number or text; a program would not.
         """
-        now = self.state().values
-        for path in {path for path in {**then.values, **now} if then.values.get(path) != now.get(path)}:
-            before, after = then.values.get(path), now.get(path)
-            if isinstance(before, tuple) and isinstance(after, tuple) and issubclass(before[0], Number):
+        before, now = self.found, self.state()
+        for path, value in self.found.values():
+            part = local(value) if isinstance(value, Tensor) and id(value) not in before else None
+            if isinstance(part, FakeTensor) and isinstance(part.fake_mode, Evaluation):
                 raise StageError(
                     stage,
-                    f"it changes {told(path)} from {before[1]}, which the program of a trace does not",
+                    f"it leaves a tensor in {told(path)}, which no later step does: it is evaluated once,"
+                    " without values",
+                    "return it as a part of y, or, from a stage by hand, as Output(y, metrics=...); remove a"
+                    " hook that keeps tensors",
+                )
+        changed = _changed(then.values, now.values)
+        for path in changed:
+            earlier, later = then.values.get(path), now.values.get(path)
+            if isinstance(earlier, tuple) and isinstance(later, tuple) and earlier[1] != "None":
+                raise StageError(
+                    stage,
+                    f"it changes {told(path)} from {earlier[1]}, which the program of a trace does not",
                     "give it to the stage as its state, and return the new value",
                 )
-            # Lists grow by each evaluation.
-            self._left_out.add(path.rpartition("[")[0] if re.search(r"\[\d+\]$", path) else path)
-        vars(self.state()).update(vars(self._look()))  # without what is left out now
-        self.modules += [module for module in modules if id(module) not in self.state().found]
+            place, _, entry = path.rpartition("[")  # lists grow by each evaluation
+            self._left_out.add(place if entry[:-1].isdigit() else path)
+        self.modules += [module for module in modules if id(module) not in self.found]
         self.first = None if then is self.first else self.first
+        if changed:  # look without what is left out now
+            self._look = None
+            self.state()
 
+    def require_none_stale(self, set_by_calls: set[str], reader: str) -> None:
+        """Raise StageError for an attribute that is read, and that calls of modules set, which take it back.
 
-def require_none_left(state: State, before: Container[int], stage: str) -> None:
-    """Raise StageError for a tensor without values in what a function reads, left there by an evaluation.
-
-    Args:
-        before: identities of what the function read before the evaluation.
-    """
-    for path, value in state.found.values():
-        if id(value) in before:
-            continue
-        part = local(value) if isinstance(value, Tensor) else None
-        if isinstance(part, FakeTensor) and isinstance(part.fake_mode, Evaluation):
+        Args:
+            set_by_calls: names of such attributes. What modules call may read them within a call.
+        """
+        functions = ((path, f) for path, f in self.found.values() if isinstance(f, FunctionType))
+        own = [e for e in functions if not (_is_foreign(e[1].__module__) or _is_installed(e[1].__module__))]
+        called = {*_CALLED}
+        while more := {n for _, f in own if f.__name__ in called for n in _named_in(f.__code__)} - called:
+            called |= more
+        # Methods that no code names are read by texts at most.
+        methods = {f.__name__ for _, f in own if "." in f.__qualname__.rpartition("<locals>.")[2]}
+        called |= methods - self._names
+        outside = (f.__code__ for path, f in own if not path or f.__name__ not in called)
+        read = frozenset[str]().union(*(_names_of(code, "LOAD_ATTR") for code in outside))
+        if stale := read & set_by_calls - _OF_EVERY_TENSOR:
             raise StageError(
-                stage,
-                f"it leaves a tensor in {told(path)}, which no later step does: it is evaluated once, without"
-                " values",
-                "return it as a part of y, or, from a stage by hand, as Output(y, metrics=...); remove a hook"
-                " that keeps tensors",
+                reader,
+                f"it reads the attribute {min(stale)}, which a module sets when it is called: the value is"
+                " that of another call, without a gradient",
+                "have the module return it, and the stage too: as Output(y, loss=...) or a part of y",
             )
-
-
-def require_none_stale(state: State, reader: str) -> None:
-    """Raise StageError for an attribute that is read, and set by a call of a module, which takes it back."""
-    found = [*state.found.values()]
-    read = (_names_of(f.__code__, "LOAD_ATTR") for path, f in found if _is_part(path, f))
-    kinds = {type(value) for _, value in found if isinstance(value, nn.Module)}
-    stale = (
-        frozenset[str]().union(*read)
-        & frozenset().union(*(_set_by_calls(k) for k in kinds)) - _OF_EVERY_TENSOR
-    )
-    if stale:
-        raise StageError(
-            reader,
-            f"it reads the attribute {min(stale)}, which a module sets when it is called: the value is that"
-            " of another call, without a gradient",
-            "have the module return it, and the stage too: as Output(y, loss=...) or a part of y",
-        )
-
-
-def _is_part(path: str, value: Any) -> bool:
-    """Tell whether a function calls another as a function, or as a method of its own; modules call others."""
-    if not isinstance(value, FunctionType) or _CLASS in path.removeprefix(_CLASS):
-        return False
-    is_method = "." in value.__qualname__.rpartition("<locals>.")[2]
-    own = not is_method or path.rpartition(".")[0] in ("", _CLASS)
-    return own and not _is_foreign(value.__module__)
-
-
-def _set_by_calls(kind: type[nn.Module]) -> frozenset[str]:
-    """List the attributes that a call of a module assigns: by ``forward``, and by methods that it names."""
-    names, codes = ["forward"], dict[str, CodeType]()
-    for name in names:
-        function = getattr(kind, name, None)
-        if name not in codes and isinstance(function, FunctionType) and not _is_foreign(function.__module__):
-            codes[name] = function.__code__
-            names += _named_in(function.__code__)
-    return frozenset().union(*(_names_of(code, "STORE_ATTR") for code in codes.values()))
 
 
 def ambient() -> tuple[Any, ...]:

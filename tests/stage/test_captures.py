@@ -5,14 +5,26 @@ plain torch on the whole model. Random models with attributes, captures and hook
 ``--large`` has 300 of them.
 """
 
+import array
+import collections
+import contextvars
+import dataclasses
+import enum
 import functools
+import gc
 import importlib
+import itertools
 import logging
+import operator
 import random
 import sys
+import textwrap
+import threading
+import weakref
 from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 
+import numpy
 import optree
 import pytest
 import torch
@@ -181,6 +193,61 @@ def test_what_changes_beside_the_values_that_are_read_does_not_count():
     assert [state.values[f".args[0][{n}]"][1] for n in range(20)] == sorted(map(repr, names))
 
 
+PACKAGE = {
+    "__init__": "",
+    "config": "FACTOR = 2.0",
+    "stages": """
+        def relative(p, x):
+            from .config import FACTOR
+            return p * x * FACTOR
+
+        def attribute(p, x):
+            from . import config
+            return p * x * config.FACTOR
+
+        def by_text(p, x):
+            import importlib
+            return p * x * importlib.import_module("ppfunc_tests_package.config").FACTOR
+
+        def by_its_name(p, x):
+            import sys
+            return p * x * getattr(sys.modules[__name__], "OWN")
+
+        OWN = 2.0
+    """,
+}
+
+
+@pytest.mark.parametrize("name", ["relative", "attribute", "by_text", "by_its_name"])
+def test_modules_that_a_stage_imports_count(name, tmp_path, monkeypatch):
+    (tmp_path / "ppfunc_tests_package").mkdir()
+    for file, text in PACKAGE.items():
+        (tmp_path / "ppfunc_tests_package" / f"{file}.py").write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(tmp_path)
+    stages, config = (importlib.import_module(f"ppfunc_tests_package.{m}") for m in ("stages", "config"))
+    step = pp.value_and_grad([getattr(stages, name)], squared, pp.gpipe(1, 1))
+    given = {0: torch.ones(2)}, torch.ones(2, 2), torch.zeros(2, 2)
+    assert step(*given)[0] == step(*given)[0] == 4
+    config.FACTOR = stages.OWN = 3.0
+    assert step(*given)[0] == step(*given)[0] == 9
+    assert step.cache_info().misses == 2
+    for each in [m for m in sys.modules if m.startswith("ppfunc_tests_package")]:
+        del sys.modules[each]
+
+
+def test_tensors_that_are_replaced_are_not_kept():
+    held = SimpleNamespace(table=torch.ones(2))
+    step = pp.value_and_grad([lambda p, x: p * x * held.table], squared, pp.gpipe(1, 1), engine=functional)
+    kept = []
+    for n in range(4):
+        kept.append(weakref.ref(held.table))
+        assert step({0: torch.ones(2)}, torch.ones(2, 2), torch.zeros(2, 2))[0] == (n + 1) ** 2
+        held.table = torch.full((2,), n + 2.0)
+    step({0: torch.ones(2)}, torch.ones(2, 2), torch.zeros(2, 2))
+    gc.collect()
+    assert not any(reference() is not None for reference in kept)
+
+
 def test_code_that_is_replaced_counts_and_modules_that_it_imports(monkeypatch):
     """Notebooks that reload modules replace the code of functions."""
     config = ModuleType("ppfunc_tests_config")
@@ -240,7 +307,11 @@ def test_of_installed_packages_functions_and_plain_values_count(tmp_path, monkey
     model, x = nn.Sequential(package.Base(), nn.Linear(2, 2)), torch.ones(4, 2)
     watch = Watch(model)
     paths = [*watch.state().values]
-    assert watch.state().unchanged() and not any("OTHERS" in path or "logger" in path for path in paths)
+    assert (
+        watch.state()
+        and watch._look.unchanged()
+        and not any("OTHERS" in path or "logger" in path for path in paths)
+    )
     for form in ("split", "modules"):
         if form == "split":
             split = pp.split(model, x[:2], at=["1"])
@@ -363,11 +434,19 @@ class Auxiliary(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear, self.auxiliary = nn.Linear(WIDTH, WIDTH, dtype=torch.float64), 0.0
+        self.every = []
 
     def forward(self, x):
         y = self.linear(x)
         self.auxiliary = (y**2).mean()
-        return y
+        self.every.append(self.auxiliary)
+        return self.changed(y)
+
+    def changed(self, y):
+        return y + 0 * self.auxiliary  # within the call
+
+    def penalty(self):
+        return self.auxiliary
 
 
 KEPT = {}
@@ -405,15 +484,84 @@ def test_what_a_stage_leaves_behind_is_refused(engine, what, place):
         pp.value_and_grad(stages, loss, pp.gpipe(2, 2), engine=engine)(params, x, x)
 
 
+READS_OF_A_CALL = {
+    "an attribute": lambda model: model.auxiliary,
+    "a list": lambda model: sum(model.every),
+    "a method": lambda model: model.penalty(),
+}
+
+
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
-def test_a_loss_that_reads_what_a_call_sets_is_refused(engine):
+@pytest.mark.parametrize("what", READS_OF_A_CALL)
+@pytest.mark.parametrize("form", ["split", "module"])
+def test_a_loss_that_reads_what_a_call_sets_is_refused(engine, what, form):
+    model, x = nn.Sequential(Auxiliary(), Part()), torch.ones(4, WIDTH, dtype=torch.float64)
+    stages, params = pipeline(model, form)
+    loss = lambda y, t: squared(y, t) + READS_OF_A_CALL[what](model[0])  # noqa: E731
+    step = pp.value_and_grad(stages, loss, pp.gpipe(2, 2), engine=engine)
+    with pytest.raises(
+        StageError, match="the loss: it reads the attribute (auxiliary|every), which a module"
+    ):
+        step(params, x, x)
+
+
+@pytest.mark.parametrize("name", ["auxiliary", "every"])
+def test_a_call_by_hand_leaves_a_tensor(name):
+    """The stage reads what its own call has set, which no later step sets."""
     model, x = Auxiliary(), torch.ones(4, WIDTH, dtype=torch.float64)
-    stage = pp.stage_from_module(model)
+
+    def stage(p, x):
+        y = torch.func.functional_call(model, p, (x,))
+        return y + (model.auxiliary if name == "auxiliary" else model.every[-1])
+
+    params = {n: p.detach() for n, p in model.named_parameters()}
+    with pytest.raises(StageError, match=r"stage 0: it leaves a tensor in model\.(auxiliary|every\[0\])"):
+        pp.value_and_grad([stage], squared, pp.gpipe(1, 2))({0: params}, x, x)
+
+
+def reads_what_is_refused():
+    """Return stages that a program cannot follow, with the error that names it."""
+    counter, entries, table = itertools.count(1), iter([1.0, 2.0, 3.0]), torch.ones(2, dtype=torch.float64)
+    name, phase = "SCALE", SimpleNamespace(name="first")
+
+    def turns(p, x):
+        phase.name = "second" if phase.name == "first" else "first"
+        return p * x * len(phase.name)
+
+    return {
+        "a count": (lambda p, x: p * x * next(counter), ValueError, "read counter, a count"),
+        "an iterator": (lambda p, x: p * x * next(entries), ValueError, "read entries, a list_iterator"),
+        "globals": (lambda p, x: p * x * globals()[name], ValueError, r"calls globals\(\)"),
+        "eval": (lambda p, x: p * x * eval(name), ValueError, r"calls eval\(\)"),
+        "a text": (turns, StageError, "it changes phase.name from 'first'"),
+        "numbers": (lambda p, x: p * x * table.tolist()[0], StageError, r"Tensor\.tolist"),
+        "an array": (lambda p, x: p * x * float(table.numpy()[0]), StageError, r"Tensor\.numpy"),
+    }
+
+
+@pytest.mark.parametrize("kind", reads_what_is_refused())
+def test_what_no_program_can_follow_is_refused(kind):
+    stage, error, text = reads_what_is_refused()[kind]
+    with pytest.raises(error, match=text):
+        pp.value_and_grad([stage], squared, pp.gpipe(1, 1))({0: torch.ones(2)}, *[torch.ones(2, 2)] * 2)
+
+
+def test_numbers_of_a_tensor_are_read_anew_by_the_functional_engine():
+    table = torch.ones(2, dtype=torch.float64)
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * table.tolist()[0]
+
     step = pp.value_and_grad(
-        [stage.fn], lambda y, t: squared(y, t) + model.auxiliary, pp.gpipe(1, 2), engine=engine
+        [lambda p, x: p * x * table.tolist()[0]], squared, pp.gpipe(1, 1), engine=functional
     )
-    with pytest.raises(StageError, match="the loss: it reads the attribute auxiliary, which a module sets"):
-        step({0: stage.params}, x, x)
+    given = {0: torch.ones(2)}, torch.ones(2, 2), torch.zeros(2, 2)
+    assert step(*given)[0] == 1
+    table.fill_(2.0)
+    assert step(*given)[0] == 4
+    with pytest.raises(StageError, match=r"Tensor\.tolist"):
+        pp.split(nn.Sequential(Scaled(2, 2), nn.Linear(2, 2)), torch.ones(2, 2), at=["1"])
 
 
 # -- ranks
@@ -505,6 +653,38 @@ def test_random_models_with_values_that_change(pytestconfig):
                 CHANGES[name](draw.choice([model, model[::-1]]), draw.choice([0.5, 1.0, 1.5]))
 
 
+def test_random_functions_with_values_that_change(pytestconfig):
+    """Each step has the loss and the gradient of the Python that it was made of, or is refused."""
+    for seed in range(500 if pytestconfig.getoption("--large") else 10):
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        kinds = {name: each for name, each in reads_each_kind().items() if "context" not in name}
+        names = draw.sample(sorted(kinds), draw.randint(1, 4))
+        parts = [kinds[name] for name in names]
+        engine, ranks = draw.choice([graph, graph, *ENGINES]), draw.randint(1, 2)
+
+        def stage(p, x, parts=parts):
+            for part, _ in parts:
+                x = torch.tanh(part(p, x))
+            return x
+
+        step = pp.value_and_grad([stage] * ranks, squared, pp.gpipe(ranks, 2), engine=engine)
+        for _ in range(draw.randint(3, 5)):
+            w = torch.rand((), dtype=torch.float64, requires_grad=True)
+            x, t = torch.randn(2, 4, 3, dtype=torch.float64)
+            got, grads = step({n: w.detach().clone() for n in range(ranks)}, x, t)
+            want = 0.0
+            for a, b in zip(x.chunk(2), t.chunk(2), strict=True):
+                y = stage(w, stage(w, a)) if ranks == 2 else stage(w, a)
+                want = want + squared(y, b) / 2
+            want.backward()
+            torch.testing.assert_close(
+                (got, sum(grads.values())), (want.detach(), w.grad), msg=f"{seed} {names}"
+            )
+            for _, change in draw.sample(parts, draw.randint(0, len(parts))):
+                change()
+
+
 def test_of_packages_code_alone_is_followed():
     """A stage with an assertion refers to pytest's functions, and these to all of its session."""
 
@@ -512,7 +692,9 @@ def test_of_packages_code_alone_is_followed():
         assert x.numel() and optree.tree_leaves(p), "nothing is given"
         return p * x
 
-    found = Watch(stage).state().found.values()
+    watch = Watch(stage)
+    watch.state()
+    found = watch.found.values()
     assert len(found) < 20_000 and not any(isinstance(value, pytest.Session) for _, value in found)
 
 
@@ -525,6 +707,162 @@ def test_more_than_can_be_compared_is_refused(monkeypatch):
 
 class Factors:
     first = 2.0
+
+
+class Level(enum.Enum):
+    LOW = 1
+
+
+class Slotted:
+    __slots__ = ("__factor", "other")
+
+    def __init__(self):
+        self.__factor = 2.0
+
+    def __call__(self):
+        return self.__factor
+
+    def change(self):
+        self.__factor = 5.0
+
+
+@dataclasses.dataclass
+class Setting:
+    factor: float = 2.0
+
+
+class Named:
+    """Reads its attributes by texts."""
+
+    def __init__(self):
+        self.name, self.factor = "factor", 2.0
+
+    def stage(self, p, x):
+        return p * x * getattr(self, self.name)
+
+
+VARIABLE = contextvars.ContextVar("VARIABLE", default=2.0)
+
+
+def attributes_of_subclasses():
+    """Return objects that are more than plain values, entries or numbers."""
+    kinds = {base: type("Own", (base,), {}) for base in (dict, list, set, float, str, collections.UserDict)}
+    held = {kind.__name__: own() for kind, own in kinds.items()}
+    held |= {"enum": Level.LOW, "object": SimpleNamespace(), "class": type("Own", (), {})}
+    for each in held.values():
+        each.factor = 2.0
+    return {
+        f"attribute of {name}": (
+            lambda p, x, each=each: p * x * each.factor, lambda each=each: setattr(each, "factor", 5.0)
+        )
+        for name, each in held.items()
+    }  # fmt: skip
+
+
+def entries_of_containers():
+    """Return containers of each kind, with an entry that changes."""
+    table = {"factor": 2.0}
+    held = {
+        "a large list": [2.0] * 20_000,
+        "a large dict": dict.fromkeys(range(20_000), 2.0),
+        "a deque": collections.deque([2.0]),
+        "an array": array.array("d", [2.0]),
+        "an array of numpy": numpy.array([2.0, 1.0])[::-1][1:],
+        "a user's dict": collections.UserDict({0: 2.0}),
+        "a chain of maps": collections.ChainMap({}, {0: 2.0}),
+    }
+    cases = {
+        name: (
+            lambda p, x, each=each: p * x * float(each[0]), lambda each=each: operator.setitem(each, 0, 5.0)
+        )
+        for name, each in held.items()
+    }  # fmt: skip
+    proxy, get = MappingProxyType(table), table.get
+    return cases | {
+        "a proxy": (lambda p, x: p * x * proxy["factor"], lambda: table.update(factor=5.0)),
+        "a method in C": (lambda p, x: p * x * get("factor"), lambda: table.update(factor=5.0)),
+    }
+
+
+def reads_by_texts():
+    """Return code that names what it reads by texts."""
+    held, setting, named = SimpleNamespace(factor=2.0, inner=SimpleNamespace(factor=2.0)), Setting(), Named()
+    own, name, get = type("Own", (), {"factor": 2.0}), "factor", operator.attrgetter("fac" + "tor")
+    call = operator.methodcaller("__getattribute__", "factor")
+
+    def by_pattern(p, x):
+        match held:
+            case SimpleNamespace(factor=factor):
+                return p * x * factor
+
+    def by_position(p, x):
+        match setting:
+            case Setting(factor):
+                return p * x * factor
+
+    def by_fields(p, x):
+        return functools.reduce(operator.mul, dataclasses.asdict(setting).values(), p * x)
+
+    def by_names(p, x):
+        return functools.reduce(operator.mul, vars(setting).values(), p * x)
+
+    def change():
+        for each in (held, held.inner, setting, own, named):
+            each.factor = 5.0
+
+    inner = operator.attrgetter
+    return {
+        "attrgetter": (lambda p, x: p * x * get(held), change),
+        "attrgetter of two names": (lambda p, x: p * x * inner("inner.factor")(held), change),
+        "methodcaller": (lambda p, x: p * x * call(held), change),
+        "getattr of a class": (lambda p, x: p * x * getattr(own, name), change),
+        "getattr in a method": (named.stage, change),
+        "pattern": (by_pattern, change),
+        "pattern by position": (by_position, change),
+        "asdict": (by_fields, change),
+        "vars": (by_names, change),
+    }
+
+
+def kept_elsewhere():
+    """Return what holds a value in another way."""
+    slotted, held, cells = Slotted(), Named(), threading.local()
+    made, ordered, event = collections.defaultdict(lambda: 2.0), collections.OrderedDict(a=2.0, b=3.0), None
+    cells.factor, event, pairs, method = 2.0, threading.Event(), {(0, 1): 0, (0, 2): 0}, [(2.0).__mul__]
+
+    def body(p, x):
+        class Local:
+            factor = SCALE
+
+        return p * x * Local.factor
+
+    def in_order(p, x):
+        for value in ordered.values():
+            x = x * p * value + value
+        return x
+
+    def another_pair():
+        pairs.clear()
+        pairs.update({(0, 1): 0, (0, 5): 0})
+
+    return {
+        "slots": (lambda p, x: p * x * slotted(), slotted.change),
+        "another __dict__": (
+            lambda p, x: p * x * held.factor, lambda: setattr(held, "__dict__", {"factor": 5.0})
+        ),
+        "a variable of a context": (lambda p, x: p * x * VARIABLE.get(), lambda: VARIABLE.set(5.0)),
+        "an event": (lambda p, x: p * x if event.is_set() else p + x, event.set),
+        "a thread's": (lambda p, x: p * x * cells.factor, lambda: setattr(cells, "factor", 5.0)),
+        "a default": (
+            lambda p, x: p * x * made.default_factory(), lambda: setattr(made, "default_factory", lambda: 5.0)
+        ),
+        "the body of a class": (body, lambda: change_global(None, 2.5)),
+        "an order": (in_order, lambda: ordered.move_to_end("a")),
+        "keys": (lambda p, x: p * x * sum(b for _, b in pairs), another_pair),
+        "another method in C": (
+            lambda p, x: p * x * method[0](3.0), lambda: operator.setitem(method, 0, (2.0).__add__)
+        ),
+    }  # fmt: skip
 
 
 def reads_each_kind():
@@ -550,12 +888,15 @@ def reads_each_kind():
         "order": (in_order, lambda: ordered.update(a=ordered.pop("a"))),
         "entry beside a note": (notes, lambda: noted.update(scale=5.0)),
         "class": (lambda p, x: p * x * Factors.first, lambda: setattr(Factors, "first", 5.0)),
-    }
+        **attributes_of_subclasses(), **entries_of_containers(), **reads_by_texts(), **kept_elsewhere(),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", reads_each_kind())
 def test_values_of_every_kind_are_those_of_the_beginning(kind, monkeypatch):
+    """No step is traced anew where none has changed."""
     monkeypatch.setattr(Factors, "first", 2.0)
+    VARIABLE.set(2.0)
     stage, change = reads_each_kind()[kind]
     step = pp.value_and_grad([stage], squared, pp.gpipe(1, 2))
     w, x = torch.full((), 0.5, dtype=torch.float64), torch.randn(4, dtype=torch.float64)

@@ -18,9 +18,9 @@ from ppfunc.schedule.collector import collector_paused
 from ppfunc.stage import Engine, Outline, Signature, StageError, StageProgram, outline
 from ppfunc.stage._torch import without_transforms
 from ppfunc.stage.abstract.sizes import Numbers, SizeRange
-from ppfunc.stage.captures import READS, State, Watch, ambient, changes, require_none_stale
+from ppfunc.stage.captures import State, Watch, ambient, changes, reads
 from ppfunc.stage.errors import warn
-from ppfunc.stage.modules.module import unmodified
+from ppfunc.stage.modules.module import set_by_calls, unmodified
 from ppfunc.stage.output import StageFunction
 from ppfunc.stage.process import process_lock
 from ppfunc.stage.program import Example, FlatProgram, stage_program
@@ -157,7 +157,7 @@ class StagePrograms:
     def states(self, function: StageFunction) -> Iterator[tuple[Watch, State]]:
         """Yield what watches the values that a stage and its loss read from elsewhere, and their state."""
         for fn in filter(None, (function.fn, function.loss_fn)):
-            read = _reads(fn)
+            read = reads(fn)
             if id(read) not in self._watches:
                 self._watches[id(read)] = Watch(read)
             watch = self._watches[id(read)]
@@ -165,7 +165,7 @@ class StagePrograms:
 
     def changes(self, call: StageCall) -> Iterator[tuple[str, str]]:
         """Yield names of what other ranks read too, and what of it has changed since the first step."""
-        whole = _is_split(call.function.fn)
+        whole = reads(call.function.fn) is not call.function.fn
         names = "the model" if whole else f"stage {call.stage}", "the loss"
         for name, (watch, state) in zip(names, self.states(call.function), strict=False):
             if watch.first is not None and (self.compared or (whole and name == "the model")):
@@ -200,17 +200,14 @@ class StagePrograms:
     def _evaluate(self, call: StageCall, range: SizeRange | None = None) -> _Evaluated:
         self.evaluations += 1
         function = call.function
-        before = [*self.states(function)]
-        readers = "" if _is_split(function.fn) else call.name, "the loss"
-        for (_, state), reader in zip(before, readers, strict=False):
-            if reader:  # a model that was split reads what its own call has set
-                require_none_stale(state, reader)
-        evaluation = outline(function, call.example, **call.options, noting=self.compared)
-        for (watch, then), modules in zip(before, (evaluation.modules, ()), strict=False):
-            watch.settle(then, modules, call.name)
-        found = chain.from_iterable(state.found.values() for _, state in self.states(function))
+        watches = [watch for watch, _ in self.states(function)]
+        evaluation = outline(function, call.example, **call.options, noting=self.compared, watches=watches)
+        found = chain.from_iterable(watch.found.values() for watch in watches)
         every = (*evaluation.modules, *(m for _, m in found if isinstance(m, torch.nn.Module)))
         evaluation = evaluation._replace(modules=tuple(dict.fromkeys(every)))
+        stale = {name for module in every for name in set_by_calls.get(module, ())}
+        for watch, reader in zip(watches, (call.name, "the loss"), strict=False):
+            watch.require_none_stale(stale, reader)
         return _Evaluated(function, _trained(evaluation), evaluation, [], call.sizes, range)
 
     def _numbered(self, call: StageCall, known: list[_Evaluated]) -> _Evaluated | None:
@@ -287,13 +284,3 @@ class StagePrograms:
 
 def _is_dynamic(engine: Engine) -> bool:
     return getattr(engine, "dynamic", False)
-
-
-def _is_split(function: Any) -> bool:
-    """Tell whether a stage is a part of a model that was split."""
-    return hasattr(function, READS) and not hasattr(function, "__wrapped__")
-
-
-def _reads(function: Any) -> Any:
-    """Return what a stage reads beside its arguments: of a model that was split the model, else itself."""
-    return getattr(function, READS) if _is_split(function) else function

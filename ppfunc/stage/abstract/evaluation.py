@@ -176,12 +176,15 @@ class MaskedWrites(torch.overrides.TorchFunctionMode):
         x[mask.nonzero_static(size=len(values)).unbind(1)] = values
 
     What is recorded raises where the mask has another number of true elements. One value for all of them is
-    chosen by ``torch.where``.
+    chosen by ``torch.where``. Numbers of a tensor with values, which are read past all operators, raise as an
+    operator does that reads them.
     """
 
     looks_on = True  # it is on in every trace, so that none differs by it
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and not isinstance(args[0], FakeTensor):
+            raise DataDependentOutputException(f"Tensor.{func.__name__}")  # type: ignore[arg-type]
         if func not in _WRITES or kwargs or not getattr(args[2], "requires_grad", False):
             return func(*args, **(kwargs or {}))
         x, key, values, *accumulate = args
@@ -206,6 +209,7 @@ class MaskedWrites(torch.overrides.TorchFunctionMode):
         return new if func in _NEW else x.copy_(new)
 
 
+_READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 _NEW = {torch.Tensor.index_put, torch.index_put}
 _WRITES = {*_NEW, torch.Tensor.__setitem__, torch.Tensor.index_put_, torch.index_put_}
 

@@ -1,7 +1,7 @@
 """Evaluate stages without values, to learn their outputs and effects."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from .._torch import (
     estimate,
     function_of,
 )
-from ..captures import Watch, require_none_left
+from ..captures import Watch
 from ..errors import StageError, by_dtensor, line_of, other_engine, raised
 from ..layout import LAY_OTHERWISE, Boundary, local
 from ..modules.frozen import noting_undeclared
@@ -56,6 +56,7 @@ def outline(
     name: str = "the stage",
     device: torch.device | str | None = None,
     noting: bool = False,
+    watches: Sequence[Watch] = (),
 ) -> Outline:
     """Evaluate a stage without values; where it needs them, run it once, on a batch that is here or on zeros.
 
@@ -67,20 +68,37 @@ def outline(
         device: where the stage computes; by default where the first tensor of the example with values is,
             else the CPU.
         noting: whether to note its calls, which takes up to 0.8 of the time again.
+        watches: of what it reads beside its arguments; they take what has changed. Made here by default.
 
     Returns:
         The outline; ``known`` is False where the stage ran on zeros, because of tensor subclasses or because
         control flow or shapes depend on values.
 
     Raises:
-        StageError: the stage raises, is not pure, keeps a tensor that it makes, or draws from another
-            generator than torch's default one.
+        StageError: the stage raises, is not pure, keeps a tensor that it makes, changes a number elsewhere,
+            or draws from another generator than torch's default one.
         TypeError: a leaf is not a tensor.
 
     >>> dropped = lambda w, x: torch.nn.functional.dropout(x @ w)
     >>> outline(dropped, (torch.zeros(2, 3), torch.zeros(5, 2))).random
     True
     """
+    watches = watches or [Watch((getattr(fn, "fn", fn), getattr(fn, "loss_fn", None)))]
+    before = [watch.state() for watch in watches]
+    evaluation = _outline(fn, example, has_aux, name, device, noting)
+    for watch, then, modules in zip(watches, before, (evaluation.modules, ()), strict=False):
+        watch.settle(then, modules, name)
+    return evaluation
+
+
+def _outline(
+    fn: Callable[..., Any],
+    example: tuple[Any, ...],
+    has_aux: bool,
+    name: str,
+    device: torch.device | str | None,
+    noting: bool,
+) -> Outline:
     seen, failure = Example.of(example, device, targeted=getattr(fn, "targeted", False)), None
     if seen.subclasses:
         untraced = (
@@ -90,11 +108,7 @@ def outline(
     else:
         evaluate = partial(without_foreign_draws, partial(_evaluate, fn, seen, has_aux, name, noting), name)
         try:
-            watch = Watch((getattr(fn, "fn", fn), getattr(fn, "loss_fn", None)))
-            before = {*watch.state().found}
-            evaluated = evaluate()
-            require_none_left(watch.state(), before, name)
-            return evaluated
+            return evaluate()
         except DATA_DEPENDENT as error:
             engine = "eager" if isinstance(error, UnsupportedOperatorException) else "functional"
             untraced = data_dependence(error), other_engine(engine)

@@ -4,11 +4,12 @@ A call leaves its module unmodified.
 """
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from itertools import filterfalse, starmap
 from operator import is_
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -247,19 +248,27 @@ def unmodified(*modules: nn.Module) -> Iterator[Callable[[], bool]]:
 
     Yields a function that tells whether all are as they were.
     """
-    containers: list[Any] = [vars(submodule) for module in modules for submodule in module.modules()]
+    parts = [part for module in modules for part in module.modules()]
+    containers: list[Any] = [*map(vars, parts)]
     containers += [v for attributes in containers for v in attributes.values() if type(v) in _CONTAINERS]
     filled = [(values, values.copy()) for values in filter(None, containers)]
     empty = list(filterfalse(None, containers))  # most of them, so that they are looked at together
     try:
         yield lambda: not any(empty) and all(starmap(_same, filled))
     finally:
-        for now, before in filled:
-            if not _same(now, before):
-                now.clear()
-                (now.extend if hasattr(now, "extend") else now.update)(before)
-        for now in filter(None, empty):
+        changed = {id(now): (now, before) for now, before in filled if not _same(now, before)}
+        changed |= {id(now): (now, ()) for now in filter(None, empty)}
+        for part in parts if changed else ():
+            before = changed.get(id(vars(part)), (None, vars(part)))[1]
+            names = {n for n, v in vars(part).items() if id(v) in changed or before.get(n, changed) is not v}
+            set_by_calls.setdefault(part, set()).update(names)
+        for now, before in changed.values():
             now.clear()
+            (now.extend if hasattr(now, "extend") else now.update)(before)
+
+
+# Names of the attributes that calls of a module have set, and `unmodified` has taken back.
+set_by_calls: MutableMapping[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 def _same(now: Any, before: Any) -> bool:
