@@ -161,8 +161,13 @@ def with_arguments(error: str, function: Callable[..., Any]) -> str:
     names = [name for name in inspect.signature(function).parameters if name not in ("self", "_cls")]
     unknown = re.search(r"unexpected keyword argument '(\w+)'", error)
     twice = re.search(r"multiple values for argument '(\w+)'", error)
-    near = f", which those before it give already: write {twice[1]}= alone" if twice else ""
-    near = suggestion(unknown[1], names) if unknown else near
+    near = (
+        suggestion(unknown[1], names)
+        if unknown
+        else f", which those before it give already: write {twice[1]}= alone"
+        if twice
+        else ""
+    )
     error = re.sub(r"\S+<locals>\.|\b_\w+\.(?!_)|\.__(new|init)__", "", error)  # what made it
     return f"{error}{near}; it takes {', '.join(names)}"
 

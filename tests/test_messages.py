@@ -209,6 +209,16 @@ MISTAKES = {
         ValueError,
         r"^weights: nowhere is no safetensors file: .*; give one, a folder of them, or a state dict$",
     ),
+    "parameters before the folder": (
+        lambda: pp.checkpoint.export({0: {}}, "folder"),
+        TypeError,
+        r"^folder: got {0: {}} of type dict, expected a path first, then the parameters$",
+    ),
+    "a class to tune": (
+        lambda: pp.tune(Pictures, ONES, squared, ranks=2, optimizer=pp.optim.sgd(0.1)),
+        TypeError,
+        r"^model: got <class .*Pictures'> of type type, expected a module, or a model that was split$",
+    ),
     "parameters of all stages on one rank": (
         lambda: of_weights(torch.eye(4), stages=3),
         ValueError,

@@ -216,8 +216,11 @@ class Source:
             return trace(self.model, form, inputs, device, self.names, compute, mapped)
         except StageError as error:
             calls = [*zip(self.forms, self._inputs, strict=True)]
-            now = form.inputs, without_rows(inputs)
-            if any((known.inputs, without_rows(leaves)) == now for known, leaves in calls):
+            kinds = [(leaf.shape[1:], leaf.dtype) for leaf in inputs]
+            if any(
+                known.inputs == form.inputs and kinds == [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+                for known, leaves in calls
+            ):
                 raise
             expected = " or ".join(known.described(leaves) for known, leaves in calls)
             raise StageError(
@@ -234,11 +237,6 @@ class Source:
         _require_plain(parts)
         _require_same(self.held, parts)
         return stage_codes(traced, parts, ambient, mapped)
-
-
-def without_rows(leaves: Sequence[LeafForm]) -> list[LeafForm]:
-    """Leave out the first axis, that of the batch."""
-    return [leaf._replace(shape=leaf.shape[1:]) for leaf in leaves]
 
 
 class Footprint(NamedTuple):

@@ -116,6 +116,7 @@ def tune(
             backend ``fake`` stands for the ranks.
         StageError, TypeError: as :func:`ppfunc.split`; arguments of other types.
     """
+    require_type("model", model, torch.nn.Module | Split, "a module, or a model that was split")
     _require_options(model, loss_fn, optimizer, options)
     _require_lists(grids, schedules, shard, microbatch, remat)
     builders = {name: find_builder(name) for name in schedules}

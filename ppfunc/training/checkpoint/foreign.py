@@ -16,11 +16,14 @@ import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from ppfunc._checks import require_type
 
 from .._torch import place_in_file
 from .naming import Names, escaped, listed, named_leaves
@@ -166,6 +169,7 @@ def _begin(
     copy: Callable[[Tensor], Tensor],
     gathered: bool = False,
 ) -> Work:
+    require_type("folder", folder, str | PathLike, "a path first, then the parameters")
     target = Path(folder).absolute()
 
     def look() -> tuple[Path, Leaves, dict[str, Any]]:

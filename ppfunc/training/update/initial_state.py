@@ -115,8 +115,9 @@ def _cut(
     """
     leaves, treedef = flatten(params, name)
     cuts = ranks.cuts(leaves)
-    pairs = [*zip(leaves, cuts, strict=True)]
-    own = [ranks.shards_params and layout_of(leaf) == cut.kept for leaf, cut in pairs]  # of a state
+    own = [  # which are of an earlier state
+        ranks.shards_params and layout_of(leaf) == cut.kept for leaf, cut in zip(leaves, cuts, strict=True)
+    ]
     ranks.require_whole([leaf for leaf, is_own in zip(leaves, own, strict=True) if not is_own], name)
     trained = treedef.unflatten(None if n in fixed else leaf for n, leaf in enumerate(leaves))
     splits = [cut.split for n, cut in enumerate(cuts) if n not in fixed]
