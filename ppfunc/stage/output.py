@@ -141,13 +141,12 @@ def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -
     except (NoValuesError, *DATA_DEPENDENT):
         raise
     except Exception as error:
-        by_itself = "positional argument" in str(error) and not line_of(error)
         raise StageError(
             "the loss",
             f"{raised(error)}; it is called as loss(y, target), and the last stage returned y ="
             f" {Signature.of(with_constants(y))}{', targets are None' if target is None else ''}",
             "take both; where the model returns its loss, give lambda y, _: y.loss"
-            if by_itself
+            if "positional argument" in str(error) and not line_of(error)  # of the function itself
             else "pass targets=, in a step as the argument after inputs"
             if target is None
             else "",

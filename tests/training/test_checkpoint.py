@@ -369,7 +369,7 @@ DAMAGE = {
         "'step-2/manifest.json' cannot be read: No such file",
     ),
     "cut": (lambda p: os.truncate(p / FILE, 100), f"'step-2/{FILE}' has 100 bytes, expected"),
-    "longer": (lambda p: os.truncate(p / FILE, 9999), f"'step-2/{FILE}' has 9999 bytes"),
+    "longer": (lambda p: os.truncate(p / FILE, 9999), f"'step-2/{FILE}' has 9,999 bytes"),
     "flipped": (lambda p: flip(p / FILE, -1), f"tensor '.*' in 'step-2/{FILE}' has other bytes"),
     "flipped header": (lambda p: flip(p / FILE, 20), f"the header in 'step-2/{FILE}' has other bytes"),
     "flipped length": (lambda p: flip(p / FILE, 5), f"the header in 'step-2/{FILE}' has other bytes"),
