@@ -144,7 +144,7 @@ def binding(
         return f"rank {rank} computes {1 - idle / timeline.makespan:.0%}"
     rank = max(memory, key=lambda rank: memory[rank].peak)
     kind, size = max(memory[rank].held._asdict().items(), key=lambda item: item[1])
-    return f"needs {memory[rank].peak:,} bytes on rank {rank}, {size:,} of {kind}"
+    return f"needs {memory[rank].peak} bytes on rank {rank}, {amount(size)}B of {kind}"
 
 
 @dataclass(frozen=True, repr=False)

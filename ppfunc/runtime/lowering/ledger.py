@@ -139,7 +139,7 @@ class Memory(NamedTuple):
             for h in self.largest
         ]
         return (
-            f"{self.peak:,} bytes at most, in {self.at or 'the end'}\n"
+            f"{self.peak} bytes at most, in {self.at or 'the end'}\n"
             f"{table(['kind', 'then', 'most'], rows)}\n"
             + table(["bytes", "kind", "stage", "made in", "line", "name"], tensors)
         )

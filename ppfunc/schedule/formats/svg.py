@@ -306,7 +306,7 @@ def _bytes_held(
     bottom = scale.y(rank) + scale.row + _STRIP
     ends = [start for start, _, _ in levels[1:]] + [float(timeline.makespan)]
     for (start, size, name), end in zip(levels, ends, strict=bool(levels)):
-        height, tip = _STRIP * size / (most or 1), f"<title>{size:,} bytes in {name} on rank {rank}</title>"
+        height, tip = _STRIP * size / (most or 1), f"<title>{size} bytes in {name} on rank {rank}</title>"
         width = (end - start) * scale.per_time
         yield rect("level", scale.x(start), bottom - height, width, height, inside=tip)
     yield text("ink", _LEFT + scale.width + 70, bottom - 6, f"{amount(max(sizes, default=0))} bytes")
