@@ -489,7 +489,7 @@ def test_what_was_not_committed_is_no_checkpoint(runs):
     (runs / "step-2").rename(runs / "step-2.writing-0a1b")
     assert pp.checkpoint.latest(runs) == runs / "step-1"
     refused(runs / "step-2.writing-0a1b", "'step-2.writing-0a1b' was not committed")
-    with pytest.raises(FileNotFoundError, match="is no folder"):
+    with pytest.raises(FileNotFoundError, match="is no folder; give one"):
         pp.checkpoint.load(runs / "none", like={})
     (runs / "x").mkdir()
     with pytest.raises(FileNotFoundError, match="x has no checkpoint"):
@@ -501,8 +501,8 @@ def test_what_was_not_committed_is_no_checkpoint(runs):
     ("make", "match"),
     [
         (lambda p: p.symlink_to(p.parent / "step-2"), "'step-.' holds the checkpoint of step 2"),
-        (lambda p: p.symlink_to(p / "gone"), "'.*step-.' is no folder"),
-        (lambda p: p.touch(), "'.*step-.' is no folder"),
+        (lambda p: p.symlink_to(p / "gone"), "'.*step-.' is no folder on a disk that all ranks share"),
+        (lambda p: p.touch(), "'.*step-.' is no folder on a disk that all ranks share"),
     ],
     ids=["of another step", "to nothing", "a file"],
 )
@@ -589,8 +589,9 @@ PART = ("tensors", "w", 2, 0)  # box, file, offset, size, digest
 @pytest.mark.parametrize(
     ("where", "value", "match"),
     [
-        (path_of(*PART, 1), "../secret.safetensors", "'../secret.safetensors' is outside of the folder"),
-        (path_of(*PART, 1), "00009-of-00009.safetensors", "cannot be read: No such file"),
+        (path_of(*PART, 1), "../secret.safetensors", "has no header of '../secret.safetensors'"),
+        (path_of("headers", 0, 1), f"../step-1/{FILE}", "is outside of 'step-2'"),
+        (path_of("headers"), [], "has no header of '00001-of-00001.safetensors'"),
         (path_of(*PART, 0), [[1, 0], [5, 3]], "hold each element once"),
         (path_of(*PART, 0), [[-1, 0], [5, 3]], "hold each element once"),
         (path_of(*PART, 0), [[0], [15]], "hold each element once"),
@@ -1019,9 +1020,12 @@ def test_an_index_that_leaves_the_folder_is_refused(tmp_path, file):
         pp.checkpoint.load(tmp_path, like={"w": torch.zeros(1)})
 
 
-def test_an_index_and_its_files_have_the_same_tensors(tmp_path):
-    save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "x.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+@pytest.mark.parametrize("homes", [{"a": "x"}, {"a": "x", "b": "y"}], ids=["one more", "of another file"])
+def test_an_index_and_its_files_have_the_same_tensors(tmp_path, homes):
+    for name in "xy":
+        save_file({"a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    index = {"weight_map": {name: f"{file}.safetensors" for name, file in homes.items()}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(pp.checkpoint.CheckpointError, match="do not have the same tensors: 'b'"):
         pp.checkpoint.load(tmp_path, like={"a": torch.zeros(1)})
 

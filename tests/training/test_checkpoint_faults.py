@@ -260,13 +260,19 @@ def lose(root: Path, events: list[Any], lost: str) -> None:
             n for n, event in enumerate(events) if event[0] == "renamed" and flushed.get(event[3], -1) < n
         ]
         events = events[: renamed[0] + 1] if renamed else []
+    now: dict[str, str] = {}  # where folders are that were renamed since
     for n, event in reversed(list(enumerate(events))):
         if lost != "names" and event[0] != "renamed":
             continue
         if event[0] == "renamed" and flushed.get(event[3], -1) < n and os.path.exists(event[2]):
             os.rename(event[2], event[1])
-        elif event[0] == "made" and flushed.get(event[2], -1) < n and os.path.lexists(event[1]):
-            shutil.rmtree(event[1]) if os.path.isdir(event[1]) else os.unlink(event[1])
+        elif event[0] == "renamed":
+            now[event[1]] = event[2]
+        elif event[0] == "made" and flushed.get(event[2], -1) < n:
+            folder, name = os.path.split(event[1])
+            path = os.path.join(now.get(folder, folder), name)
+            if os.path.lexists(path):
+                shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
 
 
 # -- ranks that die -----------------------------------------------------------------------------

@@ -337,12 +337,12 @@ def share_no_folder(rank, size, root):
         pp.checkpoint.save(f"{root}/{rank}", state)
     assert not os.path.exists(f"{root}/{rank}") or os.listdir(f"{root}/{rank}") == []
     pp.checkpoint.save(f"{root}/both", state)
-    exists, other = Path.exists, loading._open
+    is_dir, other = Path.is_dir, loading._open
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "exists", lambda path: (rank == 0 or path.name != "step-1") and exists(path))
+        patch.setattr(Path, "is_dir", lambda path: (rank == 0 or path.name != "step-1") and is_dir(path))
         with pytest.raises(
             pp.checkpoint.CheckpointError,
-            match="'.*/both/step-1', which the first rank has found, is not there; give a folder",
+            match="'.*/both/step-1' is no folder on a disk that all ranks share",
         ):
             pp.checkpoint.load(f"{root}/both", like=state)
     with pytest.MonkeyPatch.context() as patch:  # a good checkpoint of the same step, of another run

@@ -219,8 +219,9 @@ def open_model_files(folder: Path) -> tuple[Contents, Reader]:
     Raises:
         CheckpointError: the index and the files do not have the same tensors, or a name leaves the folder.
     """
-    homes = None
-    if (folder / INDEX).exists():
+    tensors: dict[str, Stored] = {}
+    homes = {"": ONE}
+    if indexed := (folder / INDEX).exists():
         try:
             homes = json.loads(read_plain(folder / INDEX))["weight_map"]
             if not all(_FILE.fullmatch(file) for file in homes.values()):
@@ -229,17 +230,17 @@ def open_model_files(folder: Path) -> tuple[Contents, Reader]:
             raise CheckpointError(
                 f"{title(folder / INDEX)} has no weight_map from names to files beside it"
             ) from None
-    tensors: dict[str, Stored] = {}
-    for name in [ONE] if homes is None else sorted(set(homes.values())):
+    for name in sorted(set(homes.values())):
         with _opened(folder / name) as file:
-            if homes and (odd := set(file.keys()) ^ {n for n, home in homes.items() if home == name}):
+            known = {tensor for tensor, home in homes.items() if home == name}
+            if indexed and (odd := known ^ set(file.keys())):
                 raise CheckpointError(
                     f"{title(folder / name)} and the index do not have the same tensors: {listed(odd)}"
                 )
             for tensor in file.keys():  # noqa: SIM118, a file is no mapping
                 piece = file.get_slice(tensor)
-                shape = tuple(piece.get_shape())
-                tensors[tensor] = Stored(DTYPES[piece.get_dtype()], shape, (Part(Box.of_whole(shape), name),))
+                box = Box.of_whole(piece.get_shape())
+                tensors[tensor] = Stored(DTYPES[piece.get_dtype()], box.shape, (Part(box, name),))
 
     def read(name: str, part: Part, into: Tensor | None) -> None:
         with _opened(folder / part.file) as file:
@@ -282,7 +283,7 @@ _RECORDS = {
 
 
 class _Record:
-    """Stands for an object of a class that ``.metadata`` may name, and has what the pickle would set in it.
+    """Stands for an object of a class of DCP, and keeps the state that a pickle gives the object.
 
     A pickle can set attributes of a class that has no ``__setstate__``: of this one it cannot.
     """
@@ -306,7 +307,7 @@ class _Dictionary(dict[Any, Any]):
 
 
 class _Unpickler(pickle._Unpickler):
-    """Reads a pickle in Python, where what is hashed can be looked at: only dictionaries hash, their keys."""
+    """Reads a pickle in Python, where keys are checked before they are hashed; sets are not read."""
 
     dispatch: ClassVar = {
         code: load
@@ -316,7 +317,7 @@ class _Unpickler(pickle._Unpickler):
     dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.stack.append(_Dictionary())  # type: ignore[attr-defined]
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a stand-in for the class that the pickle names; raise for one that DCP does not write."""
+        """Return a stand-in for a class that the pickle names; raise for a name that DCP does not write."""
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         if (module, name) == ("torch", "Size"):
@@ -327,7 +328,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def open_dcp(folder: Path) -> tuple[Contents, Reader]:
-    """Read ``.metadata``, and check that every element of every tensor is in one item.
+    """Read ``.metadata``, and check that the items of a tensor hold each element once.
 
     Raises:
         CheckpointError: it is lost, damaged or foreign.

@@ -1,4 +1,4 @@
-"""Load a tree of tensors: from the boxes that files have into those that this rank holds."""
+"""Load a tree of tensors: from boxes in files into the boxes that this rank holds."""
 
 import re
 import warnings
@@ -146,9 +146,12 @@ def latest(folder: str | Path) -> Path | None:
 
 
 def _first_good(paths: Iterable[Path], read: Callable[[Path], T], folder: object) -> T | None:
-    """Return the result of ``read`` for the first checkpoint that it accepts; None without checkpoints.
+    """Return the result of ``read`` for the first checkpoint that it accepts.
 
     Warns of each checkpoint that it refuses.
+
+    Returns:
+        The result; None without checkpoints.
 
     Raises:
         CheckpointError: it refuses all.
@@ -200,7 +203,29 @@ def _load(
         wanted = _wanted([forms for forms, _ in answers])
 
         def read(path: Path) -> list[Leaf]:
-            return _read_together(peers, path, leaves, wanted, run, partial, opener)
+            loaded: list[Leaf] = []
+            messages: list[str] = []
+
+            def read_own() -> str:
+                contents, reader = opener(path)
+                if run is not None and contents.run != run:
+                    raise ValueError(
+                        f"run: got {run!r}, and {path} is a checkpoint of the run {contents.run!r}; give that"
+                        " run, or none"
+                    )
+                messages.append(_require_fit(path.name, contents, wanted, partial))
+                loaded.extend(_read(path.name, contents, leaves, reader))
+                return sha256(repr(contents).encode()).hexdigest()
+
+            digests = peers.together(read_own)
+            if other := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+                raise CheckpointError(
+                    f"{path} is another checkpoint on rank {other[0]} than on rank 0; give a folder that all"
+                    " ranks share"
+                )
+            if messages[0]:
+                warnings.warn(messages[0], stacklevel=5)
+            return loaded
 
         paths = list(map(Path, answers[0][1]))
         loaded = read(folder) if paths == [folder] else _first_good(paths, read, folder)
@@ -211,54 +236,8 @@ def _load(
 
 def _open(path: Path) -> tuple[Contents, Reader]:
     with reading(escaped(path)):
-        if not path.exists() and not path.is_symlink():
-            raise CheckpointError(
-                f"{escaped(path)}, which the first rank has found, is not there; give a folder that all ranks"
-                " share"
-            )
-        if holds_model_files(path) and not (path / MANIFEST).exists():
-            return open_model_files(path)
-        contents = open_checkpoint(path)
-        return contents, reader_of(path, contents)
-
-
-def _read_together(
-    peers: Peers,
-    path: Path,
-    leaves: Leaves,
-    wanted: Mapping[str, tuple[str, str]],
-    run: str | None,
-    partial: str | None,
-    opener: Callable[[Path], tuple[Contents, Reader]],
-) -> list[Leaf]:
-    """Read the leaves of this rank, once all ranks have theirs.
-
-    Raises:
-        CheckpointError: a rank cannot read its part, or finds another checkpoint there than the first rank.
-    """
-    loaded: list[Leaf] = []
-    messages: list[str] = []
-
-    def read_own() -> str:
-        contents, read = opener(path)
-        if run is not None and contents.run != run:
-            raise ValueError(
-                f"run: got {run!r}, and {path} is a checkpoint of the run {contents.run!r}; give that run, or"
-                " none"
-            )
-        messages.append(_require_fit(path.name, contents, wanted, partial))
-        loaded.extend(_read(path.name, contents, leaves, read))
-        return sha256(repr(contents).encode()).hexdigest()
-
-    digests = peers.together(read_own)
-    if other := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        raise CheckpointError(
-            f"{path} is another checkpoint on rank {other[0]} than on rank 0; give a folder that all ranks"
-            " share"
-        )
-    if messages[0]:
-        warnings.warn(messages[0], stacklevel=5)
-    return loaded
+        of_a_model = holds_model_files(path) and not (path / MANIFEST).exists()
+    return open_model_files(path) if of_a_model else (open_checkpoint(path), reader_of(path))
 
 
 def _read(where: str, contents: Contents, leaves: Leaves, read: Reader) -> list[Leaf]:

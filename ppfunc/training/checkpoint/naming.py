@@ -112,7 +112,7 @@ def _parameters(accessors: Sequence[PyTreeAccessor]) -> dict[int, set[Path]]:
 
 
 def _stage_at(accessor: PyTreeAccessor) -> int | None:
-    """Find the position of the stage in a path of keys: that of the first integer key of a dictionary."""
+    """Find the position of the stage in a path of keys: the first integer key of a dictionary."""
     return next(
         (n for n, e in enumerate(accessor) if isinstance(e, optree.MappingEntry) and type(e.entry) is int),
         None,

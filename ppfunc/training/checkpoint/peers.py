@@ -1,4 +1,4 @@
-"""Let the ranks that save or load together exchange small values, over links as those of steps."""
+"""Let the ranks that save or load together exchange small values: JSON, over links of their own."""
 
 import json
 import weakref
@@ -36,7 +36,7 @@ _KINDS = {
 
 
 class Peers:
-    """Connect the ranks that save or load together: each makes one, at the same point of its program.
+    """Connect the ranks that save or load together, each at the same point of its program.
 
     A context manager that ends its connections: peers that still wait raise.
 

@@ -1,4 +1,4 @@
-"""Save a tree of tensors, on one rank or many: all of it appears in a folder, by a rename, or nothing.
+"""Save a tree of tensors, on any number of ranks: a folder appears whole, by a rename, or not at all.
 
 ====================  =================================================================================
 every rank            sends names, dtypes, shapes and the boxes that it holds; the same plan is made on all
@@ -211,7 +211,7 @@ def _begin(
         if run is not None and (type(run) is not str or not run):
             raise TypeError(f"run: got {run!r}, expected a text that names the run, or None")
         leaves = named_leaves(state, names, "state")[0]
-        target = root / f"step-{(number := _step(leaves, _training_states(state), step))}"
+        target = root / f"step-{(number := _step(state, leaves, step))}"
         if peers.rank == 0:
             if (root / MANIFEST).exists():
                 raise ValueError(
@@ -255,17 +255,15 @@ def _file_name(rank: int, ranks: int) -> str:
     return f"{rank + 1:05}-of-{ranks:05}.safetensors"
 
 
-def _training_states(state: Any) -> list[TrainState]:
-    """List the training states in a tree; raise ValueError for one that a step has written into."""
-    leaves = optree.tree_leaves(state, is_leaf=lambda part: isinstance(part, TrainState))
-    states = [leaf for leaf in leaves if isinstance(leaf, TrainState)]
+def _step(state: Any, leaves: Leaves, step: Any) -> int:
+    """Take the step that is given, or the leaf called ``step``, or the step of the only training state.
+
+    Raise ValueError for a training state that a step has written into.
+    """
+    parts = optree.tree_leaves(state, is_leaf=lambda part: isinstance(part, TrainState))
+    states = [part for part in parts if isinstance(part, TrainState)]
     for training_state in states:
         require_not_donated(training_state)
-    return states
-
-
-def _step(leaves: Leaves, states: Sequence[TrainState], step: Any) -> int:
-    """Take the step that is given, or the leaf called ``step``, or that of the one training state."""
     if step is None:
         step = dict(leaves).get("step", states[0].step if len(states) == 1 else None)
         if isinstance(step, Tensor) and step.numel() == 1 and not step.dtype.is_floating_point:
@@ -279,7 +277,7 @@ def _step(leaves: Leaves, states: Sequence[TrainState], step: Any) -> int:
 
 
 def _require_run(root: Path, run: str | None) -> None:
-    """Raise ValueError where the latest checkpoint in a folder that can be read is one of another run."""
+    """Raise ValueError where the latest readable checkpoint in a folder is of another run."""
     for path in checkpoints(root):
         with suppress(CheckpointError):
             if (other := open_checkpoint(path).run) != run:
@@ -291,7 +289,7 @@ def _require_run(root: Path, run: str | None) -> None:
 
 
 def _clear_way(target: Path) -> None:
-    """Put aside the damaged checkpoints of the step of ``target`` and of later ones.
+    """Put aside damaged checkpoints of the step of ``target`` and of later steps.
 
     Raises:
         FileExistsError: one of them is good.
@@ -310,8 +308,7 @@ def _clear_way(target: Path) -> None:
 
 
 def clean(written: Path, keep: int | None) -> None:
-    """Delete what other writers have left around a checkpoint, and all checkpoints but this one and the
-    latest ``keep`` complete ones.
+    """Delete leftovers of other writers, and all checkpoints but ``written`` and the latest ``keep``.
 
     A checkpoint counts as complete by the names and sizes of its files: bytes are not read again. Incomplete
     ones do not count, and are deleted if they are earlier than the last that is kept.
@@ -364,7 +361,7 @@ def agree(
     copy: Callable[[Tensor], Tensor],
     gathered: bool = False,
 ) -> Work:
-    """Agree on who writes what, in a draft that lasts as long as ``stack``.
+    """Agree on the rank that writes each part, into a draft that lasts as long as ``stack``.
 
     Args:
         look: check the arguments of this rank; return the folder, the leaves, and facts to agree in.

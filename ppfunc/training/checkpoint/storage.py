@@ -1,9 +1,10 @@
 """Keep tensors in a folder: parts of them in safetensors files, and the manifest that says where they are.
 
-Files are written and read here, not by ``HuggingFaceStorageWriter`` and ``Reader`` of
-``torch.distributed.checkpoint``. These join all tensors of a rank to one text in memory before they write,
-map what they read, so that a process dies where a disk fails, and leave elements that no file has as they
-were; bytes are hashed here while they are in the cache, once.
+Files are written and read here, not by ``HuggingFaceStorageWriter`` and ``HuggingFaceStorageReader`` of
+``torch.distributed.checkpoint``. The writer holds all tensors of a rank twice more in memory, and its ranks
+plan by pickles. The reader maps files, so that a process dies where a disk fails, opens every file on every
+rank, and leaves elements that no file has as they were. Neither has digests: here bytes are hashed on their
+way, while they are in the cache.
 """
 
 import ctypes
@@ -16,7 +17,6 @@ import stat
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
@@ -28,7 +28,7 @@ from ppfunc.stage._torch import is_dtensor
 from ppfunc.stage.layout import local
 
 from .._torch import shape_and_offset
-from .naming import escaped
+from .naming import escaped, listed
 from .peers import CheckpointError
 
 T = TypeVar("T")
@@ -155,7 +155,7 @@ def box_of(tensor: torch.Tensor, name: str) -> Box:
 
 
 def require_tiled(boxes: Iterable[Box], shape: Sequence[int], name: str) -> None:
-    """Raise ValueError unless every element of a tensor is in exactly one box."""
+    """Raise ValueError unless boxes hold each element of a tensor once."""
     whole, filled = Box.of_whole(shape), sorted(box for box in boxes if math.prod(box.shape))
     open_: list[Box] = []  # those that may overlap the next one, whose offsets are not smaller
     wrong = sum(math.prod(box.shape) for box in filled) != math.prod(shape)
@@ -312,7 +312,7 @@ def require_storable(tensor: torch.Tensor, name: str) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int, str]]:
-    """Write a new safetensors file, and flush it to the disk: one tensor a thread is on the host at a time.
+    """Write a new safetensors file, and flush it to the disk. Each thread has a single tensor on the host.
 
     Args:
         tensors: by name, on any device.
@@ -348,7 +348,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def step_of(folder: Path) -> int | None:
-    """Read the step from the name of a folder; None for another name.
+    """Read the step from the name of a folder; another name has no step.
 
     >>> step_of(Path("runs/step-12")), step_of(Path("runs/step-12.writing-a0"))
     (12, None)
@@ -358,7 +358,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def on_the_way(folder: Path) -> bool:
-    """Tell whether a folder is one that is being written or deleted, by its name."""
+    """Tell by its name whether a folder is being written or deleted."""
     match = _NAME.fullmatch(folder.name)
     return match is not None and match[2] is not None
 
@@ -409,29 +409,30 @@ def _part(entry: Any) -> Part:
 
 
 def open_checkpoint(folder: Path) -> Contents:
-    """Read the manifest of a checkpoint, and check, without reading tensors, that all of its files are there.
+    """Read the manifest of a checkpoint and the headers of its files, without tensors; check all sizes.
 
     Raises:
         CheckpointError: a file is lost or cut, or the checkpoint is that of another step, or cannot be read.
     """
     with reading(escaped(folder)):  # another save may delete it
         if not folder.is_dir():
-            raise CheckpointError(f"{escaped(folder)} is no folder")
+            raise CheckpointError(f"{escaped(folder)} is no folder on a disk that all ranks share")
         if on_the_way(folder):
             raise CheckpointError(f"{escaped(folder.name)} was not committed")
         contents = _read_manifest(folder / MANIFEST)
         sizes: dict[str, int] = {}
-        parts = (part for stored in contents.tensors.values() for part in stored.parts)
-        for _, file, begin, size, _ in (*contents.headers, *parts):
-            sizes[file] = max(sizes.get(file, 0), begin + size)
-        for file, expected in sizes.items():
-            if Path(file).name != file:
-                raise CheckpointError(f"{title(folder / MANIFEST)}: {escaped(file)} is outside of the folder")
-            with open_plain(folder / file) as (_, length):
-                if length != expected:
-                    raise CheckpointError(
-                        f"{title(folder / file)} has {length:,} bytes, expected {expected:,}"
-                    )
+        for part in (part for stored in contents.tensors.values() for part in stored.parts):
+            sizes[part.file] = max(sizes.get(part.file, 0), part.begin + part.size)
+        for header in contents.headers:
+            path, expected = folder / header.file, max(sizes.pop(header.file, 0), header.size)
+            if path.parent != folder:
+                raise CheckpointError(f"{escaped(header.file)} is outside of {escaped(folder.name)}")
+            with open_plain(path) as (_, size):
+                if size != expected:
+                    raise CheckpointError(f"{title(path)} has {size:,} bytes, expected {expected:,}")
+            require_bytes(folder, "the header", header)
+    if sizes:
+        raise CheckpointError(f"{title(folder / MANIFEST)} has no header of {listed(sizes)}")
     if step_of(folder) not in (None, contents.step):
         raise CheckpointError(
             f"{escaped(folder.name)} holds the checkpoint of step {contents.step}; give it that name"
@@ -439,35 +440,23 @@ def open_checkpoint(folder: Path) -> Contents:
     return contents
 
 
-def reader_of(folder: Path, contents: Contents) -> Reader:
-    """Make the function that reads parts of the tensors of a checkpoint.
+def require_bytes(folder: Path, what: str, part: Part, into: torch.Tensor | None = None) -> None:
+    """Read a part of a file; raise CheckpointError unless its bytes have their digest."""
+    path, memory = folder / part.file, None if into is None else _memory_of(into)
+    if read_at(path, part.begin, part.size, memory) != part.sha256:
+        raise CheckpointError(
+            f"{what} in {title(path)} has other bytes than were written: its digest differs"
+        )
 
-    It raises CheckpointError unless their bytes, and the header of their file, are those that were written.
-    """
-    headers = {part.file: part for part in contents.headers}
 
-    def require(what: str, part: Part, into: torch.Tensor | None = None) -> None:
-        path, memory = folder / part.file, None if into is None else _memory_of(into)
-        if read_at(path, part.begin, part.size, memory) != part.sha256:
-            raise CheckpointError(
-                f"{what} in {title(path)} has other bytes than were written: its digest differs"
-            )
-
-    @cache
-    def require_header(file: str) -> None:
-        require("the header", headers[file])
-
-    def read(name: str, part: Part, into: torch.Tensor | None) -> None:
-        require_header(part.file)
-        require(f"tensor {escaped(name)}", part, into)
-
-    return read
+def reader_of(folder: Path) -> Reader:
+    """Make the function that reads parts of the tensors of a checkpoint, and verifies their bytes."""
+    return lambda name, part, into: require_bytes(folder, f"tensor {escaped(name)}", part, into)
 
 
 def verify(folder: Path) -> Contents:
     """Read a checkpoint, and raise CheckpointError unless every byte is as it was written."""
-    contents = open_checkpoint(folder)
-    read = reader_of(folder, contents)
+    contents, read = open_checkpoint(folder), reader_of(folder)
     parts = [(name, part) for name, stored in contents.tensors.items() for part in stored.parts]
     in_threads(lambda task: read(*task, None), parts)
     return contents
