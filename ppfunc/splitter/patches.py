@@ -118,12 +118,11 @@ class AssignedAttributes(TorchFunctionMode):
 @contextmanager
 def caches_emptied(values: Iterable[Any]) -> Iterator[None]:
     """Empty the caches (``functools.lru_cache``) among these that are filled: with tensors without values."""
-    caches = [value for value in values if isinstance(value, _lru_cache_wrapper)]
-    misses = [cache.cache_info().misses for cache in caches]
+    misses = {cache: cache.cache_info().misses for cache in values if isinstance(cache, _lru_cache_wrapper)}
     try:
         yield
     finally:
-        for cache, before in zip(caches, misses, strict=True):
+        for cache, before in misses.items():
             if cache.cache_info().misses != before:
                 cache.cache_clear()
 

@@ -120,9 +120,11 @@ class _Look:
         self._seen = self._now()
 
     def _now(self) -> tuple[list[Any], list[Any]]:
-        gotten = [get(owner) for get, owner in self._getters]
-        objects = map(vars, self._objects), map(type, self._objects)
-        same = chain(gc.get_referents(*self._held), *self._keyed, *gotten, *objects)
+        gotten = (get(owner) for get, owner in self._getters)
+        same = chain(
+            gc.get_referents(*self._held), *self._keyed, *gotten,
+            map(vars, self._objects), map(type, self._objects),
+        )  # fmt: skip
         return [*same], [*map(len, self._sized), *map(_bytes_of, self._arrays)]
 
     def unchanged(self) -> bool:

@@ -256,13 +256,13 @@ def unmodified(*modules: nn.Module) -> Iterator[Callable[[], bool]]:
     try:
         yield lambda: not any(empty) and all(starmap(_same, filled))
     finally:
-        changed = {id(now): (now, before) for now, before in filled if not _same(now, before)}
-        changed |= {id(now): (now, ()) for now in filter(None, empty)}
+        modified = [*((n, b) for n, b in filled if not _same(n, b)), *((n, ()) for n in filter(None, empty))]
+        changed = {id(now): before for now, before in modified}
         for part in parts if changed else ():
-            before = changed.get(id(vars(part)), (None, vars(part)))[1]
+            before = changed.get(id(vars(part)), vars(part))
             names = {n for n, v in vars(part).items() if id(v) in changed or before.get(n, changed) is not v}
             set_by_calls.setdefault(part, set()).update(names)
-        for now, before in changed.values():
+        for now, before in modified:
             now.clear()
             (now.extend if hasattr(now, "extend") else now.update)(before)
 
