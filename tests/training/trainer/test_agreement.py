@@ -146,8 +146,15 @@ def evaluating(rank, size):
         stages, squared, pp.gpipe(1, 4), pp.optim.sgd(1e-2), mesh, axes=pp.Axes("pp", "dp"), shard="params"
     ) as trainer:
         state = trainer.init(params)
-        with pytest.raises(ValueError, match="got parts over the axis 'dp', expected whole parameters"):
-            trainer.init(state.params)
+        again = trainer.init(state.params)  # parts as this trainer keeps them
+        assert again.params[0]["w"].placements == state.params[0]["w"].placements
+        with (
+            new_trainer(
+                stages, squared, pp.gpipe(1, 4), pp.optim.sgd(1e-2), mesh, axes=pp.Axes("pp", "dp")
+            ) as other,
+            pytest.raises(ValueError, match="got parts over the axis 'dp', expected whole parameters"),
+        ):
+            other.init(state.params)
         trainer.step(state, x, y)
         with pytest.raises(pp.AgreementError, match=r"\(evaluation of trainer of loss\)"):
             trainer.evaluate(state, x, y) if rank else trainer.step(state, x, y)
