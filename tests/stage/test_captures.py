@@ -372,6 +372,32 @@ def test_an_attribute_that_no_code_names_does_not_count():
     assert step(*given)[0] == 4 and step.cache_info().misses == 2
 
 
+def test_getattr_of_a_constant_names_one_attribute():
+    """Of names that code puts together all attributes count."""
+
+    class Holder:
+        def __init__(self):
+            self.factor, self.history, self.rows = 2.0, [], [*range(300_000)]
+
+        def named(self, p, x):
+            return p * x * getattr(self, "factor", 1.0)
+
+        def computed(self, p, x):
+            return p * x * getattr(self, f"fac{'tor'}")
+
+    holder, given = Holder(), ({0: torch.ones(2)}, torch.ones(2, 2), torch.zeros(2, 2))
+    step = pp.value_and_grad([holder.named], squared, pp.gpipe(1, 1))
+    for n in range(3):
+        holder.history.append(n)
+        assert step(*given)[0] == 4
+    assert step.cache_info().misses == 1
+    holder.rows.clear()
+    step = pp.value_and_grad([holder.computed], squared, pp.gpipe(1, 1))
+    for factor in (2.0, 3.0):
+        holder.factor = factor
+        assert step(*given)[0] == factor**2
+
+
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
 def test_modes_count_once(engine):
     """A function mode was seen by the trace, and by the program again."""
