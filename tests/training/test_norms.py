@@ -127,7 +127,7 @@ def test_a_chain_that_clips_can_be_taken_apart():
             sgd(0.1),
             sgd(0.1),
             TypeError,
-            "clip: got Optimizer.*, expected a clip first, such as ppfunc.opt",
+            "clip: got Optimizer.*, expected a clip, then an optimizer: chain",
         ),
         (clip_by_global_norm(1.0), 3, TypeError, "optimizer: got 3 .*, expected init and update"),
         (
