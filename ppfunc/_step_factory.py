@@ -11,16 +11,16 @@ import torch
 from ppfunc import schedule as schedules  # whose passes and proofs load with the first step function
 from ppfunc._checks import naming_arguments, shown
 from ppfunc.runtime import InProcess, StepFunction, StepResult, StepSpec, Transport, interleaved, two_streams
-from ppfunc.runtime.agreement.ties import Tied, TiedPlaces, read_tied
-from ppfunc.runtime.call.arguments import LossWeights, RawArguments, read_loss_weights
 from ppfunc.runtime.lowering.lowered import Pipeline
 from ppfunc.runtime.lowering.stage_programs import StagePrograms
-from ppfunc.runtime.transport.protocols import without_method
+from ppfunc.runtime.lowering.ties import Tied, TiedPlaces, read_tied
+from ppfunc.runtime.ports.protocols import without_method
+from ppfunc.runtime.values.arguments import LossWeights, RawArguments, read_loss_weights
 from ppfunc.schedule import Op, Schedule
 from ppfunc.schedule.errors import require_schedule
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, ModuleStage, Stage
-from ppfunc.stage.modules.frozen import FrozenLeaves
+from ppfunc.stage.frozen import FrozenLeaves
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ppfunc._step_factory import Stages
-from ppfunc.runtime.agreement.ties import TiedPlaces
-from ppfunc.runtime.lowering.analysis import costs_of
+from ppfunc.runtime.lowering.ties import TiedPlaces
+from ppfunc.runtime.paper.analysis import costs_of
 from ppfunc.schedule import Costs, Op, looped_bfs, split_backward
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, graph

@@ -8,12 +8,12 @@ import torch
 from ppfunc._checks import shown
 from ppfunc._step_factory import Stages, make_step, reports_mistakes, unpacked
 from ppfunc.runtime import StepFunction, StepSpec, Transport
-from ppfunc.runtime.agreement.ties import TiedPlaces
-from ppfunc.runtime.call.arguments import LossWeights, read_call
 from ppfunc.runtime.lowering.overlap import Overlapped
+from ppfunc.runtime.lowering.ties import TiedPlaces
+from ppfunc.runtime.values.arguments import LossWeights, read_call
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Loss, graph, outline
-from ppfunc.stage.modules.frozen import FrozenLeaves, Trainable
+from ppfunc.stage.frozen import FrozenLeaves, Trainable
 
 from ._checks import require_one_of
 

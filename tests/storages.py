@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ppfunc.runtime.transport import _torch
+from ppfunc.runtime.ports import _torch
 from ppfunc.stage._torch import without_modes
 from ppfunc.stage.tree import tree_leaves
 

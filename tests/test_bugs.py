@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import ppfunc as pp
-from ppfunc.runtime.agreement.comparison import checksum
+from ppfunc.runtime.lowering.comparison import checksum
 from ppfunc.schedule import Instruction, Op, append_tail, remove_tail
 from ppfunc.stage import Signature, device as stage_device
 from ppfunc.stage.device import preserve_rng

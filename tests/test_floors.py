@@ -87,6 +87,34 @@ def test_no_two_packages_need_each_other():
     assert ("schedule", "parallel") in pairs
 
 
+def room(path: Path) -> tuple[str, ...]:
+    return path.relative_to(ROOT).parts[:-1]
+
+
+def needed_rooms(root: Path) -> set[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Which folder imports from which, by the files that do; a face (``__init__``) only hands names on."""
+    files = {".".join(("ppfunc", *p.relative_to(root).with_suffix("").parts)): p for p in root.rglob("*.py")}
+    return {
+        (room(path), room(files[name]))
+        for path in files.values()
+        if path.name != "__init__.py"
+        for name in imported(path)
+        if name in files and room(path) and room(files[name])
+    }
+
+
+def test_every_room_stands_on_a_floor():
+    """No two folders import from each other, below the front door."""
+    needs = needed_rooms(ROOT)
+    assert (("runtime",), ("runtime", "running")) in needs
+    assert not {(a, b) for a, b in needs if a != b and (b, a) in needs}
+    graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for a, b in needs:
+        if a != b:
+            graph.setdefault(a, set()).add(b)
+    assert [*TopologicalSorter(graph).static_order()]  # raises where some need each other in a circle
+
+
 def test_a_fault_would_be_seen(tmp_path, monkeypatch):
     (tmp_path / "schedule").mkdir()
     file = tmp_path / "schedule" / "bad.py"
@@ -116,7 +144,11 @@ def test_a_step_function_loads_what_runs_it_when_it_is_made():
     """Asking for it cost a sixth more than importing torch, by 124 modules, among them all that traces."""
     loaded = loaded_by("import torch", "import ppfunc; ppfunc.value_and_grad, ppfunc.engines.graph")
     own = {name for name in loaded if name.startswith("ppfunc")}
-    late = {"ppfunc.stage.engines.tracing", "ppfunc.runtime.lowering.compile", "ppfunc.runtime.transport.p2p"}
+    late = {
+        "ppfunc.stage.engines.tracing",
+        "ppfunc.runtime.compiling.compile",
+        "ppfunc.runtime.transport.p2p",
+    }
     assert not loaded & (late | {"torch._dynamo", "statistics"})
     assert len(own) <= 70, sorted(own)
 

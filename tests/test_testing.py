@@ -8,8 +8,8 @@ import pytest
 from hypothesis import find, given, strategies as st
 
 from ppfunc.schedule import BUILDERS, compute_only, place_communication, simulate
-from ppfunc.schedule.certificate import check
 from ppfunc.schedule.errors import ScheduleError
+from ppfunc.schedule.proof.certificate import check
 from ppfunc.testing import costs, placements, programs, schedules
 from tests.schedule.mutated import mutated_schedules
 

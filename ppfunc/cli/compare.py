@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ppfunc.schedule import Schedule, compare_schedules, find_builder, to_scatter
-from ppfunc.schedule.overview import Overview
+from ppfunc.schedule.planner.overview import Overview
 
 from .console import form_of, write
 from .options import (

@@ -12,8 +12,8 @@ from typing import Any
 from ppfunc._checks import suggestion
 from ppfunc.schedule import Costs, FormatError, Schedule, Timeline, find_builder
 from ppfunc.schedule.formats.files import parse, read_text, text_of
-from ppfunc.schedule.formats.json import load
 from ppfunc.schedule.instruction import RESIDUAL_OPS, TAIL, Op
+from ppfunc.schedule.json import load
 
 from .console import count, number, numbers
 

@@ -44,20 +44,13 @@ if TYPE_CHECKING:
         zbv_greedy as zbv_greedy,
         zero_bubble as zero_bubble,
     )
-    from .certificate import check as check
-    from .configuration import configure as configure
     from .costs import Costs as Costs
     from .errors import ScheduleError as ScheduleError
+    from .formats.configuration import configure as configure
     from .formats.csv import from_csv as from_csv, to_csv as to_csv
     from .formats.files import read_schedule as read_schedule
     from .formats.grid import to_grid as to_grid
-    from .formats.json import from_json as from_json, to_json as to_json
     from .formats.svg import to_svg as to_svg
-    from .formats.text import (
-        FormatError as FormatError,
-        parse_instruction as parse_instruction,
-        to_steps as to_steps,
-    )
     from .formats.torch_csv import to_torch_csv as to_torch_csv
     from .formats.trace import from_trace as from_trace, to_trace as to_trace
     from .instruction import (
@@ -70,10 +63,7 @@ if TYPE_CHECKING:
         overlap as overlap,
         parts_of as parts_of,
     )
-    from .overview import (
-        compare_schedules as compare_schedules,
-        to_scatter as to_scatter,
-    )
+    from .json import from_json as from_json, to_json as to_json
     from .passes.insert import (
         insert_loads as insert_loads,
         insert_offloads as insert_offloads,
@@ -100,18 +90,21 @@ if TYPE_CHECKING:
         reduce_early as reduce_early,
     )
     from .planner.bounds import lower_bound as lower_bound
+    from .planner.overview import compare_schedules as compare_schedules, to_scatter as to_scatter
     from .planner.plan import Plan as Plan, plan as plan
+    from .proof.certificate import check as check
+    from .proof.timeline import (
+        Timeline as Timeline,
+        peak_activations as peak_activations,
+        simulate as simulate,
+    )
     from .schedule import (
         Chain as Chain,
         Schedule as Schedule,
         Step as Step,
         single_chain as single_chain,
     )
-    from .timeline import (
-        Timeline as Timeline,
-        peak_activations as peak_activations,
-        simulate as simulate,
-    )
+    from .text import FormatError as FormatError, parse_instruction as parse_instruction, to_steps as to_steps
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
@@ -121,20 +114,20 @@ else:
                 " find_builder gpipe inference interleaved_1f1b interleaved_zb looped_bfs one_f_one_b v_half"
                 " v_min zb_h1 zb_h2 zbv zbv_greedy zero_bubble"
             ),
-            "certificate": "check",
-            "configuration": "configure",
+            "proof.certificate": "check",
+            "formats.configuration": "configure",
             "costs": "Costs",
             "errors": "ScheduleError",
             "formats.csv": "from_csv to_csv",
             "formats.files": "read_schedule",
             "formats.grid": "to_grid",
-            "formats.json": "from_json to_json",
+            "json": "from_json to_json",
             "formats.svg": "to_svg",
-            "formats.text": "FormatError parse_instruction to_steps",
+            "text": "FormatError parse_instruction to_steps",
             "formats.torch_csv": "to_torch_csv",
             "formats.trace": "from_trace to_trace",
             "instruction": "B F I Instruction Op W overlap parts_of",
-            "overview": "compare_schedules to_scatter",
+            "planner.overview": "compare_schedules to_scatter",
             "passes.insert": "insert_loads insert_offloads insert_recomputes with_skips",
             "passes.place_communication": "place_communication",
             "passes.rewrite": (
@@ -146,7 +139,7 @@ else:
             "planner.bounds": "lower_bound",
             "planner.plan": "Plan plan",
             "schedule": "Chain Schedule Step single_chain",
-            "timeline": "Timeline peak_activations simulate",
+            "proof.timeline": "Timeline peak_activations simulate",
         },
     )
 

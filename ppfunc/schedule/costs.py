@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, get_args, overload
 from ppfunc._checks import naming_arguments, require_counts, require_type, show_table, table
 
 from .errors import require_schedule
-from .formats.json import plain, read_values
+from .json import plain, read_values
 from .schedule import Schedule
 
 Number = Any  # int, float or Fraction; nothing is converted

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import without_modes
-from ppfunc.stage.captures import Watch, ambient
+from ppfunc.stage.abstract.captures import Watch, ambient
 from ppfunc.stage.device import autocast
 from ppfunc.stage.process import process_lock
 

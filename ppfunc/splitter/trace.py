@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import DynamicOutputShapeException, without_modes, without_transforms
+from ppfunc.stage.abstract.captures import Watch
 from ppfunc.stage.abstract.evaluation import (
     DATA_DEPENDENT,
     data_dependence,
@@ -21,7 +22,6 @@ from ppfunc.stage.abstract.evaluation import (
     quiet,
     without_values,
 )
-from ppfunc.stage.captures import Watch
 from ppfunc.stage.constants import with_tensors, without_constants
 from ppfunc.stage.errors import line_of, meant
 from ppfunc.stage.layout import LAY_OTHERWISE, distributed, layout_of, local

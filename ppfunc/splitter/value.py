@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ppfunc._checks import not_copied
-from ppfunc.stage.captures import READS
+from ppfunc.stage.abstract.captures import READS
+from ppfunc.stage.abstract.output import Output
 from ppfunc.stage.constants import with_constants, without_constants
 from ppfunc.stage.errors import StageError
+from ppfunc.stage.frozen import detached, note_parameters
 from ppfunc.stage.layout import Boundary, as_dtensor, declaring, layout_of
-from ppfunc.stage.modules.frozen import detached, note_parameters
-from ppfunc.stage.output import Output
 from ppfunc.stage.tree import tree_map
 
 from .call import LeafForm, read_call

@@ -9,7 +9,7 @@ checkpoint/   saves and loads states
 
 A step, from the call to the kernel::
 
-    Trainer.step -> Calls.train -> the step function (runtime/call), which asks _arguments, and calls for each
+    Trainer.step -> Calls.train -> the step function (runtime/step), which asks _arguments, and calls for each
     REDUCE_GRAD  TrainingUpdate.reduce -> Reducer.launch: sums over data ranks begin
     between      TrainingUpdate.join: loss and norm of all ranks, which give the factor of the gradients
     STEP         TrainingUpdate.step -> StageUpdate -> Optimizer.update (optim/updates.py) -> kernel

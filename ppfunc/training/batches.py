@@ -8,7 +8,7 @@ import torch
 
 from ppfunc._checks import shown
 from ppfunc.runtime import Microbatches, StepResult
-from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, read_loss_weights, read_seed
+from ppfunc.runtime.values.arguments import LossWeights, RawArguments, Seed, read_loss_weights, read_seed
 from ppfunc.stage.tree import tree_map
 
 from .update.train_state import Metrics

@@ -19,13 +19,13 @@ from ppfunc.runtime import (
     StepSpec,
     Transport,
 )
-from ppfunc.runtime.agreement.ties import require_declared_trees
-from ppfunc.runtime.call.arguments import RawArguments, StepArguments, require_trees
-from ppfunc.runtime.call.forms import require_values
-from ppfunc.runtime.lowering.analysis import Shown
 from ppfunc.runtime.lowering.lowered import LoweredStep
-from ppfunc.runtime.lowering.memory import Completed
 from ppfunc.runtime.lowering.stage_programs import StagePrograms
+from ppfunc.runtime.lowering.ties import require_declared_trees
+from ppfunc.runtime.paper.analysis import Shown
+from ppfunc.runtime.paper.memory import Completed
+from ppfunc.runtime.values.arguments import RawArguments, StepArguments, require_trees
+from ppfunc.runtime.values.forms import require_values
 from ppfunc.schedule import (
     Schedule,
     Timeline,

@@ -9,8 +9,8 @@ import torch
 
 from ppfunc._step_factory import Stages, make_step, map_stages, reports_mistakes, unpacked
 from ppfunc.runtime import Microbatches, StepFunction, StepResult, StepSpec, Transport
-from ppfunc.runtime.agreement.ties import Tied, TiedPlaces
-from ppfunc.runtime.call.arguments import LossWeights, RawArguments, Seed, by_stage, named_step
+from ppfunc.runtime.lowering.ties import Tied, TiedPlaces
+from ppfunc.runtime.values.arguments import LossWeights, RawArguments, Seed, by_stage, named_step
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.signature import differentiable

@@ -8,8 +8,8 @@ import torch
 
 from ppfunc._step_factory import Stages, make_step, map_stages, reports_mistakes, unpacked
 from ppfunc.runtime import Microbatches, StepFunction, StepSpec, Transport
-from ppfunc.runtime.agreement.ties import TiedPlaces
-from ppfunc.runtime.call.arguments import RawArguments, Seed, by_stage, named_step
+from ppfunc.runtime.lowering.ties import TiedPlaces
+from ppfunc.runtime.values.arguments import RawArguments, Seed, by_stage, named_step
 from ppfunc.schedule import Schedule
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, graph

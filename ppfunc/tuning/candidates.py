@@ -26,7 +26,7 @@ from ppfunc.schedule import (
     plan,
     simulate,
 )
-from ppfunc.schedule.overview import bound_of_order
+from ppfunc.schedule.planner.overview import bound_of_order
 from ppfunc.splitter import Split
 from ppfunc.stage import StageError, graph
 from ppfunc.training import Trainer

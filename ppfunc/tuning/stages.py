@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import Module
 
 from ppfunc._checks import shown
-from ppfunc.runtime.execution.record import host_clock
 from ppfunc.runtime.lowering.stage_programs import StageCall
+from ppfunc.runtime.running.record import host_clock
 from ppfunc.schedule import (
     Costs,
     Op,

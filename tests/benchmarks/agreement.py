@@ -25,8 +25,8 @@ from ppfunc.runtime.control.connections import Address, in_thread
 from ppfunc.runtime.control.control import Control
 from ppfunc.runtime.control.socket_links import SocketLinks
 from ppfunc.runtime.control.tree import END, TreeMessages
+from ppfunc.runtime.ports.protocols import LossPart
 from ppfunc.runtime.transport.p2p import P2P
-from ppfunc.runtime.transport.protocols import LossPart
 from ppfunc.stage import LeafSignature
 
 MICROBATCHES = 8

@@ -34,8 +34,8 @@ from timing import add_foremost, foremost, keep_freed_memory, measure
 from torch.distributed.pipelining import PipelineStage, schedules as theirs
 
 import ppfunc as pp
-from ppfunc.runtime.agreement.agreement import Exchange
-from ppfunc.runtime.lowering.compiled_steps import CompiledSteps
+from ppfunc.runtime.compiling.compiled_steps import CompiledSteps
+from ppfunc.runtime.lowering.agreement import Exchange
 from ppfunc.schedule import BUILDERS, Costs, Schedule
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

@@ -76,7 +76,7 @@ def sanitizer() -> Facts:
 def one_rank() -> Facts:
     """Make a communicator of one rank, sum and gather on it, and end it."""
     gpus()
-    from ppfunc.runtime.transport import _torch
+    from ppfunc.runtime.ports import _torch
 
     store = dist.HashStore()
     group = _torch.communicator("nccl", store, [0], 0, timedelta(seconds=30))

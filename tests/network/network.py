@@ -12,7 +12,7 @@ import torch
 
 from ppfunc._checks import require_one_of
 from ppfunc.runtime.control.failures import Verdict
-from ppfunc.runtime.errors import LinkError
+from ppfunc.runtime.values.errors import LinkError
 from ppfunc.stage.process import receive
 from tests.network.scheduler import Scheduler
 

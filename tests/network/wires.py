@@ -10,10 +10,10 @@ from typing import Literal
 
 import torch
 
-from ppfunc.runtime.agreement.comparison import same_bits
-from ppfunc.runtime.execution.buffers import Buffers
-from ppfunc.runtime.transport.collective import Collective, Wait
-from ppfunc.runtime.transport.protocols import Call, Route, Transfer
+from ppfunc.runtime.lowering.comparison import same_bits
+from ppfunc.runtime.ports.collective import Collective, Wait
+from ppfunc.runtime.ports.protocols import Call, Route, Transfer
+from ppfunc.runtime.values.buffers import Buffers
 from ppfunc.stage import LeafSignature
 from tests.network.network import Network, Pipe
 

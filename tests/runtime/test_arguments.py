@@ -15,7 +15,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 
 import ppfunc as pp
-from ppfunc.runtime.call.arguments import RawArguments, read_arguments, read_loss_weights
+from ppfunc.runtime.values.arguments import RawArguments, read_arguments, read_loss_weights
 from ppfunc.stage import Signature
 from tests.models import dense, normal, same_bits, squared
 

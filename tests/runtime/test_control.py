@@ -20,14 +20,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from ppfunc.runtime.control.control import Control
 from ppfunc.runtime.control.failures import Answer
 from ppfunc.runtime.control.socket_links import SocketLinks
-from ppfunc.runtime.errors import AgreementError, Failure, LinkError, PipelineError, StepRunning
-from ppfunc.runtime.execution.buffers import Buffers, Tag
-from ppfunc.runtime.transport import _torch
-from ppfunc.runtime.transport.grid import Axes
+from ppfunc.runtime.ports import _torch
+from ppfunc.runtime.ports.protocols import LossPart, Route, Transfer
 from ppfunc.runtime.transport.inprocess import InProcess
 from ppfunc.runtime.transport.p2p import P2P
-from ppfunc.runtime.transport.protocols import LossPart, Route, Transfer
-from ppfunc.schedule.formats.text import parse_instruction
+from ppfunc.runtime.values.buffers import Buffers, Tag
+from ppfunc.runtime.values.errors import AgreementError, Failure, LinkError, PipelineError, StepRunning
+from ppfunc.runtime.values.grid import Axes
+from ppfunc.schedule.text import parse_instruction
 from ppfunc.stage import LeafSignature
 from tests.clock import busy
 
@@ -692,7 +692,7 @@ def test_private_names_of_torch_are_there():
         "alive": (dist.ProcessGroupGloo, "recv"),
     }
     gone = [
-        f"{type(owner).__name__} {name}, for ppfunc.runtime.transport._torch.{user}"
+        f"{type(owner).__name__} {name}, for ppfunc.runtime.ports._torch.{user}"
         for user, (owner, name) in used.items()
         if not hasattr(owner, name)
     ]

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.runtime.call.arguments import RawArguments, read_arguments
-from ppfunc.runtime.errors import StepFailed
-from ppfunc.runtime.execution.buffers import Buffers, Tag
-from ppfunc.runtime.execution.execute import execute, fill
-from ppfunc.runtime.lowering.compile import load
+from ppfunc.runtime.compiling.compile import load
 from ppfunc.runtime.lowering.lower import BATCH
+from ppfunc.runtime.running.execute import execute, fill
+from ppfunc.runtime.values.arguments import RawArguments, read_arguments
+from ppfunc.runtime.values.buffers import Buffers, Tag
+from ppfunc.runtime.values.errors import StepFailed
 from ppfunc.stage import FlatProgram
 from tests.models import dense, problem, squared
 

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from ppfunc.runtime.control.failures import FailureTree
 from ppfunc.runtime.control.socket_links import SocketLinks
 from ppfunc.runtime.control.tree import RankTree
-from ppfunc.runtime.errors import GONE, Failure, FailureRecord, LinkError, PipelineError
+from ppfunc.runtime.values.errors import GONE, Failure, FailureRecord, LinkError, PipelineError
 
 
 class Ranks:

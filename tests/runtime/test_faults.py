@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
-from ppfunc.runtime.transport.protocols import Transport, without_method
+from ppfunc.runtime.ports.protocols import Transport, without_method
 from tests import models
 from tests.clock import caught
 from tests.models import dense, squared

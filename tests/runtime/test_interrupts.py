@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
-from ppfunc.runtime.transport import _torch
+from ppfunc.runtime.ports import _torch
 from tests.models import new_trainer, squared
 
 RATE, LEFT = 0.1, "the other rank has ended its steps"

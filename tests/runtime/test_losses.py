@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
-from ppfunc.runtime.call import results
-from ppfunc.runtime.execution import execute
+from ppfunc.runtime.lowering import results
+from ppfunc.runtime.running import execute
 from tests.models import new_trainer, normal, squared
 
 ENGINES = [pp.engines.graph, pp.engines.functional, pp.engines.eager]

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.runtime.errors import LinkError
 from ppfunc.runtime.transport import mapped
 from ppfunc.runtime.transport.mapped import Receiver, Sender, open_mapped
+from ppfunc.runtime.values.errors import LinkError
 from tests.clock import busy
 from tests.models import squared
 

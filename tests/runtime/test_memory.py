@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.runtime.execution.execute import fill
-from ppfunc.runtime.lowering.compile import bind
-from ppfunc.runtime.lowering.memory import _arguments, _of_rank
+from ppfunc.runtime.compiling.compile import bind
+from ppfunc.runtime.paper.memory import _arguments, _of_rank
+from ppfunc.runtime.running.execute import fill
 from ppfunc.runtime.transport.inprocess import MessagesOnPaper
 from ppfunc.schedule import BUILDERS, insert_recomputes, split_backward
 from ppfunc.schedule.instruction import COMPUTE, Op

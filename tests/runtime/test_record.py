@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.runtime.execution import record
+from ppfunc.runtime.running import record
 from ppfunc.schedule.instruction import COMPUTE
 from tests.models import dense, problem, same_bits, slow, squared
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.runtime.agreement.ties import sharing_ranks
 from ppfunc.runtime.lowering.lowered import routes_of
+from ppfunc.runtime.lowering.ties import sharing_ranks
 from ppfunc.schedule import chimera, remove_tail
 from tests import models
 from tests.models import affine, squared, traced_once

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ppfunc as pp
-from ppfunc.runtime.agreement import comparison
+from ppfunc.runtime.lowering import comparison
 from tests.models import dense, normal, squared
 
 D, M = 4, 2
@@ -151,7 +151,7 @@ def test_extras_of_a_stage_that_two_ranks_hold_are_compared(two):
 def often(rank, size, every):
     """From the second step on, the ranks are given other batches. Which steps tell, and the comparisons."""
     counted, own = [], comparison.require_same_batch
-    from ppfunc.runtime.agreement import agreement
+    from ppfunc.runtime.lowering import agreement
 
     agreement.require_same_batch = lambda *args: counted.append(0) or own(*args)
     outcomes = []
@@ -213,7 +213,7 @@ def reads(rank, size):
         finally:
             torch.Tensor.tolist = own
 
-    from ppfunc.runtime.agreement import agreement
+    from ppfunc.runtime.lowering import agreement
 
     own_compare, agreement.require_same_batch = agreement.require_same_batch, compared
     try:

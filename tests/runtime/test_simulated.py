@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, strategies as st
 
 import ppfunc as pp
-from ppfunc.runtime.errors import Failure
-from ppfunc.runtime.execution.buffers import Buffers, Tag
-from ppfunc.runtime.transport.protocols import LossPart, Route, Transfer
+from ppfunc.runtime.ports.protocols import LossPart, Route, Transfer
+from ppfunc.runtime.values.buffers import Buffers, Tag
+from ppfunc.runtime.values.errors import Failure
 from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import LeafSignature
 from ppfunc.stage.process import act_on_interrupts

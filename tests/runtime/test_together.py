@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import ppfunc as pp
-from ppfunc.runtime.errors import Failure
-from ppfunc.runtime.transport.protocols import Route
+from ppfunc.runtime.ports.protocols import Route
+from ppfunc.runtime.values.errors import Failure
 from tests import clock, models
 from tests.clock import busy
 from tests.models import dense, squared

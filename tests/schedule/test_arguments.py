@@ -6,7 +6,7 @@ import pytest
 
 import ppfunc.schedule as ps
 from ppfunc.schedule import B, Costs, F, I, ScheduleError, W
-from ppfunc.schedule.timeline import timeline_of
+from ppfunc.schedule.proof.timeline import timeline_of
 
 GPIPE = ps.gpipe(3, 2)
 

@@ -26,7 +26,7 @@ from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.errors import ScheduleError
 from ppfunc.schedule.instruction import Op
 from ppfunc.schedule.passes.running import linearize
-from ppfunc.schedule.timeline import simulate
+from ppfunc.schedule.proof.timeline import simulate
 
 
 def rows(schedule):

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ppfunc.schedule import data_parallel, deepspeed_inference, deepspeed_train
-from ppfunc.schedule.certificate import check
 from ppfunc.schedule.errors import ScheduleError
+from ppfunc.schedule.proof.certificate import check
 
 COUNTS = [(s, m) for s in range(1, 9) for m in (*range(1, 14), 24)]
 

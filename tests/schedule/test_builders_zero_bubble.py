@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from ppfunc.schedule import place_communication, zb_h1, zb_h2, zero_bubble
-from ppfunc.schedule.certificate import check
 from ppfunc.schedule.costs import Costs
-from ppfunc.schedule.timeline import simulate
+from ppfunc.schedule.proof.certificate import check
+from ppfunc.schedule.proof.timeline import simulate
 
 
 def costs_of(f, i, w, c, x=1):

@@ -37,11 +37,11 @@ from ppfunc.schedule import (
     to_trace,
     zbv,
 )
-from ppfunc.schedule.certificate import check
 from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.formats.trace import _microseconds
 from ppfunc.schedule.instruction import COMPUTE, Op, parts_of
-from ppfunc.schedule.timeline import simulate, timeline_of
+from ppfunc.schedule.proof.certificate import check
+from ppfunc.schedule.proof.timeline import simulate, timeline_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 SCHEDULES = [build(4, 8) for build in BUILDERS.values()]

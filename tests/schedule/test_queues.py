@@ -21,9 +21,9 @@ from ppfunc.schedule import (
     one_f_one_b,
     place_communication,
 )
-from ppfunc.schedule.certificate import check
-from ppfunc.schedule.formats.text import parse_instruction
 from ppfunc.schedule.instruction import COMMUNICATION
+from ppfunc.schedule.proof.certificate import check
+from ppfunc.schedule.text import parse_instruction
 from tests.schedule.reference import Model
 from tests.schedule.written import is_accepted, made_from
 

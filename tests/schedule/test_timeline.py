@@ -34,7 +34,7 @@ from ppfunc.schedule import (
 )
 from ppfunc.schedule.dataflow import Dataflow
 from ppfunc.schedule.instruction import COMPUTE
-from ppfunc.schedule.timeline import timeline_of
+from ppfunc.schedule.proof.timeline import timeline_of
 
 numbers = st.fractions(0, 5, max_denominator=6)
 

@@ -32,12 +32,12 @@ from ppfunc.schedule import (
     to_json,
 )
 from ppfunc.schedule.builders.interleaved import group_size
-from ppfunc.schedule.certificate import check
 from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE, SHARDING, TAIL, Op, parts_of
 from ppfunc.schedule.passes.running import linearize
+from ppfunc.schedule.proof.certificate import check
+from ppfunc.schedule.proof.timeline import simulate
 from ppfunc.schedule.schedule import Schedule
-from ppfunc.schedule.timeline import simulate
 from tests.conftest import few
 
 ALL = BUILDERS | {"chimera": chimera}

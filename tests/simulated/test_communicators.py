@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
-from ppfunc.runtime.transport import _torch
+from ppfunc.runtime.ports import _torch
 from ppfunc.schedule import place_communication, remove_tail
 from tests.clock import busy
 from tests.models import dense, problem, squared

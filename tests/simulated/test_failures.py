@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
-from ppfunc.runtime.transport import _torch
+from ppfunc.runtime.ports import _torch
 from tests.clock import busy
 from tests.conftest import _free_port
 from tests.models import dense, new_trainer, problem, same_bits, squared

@@ -35,7 +35,7 @@ import ppfunc as pp
 from ppfunc.runtime import AgreementError
 from ppfunc.splitter import source
 from ppfunc.stage import StageError, eager, functional, graph
-from ppfunc.stage.captures import Watch, ambient, changes
+from ppfunc.stage.abstract.captures import Watch, ambient, changes
 
 pytestmark = pytest.mark.filterwarnings("ignore:value_and_grad has been traced")
 ENGINES = [graph, functional, eager]
@@ -725,7 +725,7 @@ def test_of_packages_code_alone_is_followed():
 
 
 def test_more_than_can_be_compared_is_refused(monkeypatch):
-    monkeypatch.setattr("ppfunc.stage.captures._MOST_VALUES", 100)
+    monkeypatch.setattr("ppfunc.stage.abstract.captures._MOST_VALUES", 100)
     rows = [[n] for n in range(200)]
     with pytest.raises(ValueError, match=r"refer to more than 100 values, such as rows\[.*as arguments"):
         Watch(lambda p, x: p * x * len(rows)).state()

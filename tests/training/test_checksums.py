@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ppfunc.runtime.agreement import comparison
-from ppfunc.runtime.agreement.comparison import checksum
+from ppfunc.runtime.lowering import comparison
+from ppfunc.runtime.lowering.comparison import checksum
 
 
 @given(st.lists(st.integers(0, 255), max_size=70), st.data())

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ppfunc as pp
-from ppfunc.runtime.lowering.ledger import Memories
+from ppfunc.runtime.paper.ledger import Memories
 from ppfunc.schedule.formats.elements import amount
 from ppfunc.stage import Signature
 from ppfunc.stage.layout import local

@@ -14,16 +14,17 @@ from ppfunc._checks import not_copied
 from ppfunc.stage.device import upload
 from ppfunc.stage.process import act_on_interrupts, hold_interrupts, keep_holding
 
-from ..agreement.comparison import (
-    LaidOut,
+from ..lowering.comparison import (
     require_alike,
     require_same_changes,
     require_same_facts,
     require_same_modes,
     require_same_step,
 )
-from ..call.results import of_text, shape_of_sum, sum_texts, to_text
-from ..errors import (
+from ..lowering.results import of_text, shape_of_sum, sum_texts, to_text
+from ..ports.protocols import LossPart, Mode
+from ..values.buffers import Compared
+from ..values.errors import (
     CLOSED,
     OTHER,
     AgreementError,
@@ -33,9 +34,8 @@ from ..errors import (
     PipelineError,
     StepRunning,
 )
-from ..execution.buffers import Compared
-from ..transport.grid import Axes, Grid, ShardWhat
-from ..transport.protocols import LossPart, Mode
+from ..values.forms import LaidOut
+from ..values.grid import Axes, Grid, ShardWhat
 from .tree import BEGIN, END, TEXT, Links, TreeMessages
 
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from ..errors import Failure, FailureRecord, LinkError
-from ..transport import _torch
+from ..ports import _torch
+from ..values.errors import Failure, FailureRecord, LinkError
 from .connections import Address, in_thread, own_host
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from ppfunc.stage.process import act_on_interrupts
 
-from ..errors import CLOSED, Failure, FailureRecord, LinkError
+from ..values.errors import CLOSED, Failure, FailureRecord, LinkError
 from .connections import Address, Stream, in_thread
 from .failures import MEETING, Answer, FailureTree, Verdict, find_culprit
 from .rendezvous import Rendezvous

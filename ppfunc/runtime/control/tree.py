@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import NamedTuple, Protocol, Self
 
-from ..errors import AgreementError
+from ..values.errors import AgreementError
 
 # Kinds of messages: what a rank does that sends or expects one.
 BEGIN, GATHER, END = "begins a step", "gathers texts", "ends a step"

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from ppfunc.schedule import Schedule
+from ppfunc.stage.abstract.output import StageFunction, children, received_signature
 from ppfunc.stage.errors import warn
 from ppfunc.stage.layout import Boundary, same_placement
-from ppfunc.stage.output import StageFunction, children, received_signature
 from ppfunc.stage.signature import LeafSignature, Signature, leaf_names
 
-from ..agreement.agreement import Exchange
-from ..call.forms import StepForm
-from ..execution.buffers import Key
-from ..transport.protocols import LossPart
+from ..ports.protocols import LossPart
+from ..values.buffers import Key
+from ..values.forms import StepForm
+from .agreement import Exchange
 from .lowered import BATCH, Edge, LoweredStage, LoweredStep, Pipeline, StepSpec
 from .stage_programs import StageCall
 

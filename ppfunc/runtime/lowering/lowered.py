@@ -8,15 +8,15 @@ import torch
 from ppfunc.schedule import Instruction, Op, Schedule, parts_of
 from ppfunc.stage import LeafSignature, Loss, Outline, Signature, Stage
 from ppfunc.stage.errors import line_of
-from ppfunc.stage.modules.frozen import FrozenLeaves
+from ppfunc.stage.frozen import FrozenLeaves
 
-from ..agreement.ties import SharedLeaf, Tied, shared_leaves
-from ..call.forms import StepForm
-from ..errors import Failure
-from ..execution.buffers import Key
-from ..transport.protocols import LossPart, Route, Transport
+from ..ports.protocols import LossPart, Route, Transport
+from ..values.buffers import Key
+from ..values.errors import Failure
+from ..values.forms import StepForm
 from .overlap import Overlapped
 from .stage_programs import StageCall, StagePrograms
+from .ties import SharedLeaf, Tied, shared_leaves
 
 
 class StepSpec(NamedTuple):

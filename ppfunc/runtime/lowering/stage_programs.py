@@ -2,7 +2,7 @@
 
 A program depends on the user's function, the loss function folded into it, the form of the arguments, what is
 frozen, what torch holds beside them (autocast), and the values that both functions read from elsewhere, see
-`ppfunc.stage.captures`. Step functions do not share programs. The step functions of one trainer do.
+`ppfunc.stage.abstract.captures`. Step functions do not share programs. The step functions of one trainer do.
 """
 
 from collections import OrderedDict
@@ -17,16 +17,16 @@ import torch
 from ppfunc.schedule.collector import collector_paused
 from ppfunc.stage import Engine, Outline, Signature, StageError, StageProgram, outline
 from ppfunc.stage._torch import without_transforms
+from ppfunc.stage.abstract.captures import State, Watch, ambient, changes, reads
+from ppfunc.stage.abstract.output import StageFunction
 from ppfunc.stage.abstract.sizes import Numbers, SizeRange
-from ppfunc.stage.captures import State, Watch, ambient, changes, reads
 from ppfunc.stage.errors import warn
 from ppfunc.stage.modules.module import set_by_calls, unmodified
-from ppfunc.stage.output import StageFunction
 from ppfunc.stage.process import process_lock
 from ppfunc.stage.program import Example, FlatProgram, stage_program
 from ppfunc.stage.tree import tree_leaves
 
-from ..call.batch import digest
+from ..values.batch import digest
 
 CACHE_SIZE = 32
 """Most forms of arguments for which a step function keeps what is compiled, and a stage its programs.

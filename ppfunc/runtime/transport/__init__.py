@@ -1,14 +1,10 @@
-"""Carry messages between ranks; `protocols` says what a step asks of a transport::
+"""Carry messages between ranks, as `ppfunc.runtime.ports` asks for them::
 
-    inprocess.py      InProcess      all ranks in one process: a message is an entry of the buffers
-                      OnPaper        those of a mesh whose processes do not exist: lowered, never run
-    p2p.py            P2P            one process per rank: its control half is ``control/control.py``
-      pair_groups.py    PairGroups     messages from one rank to another, a communicator per route
-      collective.py     Collective     sums and gathers among several ranks
-      grid.py           Grid           the pipelines around a rank, by the axes of a mesh
-        opening.py        pair_up        pairs up the calls of all ranks; wrong arguments are refused then
-                          open_groups    opens the communicators of both, in one order on all ranks
-        mapped.py         open_mapped    a route between processes of one host, through memory
-
-``_torch.py`` has the private names of torch, and what NCCL needs.
+inprocess.py      InProcess      all ranks in one process: a message is an entry of the buffers
+                  OnPaper        those of a mesh whose processes do not exist: lowered, never run
+p2p.py            P2P            one process per rank: its control half is ``control/control.py``
+  pair_groups.py    PairGroups     messages from one rank to another, a communicator per route
+  opening.py        pair_up        pairs up the calls of all ranks; wrong arguments are refused then
+                    open_groups    opens the communicators of routes and axes, in one order on all ranks
+  mapped.py         open_mapped    a route between processes of one host, through memory
 """

@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ppfunc._checks import naming_arguments
 from ppfunc.stage.device import available
 
-from ..agreement.comparison import LaidOut
-from ..call.results import sum_up
-from ..errors import AgreementError, Failure, PipelineError
-from ..execution.buffers import Buffers, Compared, moved
-from .collective import Among, Collective, Wait
-from .grid import Axes, ShardWhat, grid_of, require_shardable
-from .protocols import Call, LossPart, Mode, Transfer, Transport
+from ..lowering.results import sum_up
+from ..ports.collective import Among, Collective, Wait
+from ..ports.protocols import Call, LossPart, Mode, Transfer, Transport
+from ..values.buffers import Buffers, Compared, moved
+from ..values.errors import AgreementError, Failure, PipelineError
+from ..values.forms import LaidOut
+from ..values.grid import Axes, ShardWhat, grid_of, require_shardable
 
 
 class InProcess(Transport):

@@ -25,8 +25,8 @@ from weakref import finalize, ref
 import torch
 
 from ..control.socket_links import SocketLinks
-from ..errors import LinkError
-from ..execution.buffers import Leaves
+from ..values.buffers import Leaves
+from ..values.errors import LinkError
 
 _CHANNEL = "map"
 _SPINS = 20  # looks before sleeping, some 3 us each: who sleeps is woken some 30 us after the message

@@ -21,8 +21,8 @@ from ppfunc._checks import require_type
 from ..control.connections import in_thread
 from ..control.rendezvous import Rendezvous
 from ..control.socket_links import SocketLinks
-from . import _torch
-from .grid import Axes, ShardWhat, require_shardable
+from ..ports import _torch
+from ..values.grid import Axes, ShardWhat, require_shardable
 from .mapped import open_mapped
 
 _CHANNEL = "open"

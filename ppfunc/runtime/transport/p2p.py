@@ -20,14 +20,14 @@ from ..control.control import Control
 from ..control.failures import Answer
 from ..control.rendezvous import Rendezvous
 from ..control.socket_links import SocketLinks
-from ..errors import CLOSED, Failure, LinkError
-from ..execution.buffers import Compared
-from . import _torch
-from .collective import Among, Collective, named
-from .grid import Axes, ShardWhat, grid_of
+from ..ports import _torch
+from ..ports.collective import Among, Collective, named
+from ..ports.protocols import LossPart, Mode, Route
+from ..values.buffers import Compared
+from ..values.errors import CLOSED, Failure, LinkError
+from ..values.grid import Axes, ShardWhat, grid_of
 from .opening import Opening, open_groups, pair_up, require_group
 from .pair_groups import PairGroups, lost
-from .protocols import LossPart, Mode, Route
 
 
 class P2P(Control):

@@ -13,12 +13,12 @@ from ppfunc.stage.device import unique_name
 
 from ..control.rendezvous import Rendezvous
 from ..control.socket_links import SocketLinks, give_way
-from ..errors import LinkError
-from ..execution.buffers import Buffers
-from . import _torch
+from ..ports import _torch
+from ..ports.protocols import Call, Route, Transfer
+from ..values.buffers import Buffers
+from ..values.errors import LinkError
 from .mapped import Receiver, Sender, aligned, plain
 from .opening import Opening
-from .protocols import Call, Route, Transfer
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
 _PLAIN = {

@@ -3,7 +3,7 @@ cell.
 
 What torch has a token for comes out as torch's own file, compute only or with communication, and the files
 of all its versions are read, blanks included. Everything else is written in the same grammar (see
-:mod:`ppfunc.schedule.formats.text`): ``0LOAD3 0OFFLOAD3 0FETCH3 0RECOMPUTE3 0REDUCE_TIED 0STEP``, the peer of
+:mod:`ppfunc.schedule.text`): ``0LOAD3 0OFFLOAD3 0FETCH3 0RECOMPUTE3 0REDUCE_TIED 0STEP``, the peer of
 a skip connection as ``>PEER`` and a slot as ``@SLOT``.
 
 * A cell is a step of its own, as torch runs it: the cells of one step stand in its order.
@@ -34,7 +34,7 @@ from ..errors import ScheduleError, require_schedule
 from ..instruction import COMMUNICATION, COMPUTE, SENDS, Instruction, Op, microbatch_of, parts_of
 from ..passes.running import send_completion
 from ..schedule import Chain, Schedule
-from .text import FormatError, parse_instruction
+from ..text import FormatError, parse_instruction
 
 _Row = list[Instruction | None]
 _UNITS = 10  # steps of idle time that an instruction may stand for
@@ -78,7 +78,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     >>> from_csv("0F0,0B0\\n1F0,1B0junk\\n")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    ppfunc.schedule.formats.text.FormatError: row 2 (rank 1), column 2: '1B0junk' is not an instruction: ...
+    ppfunc.schedule.text.FormatError: row 2 (rank 1), column 2: '1B0junk' is not an instruction: ...
 
     Args:
         text: the content of a file.

@@ -5,11 +5,11 @@ from os import PathLike
 from pathlib import Path
 from typing import BinaryIO
 
+from ..json import from_document, load
+from ..proof.timeline import Timeline
 from ..schedule import Schedule
-from ..timeline import Timeline
+from ..text import FormatError
 from .csv import from_csv
-from .json import from_document, load
-from .text import FormatError
 from .trace import from_trace
 
 LIMIT = 256 * 2**20

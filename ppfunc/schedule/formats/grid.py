@@ -15,8 +15,8 @@ from ppfunc._checks import require_counts, require_type
 from ..costs import Costs
 from ..errors import ScheduleError, require_schedule
 from ..instruction import COMPUTE, Instruction, Op
+from ..proof.timeline import Timeline, simulate
 from ..schedule import Schedule
-from ..timeline import Timeline, simulate
 
 _MOST = 50_000_000  # characters
 _LEAST = 20  # columns of a grid that is drawn smaller

@@ -13,7 +13,7 @@ from ..instruction import COMPUTE
 from ..schedule import Schedule
 
 if TYPE_CHECKING:
-    from ..timeline import Timeline
+    from ..proof.timeline import Timeline
 
 _COLUMN = 960.0  # pixels that a notebook has for a picture
 _MOST = 1000  # compute instructions that are shown as a picture, of some 200 bytes each

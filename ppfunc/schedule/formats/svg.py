@@ -14,8 +14,8 @@ from ppfunc._checks import require_index, require_type, shown
 
 from ..errors import require_schedule
 from ..instruction import COMPUTE, Op, parts_of
+from ..proof.timeline import Timeline, simulate
 from ..schedule import Schedule
-from ..timeline import Timeline, simulate
 from .elements import amount, clipped, line, number, page, rect, require_width, short, text, ticks
 from .grid import Bar, bars_of, with_timeline
 
@@ -91,7 +91,7 @@ def to_svg(
         schedule: the one to draw; messages and loads take no space, nor does what takes no time. Or a
             timeline alone, which has its schedule.
         timeline: start and end of every instruction, simulated or measured (see
-            :func:`~ppfunc.schedule.timeline.timeline_of`); by default simulated with the default costs.
+            :func:`~ppfunc.schedule.proof.timeline.timeline_of`); by default simulated with the default costs.
         width: of the picture, in pixels from 960 to 100000; by default such that most bars have room for
             their number, at most 1600.
         memory: by rank, the most bytes in each instruction of its program, such as ``by_instruction`` of what

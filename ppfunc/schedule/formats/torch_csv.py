@@ -8,11 +8,11 @@ from dataclasses import replace
 from itertools import count
 from operator import itemgetter
 
-from ..certificate import check
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op, parts_of
 from ..passes.rewrite import compute_only
+from ..proof.certificate import check
+from ..proof.timeline import Timeline, simulate
 from ..schedule import Schedule
-from ..timeline import Timeline, simulate
 from .csv import to_csv
 
 _PLACED = COMMUNICATION | {Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD}

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple, Self
 
 from ppfunc._checks import require_type
 
-from ..earliest import BESIDE
 from ..instruction import Instruction, Op, microbatch_of, parts_of
+from ..json import from_document, load, times_of, to_json
+from ..proof.earliest import BESIDE
 from ..proof.structure import check_structure
+from ..proof.timeline import Timeline, simulate, timeline_of
 from ..schedule import Schedule
-from ..timeline import Timeline, simulate, timeline_of
+from ..text import FormatError
 from .grid import Bar, bars_of, with_timeline
-from .json import from_document, load, times_of, to_json
-from .text import FormatError
 
 _TraceEvent = dict[str, Any]
 _KEY = "ppfunc"
@@ -43,7 +43,7 @@ def to_trace(
     Args:
         schedule: the one that ran, or would run; or a timeline alone, which has its schedule.
         timeline: start and end of every instruction, simulated or measured (see
-            :func:`~ppfunc.schedule.timeline.timeline_of`); by default simulated with the default costs.
+            :func:`~ppfunc.schedule.proof.timeline.timeline_of`); by default simulated with the default costs.
         microseconds: how long one unit of the timeline is in the trace; by default 1e6 where it is measured,
             in seconds, else 1000.
 

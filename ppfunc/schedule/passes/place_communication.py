@@ -12,9 +12,9 @@ from ppfunc._checks import require_counts
 
 from ..collector import collector_paused
 from ..dataflow import PRODUCT, Dataflow, EdgeFlow, edge_flows
-from ..earliest import earliest
 from ..errors import require_schedule
 from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
+from ..proof.earliest import earliest
 from ..schedule import Program, Schedule, Step
 from .rewrite import remove_slots
 

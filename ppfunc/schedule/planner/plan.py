@@ -25,8 +25,8 @@ from ppfunc.parallel.partition import Partition
 
 from ..collector import collector_paused
 from ..costs import Costs, Number, require_costs
+from ..proof.timeline import Timeline, simulate
 from ..schedule import Schedule
-from ..timeline import Timeline, simulate
 from .bounds import Bound, bound_of
 from .orders import Order, choices_of, directions, evaluate, fits, schedule_of
 from .placements import Candidate, Style, candidates

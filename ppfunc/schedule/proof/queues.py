@@ -21,10 +21,10 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ..dataflow import PRODUCT, Dataflow
-from ..earliest import take_turns
 from ..errors import ScheduleError, cycle_text, fault_at, last_place, text_of
 from ..instruction import COMMUNICATION, COMPUTE, SENDS, TAIL, Op
 from ..schedule import Schedule
+from .earliest import take_turns
 from .order import OrderRecord, Position, position_of, walk
 
 Wait = tuple[int, int, int, int, int]

@@ -16,15 +16,15 @@ from .._torch import (
     estimate,
     function_of,
 )
-from ..captures import Watch
 from ..errors import StageError, by_dtensor, line_of, other_engine, raised
+from ..frozen import noting_undeclared
 from ..layout import LAY_OTHERWISE, Boundary, local
-from ..modules.frozen import noting_undeclared
 from ..process import hold_interrupts, without_foreign_draws
 from ..program import Example, Leaves, Outline
 from ..signature import LeafSignature, Signature, flatten
 from ..tree import tree_flatten, tree_structure
 from .calls import SeenCalls
+from .captures import Watch
 from .evaluation import (
     DATA_DEPENDENT,
     NoValuesError,

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, overload
 from ppfunc._checks import with_arguments
 
 from .._torch import any_autocast, without_autocast
+from ..abstract.differentiable import DifferentiableStage, engine
 from ..errors import StageError
 from ..program import Engine, Example, FlatProgram, StageProgram
 from ..signature import differentiable, leaf_names
-from .differentiable import DifferentiableStage, engine
 
 if TYPE_CHECKING:
     from .tracing.again import Remat

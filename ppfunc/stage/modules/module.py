@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from ppfunc._checks import naming_arguments, shown
 
 from .._torch import is_dtensor, version
+from ..abstract.output import Output
 from ..errors import StageError
+from ..frozen import detached, note_parameters
 from ..layout import Boundary, MeshLayout, as_dtensor, declaring, layout_of
-from ..output import Output
 from ..process import process_lock
-from .frozen import detached, note_parameters
 
 State = dict[str, Tensor]
 _Call = Callable[[State, tuple[Any, ...]], Any]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from einops import einsum, rearrange, reduce, repeat
 
+from ..abstract.output import Output
 from ..layout import Boundary, declaring, distributed, layout_of, local, whole
-from ..output import Output
 from ..program import Loss, Stage, without_aux
 from ..signature import differentiable
 from ..tree import tree_flatten, tree_leaves, tree_map

@@ -17,9 +17,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._torch import jvp
+from ..abstract.output import Output, Received
 from ..abstract.purity import Repeated
 from ..layout import Boundary, declaring, layout_of
-from ..output import Output, Received
 from ..program import Gradients, Leaves, Loss, Stage, without_aux
 from ..signature import differentiable, flatten
 from ..tree import filled, tree_flatten, tree_map, tree_paths, tree_structure

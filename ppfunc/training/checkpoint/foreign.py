@@ -25,12 +25,12 @@ from torch import Tensor
 
 from ppfunc._checks import require_type
 
-from .._torch import place_in_file
+from ..optim._torch import place_in_file
+from ..update.train_state import DTYPES
 from .naming import Names, escaped, listed, named_leaves
 from .peers import CheckpointError, Group, Peers
 from .saving import Leaves, Work, agree, publish, write
 from .storage import (
-    DTYPES,
     Box,
     Contents,
     Part,

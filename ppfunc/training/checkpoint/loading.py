@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from ppfunc._checks import naming_arguments, require_type
-from ppfunc.runtime.agreement.comparison import differences
+from ppfunc.runtime.lowering.comparison import differences
 from ppfunc.stage.layout import distributed, layout_of, local
 from ppfunc.stage.patterns import first_match
 

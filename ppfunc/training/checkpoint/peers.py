@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ppfunc.runtime.control.control import Control
 from ppfunc.runtime.control.rendezvous import Rendezvous
 from ppfunc.runtime.control.socket_links import SocketLinks
-from ppfunc.runtime.errors import Failure, PipelineError
+from ppfunc.runtime.values.errors import Failure, PipelineError
 from ppfunc.stage.process import hold_interrupts, this_thread
 
 

@@ -34,16 +34,14 @@ import torch
 from torch import Tensor
 
 from ppfunc._checks import naming_arguments, require_type
-from ppfunc.runtime.agreement.comparison import checksum, differences
+from ppfunc.runtime.lowering.comparison import checksum, differences
 from ppfunc.stage.layout import local, whole
 from ppfunc.stage.process import hold_interrupts
 
-from ..update.train_state import TrainState, require_not_donated
+from ..update.train_state import CODES, DTYPES, TrainState, require_not_donated
 from .naming import Leaf, Names, escaped, named_leaves
 from .peers import CheckpointError, Group, Peers
 from .storage import (
-    CODES,
-    DTYPES,
     MANIFEST,
     Box,
     Contents,

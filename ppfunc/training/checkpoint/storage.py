@@ -27,20 +27,14 @@ from ppfunc._checks import limited
 from ppfunc.stage._torch import is_dtensor
 from ppfunc.stage.layout import local
 
-from .._torch import shape_and_offset
+from ..optim._torch import shape_and_offset
+from ..update.train_state import CODES, DTYPES
 from .naming import escaped, listed
 from .peers import CheckpointError
 
 T = TypeVar("T")
 Value = bool | int | float | str
 
-DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
-    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F16": torch.float16,
-    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
-}  # fmt: skip
-CODES = {dtype: code for code, dtype in DTYPES.items()}
 MANIFEST = "manifest.json"
 _FORMAT = "ppfunc checkpoint, version 4"
 _NAME = re.compile(r"step-(0|[1-9]\d{0,18})(\.(writing|deleting)-[0-9a-f]+)?", re.ASCII)

@@ -10,7 +10,7 @@ from ppfunc._checks import naming_arguments, require_number, require_type
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_flatten, tree_map, tree_paths
 
-from .._torch import looked_through
+from ._torch import looked_through
 from .norms import Clip
 from .protocols import Optimizer, Tree, require_pair, selected, text_of, unclipped
 

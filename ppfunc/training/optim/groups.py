@@ -10,7 +10,7 @@ import torch
 from optree import PyTreeSpec
 
 from ppfunc._checks import shown
-from ppfunc.stage.modules.frozen import ParameterKind
+from ppfunc.stage.frozen import ParameterKind
 from ppfunc.stage.patterns import first_match, note_patterns, require_reachable
 from ppfunc.stage.signature import differentiable, names_in
 from ppfunc.stage.tree import tree_flatten

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from optree import PyTreeSpec
 
-from ppfunc.runtime.agreement.ties import sharing
-from ppfunc.runtime.call.forms import Form, form_of, same_form
+from ppfunc.runtime.lowering.ties import sharing
+from ppfunc.runtime.values.forms import Form, form_of, same_form
 from ppfunc.stage._torch import FakeTensor
 from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.tree import tree_leaves, tree_paths, tree_structure
 
-from .._torch import copy_into_each
+from ._torch import copy_into_each
 from .protocols import Leaves, Tree
 
 

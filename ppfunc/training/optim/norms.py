@@ -11,7 +11,7 @@ from ppfunc._checks import require_real
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_leaves, tree_map
 
-from .._torch import looked_through, norms_of_each
+from ._torch import looked_through, norms_of_each
 
 _DTYPE = attrgetter("dtype")
 _ROW, _LONG = 4096, 16_384  # elements of a row, and of the shortest leaf that is read in rows

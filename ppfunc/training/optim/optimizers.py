@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ppfunc._checks import naming_arguments, require_number
-from ppfunc.stage.modules.frozen import Mask
+from ppfunc.stage.frozen import Mask
 
-from .._torch import fused_adamw, fused_sgd
+from ._torch import fused_adamw, fused_sgd
 from .protocols import Optimizer
 from .rates import LearningRate
 from .updates import by_formula, optimizer_of, require_betas, written_into

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ppfunc._checks import naming_arguments, require_number, require_type
-from ppfunc.stage.modules.frozen import Mask, masked_leaves
+from ppfunc.stage.frozen import Mask, masked_leaves
 from ppfunc.stage.signature import Signature, differentiable
 from ppfunc.stage.tree import filled, tree_flatten
 
-from .._torch import looked_through
+from ._torch import looked_through
 from .leaves import (
     LeafPlan,
     dense,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ppfunc._checks import naming_arguments, require_counts, require_number, require_real
-from ppfunc.stage.modules.frozen import ParameterKind
+from ppfunc.stage.frozen import ParameterKind
 from ppfunc.stage.tree import filled, tree_leaves, tree_map
 
 from .groups import divided

@@ -10,8 +10,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ppfunc._checks import require_counts
-from ppfunc.runtime.agreement.comparison import checksum
-from ppfunc.runtime.agreement.ties import OTHER_VALUES
+from ppfunc.runtime.lowering.comparison import checksum
+from ppfunc.runtime.lowering.ties import OTHER_VALUES
 from ppfunc.stage import Signature
 from ppfunc.stage._torch import transforming, versions
 from ppfunc.stage.device import preserve_rng

@@ -10,7 +10,7 @@ from math import inf
 import optree
 import torch
 
-from ppfunc.runtime.agreement.ties import require_declared_trees
+from ppfunc.runtime.lowering.ties import require_declared_trees
 from ppfunc.stage._torch import transforming
 from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.errors import raised, warn
@@ -19,7 +19,6 @@ from ppfunc.stage.process import hold_interrupts
 from ppfunc.stage.signature import Signature, differentiable, flatten
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths, tree_structure
 
-from ..checkpoint.storage import CODES
 from ..optim.protocols import Optimizer, Tree, text_of
 from ..optim.rates import rates_of
 from ..optim.whole import matrices_by
@@ -27,7 +26,7 @@ from .comparison import note_whole
 from .ranks import TrainingRanks
 from .sharding import shard
 from .stage_trees import owners_of
-from .train_state import TrainState, note_made
+from .train_state import CODES, TrainState, note_made
 from .update_rule import UpdateRule, updated_ones
 
 _LARGEST = 256  # elements along a dimension: optimizers may treat small ones in another way

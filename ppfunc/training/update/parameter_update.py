@@ -6,15 +6,15 @@ from math import inf, isinf
 
 import torch
 
-from ppfunc.runtime.execution.buffers import Buffers, Gradients, Leaves, ParameterUpdate
-from ppfunc.runtime.execution.nonfinite import NotFinite
-from ppfunc.runtime.transport.collective import Wait
+from ppfunc.runtime.ports.collective import Wait
+from ppfunc.runtime.running.nonfinite import NotFinite
+from ppfunc.runtime.values.buffers import Buffers, Gradients, Leaves, ParameterUpdate
 from ppfunc.stage.layout import local
 from ppfunc.stage.patterns import note_patterns
 from ppfunc.stage.signature import LeafSignature, Signature, leaf_names
 from ppfunc.stage.tree import filled, tree_leaves
 
-from .._torch import looked_through, multiply_into_each
+from ..optim._torch import looked_through, multiply_into_each
 from ..optim.norms import leaf_norms, powers
 from ..optim.protocols import selected
 from .comparison import alike_in_places, start_facts

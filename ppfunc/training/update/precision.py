@@ -9,7 +9,7 @@ import torch
 from ppfunc._checks import naming_arguments, require_counts, require_number, require_positive, shown
 from ppfunc.stage.tree import tree_flatten, tree_map
 
-from .._torch import update_scale
+from ..optim._torch import update_scale
 from ..optim.protocols import Tree
 
 _LARGEST = torch.finfo(torch.float32).max  # scales are kept in float32

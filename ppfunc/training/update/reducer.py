@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from ppfunc.runtime.execution.buffers import Leaves, Numbers, Owner
-from ppfunc.runtime.transport.collective import Wait
+from ppfunc.runtime.ports.collective import Wait
+from ppfunc.runtime.values.buffers import Leaves, Numbers, Owner
 from ppfunc.stage.signature import LeafSignature
 
-from .._torch import add_into_each, copy_into_each, users_of
+from ..optim._torch import add_into_each, copy_into_each, users_of
 from .sharding import MOST, Bucket, Dims, Sums, by_rank, part_signature, plan_buckets, views, views_by_rank
 
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from ppfunc.runtime.transport.collective import Collective
+from ppfunc.runtime.ports.collective import Collective
 from ppfunc.stage.signature import LeafSignature, differentiable
 
-from .._torch import copy_into_each
+from ..optim._torch import copy_into_each
 
 # Bytes of a bucket. Of several, each has half of that at least, unless its leaves are larger.
 MOST = 25 * 2**20

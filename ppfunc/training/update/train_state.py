@@ -5,18 +5,29 @@ from operator import is_
 from typing import Any, NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ppfunc.stage.tree import tree_leaves
 
-from .._torch import note_on_memory, noted_on_memory
+from ..optim._torch import note_on_memory, noted_on_memory
 from ..optim.protocols import Tree
 
 _made: WeakIdKeyDictionary = (
     WeakIdKeyDictionary()
 )  # by the step of a state: the count when it was made, and its stages
 _count = [0]  # of updates in place
+
+
+# By their names in safetensors: a state holds tensors of these, as checkpoints do.
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+}  # fmt: skip
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class TrainState(NamedTuple):

@@ -10,16 +10,16 @@ import torch
 from optree import PyTreeSpec
 
 from ppfunc._checks import require_one_of, require_type
-from ppfunc.runtime.call.forms import Form, leaves_like
+from ppfunc.runtime.values.forms import Form, leaves_like
 from ppfunc.stage._torch import versions
 from ppfunc.stage.device import preserve_rng
+from ppfunc.stage.frozen import FrozenLeaves
 from ppfunc.stage.layout import local
-from ppfunc.stage.modules.frozen import FrozenLeaves
 from ppfunc.stage.process import hold_interrupts
 from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths, tree_structure
 
-from .._torch import looked_through
+from ..optim._torch import looked_through
 from ..optim.groups import noting_patterns
 from ..optim.norms import Clip
 from ..optim.protocols import Optimizer, Tree, UpdateLeaves, prepared, require_pair, skipping, text_of

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import ppfunc as pp
-from ppfunc.runtime.call.step import StepFunction
+from ppfunc.runtime.step import StepFunction
 from ppfunc.stage.tree import tree_leaves
 from tests.models import new_trainer, same_bits, squared
 from tests.training.trainer.problems import ROWS, STAGES, STEPS, TIED, TOLERANCE, problem, tied_problem, train

@@ -10,9 +10,9 @@ import torch
 from torch.fx import Node, map_arg
 
 from ..._torch import estimate, expression, without_modes, without_transforms
+from ...abstract.differentiable import DifferentiableStage
 from ...abstract.sizes import Numbers
 from ...errors import StageError
-from ..differentiable import DifferentiableStage
 from .graph import (
     always_equal,
     ancestors,

@@ -21,12 +21,12 @@ from ..._torch import (
     schema,
     without_autocast,
 )
+from ...abstract.differentiable import DifferentiableStage, contiguous
 from ...abstract.evaluation import without_values
 from ...abstract.purity import tensors_in, written
 from ...errors import StageError, first_line, other_engine, refuse_own
 from ...program import Gradients, Leaves
 from ...signature import differentiable
-from ..differentiable import DifferentiableStage, contiguous
 from .graph import (
     TRACED,
     GraphRecorder,

@@ -1,6 +1,6 @@
 """Replay traced functions on tensors without values: they allocate and free, and compute nothing.
 
-A :class:`ppfunc.runtime.lowering.ledger.Ledger` notes what is allocated: ``born`` and ``died`` note a storage
+A :class:`ppfunc.runtime.paper.ledger.Ledger` notes what is allocated: ``born`` and ``died`` note a storage
 that lives within a function alone, ``make`` makes a tensor that the caller gets.
 """
 

@@ -1,0 +1,211 @@
+"""Predict the bytes that each rank holds over a step: its calls run in order, on tensors without values.
+
+The calls are those of a step that runs, so that values live as long. Traced programs are replayed
+(:mod:`ppfunc.stage.engines.tracing.replay`), those of other engines run as they are.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+
+from ppfunc.schedule import Instruction, Op
+from ppfunc.stage import LeafSignature, Signature, StageError, StageProgram
+from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT, data_dependence, without_values
+from ppfunc.stage.abstract.output import children
+from ppfunc.stage.device import preserve_rng
+from ppfunc.stage.engines.tracing.replay import replayed
+from ppfunc.stage.layout import local
+from ppfunc.stage.program import Example
+from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_paths
+
+from ..compiling.compile import CompiledStep, bind
+from ..lowering.lowered import LoweredStage, LoweredStep
+from ..lowering.results import collect, losses_of
+from ..running.execute import fill
+from ..transport.inprocess import MessagesOnPaper
+from ..values.arguments import StepArguments
+from ..values.buffers import Buffers, Key, Leaves
+from .ledger import Bytes, Ledger, Memory, Moment
+
+# The kinds of what is there after an instruction and has no other: residuals of a stage may be in closures.
+_LEFT = {
+    Op.F: "residuals",
+    Op.I: "residuals",
+    Op.FETCH: "residuals",
+    Op.RECOMPUTE: "residuals",
+    Op.UNSHARD: "gathered",
+    Op.STEP: "updated",
+}
+
+
+Completed = tuple[StepArguments, Mapping[str, Any]]
+"""The arguments of a rank, and trees of more that it holds, by kind."""
+
+
+def memory_of(
+    step: LoweredStep,
+    programs: Mapping[Key, StageProgram],
+    rank: int,
+    complete: Callable[[LoweredStep, StepArguments], Completed],
+) -> Memory:
+    """Run the calls of a rank without values.
+
+    Args:
+        complete: completes the arguments, such as by an update, for the step of the rank.
+
+    Raises:
+        StageError: a stage is captured in CUDA graphs.
+    """
+    for key, program in programs.items():
+        if hasattr(program.flat.forward, "__wrapped__"):
+            raise StageError(
+                step.stages[key].call.name,
+                "CUDA graphs keep their memory from step to step, which is not counted",
+                "lower the step without cuda_graphs=True",
+            )
+    step, device = _of_rank(step, rank), step.form.devices[step.schedule.model_stages_of(rank)[0]]
+    ledger = Ledger(device)
+    flat = {id(p): p._replace(flat=replayed(p.flat, ledger)) for p in programs.values()}
+    programs = {key: flat[id(program)] for key, program in programs.items()}
+    with _running(ledger, step.form.devices.values()):
+        compiled, arguments = bind(step, programs, MessagesOnPaper()), _arguments(step, rank)
+        arguments, more = complete(step, arguments)
+        paths = {s: signature.paths for s, signature in step.form.params.items()}
+        with ledger:
+            for s, leaves in arguments.params.items():
+                ledger.mark("params", leaves)
+                for leaf, path in zip(leaves, paths[s], strict=True):
+                    ledger.name(leaf, f"params[{s}]{path}")
+            ledger.mark("params", chain(*arguments.state.values()))
+            ledger.mark("batch", tree_leaves([arguments.inputs, arguments.targets, arguments.extras]))
+            for kind, tree in more.items():
+                leaves, treedef = tree_flatten(tree)
+                for leaf, path in zip(leaves, tree_paths(treedef, kind), strict=True):
+                    ledger.mark(kind, [local(leaf)], name=path)
+            moments = list(_run(step, compiled, arguments, ledger))
+    return ledger.memory(moments)
+
+
+@contextmanager
+def _running(ledger: Ledger, devices: Iterable[torch.device]) -> Iterator[None]:
+    try:
+        with torch.no_grad(), preserve_rng(devices), without_values():
+            yield
+    except DATA_DEPENDENT as error:
+        mend = "count the bytes of a step that runs"
+        raise StageError(ledger.owner, f"its memory is not known: {data_dependence(error)}", mend) from error
+
+
+def residual_bytes(program: StageProgram, low: LoweredStage) -> tuple[int, int]:
+    """Count what a forward keeps of one microbatch, and what its input gradient leaves for W.
+
+    Parameters, extras and the cotangents of the loss are not counted.
+    """
+    ledger = Ledger(low.device)
+    flat = replayed(program.flat, ledger)
+    with _running(ledger, [low.device]):
+        params, x, extras = Example.of(low.call.example, low.device).make()
+        gy = cotangents_of(low)
+        with ledger:
+            ledger.mark("params", (*params, *extras, *gy))
+            given = ledger.live
+            ledger.mark("residuals", x)
+            arguments = [x]
+            del x
+            held = [flat.forward(params, arguments.pop(), extras)[1]]
+            kept = ledger.live - given
+            rest = flat.backward_input(held.pop(), gy)[1:]
+            return kept, ledger.live - given if rest else 0
+
+
+def cotangents_of(low: LoweredStage) -> Leaves:
+    """Make gradients of what is differentiated: the activation, the skip connections, the loss."""
+    leaves = (leaf for part in children(low.outline.y) for leaf in part.leaves if leaf.grad)
+    return empty(leaves, low.device)
+
+
+def empty(leaves: Iterable[LeafSignature], device: torch.device) -> Leaves:
+    """Make tensors of these signatures."""
+    return tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in leaves)
+
+
+def _of_rank(step: LoweredStep, rank: int) -> LoweredStep:
+    """Take the part of a rank, as a process of its own lowers it."""
+    stages = set(step.schedule.stages_of(rank))
+    return step._replace(
+        ranks=(rank,),
+        order=tuple(place for place in step.order if place[0] == rank),
+        stages={key: low for key, low in step.stages.items() if key[0] in stages},
+        losses={stage: part for stage, part in step.losses.items() if stage in stages},
+    )
+
+
+def _arguments(step: LoweredStep, rank: int) -> StepArguments:
+    form, schedule = step.form, step.schedule
+    stages = schedule.model_stages_of(rank)
+
+    def batch(rows: tuple[Signature, ...] | None, stage: int) -> list[Leaves]:
+        return [empty(row.leaves, form.devices[stage]) for row in rows or ()] if stage in stages else []
+
+    ends = schedule.chains[0].stages
+    first, last = (schedule.model_stages[stage] for stage in (ends[0], ends[-1]))
+    return StepArguments(
+        {s: empty(form.params[s].leaves, form.devices[s]) for s in stages},
+        batch(form.inputs, first),
+        batch(form.targets, last),
+        (0, 0),
+        extras={s: batch(rows, s) for s, rows in form.extras.items() if s in stages},
+        state={s: empty(form.state[s].leaves, form.devices[s]) for s in stages if s in form.state},
+        loss_weights=None,
+        form=form,
+        left_out=frozenset(),
+    )
+
+
+def _run(
+    step: LoweredStep, compiled: CompiledStep, arguments: StepArguments, ledger: Ledger
+) -> Iterator[Moment]:
+    (rank,) = step.ranks
+    program, flat = step.schedule.programs[rank], tuple(step.schedule.instructions(rank))
+    starts = [0, *accumulate(map(len, program))]
+    moments: dict[int, Moment] = {}
+    buffers = fill(step, arguments)
+    ledger.mark("batch", chain(*buffers.weights.values(), *buffers.cotangents.values()))
+    ledger.mark_rest("gradients")
+    for call, place in zip(compiled.calls, compiled.places, strict=True):
+        instructions, instruction = program[place.position], place.instruction
+        ledger.begin(instruction)
+        call(buffers)
+        _mark(ledger, buffers, instruction, step.schedule.model_stages[instruction.stage])
+        found = instructions.index(instruction) if instruction in instructions else len(instructions) - 1
+        number = max(0, starts[place.position] + found)  # of what a step without instructions waits for
+        before = moments[number].most if number in moments else 0
+        moments[number] = Moment(flat[number], max(before, ledger.high), Bytes(**ledger.held))
+    ledger.begin(None)
+    if buffers.update is None:
+        losses_of(step, buffers)
+    else:
+        buffers.update.finish()
+        ledger.mark_rest("updated")
+    results = collect(step, [arguments], buffers)
+    ledger.mark_rest("outputs")
+    del results, buffers
+    last = Moment(Instruction(Op.F, 0), 0, Bytes(**ledger.held))
+    for number, instruction in enumerate(flat):
+        last = moments.get(number, Moment(instruction, sum(last.after), last.after))
+        yield last
+
+
+def _mark(ledger: Ledger, buffers: Buffers, instruction: Instruction, model_stage: int) -> None:
+    """Mark what an instruction leaves behind by where it is kept."""
+    key: Any = instruction.stage, instruction.microbatch
+    pending = chain.from_iterable(buffers.pending.values())
+    ledger.mark("shards", buffers.shards.get(model_stage, ()))
+    ledger.mark("messages", chain(pending, chain.from_iterable(buffers.values.values())))
+    ledger.mark("outputs", (*buffers.kept.get(key, ()), *buffers.state.get(model_stage, ())))
+    residuals = buffers.residuals.get(key, ())
+    ledger.mark("residuals", residuals if isinstance(residuals, tuple) else (), also="messages")
+    ledger.mark_rest(_LEFT.get(instruction.op, "gradients"))

@@ -1,0 +1,288 @@
+"""Define the protocols of a transport: data carries tensors between stages, control keeps ranks together.
+
+What their methods do here is right where no rank lives in another process: :class:`InProcess` inherits it.
+Any other transport has to define all of them, see :func:`without_method`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Literal, NamedTuple, Protocol, Self
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ppfunc.stage import LeafSignature
+
+from ..values.buffers import Buffers, Compared, Tag
+from ..values.errors import Failure
+from ..values.forms import LaidOut
+from ..values.grid import Axes, ShardWhat
+from .collective import Among, Collective
+
+Call = Callable[[Buffers], None]
+"""One entry of a compiled program: reads and writes the buffers of the running step, and nothing else."""
+
+
+class Route(NamedTuple):
+    """Name the messages of one direction from one rank to another.
+
+    Args:
+        direction: as in :class:`Tag`.
+        sender, receiver: two ranks.
+    """
+
+    direction: str
+    sender: int
+    receiver: int
+
+
+class Transfer(NamedTuple):
+    """Describe one end of one message.
+
+    Args:
+        outgoing: whether this is the sending end.
+        tag: the name of the message; the tensors are popped from, or put into, ``buffers.values[tag]``.
+        peer: the rank at the other end.
+        leaves: shape and dtype of each tensor, agreed at both ends before data moves.
+        device: where received tensors are to live.
+    """
+
+    outgoing: bool
+    tag: Tag
+    peer: int
+    leaves: tuple[LeafSignature, ...]
+    device: torch.device
+
+
+class LossPart(NamedTuple):
+    """Describe the losses of one stage of the schedule: the rank that computes them, and their form.
+
+    Args:
+        rank: the rank that computes them.
+        leaf: signature of all of them beside each other, ``[microbatches of the chain, *shape of a loss]``:
+            weighted; ``[2, ...]`` with those before they were weighted, if the loss of each is wanted.
+        each: their microbatches, if the loss of each is wanted.
+    """
+
+    rank: int
+    leaf: LeafSignature
+    each: tuple[int, ...] = ()
+
+
+Mode = Literal["training", "evaluation", "mixed"]
+"""The mode of all modules that run in the stages of a process; mixed also where there are none."""
+
+
+class DataTransport(Protocol):
+    """Carries tensors between ranks.
+
+    ``post`` and ``wait`` are called while a program is compiled. They return the call that does it in every
+    step, or None where nothing has to be done.
+    """
+
+    def connect(self, routes: Iterable[Route], devices: Iterable[torch.device]) -> None:
+        """Open the communicators of these routes and of the collectives. Collective, idempotent.
+
+        Args:
+            routes: of all ranks.
+            devices: where the stages of this rank compute.
+
+        Raises:
+            ValueError: the tensors of a device cannot be carried.
+        """
+        return
+
+    def collective(self, among: Among) -> Collective:
+        """Return the operations among these ranks, or of this one alone. Called before ``connect``."""
+        return Collective()
+
+    def post(self, batch: Sequence[Transfer]) -> Call | None:
+        """Post sends and receives as one batch, in the order given."""
+        return None
+
+    def wait(self, transfer: Transfer) -> Call | None:
+        """Wait until a receive is in ``buffers.values``, or a send no longer needs its tensors; free them."""
+
+
+class ControlTransport(Protocol):
+    """Keeps the ranks of one pipeline together. All methods act at once.
+
+    Attributes:
+        generation: counts the failures: what was agreed before one has to be agreed again.
+        ended: counts the steps whose results the caller gets. Where they are lost instead, as by a handler
+            that raises, the next step is refused on all ranks.
+        has_peers: other processes may run ranks, with which this one has to agree.
+        has_other_pipelines: other pipelines may hold the stages of this one.
+        mixes_batches: stages communicate with ranks of other batches: none of these may be left out.
+        compares_layouts: :meth:`ready` knows the ranks that compute parts of the same stages.
+    """
+
+    ended: int
+    has_peers: bool
+    has_other_pipelines: bool
+    mixes_batches: bool
+    compares_layouts: bool
+
+    @property
+    def generation(self) -> int:
+        """Return the number of failures so far."""
+
+    def local_ranks(self, ranks: int) -> tuple[int, ...]:
+        """Return the ranks of a pipeline of ``ranks`` that live in this process.
+
+        Raises:
+            ValueError: the number does not fit.
+        """
+        return tuple(range(ranks))
+
+    def register_step(self) -> int:
+        """Return the number of one more step function; ranks make theirs in the same order."""
+        return 0
+
+    def making_step(self) -> AbstractContextManager[object]:
+        """Enter a context in which a step function is made.
+
+        Where it raises, the peers are told, and no step can be run with this transport any more; after an
+        interrupt, it may be made again.
+        """
+        return nullcontext()
+
+    def all_gather(self, text: str) -> list[str]:
+        """Gather the text of every process of the pipeline, by rank. Collective."""
+        return [text]
+
+    def gather(self, text: str, axes: Sequence[str] | None = None) -> dict[int, str]:
+        """Gather the texts of the ranks along these axes of the mesh, by default of all that train together;
+        by number among these. Collective.
+        """
+        return {0: text}
+
+    def require_same(self, facts: str, axes: Sequence[str] | None = None) -> None:
+        """Raise AgreementError on every rank where one has other facts. Collective.
+
+        Args:
+            facts: terms separated by ``"; "``.
+            axes: the ranks along these axes of the mesh compare them; by default all that train together.
+        """
+        return
+
+    def send_text(self, peer: int, text: str) -> None:
+        """Send a text of any length, without waiting until the peer receives it."""
+        raise AssertionError("ranks of one process need no texts")
+
+    def recv_text(self, peer: int) -> str:
+        """Receive the next text of a peer."""
+        raise AssertionError("ranks of one process need no texts")
+
+    def begin(self, call: str, key: str | None, source: int, common: str = "") -> str:
+        """Begin a step: every rank compares ``call``, and gets the ``key`` of rank ``source``.
+
+        Args:
+            call: what all ranks that run this batch have to agree on, terms separated by ``"; "``.
+            key: names the shapes of the batch; None on ranks that were not given the batch.
+            source: a rank whose key is not None.
+            common: what all ranks that train together have to agree on.
+
+        Raises:
+            AgreementError: a rank makes another call, or has another key; on every rank.
+        """
+        assert key is not None  # one process holds the first stage, and so the batch
+        return key
+
+    def ready(self, layouts: LaidOut) -> None:
+        """Announce that this rank is about to execute a step, and wait for those that compute parts of the
+        same stage: no collective of theirs begins if one of them has failed before.
+
+        Raises:
+            AgreementError: one of them was given arguments that lie otherwise over a mesh.
+        """
+        return
+
+    def rest(self) -> None:
+        """Announce that no rank enters a collective of a stage before the next step: no failure ends one."""
+        return
+
+    def end(
+        self,
+        losses: Mapping[int, torch.Tensor],
+        parts: Mapping[int, LossPart],
+        mode: Mode = "mixed",
+        compared: Sequence[Compared] = (),
+        changed: str = "",
+    ) -> torch.Tensor | None:
+        """End a step: returns once every rank is at its end, so that a step fails on all ranks or on none.
+
+        Equivalent to, with the ``losses`` of all ranks together:
+        ``torch.cat([losses[s] for s in sorted(parts)]).sum(0)``. ``lowering/results.py`` has it.
+
+        Args:
+            losses: the weighted losses of the stages of this process, as ``parts`` says.
+            parts: the form of the losses of all ranks, the same everywhere; empty where there is no loss.
+            mode: of the modules of this process.
+            compared: what the devices of this process have compared.
+            changed: what its stages read beside arguments, and has changed, see `require_same_changes`.
+
+        Raises:
+            AgreementError: a comparison shows a difference; or the modules of one rank are in training mode,
+                those of another in evaluation mode; or ranks have changed unlike values that a stage reads.
+
+        Returns:
+            The sum, on every rank, None where ``parts`` is empty. If the loss of each microbatch is wanted,
+            the sum and below it those losses, ``[1 + m, *shape of a loss]``.
+        """
+
+    def hold_interrupts(self) -> AbstractContextManager[object]:
+        """Delay interrupts around a step, as :class:`~ppfunc.stage.process.hold_interrupts` does.
+
+        With no rank in another process, nothing is delayed: interrupts act at once, since a step that they
+        end leaves no peer behind.
+        """
+        return nullcontext()
+
+    def fail(self, failure: Failure) -> BaseException:
+        """Tell the peers, abort the communicators that they may wait on, and return the error to raise."""
+
+
+class Transport(DataTransport, ControlTransport, Protocol):
+    """Carries a pipeline's tensors and keeps its ranks together: :class:`DataTransport` and
+    :class:`ControlTransport` in one. A context manager that closes its connections.
+
+    Attributes:
+        mesh: of the ranks that train together; None for one pipeline.
+        axes: the names of its axes.
+        shard: what a trainer cuts over the data ranks.
+        device: of tensors that belong to no stage.
+    """
+
+    mesh: DeviceMesh | None
+    axes: Axes
+    shard: ShardWhat
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def close(self) -> None:
+        """Close all connections."""
+        return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def without_method(transport: object) -> list[str]:
+    """List the methods and attributes of a :class:`Transport` that an object lacks, or has as defaults."""
+    every = (DataTransport, ControlTransport, Transport)
+    names = dict.fromkeys(name for part in every for name in (*part.__annotations__, *vars(part)))
+    public = (name for name in names if not name.startswith("_"))
+    return [
+        name
+        for name in public
+        if not hasattr(transport, name)
+        or getattr(type(transport), name, None) is getattr(Transport, name, transport)
+    ]

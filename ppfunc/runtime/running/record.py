@@ -1,0 +1,194 @@
+"""Record when the calls of a step run, on one clock for all ranks, as the timeline of its schedule."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from functools import cache, partial
+from math import inf
+from pathlib import Path
+from uuid import uuid4
+
+import torch
+
+from ppfunc.schedule import Instruction, Op, Schedule, Timeline, parts_of
+from ppfunc.schedule.instruction import COMMUNICATION, SENDS
+from ppfunc.schedule.proof.timeline import timeline_of
+from ppfunc.stage.device import accelerates, record_event, synchronize
+
+from ..compiling.compile import CompiledStep, tag_of
+from ..ports.protocols import Call, ControlTransport
+from ..values.buffers import Buffers, Origin, Tag
+
+_ROUNDS = 4  # of a handshake, each of which narrows down the offset
+
+Interval = tuple[float, float]  # start and end, in seconds
+
+host_clock = ContextVar[Callable[[], float]]("host_clock", default=time.perf_counter)
+"""The clock of calls on the host. That of this thread leaves out what others take of its core."""
+
+
+class Recorder:
+    """Notes the time after every call of a step: of the host, or of the stream of the accelerator where the
+    stage computes.
+    """
+
+    def __init__(self) -> None:
+        self._start, self._clock = 0.0, host_clock.get()
+        self._begun: dict[torch.device, torch.Event] = {}
+        self._marks: list[tuple[torch.device, float | torch.Event]] = []
+
+    def attach(self, compiled: CompiledStep) -> CompiledStep:
+        """Return the same step, whose calls are noted."""
+        lowered = compiled.lowered
+        stages = (lowered.schedule.model_stages[place.instruction.stage] for place in compiled.places)
+        devices = [lowered.form.devices[stage] for stage in stages]
+        calls = (partial(self._run, *pair) for pair in zip(compiled.calls, devices, strict=True))
+        return compiled._replace(
+            calls=(partial(self._begin, frozenset(devices)), *calls),
+            places=(*compiled.places[:1], *compiled.places),
+        )
+
+    def _begin(self, devices: Iterable[torch.device], buffers: Buffers) -> None:
+        for device in devices:
+            synchronize(device)
+        self._marks, self._start = [], self._clock()
+        self._begun = {device: record_event(device, timing=True) for device in devices if accelerates(device)}
+
+    def _run(self, call: Call, device: torch.device, buffers: Buffers) -> None:
+        call(buffers)
+        mark = record_event(device, timing=True) if accelerates(device) else self._clock()
+        self._marks.append((device, mark))
+
+    def intervals(self) -> list[Interval]:
+        """Return start and end of every call, by the clock of this host.
+
+        A call starts when the one before it on the same device ends.
+        """
+        intervals, ends = list[Interval](), dict[torch.device, float]()
+        for device in self._begun:
+            synchronize(device)
+        for device, mark in self._marks:
+            if not isinstance(mark, float):
+                mark = self._start + self._begun[device].elapsed_time(mark) / 1000
+            intervals.append((ends.get(device, self._start), mark))
+            ends[device] = mark
+        return intervals
+
+
+def gather(compiled: CompiledStep, intervals: Sequence[Interval], control: ControlTransport) -> Timeline:
+    """Make the timeline of all ranks, from 0 on, in seconds. Collective.
+
+    A compute instruction lasts as long as its call, without what it waits for. A message lasts from its
+    posting by the sender until the receiver has waited for it, at both ends.
+
+    Args:
+        intervals: of every call of this process, of one step or several, the last of which counts.
+    """
+    schedule, ranks = compiled.lowered.schedule, compiled.lowered.ranks
+    mine = {
+        rank: _spans(schedule, rank, compiled.places, intervals[-len(compiled.places) :]) for rank in ranks
+    }
+    told = [json.loads(text) for text in control.all_gather(json.dumps([_clock(), mine]))]
+    distant = [rank for rank, (clock, _) in enumerate(told) if clock != told[0][0]]
+    offsets = _offsets(control, ranks[0], distant) if distant else [0.0] * len(told)
+    spans = {
+        int(rank): [(a + offset, b + offset) for a, b in rows]
+        for (_, found), offset in zip(told, offsets, strict=True)
+        for rank, rows in found.items()
+    }
+    return _timeline(schedule, spans)
+
+
+def _spans(
+    schedule: Schedule, rank: int, places: Sequence[Origin], intervals: Sequence[Interval]
+) -> list[Interval]:
+    """Return start and end of every instruction of a rank; of a SEND its posting, of a RECV the wait."""
+    at: dict[tuple[int, Instruction | None], Interval] = {}
+    waited: dict[Tag, Interval] = {}
+    for place, (start, end) in zip(places, intervals, strict=True):
+        if place.rank != rank:
+            continue
+        if place.awaited is not None:  # that of a SEND is not of interest: it has been received by then
+            waited[place.awaited] = start, end
+        else:
+            key = place.position, None if place.instruction.op in COMMUNICATION else place.instruction
+            # A call before a wait, such as a load, does not begin the instruction, but for a gather.
+            goes_on = key in at and (at[key][1] == start or place.instruction.op is Op.UNSHARD)
+            at[key] = (at[key][0] if goes_on else start), end
+    found, now = [], intervals[0][0] if intervals else 0.0
+    for position, step in enumerate(schedule.programs[rank]):
+        for instruction in step:
+            if instruction.op in SENDS:
+                span = at.get((position, None), (now, now))
+            elif instruction.op in COMMUNICATION:
+                span = waited.get(_tag(schedule, instruction), (now, now))
+            else:
+                parts = [
+                    at[position, part]
+                    for part in (instruction, *parts_of(instruction))
+                    if (position, part) in at
+                ]
+                span = (min(a for a, _ in parts), max(b for _, b in parts)) if parts else (now, now)
+                now = max(now, span[1])
+            found.append(span)
+    return found
+
+
+def _timeline(schedule: Schedule, spans: Mapping[int, Sequence[Interval]]) -> Timeline:
+    """Join all ranks: both ends of a message have its whole time."""
+    sent: dict[Tag, Interval] = {}
+    taken: dict[Tag, Interval] = {}
+    for rank, rows in spans.items():
+        for instruction, span in zip(schedule.instructions(rank), rows, strict=True):
+            if instruction.op in COMMUNICATION:
+                (sent if instruction.op in SENDS else taken)[_tag(schedule, instruction)] = span
+    messages = {tag: (sent[tag][0], max(sent[tag][0], taken[tag][1])) for tag in sent}
+    origin = min(start for rows in spans.values() for start, _ in rows)
+    starts, ends = [], []
+    for rank in range(schedule.ranks):
+        rows = [
+            messages[_tag(schedule, i)] if i.op in COMMUNICATION else span
+            for i, span in zip(schedule.instructions(rank), spans[rank], strict=True)
+        ]
+        starts.append([start - origin for start, _ in rows])
+        ends.append([end - origin for _, end in rows])
+    return timeline_of(schedule, starts, ends, measured=True)
+
+
+@cache
+def _clock() -> str:
+    """Name the clock of this process: the boot of its host and its namespace of time, else one of its own."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/time")
+    except OSError:
+        return str(uuid4())
+
+
+def _offsets(control: ControlTransport, rank: int, distant: Sequence[int]) -> list[float]:
+    """Measure the seconds from the clock of every rank to that of rank 0, by a handshake. Collective.
+
+    Args:
+        distant: the ranks with another clock.
+    """
+    offset = 0.0
+    if rank == 0:
+        for peer in distant:
+            for _ in range(_ROUNDS):
+                control.recv_text(peer)
+                control.send_text(peer, repr(time.perf_counter()))
+    elif rank in distant:
+        least, most = -inf, inf
+        for _ in range(_ROUNDS):
+            before = time.perf_counter()
+            control.send_text(0, "")
+            theirs = float(control.recv_text(0))
+            after = time.perf_counter()
+            least, most = max(least, theirs - after), min(most, theirs - before)
+        offset = (least + most) / 2
+    return list(map(float, control.all_gather(repr(offset))))
+
+
+def _tag(schedule: Schedule, message: Instruction) -> Tag:
+    return tag_of(message, schedule.other_end(message))

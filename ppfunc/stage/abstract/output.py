@@ -1,0 +1,191 @@
+"""Carry losses, metrics, state and skip connections beside the activation of a stage."""
+
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+
+from ppfunc._checks import naming_arguments
+
+from ..constants import with_constants, without_constants
+from ..errors import StageError, line_of, raised
+from ..layout import whole
+from ..signature import Signature, flatten
+from ..tree import tree_flatten, tree_structure
+from .evaluation import DATA_DEPENDENT, NoValuesError
+from .purity import IN_PARAMS
+
+
+@naming_arguments
+class Output(NamedTuple):
+    """The return value of a stage that returns more than its activation.
+
+    Args:
+        y: the activation, as a plain stage returns it.
+        loss: an auxiliary loss, a scalar; added to the loss of the last stage, with the weight of the
+            microbatch.
+        metrics: a tree of tensors for the caller, not differentiated.
+        state: the new state of the stage, a tree like the state that it was given.
+        skips: values for later stages that are not its neighbours, ``{stage: tree}``.
+    """
+
+    y: Any
+    loss: Any = None
+    metrics: Any = None
+    state: Any = None
+    skips: Mapping[int, Any] | None = None
+
+
+class Received(NamedTuple):
+    """The input of a stage at which skip connections end.
+
+    Args:
+        x: the activation from the stage before.
+        skips: the values of earlier stages that are not its neighbours, ``{stage: tree}``.
+    """
+
+    x: Any
+    skips: dict[int, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StageFunction:
+    """A stage at its place in a chain, with its loss, in the form that the runtime differentiates.
+
+    Equivalent to::
+
+        def call(params, x, *extras):           # the target of a loss, then extras, then the state
+            out = fn(params, x, *extras)        # without the target; the ``frozen`` leaves detached
+            loss, aux = loss_fn(out.y, target)
+            return (out.y, out.skips, loss + out.loss), (outputs, out.metrics, aux, out.state)
+
+    A loss function that returns the loss alone has None for ``aux``.
+
+    Args:
+        fn: the user's function.
+        loss_fn: the user's loss function, for a last stage.
+        last: whether it ends the chain.
+        returns_outputs: whether its output is returned to the caller.
+        skips: the stages of the model that it sends skip connections to.
+        frozen: numbers of the parameters that get no gradient.
+    """
+
+    fn: Callable[..., Any]
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    last: bool = False
+    returns_outputs: bool = False
+    skips: tuple[int, ...] = ()
+    frozen: frozenset[int] = frozenset()
+
+    @property
+    def targeted(self) -> bool:
+        """Tell whether its third argument is the target, for the names of arguments in errors."""
+        return self.loss_fn is not None
+
+    def __call__(self, params: Any, x: Any, *extras: Any) -> tuple[Any, Any]:
+        """Call the stage.
+
+        Raises:
+            ValueError: it returns skip connections to other stages than ``skips``, those of the schedule.
+        """
+        x, extras = without_constants(x), tuple(map(without_constants, extras))
+        target, rest = (extras[0], extras[1:]) if self.targeted else (None, extras)
+        if self.frozen:
+            leaves, treedef = tree_flatten(params)
+            params = treedef.unflatten(
+                leaf.detach() if n in self.frozen else leaf for n, leaf in enumerate(leaves)
+            )
+        out = self.fn(params, x, *rest)
+        if out is None:
+            raise TypeError(
+                "it returned None, expected its activation: end it with `return y`, or with `return ()` if it"
+                " has none"
+            )
+        if not isinstance(out, Output):
+            out = Output(out)
+        y = with_constants(out.y, "returned y")  # the loss gets numbers, texts and flags as they are
+        # Other leaves than tensors are refused by the place where they were returned.
+        for name, tree in out._replace(y=y)._asdict().items():
+            flatten(tree, f"returned {name}")
+        skips = out.skips or {}
+        if set(skips) != set(self.skips):
+            raise ValueError(
+                f"it returns skip connections to the stages {sorted(skips)}, the schedule has them to"
+                f" {sorted(self.skips)}; return them as Output(y, skips={{destination: tree}}), and declare"
+                " them by ppfunc.with_skips(schedule, [(source, destination), ...])"
+            )
+        loss, aux = None if out.loss is None else whole(out.loss), None
+        if self.loss_fn is not None:
+            main, aux = _of_loss_function(self.loss_fn, out.y, target)
+            loss = whole(main) if loss is None else whole(main) + loss
+        activation = None if self.last else y
+        outputs = y if self.returns_outputs else None
+        state = _in_order_of(rest[-1], out.state) if rest else out.state
+        return (activation, tuple(skips[s] for s in self.skips), loss), (outputs, out.metrics, aux, state)
+
+
+def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -> tuple[Any, Any]:
+    """Compute the loss, and what comes with it; name the loss function, not the stage, in its errors."""
+    try:
+        loss = loss_fn(y, target)
+        loss, aux = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
+        flatten(aux, "aux")  # refuses other leaves than tensors
+    except StageError as error:
+        if error.instead != IN_PARAMS:
+            raise
+        mend = "compute that in a stage, which returns it as Output(y, loss=...) or a part of y; or detach it"
+        raise StageError("the loss", error.reason, mend) from None
+    except (NoValuesError, *DATA_DEPENDENT):
+        raise
+    except Exception as error:
+        raise StageError(
+            "the loss",
+            f"{raised(error)}; it is called as loss(y, target), and the last stage returned y ="
+            f" {Signature.of(with_constants(y))}{', targets are None' if target is None else ''}",
+            "take both; where the model returns its loss, give lambda y, _: y.loss"
+            if "positional argument" in str(error) and not line_of(error)  # of the function itself
+            else "pass targets=, in a step as the argument after inputs"
+            if target is None
+            else "",
+        ) from error
+    if not isinstance(loss, torch.Tensor):
+        mend = "return a scalar tensor, without .item() or float()"
+        if loss is None:
+            mend = "return a scalar tensor; a model returns a loss of its own if labels are among its inputs"
+        if isinstance(loss, tuple | list | dict):
+            mend = "return (loss, aux), and pass has_aux=True: aux is a tree of tensors that you want to see"
+        raise StageError(
+            "the loss",
+            f"it returned {reprlib.repr(loss)} of type {type(loss).__name__}, expected a tensor",
+            mend,
+        )
+    return loss, aux
+
+
+def _in_order_of(before: Any, state: Any) -> Any:
+    """Reorder the keys of a new state as in the one before; another structure is refused in lowering."""
+    treedef = tree_structure(before)
+    try:
+        return treedef.unflatten(treedef.flatten_up_to(state))
+    except (ValueError, TypeError):
+        return state
+
+
+def received_signature(sources: Sequence[int], parts: Sequence[Signature]) -> Signature:
+    """Return the signature of a stage's input from ``sources``: the stage before, or the batch, first."""
+    if len(parts) == 1:
+        return parts[0]
+    trees = [part.unflatten(part.leaves) for part in parts]
+    leaves, treedef = tree_flatten(Received(trees[0], dict(zip(sources[1:], trees[1:], strict=True))))
+    return Signature(treedef, tuple(leaves))
+
+
+def children(signature: Signature) -> tuple[Signature, ...]:
+    """Return the signatures of the children of a tree's root."""
+    rest = iter(signature.leaves)
+    return tuple(
+        Signature(child, tuple(islice(rest, child.num_leaves))) for child in signature.treedef.children()
+    )
