@@ -1,1 +1,4 @@
-"""Plan schedules: search for the shortest one that fits in memory."""
+"""Plan schedules: search for the shortest that fits in memory.
+
+`overview` compares schedules, each with its bound.
+"""

@@ -5,6 +5,5 @@ From what a user has to functions ``fn(params, x) -> y``::
     parallelize     torch's plans laid over a mesh, then
     module          a module as a pure function of its parameters and its state; a call leaves it unmodified,
                     later changes of submodules and hooks are seen
-      frozen        which parameters get no gradient, said once when a step is made
     layers          a list of functions of one layer each, and a partition of it
 """
