@@ -11,6 +11,7 @@ that they equal::
 """
 
 import logging
+import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -106,7 +107,12 @@ class Evaluation(FakeTensorMode):
         if func is aten._grouped_mm.default and args[0].dtype in _GROUPED:
             with self:
                 return _grouped_mm(*args, **kwargs)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        drawn = random.getstate() if func.namespace == "c10d" else None
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            if drawn is not None:  # torch draws a number for the work of a collective
+                random.setstate(drawn)
 
     def _prep_args_for_hash(self, result: Any, args: Any, state: Any, id_hashed_objects: Any) -> None:
         """Add arguments to the key by which torch remembers the form of results.
