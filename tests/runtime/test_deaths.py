@@ -4,7 +4,6 @@ gloo.
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import signal
@@ -27,6 +26,7 @@ from ppfunc.runtime.control.socket_links import SocketLinks
 from ppfunc.runtime.control.streams import PeerStreams
 from ppfunc.runtime.transport import _torch, opening
 from tests.clock import busy
+from tests.unseen import Unseen
 
 D, MICROBATCHES = 4, 4
 LAYOUTS = {
@@ -188,7 +188,7 @@ ENDS = {
 def fails_at(rank, size, layout, victim, place, end):
     """One rank ends at a place, the others go on until they hear of it."""
     owner, name, number = PLACES[place]
-    calls = itertools.count(1)  # a list would be read by stages
+    calls = Unseen()
 
     def count():
         if next(calls) >= number:  # who is told of it once may try again
@@ -396,7 +396,7 @@ def keeps_the_error(rank, size):
     """The first rank fails in its last backward, while the others wait in a sum over all ranks; each keeps
     what it was told.
     """
-    calls = itertools.count(1)
+    calls = Unseen()
 
     def before(place):
         if place == "backward" and next(calls) == MICROBATCHES and rank == 0:
@@ -424,7 +424,7 @@ def leaves_a_sum_under_way(rank, size):
     """The first rank fails when it has begun a sum over all ranks; the other waits for what the first would
     have sent it before.
     """
-    calls, ones = itertools.count(1), torch.ones(4)
+    calls, ones = Unseen(), torch.ones(4)
 
     def before(place):
         if place == "stage" and next(calls) == 5 and rank == 0:  # it is traced before

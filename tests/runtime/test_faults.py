@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -501,12 +500,12 @@ OPEN = []  # transports that end with their process: one that is closed is taken
 def leave(rank, ranks, victim, how, when):
     """One process ends; the others say what they saw of it, and how long that took."""
     params, inputs, targets = problem(ranks, 5)
-    armed = ContextVar("armed", default="")  # no step is traced anew for it
+    armed = {moment: threading.Event() for moment in ("inside a step", "after an error")}
 
     def fragile(p, x):
-        if armed.get() == "inside a step":
+        if armed["inside a step"].is_set():
             LEAVE[how]()
-        if armed.get() == "after an error":
+        if armed["after an error"].is_set():
             raise ArithmeticError("armed")
         return dense(p, x)
 
@@ -532,7 +531,8 @@ def leave(rank, ranks, victim, how, when):
     if when != "before its first step":
         step(held, inputs, targets)
         step(held, inputs, targets)
-        armed.set(when if rank == victim else "")
+        if rank == victim and when in armed:
+            armed[when].set()
         if when == "after an error":
             assert caught(step, held, inputs, targets)[0] == "PipelineError"
             dist.barrier()

@@ -11,7 +11,6 @@ import resource
 import signal
 import threading
 import time
-from array import array
 from contextlib import suppress
 
 import pytest
@@ -21,6 +20,7 @@ import torch.distributed as dist
 import ppfunc as pp
 from ppfunc.runtime.ports import _torch
 from tests.models import new_trainer, squared
+from tests.unseen import Unseen
 
 RATE, LEFT = 0.1, "the other rank has ended its steps"
 
@@ -251,7 +251,7 @@ def struggles(rank, ranks, steps, every):
     of the steps, and all.
     """
     params, inputs, targets = setting(ranks)
-    armed, looks = array("b", [0]), []  # no step is traced anew for an array
+    armed, looks = Unseen(), []
 
     def fragile(w, x):
         if armed[0]:

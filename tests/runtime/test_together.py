@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 import time
-from array import array
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -22,6 +21,7 @@ from ppfunc.runtime.values.errors import Failure
 from tests import clock, models
 from tests.clock import busy
 from tests.models import dense, squared
+from tests.unseen import Unseen
 
 D = 4
 ROWS = 3  # of a microbatch
@@ -51,7 +51,7 @@ def fail_late(rank, ranks, who):
     """The last backward of one rank fails, when others may be done with the step; then come two other
     batches.
     """
-    m, left = 8, array("q", [10**9])  # no step is traced anew for it
+    m, left = 8, Unseen(10**9)
 
     def failing(p, x):
         z = x @ p["w"]
@@ -85,7 +85,7 @@ def test_a_step_that_fails_at_its_end_fails_on_every_rank_and_the_next_batches_a
 
 def evaluate_fails(rank, ranks):
     """Without a loss nothing comes back to the first ranks, which could be a call ahead of one that fails."""
-    armed = array("b", [0])
+    armed = Unseen()
 
     def last(p, x):
         if armed[0]:
@@ -482,7 +482,7 @@ def is_closed_by_a_thread(rank, ranks, who, moment):
     this step and the next.
     """
     params, inputs, targets = problem(ranks, 4)
-    armed = array("b", [0])
+    armed = Unseen()
 
     def close():
         closing = threading.Thread(target=transport.close)
@@ -534,7 +534,7 @@ class Shaped:
 def fails_on_what_cannot_be_shown(rank, size):
     torch.utils._pytree.register_pytree_node(Shaped, lambda t: ([t.value], None), lambda c, _: Shaped(*c))
     params, inputs, targets = problem(2, 4)
-    armed = array("b", [0])
+    armed = Unseen()
 
     def fails(params, x):
         if armed[0] and rank == 1:
@@ -597,7 +597,7 @@ OWN = {
 
 
 def raise_own(rank, ranks, kind):
-    armed = array("b", [0])
+    armed = Unseen()
 
     def broken(p, x):
         if armed[0]:
@@ -640,7 +640,7 @@ def test_a_group_may_name_a_backend_for_each_device(two):
 
 
 def test_the_part_of_an_overlapped_pair_that_failed_is_named():
-    armed = array("b", [0])
+    armed = Unseen()
 
     class Backward(torch.autograd.Function):
         @staticmethod

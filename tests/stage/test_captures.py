@@ -19,7 +19,6 @@ import operator
 import random
 import sys
 import textwrap
-import threading
 import weakref
 from contextlib import nullcontext
 from types import MappingProxyType, ModuleType, SimpleNamespace
@@ -852,9 +851,9 @@ def reads_by_texts():
 
 def kept_elsewhere():
     """Return what holds a value in another way."""
-    slotted, held, cells = Slotted(), Named(), threading.local()
-    made, ordered, event = collections.defaultdict(lambda: 2.0), collections.OrderedDict(a=2.0, b=3.0), None
-    cells.factor, event, pairs, method = 2.0, threading.Event(), {(0, 1): 0, (0, 2): 0}, [(2.0).__mul__]
+    slotted, held = Slotted(), Named()
+    made, ordered = collections.defaultdict(lambda: 2.0), collections.OrderedDict(a=2.0, b=3.0)
+    pairs, method = {(0, 1): 0, (0, 2): 0}, [(2.0).__mul__]
 
     def body(p, x):
         class Local:
@@ -877,8 +876,6 @@ def kept_elsewhere():
             lambda p, x: p * x * held.factor, lambda: setattr(held, "__dict__", {"factor": 5.0})
         ),
         "a variable of a context": (lambda p, x: p * x * VARIABLE.get(), lambda: VARIABLE.set(5.0)),
-        "an event": (lambda p, x: p * x if event.is_set() else p + x, event.set),
-        "a thread's": (lambda p, x: p * x * cells.factor, lambda: setattr(cells, "factor", 5.0)),
         "a default": (
             lambda p, x: p * x * made.default_factory(), lambda: setattr(made, "default_factory", lambda: 5.0)
         ),

@@ -9,12 +9,12 @@ A function may read what it refers to, and what that refers to in turn::
     a module of Python     what code names of it
     a container            its entries
 
-Numbers, texts and flags count by their values, arrays by their bytes, functions by their code, anything else
-by identity: a write into a tensor is seen by programs, which read its memory. The code of torch, of Python
-and of this library is not followed. Of installed packages functions are, which refer to functions and plain
-values, and classes to code. What is not seen is what an extension in C keeps, what objects of torch and
-Python hold, and data that packages keep for themselves. Code that looks up globals by texts is refused, and
-so are iterators, which have another value in each call.
+Numbers, texts and flags count by their values, arrays of up to 64 KiB by their bytes, functions by their
+code, anything else by identity: a write into a tensor is seen by programs, which read its memory. The code of
+torch, of Python and of this library is not followed. Of installed packages functions are, which refer to
+functions and plain values, and classes to code. What is not seen is what an extension in C keeps, what
+objects of torch and Python hold, and data that packages keep for themselves. Code that looks up globals by
+texts is refused, and so are iterators, which have another value in each call.
 """
 
 import gc
@@ -49,7 +49,7 @@ READS = "ppfunc_reads"
 """An attribute of a function of this library: all that it reads beside its arguments."""
 
 _PLAIN = Number, str, bytes, Enum, type(None), torch.dtype, torch.device
-_MOST_VALUES, _MOST_STATES = 200_000, 32
+_MOST_VALUES, _MOST_STATES, _MOST_BYTES = 200_000, 32, 2**16
 # Names in the code of torch and Python alone.
 _CALLED = {"training", "forward", "backward", "setup_context", "jvp", "__wrapped__"}
 _BY_TEXT = {  # code with these may read any attribute
@@ -63,7 +63,7 @@ _DICTS = (
 _OF_EVERY_MODULE, _OF_EVERY_TENSOR = {*vars(nn.Module())} - _CALLED, {*dir(Tensor)}
 _UNCALLED = {"__init__", "__init_subclass__", "__new__", "__annotations__", "__dict__", "__doc__"}
 _HOLDERS = "abc", "argparse", "types", "typing"  # of Python, whose objects hold values under names of users
-_WRAPPERS = "builtins", "collections", "functools", "itertools", "threading", "_thread"  # under other names
+_WRAPPERS = "builtins", "collections", "functools", "itertools"  # under other names
 _CODE = (
     FunctionType, _lru_cache_wrapper, property, classmethod, staticmethod, type, ModuleType, Tensor,
     nn.Module, *_PLAIN,
@@ -168,9 +168,9 @@ class _Look:
                 self._held += [] if isinstance(value, tuple | frozenset) else [value]
                 each = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
                 inside = [(f"[{n}]", entry) for n, entry in enumerate(each)]  # sets: as in every process
-            case _ if isinstance(value, bytearray) or hasattr(kind, "tobytes"):
+            case _ if 0 < _size_of(value) <= _MOST_BYTES:  # more is not read in every step
                 self._arrays.append(value)
-                return [("", _bytes_of(value))]
+                return [("", repr(_bytes_of(value)))]
             case MappingProxyType():
                 inside = [("", part) for part in gc.get_referents(value)]
         members = [name for name in _members(kind) if hasattr(value, name)] if own or wraps else []
@@ -257,9 +257,18 @@ class _Look:
         return [(path.format(name), owner[name]) for name in names]
 
 
-def _bytes_of(array: Any) -> str:
-    """Describe an array by its shape and what it holds."""
-    return sha256(getattr(array, "tobytes", lambda: array)()).hexdigest() + str(getattr(array, "shape", ""))
+def _size_of(value: Any) -> int:
+    """Count the bytes of an array; 0 for anything else."""
+    try:
+        return memoryview(value).nbytes
+    except (TypeError, ValueError, BufferError):
+        return 0
+
+
+def _bytes_of(array: Any) -> tuple[str, Any]:
+    """Describe an array by what it holds and its shape."""
+    view = memoryview(array)
+    return sha256(view.tobytes()).hexdigest(), view.shape
 
 
 @cache
