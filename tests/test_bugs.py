@@ -395,7 +395,7 @@ def test_parameters_without_values_are_refused_by_stage_and_path():
         ValueError,
         match=(
             r"params\[1\]\['layers'\]\[1\]\['w'\]: got a tensor on the device meta, which has no values;"
-            r" materialise it"
+            r" load or materialise it"
         ),
     ):
         step(params, inputs, targets)

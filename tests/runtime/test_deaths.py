@@ -24,7 +24,8 @@ import ppfunc as pp
 from ppfunc.runtime.control.rendezvous import Rendezvous
 from ppfunc.runtime.control.socket_links import SocketLinks
 from ppfunc.runtime.control.streams import PeerStreams
-from ppfunc.runtime.transport import _torch, opening
+from ppfunc.runtime.ports import _torch
+from ppfunc.runtime.transport import opening
 from tests.clock import busy
 from tests.unseen import Unseen
 

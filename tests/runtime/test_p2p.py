@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 import ppfunc as pp
 from ppfunc.runtime.control.rendezvous import Rendezvous
-from ppfunc.runtime.transport import _torch, opening, p2p
+from ppfunc.runtime.ports import _torch
+from ppfunc.runtime.transport import opening, p2p
 from ppfunc.schedule import BUILDERS, chimera, remove_tail
 from tests.clock import busy
 from tests.models import dense, squared, traced_once

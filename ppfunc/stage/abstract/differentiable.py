@@ -53,11 +53,17 @@ def engine(build: Callable[..., tuple[FlatProgram, int | None]]) -> Callable[...
         **options: Any,
     ) -> StageProgram:
         if fn is None or example is None:
-            raise TypeError(
-                f"{build.__name__}: got {', '.join(options) or 'no arguments'}, expected a stage and its"
-                f" example; it has no options: give engine=ppfunc.engines.{build.__name__} itself, or"
-                " ppfunc.engines.graph(remat=..., compile=...)"
+            missing = " and ".join(n for n, value in (("'fn'", fn), ("'example'", example)) if value is None)
+            engine, text = (
+                build.__name__.lstrip("_"),
+                f"missing the argument {missing}, a stage and its example",
             )
+            if options and engine != "graph":
+                text = (
+                    f"got {', '.join(options)}, and it has no options: give engine=ppfunc.engines.{engine}"
+                    " itself, or ppfunc.engines.graph(remat=..., compile=...)"
+                )
+            raise TypeError(f"{engine}: {text}")
         described = Example.of(example, device, targeted=getattr(fn, "targeted", False))
         outline = outline or outline_of(fn, example, has_aux=has_aux, name=name, device=device)
         stage = DifferentiableStage(fn, described, outline, has_aux, name)

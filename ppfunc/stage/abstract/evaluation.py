@@ -12,11 +12,13 @@ that they equal::
 
 import logging
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ from .._torch import (
     flex_scores,
     is_wrapped,
 )
-from ..errors import StageError, line_of
+from ..errors import StageError, is_of_a_library, line_of
 from ..layout import local
 from ..process import hold_interrupts
 from ..program import Leaves
@@ -174,6 +176,11 @@ def _grouped_mm(
     return torch.empty_strided([*groups, rows, columns], strides, dtype=dtype, device=a.device)
 
 
+def _is_users(frame: FrameType) -> bool:
+    """Tell whether code of a user runs in a frame: meshes of torch read the numbers of their ranks."""
+    return not is_of_a_library(frame.f_code.co_filename)
+
+
 class MaskedWrites(torch.overrides.TorchFunctionMode):
     """Write values that have a gradient where a mask is true, by numbers of elements: values tell how many.
 
@@ -189,7 +196,7 @@ class MaskedWrites(torch.overrides.TorchFunctionMode):
     looks_on = True  # it is on in every trace, so that none differs by it
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS and not isinstance(args[0], FakeTensor):
+        if func in _READS and not isinstance(args[0], FakeTensor) and _is_users(sys._getframe(1)):
             raise DataDependentOutputException(f"Tensor.{func.__name__}")  # type: ignore[arg-type]
         if func not in _WRITES or kwargs or not getattr(args[2], "requires_grad", False):
             return func(*args, **(kwargs or {}))

@@ -112,7 +112,7 @@ def graph(
         raise TypeError(
             f"graph got {stage[0]!r} and no example; its options have names, as in graph(remat='full')"
         )
-    of_a_call = signature(_traced, follow_wrapped=False).parameters
+    of_a_call = signature(_graph, follow_wrapped=False).parameters
     if unknown := [name for name in request if name not in of_a_call]:
         raise TypeError(with_arguments(f"graph() got an unexpected keyword argument {unknown[0]!r}", graph))
     for name, flag in {"compile": compile, "cuda_graphs": cuda_graphs, "dynamic": dynamic}.items():
@@ -127,7 +127,7 @@ def graph(
         raise ValueError(
             "graph got dynamic=True with compile or cuda_graphs, whose programs have one size; leave one out"
         )
-    made: Any = partial(_traced, remat=remat, compile=compile, cuda_graphs=cuda_graphs, dynamic=dynamic)
+    made: Any = partial(_graph, remat=remat, compile=compile, cuda_graphs=cuda_graphs, dynamic=dynamic)
     made.dynamic = dynamic
     return made(*stage, **request) if stage or request else made
 
@@ -149,7 +149,7 @@ def _require_choice(choice: Any, what: str, more: str = "") -> None:
 
 
 @engine
-def _traced(
+def _graph(
     stage: DifferentiableStage,
     _: tuple[Any, ...],
     *,

@@ -666,10 +666,10 @@ def test_a_collective_that_one_rank_calls_otherwise_is_refused_on_all(name, engi
     ("args", "options", "words"),
     [
         ((torch.matmul,), {}, "matmul.*and no example"),
-        ((), {"example": (torch.ones(1), torch.ones(1))}, "missing .* argument: 'fn'"),
-        ((), {"has_aux": True}, "missing .* arguments: 'fn' and 'example'"),
-        ((), {"name": "first"}, "missing .* arguments: 'fn' and 'example'"),
-        ((), {"device": "cpu", "remat": "full"}, "missing .* arguments: 'fn' and 'example'"),
+        ((), {"example": (torch.ones(1), torch.ones(1))}, "missing .* argument 'fn'"),
+        ((), {"has_aux": True}, "missing .* argument 'fn' and 'example'"),
+        ((), {"name": "first"}, "missing .* argument 'fn' and 'example'"),
+        ((), {"device": "cpu", "remat": "full"}, "missing .* argument 'fn' and 'example'"),
     ],
 )
 def test_options_of_a_call_are_not_taken_for_those_of_an_engine(args, options, words):
