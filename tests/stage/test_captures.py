@@ -929,3 +929,17 @@ def test_values_of_every_kind_are_those_of_the_beginning(kind, monkeypatch):
         want = sum(squared(stage(w, part), 0 * part) / 2 for part in x.chunk(2))
         torch.testing.assert_close(step({0: w}, x, 0 * x)[0], want, rtol=1e-12, atol=1e-12)
     assert step.cache_info().misses == 2
+
+
+def test_a_class_of_torch_is_known_by_identity():
+    """Its own method for references to its objects is not called for a reference to the class."""
+    held = {"kind": torch.UntypedStorage, "factor": 2.0}
+
+    def stage(p, x):
+        return p * x * held["factor"] if held["kind"] is not None else x
+
+    step = pp.value_and_grad([stage], lambda y, t: (y - t).square().sum(), pp.gpipe(1, 1))
+    params, x = {0: torch.tensor(2.0)}, torch.ones(1, 1)
+    assert step(params, x, x)[0] == 9
+    held["factor"] = 3.0
+    assert step(params, x, x)[0] == 25

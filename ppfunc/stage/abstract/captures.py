@@ -33,6 +33,7 @@ from numbers import Number
 from operator import attrgetter, is_, itemgetter, methodcaller
 from types import CodeType, FunctionType, MappingProxyType, MemberDescriptorType, ModuleType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +115,8 @@ class _Look:
                     )
                 inside = self._inside(path, value)
                 if inside is None and not plain:  # it counts by identity, and is not kept: tensors are large
-                    plain = [WeakIdRef(value)] if kind.__weakrefoffset__ else (kind, repr(value))
+                    by_identity = ref if isinstance(value, type) else WeakIdRef  # which a class may not have
+                    plain = [by_identity(value)] if kind.__weakrefoffset__ else (kind, repr(value))
                 self.values[path] = plain or getattr(value, "__code__", kind)
                 ahead += ((path + name, each) for name, each in inside or ())
         self._seen = self._now()
