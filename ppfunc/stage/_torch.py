@@ -125,6 +125,11 @@ operator_modes, function_modes = torch._C._len_torch_dispatch_stack, torch._C._l
 mode_stack = torch.overrides._get_current_function_mode_stack
 without_function_modes = torch._C.DisableTorchFunction
 
+# The hooks that torch calls at every module, by number.
+HOOKS_OF_ALL_MODULES = (
+    torch.nn.modules.module._global_forward_pre_hooks, torch.nn.modules.module._global_forward_hooks,
+)  # fmt: skip
+
 # Whether kernels are switched on among which operators choose when they are called.
 KERNEL_SWITCHES = (
     torch._C._get_flash_sdp_enabled,

@@ -398,6 +398,19 @@ def test_getattr_of_a_constant_names_one_attribute():
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+def test_hooks_of_all_modules_count(engine):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
+    x = torch.randn(4, 4, dtype=torch.float64)
+    split = pp.split(model, x[:2], at=["1"])
+    step = pp.value_and_grad(split, squared, pp.gpipe(2, 2), engine=engine)
+    target, register = torch.zeros(4, 1, dtype=torch.float64), nn.modules.module.register_module_forward_hook
+    for hooked in (False, True, False):
+        with register(lambda module, args, y: 2 * y) if hooked else nullcontext():
+            want = squared(model(x), target).detach()
+            torch.testing.assert_close(step(split.params, x, target)[0], want)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
 def test_modes_count_once(engine):
     """A function mode was seen by the trace, and by the program again."""
     step = pp.value_and_grad([lambda p, x: torch.tanh(p * x)], squared, pp.gpipe(1, 2), engine=engine)
@@ -766,6 +779,14 @@ class Named:
         return p * x * getattr(self, self.name)
 
 
+class Answers:
+    def __init__(self):
+        self.table = {"factor": 2.0}
+
+    def __getattr__(self, name):
+        return self.table[name]
+
+
 VARIABLE = contextvars.ContextVar("VARIABLE", default=2.0)
 
 
@@ -870,7 +891,21 @@ def kept_elsewhere():
         pairs.clear()
         pairs.update({(0, 1): 0, (0, 5): 0})
 
+    weak, by_key = weakref.ref(held), weakref.WeakKeyDictionary({held: 2.0})
+    weak_set = weakref.WeakSet([held])
+    meta = type("Meta", (type,), {"inner": 2.0, "factor": property(lambda cls: cls.inner)})
+    of_meta, answers = meta("OfMeta", (), {}), Answers()
+
     return {
+        "a weak reference": (lambda p, x: p * x * weak().factor, lambda: setattr(held, "factor", 5.0)),
+        "a weak key": (lambda p, x: p * x * by_key[held], lambda: by_key.update({held: 5.0})),
+        "a weak set": (
+            lambda p, x: p * x * sum(e.factor for e in weak_set), lambda: setattr(held, "factor", 5.0)
+        ),
+        "a metaclass": (lambda p, x: p * x * of_meta.factor, lambda: setattr(meta, "inner", 5.0)),
+        "a table behind __getattr__": (
+            lambda p, x: p * x * answers.factor, lambda: answers.table.update(factor=5.0)
+        ),
         "slots": (lambda p, x: p * x * slotted(), slotted.change),
         "another __dict__": (
             lambda p, x: p * x * held.factor, lambda: setattr(held, "__dict__", {"factor": 5.0})

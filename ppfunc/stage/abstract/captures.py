@@ -39,7 +39,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdRef
 
-from .._torch import KERNEL_SWITCHES, FakeTensor, any_autocast, function_modes, mode_stack
+from .._torch import (
+    HOOKS_OF_ALL_MODULES,
+    KERNEL_SWITCHES,
+    FakeTensor,
+    any_autocast,
+    function_modes,
+    mode_stack,
+)
 from ..device import autocast
 from ..errors import StageError, is_of_a_library
 from ..layout import local
@@ -64,7 +71,7 @@ _DICTS = (
 _OF_EVERY_MODULE, _OF_EVERY_TENSOR = {*vars(nn.Module())} - _CALLED, {*dir(Tensor)}
 _UNCALLED = {"__init__", "__init_subclass__", "__new__", "__annotations__", "__dict__", "__doc__"}
 _HOLDERS = "abc", "argparse", "types", "typing"  # of Python, whose objects hold values under names of users
-_WRAPPERS = "builtins", "collections", "functools", "itertools"  # under other names
+_WRAPPERS = "builtins", "collections", "functools", "itertools", "weakref", "_weakrefset"  # under other names
 _CODE = (
     FunctionType, _lru_cache_wrapper, property, classmethod, staticmethod, type, ModuleType, Tensor,
     nn.Module, *_PLAIN,
@@ -97,7 +104,7 @@ class _Look:
         self._names = names
         self._held, self._keyed, self._objects = list[Any](), list[Any](), list[Any]()
         self._getters, self._sized, self._arrays = list[tuple[Any, Any]](), list[Any](), list[Any]()
-        ahead = [*roots.items()]
+        ahead = [*roots.items(), ("hooks of all modules", _hooks_of_all_modules())]
         while ahead:
             path, value = ahead.pop()
             kind = type(value)
@@ -117,7 +124,7 @@ class _Look:
                 if inside is None and not plain:  # it counts by identity, and is not kept: tensors are large
                     by_identity = ref if isinstance(value, type) else WeakIdRef  # which a class may not have
                     plain = [by_identity(value)] if kind.__weakrefoffset__ else (kind, repr(value))
-                self.values[path] = plain or getattr(value, "__code__", kind)
+                self.values[path] = plain or (value.__code__ if kind is FunctionType else kind)
                 ahead += ((path + name, each) for name, each in inside or ())
         self._seen = self._now()
 
@@ -125,7 +132,7 @@ class _Look:
         gotten = (get(owner) for get, owner in self._getters)
         same = chain(
             gc.get_referents(*self._held), *self._keyed, *gotten,
-            map(vars, self._objects), map(type, self._objects),
+            map(vars, self._objects), map(type, self._objects), _hooks_of_all_modules(),
         )  # fmt: skip
         return [*same], [*map(len, self._sized), *map(_bytes_of, self._arrays)]
 
@@ -149,11 +156,14 @@ class _Look:
             case ModuleType():
                 return None if _is_foreign(value.__name__) else self._named(value)
             case type():
-                bases = ((f".{base.__name__}", base) for base in value.__bases__)
-                return None if _is_foreign(value.__module__) else [*self._named(value), *bases]
+                above = [*((f".{base.__name__}", base) for base in value.__bases__), (_CLASS, kind)]
+                return None if _is_foreign(value.__module__) else [*self._named(value), *above]
             case ContextVar():
                 self._getters.append((lambda variable: (variable.get(None),), value))
                 return [(".get()", value.get(None))]
+            case ref():
+                self._getters.append((lambda weak: (weak(),), value))
+                return [("()", value())]
             case attrgetter() | methodcaller():
                 self._names.add("getattr")
                 return [("", repr(value))]
@@ -257,6 +267,12 @@ class _Look:
         if names:  # an itemgetter of two names or more returns a tuple
             self._getters.append((itemgetter(*names, names[0]), owner))
         return [(path.format(name), owner[name]) for name in names]
+
+
+def _hooks_of_all_modules() -> list[Any]:
+    """List the hooks that torch calls at every module, without those that look on."""
+    hooks = chain.from_iterable(hooks.values() for hooks in HOOKS_OF_ALL_MODULES)
+    return [hook for hook in hooks if not getattr(hook, "looks_on", False)]
 
 
 def _size_of(value: Any) -> int:

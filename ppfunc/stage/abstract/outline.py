@@ -206,6 +206,7 @@ def modules_that_run() -> Iterator[dict[int, torch.nn.Module]]:
         if threading.get_ident() == thread and id(module) not in modules:
             modules.update((id(part), part) for part in module.modules())
 
+    vars(note)["looks_on"] = True
     hook = torch.nn.modules.module.register_module_forward_pre_hook(note)
     try:
         yield modules
