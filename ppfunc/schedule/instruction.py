@@ -35,7 +35,6 @@ class Op(StrEnum):
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.OVERLAP_F_B, Op.RECOMPUTE})
 COMMUNICATION = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
-RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
 # Copies of residuals to the host and back.
 MOVES = frozenset({Op.OFFLOAD, Op.FETCH})
 # What takes residuals out of the way of a backward, and brings them back.

@@ -10,12 +10,17 @@ from typing import Literal
 
 import torch
 
-from ppfunc.runtime.lowering.comparison import same_bits
+from ppfunc.runtime.lowering.comparison import bits
 from ppfunc.runtime.ports.collective import Collective, Wait
 from ppfunc.runtime.ports.protocols import Call, Route, Transfer
 from ppfunc.runtime.values.buffers import Buffers
 from ppfunc.stage import LeafSignature
 from tests.network.network import Network, Pipe
+
+
+def same_bits(one, other):
+    """Tell whether two tensors of one dtype and device have the same shape and bits."""
+    return one.shape == other.shape and torch.equal(bits(one), bits(other))
 
 
 @dataclass(slots=True, eq=False)

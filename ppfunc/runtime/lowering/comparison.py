@@ -354,8 +354,3 @@ def differing(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Compare the bits of two tensors of one shape, dtype and device: bool[] on it, not waited for."""
     word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(one.itemsize, torch.int64)
     return (bits(one).view(word) != bits(other).view(word)).any()
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors of one dtype and device have the same shape and bits."""
-    return one.shape == other.shape and torch.equal(bits(one), bits(other))
