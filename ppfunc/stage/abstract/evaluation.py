@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
@@ -176,9 +177,11 @@ def _grouped_mm(
     return torch.empty_strided([*groups, rows, columns], strides, dtype=dtype, device=a.device)
 
 
-def _is_users(frame: FrameType) -> bool:
-    """Tell whether code of a user runs in a frame: meshes of torch read the numbers of their ranks."""
-    return not is_of_a_library(frame.f_code.co_filename)
+def _is_users(frame: FrameType | None) -> bool:
+    """Tell whether a user's code has called, beneath modes of ours: meshes of torch read their ranks."""
+    while frame is not None and Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
+        frame = frame.f_back
+    return frame is not None and not is_of_a_library(frame.f_code.co_filename)
 
 
 class MaskedWrites(torch.overrides.TorchFunctionMode):
@@ -222,6 +225,7 @@ class MaskedWrites(torch.overrides.TorchFunctionMode):
         return new if func in _NEW else x.copy_(new)
 
 
+_PACKAGE = Path(__file__).parents[2]
 _READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 _NEW = {torch.Tensor.index_put, torch.index_put}
 _WRITES = {*_NEW, torch.Tensor.__setitem__, torch.Tensor.index_put_, torch.index_put_}
