@@ -83,7 +83,7 @@ def stage_codes(
     contexts: dict[Region, Callable[[], Any]] = {}
     for node in trace.nodes:
         if mapped and node.target is aten.scaled_dot_product_attention.default:
-            node.target = _attention
+            node.target = partial(_attention, _memory_order(node))
         target: Any = node.target  # that of a constant is its name
         node.meta["call"] = OperatorCall(target)
         region = node.meta["region"]
@@ -92,9 +92,10 @@ def stage_codes(
     return tuple(_code(trace, part, stage, stage == len(parts) - 1) for stage, part in enumerate(parts))
 
 
-def _attention(*args: Any, **kwargs: Any) -> Tensor:
-    """Compute attention by its scores as a matrix."""
-    return aten._scaled_dot_product_attention_math.default(*args, **kwargs)[0]
+def _attention(order: tuple[int, ...] | None, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute attention by its scores as a matrix, in the order of memory of the kernel that was traced."""
+    y = aten._scaled_dot_product_attention_math.default(*args, **kwargs)[0]
+    return y if order is None else y.permute(order).contiguous().permute(*map(order.index, range(y.ndim)))
 
 
 def _code(trace: Trace, part: StagePart, stage: int, last: bool) -> StageCode:
