@@ -574,7 +574,10 @@ def reads_what_is_refused():
         "a text": (turns, StageError, "it changes phase.name from 'first'"),
         "numbers": (lambda p, x: p * x * table.tolist()[0], StageError, r"Tensor\.tolist"),
         "an array": (lambda p, x: p * x * float(table.numpy()[0]), StageError, r"Tensor\.numpy"),
-    }
+        "an array by numpy": (
+            lambda p, x: p * x * float(numpy.asarray(table)[0]), StageError, r"Tensor\.__array__"
+        ),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", reads_what_is_refused())

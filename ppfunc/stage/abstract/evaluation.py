@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
@@ -39,7 +38,7 @@ from .._torch import (
     flex_scores,
     is_wrapped,
 )
-from ..errors import StageError, is_of_a_library, line_of
+from ..errors import StageError, line_of
 from ..layout import local
 from ..process import hold_interrupts
 from ..program import Leaves
@@ -177,11 +176,11 @@ def _grouped_mm(
     return torch.empty_strided([*groups, rows, columns], strides, dtype=dtype, device=a.device)
 
 
-def _is_users(frame: FrameType | None) -> bool:
-    """Tell whether a user's code has called, beneath modes of ours: meshes of torch read their ranks."""
-    while frame is not None and Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
+def _is_of_a_mesh(frame: FrameType | None) -> bool:
+    """Tell whether a frame, below modes, is of torch's meshes, which read the numbers of their ranks."""
+    while frame and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
-    return frame is not None and not is_of_a_library(frame.f_code.co_filename)
+    return frame is not None and frame.f_globals["__name__"].startswith("torch.distributed.")
 
 
 class MaskedWrites(torch.overrides.TorchFunctionMode):
@@ -199,7 +198,7 @@ class MaskedWrites(torch.overrides.TorchFunctionMode):
     looks_on = True  # it is on in every trace, so that none differs by it
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS and not isinstance(args[0], FakeTensor) and _is_users(sys._getframe(1)):
+        if func in _READS and not isinstance(args[0], FakeTensor) and not _is_of_a_mesh(sys._getframe(1)):
             raise DataDependentOutputException(f"Tensor.{func.__name__}")  # type: ignore[arg-type]
         if func not in _WRITES or kwargs or not getattr(args[2], "requires_grad", False):
             return func(*args, **(kwargs or {}))
@@ -225,7 +224,6 @@ class MaskedWrites(torch.overrides.TorchFunctionMode):
         return new if func in _NEW else x.copy_(new)
 
 
-_PACKAGE = Path(__file__).parents[2]
 _READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 _NEW = {torch.Tensor.index_put, torch.index_put}
 _WRITES = {*_NEW, torch.Tensor.__setitem__, torch.Tensor.index_put_, torch.index_put_}
