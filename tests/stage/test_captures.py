@@ -577,6 +577,9 @@ def reads_what_is_refused():
         "an array by numpy": (
             lambda p, x: p * x * float(numpy.asarray(table)[0]), StageError, r"Tensor\.__array__"
         ),
+        "an input by dlpack": (
+            lambda p, x: p * x * float(numpy.from_dlpack(x)[0, 0]), StageError, r"Tensor\.__dlpack__"
+        ),
     }  # fmt: skip
 
 

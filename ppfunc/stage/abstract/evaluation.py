@@ -198,7 +198,8 @@ class MaskedWrites(torch.overrides.TorchFunctionMode):
     looks_on = True  # it is on in every trace, so that none differs by it
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS and not isinstance(args[0], FakeTensor) and not _is_of_a_mesh(sys._getframe(1)):
+        given = func in _READS and (func is torch.Tensor.__dlpack__ or not isinstance(args[0], FakeTensor))
+        if given and not _is_of_a_mesh(sys._getframe(1)):
             raise DataDependentOutputException(f"Tensor.{func.__name__}")  # type: ignore[arg-type]
         if func not in _WRITES or kwargs or not getattr(args[2], "requires_grad", False):
             return func(*args, **(kwargs or {}))
