@@ -343,7 +343,7 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         for frame, _ in traceback.walk_tb(error.__traceback__):
-            if frame.f_globals.get("__package__") == __package__:
+            if frame.f_globals.get("__package__") in (__package__, _torch.__package__):
                 with suppress(RuntimeError):
                     frame.clear()
         error = error.__cause__ or error.__context__

@@ -58,9 +58,9 @@ def engine(build: Callable[..., tuple[FlatProgram, int | None]]) -> Callable[...
                 build.__name__.lstrip("_"),
                 f"missing the argument {missing}, a stage and its example",
             )
-            if options and engine != "graph":
+            if engine != "graph":
                 text = (
-                    f"got {', '.join(options)}, and it has no options: give engine=ppfunc.engines.{engine}"
+                    f"got {', '.join(options) or 'no arguments'}, and it has no options: give engine=ppfunc.engines.{engine}"
                     " itself, or ppfunc.engines.graph(remat=..., compile=...)"
                 )
             raise TypeError(f"{engine}: {text}")
