@@ -153,8 +153,9 @@ def value_and_grad(
         program is traced anew, and ranks that change one unlike each other raise ``AgreementError``. A tensor
         that requires a gradient is refused there, and so are a stage that keeps tensors or counts elsewhere,
         iterators, and code that looks up globals by texts. What an extension in C keeps is not seen, nor
-        attributes of objects of torch that are no modules, nor globals of installed packages that are neither
-        functions nor numbers, texts and flags, nor a module of Python whose name the code puts together.
+        attributes of objects of torch that are no modules, events, locals of threads, the environment, files
+        and clocks, arrays of more than 64 KiB, nor globals of installed packages that are neither functions
+        nor numbers, texts and flags, nor a module of Python whose name the code puts together.
 
         A step raises ``PipelineError`` if an instruction fails, on this or another rank, ``AgreementError``
         if the ranks were given different programs, ``StageError`` for a stage that the engine cannot serve,

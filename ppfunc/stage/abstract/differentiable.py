@@ -60,8 +60,8 @@ def engine(build: Callable[..., tuple[FlatProgram, int | None]]) -> Callable[...
             )
             if engine != "graph":
                 text = (
-                    f"got {', '.join(options) or 'no arguments'}, and it has no options: give engine=ppfunc.engines.{engine}"
-                    " itself, or ppfunc.engines.graph(remat=..., compile=...)"
+                    f"got {', '.join(options) or 'no arguments'}, and it has no options: give"
+                    f" engine=ppfunc.engines.{engine} itself, or ppfunc.engines.graph(remat=..., compile=...)"
                 )
             raise TypeError(f"{engine}: {text}")
         described = Example.of(example, device, targeted=getattr(fn, "targeted", False))
