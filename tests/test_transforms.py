@@ -425,3 +425,17 @@ def test_an_ensemble_without_the_shape_of_its_loss_is_told_so():
         match=r"must be a floating scalar, got float32\[5\]; .* an ensemble, pass loss_shape=\(5,\)",
     ):
         pp.value_and_grad(stages, loss_fn, pp.gpipe(1, 2))({0: torch.ones(5, 3)}, x, x)
+
+
+@pytest.mark.parametrize("engine", [pp.engines.graph, pp.engines.functional, pp.engines.eager])
+def test_gradients_of_every_sample_through_shared_memory_are_refused(engine):
+    """Their sum over the elements that overlap was another one, without an error."""
+    step = pp.per_sample_grad(
+        [lambda p, x: x * p.as_strided((4,), (5,))],
+        lambda y, target: (y - target).square().sum(),
+        pp.gpipe(1, 2),
+        samples=2,
+        engine=engine,
+    )
+    with pytest.raises(Exception, match=r"calls as_strided, .* index, or use unfold"):
+        step({0: torch.randn(4, 4)}, torch.randn(4, 4), torch.zeros(4, 4))

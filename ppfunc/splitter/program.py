@@ -12,6 +12,7 @@ from torch.fx import Node
 from ppfunc.stage.engines.tracing.cut import Block
 from ppfunc.stage.engines.tracing.dispatch import OperatorCall
 from ppfunc.stage.engines.tracing.emit import Recipe, write
+from ppfunc.stage.transforms.mapped import refuse_as_strided
 from ppfunc.stage.tree import PLAIN, register_leafless
 
 from .cut import StagePart, storages_of
@@ -84,6 +85,8 @@ def stage_codes(
     for node in trace.nodes:
         if mapped and node.target is aten.scaled_dot_product_attention.default:
             node.target = partial(_attention, _memory_order(node))
+        if mapped and node.target is aten.as_strided.default:
+            refuse_as_strided()
         target: Any = node.target  # that of a constant is its name
         node.meta["call"] = OperatorCall(target)
         region = node.meta["region"]

@@ -118,7 +118,8 @@ def per_sample(fn: Stage, *, randomness: str = "error", alone: bool = True, join
     """
 
     def one(params: Any, *sample: Any) -> Any:
-        out = fn(params, *(_alone(sample) if alone else sample))
+        with WithoutAsStrided():
+            out = fn(params, *(_alone(sample) if alone else sample))
         if isinstance(out, Output) and (out.loss, out.metrics, out.state) != (None, None, None):
             raise ValueError(
                 "it returns an auxiliary loss, metrics or a state, of which there are none per sample; return"
@@ -132,6 +133,27 @@ def per_sample(fn: Stage, *, randomness: str = "error", alone: bool = True, join
         return tree_map(_joined, out) if joined else out
 
     return stage
+
+
+class WithoutAsStrided(torch.overrides.TorchFunctionMode):
+    """Refuse ``as_strided``: its gradient is wrong where all samples share the memory of a parameter."""
+
+    looks_on = True  # no operator is another one by it
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.as_strided, torch.Tensor.as_strided):
+            refuse_as_strided()
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_as_strided() -> None:
+    """Raise ValueError for ``as_strided`` in a stage with gradients of every sample."""
+    raise ValueError(
+        "it calls as_strided, whose gradient for every sample would be wrong; index, or use unfold, diagonal"
+        " or flatten"
+    )
 
 
 def per_sample_loss(loss_fn: Loss, *, joined: bool = True) -> Loss:
