@@ -62,6 +62,7 @@ DRAWS = {
 }
 
 
+@pytest.mark.xfail(torch.__version__ < "2.12", reason="its C++ header has no place for a generator")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_compiled_programs_draw_the_same_numbers(dtype):
     torch.manual_seed(0)
