@@ -8,9 +8,9 @@ those above it in this list::
     lowering/      stages, schedule, form -> LoweredStep: every edge, agreed among all ranks
     compiling/     LoweredStep -> CompiledStep: one flat list of calls, kept while its guards hold
     running/       the compiled step, run to its end on all ranks: every call in turn
-    paper/         what is known before anything runs: text, bytes, operations
     control/       a step fails on every rank or on none; the sum of the losses
     transport/     messages between stages, and sums among ranks: `InProcess`, `P2P`
+    paper/         what is known before anything runs: text, bytes, operations
 
 `step.py` has the call itself, from the arguments to the result. Four objects last from call to call:
 `StagePrograms` owns the programs of stages, `CompiledSteps` the compiled steps, `Agreement` the facts that

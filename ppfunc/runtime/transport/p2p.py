@@ -338,7 +338,9 @@ class P2P(Control):
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Clear our frames from a traceback: a stored exception would keep the connection open."""
+    """Clear frames of transports and collectives from a traceback: a stored exception would keep the
+    connection open.
+    """
     seen: set[int] = set()  # an exception that was raised again may be a cause of its own cause
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -163,7 +163,7 @@ class TrainingUpdate(ParameterUpdate):
     def join(
         self, buffers: Buffers, losses: Sequence[torch.Tensor], each: Mapping[int, torch.Tensor] | None
     ) -> None:
-        """Sum the norm and the loss over all ranks; conclude from them where the updates are to come."""
+        """Sum the norm and the loss over all ranks, and conclude from them what updates do."""
         rule, world = self._rule, self._ranks.world
         for stage in sorted({*self._gradients, *self._reducers}):
             self._await_sums(stage)
