@@ -128,7 +128,7 @@ def not_copied(kind: str, mend: str) -> Callable[..., NoReturn]:
     """
 
     def refuse(self: object) -> NoReturn:
-        raise TypeError(f"{kind} is not copied, pickled or sent to a process: {mend}")
+        raise TypeError(f"{kind} cannot be copied, pickled or sent to a process: {mend}")
 
     return refuse
 

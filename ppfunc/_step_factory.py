@@ -140,7 +140,7 @@ def make_step(
         )
     if loss_weights is not None and loss_fn is None:
         raise ValueError(
-            "loss_weights: got some, and no loss function whose losses they would weigh; leave them out"
+            "loss_weights needs a loss function, whose losses they weigh; give loss_fn, or leave them out"
         )
     if training and spec.frozen is None:
         spec = spec._replace(frozen=FrozenLeaves(stages, None))

@@ -74,8 +74,7 @@ def measure(
     if loss_fn is None:
         if targets is not None:
             raise ValueError(
-                "targets: got some, and no loss function that would read them; give the loss function, or no"
-                " targets"
+                "targets needs a loss function, which reads them; give loss_fn, or leave them out"
             )
         loss_fn, targets = _total, ()
     arguments: dict[str, Any] = {"seed": (0, 0), "extras": extras, "state": state}

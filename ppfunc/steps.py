@@ -295,7 +295,7 @@ def _require_sums(wanted: tuple[int, ...], per_microbatch: bool, sum_dtype: Any)
         raise TypeError(f"sum_dtype: got {shown(sum_dtype)}, expected torch.float32 or torch.float64")
     if sum_dtype is not None and (per_microbatch or 0 not in wanted):
         raise ValueError(
-            "sum_dtype: got one, and no gradients of parameters are added up over microbatches; leave it out"
+            "sum_dtype applies to sums of parameter gradients, which this call does not compute; leave it out"
         )
 
 

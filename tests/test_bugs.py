@@ -146,7 +146,7 @@ def test_argnums_name_each_argument_once():
 def test_targets_that_no_loss_function_reads_are_refused():
     """They were dropped."""
     params, inputs, targets = problem()
-    with pytest.raises(ValueError, match="targets: got some, but there is no loss function"):
+    with pytest.raises(ValueError, match="targets needs a loss function"):
         pp.evaluate([dense] * 2, None, pp.gpipe(2, 2), return_outputs=True)(params, inputs, targets)
 
 
@@ -162,15 +162,13 @@ def test_options_that_nothing_would_read_are_refused():
         "loss_shape: got .2,., and no loss function": lambda: pp.evaluate(
             stages, None, schedule, return_outputs=True, loss_shape=(2,)
         ),
-        "loss_weights: got some, and no loss function": lambda: pp.evaluate(
+        "loss_weights needs a loss function, whose": lambda: pp.evaluate(
             stages, None, schedule, return_outputs=True, loss_weights=[1, 2]
         ),
         "overlapped: got a function, and the schedule 'gpipe' overlaps nothing": lambda: pp.value_and_grad(
             stages, squared, schedule, overlapped=pp.interleaved()
         ),
-        "loss_weights: got some, but there is no loss function": lambda: outputs(
-            params, inputs, loss_weights=[1, 2]
-        ),
+        "loss_weights needs a loss function, which": lambda: outputs(params, inputs, loss_weights=[1, 2]),
     }.items():
         with pytest.raises(ValueError, match=told):
             make()

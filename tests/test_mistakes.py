@@ -133,10 +133,10 @@ MISTAKES = {
     "a trainer that is pickled": (lambda: pickle.dumps(TRAINER), "make a trainer in each process"),
     "a trainer that is copied": (lambda: deepcopy(TRAINER), "save its state by ppfunc.checkpoint.save"),
     "a paper without a mesh": (lambda: pp.OnPaper(), "missing.*'mesh'; it takes mesh, axes, shard"),
-    "a step that is copied": (lambda: deepcopy(STEP), "a step function is not copied.*in each process"),
+    "a step that is copied": (lambda: deepcopy(STEP), "a step function cannot be copied.*in each process"),
     "a step that is saved": (lambda: torch.save(STEP, io.BytesIO()), "save the parameters by"),
     "an evaluator that is sent": (lambda: pickle.dumps(partial(EVALUATOR, PARAMS)), "in each process"),
-    "a lowered step that is pickled": (lambda: pickle.dumps(LOWERED), "a lowered or compiled step is not"),
+    "a lowered step that is pickled": (lambda: pickle.dumps(LOWERED), "a lowered or compiled step cannot be"),
     "a compiled step that is copied": (lambda: deepcopy(LOWERED.compile()), "keep its as_text()"),
     "a lowered training step": (lambda: deepcopy(TRAINING), "in each process"),
     "too few programs": (

@@ -120,7 +120,7 @@ def _stages_of_rank(
     """List the stages of the model that this rank runs."""
     if schedule is None:
         if mesh is not None:
-            raise ValueError("mesh: got one, and no schedule, which says which stages each of its ranks has")
+            raise ValueError("mesh needs a schedule, which says which stages each rank has; give schedule=")
         return range(stages)
     if max(schedule.model_stages) + 1 != stages:
         raise ValueError(
@@ -141,7 +141,7 @@ def _stages_of_rank(
         )
     place = mesh.get_coordinate()  # in the order of the mesh, as ranks of a pipeline are counted
     if place is None:
-        raise ValueError("mesh: got one that this rank is not in; call materialize on its ranks alone")
+        raise ValueError("mesh: got a mesh without this rank; call materialize on the ranks of the mesh only")
     return schedule.model_stages_of(place[(mesh.mesh_dim_names or ()).index(pipe)])
 
 

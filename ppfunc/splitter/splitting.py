@@ -230,8 +230,8 @@ def _choose(
     if at is None:
         if not (names := [name for name in traced.starts if name.startswith(PIPE_SPLIT)]):
             raise TypeError(
-                "at: got none, expected names of modules, a number of stages, or a Partition; or a model that"
-                " calls torch.distributed.pipelining.pipe_split()"
+                "at is missing, expected names of modules, a number of stages, or a Partition; or a model"
+                " that calls torch.distributed.pipelining.pipe_split()"
             )
         return names
     called = [_in_order(names, traced.starts) for names in levels]

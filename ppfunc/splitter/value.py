@@ -202,7 +202,7 @@ class Split:
                     )
         if missing := [stage for stage in params if stage in self.state and stage not in state]:
             raise ValueError(
-                f"state: got none for stage {missing[0]}, whose buffers the model writes into; give"
+                f"state: stage {missing[0]} is missing, whose buffers the model writes into; give"
                 " split.state, or state.stage_state of what was trained"
             )
 

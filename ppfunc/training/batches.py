@@ -61,7 +61,7 @@ class Batches(NamedTuple):
                 " of an iterator, take list(itertools.islice(iterator, steps))"
             )
         if not self.pairs:
-            raise ValueError("batches: got none, expected inputs and targets of at least one step")
+            raise ValueError("batches: got an empty list, expected (inputs, targets) of at least one step")
         weights = _of_every_step("loss_weights", self.weights, len(self.pairs))
         extras = _of_every_step("extras", self.extras, len(self.pairs))
         own, seed = "equal" if weights[0] is None else "own", read_seed(self.seed)

@@ -165,7 +165,7 @@ def test_memory_that_cannot_be_had_is_named():
         patch.object(os, "posix_fallocate", side_effect=error),
         pytest.raises(
             MemoryError,
-            match=r"rank 1 got no 20,480 bytes .* rank 0.*\(No space left on device\); .*P2P\(mapped=False\)",
+            match=r"rank 1 cannot map 20,480 bytes .* rank 0.*\(No space left on device\); .*mapped=False",
         ),
     ):
         sender.send([torch.ones(20_000, dtype=torch.uint8)])

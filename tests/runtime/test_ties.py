@@ -294,7 +294,7 @@ def test_a_place_alone_under_a_transform_is_refused():
         engine=pp.engines.functional,
     )
     for mapped in (lambda a: step({0: a, 1: w}, x, x)[0], lambda a: step({0: w, 1: a}, x, x)[0]):
-        with pytest.raises((ValueError, pp.PipelineError), match="alone; map both places"):
+        with pytest.raises((ValueError, pp.PipelineError), match="only; apply it to both"):
             torch.func.vmap(mapped)(torch.stack([w, w]))
 
 

@@ -172,7 +172,7 @@ def test_no_whole_backward_beats_the_bound(name, inputs, weights, whole):
     ("options", "message"),
     [
         ({"schedules": ["nope"]}, "unknown schedule 'nope'"),
-        ({"schedules": []}, "schedules: got none"),
+        ({"schedules": []}, "schedules: got an empty list"),
         (
             {"schedules": ["inference", "1f1b"]},
             "of 1f1b and inference one has a backward, the other has none",

@@ -778,7 +778,7 @@ def test_a_pipe_of_torch_is_refused():
     with pytest.raises(TypeError, match=r"model: got a Pipe .*, cut already; .* ppfunc.split\(model, "):
         pp.split(pipe, (x,), at=["b"])
     assert pp.split(model, (x,)).at == ("pipe_split() 1",)  # torch has put it there
-    with pytest.raises(TypeError, match="at: got none, expected names of modules"):
+    with pytest.raises(TypeError, match="at is missing, expected names of modules"):
         pp.split(nn.Linear(m.D, m.D), (x,))
 
 

@@ -205,7 +205,7 @@ def test_a_state_is_not_forgotten():
     model = m.BatchNorms().double()
     parts = pp.split(model, m.rows(), at=["b"])
     for use in (parts.state_dict, parts.put_back):
-        with pytest.raises(ValueError, match="state: got none for stage 0, whose buffers the model writes"):
+        with pytest.raises(ValueError, match="state: stage 0 is missing, whose buffers the model writes"):
             use(parts.params)
     with pytest.raises(TypeError, match=r"save split.state_dict\(split.params, split.state\) or"):
         copy.copy(parts)

@@ -389,7 +389,7 @@ def test_batches_of_several_steps_are_pairs():
             TypeError, match=r"batches: got .*, expected a list of \(inputs, targets\), one for every step"
         ):
             trainer.steps(trainer.init(params), given)
-    with pytest.raises(ValueError, match="batches: got none"):
+    with pytest.raises(ValueError, match="batches: got an empty list"):
         trainer.steps(trainer.init(params), [])
     for seed in (3, (1,), ("a", "b")):
         with pytest.raises(TypeError, match=r"seed: got .*, expected \(seed, step\), two integers"):
@@ -747,9 +747,7 @@ def test_the_state_of_a_split_is_asked_for():
     _, _, x, y = problem()
     split = pp.split(model, x, at=["1"])
     trainer = trainer_of(stages=split)
-    with pytest.raises(
-        ValueError, match="state: got none for stage 1, whose buffers the .*; give split.state"
-    ):
+    with pytest.raises(ValueError, match="state: stage 1 is missing, whose buffers the .*; give split.state"):
         trainer.init(split.params)
     with pytest.raises(ValueError, match=r"params\[0\] lacks '0.bias'; give all names of split.params\[0\]"):
         trainer.init({0: {"weight": x}, 1: split.params[1]}, split.state)

@@ -73,7 +73,8 @@ def _compare_here(pairs: Sequence[tuple[SharedLeaf, Place, Place]], buffers: Buf
         value, other = buffers.params[first][at], buffers.params[model][number]
         if is_wrapped(other) != is_wrapped(value):
             raise ValueError(
-                f"{leaf.name} is transformed by torch.func in stage {first} or {model} alone; map both places"
+                f"tied parameter {leaf.name}: a torch.func transform applies to one of the stages {first} and"
+                f" {model} only; apply it to both"
             )
         if other is not value and not is_wrapped(value):
             names.append((f"{leaf.name} {OTHER_VALUES}", f"in stage {first}", f"in stage {model}"))

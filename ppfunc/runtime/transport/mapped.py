@@ -91,9 +91,8 @@ class _RouteEnd:
             yield
         except OSError as error:
             raise MemoryError(
-                f"rank {self._links.rank} got no {size:,} bytes of memory for messages with rank"
-                f" {self._peer}, which both map ({error.strerror}); leave the host that much, or make"
-                " P2P(mapped=False) on every rank, whose messages take gloo"
+                f"rank {self._links.rank} cannot map {size:,} bytes of shared memory for messages with rank"
+                f" {self._peer} ({error.strerror}); free memory, or pass mapped=False to P2P on every rank"
             ) from error
 
     def _read(self) -> Iterable[Any]:

@@ -127,8 +127,7 @@ def read_arguments(
     for name in ("targets", "loss_weights"):
         if getattr(raw, name) is not None and not with_targets:
             raise ValueError(
-                f"{name}: got some, but there is no loss function that would read them; give the loss"
-                f" function, or no {name}"
+                f"{name} needs a loss function, which reads them; give loss_fn, or leave {name} out"
             )
     require_trees("params", raw.params, stages)
     extras = {} if raw.extras is None else raw.extras

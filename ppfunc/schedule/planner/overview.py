@@ -180,7 +180,9 @@ def compare_schedules(
     for row in rows:
         _require_same(row.timeline.schedule, ranks, microbatches, rows[0].timeline.schedule)
     if not rows:
-        raise ValueError(refused[0][1] if refused else "schedules: got none, expected at least one")
+        raise ValueError(
+            refused[0][1] if refused else "schedules: got an empty list, expected at least one schedule"
+        )
     rows.sort(key=lambda row: row.timeline.makespan)
     return Overview(ranks, microbatches, tuple(rows), tuple(refused), cap)
 
@@ -230,7 +232,7 @@ def _items(schedules: Any) -> list[str | Schedule]:
         )
     items = list(schedules)
     if wrong := [item for item in items if not isinstance(item, str | Schedule)]:
-        raise TypeError(f"schedules: got one of type {type(wrong[0]).__name__}, {expected}")
+        raise TypeError(f"schedules: got an item of type {type(wrong[0]).__name__}, {expected}")
     return items
 
 

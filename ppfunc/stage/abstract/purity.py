@@ -99,9 +99,9 @@ class Purity(LogicalDraws):
             elif isinstance(value, torch.Generator):
                 raise StageError(
                     self.stage,
-                    f"it hands a torch.Generator to an operator{place_of_call()}; the numbers of one of its"
-                    " own depend on the order in which microbatches run",
-                    "leave it out: the default generator draws, which seed=(seed, step) sets",
+                    f"it passes its own torch.Generator to an operator{place_of_call()}; its numbers would"
+                    " depend on the order in which microbatches run",
+                    "leave the generator out, and pass seed=(seed, step)",
                 )
         if self.after is not None and (
             is_collective(func) or any(issubclass(kind, dtensor_class()) for kind in types)

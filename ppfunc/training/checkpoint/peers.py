@@ -50,8 +50,8 @@ class Peers:
         ranks, rank = _ranks(group)
         if rank not in ranks:
             raise ValueError(
-                f"group: got one of the ranks {ranks}, this process is rank {rank}; call it on the ranks of"
-                " the group only"
+                f"group: got a group of the ranks {ranks}, this process is rank {rank}; call it on the ranks"
+                " of the group only"
             )
         self.rank, self.size = ranks.index(rank), len(ranks)
         self._links: SocketLinks | None = None

@@ -498,8 +498,8 @@ def test_a_stage_hands_no_generator_to_an_operator(engine, args):
         with pytest.raises(
             StageError,
             match=(
-                r"stage 2: it hands a torch.Generator to an operator, called at .*test_refusals.py:\d+; .*"
-                " Instead: leave it out: the default generator draws"
+                r"stage 2: it passes its own torch.Generator .*, called at .*test_refusals.py:\d+;.*"
+                " Instead: leave the generator out"
             ),
         ):
             engine(fn, args, name="stage 2")
