@@ -149,8 +149,7 @@ assert_async = torch._assert_async
 # Whether autocast is on for any kind of device.
 any_autocast = torch._C._is_any_autocast_enabled
 
-# Copy and add lists of tensors in few kernels; both write into the first list.
-copy_each = torch._foreach_copy_
+# Add lists of tensors in few kernels; it writes into the first list.
 add_into_each = torch._foreach_add_
 
 # Arguments, results and aliases of an operator; and the function that calls it without the checks of

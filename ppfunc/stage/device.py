@@ -1,11 +1,10 @@
-"""Handle devices, mostly what torch calls accelerators: streams, events, generators, graphs, pinned memory.
+"""Handle devices, mostly what torch calls accelerators: streams, events, generators, pinned memory.
 
 ``torch.accelerator`` serves every kind of them. What it lacks is in the module of the kind, such as
 ``torch.cuda``, which is named here alone.
 """
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,10 +12,6 @@ import torch
 
 from ._torch import is_wrapped
 from .process import process_lock
-
-# Runs a function in memory that stays, and returns its results with what runs it again in the same memory.
-# The second function does the same, where nothing is recorded.
-Record = Callable[[Callable[[], Any], Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
 
 def available() -> bool:
@@ -147,29 +142,3 @@ def preserve_rng(devices: Iterable[torch.device]) -> Iterator[None]:
                 _before.clear()
                 for device, state in states.items():
                     generator_of(device).set_state(state)
-
-
-def graph_recorder(device: torch.device) -> Record:
-    """Make a recorder of CUDA graphs on a device.
-
-    Its graphs share their memory, and run in the order in which they were recorded.
-    """
-    cuda = torch.get_device_module(device)
-    pool, generator = cuda.graph_pool_handle(), generator_of(device)
-
-    def record(run: Callable[[], Any], unrecorded: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        drawn = generator.get_state()
-        with on_device(device):
-            beside, graph = cuda.Stream(device), cuda.CUDAGraph()
-            beside.wait_stream(current_stream(device))
-            with beside:
-                unrecorded()  # opens libraries and compiles kernels, which a graph cannot hold
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # a program may consist of views
-                # It waits for the device first. The threads of NCCL go on asking for events meanwhile.
-                with cuda.graph(graph, pool=pool, stream=beside, capture_error_mode="thread_local"):
-                    results = run()
-        generator.set_state(drawn)
-        return results, graph.replay
-
-    return record

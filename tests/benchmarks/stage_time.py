@@ -84,17 +84,13 @@ def make_sides(options: argparse.Namespace) -> dict[str, Side]:
         return torch.autograd.grad(y, inputs, gy)
 
     plain, compiled = (pp.engines.graph(compile=c)(fn, (params, x)).flat for c in (False, True))
-    sides = {
+    return {
         "F+B": whole(plain),
         "F+I+W": split(plain),
         "compiled F+B": whole(compiled),
         "compiled F+I+W": split(compiled),
         "autograd": autograd,
     }
-    if torch.device(options.device).type == "cuda":
-        captured = pp.engines.graph(cuda_graphs=True)(fn, (params, x)).flat
-        sides |= {"captured F+B": whole(captured), "captured F+I+W": split(captured)}
-    return sides
 
 
 def measure(side: Side, options: argparse.Namespace) -> float:

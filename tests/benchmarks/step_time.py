@@ -9,11 +9,10 @@ Both run in turn in one process group, in rounds that alternate, each rank on a 
 median step times, the median of the ratios round by round (below 1: ppfunc is faster), the same for the CPU
 seconds of all ranks, and the measured over the ideal step, which is the simulated makespan with the stages'
 own measured times. ``--compile``
-compares programs compiled by inductor with the same programs as traced, ``--cuda-graphs`` those captured as
-CUDA graphs, and ``--protection`` steps as they are with steps that hold no signals back, and that ranks
-neither begin nor end together. ``--device cuda`` takes a GPU per rank, or one for all, which
-then pass for hosts of their own and talk over sockets; ``--nproc-per-node 1 --schedule interleaved_1f1b`` has
-no messages.
+compares programs compiled by inductor with the same programs as traced, and ``--protection`` steps as they
+are with steps that hold no signals back, and that ranks neither begin nor end together. ``--device cuda``
+takes a GPU per rank, or one for all, which then pass for hosts of their own and talk over sockets;
+``--nproc-per-node 1 --schedule interleaved_1f1b`` has no messages.
 """
 
 import argparse
@@ -106,9 +105,9 @@ def main() -> None:
         step = pp.value_and_grad(stages, squared, schedule, pp.P2P(), engine=engine)
         return lambda: step(params, inputs, targets)[1]
 
-    if options.compile or options.cuda_graphs:
-        names = " and ".join(["compiled"] * options.compile + ["captured"] * options.cuda_graphs), "as traced"
-        step_ours = our_step(pp.engines.graph(compile=options.compile, cuda_graphs=options.cuda_graphs))
+    if options.compile:
+        names = "compiled", "as traced"
+        step_ours = our_step(pp.engines.graph(compile=True))
         step_theirs = our_step(pp.engines.graph)
     else:
         names = "ppfunc", "torch"
@@ -214,9 +213,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--protection", action="store_true", help="what it costs that steps fail on every rank or on none"
-    )
-    parser.add_argument(
-        "--cuda-graphs", action="store_true", help="likewise for programs captured as CUDA graphs"
     )
     add_foremost(parser)
     return parser.parse_args()

@@ -105,7 +105,7 @@ def answers() -> dict[str, Any]:
         "synchronize_stream": synchronize_stream,
         "synchronize_device": lambda index, *_: synchronize(index),
         "query_stream": lambda i, s, _: device().poll("stream", device().mark(device().stream(i, s))),
-        "capturing": lambda i, s, _: _current is not None and _current.stream(i, s).graph is not None,
+        "capturing": lambda *_: False,
     }
 
 

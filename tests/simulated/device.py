@@ -91,8 +91,6 @@ class Device(Streams):
         self._breathe()
         with self.lock:
             read, written = self._regions(reads), self._regions(writes)
-            if stream.graph is not None:
-                return stream.graph.add(what, run, read, written)
             self.issued[what] += 1
             self.inform(stream)
             number = stream.issued + 1
@@ -124,16 +122,11 @@ class Device(Streams):
 
     def mark(self, stream: Stream) -> Mark:
         with self.lock:
-            return Mark(stream, stream.issued, dict(stream.clock), stream.graph)
+            return Mark(stream, stream.issued, dict(stream.clock))
 
     def order(self, mark: Mark, stream: Stream) -> None:
         """Let what is issued on a stream from now on follow a mark."""
         with self.lock:
-            if mark.graph is not stream.graph:
-                raise RuntimeError(
-                    f"CUDA error: {stream} would wait for {mark.stream} across a capture; captures of several"
-                    " streams are not simulated"
-                )
             if mark.stream is stream:
                 return
             merge(stream.clock, mark.clock)
@@ -158,7 +151,6 @@ class Device(Streams):
     def wait(self, kind: str, *marks: Mark) -> None:
         """Hold up the host until what is marked is done."""
         with self.lock:
-            self._refuse_captured(kind, *marks)
             self.waits[kind, caller_place()] += 1
             self._awaited += marks
             self.changed.notify_all()
@@ -179,7 +171,6 @@ class Device(Streams):
         """Let the host look whether what is marked is done. A first look is too early, but after a wait."""
         self._breathe()
         with self.lock:
-            self._refuse_captured(kind, mark)
             self.polls[kind, caller_place()] += 1
             place = mark.stream, mark.number
             done = self.knows(mark) or (self.done(mark) and place in self._looked_at)
@@ -206,11 +197,6 @@ class Device(Streams):
         for mark in marks:
             merge(self._host, mark.clock)
 
-    def _refuse_captured(self, kind: str, *marks: Mark) -> None:
-        graphs = {s.graph for s in self._streams.values()} - {None}
-        if any(mark.graph for mark in marks) or any(graph.forbids_waits() for graph in graphs):
-            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({kind})")
-
     def fail(self, text: str) -> None:
         with self.lock:
             self._failure = self._failure or text
@@ -226,7 +212,7 @@ class Device(Streams):
     # The worker
 
     def _breathe(self) -> None:
-        """Let the device take some turns, chosen by the seed; none by a capture, whose host goes on alone."""
+        """Let the device take some turns, chosen by the seed."""
         if threading.current_thread() is self._worker:
             return
         with self.lock:

@@ -27,7 +27,6 @@ class Block:
     def __init__(self, size: int, stream: Any, serial: int) -> None:
         self.size, self.stream, self.serial = size, stream, serial
         self.bytes = torch.empty(-(-max(size, 1) // 64) * 64, dtype=torch.uint8, device="cpu")
-        self.graph = stream.graph  # in whose capture it was allocated
         self.accesses = Accesses()
         self.recorded: set[Any] = set()  # streams
         self.poison()
@@ -98,8 +97,6 @@ class Memory:
             count = 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
             self._serial += 1
             block = Block(count * dtype.itemsize, stream, self._serial)
-            if stream.graph is not None:
-                stream.graph.allocated(block)
             if block.size:
                 self._live[block.bytes.data_ptr()] = block
             self.used[index] += block.size
@@ -127,17 +124,14 @@ class Memory:
         guard.library().exchange_memory(storage._cdata, fresh._cdata)
 
     def collect(self) -> None:
-        """Give what was freed since the last call to its stream at once, or to the pool of its graph."""
+        """Give what was freed since the last call to its stream at once."""
         while address := guard.library().take_freed():
             _, memory, block = _structures.pop(address)
             if memory is not self or not block.size:  # of an earlier simulation
                 continue
             del self._live[block.bytes.data_ptr()]
             self.used[block.stream.device] -= block.size
-            if block.graph is None:
-                self._reuse(block)
-            else:
-                block.graph.memory_pool.freed.append(block)
+            self._reuse(block)
 
     def _reuse(self, block: Block) -> None:
         """Poison a block as the next allocation of its stream may, whatever other streams do with it."""
@@ -149,7 +143,7 @@ class Memory:
                 continue  # what a recorded stream has waited for
             text = f"{block} is freed while it is in use, and may be handed out; record_stream is missing:"
             device.report(text, access)
-        if not block.recorded and stream.graph is None:
+        if not block.recorded:
             device.issue(stream, "reuse of memory", block.poison)
         else:  # handed out when all that use it are done; its stream does not wait for them
             ready = self._all_done([device.mark(s) for s in block.recorded | {stream}])

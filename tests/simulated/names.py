@@ -19,11 +19,10 @@ import torch
 from . import guard
 from .answers import answers, device, elapsed, index_of, new_stream, set_device, synchronize, use
 from .device import Device
-from .graphs import Graph, Pool
 from .operators import OWN, Operators
 
 _GENERIC = (  # of torch.accelerator: those that do not ask the guard
-    "Graph empty_cache empty_host_cache memory_allocated max_memory_allocated reset_peak_memory_stats"
+    "empty_cache empty_host_cache memory_allocated max_memory_allocated reset_peak_memory_stats"
 ).split()
 _operators: Operators | None = None
 
@@ -68,77 +67,6 @@ def _exchange_device(index: int) -> int:
     if index >= 0:
         device().index = index
     return before
-
-
-_pools: dict[tuple[int, int], Pool] = {}
-
-
-def pool_handle() -> tuple[int, int]:
-    handle = 0, len(_pools) + 1
-    _pools[handle] = Pool()
-    return handle
-
-
-class CUDAGraph:
-    """``torch.cuda.CUDAGraph``."""
-
-    def __init__(self, keep_graph: bool = False) -> None:
-        self._graph: Graph | None = None
-        self._pool: tuple[int, int] | None = None
-
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
-        self._pool = pool or pool_handle()
-        self._graph = Graph(device(), _pools[self._pool], capture_error_mode)
-        self._graph.begin()
-
-    def capture_end(self) -> None:
-        self._graph.end()
-
-    def replay(self) -> None:
-        if self._graph is None:
-            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
-        self._graph.replay()
-
-    def reset(self) -> None:
-        self._graph = None
-
-    def pool(self) -> tuple[int, int]:
-        return self._pool
-
-
-class AcceleratorGraph(CUDAGraph):
-    """``torch.accelerator.Graph``."""
-
-    def __init__(
-        self, keep_graph: bool = False, *, pool: Any = None, capture_error_mode: str = "default"
-    ) -> None:
-        super().__init__(keep_graph)
-        self.graph_pool = pool
-        self.capture_error_mode = "global" if capture_error_mode == "default" else capture_error_mode
-
-    def capture_begin(self) -> None:
-        super().capture_begin(self.graph_pool, self.capture_error_mode)
-
-    def __enter__(self) -> None:
-        device().wait("graph", *map(device().mark, device().streams(device().index)))
-        self.capture_begin()
-
-    def __exit__(self, *exception: Any) -> None:
-        self.capture_end()
-
-
-@contextlib.contextmanager
-def graph(
-    cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global", **_: Any
-) -> Iterator[None]:
-    """``torch.cuda.graph``, which waits for the device by itself."""
-    device().wait("graph", *map(device().mark, device().streams(device().index)))
-    with torch.cuda.stream(stream or Stream()):
-        cuda_graph.capture_begin(pool, capture_error_mode)
-        try:
-            yield
-        finally:
-            cuda_graph.capture_end()
 
 
 @cache
@@ -211,10 +139,7 @@ def _cuda(gpu: Device, generators: tuple[torch.Generator, ...]) -> dict[str, Any
         "get_rng_state": lambda given="cuda": generators[index_of(given)].get_state(),
         "set_rng_state": lambda state, given="cuda": generators[index_of(given)].set_state(state) and None,
         "initial_seed": lambda: generators[gpu.index].initial_seed(),
-        "graph_pool_handle": pool_handle,
-        "CUDAGraph": CUDAGraph,
-        "graph": graph,
-        "is_current_stream_capturing": lambda: gpu.current().graph is not None,
+        "is_current_stream_capturing": lambda: False,
         "empty_cache": _nothing,
         "memory_allocated": lambda given=None: gpu.memory.now(index_of(given)),
         "max_memory_allocated": lambda given=None: gpu.memory.peak[index_of(given)],
@@ -238,7 +163,7 @@ def simulated(**options: Any) -> Iterator[Device]:
         stack.callback(_end)
         names = _cuda(gpu, generators)
         stack.enter_context(mock.patch.multiple(torch.cuda, **names))
-        generic = {**names, "Graph": AcceleratorGraph, "empty_host_cache": _nothing}
+        generic = {**names, "empty_host_cache": _nothing}
         known = {name: generic[name] for name in _GENERIC if hasattr(torch.accelerator, name)}
         stack.enter_context(mock.patch.multiple(torch.accelerator, **known))
         resize = partialmethod(_resize, gpu)

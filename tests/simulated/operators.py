@@ -15,7 +15,6 @@ import torch
 from optree import tree_unflatten
 
 from .device import Device
-from .graphs import next_seed
 from .streams import Stream
 
 aten = torch.ops.aten
@@ -52,7 +51,7 @@ class Operators:
             if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), "CPU"):
                 raise NotImplementedError(f"{op.name()} has no kernel for the CPU; it is not simulated")
             self._served.add(name)
-        seed = self._drawn(op, call.kwargs, stream, index)
+        seed = self._drawn(op, call.kwargs, index)
         if call.written or not op._schema.returns:
             self._resize(call)
             device.issue(stream, name, call.bound(device, seed), call.read(), call.written)
@@ -94,8 +93,8 @@ class Operators:
                 index = tensor.device.index
                 tensor.data = self.device.memory.empty(meta.size(), meta.stride(), tensor.dtype, index)
 
-    def _drawn(self, op: Any, kwargs: Any, stream: Stream, index: int) -> list[int] | None:
-        """Draw the seed of an operator that draws, now or at each replay."""
+    def _drawn(self, op: Any, kwargs: Any, index: int) -> list[int] | None:
+        """Draw the seed of an operator that draws."""
         if _DRAWS not in op.tags:
             return None
         if not any(a.name == "generator" for a in op._schema.arguments):
@@ -104,7 +103,9 @@ class Operators:
         if generator.device.type != "cuda":
             got = f"Expected a 'cuda' device type for generator but found '{generator.device.type}'"
             raise RuntimeError(got)
-        return [next_seed(generator)] if stream.graph is None else stream.graph.draw(generator)
+        offset = generator.get_offset()
+        generator.set_offset(offset + 4)
+        return [hash((generator.initial_seed(), offset)) & (2**63 - 1)]
 
     def _await(self, name: str, call: _Call, seed: list[int] | None, stream: Stream) -> Any:
         """Run an operator whose results the host needs, and wait for them."""

@@ -114,7 +114,6 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
     "optimizer cut": threads(train, "cuda", (1, 2), "optimizer", pp.one_f_one_b),
     "params cut": threads(train, "cuda", (1, 2), "params", pp.one_f_one_b),
     "experts": threads(exchanging, pp.interleaved()),
-    "captured": lambda: in_process((0, 1), pp.zb_h1(2, 4), engine=pp.engines.graph(cuda_graphs=True)),
 }
 """Steps without a fault."""
 

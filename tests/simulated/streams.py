@@ -28,7 +28,6 @@ class Stream:
         self.tasks: deque[Task] = deque()
         self.issued = self.done = 0  # numbers of operations
         self.clock: Clock = {}
-        self.graph: Any = None  # that captures it
 
     def __repr__(self) -> str:
         return f"stream {self.id} of cuda:{self.device}"
@@ -40,7 +39,6 @@ class Mark(NamedTuple):
     stream: Stream
     number: int
     clock: Clock
-    graph: Any = None  # of which it is a part
 
 
 class Streams:

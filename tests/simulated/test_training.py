@@ -173,8 +173,7 @@ def test_a_negative_weight_on_the_device_makes_no_number(gpu):
 
 def test_a_step_is_lowered_for_the_device_of_its_parameters(gpu):
     params, inputs, targets = moved(problem(2, M), "cuda")
-    engine = pp.engines.graph(cuda_graphs=True)  # refused on the CPU
-    with pp.Trainer([dense] * 2, squared, pp.gpipe(2, M), pp.optim.sgd(1e-2), engine=engine) as trainer:
+    with pp.Trainer([dense] * 2, squared, pp.gpipe(2, M), pp.optim.sgd(1e-2)) as trainer:
         assert "stage 1 on cuda:0" in trainer.lower(params, inputs, targets).as_text()
 
 

@@ -22,7 +22,6 @@ KERNELS = {
 ENGINES = {
     "graph": pp.engines.graph,
     "again": pp.engines.graph(remat="full"),
-    "captured": pp.engines.graph(cuda_graphs=True),
 }
 
 

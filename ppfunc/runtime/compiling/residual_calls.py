@@ -145,7 +145,6 @@ def _tensors(buffers: Buffers, key: Key, fault: str, mend: str) -> tuple[Any, ..
     saved = buffers.residuals[key]
     if not all(isinstance(t, torch.Tensor | Held) for t in saved):
         raise TypeError(
-            f"{fault}: its engine keeps values other than tensors; use the graph engine without"
-            f" cuda_graphs=True, or {mend}"
+            f"{fault}: its engine keeps values other than tensors; use the graph engine, or {mend}"
         )
     return saved

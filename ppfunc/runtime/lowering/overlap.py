@@ -25,7 +25,7 @@ def interleaved() -> Overlapped:
     as a whole. The bits are those of running both in turn if kernels are deterministic.
 
     Raises (when a pair runs):
-        TypeError: the stages have another engine, or are captured in CUDA graphs.
+        TypeError: the stages have another engine.
     """
     merged: WeakKeyDictionary[Program, WeakKeyDictionary[Program, Program]] = WeakKeyDictionary()
 
@@ -47,8 +47,7 @@ def interleaved() -> Overlapped:
 def _recipe(program: Program) -> Any:
     if not hasattr(program, "recipe"):
         raise TypeError(
-            "interleaved() got a stage that is not traced: use the graph engine without cuda_graphs=True, or"
-            " leave out overlapped="
+            "interleaved() got a stage that is not traced: use the graph engine, or leave out overlapped="
         )
     return program.recipe
 

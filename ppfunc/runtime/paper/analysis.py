@@ -76,9 +76,6 @@ class Shown:
         Programs that are compiled are counted as they are traced. A message counts at its sender until that
         has waited for it, at its receiver from when it is expected. Through memory that two processes map
         (see :class:`P2P`) it is held for less time; the copy there does not count.
-
-        Raises:
-            StageError: stages are captured in CUDA graphs, which keep more memory than is counted.
         """
         step, programs = self._lowered, self.programs()
         return Memories((rank, memory_of(step, programs, rank, self._completed)) for rank in step.ranks)

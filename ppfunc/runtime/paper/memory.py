@@ -55,17 +55,7 @@ def memory_of(
 
     Args:
         complete: completes the arguments, such as by an update, for the step of the rank.
-
-    Raises:
-        StageError: a stage is captured in CUDA graphs.
     """
-    for key, program in programs.items():
-        if hasattr(program.flat.forward, "__wrapped__"):
-            raise StageError(
-                step.stages[key].call.name,
-                "CUDA graphs keep their memory from step to step, which is not counted",
-                "lower the step without cuda_graphs=True",
-            )
     step, device = _of_rank(step, rank), step.form.devices[step.schedule.model_stages_of(rank)[0]]
     ledger = Ledger(device)
     flat = {id(p): p._replace(flat=replayed(p.flat, ledger)) for p in programs.values()}

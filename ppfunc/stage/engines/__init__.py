@@ -5,7 +5,7 @@ differentiable leaves (`ppfunc.stage.abstract.differentiable`), and give the sam
 
     graph        trace forward and backward (`tracing.joint`), clean the trace (`tracing.clean`), choose
                  what is computed again (`tracing.again`), cut it in F, I and W (`tracing.cut`), write each
-                 as Python (`tracing.emit`), on request as CUDA graphs (`captured`): `graph_engine`
+                 as Python (`tracing.emit`): `graph_engine`
     functional   torch.func.vjp at every forward (`at_run_time`)
     eager        the tape of autograd, one per forward (`at_run_time`)
 """

@@ -25,9 +25,7 @@ def graph(fn: Callable[..., Any], example: tuple[Any, ...], **request: Any) -> S
 
 
 @overload
-def graph(
-    *, remat: "Remat" = "cheap", compile: bool = False, cuda_graphs: bool = False, dynamic: bool = False
-) -> Engine:
+def graph(*, remat: "Remat" = "cheap", compile: bool = False, dynamic: bool = False) -> Engine:
     """Return the engine with these options."""
 
 
@@ -35,7 +33,6 @@ def graph(
     *stage: Any,
     remat: "Remat" = "cheap",
     compile: bool = False,
-    cuda_graphs: bool = False,
     dynamic: bool = False,
     **request: Any,
 ) -> StageProgram | Engine:
@@ -75,10 +72,6 @@ def graph(
             to the one that was read last.
         compile: compile each program by inductor (``torch.compile``) when it first runs. Results then agree
             within rounding, no longer bitwise. What inductor has compiled it keeps in its folder on disk.
-        cuda_graphs: capture each program as a CUDA graph for every microbatch in flight. The
-            bits stay the same. Graphs hold their memory as long as the program lives, with a copy of the
-            parameters of each stage. The copy misses writes through ``.data`` or ``numpy()``. Residuals
-            cannot be offloaded.
         dynamic: in step functions, trace once for all sizes of inputs and extras for which a stage takes the
             same path: at the second form of the arguments, with symbols for the sizes that differ from the
             first. A program gets the numbers of each further form in milliseconds, and is what a trace for
@@ -93,8 +86,7 @@ def graph(
     Raises:
         StageError: control flow or shapes depend on values, the gradient cannot be traced, the
             backward draws random numbers or needs a sparse tensor that the forward makes, tensors of a
-            subclass are involved, CUDA graphs are wanted where the stage does not compute on CUDA, or
-            ``remat`` has a pattern that matches no name.
+            subclass are involved, or ``remat`` has a pattern that matches no name.
         ValueError: ``remat`` is none of these.
 
     >>> import torch
@@ -115,7 +107,7 @@ def graph(
     of_a_call = signature(_graph, follow_wrapped=False).parameters
     if unknown := [name for name in request if name not in of_a_call]:
         raise TypeError(with_arguments(f"graph() got an unexpected keyword argument {unknown[0]!r}", graph))
-    for name, flag in {"compile": compile, "cuda_graphs": cuda_graphs, "dynamic": dynamic}.items():
+    for name, flag in {"compile": compile, "dynamic": dynamic}.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: got {flag!r}, expected True or False")
     if isinstance(remat, Mapping):
@@ -123,11 +115,9 @@ def graph(
             _require_choice(choice, f"remat[{pattern!r}]")
     else:
         _require_choice(remat, "remat", ', or {"layers.*.mlp": one of these}')
-    if dynamic and (compile or cuda_graphs):
-        raise ValueError(
-            "graph got dynamic=True with compile or cuda_graphs, whose programs have one size; leave one out"
-        )
-    made: Any = partial(_graph, remat=remat, compile=compile, cuda_graphs=cuda_graphs, dynamic=dynamic)
+    if dynamic and compile:
+        raise ValueError("graph got dynamic=True with compile, whose programs have one size; leave one out")
+    made: Any = partial(_graph, remat=remat, compile=compile, dynamic=dynamic)
     made.dynamic = dynamic
     return made(*stage, **request) if stage or request else made
 
@@ -155,7 +145,6 @@ def _graph(
     *,
     remat: "Remat",
     compile: bool,
-    cuda_graphs: bool,
     dynamic: bool,
 ) -> tuple[FlatProgram, int]:
     """Trace a stage, and cut its trace in programs. Whoever varies sizes asks for ``dynamic=False``."""
@@ -173,12 +162,6 @@ def _graph(
             " give engine=graph(dynamic=True) itself, not a function that calls it, to a step function"
         )
     name, outline, example = stage.name, stage.outline, stage.example
-    if cuda_graphs and example.device.type != "cuda":
-        raise StageError(
-            name,
-            f"it computes on the device {example.device}, and CUDA graphs are for CUDA alone",
-            "put its parameters on a CUDA device, or leave out cuda_graphs=True",
-        )
     if outline.untraced:
         raise StageError(name, *outline.untraced)
     with without_onednn() if compile else nullcontext():
@@ -191,10 +174,6 @@ def _graph(
             node.meta["within"] = without_autocast
     blocks = cut_for(joint, remat, name, leaf_names(example.params))
     flat = programs(blocks, name, compile, _unread(joint, example))
-    if cuda_graphs:
-        from .captured import captured
-
-        flat = captured(flat, example, outline.y)
     return flat, residual_bytes(joint, blocks.residuals, name)
 
 

@@ -41,8 +41,8 @@ class _Call(NamedTuple):
 
 def replayed(program: FlatProgram, notes: Any) -> FlatProgram:
     """Replace the traced functions of a program by replays of them, which compute nothing."""
-    functions: Any = ((getattr(f, "__wrapped__", f), f) for f in program)  # captured in a CUDA graph
-    return FlatProgram(*(_Replayed(t, notes) if isinstance(t, TracedFunction) else f for t, f in functions))
+    functions: Any = (_Replayed(f, notes) if isinstance(f, TracedFunction) else f for f in program)
+    return FlatProgram(*functions)
 
 
 class _Replayed(TracedFunction):
