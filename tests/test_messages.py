@@ -298,7 +298,7 @@ MISTAKES = {
     "control flow": (
         lambda: pp.split(Deciding(), torch.ones(4, 4), at=["b"]),
         pp.StageError,
-        r"values of tensors .*test_messages.py:.*torch.where and torch.cond",
+        r"values of tensors .*test_messages.py:.*torch.where chooses",
     ),
     "an average of all batches": (
         lambda: of_module(nn.BatchNorm1d(4, momentum=None)),

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Function
-from torch.fx import Graph, Node, map_arg
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.fx import Node, map_arg
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import (
@@ -115,7 +114,6 @@ class Recording(GraphRecorder, PreDispatchMode):
         self._functions: set[int] = set()  # identities of the histories that kept functions made
         self._inside = False
         self._warned = False
-        self._outer: list[tuple[WeakTensorKeyDictionary, list[torch.Tensor]]] = []  # around an inner graph
 
     @property
     def here(self) -> bool:
@@ -123,10 +121,7 @@ class Recording(GraphRecorder, PreDispatchMode):
         return threading.get_ident() == self._thread and not self._inside
 
     def node(self, tensor: torch.Tensor) -> Node:
-        """Return the node of a tensor: a new constant for an unknown one.
-
-        In an inner graph, one that was made outside becomes an input of it.
-        """
+        """Return the node of a tensor: a new constant for an unknown one."""
         history = tensor.grad_fn
         if isinstance(history, BackwardCFunction) and id(history) not in self._functions:
             name = type(history).__name__.removesuffix("Backward")
@@ -136,28 +131,12 @@ class Recording(GraphRecorder, PreDispatchMode):
                 " that its backward is not seen",
                 f"write {name}.apply where it is called",
             )
-        if self._outer and tensor not in self._nodes and any(tensor in known for known, _ in self._outer):
-            self._outer[-1][1].append(tensor)
-            return self.place(tensor, "read")
         return super().node(tensor)
 
     @property
     def region(self) -> Region:
         """Return the ambient state of now."""
         return Region(torch.is_grad_enabled(), autocast())
-
-    @contextmanager
-    def apart(self) -> Iterator[list[torch.Tensor]]:
-        """Record into an inner graph. Returns the tensors from outside that it reads."""
-        outside = self.graph, self._nodes, self.operators
-        read: list[torch.Tensor] = []
-        self._outer.append((self._nodes, read))
-        self.graph, self._nodes = Graph(), WeakTensorKeyDictionary()
-        try:
-            yield read
-        finally:
-            self._outer.pop()
-            self.graph, self._nodes, self.operators = outside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -223,27 +202,20 @@ class Recording(GraphRecorder, PreDispatchMode):
             return apply(*args, **kwargs)
 
         call.__name__ = cls.__name__
-        return self.call_whole(call, tensors)
-
-    def call_whole(self, call: Callable[..., Any], args: tuple[torch.Tensor, ...]) -> Any:
-        """Call a function of tensors as one operator.
-
-        If it has an attribute ``outline``, call that instead: it returns the results without values.
-        """
-        nodes = tuple(map(self.node, args))
-        versions = [version(t) for t in args]
-        result = self._whole(getattr(call, "outline", call), args, {})
+        nodes = tuple(map(self.node, tensors))
+        versions = [version(t) for t in tensors]
+        result = self._whole(call, tensors, {})
         results = list(tensors_in(result))
-        if versions != [version(t) for t in args] or any(a is b for a in args for b in results):
+        if versions != [version(t) for t in tensors] or any(a is b for a in tensors for b in results):
             raise StageError(
                 MODEL,
-                f"its autograd.Function {call.__name__} writes into its arguments, or returns"
+                f"its autograd.Function {cls.__name__} writes into its arguments, or returns"
                 f" one{calling_place()}",
                 "return new tensors, or a clone",
             )
-        node = self.add(call, nodes, {}, result, f"v_{call.__name__}")
+        node = self.add(call, nodes, {}, result, f"v_{cls.__name__}")
         node.meta["opaque"] = True
-        self._note(node, storages(args))
+        self._note(node, storages(tensors))
         return result
 
     def _whole(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:

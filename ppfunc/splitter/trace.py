@@ -31,7 +31,6 @@ from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_flatten
 
 from ._torch import enable_python_dispatcher
-from .branches import recorded_in
 from .call import CallForm, LeafForm
 from .patches import (
     AssignedAttributes,
@@ -155,7 +154,7 @@ def _trace(
             AssignedAttributes(),
             noted(model, modules, lambda name: starts.setdefault(name, recording.operators)),
             functions_kept(recording),
-            in_python(recorded_in(recording)),
+            in_python(),
             uncompiled(),
         ):
             arguments = without_constants(form.arguments(input_tensors))

@@ -14,7 +14,7 @@ import logging
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from traceback import walk_tb
@@ -301,7 +301,7 @@ def data_dependence(error: Exception) -> str:
         "its control flow or its shapes depend on the values of tensors (operator"
         f" {operator}{line and f', called{line}'}), or it reads one, as .item() does"
     )
-    mend = "torch.where and torch.cond choose without values"
+    mend = "torch.where chooses without values"
     if any(frame.f_code.co_filename.endswith("batchnorm.py") for frame, _ in walk_tb(error.__traceback__)):
         mend = "a batch norm with momentum=None reads how many batches there were: give it a momentum"
     return f"{what}, so that it cannot be evaluated abstractly; {mend}"
@@ -320,23 +320,19 @@ def quiet() -> Iterator[None]:
 
 # -- operators that take functions
 
-Handlers = Mapping[str, Callable[..., Any]]
-"""By the name of the function that torch would compile."""
-
-
-def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any) -> Any:
+def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any) -> Any:
     """Call one of two functions."""
     return (true_fn if pred else false_fn)(*operands)
 
 
-def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried: Any, more: Any) -> Any:
+def _while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried: Any, more: Any) -> Any:
     """Call a function as long as another one says so."""
     while cond_fn(*carried, *more):
         carried = body_fn(*carried, *more)
     return carried
 
 
-def scan(combine_fn: Callable[..., Any], init: Any, xs: Any) -> tuple[Any, Any]:
+def _scan(combine_fn: Callable[..., Any], init: Any, xs: Any) -> tuple[Any, Any]:
     """Call a function along the first axis of ``xs``, with what it has returned before."""
     carry, rows = init, []
     for slices in zip(*(x.unbind() for x in xs), strict=True):
@@ -354,17 +350,16 @@ def _refuse_map(*_: Any) -> Any:
     )
 
 
-WHILE, COND = "_while_loop_op_wrapper", "_cond_op_wrapper"
-PYTHON: Handlers = {
-    COND: cond,
-    WHILE: while_loop,
-    "run_flattened_scan": scan,
+_PYTHON = {  # by the name of the function that torch would compile
+    "_cond_op_wrapper": _cond,
+    "_while_loop_op_wrapper": _while_loop,
+    "run_flattened_scan": _scan,
     "run_flattened_map": _refuse_map,
     "_flex_attention_hop_wrapper": flex_scores,
 }
 
 
-_handlers: ContextVar[Handlers | None] = ContextVar("handlers", default=None)
+_called: ContextVar[bool] = ContextVar("called", default=False)  # as Python
 _replaced: list[Any] = []  # what `_compile`, `_validate` replace, as each user found it; the first is torch's
 _lock = threading.Lock()
 
@@ -372,7 +367,7 @@ _lock = threading.Lock()
 def _compile(model: Any = None, *args: Any, **options: Any) -> Any:
     """Stand for ``torch.compile`` while some thread calls a stage, for that thread alone."""
     name = getattr(model, "__name__", "") if getattr(model, "__module__", "").startswith("torch.") else ""
-    handler = (_handlers.get() or {}).get(name)
+    handler = _PYTHON.get(name) if _called.get() else None
     own = _replaced[0][0] if _replaced else torch.compile
     return own(model, *args, **options) if handler is None else handler
 
@@ -382,14 +377,14 @@ def _validate(*args: Any) -> None:
 
     Its scores as a matrix have one.
     """
-    if _handlers.get() is None:
+    if not _called.get():
         flex_attention()[1](*args)
 
 
 @contextmanager
-def in_python(handlers: Handlers = PYTHON) -> Iterator[None]:
-    """Call operators that take functions by handlers."""
-    token = _handlers.set(handlers)
+def in_python() -> Iterator[None]:
+    """Call operators that take functions as the Python that they equal."""
+    token = _called.set(True)
     with _lock:
         flex, _ = flex_attention()
         _replaced.append((torch.compile, flex._validate_device))
@@ -399,4 +394,4 @@ def in_python(handlers: Handlers = PYTHON) -> Iterator[None]:
     finally:
         with _lock:
             torch.compile, flex._validate_device = _replaced.pop()
-        _handlers.reset(token)
+        _called.reset(token)
