@@ -106,7 +106,7 @@ if TYPE_CHECKING:
         zero_bubble as zero_bubble,
     )
     from .splitter import Split as Split, split as split
-    from .splitter.materialize import materialize as materialize
+    from .splitter.weights import materialize as materialize
     from .stage import (
         StageError as StageError,
         collectives as collectives,
@@ -152,7 +152,7 @@ else:
                 " zero_bubble"
             ),
             "splitter": "Split split",
-            "splitter.materialize": "materialize",
+            "splitter.weights": "materialize",
             "stage": "StageError collectives engines stage_from_module stages_from_layers",
             "stage.collectives": "context_attention",
             "stage.layout": "with_layouts",

@@ -120,14 +120,7 @@ class Split:
 
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"dtype: got {dtype!r}, expected a floating dtype such as torch.float32")
-        chosen = list(
-            range(len(self.stages))
-            if stages is None
-            else stages
-            if isinstance(stages, Iterable)
-            else [stages]
-        )
-        params, state, buffers = read_weights(self._source, self.params, self.state, weights, chosen, dtype)
+        params, state, buffers = read_weights(self._source, self.params, self.state, weights, stages, dtype)
         source = self._source.with_buffers(buffers)
         functions = tuple(make_stage(source, stage) for stage in range(len(self.stages)))
         return replace(self, stages=functions, params=params, state=state, _source=source)

@@ -1,9 +1,12 @@
-"""Read the weights of the stages of a split from files, and give them back under the names of the model."""
+"""Make the weights of stages: read them from files, or draw them. Name them as the model does."""
 
+import hashlib
+import inspect
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from difflib import get_close_matches
+from functools import partial
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
@@ -15,13 +18,17 @@ from torch import Tensor, nn
 from ppfunc._checks import require_type
 from ppfunc.stage._torch import storage, version
 from ppfunc.stage.layout import layout_of, whole
+from ppfunc.stage.process import process_lock
 
 from .source import Source
 from .trace import Tensors
+from .value import Split
 
 Trees = Mapping[int, Mapping[str, Tensor]]
 Read = Callable[[str, Tensor, torch.dtype], Tensor]
 """``(name, like, dtype)`` to the tensor of that name, of the form and on the device of ``like``."""
+
+Init = Callable[[str, Tensor, torch.Generator], object]
 
 _PIECE = 2**21  # bytes of a file that are in memory at a time
 
@@ -31,7 +38,7 @@ def read_weights(
     params: Trees,
     state: Trees,
     weights: str | PathLike[str] | Mapping[str, Tensor],
-    stages: Sequence[int],
+    stages: Iterable[int] | None,
     dtype: torch.dtype | None,
 ) -> tuple[dict[int, dict[str, Tensor]], dict[int, dict[str, Tensor]], dict[str, Tensor]]:
     """Read the parameters, the state and the other buffers of some stages, each tensor once.
@@ -42,9 +49,7 @@ def read_weights(
     Raises:
         KeyError, ValueError: see `Split.load`.
     """
-    if bad := [stage for stage in stages if not isinstance(stage, int) or stage not in range(source.stages)]:
-        raise ValueError(f"stages: got {bad[0]!r}, the split has the stages 0 to {source.stages - 1}")
-    stages, tensors = sorted(set(stages)), Tensors.of(source.model)
+    numbers, tensors = _known_stages(stages, source), Tensors.of(source.model)
     require_type(
         "weights", weights, str | PathLike | Mapping, "a safetensors file, a folder of them, or a state dict"
     )
@@ -74,9 +79,9 @@ def read_weights(
             done[name] = read(entry, like, wanted if wanted and like.is_floating_point() else like.dtype)
         return done[name]
 
-    loaded = {s: {name: load(name, t, dtype) for name, t in params[s].items()} for s in stages}
-    states = {s: {name: load(name, t) for name, t in state[s].items()} for s in stages if s in state}
-    read_only = {name: tensors.buffers[name] for s in stages for name in source.held[s].constants}
+    loaded = {s: {name: load(name, t, dtype) for name, t in params[s].items()} for s in numbers}
+    states = {s: {name: load(name, t) for name, t in state[s].items()} for s in numbers if s in state}
+    read_only = {name: tensors.buffers[name] for s in numbers for name in source.held[s].constants}
     buffers = {name: load(name, buffer) for name, buffer in read_only.items() if find(name)}
     return (
         loaded,
@@ -93,12 +98,8 @@ def _initialised(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     if initialise is None:
         return values
     for owner in dict.fromkeys(name.rpartition(".")[0] for name in names):
-        twin = copy(model.get_submodule(owner))
-        twin._buffers = {
-            key: None if b is None else torch.empty_like(b, device="cpu") for key, b in twin._buffers.items()
-        }
-        twin._parameters = dict.fromkeys(twin._parameters)
-        with torch.no_grad():
+        twin = _twin(model.get_submodule(owner))
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
             initialise(twin)
         values |= {
             f"{owner}.{key}".lstrip("."): b
@@ -106,6 +107,124 @@ def _initialised(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
             if b is not None and version(b)
         }
     return {name: values[name] for name in names if name in values}
+
+
+def materialize(
+    split: Split,
+    stages: Iterable[int] | None = None,
+    seed: int = 0,
+    *,
+    init: Init | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[int, dict[str, Tensor]]:
+    """Make the parameters of some stages of a model on ``meta``, one module after the other.
+
+    Only these parameters, and the module at work, are ever allocated.
+
+    Equivalent to, for each module of the model that has parameters of its own::
+
+        torch.manual_seed(hash of (seed, name of the module))
+        module.reset_parameters(); model._init_weights(module)    # those of the two that exist
+
+    Numbers are drawn on the CPU. They depend on the seed and the name alone: not on the cuts, the device, or
+    other parameters. A parameter that is a DTensor becomes this rank's slice of the
+    whole. Parameters that are not on meta are returned as they are.
+
+    Args:
+        split: the split of a model.
+        stages: the numbers of the stages, such as ``schedule.model_stages_of(rank)``; all by default.
+        seed: of all numbers.
+        init: a function ``init(name, tensor, generator)`` that fills a parameter in place, or leaves it to
+            its module by not writing.
+        device: the device of the parameters.
+
+    Returns:
+        ``{stage: {name: tensor}}``, in the form of ``split.params``.
+
+    Raises:
+        TypeError: the model was not split.
+        ValueError: nothing writes a parameter, or there is no such stage.
+
+    >>> with torch.device("meta"):
+    ...     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    >>> from ppfunc.splitter import split
+    >>> halves = split(model, torch.empty(4, 2, device="meta"), at=["1"])
+    >>> torch.equal(materialize(halves)[1]["1.weight"], materialize(halves, [1])[1]["1.weight"])
+    True
+    """
+    require_type("split", split, Split, "a split, as ppfunc.split(model, args, at=names) gives it")
+    numbers = _known_stages(stages, split._source)
+    wanted = {name: p for stage in numbers for name, p in split.params[stage].items()}
+    done = {name: p for name, p in wanted.items() if not p.is_meta}
+    for name in wanted:
+        if name not in done:
+            made = _drawn(split.model, name.rpartition(".")[0], seed, init)
+            done |= {n: _laid_as(wanted[n], p.to(device)) for n, p in made.items() if n in wanted}
+    return {stage: {name: done[name] for name in split.params[stage]} for stage in numbers}
+
+
+def _drawn(model: nn.Module, path: str, seed: int, init: Init | None) -> dict[str, Tensor]:
+    """Draw the parameters that a module has itself, whole; return them by their names in the model."""
+    twin = _twin(model.get_submodule(path))
+    resets = (getattr(twin, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    functions: list[Callable[[], Any]] = [*filter(callable, resets)][:1]
+    initialise = getattr(model, "_init_weights", None)
+    if callable(initialise) and len(inspect.signature(initialise).parameters) == 1:
+        functions.append(partial(initialise, twin))
+    with process_lock, torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(_hash(seed, path))
+        for function in functions:
+            function()
+    values = {f"{path}.{key}".lstrip("."): p for key, p in twin._parameters.items() if p is not None}
+    for name, p in values.items():
+        before = version(p)
+        if init is not None:
+            with torch.no_grad():
+                init(name, p, torch.Generator().manual_seed(_hash(seed, name)))
+        if not before and not version(p) and p.numel():
+            raise ValueError(
+                f"nothing gives {name} its values: {type(twin).__name__} has no reset_parameters() that"
+                " writes it; give init=, a function of name, tensor and generator that does"
+            )
+    return {name: p.detach() for name, p in values.items()}
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """Copy a module, with its own parameters and buffers on the CPU, without values."""
+    twin = copy(module)
+    twin._parameters = {
+        key: None
+        if p is None
+        else nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="cpu"), p.requires_grad)
+        for key, p in module._parameters.items()
+    }
+    twin._buffers = {
+        key: None if b is None else torch.empty_like(b, device="cpu") for key, b in module._buffers.items()
+    }
+    return twin
+
+
+def _laid_as(like: Tensor, leaf: Tensor) -> Tensor:
+    """Lay a whole leaf out as another tensor is: of a DTensor, as this rank's part."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(like, DTensor):
+        return leaf
+    # Without a source every rank cuts its own copy: nothing is sent.
+    return distribute_tensor(leaf, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _hash(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "big", signed=True)
+
+
+def _known_stages(stages: Iterable[int] | None, source: Source) -> list[int]:
+    """Sort the numbers of stages, by default of all; raise for a number that the split has not."""
+    every = range(source.stages)
+    numbers = [*(every if stages is None else stages if isinstance(stages, Iterable) else [stages])]
+    if bad := [stage for stage in numbers if not isinstance(stage, int) or stage not in every]:
+        raise ValueError(f"stages: got {bad[0]!r}, the split has the stages 0 to {source.stages - 1}")
+    return sorted(set(numbers))
 
 
 def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:

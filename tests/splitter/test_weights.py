@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ppfunc as pp
 from ppfunc.stage import StageError
@@ -304,3 +306,113 @@ def put_back_whole(rank, ranks):
 def test_what_is_cut_over_data_ranks_goes_back_whole(two):
     first, second = two(put_back_whole)
     assert all(torch.equal(t, second[name]) for name, t in first.items()) and first
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return x + self.down(self.norm(self.up(x)).tanh())
+
+
+def split_on_meta(make, at):
+    with torch.device("meta"):
+        model = make()
+        return pp.split(model, torch.zeros(2, 4), at=at)
+
+
+def test_numbers_depend_on_the_seed_and_the_names_alone():
+    def make():
+        model = nn.Sequential(nn.Linear(4, 4), Block(), Block(), nn.Linear(4, 4))
+        model[3].weight = model[0].weight
+        return model
+
+    torch.manual_seed(3)
+    generator = torch.get_rng_state()
+    cuts = [split_on_meta(make, at) for at in (["1", "2"], ["2"], ["1", "2", "2.norm", "3"])]
+    flat = [
+        {n: p for tree in pp.materialize(parts, seed=1).values() for n, p in tree.items()} for parts in cuts
+    ]
+    assert torch.equal(generator, torch.get_rng_state())
+    for other in flat[1:]:
+        torch.testing.assert_close(other, flat[0], rtol=0, atol=0)
+    whole, alone = pp.materialize(cuts[0], seed=1), pp.materialize(cuts[0], [2], seed=1)
+    assert [*alone] == [2] and torch.equal(alone[2]["0.weight"], whole[0]["0.weight"])  # tied
+    assert all(p.is_meta for p in cuts[0].model.parameters())
+    one, other = whole[1]["1.up.weight"], whole[2]["2.up.weight"]
+    assert not torch.equal(one, other) and 0 < one.std() < 0.5 and whole[1]["1.norm.weight"].eq(1).all()
+    assert not torch.equal(one, pp.materialize(cuts[0], seed=2)[1]["1.up.weight"]) and not one.requires_grad
+
+
+class Own(nn.Module):
+    """Parameters of its own, beside the odd ones: empty, without axes, of complex numbers, and left out."""
+
+    reset_parameters = None
+
+    def __init__(self):
+        super().__init__()
+        self.gain, self.nothing = nn.Parameter(torch.empty(4)), nn.Parameter(torch.empty(0, 3))
+        self.scalar, self.z = (nn.Parameter(torch.empty(n, dtype=torch.complex64)) for n in ((), 2))
+        self.register_parameter("left_out", None)
+
+    def _reset_parameters(self):
+        nn.init.ones_(self.scalar)
+        nn.init.ones_(self.z)
+
+    def forward(self, x):
+        return x * self.gain * (self.scalar * self.z.sum()).real + self.nothing.sum()
+
+
+class Initialising(nn.Sequential):
+    """As models of transformers, and nanoGPT."""
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.5)
+
+
+def test_modules_the_model_and_the_caller_give_values():
+    parts = split_on_meta(lambda: Initialising(Own(), nn.Linear(4, 4)), ["1"])
+    with pytest.raises(ValueError, match=r"nothing gives 0.gain its values: Own has no reset_parameters\(\)"):
+        pp.materialize(parts)
+
+    def init(name, tensor, generator):
+        if name.endswith("gain"):
+            tensor.normal_(generator=generator)
+
+    params = pp.materialize(parts, init=init)
+    assert torch.equal(params[0]["0.gain"], pp.materialize(parts, [0], init=init)[0]["0.gain"])
+    assert params[1]["1.weight"].eq(0.5).all() and params[1]["1.bias"].abs().max() <= 0.5
+    assert {n: p.shape for n, p in params[0].items()} == {n: p.shape for n, p in parts.params[0].items()}
+    own = pp.split(nn.Sequential(nn.Linear(4, 4)), torch.zeros(2, 4), at=1)
+    assert pp.materialize(own)[0]["0.weight"].data_ptr() == own.params[0]["0.weight"].data_ptr()
+    with pytest.raises(TypeError, match="split: got .*Linear.*, expected a split, as ppfunc.split"):
+        pp.materialize([nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match="stages: got 1, the split has the stages 0 to 0"):
+        pp.materialize(own, 1)
+
+
+def laid_out(rank, size):
+    def make():
+        return nn.Sequential(nn.Linear(4, 4), Block())
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    with torch.device("meta"):
+        model = make()
+    plan = {"1.up": ColwiseParallel(), "1.down": RowwiseParallel()}
+    parallelize_module(model, mesh, plan)
+    model[1].norm = nn.Identity()
+    parts = pp.split(model, torch.zeros(2, 4, device="meta"), at=["1"])
+    plain = pp.materialize(split_on_meta(make, ["1"]), seed=2)
+    leaves = {n: p for tree in pp.materialize(parts, seed=2).values() for n, p in tree.items()}
+    cut = {n: p for n, p in leaves.items() if isinstance(p, DTensor)}
+    whole = {n: plain[int(n[0])][n] for n in cut}
+    assert all(torch.equal(p.full_tensor(), whole[n]) for n, p in cut.items())
+    assert all(p.to_local().untyped_storage().nbytes() == p.to_local().nbytes for p in cut.values())
+    return sorted(cut)
+
+
+def test_of_a_dtensor_each_rank_gets_its_slice_of_the_whole(two):
+    assert two(laid_out) == [["1.down.bias", "1.down.weight", "1.up.bias", "1.up.weight"]] * 2

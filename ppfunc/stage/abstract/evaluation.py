@@ -320,6 +320,7 @@ def quiet() -> Iterator[None]:
 
 # -- operators that take functions
 
+
 def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any) -> Any:
     """Call one of two functions."""
     return (true_fn if pred else false_fn)(*operands)

@@ -121,9 +121,7 @@ def out_of_order(rank, size, ranks, names):
     mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)
     try:
         with pp.P2P(mesh=mesh, axes=pp.Axes("pp", *names[1:])) as transport:
-            layers = [torch.nn.Linear(2, 2) for _ in range(2)]
-            made = pp.materialize(layers, schedule=pp.gpipe(2, 2), mesh=mesh)
-            return transport.local_ranks(2), list(made)
+            return transport.local_ranks(2)
     except ValueError as error:
         return str(error)
 
@@ -131,4 +129,4 @@ def out_of_order(rank, size, ranks, names):
 def test_ranks_stand_in_any_order_along_the_pipeline_alone(two):
     for got in two(out_of_order, [[1, 0]], ("pp", "dp")):
         assert "got the ranks [[1, 0]], which do not ascend along the axis 'dp'; torch joins" in got
-    assert two(out_of_order, [1, 0], ("pp",)) == [((1,), [1]), ((0,), [0])]
+    assert two(out_of_order, [1, 0], ("pp",)) == [(1,), (0,)]
