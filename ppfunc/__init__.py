@@ -105,8 +105,7 @@ if TYPE_CHECKING:
         zbv_greedy as zbv_greedy,
         zero_bubble as zero_bubble,
     )
-    from .splitter import Split as Split, split as split
-    from .splitter.weights import materialize as materialize
+    from .splitter import Split as Split, materialize as materialize, split as split
     from .stage import (
         StageError as StageError,
         collectives as collectives,
@@ -151,8 +150,7 @@ else:
                 " looped_bfs one_f_one_b plan simulate v_half v_min with_skips zb_h1 zb_h2 zbv zbv_greedy"
                 " zero_bubble"
             ),
-            "splitter": "Split split",
-            "splitter.weights": "materialize",
+            "splitter": "Split materialize split",
             "stage": "StageError collectives engines stage_from_module stages_from_layers",
             "stage.collectives": "context_attention",
             "stage.layout": "with_layouts",

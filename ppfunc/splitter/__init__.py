@@ -17,6 +17,6 @@ from ppfunc._lazy import attach
 
 if TYPE_CHECKING:
     from .splitting import split as split
-    from .value import Split as Split
+    from .value import Split as Split, materialize as materialize
 else:
-    __getattr__, __dir__, __all__ = attach(__name__, {"splitting": "split", "value": "Split"})
+    __getattr__, __dir__, __all__ = attach(__name__, {"splitting": "split", "value": "Split materialize"})

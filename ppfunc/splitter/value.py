@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ppfunc._checks import not_copied
+from ppfunc._checks import not_copied, require_type
 from ppfunc.stage.abstract.captures import READS
 from ppfunc.stage.abstract.output import Output
 from ppfunc.stage.constants import with_constants, without_constants
@@ -198,6 +198,55 @@ class Split:
                 f"state: stage {missing[0]} is missing, whose buffers the model writes into; give"
                 " split.state, or state.stage_state of what was trained"
             )
+
+
+def materialize(
+    split: Split,
+    stages: Iterable[int] | None = None,
+    seed: int = 0,
+    *,
+    init: Callable[[str, Tensor, torch.Generator], object] | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[int, dict[str, Tensor]]:
+    """Make the parameters of some stages of a model on ``meta``, one module after the other.
+
+    Only these parameters, and the module at work, are ever allocated.
+
+    Equivalent to, for each module of the model that has parameters of its own::
+
+        torch.manual_seed(hash of (seed, name of the module))
+        module.reset_parameters(); model._init_weights(module)    # those of the two that exist
+
+    Numbers are drawn on the CPU. They depend on the seed and the name alone: not on the cuts, the device, or
+    other parameters. A parameter that is a DTensor becomes this rank's slice of the
+    whole. Parameters that are not on meta are returned as they are.
+
+    Args:
+        split: the split of a model.
+        stages: the numbers of the stages, such as ``schedule.model_stages_of(rank)``; all by default.
+        seed: of all numbers.
+        init: a function ``init(name, tensor, generator)`` that fills a parameter in place, or leaves it to
+            its module by not writing.
+        device: the device of the parameters.
+
+    Returns:
+        ``{stage: {name: tensor}}``, in the form of ``split.params``.
+
+    Raises:
+        TypeError: the model was not split.
+        ValueError: nothing writes a parameter, or there is no such stage.
+
+    >>> with torch.device("meta"):
+    ...     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    >>> from ppfunc import split
+    >>> halves = split(model, torch.empty(4, 2, device="meta"), at=["1"])
+    >>> torch.equal(materialize(halves)[1]["1.weight"], materialize(halves, [1])[1]["1.weight"])
+    True
+    """
+    from .weights import draw_weights
+
+    require_type("split", split, Split, "a split, as ppfunc.split(model, args, at=names) gives it")
+    return draw_weights(split._source, split.params, stages, seed, init, device)
 
 
 def make_stage(source: "Source", stage: int) -> Callable[..., Any]:

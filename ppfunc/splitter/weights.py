@@ -22,7 +22,6 @@ from ppfunc.stage.process import process_lock
 
 from .source import Source
 from .trace import Tensors
-from .value import Split
 
 Trees = Mapping[int, Mapping[str, Tensor]]
 Read = Callable[[str, Tensor, torch.dtype], Tensor]
@@ -109,58 +108,27 @@ def _initialised(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     return {name: values[name] for name in names if name in values}
 
 
-def materialize(
-    split: Split,
-    stages: Iterable[int] | None = None,
-    seed: int = 0,
-    *,
-    init: Init | None = None,
-    device: torch.device | str = "cpu",
+def draw_weights(
+    source: Source,
+    params: Trees,
+    stages: Iterable[int] | None,
+    seed: int,
+    init: Init | None,
+    device: torch.device | str,
 ) -> dict[int, dict[str, Tensor]]:
-    """Make the parameters of some stages of a model on ``meta``, one module after the other.
-
-    Only these parameters, and the module at work, are ever allocated.
-
-    Equivalent to, for each module of the model that has parameters of its own::
-
-        torch.manual_seed(hash of (seed, name of the module))
-        module.reset_parameters(); model._init_weights(module)    # those of the two that exist
-
-    Numbers are drawn on the CPU. They depend on the seed and the name alone: not on the cuts, the device, or
-    other parameters. A parameter that is a DTensor becomes this rank's slice of the
-    whole. Parameters that are not on meta are returned as they are.
-
-    Args:
-        split: the split of a model.
-        stages: the numbers of the stages, such as ``schedule.model_stages_of(rank)``; all by default.
-        seed: of all numbers.
-        init: a function ``init(name, tensor, generator)`` that fills a parameter in place, or leaves it to
-            its module by not writing.
-        device: the device of the parameters.
-
-    Returns:
-        ``{stage: {name: tensor}}``, in the form of ``split.params``.
+    """Draw the parameters of some stages that are on ``meta``, one module after the other.
 
     Raises:
-        TypeError: the model was not split.
         ValueError: nothing writes a parameter, or there is no such stage.
-
-    >>> with torch.device("meta"):
-    ...     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
-    >>> from ppfunc.splitter import split
-    >>> halves = split(model, torch.empty(4, 2, device="meta"), at=["1"])
-    >>> torch.equal(materialize(halves)[1]["1.weight"], materialize(halves, [1])[1]["1.weight"])
-    True
     """
-    require_type("split", split, Split, "a split, as ppfunc.split(model, args, at=names) gives it")
-    numbers = _known_stages(stages, split._source)
-    wanted = {name: p for stage in numbers for name, p in split.params[stage].items()}
+    numbers = _known_stages(stages, source)
+    wanted = {name: p for stage in numbers for name, p in params[stage].items()}
     done = {name: p for name, p in wanted.items() if not p.is_meta}
     for name in wanted:
         if name not in done:
-            made = _drawn(split.model, name.rpartition(".")[0], seed, init)
+            made = _drawn(source.model, name.rpartition(".")[0], seed, init)
             done |= {n: _laid_as(wanted[n], p.to(device)) for n, p in made.items() if n in wanted}
-    return {stage: {name: done[name] for name in split.params[stage]} for stage in numbers}
+    return {stage: {name: done[name] for name in params[stage]} for stage in numbers}
 
 
 def _drawn(model: nn.Module, path: str, seed: int, init: Init | None) -> dict[str, Tensor]:
