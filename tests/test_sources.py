@@ -94,28 +94,28 @@ B14: a grid of processes: test_a_grid_of_processes
 B15: the grid by default: parallel/test_topology.py::test_default_grid
 B16: sizes of the grid: test_the_two_layouts
 B17: a grid of as many ranks as there are: test_a_grid_of_processes
-B18: groups in one order: parallel/test_groups.py::test_groups_of_a_cube test_a_grid_of_processes
-B19: pairs of neighbours: parallel/test_groups.py::test_neighbours_of_five_stages_and_two_replicas parallel/test_groups.py::test_every_kind_covers_every_rank_once_and_knows_its_place
-B20: the rank of another stage: parallel/test_groups.py::test_a_rank_moved_along_axes parallel/test_groups.py::test_rank_of_another_stage_of_my_replica
+B18: groups in one order: parallel/test_topology.py::test_groups_of_a_cube test_a_grid_of_processes
+B19: pairs of neighbours: parallel/test_topology.py::test_neighbours_of_five_stages_and_two_replicas parallel/test_topology.py::test_groups_agree_with_a_table
+B20: the rank of another stage: parallel/test_topology.py::test_a_rank_moved_along_axes parallel/test_topology.py::test_groups_agree_with_a_table
 B21: ranks, sizes and groups of a process: test_a_grid_of_processes
 B22: their later names: test_a_grid_of_processes
 B defect 1: a wrong coordinate is a NameError: parallel/test_topology.py::test_errors_say_what_was_got_and_what_is_valid
-B defect 2: a wrong example of neighbours: parallel/test_groups.py::test_neighbours_of_five_stages_and_two_replicas
-B defect 3: a grid without pipe or data: parallel/test_groups.py::test_every_kind_covers_every_rank_once_and_knows_its_place test_the_two_layouts
+B defect 2: a wrong example of neighbours: parallel/test_topology.py::test_neighbours_of_five_stages_and_two_replicas
+B defect 3: a grid without pipe or data: parallel/test_topology.py::test_groups_agree_with_a_table test_the_two_layouts
 B defect 4: a default that changes, and prints: test_topologies_print_nothing_and_share_no_default
-B defect 5: a variable of a loop bound again: parallel/test_groups.py::test_groups_along_several_axes
-C1: names of split points: parallel/test_stack.py::test_names_of_split_points
-C2: stages of a rank by default: parallel/test_stack.py::test_number_of_stages
-C3: layers of a stage: parallel/test_stack.py::test_number_of_stages
-C4: more stages than layers: parallel/test_stack.py::test_number_of_stages
-C5: weights of the ends: parallel/test_stack.py::test_effective_loads_are_even_and_the_ends_lightest parallel/test_stack.py::test_heavy_ends_take_as_little_as_they_can parallel/test_stack.py::test_extra_layers_for_the_first_stages
+B defect 5: a variable of a loop bound again: parallel/test_topology.py::test_groups_agree_with_a_table
+C1: names of split points: parallel/test_partition.py::test_names_of_split_points
+C2: stages of a rank by default: parallel/test_partition.py::test_number_of_stages
+C3: layers of a stage: parallel/test_partition.py::test_number_of_stages
+C4: more stages than layers: parallel/test_partition.py::test_number_of_stages
+C5: weights of the ends: parallel/test_partition.py::test_effective_loads_are_even_and_the_ends_lightest parallel/test_partition.py::test_heavy_ends_take_as_little_as_they_can parallel/test_partition.py::test_sizes
 C6: a schedule by name or file: schedule/test_configuration.py::test_a_name_in_any_spelling schedule/test_configuration.py::test_a_file_of_an_order_of_ones_own schedule/test_configuration.py::test_what_is_refused
 C7: microbatches and their warning: schedule/test_configuration.py::test_what_is_refused schedule/test_configuration.py::test_fewer_microbatches_than_stages_are_warned_of_where_it_is_called
 C8: stages of a rank: parallel/test_placement.py::test_stages_of_each_rank
 C9: what is logged: test_a_schedule_says_what_it_is
-C defect 1: three stages, and one: parallel/test_stack.py::test_sizes
-C defect 2: uneven stages: parallel/test_stack.py::test_sizes parallel/test_stack.py::test_effective_loads_are_even_and_the_ends_lightest
-C defect 3: empty stages: parallel/test_stack.py::test_sizes parallel/test_stack.py::test_empty_stages_have_to_be_asked_for
+C defect 1: three stages, and one: parallel/test_partition.py::test_sizes
+C defect 2: uneven stages: parallel/test_partition.py::test_sizes parallel/test_partition.py::test_effective_loads_are_even_and_the_ends_lightest
+C defect 3: empty stages: parallel/test_partition.py::test_sizes parallel/test_partition.py::test_empty_stages_have_to_be_asked_for
 C defect 4: an error in the error: schedule/test_configuration.py::test_what_is_refused
 C defect 5: None for an unknown style: parallel/test_placement.py::test_errors_say_what_is_valid
 C defect 6: an assertion that is always true: schedule/test_configuration.py::test_a_file_that_is_no_schedule_is_told_as_such
@@ -154,13 +154,13 @@ D defect 5: a default that changes: test_no_default_of_a_function_can_change
 D defect 6: sums, and copies that part, in silence: test_steps.py::test_a_bidirectional_schedule_takes_each_stage_of_the_model_once runtime/test_replicas.py::test_replicas_with_other_parameters_are_told_on_every_rank_and_the_next_step_is_right
 D defect 7: one store for a process: test_bugs.py::test_one_step_function_in_two_threads
 D defect 8: no CPU: runtime/test_p2p.py::test_four_processes_give_the_bits_of_one
-E1: groups of a replica: parallel/test_groups.py::test_replicas_are_contiguous_where_data_is_outermost
+E1: groups of a replica: parallel/test_topology.py::test_replicas_are_contiguous_where_data_is_outermost
 E2: no groups of neighbours: runtime/test_p2p.py::test_a_pipeline_over_part_of_the_ranks
 E3: an overflow anywhere: training/trainer/test_agreement.py::test_an_overflow_of_one_rank_of_any_axis_skips_the_update_on_all
 E4: an overflow on several devices: training/trainer/test_agreement.py::test_an_overflow_of_one_rank_of_any_axis_skips_the_update_on_all training/trainer/test_agreement.py::test_a_failure_in_one_pipeline_fails_all_and_an_overflow_skips_all
 E5: partitions and counts of parameters: test_layers_are_cut_by_counts_of_parameters
-E6: equal numbers of layers: parallel/test_chunks.py::test_uniform_chunks parallel/test_partition.py::test_empty_stages_have_to_be_asked_for
-E7: balanced weights: parallel/test_balance.py::test_optimal_for_all_small_problems parallel/test_chunks.py::test_balanced_chunks_have_the_least_maximum test_layers_are_cut_by_counts_of_parameters
+E6: equal numbers of layers: parallel/test_partition.py::test_uniform_chunks parallel/test_partition.py::test_empty_stages_have_to_be_asked_for
+E7: balanced weights: parallel/test_partition.py::test_optimal_for_all_small_problems parallel/test_partition.py::test_balanced_chunks_have_the_least_maximum test_layers_are_cut_by_counts_of_parameters
 E8: a model of layers: test_layers_are_cut_by_counts_of_parameters stage/modules/test_layers.py::test_stages_one_after_the_other_are_the_layers
 E9: gradients of shared modules: runtime/test_ties.py::test_in_four_processes
 E10: what is shared: runtime/test_ties.py::test_what_cannot_be_tied_is_refused_by_name runtime/test_ties.py::test_ranks_tie_the_same

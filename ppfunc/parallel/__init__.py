@@ -7,7 +7,10 @@ from ppfunc._lazy import attach
 if TYPE_CHECKING:
     from .partition import (
         Partition as Partition,
+        count_stages as count_stages,
+        effective_loads as effective_loads,
         partition_balanced as partition_balanced,
+        partition_layers as partition_layers,
         partition_uniform as partition_uniform,
     )
     from .placement import (
@@ -18,11 +21,6 @@ if TYPE_CHECKING:
         stages_of as stages_of,
         v_shape as v_shape,
     )
-    from .stack import (
-        count_stages as count_stages,
-        effective_loads as effective_loads,
-        partition_layers as partition_layers,
-    )
     from .topology import (
         Topology as Topology,
         default_grid as default_grid,
@@ -32,9 +30,10 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "partition": "Partition partition_balanced partition_uniform",
+            "partition": (
+                "Partition count_stages effective_loads partition_balanced partition_layers partition_uniform"
+            ),
             "placement": "Placement explicit loop place stages_of v_shape",
-            "stack": "count_stages effective_loads partition_layers",
             "topology": "Topology default_grid prime_factors",
         },
     )

@@ -5,10 +5,18 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import InitVar, dataclass
 from fractions import Fraction
+from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 from typing import Literal, Self, TypeVar
 
-from ppfunc._checks import require_counts, require_type
+from ppfunc._checks import (
+    limited,
+    require_counts,
+    require_index,
+    require_number,
+    require_one_of,
+    require_type,
+)
 
 T = TypeVar("T")
 Interval = tuple[int, int]
@@ -42,18 +50,16 @@ class Partition:
     def __post_init__(self, allow_empty: bool) -> None:
         boundaries = tuple(self.boundaries)
         object.__setattr__(self, "boundaries", boundaries)
-        if any(isinstance(b, bool) or not isinstance(b, int) for b in boundaries):
-            raise ValueError(f"boundaries are whole numbers, got {_abridged(boundaries)}")
-        if len(boundaries) < 2 or boundaries[0] != 0:
+        whole = all(isinstance(b, int) and not isinstance(b, bool) for b in boundaries)
+        if not whole or len(boundaries) < 2 or boundaries[0] != 0 or min(self.sizes) < 0:
             raise ValueError(
-                f"boundaries run from 0 to the number of layers, as in (0, 3, 6); got {_abridged(boundaries)}"
+                f"boundaries: got {limited(str(boundaries), 400)}, expected whole numbers that ascend from 0"
+                " to the number of layers, as in (0, 3, 6)"
             )
-        if min(self.sizes) < 0:
-            raise ValueError(f"boundaries have to ascend, got {_abridged(boundaries)}")
         if not allow_empty and 0 in self.sizes:
             raise ValueError(
                 f"stage {self.sizes.index(0)} would be empty: {self.layers} layers in {self.stages} stages of"
-                f" sizes {_abridged(self.sizes)}; use fewer stages, or set allow_empty"
+                f" sizes {limited(str(list(self.sizes)), 400)}; use fewer stages, or set allow_empty"
             )
 
     @classmethod
@@ -83,8 +89,7 @@ class Partition:
 
     def layers_of(self, stage: int) -> range:
         """List the layers of a stage."""
-        if not 0 <= stage < self.stages:
-            raise ValueError(f"stage {stage} is out of range: the stages are 0..{self.stages - 1}")
+        require_index("stage", stage, self.stages)
         return range(*self.boundaries[stage : stage + 2])
 
     def loads(self, weights: Sequence[float]) -> tuple[float, ...]:
@@ -153,18 +158,10 @@ def partition_uniform(
     """
     require_counts(stages=stages)
     require_counts(0, layers=layers)
-    if remainder not in ("first", "last"):
-        raise ValueError(f"the remainder goes to the 'first' or the 'last' stages, got {remainder!r}")
+    require_one_of("remainder", remainder, ("first", "last"))
     size, left_over = divmod(layers, stages)
     sizes = (size + 1,) * left_over + (size,) * (stages - left_over)
     return Partition.from_sizes(sizes if remainder == "first" else sizes[::-1], allow_empty)
-
-
-def _abridged(numbers: Sequence[int]) -> str:
-    """Write numbers for a message, without the middle where there are very many."""
-    if len(numbers) <= 64:
-        return str(list(numbers))
-    return f"[{', '.join(map(str, numbers[:30]))}, ..., {', '.join(map(str, numbers[-30:]))}]"
 
 
 def partition_balanced(weights: Sequence[float], stages: int, *, allow_empty: bool = False) -> Partition:
@@ -202,9 +199,6 @@ def exact_weights(weights: Sequence[float]) -> list[int]:
     for layer, weight in enumerate(weights):
         if not isinstance(weight, (int, float, Fraction)) or not math.isfinite(weight) or weight < 0:
             raise ValueError(f"the weight of layer {layer} is a finite number, zero or more; got {weight!r}")
-    whole = [weight for weight in weights if isinstance(weight, int)]
-    if len(whole) == len(weights):
-        return whole
     fractions = [Fraction(weight) for weight in weights]
     unit = math.lcm(*(fraction.denominator for fraction in fractions))
     return [fraction.numerator * (unit // fraction.denominator) for fraction in fractions]
@@ -267,3 +261,125 @@ def _even_cuts(prefix: Sequence[int], stages: int, limit: int) -> list[int]:
         below, above = (min(max(cut, first), final) for cut in (below, above))
         boundaries.append(min(above, below, key=lambda cut: abs((prefix[cut] - prefix[start]) * left - rest)))
     return [*boundaries, last]
+
+
+def partition_layers(
+    layers: int,
+    stages: int,
+    input_weight: float = 1,
+    output_weight: float = 1,
+    *,
+    extra: Literal["middle", "first"] = "middle",
+    allow_empty: bool = False,
+) -> Partition:
+    """Cut equal layers into stages; the first also holds the input modules, the last the output modules.
+
+    The effective load of a stage is its layers plus those weights. With ``extra="middle"`` the
+    loads differ by at most one, unless a weight alone is above that, and the first and last stage
+    are the lightest. With ``extra="first"`` the remainder goes to the first stages.
+
+    Args:
+        layers: number of layers.
+        stages: number of stages, one or more.
+        input_weight: the cost of the embedding, in layers.
+        output_weight: the cost of the final norm and the head, in layers.
+        extra: which stages get the layers that do not divide.
+        allow_empty: whether a stage may have no layer, as one that holds the embedding alone.
+
+    Raises:
+        ValueError: for fewer layers than stages unless empty stages are allowed; with
+            ``extra="first"`` also where a weight is more than the stage's even share, which leaves no layer.
+
+    References:
+        torchtitan, ``generate_split_points``; its later ``generate_llm_fqn_per_model_part`` is
+        ``extra="first"``.
+
+    >>> partition_layers(61, 8).sizes
+    (7, 8, 8, 8, 8, 8, 8, 6)
+    >>> partition_layers(8, 4).split_points()
+    ('layers.1', 'layers.4', 'layers.7')
+    """
+    require_counts(stages=stages)
+    require_counts(0, layers=layers)
+    require_number("input_weight", input_weight)
+    require_number("output_weight", output_weight)
+    require_one_of("extra", extra, ("middle", "first"))
+    least = 0 if allow_empty or extra == "first" or layers < stages else 1
+    sizes, loads = [least] * stages, [least] * stages
+    loads[0] += input_weight
+    loads[-1] += output_weight
+    ends = (0, stages - 1) if extra == "middle" else ()  # which take a layer last, of equal loads
+    lightest = [(load, stage in ends, stage) for stage, load in enumerate(loads)]
+    heapify(lightest)
+    for _ in range(layers - least * stages):
+        load, last, stage = lightest[0]
+        sizes[stage] += 1
+        heapreplace(lightest, (load + 1, last, stage))
+    return Partition.from_sizes(sizes, allow_empty)
+
+
+def effective_loads(
+    partition: Partition, input_weight: float = 1, output_weight: float = 1
+) -> tuple[float, ...]:
+    """Add the weights of the input and output modules to the layers of the first and the last stage.
+
+    >>> effective_loads(Partition((0, 2, 5)))
+    (3, 4)
+    """
+    loads: list[float] = list(partition.sizes)
+    loads[0] += input_weight
+    loads[-1] += output_weight
+    return tuple(loads)
+
+
+def count_stages(
+    layers: int,
+    ranks: int,
+    *,
+    several: bool,
+    layers_per_stage: int | None = None,
+    input_weight: int = 0,
+    output_weight: int = 0,
+) -> int:
+    """Choose the number of stages for so many ranks, each with the same number of stages.
+
+    Args:
+        layers: number of layers.
+        ranks: number of ranks of the pipeline.
+        several: whether the schedule gives a rank several stages, or exactly one.
+        layers_per_stage: gives the number of stages, ``layers / layers_per_stage`` rounded up; where it is
+            None, a rank has one stage, or two if ``several``.
+        input_weight, output_weight: added to the layers before they are divided.
+
+    Raises:
+        ValueError: where the stages do not divide among the ranks, do not fit the schedule, or are
+            more than the layers.
+
+    >>> count_stages(32, 4, several=True, layers_per_stage=4), count_stages(32, 4, several=True)
+    (8, 8)
+    """
+    require_counts(ranks=ranks)
+    require_counts(0, layers=layers)
+    if layers_per_stage is None:
+        stages = ranks * (2 if several else 1)
+        if stages > layers:
+            raise ValueError(
+                f"{layers} layers cannot fill {stages} stages ({stages // ranks} on each of {ranks} ranks):"
+                " use fewer ranks"
+            )
+        return stages
+    require_counts(layers_per_stage=layers_per_stage)
+    stages = -(-(layers + input_weight + output_weight) // layers_per_stage)
+    if stages % ranks or not stages:
+        raise ValueError(
+            f"{layers} layers at {layers_per_stage} per stage make {stages} stages, which do not divide among"
+            f" {ranks} ranks: change layers_per_stage so that their number is a multiple of the ranks"
+        )
+    if several != (stages > ranks):
+        wanted = "two or more stages" if several else "exactly one stage"
+        raise ValueError(
+            f"the schedule has {wanted} per rank, but {layers} layers at {layers_per_stage} per stage make"
+            f" {stages // ranks} on each of {ranks} ranks: {'decrease' if several else 'increase'}"
+            " layers_per_stage"
+        )
+    return stages

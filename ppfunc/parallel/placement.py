@@ -19,25 +19,14 @@ def loop(ranks: int, chunks: int = 1) -> Placement:
 
 
 def v_shape(ranks: int, chunks: int = 2) -> Placement:
-    """Let stages go up the ranks and down again: the two stages at a turn share a rank.
+    """Let stages go up the ranks, down, up again, ``chunks`` times: the two stages at a turn share a rank.
 
-    Args:
-        ranks: number of ranks.
-        chunks: stages per rank; even, so that the last stage is on rank 0 with the first.
-
-    Raises:
-        ValueError: ``chunks`` is odd.
-
-    >>> v_shape(3)
-    (0, 1, 2, 2, 1, 0)
+    >>> v_shape(3), v_shape(2, chunks=3)
+    ((0, 1, 2, 2, 1, 0), (0, 1, 1, 0, 0, 1))
     """
     require_counts(ranks=ranks, chunks=chunks)
-    if chunks % 2:
-        raise ValueError(
-            f"a V has an even number of chunks, got chunks={chunks}: use {chunks + 1}, or loop(ranks, chunks)"
-        )
-    down = tuple(range(ranks))
-    return (down + down[::-1]) * (chunks // 2)
+    up = tuple(range(ranks))
+    return tuple(rank for chunk in range(chunks) for rank in (up[::-1] if chunk % 2 else up))
 
 
 def explicit(ranks_of_stages: Iterable[int]) -> Placement:
@@ -70,7 +59,7 @@ def place(style: str, ranks: int, stages: int) -> Placement:
     Args:
         style: ``"loop"`` or ``"v"``.
         ranks: number of ranks.
-        stages: number of stages, a multiple of ``ranks``; for ``"v"`` an even multiple.
+        stages: number of stages, a multiple of ``ranks``.
 
     Raises:
         ValueError: an unknown style, or stages that do not spread evenly over the ranks.

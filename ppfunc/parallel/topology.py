@@ -1,6 +1,5 @@
 """Arrange ranks on a grid with named axes, by integer arithmetic."""
 
-import keyword
 import math
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 
-from ppfunc._checks import require_counts
+from ppfunc._checks import require_counts, require_index
 
 
 @dataclass(frozen=True)
@@ -38,16 +37,7 @@ class Topology:
         object.__setattr__(self, "sizes", tuple(self.sizes))
         if len(self.axes) != len(self.sizes):
             raise ValueError(f"expected one size per axis, got axes {self.axes} and sizes {self.sizes}")
-        for axis in self.axes:
-            if (
-                not isinstance(axis, str)
-                or not axis.isidentifier()
-                or keyword.iskeyword(axis)
-                or axis.startswith("_")
-            ):
-                raise ValueError(f"{axis!r} cannot name an axis: use letters, digits and _, as in 'pipe'")
-            if self.axes.count(axis) > 1:
-                raise ValueError(f"axis {axis!r} occurs twice in {self.axes}: name every axis once")
+        _coordinates(self.axes)  # or says which axis it cannot take
         require_counts(**dict(zip(self.axes, self.sizes, strict=True)))
 
     @classmethod
@@ -62,16 +52,12 @@ class Topology:
         Raises:
             ValueError: the text is not ``axis=size`` terms between commas.
         """
-        axes, sizes = [], []
-        for part in text.split(","):
-            axis, equals, size = part.partition("=")
-            if not equals or not size.strip().isascii() or not size.strip().isdigit():
-                raise ValueError(
-                    f"cannot read {part!r} in {text!r}: expected axis=size, as in pipe=2,data=2,model=2"
-                )
-            axes.append(axis.strip())
-            sizes.append(int(size))
-        return cls(tuple(axes), tuple(sizes))
+        terms = [term.partition("=") for term in text.split(",")]
+        try:
+            sizes = tuple(int(size) for _, _, size in terms)
+        except ValueError:
+            raise ValueError(f"cannot read {text!r}: expected such as pipe=2,data=2,model=2") from None
+        return cls(tuple(axis.strip() for axis, _, _ in terms), sizes)
 
     def __str__(self) -> str:
         return ",".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True))
@@ -99,14 +85,11 @@ class Topology:
         Raises:
             ValueError: for a missing or unknown axis, or an index outside its axis.
         """
-        missing = [axis for axis in self.axes if axis not in coordinate]
-        if missing:
-            named = ", ".join(f"{axis}={index}" for axis, index in coordinate.items()) or "nothing"
-            raise ValueError(
-                f"a rank needs a coordinate on every axis of {self}, got {named} without "
-                f"{', '.join(missing)}: ranks_where(...) takes a part of the axes"
-            )
         self._require(coordinate)
+        if missing := [axis for axis in self.axes if axis not in coordinate]:
+            raise ValueError(
+                f"coordinate: {', '.join(missing)} of {self} missing, expected all; ranks_where takes some"
+            )
         return sum(coordinate[axis] * stride for axis, stride in zip(self.axes, self.strides, strict=True))
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
@@ -115,10 +98,7 @@ class Topology:
         Raises:
             ValueError: for a rank outside the topology.
         """
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise ValueError(
-                f"rank {rank!r} is not in the topology {self}: its ranks are 0..{self.world_size - 1}"
-            )
+        require_index("rank", rank, self.world_size)
         pairs = zip(self.strides, self.sizes, strict=True)
         return _coordinates(self.axes)(rank // stride % size for stride, size in pairs)
 
@@ -198,11 +178,7 @@ class Topology:
     def _require(self, coordinate: dict[str, int]) -> None:
         self._require_axes(coordinate)
         for axis, index in coordinate.items():
-            size = self.axis_size(axis)
-            if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < size:
-                raise ValueError(
-                    f"{axis}={index!r} is out of range: axis {axis!r} of {self} has indices 0..{size - 1}"
-                )
+            require_index(axis, index, self.axis_size(axis))
 
     def _require_axes(self, axes: Iterable[str]) -> None:
         unknown = [axis for axis in axes if axis not in self.axes]

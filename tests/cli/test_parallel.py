@@ -77,7 +77,7 @@ def test_partition_of_61_layers(run):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["topology", "--axes", "pipe=2,data"], "cannot read 'data'"),
+        (["topology", "--axes", "pipe=2,data"], "cannot read 'pipe=2,data'"),
         (["topology", "--axes", "pipe=0"], "pipe = 0, expected an integer of at least 1"),
         (["topology", "--axes", f"pipe={10**20}"], f"{10**20} ranks are too many to print"),
         (
