@@ -15,7 +15,7 @@ import torch
 from ppfunc._checks import show_table, table
 from ppfunc.schedule.formats.elements import amount
 from ppfunc.schedule.instruction import COMMUNICATION, TAIL, Instruction, Op
-from ppfunc.stage._torch import FakeTensor, TorchDispatchMode, without_modes
+from ppfunc.stage._torch import FakeTensor, TorchDispatchMode, without_function_modes, without_modes
 from ppfunc.stage.errors import place_of_call
 from ppfunc.stage.tree import tree_leaves
 
@@ -232,44 +232,42 @@ class Ledger(TorchDispatchMode):
 
     def _note(self, tensor: torch.Tensor, name: str) -> _Storage:
         storage = tensor.untyped_storage()
-        if (key := storage._cdata) not in self._known:
-            self._known[key] = self.born(storage.nbytes() * (tensor.device.type == self._device.type), name)
-            weakref.finalize(storage, lambda: self.died(self._known.pop(key)))
-        return self._known[key]
+        if storage._cdata not in self._known:
+            self._know(storage, tensor.device, name)
+        return self._known[storage._cdata]
 
-    def born(self, size: int, name: str, again: bool = False) -> _Storage:
-        """Note a storage."""
-        kind = "again" if again else "workspace"
-        noted = _Storage(size, name, self._place, len(self._storages), kind)
+    def _know(self, storage: Any, device: torch.device, name: str, kind: str = "workspace") -> None:
+        key, size = storage._cdata, storage.nbytes() * (device.type == self._device.type)
+        self._known[key] = noted = _Storage(size, name, self._place, len(self._storages), kind)
         self._storages.append(noted)
         self.held[kind] += size
         self.live += size
         self.high = max(self.high, self.live)
         if self.live > self._peak[0]:
             self._peak = self.live, noted.born, self._place
-        return noted
+        weakref.finalize(storage, self._forget, key)
 
-    def died(self, storage: _Storage) -> None:
-        """Note that a storage is free."""
+    def _forget(self, key: int) -> None:
+        storage = self._known.pop(key)
         storage.died = len(self._storages)
         self.held[storage.kind] -= storage.size
         self.live -= storage.size
 
-    def make(self, like: torch.Tensor, name: str, within: torch.Tensor | None) -> torch.Tensor:
+    def make(self, like: torch.Tensor, within: torch.Tensor | None, name: str, again: bool) -> torch.Tensor:
         """Make a tensor of the form of another, in new memory or in that of a tensor.
 
         Operators would take several times as long.
         """
-        with without_modes():
-            form: Any = like.shape, like.stride()
-            if within is not None:
-                bare = torch.empty(0, dtype=like.dtype, device="meta")
-                bare.set_(within.untyped_storage(), like.storage_offset(), *form)
-                return FakeTensor(self._evaluation, bare, like.device)
-            bare = torch.empty_strided(*form, dtype=like.dtype, device="meta")
-            tensor = FakeTensor(self._evaluation, bare, like.device)
-            self.name(tensor, name)
-        return tensor
+        with without_function_modes(), without_modes():
+            bare = torch.empty(0, dtype=like.dtype, device="meta")
+            if within is None:
+                size = like.untyped_storage().nbytes()
+                storage = torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
+                self._know(storage, like.device, name, "again" if again else "workspace")
+            else:
+                storage = within.untyped_storage()
+            bare.set_(storage, like.storage_offset(), like.shape, like.stride())
+            return FakeTensor(self._evaluation, bare, like.device)
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
         """Name the storage of a tensor."""

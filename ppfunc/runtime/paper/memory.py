@@ -1,7 +1,7 @@
 """Predict the bytes that each rank holds over a step: its calls run in order, on tensors without values.
 
-The calls are those of a step that runs, so that values live as long. Traced programs are replayed
-(:mod:`ppfunc.stage.engines.tracing.replay`), those of other engines run as they are.
+The calls are those of a step that runs, so that values live as long. Traced programs are written again with
+operators that only make their results; those of other engines run as they are.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,15 +10,19 @@ from itertools import accumulate, chain
 from typing import Any
 
 import torch
+from torch.fx import Graph, Node
 
 from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import LeafSignature, Signature, StageError, StageProgram
 from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT, data_dependence, without_values
 from ppfunc.stage.abstract.output import children
 from ppfunc.stage.device import preserve_rng
-from ppfunc.stage.engines.tracing.replay import replayed
+from ppfunc.stage.engines.tracing.dispatch import OperatorCall
+from ppfunc.stage.engines.tracing.emit import TracedFunction, write
+from ppfunc.stage.engines.tracing.graph import is_of_forward
+from ppfunc.stage.engines.tracing.lifetimes import Addition, calls_of, source
 from ppfunc.stage.layout import local
-from ppfunc.stage.program import Example
+from ppfunc.stage.program import Example, FlatProgram
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_paths
 
 from ..compiling.compile import CompiledStep, bind
@@ -58,7 +62,7 @@ def memory_of(
     """
     step, device = _of_rank(step, rank), step.form.devices[step.schedule.model_stages_of(rank)[0]]
     ledger = Ledger(device)
-    flat = {id(p): p._replace(flat=replayed(p.flat, ledger)) for p in programs.values()}
+    flat = {id(p): p._replace(flat=_on_paper(p.flat, ledger)) for p in programs.values()}
     programs = {key: flat[id(program)] for key, program in programs.items()}
     with _running(ledger, step.form.devices.values()):
         compiled, arguments = bind(step, programs, MessagesOnPaper()), _arguments(step, rank)
@@ -95,7 +99,7 @@ def residual_bytes(program: StageProgram, low: LoweredStage) -> tuple[int, int]:
     Parameters, extras and the cotangents of the loss are not counted.
     """
     ledger = Ledger(low.device)
-    flat = replayed(program.flat, ledger)
+    flat = _on_paper(program.flat, ledger)
     with _running(ledger, [low.device]):
         params, x, extras = Example.of(low.call.example, low.device).make()
         gy = cotangents_of(low)
@@ -199,3 +203,72 @@ def _mark(ledger: Ledger, buffers: Buffers, instruction: Instruction, model_stag
     residuals = buffers.residuals.get(key, ())
     ledger.mark("residuals", residuals if isinstance(residuals, tuple) else (), also="messages")
     ledger.mark_rest(_LEFT.get(instruction.op, "gradients"))
+
+
+def _on_paper(program: FlatProgram, ledger: Ledger) -> FlatProgram:
+    """Replace the traced functions of a program by functions that allocate and free, and compute nothing."""
+    functions: Any = (_OnPaper(f, ledger) if isinstance(f, TracedFunction) else f for f in program)
+    return FlatProgram(*functions)
+
+
+class _OnPaper(TracedFunction):
+    """A traced function, written again with operators that only make their results."""
+
+    def __init__(self, traced: TracedFunction, ledger: Ledger) -> None:
+        self.recipe, self.results, self.written = traced.recipe._replace(compile=False), traced.results, None
+        self._traced, self._ledger = traced, ledger
+
+    def fastest(self) -> Callable[..., Any]:
+        return self.function
+
+    @property
+    def accumulating(self) -> TracedFunction | None:
+        other = self._traced.accumulating
+        return None if other is None else _OnPaper(other, self._ledger)
+
+    @property
+    def additions(self) -> tuple[Addition, ...]:
+        return self._traced.additions
+
+    def _write(self) -> Callable[..., Any]:
+        block = self.recipe.block.copied(graph := Graph())
+        for node in graph.nodes:
+            if node.op == "get_attr":  # a constant, which is there anyway
+                like = node.meta["val"]
+                node.meta["constant"] = torch.empty((), dtype=like.dtype, device=like.device).expand(
+                    like.shape
+                )
+        for node in calls_of(block):
+            if node.op != "call_method":  # which adds gradients up
+                self._only_make(node)
+        return write(self.recipe._replace(block=block))
+
+    def _only_make(self, node: Node) -> None:
+        """Let a call make its results, in new memory or in that of its arguments."""
+        value: Any = node.meta.get("val")
+        several, name = "results" in node.meta, _name(node)
+        forms = [form if isinstance(form, torch.Tensor) else None for form in (value if several else [value])]
+        again = self.recipe.names[0] != "params" and is_of_forward(node)  # a forward operator in a backward
+
+        def make(*args: Any, sources: tuple[Any, ...], **kwargs: Any) -> Any:
+            pairs = zip(forms, sources, strict=True)
+            made = [f if f is None else self._ledger.make(f, within, name, again) for f, within in pairs]
+            return made if several else made[0]
+
+        sources = tuple([form if form is None else source(node, form) for form in forms])
+        node.kwargs = {**node.kwargs, "sources": sources}
+        node.meta["call"] = OperatorCall(make)
+
+
+def _name(node: Node) -> str:
+    """Name the operator of a call, and the user's line of it, of its forward, or of what it reads.
+
+    Where no line is known, the path of the module is in its place.
+    """
+    origins = (m for n in (node, *node.all_input_nodes) for m in (n.meta, n.meta.get("reverses", {})))
+    return f"{node.target}{next(filter(None, map(_place, origins)), '')}"
+
+
+def _place(origin: dict[str, Any]) -> str:
+    module = origin.get("module")
+    return origin.get("place") or (f", called at {module.name}" if module and module.name else "")

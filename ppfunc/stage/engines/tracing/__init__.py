@@ -13,7 +13,6 @@
                         compiled         has inductor compile a program
       lifetimes.py      additions        finds how long memory is used, and where gradients are added up
       native.py         native           writes a program as a table, which ``native.cpp`` runs
-    replay.py         replayed         runs a program without values, to count its memory
 
 `graph` and `emit` also serve `ppfunc.splitter`, which records above autograd.
 """
