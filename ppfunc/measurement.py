@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from ppfunc._step_factory import Stages
 from ppfunc.runtime.lowering.ties import TiedPlaces
 from ppfunc.runtime.paper.analysis import costs_of
 from ppfunc.schedule import Costs, Op, looped_bfs, split_backward
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.tree import tree_leaves
-from ppfunc.steps import value_and_grad
+from ppfunc.steps import Stages, value_and_grad
 
 from ._checks import naming_arguments, require_counts, require_type
 

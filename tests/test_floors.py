@@ -22,7 +22,7 @@ FLOORS = {
     "stage": 2,
     "splitter": 3,
     "runtime": 4,
-    "_step_factory": 4,
+    "steps": 4,
     "training": 5,
 }
 FRONT = 6
@@ -146,7 +146,7 @@ def test_a_step_function_loads_what_runs_it_when_it_is_made():
     own = {name for name in loaded if name.startswith("ppfunc")}
     late = {
         "ppfunc.stage.engines.tracing",
-        "ppfunc.runtime.compiling.compile",
+        "ppfunc.runtime.running.compile",
         "ppfunc.runtime.transport.p2p",
     }
     assert not loaded & (late | {"torch._dynamo", "statistics"})

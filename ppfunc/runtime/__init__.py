@@ -6,15 +6,15 @@ those above it in this list::
     values/        leaves, forms, buffers, errors: what is handed on
     ports/         what a step asks of others
     lowering/      stages, schedule, form -> LoweredStep: every edge, agreed among all ranks
-    compiling/     LoweredStep -> CompiledStep: one flat list of calls, kept while its guards hold
-    running/       the compiled step, run to its end on all ranks: every call in turn
+    running/       LoweredStep -> CompiledStep: one flat list of calls; every call in turn
     control/       a step fails on every rank or on none; the sum of the losses
     transport/     messages between stages, and sums among ranks: `InProcess`, `P2P`
     paper/         what is known before anything runs: text, bytes, operations
 
-`step.py` has the call itself, from the arguments to the result. Four objects last from call to call:
-`StagePrograms` owns the programs of stages, `CompiledSteps` the compiled steps, `Agreement` the facts that
-the ranks agreed on, `StepFunction` the addresses of the parameters. Each room's docstring draws its own flow.
+`step.py` is the loop: a call from its arguments to its result, and the compiled steps that are kept while
+their guards hold. Four objects last from call to call: `StagePrograms` owns the programs of stages,
+`CompiledSteps` the compiled steps, `Agreement` the facts that the ranks agreed on, `StepFunction` the
+addresses of the parameters. Each room's docstring draws its own flow.
 """
 
 from typing import TYPE_CHECKING
@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING
 from ppfunc._lazy import attach
 
 if TYPE_CHECKING:
-    from .compiling.compiled_steps import CacheInfo as CacheInfo
     from .lowering.lower import lower as lower
     from .lowering.lowered import StepSpec as StepSpec
-    from .lowering.overlap import interleaved as interleaved, two_streams as two_streams
     from .lowering.results import Aux as Aux, StepResult as StepResult
     from .paper.analysis import CompiledFunction as CompiledFunction, LoweredFunction as LoweredFunction
     from .ports.protocols import Transport as Transport
-    from .step import StepFunction as StepFunction
+    from .running.calls import interleaved as interleaved, two_streams as two_streams
+    from .step import CacheInfo as CacheInfo, StepFunction as StepFunction
     from .transport.inprocess import InProcess as InProcess, OnPaper as OnPaper
     from .transport.p2p import P2P as P2P
     from .values.batch import Microbatches as Microbatches, replicated as replicated
@@ -43,13 +42,12 @@ else:
             "values.batch": "Microbatches replicated",
             "values.forms": "microbatch",
             "lowering.results": "Aux StepResult",
-            "step": "StepFunction",
+            "step": "CacheInfo StepFunction",
             "values.errors": "AgreementError PipelineError",
             "paper.analysis": "CompiledFunction LoweredFunction",
-            "compiling.compiled_steps": "CacheInfo",
             "lowering.lower": "lower",
             "lowering.lowered": "StepSpec",
-            "lowering.overlap": "interleaved two_streams",
+            "running.calls": "interleaved two_streams",
             "values.grid": "Axes",
             "transport.inprocess": "InProcess OnPaper",
             "transport.p2p": "P2P",

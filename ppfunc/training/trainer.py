@@ -9,15 +9,15 @@ from typing import Any, Self
 import torch
 
 from ppfunc._checks import naming_arguments, not_copied
-from ppfunc._step_factory import Stages, make_step, reporting_mistakes, unpacked
 from ppfunc.runtime import InProcess, StepResult, StepSpec, Transport
-from ppfunc.runtime.lowering.overlap import Overlapped
+from ppfunc.runtime.lowering.lowered import Overlapped
 from ppfunc.runtime.lowering.ties import TiedPlaces
 from ppfunc.runtime.values.arguments import LossWeights, Seed
 from ppfunc.schedule import Schedule, Timeline
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.frozen import FrozenLeaves, Trainable
+from ppfunc.steps import Stages, make_step, reporting_mistakes, unpacked
 
 from .batches import Batches
 from .calls import Calls, History, LoweredTraining

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ppfunc._step_factory import Stages, make_step, map_stages, reports_mistakes, unpacked
 from ppfunc.runtime import Microbatches, StepFunction, StepResult, StepSpec, Transport
 from ppfunc.runtime.lowering.ties import Tied, TiedPlaces
 from ppfunc.runtime.values.arguments import LossWeights, RawArguments, Seed, by_stage, named_step
@@ -17,6 +16,7 @@ from ppfunc.stage.signature import differentiable
 from ppfunc.stage.transforms import dual, dual_loss
 from ppfunc.stage.transforms.tangents import flatten_tangents
 from ppfunc.stage.tree import tree_flatten, tree_map
+from ppfunc.steps import Stages, make_step, map_stages, reports_mistakes, unpacked
 
 __all__ = ["hvp", "jvp"]
 

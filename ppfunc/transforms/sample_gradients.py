@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from ppfunc._step_factory import Stages, make_step, map_stages, reports_mistakes, unpacked
 from ppfunc.runtime import Microbatches, StepFunction, StepSpec, Transport
 from ppfunc.runtime.lowering.ties import TiedPlaces
 from ppfunc.runtime.values.arguments import RawArguments, Seed, by_stage, named_step
@@ -16,6 +15,7 @@ from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.signature import flatten
 from ppfunc.stage.transforms import for_samples, per_sample, per_sample_loss
 from ppfunc.stage.tree import tree_flatten, tree_paths
+from ppfunc.steps import Stages, make_step, map_stages, reports_mistakes, unpacked
 
 __all__ = ["per_sample_grad"]
 

@@ -26,8 +26,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 import ppfunc as pp
-from ppfunc.runtime.compiling.calls import Sum as GradientSum
-from ppfunc.runtime.compiling.compile import CompiledStep
+from ppfunc.runtime.running.calls import Sum as GradientSum
+from ppfunc.runtime.running.compile import CompiledStep
 from ppfunc.schedule import Op
 
 WIDTH = 4

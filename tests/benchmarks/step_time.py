@@ -29,11 +29,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from ppfunc.runtime.running.compiled_steps import CompiledSteps
 from timing import add_foremost, foremost, keep_freed_memory, measure
 from torch.distributed.pipelining import PipelineStage, schedules as theirs
 
 import ppfunc as pp
-from ppfunc.runtime.compiling.compiled_steps import CompiledSteps
 from ppfunc.runtime.lowering.agreement import Exchange
 from ppfunc.schedule import BUILDERS, Costs, Schedule
 

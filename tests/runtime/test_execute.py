@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.runtime.compiling.compile import load
 from ppfunc.runtime.lowering.lower import BATCH
+from ppfunc.runtime.running.compile import load
 from ppfunc.runtime.running.execute import execute, fill
 from ppfunc.runtime.values.arguments import RawArguments, read_arguments
 from ppfunc.runtime.values.buffers import Buffers, Tag

@@ -15,9 +15,9 @@ import torch
 
 import ppfunc as pp
 from ppfunc.runtime import StepSpec, lower
-from ppfunc.runtime.compiling.compile import compile_step
 from ppfunc.runtime.lowering.stage_programs import CACHE_SIZE, StagePrograms
 from ppfunc.runtime.paper.ledger import Bytes
+from ppfunc.runtime.running.compile import compile_step
 from ppfunc.runtime.running.execute import execute, fill
 from ppfunc.runtime.values.arguments import RawArguments, read_arguments
 from ppfunc.schedule import Op

@@ -1,7 +1,7 @@
 """Describe a step function, and its step as it is lowered: every stage and edge for arguments of one form."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,9 +14,13 @@ from ..ports.protocols import LossPart, Route, Transport
 from ..values.buffers import Key
 from ..values.errors import Failure
 from ..values.forms import StepForm
-from .overlap import Overlapped
 from .stage_programs import StageCall, StagePrograms
 from .ties import SharedLeaf, Tied, shared_leaves
+
+Program = Callable[..., Any]
+
+Overlapped = Callable[[Program, tuple[Any, ...], Program, tuple[Any, ...]], tuple[Any, Any]]
+"""``(forward, its arguments, backward, its arguments) -> (result of one, result of the other)``."""
 
 
 class StepSpec(NamedTuple):

@@ -16,11 +16,11 @@ from ppfunc.stage.flops import flop_counter
 from ppfunc.stage.program import Example, StageProgram
 from ppfunc.stage.tree import tree_map
 
-from ..compiling.compile import CompiledStep, build_programs, compile_step
 from ..lowering.lowered import BATCH, LoweredStage, LoweredStep
 from ..lowering.results import StepResult, collect, shape_of_sum
 from ..lowering.stage_programs import StagePrograms
 from ..ports.protocols import LossPart, Transport
+from ..running.compile import CompiledStep, build_programs, compile_step
 from ..running.execute import fill
 from ..values.arguments import StepArguments
 from ..values.buffers import Key, Tag

@@ -25,9 +25,9 @@ from ppfunc.stage.layout import local
 from ppfunc.stage.program import Example, FlatProgram
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_paths
 
-from ..compiling.compile import CompiledStep, bind
 from ..lowering.lowered import LoweredStage, LoweredStep
 from ..lowering.results import collect, losses_of
+from ..running.compile import CompiledStep, bind
 from ..running.execute import fill
 from ..transport.inprocess import MessagesOnPaper
 from ..values.arguments import StepArguments

@@ -1,8 +1,8 @@
-"""Run a compiled step, with buffers made for this step alone::
+"""Compile a lowered step to one flat list of calls, and run it with buffers made for this step alone::
 
-    execute.py     run_step    a compiled step, run to its end on all ranks: every step of a call in turn
-                   fill        arguments -> Buffers, with sums of gradients
-                   execute     every call in turn
-
-`record.py` measures the calls; `nonfinite.py` runs a step again, to find where a number was first not finite.
+compile.py     compile_step   LoweredStep -> CompiledStep, with the calls of
+calls.py         stage programs, of residuals on their way, and of the end of a program
+execute.py     fill           arguments -> Buffers, with sums of gradients
+               execute        every call in turn; where a number was first not finite
+record.py      Recorder       the times of the calls
 """

@@ -17,8 +17,8 @@ from ppfunc.schedule.instruction import COMMUNICATION, SENDS
 from ppfunc.schedule.proof.timeline import timeline_of
 from ppfunc.stage.device import accelerates, record_event, synchronize
 
-from ..compiling.compile import CompiledStep, tag_of
 from ..ports.protocols import Call, ControlTransport
+from ..running.compile import CompiledStep, tag_of
 from ..values.buffers import Buffers, Origin, Tag
 
 _ROUNDS = 4  # of a handshake, each of which narrows down the offset

@@ -1,8 +1,8 @@
 """Compile a lowered step: the programs of its stages, and one flat list of calls with every lookup resolved.
 
-A call reads and writes the buffers of the running step. `calls.py` makes the calls of stage programs,
-`tail_calls` those that end a program. A transport makes the calls of messages: they send from
-``buffers.values``, and receive into it.
+A call reads and writes the buffers of the running step. `calls.py` makes the calls of stage programs and of
+the end of a program. A transport makes the calls of messages: they send from ``buffers.values``, and receive
+into it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,30 +18,12 @@ from ppfunc.stage.device import SideStreams, accelerates, available
 from ppfunc.stage.errors import warn
 from ppfunc.stage.process import act_on_interrupts
 
-from ..compiling import calls
 from ..lowering.lowered import BATCH, LoweredStage, LoweredStep
 from ..lowering.stage_programs import StagePrograms
 from ..ports.protocols import Call, DataTransport, Transfer
 from ..values.buffers import Buffers, Key, Origin, Tag, moved
+from . import calls
 from .calls import PlacedCall
-from .residual_calls import (
-    await_residuals,
-    begin_offload,
-    checkpointed,
-    fetch,
-    offload,
-    recompute,
-    release_params,
-    restore_params,
-)
-from .tail_calls import (
-    await_params,
-    is_deferred,
-    sharding_call,
-    sum_over_places,
-    update_call,
-    update_parameters,
-)
 
 
 class CompiledStep(NamedTuple):
@@ -85,9 +67,9 @@ def bind(
     binder = _Binder(lowered, programs, transport)
     placed = binder.bind_all()
     if tail and lowered.spec.shares(lowered.schedule):
-        placed += sum_over_places(lowered, transport)
+        placed += calls.sum_over_places(lowered, transport)
     if tail and lowered.spec.updates:
-        placed += update_parameters(lowered, binder.deferred)
+        placed += calls.update_parameters(lowered, binder.deferred)
     if not tail:
         placed = [(call, place) for call, place in placed if place.instruction.op not in TAIL]
     return CompiledStep(
@@ -191,14 +173,14 @@ class _Binder:
                 yield from self._overlap(place)
             elif instruction.op in (Op.UNSHARD, Op.RESHARD):
                 yield from self._await_gather(place, instruction.stage)
-                yield from _at(place, sharding_call(self._lowered, instruction))
+                yield from _at(place, calls.sharding_call(self._lowered, instruction))
                 if instruction.op is Op.UNSHARD:
                     self._gathering[self._schedule.model_stages[instruction.stage]] = place
             elif instruction.op in (Op.REDUCE_GRAD, Op.STEP):
-                if is_deferred(self._lowered, instruction):
+                if calls.is_deferred(self._lowered, instruction):
                     self.deferred.append(place)
                 else:
-                    yield from _at(place, update_call(self._lowered, instruction))
+                    yield from _at(place, calls.update_call(self._lowered, instruction))
             elif instruction.op is not Op.REDUCE_TIED and instruction.op not in COMMUNICATION:
                 # REDUCE_TIED: sums over places end the program, see sum_over_places.
                 for part in instruction.parts or (instruction,):
@@ -212,7 +194,9 @@ class _Binder:
         """Wait for the parameters of a stage before their first use since something may gather them."""
         model_stage = self._schedule.model_stages[stage]
         if model_stage in self._gathering:
-            yield from _at(self._gathering.pop(model_stage) or place, partial(await_params, model_stage))
+            yield from _at(
+                self._gathering.pop(model_stage) or place, partial(calls.await_params, model_stage)
+            )
 
     # -- communication
 
@@ -246,10 +230,10 @@ class _Binder:
             case Op.OFFLOAD | Op.FETCH if not self._moves(key):
                 pass
             case Op.OFFLOAD:
-                yield from _at(place, partial(offload, low, key))
+                yield from _at(place, partial(calls.offload, low, key))
             case Op.FETCH:
                 self._fetched.add(key)
-                yield from _at(place, partial(fetch, low, key, self._back))
+                yield from _at(place, partial(calls.fetch, low, key, self._back))
             case _:
                 raise AssertionError(part)  # lowering refuses it
 
@@ -267,15 +251,15 @@ class _Binder:
         yield from self._await_gather(place, part.stage)
         if key in self._fetched:
             self._fetched.remove(key)
-            yield from _at(place, partial(await_residuals, low, key))
+            yield from _at(place, partial(calls.await_residuals, low, key))
         if part.op not in (Op.F, Op.RECOMPUTE) and self._frees:
-            yield from _at(place, partial(restore_params, low, key))
+            yield from _at(place, partial(calls.restore_params, low, key))
 
     def _run(self, part: Instruction) -> Call:
         key, op = _key(part), part.op
         low, program = self._lowered.stages[key], self._programs[key].flat
         if op is Op.RECOMPUTE:
-            again = partial(recompute, low, key, calls.fastest(program.forward))
+            again = partial(calls.recompute, low, key, calls.fastest(program.forward))
             return calls.seeded(low, key[1], again)
         if op is Op.F:
             forward = self._checkpointed(key, calls.forward(low, program, key, self._trains))
@@ -285,15 +269,15 @@ class _Binder:
 
     def _checkpointed(self, key: Key, forward: Call) -> Call:
         low = self._lowered.stages[key]
-        return partial(checkpointed, low, key, forward) if key in self._schedule.recomputed else forward
+        return partial(calls.checkpointed, low, key, forward) if key in self._schedule.recomputed else forward
 
     def _finish(self, part: Instruction) -> Iterator[Call | None]:
         """Release the parameters among residuals that wait for a later part, and begin to move residuals."""
         key, low = _key(part), self._lowered.stages[_key(part)]
         if self._frees and self._trains and part.op in (Op.F, Op.I, Op.RECOMPUTE):
-            yield partial(release_params, low, key)
+            yield partial(calls.release_params, low, key)
         if part.op is Op.F and key in self._leaving:
-            yield partial(begin_offload, low, key, self._away)
+            yield partial(calls.begin_offload, low, key, self._away)
 
     def _overlap(self, place: Origin) -> Iterator[PlacedCall]:
         """Run a forward and a backward as one: both wait for what they consume first."""
