@@ -39,10 +39,18 @@ from .ports.protocols import Mode, Transport
 from .running.compile import CompiledStep, compile_step
 from .running.execute import NotFinite, count_nonfinite, execute_steps, fill, locate_nonfinite
 from .running.record import Recorder, gather
-from .values.arguments import RawArguments, StepArguments, by_value, read_arguments, require_no_pair
+from .values.arguments import (
+    LaidOut,
+    RawArguments,
+    StepArguments,
+    StepForm,
+    by_value,
+    overlap,
+    read_arguments,
+    require_no_pair,
+)
 from .values.batch import BatchShapes
 from .values.errors import Failure, StepFailed
-from .values.forms import LaidOut, StepForm, overlap
 
 if TYPE_CHECKING:
     from .paper.analysis import LoweredFunction

@@ -24,8 +24,7 @@ from ppfunc.runtime.lowering.stage_programs import StagePrograms
 from ppfunc.runtime.lowering.ties import require_declared_trees
 from ppfunc.runtime.paper.analysis import Shown
 from ppfunc.runtime.paper.memory import Completed
-from ppfunc.runtime.values.arguments import RawArguments, StepArguments, require_trees
-from ppfunc.runtime.values.forms import require_values
+from ppfunc.runtime.values.arguments import RawArguments, StepArguments, require_trees, require_values
 from ppfunc.schedule import (
     Schedule,
     Timeline,

@@ -52,7 +52,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ppfunc as pp
 from ppfunc.runtime import P2P
-from ppfunc.runtime.ports.collective import Collective
+from ppfunc.runtime.ports.protocols import Collective
 from ppfunc.schedule import Op, Schedule
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves

@@ -9,8 +9,7 @@ import torch
 from ppfunc.runtime.control.control import Control
 from ppfunc.runtime.control.failures import Verdict
 from ppfunc.runtime.control.tree import RankTree
-from ppfunc.runtime.ports.collective import Among, Collective
-from ppfunc.runtime.ports.protocols import Route
+from ppfunc.runtime.ports.protocols import Among, Collective, Route
 from ppfunc.runtime.values.errors import LinkError
 from ppfunc.stage.process import act_on_interrupts
 from tests.network.network import Fault, Member, Network

@@ -11,8 +11,7 @@ from typing import Literal
 import torch
 
 from ppfunc.runtime.lowering.comparison import bits
-from ppfunc.runtime.ports.collective import Collective, Wait
-from ppfunc.runtime.ports.protocols import Call, Route, Transfer
+from ppfunc.runtime.ports.protocols import Call, Collective, Route, Transfer, Wait
 from ppfunc.runtime.values.buffers import Buffers
 from ppfunc.stage import LeafSignature
 from tests.network.network import Network, Pipe

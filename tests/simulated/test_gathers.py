@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ppfunc as pp
-from ppfunc.runtime.ports.collective import Collective
+from ppfunc.runtime.ports.protocols import Collective
 from ppfunc.schedule import looped_bfs
 from tests.models import dense, problem, squared
 from tests.simulated.groups import in_threads, simulated_nccl

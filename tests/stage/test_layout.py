@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ppfunc as pp
-from ppfunc.runtime.values.forms import form_of, same_form
+from ppfunc.runtime.values.arguments import form_of, same_form
 from ppfunc.stage import LeafSignature, Signature, graph, stage_from_module
 from ppfunc.stage.layout import (
     MeshLayout,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ppfunc.runtime.values.forms import form_of, same_form
+from ppfunc.runtime.values.arguments import form_of, same_form
 from ppfunc.stage import LeafSignature, Signature
 from ppfunc.stage.signature import flatten
 from ppfunc.stage.tree import tree_structure

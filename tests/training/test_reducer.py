@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ppfunc.runtime.ports.collective import Collective
+from ppfunc.runtime.ports.protocols import Collective
 from ppfunc.stage import LeafSignature, graph
 from ppfunc.stage.engines.tracing import lifetimes
 from ppfunc.training.update.reducer import Reducer

@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from ppfunc.runtime.ports.collective import Collective
+from ppfunc.runtime.ports.protocols import Collective
 from ppfunc.stage.signature import differentiable
 from ppfunc.training.update.sharding import shard_dim
 

@@ -23,6 +23,7 @@ from ..lowering.comparison import (
 )
 from ..lowering.results import of_text, shape_of_sum, sum_texts, to_text
 from ..ports.protocols import LossPart, Mode
+from ..values.arguments import LaidOut
 from ..values.buffers import Compared
 from ..values.errors import (
     CLOSED,
@@ -34,7 +35,6 @@ from ..values.errors import (
     PipelineError,
     StepRunning,
 )
-from ..values.forms import LaidOut
 from ..values.grid import Axes, Grid, ShardWhat
 from .tree import BEGIN, END, TEXT, Links, TreeMessages
 

@@ -18,8 +18,8 @@ from ppfunc.stage.layout import Boundary, same_placement
 from ppfunc.stage.signature import LeafSignature, Signature, leaf_names
 
 from ..ports.protocols import LossPart
+from ..values.arguments import StepForm
 from ..values.buffers import Key
-from ..values.forms import StepForm
 from .agreement import Exchange
 from .lowered import BATCH, Edge, LoweredStage, LoweredStep, Pipeline, StepSpec
 from .stage_programs import StageCall

@@ -11,9 +11,9 @@ from ppfunc.stage.errors import line_of
 from ppfunc.stage.frozen import FrozenLeaves
 
 from ..ports.protocols import LossPart, Route, Transport
+from ..values.arguments import StepForm
 from ..values.buffers import Key
 from ..values.errors import Failure
-from ..values.forms import StepForm
 from .stage_programs import StageCall, StagePrograms
 from .ties import SharedLeaf, Tied, shared_leaves
 

@@ -246,7 +246,7 @@ def sum_up(losses: Sequence[torch.Tensor], parts: Mapping[int, LossPart]) -> tor
         losses: of each stage of ``parts``, ascending.
 
     Returns:
-        What :meth:`ControlTransport.end` returns.
+        What :meth:`Transport.end` returns.
     """
     weighted, rows = apart(losses, [part for _, part in sorted(parts.items())])
     total = torch.cat(weighted).sum(0)

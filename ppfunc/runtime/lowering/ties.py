@@ -19,10 +19,10 @@ from ppfunc.stage.layout import local
 from ppfunc.stage.signature import Signature, differentiable, leaf_names, leaf_number
 from ppfunc.stage.tree import tree_leaves
 
-from ..ports.protocols import ControlTransport
+from ..ports.protocols import Transport
+from ..values.arguments import extent, overlap
 from ..values.batch import Leaves
 from ..values.errors import AgreementError
-from ..values.forms import extent, overlap
 from .comparison import checksum, differences
 
 Tied = tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
@@ -235,7 +235,7 @@ def require_same_values(
     params: Mapping[int, Signature],
     alike: Iterable[tuple[str, Mapping[int, Sequence[torch.Tensor | None]]]],
     tied: Tied,
-    control: ControlTransport,
+    control: Transport,
 ) -> None:
     """Raise AgreementError for a parameter whose places have different values, here or in other processes.
 

@@ -2,7 +2,7 @@
 
 ::
 
-    protocols.py     Transport    data, control and replays, as steps ask for them
-    collective.py    Collective   sums and gathers among several ranks
+    protocols.py     Transport    data and control, as steps ask for them
+                     Collective   sums and gathers among several ranks
     _torch.py        the private names of torch, and what NCCL needs
 """

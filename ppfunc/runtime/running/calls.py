@@ -39,8 +39,7 @@ from ..lowering.comparison import checksum, differing
 from ..lowering.lowered import LoweredStage, LoweredStep, Overlapped, Program, slices
 from ..lowering.results import apart, losses_of
 from ..lowering.ties import OTHER_VALUES, Place, SharedLeaf, differs
-from ..ports.collective import Collective
-from ..ports.protocols import Call, DataTransport
+from ..ports.protocols import Call, Collective, Transport
 from ..values.buffers import (
     Buffers,
     Compared,
@@ -530,7 +529,7 @@ _Group = tuple[tuple[int, ...], tuple[int, ...], list[SharedLeaf]]
 """Ranks of the places, ascending; the rank of every place, in the order of the stages; the leaves."""
 
 
-def sum_over_places(lowered: LoweredStep, transport: DataTransport) -> Iterator[PlacedCall]:
+def sum_over_places(lowered: LoweredStep, transport: Transport) -> Iterator[PlacedCall]:
     """Sum the gradient of every shared leaf over its places.
 
     Each stage of the model gets the sum at its first place in this process.
@@ -609,7 +608,7 @@ def _compare(
 
 
 def _sum(
-    lowered: LoweredStep, transport: DataTransport, leaves: Sequence[SharedLeaf], here: Sequence[int]
+    lowered: LoweredStep, transport: Transport, leaves: Sequence[SharedLeaf], here: Sequence[int]
 ) -> Call:
     """Sum the gradients of every group of leaves, and give the sums to the first of the stages that share."""
     model, numbers = lowered.schedule.model_stages, {stage: lowered.differentiated(stage) for stage in here}

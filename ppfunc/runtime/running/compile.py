@@ -20,7 +20,7 @@ from ppfunc.stage.process import act_on_interrupts
 
 from ..lowering.lowered import BATCH, LoweredStage, LoweredStep
 from ..lowering.stage_programs import StagePrograms
-from ..ports.protocols import Call, DataTransport, Transfer
+from ..ports.protocols import Call, Transfer, Transport
 from ..values.buffers import Buffers, Key, Origin, Tag, moved
 from . import calls
 from .calls import PlacedCall
@@ -45,7 +45,7 @@ class CompiledStep(NamedTuple):
         return f"<compiled {self.lowered.spec.name}, {self.lowered.schedule!r}, {len(self.calls)} calls>"
 
 
-def compile_step(lowered: LoweredStep, programs: StagePrograms, transport: DataTransport) -> CompiledStep:
+def compile_step(lowered: LoweredStep, programs: StagePrograms, transport: Transport) -> CompiledStep:
     """Build the program of every stage, and bind every instruction.
 
     Args:
@@ -60,7 +60,7 @@ def compile_step(lowered: LoweredStep, programs: StagePrograms, transport: DataT
 
 
 def bind(
-    lowered: LoweredStep, programs: Mapping[Key, StageProgram], transport: DataTransport, *, tail: bool = True
+    lowered: LoweredStep, programs: Mapping[Key, StageProgram], transport: Transport, *, tail: bool = True
 ) -> CompiledStep:
     """Bind every instruction to these programs. Without ``tail``, leave out sums over places and updates."""
     lowered = _without_tensors(lowered)  # first: what is bound holds stages
@@ -128,7 +128,7 @@ class _Binder:
     """
 
     def __init__(
-        self, lowered: LoweredStep, programs: Mapping[Key, StageProgram], transport: DataTransport
+        self, lowered: LoweredStep, programs: Mapping[Key, StageProgram], transport: Transport
     ) -> None:
         self._lowered, self._programs, self._transport = lowered, programs, transport
         self._schedule = lowered.schedule

@@ -17,7 +17,7 @@ from ppfunc.schedule.instruction import COMMUNICATION, SENDS
 from ppfunc.schedule.proof.timeline import timeline_of
 from ppfunc.stage.device import accelerates, record_event, synchronize
 
-from ..ports.protocols import Call, ControlTransport
+from ..ports.protocols import Call, Transport
 from ..running.compile import CompiledStep, tag_of
 from ..values.buffers import Buffers, Origin, Tag
 
@@ -77,7 +77,7 @@ class Recorder:
         return intervals
 
 
-def gather(compiled: CompiledStep, intervals: Sequence[Interval], control: ControlTransport) -> Timeline:
+def gather(compiled: CompiledStep, intervals: Sequence[Interval], control: Transport) -> Timeline:
     """Make the timeline of all ranks, from 0 on, in seconds. Collective.
 
     A compute instruction lasts as long as its call, without what it waits for. A message lasts from its
@@ -166,7 +166,7 @@ def _clock() -> str:
         return str(uuid4())
 
 
-def _offsets(control: ControlTransport, rank: int, distant: Sequence[int]) -> list[float]:
+def _offsets(control: Transport, rank: int, distant: Sequence[int]) -> list[float]:
     """Measure the seconds from the clock of every rank to that of rank 0, by a handshake. Collective.
 
     Args:

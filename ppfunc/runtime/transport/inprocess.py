@@ -13,11 +13,10 @@ from ppfunc._checks import naming_arguments
 from ppfunc.stage.device import available
 
 from ..lowering.results import sum_up
-from ..ports.collective import Among, Collective, Wait
-from ..ports.protocols import Call, LossPart, Mode, Transfer, Transport
+from ..ports.protocols import Among, Call, Collective, LossPart, Mode, Transfer, Transport, Wait
+from ..values.arguments import LaidOut
 from ..values.buffers import Buffers, Compared, moved
 from ..values.errors import AgreementError, Failure, PipelineError
-from ..values.forms import LaidOut
 from ..values.grid import Axes, ShardWhat, grid_of, require_shardable
 
 

@@ -21,8 +21,7 @@ from ..control.failures import Answer
 from ..control.rendezvous import Rendezvous
 from ..control.socket_links import SocketLinks
 from ..ports import _torch
-from ..ports.collective import Among, Collective, named
-from ..ports.protocols import LossPart, Mode, Route
+from ..ports.protocols import Among, Collective, LossPart, Mode, Route, named
 from ..values.buffers import Compared
 from ..values.errors import CLOSED, Failure, LinkError
 from ..values.grid import Axes, ShardWhat, grid_of

@@ -8,7 +8,7 @@ import torch
 from optree import PyTreeSpec
 
 from ppfunc.runtime.lowering.ties import sharing
-from ppfunc.runtime.values.forms import Form, form_of, same_form
+from ppfunc.runtime.values.arguments import Form, form_of, same_form
 from ppfunc.stage._torch import FakeTensor
 from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.tree import tree_leaves, tree_paths, tree_structure

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ppfunc.runtime.ports.collective import Collective, Wait
+from ppfunc.runtime.ports.protocols import Collective, Wait
 from ppfunc.stage.tree import tree_map
 
 from ..optim.norms import Clip, clip_coefficient, norm_of, norm_sum, powers

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ppfunc.runtime.ports.collective import Collective
+from ppfunc.runtime.ports.protocols import Collective
 
 Leaves = Mapping[int, torch.Tensor]
 

@@ -6,7 +6,7 @@ from math import inf, isinf
 
 import torch
 
-from ppfunc.runtime.ports.collective import Wait
+from ppfunc.runtime.ports.protocols import Wait
 from ppfunc.runtime.running.execute import NotFinite
 from ppfunc.runtime.values.buffers import Buffers, Gradients, Leaves, ParameterUpdate
 from ppfunc.stage.layout import local

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ppfunc.runtime.ports.collective import Wait
+from ppfunc.runtime.ports.protocols import Wait
 from ppfunc.runtime.values.buffers import Leaves, Numbers, Owner
 from ppfunc.stage.signature import LeafSignature
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ppfunc.runtime.ports.collective import Collective
+from ppfunc.runtime.ports.protocols import Collective
 from ppfunc.stage.signature import LeafSignature, differentiable
 
 from ..optim._torch import copy_into_each

@@ -8,8 +8,7 @@ from weakref import ref
 import optree
 import torch
 
-from ppfunc.runtime.values.arguments import require_trees
-from ppfunc.runtime.values.forms import Form, form_of, has_form, leaves_like
+from ppfunc.runtime.values.arguments import Form, form_of, has_form, leaves_like, require_trees
 from ppfunc.stage.layout import MeshLayout, distributed, layout_of, local
 from ppfunc.stage.signature import Signature, leaf_number
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_paths

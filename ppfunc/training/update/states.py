@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from ppfunc._checks import shown
-from ppfunc.runtime.ports.collective import Collective, Wait
+from ppfunc.runtime.ports.protocols import Collective, Wait
 from ppfunc.runtime.values.buffers import Leaves
 from ppfunc.stage.layout import local
 from ppfunc.stage.patterns import first_match, require_reachable

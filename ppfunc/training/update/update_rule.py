@@ -10,7 +10,7 @@ import torch
 from optree import PyTreeSpec
 
 from ppfunc._checks import require_one_of, require_type
-from ppfunc.runtime.values.forms import Form, leaves_like
+from ppfunc.runtime.values.arguments import Form, leaves_like
 from ppfunc.stage._torch import versions
 from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.frozen import FrozenLeaves

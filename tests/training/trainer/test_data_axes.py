@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import ppfunc as pp
-from ppfunc.runtime.ports.collective import Collective
+from ppfunc.runtime.ports.protocols import Collective
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves, tree_map
 from tests.models import new_trainer, normal, squared
