@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
+import ppfunc.runtime.step as step_module
 from ppfunc.runtime.lowering import results
-from ppfunc.runtime.running import execute
 from tests.models import new_trainer, normal, squared
 
 ENGINES = [pp.engines.graph, pp.engines.functional, pp.engines.eager]
@@ -53,7 +53,7 @@ def test_losses_hold_no_memory_of_their_elements(engine, loss_fn, monkeypatch):
         held.extend(t.untyped_storage().nbytes() for kept in buffers.kept.values() for t in kept)
         return results.losses_of(lowered, buffers)
 
-    monkeypatch.setattr(execute, "losses_of", losses_of)
+    monkeypatch.setattr(step_module, "losses_of", losses_of)
     params = {s: {"w": normal(4)} for s in range(2)}
     step = pp.value_and_grad([scaled] * 2, loss_fn, pp.gpipe(2, 4), engine=engine)
     step(params, normal(32, 4), normal(32, 4))

@@ -159,7 +159,7 @@ def test_what_would_add_nothing_up_is_refused():
         (torch.float32, {"argnums": 1}),
         (torch.float32, {"per_microbatch": True}),
     ):
-        with pytest.raises((TypeError, ValueError), match="sum_dtype: got"):
+        with pytest.raises((TypeError, ValueError), match="sum_dtype"):
             pp.value_and_grad([stage] * 2, loss_fn, pp.gpipe(2, M), sum_dtype=wrong, **options)
 
 
