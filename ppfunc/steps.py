@@ -13,7 +13,7 @@ import torch
 from ppfunc import schedule as schedules  # whose passes and proofs load with the first step function
 from ppfunc._checks import naming_arguments, require_one_of, shown
 from ppfunc.runtime import InProcess, StepResult, StepSpec, Transport, interleaved, two_streams
-from ppfunc.runtime.lowering.lowered import Overlapped, Pipeline
+from ppfunc.runtime.lowering.lower import Overlapped, Pipeline
 from ppfunc.runtime.lowering.stage_programs import StagePrograms
 from ppfunc.runtime.lowering.ties import Tied, TiedPlaces, read_tied
 from ppfunc.runtime.ports.protocols import without_method

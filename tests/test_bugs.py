@@ -317,10 +317,7 @@ def test_a_stage_that_calls_its_own_step_function_is_told_so(engine):
         if own:
             with pytest.raises(
                 pp.StageError,
-                match=(
-                    r"stage 0: .*a stage calls the step function that it is part of \(<step function"
-                    r" value_and_grad"
-                ),
+                match=(r"stage 0: .*a stage calls the step function that it is part of \(value_and_grad"),
             ):
                 step(params, inputs, targets)
             continue

@@ -45,12 +45,6 @@ def step_of(stages, schedule=SCHEDULE):
     return lambda: pp.value_and_grad(stages, squared, schedule)(*models.problem(schedule))
 
 
-def of_pair():
-    params, *pair = models.problem(SCHEDULE)
-    with new_trainer([dense] * 2, squared, SCHEDULE, pp.optim.sgd(0.1)) as trainer:
-        return trainer.step(trainer.init(params), tuple(pair))
-
-
 class Pictures(nn.Module):
     def __init__(self):
         super().__init__()
@@ -127,7 +121,7 @@ MISTAKES = {
     "a list of numbers": (
         lambda: of_split([0.0] * 500),
         TypeError,
-        r"^inputs: got \[0.0, .*\.\.\.\] of type list, expected tensors; make the list one, torch.tensor\(",
+        r"^inputs: got \[0.0, .*\.\.\.\] of type list, expected tensors; make the list a tensor, torch.tensor\(",
     ),
     "a model in halves, and a batch that is not": (
         lambda: of_split(ONES, cut=torch.bfloat16),
@@ -289,11 +283,6 @@ MISTAKES = {
         lambda: pp.Trainer([dense] * 2, SCHEDULE, squared, pp.optim.sgd(0.1)),
         TypeError,
         r"loss_fn: got Schedule\('1f1b'.*; the order is stages, loss_fn, schedule",
-    ),
-    "a batch as one argument": (
-        of_pair,
-        ValueError,
-        r"targets: got None.* the argument after inputs; inputs is a pair: \*batch",
     ),
     "control flow": (
         lambda: pp.split(Deciding(), torch.ones(4, 4), at=["b"]),

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 from ppfunc._lazy import attach
 
 if TYPE_CHECKING:
-    from .lowering.lower import lower as lower
-    from .lowering.lowered import StepSpec as StepSpec
+    from .lowering.lower import StepSpec as StepSpec, lower as lower
     from .lowering.results import Aux as Aux, StepResult as StepResult
     from .paper.analysis import CompiledFunction as CompiledFunction, LoweredFunction as LoweredFunction
     from .ports.protocols import Transport as Transport
@@ -45,8 +44,7 @@ else:
             "step": "CacheInfo StepFunction",
             "values.errors": "AgreementError PipelineError",
             "paper.analysis": "CompiledFunction LoweredFunction",
-            "lowering.lower": "lower",
-            "lowering.lowered": "StepSpec",
+            "lowering.lower": "StepSpec lower",
             "running.calls": "interleaved two_streams",
             "values.grid": "Axes",
             "transport.inprocess": "InProcess OnPaper",

@@ -30,8 +30,7 @@ from ppfunc.stage.tree import tree_leaves
 
 from .lowering.agreement import LOWERED, Agreed, Agreement, Exchange
 from .lowering.comparison import laid_out
-from .lowering.lower import lower
-from .lowering.lowered import LoweredStep, Pipeline
+from .lowering.lower import LoweredStep, Pipeline, lower
 from .lowering.results import StepResult, collect, losses_of
 from .lowering.stage_programs import CACHE_SIZE, StagePrograms
 from .lowering.ties import require_declared
@@ -47,7 +46,6 @@ from .values.arguments import (
     by_value,
     overlap,
     read_arguments,
-    require_no_pair,
 )
 from .values.batch import BatchShapes
 from .values.errors import Failure, StepFailed
@@ -83,10 +81,10 @@ class StepFunction(Generic[P, R]):
         self._stages = pipeline.model_stages
         # How the inputs are read of a model whose shapes are steered by the values of some of them.
         first = pipeline.stages[0] and inspect.unwrap(pipeline.stages[0])
-        self._known, self._by_hand = getattr(first, "known", None), not hasattr(first, "known")
+        self._known = getattr(first, "known", None)
         # Form and addresses of the parameters that were last checked for shared memory.
         self._addresses: tuple[StepForm, list[int]] | None = None
-        self._compiled = CompiledSteps(pipeline, repr(self))
+        self._compiled = CompiledSteps(pipeline)
         self._siblings: dict[tuple[str, ...], StepFunction[P, R]] = {}
 
     __reduce__ = not_copied(
@@ -237,8 +235,6 @@ class StepFunction(Generic[P, R]):
         with_targets, weights = self.pipeline.loss_fn is not None, self.pipeline.loss_weights
         if self._known is not None and raw.inputs is not None:
             raw = replace(raw, inputs=by_value(self._known, raw.inputs, self.schedule.microbatches))
-        if with_targets and raw.targets is None and self._by_hand:
-            require_no_pair(raw.inputs, self.schedule, self._stages)
         read = read_arguments(
             raw, self.schedule, self._stages, with_targets, last, weights, abstract=abstract
         )
@@ -448,11 +444,10 @@ class CompiledSteps:
 
     Args:
         pipeline: of the step function.
-        owner: the step function, as errors name it.
     """
 
-    def __init__(self, pipeline: Pipeline, owner: str) -> None:
-        self._pipeline, self._owner = pipeline, owner
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
         self._agreement = Agreement(pipeline)
         self._building = threading.local()
         self._lock = threading.Lock()
@@ -506,14 +501,12 @@ class CompiledSteps:
                 "a step has failed since this one was lowered, and the ranks agree anew; lower and compile it"
                 " again"
             )
-        now, then = _described(steps[0].form, exchange.shapes), _described(entry.form, entry.agreed.shapes)
-        for name in sorted(now.keys() | then.keys()):
-            got, expected = now.get(name, ("none",)), then.get(name, ("none",))
-            if got != expected:
-                raise ValueError(
-                    f"{name}: got {' '.join(map(str, got))}, the step was compiled for"
-                    f" {' '.join(map(str, expected))}; call the step function, which compiles for every form"
-                )
+        other = _difference(steps[0].form, entry.form)
+        if other or exchange.shapes != entry.agreed.shapes:
+            raise ValueError(
+                f"{other or f'the batch has {exchange.shapes.text}, it had {entry.agreed.shapes.text}'}, when"
+                " the step was compiled; call the step function, which compiles for every form"
+            )
         return entry
 
     def info(self) -> CacheInfo:
@@ -556,8 +549,8 @@ class CompiledSteps:
         """Lower, compile and keep a step; return that of another thread, if one has built it meanwhile."""
         if getattr(self._building, "active", False):
             raise RuntimeError(
-                f"a stage calls the step function that it is part of ({self._owner}); call a function of its"
-                " own from a stage"
+                f"a stage calls the step function that it is part of ({self._pipeline.spec.name}); call a"
+                " function of its own from a stage"
             )
         self._building.active, before = True, self._pipeline.programs.evaluations
         try:
@@ -590,7 +583,7 @@ class CompiledSteps:
         if form.inputs is None:  # of a process that was not given the batch
             form = form._replace(rows=exchange.shapes.rows)
         exchange.require_same_layouts(form)
-        lowered = lower(pipeline, form, arguments.example, exchange)
+        lowered = lower(pipeline, form, arguments.example, exchange.send, exchange.recv)
         if pipeline.spec.frozen is not None:
             for low in {id(low.outline): low for low in lowered.stages.values()}.values():
                 pipeline.spec.frozen.watch(low.model_stage, low.outline.modules)
@@ -602,18 +595,15 @@ class CompiledSteps:
             frozen.require_unchanged()
 
 
-def _described(form: StepForm, shapes: BatchShapes) -> dict[str, tuple[object, ...]]:
-    """Describe what a step was compiled for, by name: arguments, the batch, then all parameters.
-
-    Signatures are compared as values: the text of a large tree is cut short.
-    """
-    trees = {
-        name: (tree.signature,) if tree.rows is None else (tree.signature, "of each microbatch")
-        for name, tree in form.trees.items()
-    }
-    strides = tuple(form.trees[f"params[{stage}]"].strides for stage in form.params)
-    rest = {"the batch": (shapes.text,), "strides": (strides,), "the devices of stages": (form.devices,)}
-    return {**trees, **rest}
+def _difference(now: StepForm, before: StepForm) -> str:
+    """Name the first tree of another form than before, with both signatures; empty if all forms are equal."""
+    for name in now.trees | before.trees:
+        tree, then = now.trees.get(name), before.trees.get(name)
+        if (tree and tree.key) != (then and then.key):
+            got, known = (each.signature if each else "none" for each in (tree, then))
+            memory = ", in memory of another type, layout or device" if got == known else ""
+            return f"{name} is now {got}, it was {known}{memory}"
+    return ""
 
 
 def _warn_of_rows(form: StepForm) -> bool:
@@ -631,15 +621,7 @@ def _warn_of_rows(form: StepForm) -> bool:
 
 def _warn_of_retraces(pipeline: Pipeline, now: StepForm, last: Entry) -> None:
     """Warn once that a step function traces again and again, and say what changed."""
-    before = last.form
-    changed = [n for n, tree in now.trees.items() if n not in before.trees or before.trees[n].key != tree.key]
-    what = f"{last.guards.changes} changed" if last.guards.changes else "fewer arguments are given"
-    if changed:
-        signature, then = now.trees[changed[0]].signature, before.trees.get(changed[0])
-        what = f"{changed[0]} is now {signature}"
-        what += "" if then is None else f", it was {then.signature}"
-        if then is not None and then.signature == signature:
-            what += ", in memory of another type, layout or device"
+    what = _difference(now, last.form) or f"{last.guards.changes} changed"
     fixed = pipeline.programs.dynamic or not all(getattr(fn, "sizes_vary", True) for fn in pipeline.stages)
     varying = "" if fixed else "let sizes vary, engine=ppfunc.engines.graph(dynamic=True), "
     warn(

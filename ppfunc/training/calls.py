@@ -19,7 +19,7 @@ from ppfunc.runtime import (
     StepSpec,
     Transport,
 )
-from ppfunc.runtime.lowering.lowered import LoweredStep
+from ppfunc.runtime.lowering.lower import LoweredStep
 from ppfunc.runtime.lowering.stage_programs import StagePrograms
 from ppfunc.runtime.lowering.ties import require_declared_trees
 from ppfunc.runtime.paper.analysis import Shown

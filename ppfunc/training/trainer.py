@@ -10,7 +10,7 @@ import torch
 
 from ppfunc._checks import naming_arguments, not_copied
 from ppfunc.runtime import InProcess, StepResult, StepSpec, Transport
-from ppfunc.runtime.lowering.lowered import Overlapped
+from ppfunc.runtime.lowering.lower import Overlapped
 from ppfunc.runtime.lowering.ties import TiedPlaces
 from ppfunc.runtime.values.arguments import LossWeights, Seed
 from ppfunc.schedule import Schedule, Timeline

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.runtime.lowering.lowered import routes_of
+from ppfunc.runtime.lowering.lower import routes_of
 from ppfunc.runtime.lowering.ties import sharing_ranks
 from ppfunc.schedule import chimera, remove_tail
 from tests import models

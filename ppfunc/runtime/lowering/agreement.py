@@ -39,7 +39,7 @@ from .comparison import (
     require_same_programs,
     require_whole_parameters,
 )
-from .lowered import LoweredStep, Pipeline, routes_of
+from .lower import LoweredStep, Pipeline, routes_of
 from .stage_programs import keep
 from .ties import require_same_forms, require_same_values, shared_forms, sharing_ranks
 

@@ -20,7 +20,7 @@ from ..ports.protocols import LossPart
 from ..values.arguments import StepArguments
 from ..values.batch import Microbatches, joined
 from ..values.buffers import Buffers, Tag
-from .lowered import BATCH, LoweredStep
+from .lower import BATCH, LoweredStep
 
 _NOTHING = tree_structure(None)
 _KEPT = "outputs", "metrics", "aux"  # of a stage for the caller, in this order after its loss

@@ -16,7 +16,7 @@ from ppfunc.stage.flops import flop_counter
 from ppfunc.stage.program import Example, StageProgram
 from ppfunc.stage.tree import tree_map
 
-from ..lowering.lowered import BATCH, LoweredStage, LoweredStep
+from ..lowering.lower import BATCH, LoweredStage, LoweredStep
 from ..lowering.results import StepResult, collect, shape_of_sum
 from ..lowering.stage_programs import StagePrograms
 from ..ports.protocols import LossPart, Transport

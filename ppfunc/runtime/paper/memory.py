@@ -25,7 +25,7 @@ from ppfunc.stage.layout import local
 from ppfunc.stage.program import Example, FlatProgram
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_paths
 
-from ..lowering.lowered import LoweredStage, LoweredStep
+from ..lowering.lower import LoweredStage, LoweredStep
 from ..lowering.results import collect, losses_of
 from ..running.compile import CompiledStep, bind
 from ..running.execute import fill

@@ -36,7 +36,7 @@ from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_leaves
 
 from ..lowering.comparison import checksum, differing
-from ..lowering.lowered import LoweredStage, LoweredStep, Overlapped, Program, slices
+from ..lowering.lower import LoweredStage, LoweredStep, Overlapped, Program, slices
 from ..lowering.results import apart, losses_of
 from ..lowering.ties import OTHER_VALUES, Place, SharedLeaf, differs
 from ..ports.protocols import Call, Collective, Transport

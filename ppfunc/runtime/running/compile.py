@@ -18,7 +18,7 @@ from ppfunc.stage.device import SideStreams, accelerates, available
 from ppfunc.stage.errors import warn
 from ppfunc.stage.process import act_on_interrupts
 
-from ..lowering.lowered import BATCH, LoweredStage, LoweredStep
+from ..lowering.lower import BATCH, LoweredStage, LoweredStep
 from ..lowering.stage_programs import StagePrograms
 from ..ports.protocols import Call, Transfer, Transport
 from ..values.buffers import Buffers, Key, Origin, Tag, moved

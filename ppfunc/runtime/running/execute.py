@@ -15,7 +15,7 @@ from ppfunc.stage.layout import local
 from ppfunc.stage.process import act_on_interrupts, this_thread
 from ppfunc.stage.signature import differentiable, leaf_names
 
-from ..lowering.lowered import BATCH, LoweredStage, LoweredStep
+from ..lowering.lower import BATCH, LoweredStage, LoweredStep
 from ..ports.protocols import Transport
 from ..values.arguments import StepArguments
 from ..values.buffers import Buffers, Compared, Gradients, LeafGradients, Leaves, Numbers, Origin, Owner, Tag

@@ -564,19 +564,12 @@ class _Reader:
                     " many"
                 )
             return [self.read(tree, f"{name}[{i}]", 0) for i, tree in enumerate(batch)]
-        try:
-            leaves = self.read(batch, name, m)
-            if isinstance(batch, list) and batch and not leaves:
-                raise TypeError(
-                    f"{name}: got {shown(batch)}, expected tensors; make the list one, torch.tensor({name})"
-                )
-            return self.trees[name].cut(leaves, m)
-        except ValueError as error:
-            if isinstance(batch, list) and len(batch) == m:
-                raise ValueError(
-                    f"{error}. A list is a tree like any other; microbatches are ppfunc.Microbatches(...)"
-                ) from error
-            raise
+        leaves = self.read(batch, name, m)
+        if isinstance(batch, list) and batch and not leaves:
+            raise TypeError(
+                f"{name}: got {shown(batch)}, expected tensors; make the list a tensor, torch.tensor({name})"
+            )
+        return self.trees[name].cut(leaves, m)
 
 
 def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor | None:
@@ -642,16 +635,6 @@ def _require_inputs(raw: RawArguments, schedule: Schedule, stages: Sequence[int]
     stage = schedule.model_stages[schedule.chains[0].stages[0]]
     if raw.inputs is None and stage in stages:
         raise ValueError(f"inputs: got None, but this process runs stage {stage}, which needs them")
-
-
-def require_no_pair(inputs: Any, schedule: Schedule, stages: Sequence[int]) -> None:
-    """Raise ValueError for inputs and targets in one tuple."""
-    ends = schedule.model_stages[schedule.chains[0].stages[-1]] in stages
-    if ends and isinstance(inputs, tuple) and len(inputs) == 2:
-        raise ValueError(
-            "targets: got None; pass targets=, in a step as the argument after inputs; inputs is a pair:"
-            " *batch. Where loss_fn takes no targets, give two inputs as a list or a dictionary"
-        )
 
 
 def read_seed(seed: Any) -> Seed:
