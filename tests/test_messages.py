@@ -121,7 +121,7 @@ MISTAKES = {
     "a list of numbers": (
         lambda: of_split([0.0] * 500),
         TypeError,
-        r"^inputs: got \[0.0, .*\.\.\.\] of type list, expected tensors; make the list a tensor, torch.tensor\(",
+        r"^inputs: got \[0.0, .*\.\.\.\] of type list, expected tensors; make the list a tensor",
     ),
     "a model in halves, and a batch that is not": (
         lambda: of_split(ONES, cut=torch.bfloat16),
