@@ -516,8 +516,7 @@ def _tensors(buffers: Buffers, key: Key, fault: str, mend: str) -> tuple[Any, ..
     saved = buffers.residuals[key]
     if not all(isinstance(t, torch.Tensor | Held) for t in saved):
         raise TypeError(
-            f"{fault}: its engine keeps values other than tensors; use the graph engine without"
-            f" cuda_graphs=True, or {mend}"
+            f"{fault}: its engine keeps values other than tensors; use the graph engine, or {mend}"
         )
     return saved
 
@@ -722,7 +721,7 @@ def interleaved() -> Overlapped:
     as a whole. The bits are those of running both in turn if kernels are deterministic.
 
     Raises (when a pair runs):
-        TypeError: the stages have another engine, or are captured in CUDA graphs.
+        TypeError: the stages have another engine.
     """
     merged: WeakKeyDictionary[Program, WeakKeyDictionary[Program, Program]] = WeakKeyDictionary()
 
@@ -744,8 +743,7 @@ def interleaved() -> Overlapped:
 def _recipe(program: Program) -> Any:
     if not hasattr(program, "recipe"):
         raise TypeError(
-            "interleaved() got a stage that is not traced: use the graph engine without cuda_graphs=True, or"
-            " leave out overlapped="
+            "interleaved() got a stage that is not traced: use the graph engine, or leave out overlapped="
         )
     return program.recipe
 
